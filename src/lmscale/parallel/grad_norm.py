@@ -1,0 +1,54 @@
+"""The global gradient norm of a model whose parameters are partly sharded and partly replicated."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .collectives import sum_over_tensor_ranks
+from .context import ParallelContext
+
+
+@dataclass(frozen=True)
+class GradientNorm:
+    """Norm of the whole model's gradient, equal on all tensor ranks, and whether every element of it was finite."""
+
+    norm: float
+    finite: bool
+
+
+def global_gradient_norm(parameters: Iterable[nn.Parameter], context: ParallelContext) -> GradientNorm:
+    """L2 norm of the gradient of the logical model: shards added over the tensor ranks, replicated ones counted once.
+
+    All ranks get the same answer, also about finiteness: an inf on one rank is seen by all.
+
+    Args:
+        parameters: with `.shard` and, where they took part, `.grad`.
+
+    Communicates:
+        one all-reduce of three numbers over the tensor group.
+
+    Source: section 4.2 (clipping of the global norm); counting as in Megatron-LM's `mpu/grads.py`, but every rank adds
+    its own copy of the replicated part instead of rank 0 alone, so that the sum cannot differ from rank to rank.
+    """
+    sharded, replicated = [], []
+    for param in parameters:
+        if param.grad is not None:
+            (replicated if param.shard.replicated else sharded).append(param.grad)
+    device = (sharded + replicated)[0].device
+    sums = torch.stack([_sum_of_squares(sharded, device), _sum_of_squares(replicated, device)])
+    bad = (~sums.isfinite()).any().double()
+    # The replicated part is the same on every rank; its mean is itself, and carries an inf of any rank to all.
+    totals = sum_over_tensor_ranks(torch.stack([sums[0], sums[1] / context.tp_size, bad]), context)
+    sharded_sum, replicated_sum, num_bad = totals.tolist()
+    return GradientNorm(norm=(sharded_sum + replicated_sum) ** 0.5, finite=num_bad == 0)
+
+
+def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    # Norms in fp32 at least: squares of fp16 gradients overflow at 256.
+    dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+    norms = torch._foreach_norm(gradients, 2, dtype=dtype)
+    return torch.stack(norms).double().square().sum()

@@ -1,0 +1,153 @@
+"""Linear layers and embeddings cut over the tensor ranks, and the replicated ones beside them.
+
+Legend: b batch, s sequence, h hidden, v padded vocabulary, p tensor-parallel size. Leading dimensions are free.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from .context import ParallelContext
+from .parameter import parameter
+
+
+class ColumnParallelLinear(nn.Module):
+    """Y_i = f(X) A_i + b_i: the weight cut by columns of A, each rank making its own part of the output.
+
+    Shapes:
+        weight [out/p, in] and bias [out/p] (torch stores A transposed); x [..., in]; returns [..., out/p].
+
+    Communicates:
+        forward nothing; backward one all-reduce of [..., in] over the tensor group (f).
+
+    Source: section 3, Figure 3.
+    """
+
+    def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
+        super().__init__()
+        self.context = context
+        self.weight = parameter(context, (out_features, in_features), shard_dim=0, init="normal", std=init_std)
+        self.bias = parameter(context, (out_features,), shard_dim=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = copy_to_tensor_parallel_region(x, self.context)
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """Y = g(sum_i X_i A_i) + b: the weight cut by rows of A, each rank starting from its own part of the input.
+
+    The bias is replicated and added once, after g; inside, it would count p times.
+
+    Shapes:
+        weight [out, in/p], bias [out]; x [..., in/p]; returns [..., out].
+
+    Communicates:
+        forward one all-reduce of [..., out] over the tensor group (g); backward nothing.
+
+    Source: section 3, Figure 3.
+    """
+
+    def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
+        super().__init__()
+        self.context = context
+        self.weight = parameter(context, (out_features, in_features), shard_dim=1, init="normal", std=init_std)
+        self.bias = parameter(context, (out_features,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        partial = F.linear(x, self.weight)
+        return reduce_from_tensor_parallel_region(partial, self.context) + self.bias
+
+
+class ReplicatedLinear(nn.Module):
+    """Y = XA + b with the whole weight on every rank; communicates nothing.
+
+    Shapes:
+        weight [out, in], bias [out]; x [..., in]; returns [..., out].
+    """
+
+    def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
+        super().__init__()
+        self.weight = parameter(context, (out_features, in_features), init="normal", std=init_std)
+        self.bias = parameter(context, (out_features,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm over the hidden dimension, replicated: every rank computes the same (section 3).
+
+    Shapes:
+        weight and bias [h]; x [..., h]; returns [..., h]. Statistics are taken in fp32 for half types.
+    """
+
+    def __init__(self, hidden_size: int, eps: float, context: ParallelContext) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = parameter(context, (hidden_size,), init="ones")
+        self.bias = parameter(context, (hidden_size,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Word embedding cut over the vocabulary: a rank looks up its own ids, gives zero for others, and g adds.
+
+    Shapes:
+        weight [v/p, h]; tokens int64 [b, s]; returns [b, s, h].
+
+    Communicates:
+        forward one all-reduce of [b, s, h] over the tensor group (g); backward nothing.
+
+    Source: section 3 (input embedding).
+    """
+
+    def __init__(
+        self, vocab_size: int, padded_vocab_size: int, hidden_size: int, context: ParallelContext, init_std: float
+    ) -> None:
+        super().__init__()
+        self.context = context
+        self.first_id = context.start(padded_vocab_size)
+        self.weight = parameter(
+            context,
+            (padded_vocab_size, hidden_size),
+            shard_dim=0,
+            init="normal",
+            std=init_std,
+            used_rows=vocab_size,
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.context.tp_size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.first_id
+        foreign = (local < 0) | (local >= self.weight.shape[0])
+        vectors = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        vectors = vectors.masked_fill(foreign.unsqueeze(-1), 0.0)
+        return reduce_from_tensor_parallel_region(vectors, self.context)
+
+
+def vocab_parallel_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int, context: ParallelContext
+) -> Tensor:
+    """Scores of this rank's part of the vocabulary from the tied word embedding; padded columns are -inf.
+
+    Shapes:
+        hidden [..., h]; weight [v/p, h]; bias [v/p] or None; returns [..., v/p].
+
+    Communicates:
+        forward nothing; backward one all-reduce of [..., h] over the tensor group (f). The logits are never gathered.
+
+    Source: section 3 (output embedding). Masking the padded columns departs from Megatron-LM, which lets them compete.
+    """
+    hidden = copy_to_tensor_parallel_region(hidden, context)
+    logits = F.linear(hidden, weight, bias)
+    rows = weight.shape[0]
+    used = min(max(vocab_size - context.tp_rank * rows, 0), rows)
+    if used < rows:
+        padded = torch.arange(rows, device=logits.device) >= used
+        logits = logits.masked_fill(padded, float("-inf"))
+    return logits

@@ -1,0 +1,58 @@
+"""A parameter that knows the logical tensor it is a shard of."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .context import ParallelContext
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What a parameter is a part of; carried by every parameter as `.shard`.
+
+    Args:
+        full_shape: shape of the logical tensor at tp_size 1.
+        shard_dim: dimension cut over the tensor ranks, None where every rank holds the whole.
+        init: `normal`, `zeros` or `ones`.
+        std: standard deviation of `normal`.
+        used_rows: rows (dimension 0) that are part of the model; the padded rows after them are zero.
+    """
+
+    full_shape: tuple[int, ...]
+    shard_dim: int | None
+    init: str
+    std: float = 0.0
+    used_rows: int | None = None
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every tensor rank holds the same whole tensor."""
+        return self.shard_dim is None
+
+
+def parameter(
+    context: ParallelContext,
+    full_shape: tuple[int, ...],
+    *,
+    shard_dim: int | None = None,
+    init: str = "zeros",
+    std: float = 0.0,
+    used_rows: int | None = None,
+) -> nn.Parameter:
+    """An uninitialised parameter with this rank's shape, of the current default device and dtype.
+
+    Args:
+        full_shape: shape of the logical tensor.
+        shard_dim, init, std, used_rows: see `ShardSpec`.
+
+    Raises:
+        ValueError: `tp_size` does not divide the sharded dimension.
+    """
+    shape = list(full_shape)
+    if shard_dim is not None:
+        shape[shard_dim] = context.shard(shape[shard_dim])
+    param = nn.Parameter(torch.empty(shape))
+    param.shard = ShardSpec(tuple(full_shape), shard_dim, init, std, used_rows)
+    return param

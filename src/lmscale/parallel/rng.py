@@ -1,0 +1,94 @@
+"""The two kinds of dropout randomness (appendix B.2).
+
+Outside the parallel region (embeddings, sublayer outputs) every tensor rank must drop the same elements: the mask is a
+hash of (seed, sample, site, position), so it needs no state, and no layout, micro-batch or restart changes it. Inside
+the region (attention probabilities) the ranks hold different heads and must draw different numbers: torch's default
+generator, seeded for each micro-batch by (seed, step, micro-step, data rank, tensor rank).
+
+| site | region | mask |
+|---|---|---|
+| embedding sum; output of attention; output of MLP | outside | counter, equal on all tensor ranks |
+| attention probabilities, `attention=sdpa` | inside | rank's generator |
+| attention probabilities, `attention=exact` | inside | counter, keyed by the head's number in the whole model |
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+# Odd 32-bit multipliers of the Weyl/murmur kind, written as signed numbers because torch has no full uint32 arithmetic.
+_MIX_1 = 0x85EBCA6B - 2**32
+_MIX_2 = 0xC2B2AE35 - 2**32
+_GOLDEN = 0x9E3779B9 - 2**32
+_COLUMN = 0x27D4EB2F
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Avalanche the bits of int32 `x` (MurmurHash3's finalizer); the low bits of the result are as good as the high."""
+    x = x ^ ((x >> 16) & 0xFFFF)  # torch's >> keeps the sign, hence the masks
+    x = x * _MIX_1
+    x = x ^ ((x >> 13) & 0x7FFFF)
+    x = x * _MIX_2
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def sample_dropout_keys(seed: int, sample_numbers: Tensor) -> Tensor:
+    """One key a sample, from the run's seed and the sample's number in the run (which no layout changes).
+
+    Shapes:
+        sample_numbers int64 [b], counted over the whole run, so that the step is part of it; returns int32 [b].
+    """
+    low = (sample_numbers & 0x7FFFFFFF).to(torch.int32)
+    high = (sample_numbers >> 31).to(torch.int32)
+    digest = hashlib.blake2b(f"dropout/{seed}".encode(), digest_size=4).digest()
+    start = int.from_bytes(digest, "little", signed=True)
+    return _mix(_mix(low + start) + high * _GOLDEN)
+
+
+def counter_keep_mask(
+    sample_keys: Tensor, site: int, num_rows: int, num_columns: int, probability: float, first_row: int = 0
+) -> Tensor:
+    """Which elements dropout keeps, as a hash of (sample key, site, row, column).
+
+    Shapes:
+        sample_keys int32 [b]; returns bool [b, num_rows, num_columns], True where kept.
+
+    Args:
+        site: number of the dropout in the model; two sites have independent masks.
+        probability: share that is dropped, to within 2^-32.
+        first_row: number of the first row, where this rank holds a part of the rows.
+    """
+    rows = torch.arange(first_row, first_row + num_rows, dtype=torch.int32, device=sample_keys.device)
+    columns = torch.arange(num_columns, dtype=torch.int32, device=sample_keys.device)
+    site_keys = _mix(sample_keys + (site + 1) * 0x632BE5AB % 2**31)  # [b]
+    row_keys = _mix(site_keys.unsqueeze(-1) + rows * _GOLDEN)  # [b, rows]
+    bits = _mix(row_keys.unsqueeze(-1) ^ (columns * _COLUMN))  # [b, rows, columns]
+    return bits >= int(probability * 2**32) - 2**31
+
+
+def counter_dropout(x: Tensor, probability: float, sample_keys: Tensor, site: int) -> Tensor:
+    """Dropout outside the parallel region: the same elements on every tensor rank and at every layout.
+
+    Shapes:
+        x [b, s, h]; sample_keys int32 [b]; returns [b, s, h], scaled by 1 / (1 - probability).
+
+    Source: appendix B.2, with a counter in place of the paper's shared generator state (design: stateless masks
+    survive activation checkpointing, restarts and changes of layout).
+    """
+    keep = counter_keep_mask(sample_keys, site, x.shape[1], x.shape[2], probability)
+    return torch.where(keep, x * (1.0 / (1.0 - probability)), 0.0)
+
+
+def seed_rank_generator(seed: int, step: int, micro_step: int, dp_rank: int, tp_rank: int) -> int:
+    """Seed torch's default generators (CPU and every accelerator) for the inside of the parallel region.
+
+    Called before each micro-batch, so a resumed run draws what the uninterrupted one would without any stored state.
+
+    Returns:
+        the seed, for inspection.
+    """
+    text = f"region/{seed}/{step}/{micro_step}/{dp_rank}/{tp_rank}"
+    value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    torch.manual_seed(value)
+    return value
