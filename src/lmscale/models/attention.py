@@ -1,0 +1,76 @@
+"""Multi-head self-attention with the heads split over the tensor ranks."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..config import Recompute, TransformerConfig
+from ..parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear, counter_keep_mask
+
+
+class SelfAttention(nn.Module):
+    """Self-attention: QKV cut by columns so that a rank holds whole heads, output projection cut by rows.
+
+    The fused QKV weight has rows in the order [head, (q, k, v), d]; a contiguous cut is then whole heads.
+
+    Shapes:
+        x [b, s, h]; attention_mask bool [b, 1, 1, s], True where a key may be seen, or None; sample_keys int32 [b] or
+        None; returns [b, s, h] before dropout.
+
+    Communicates:
+        forward one all-reduce of [b, s, h] (g of the projection), backward one (f of QKV), over the tensor group.
+
+    Source: section 3, Figure 3 b.
+    """
+
+    def __init__(self, config: TransformerConfig, context: ParallelContext, dropout_site: int) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.num_local_heads = context.shard(config.num_attention_heads)
+        self.first_head = context.tp_rank * self.num_local_heads
+        self.head_size = config.head_size
+        self.causal = config.architecture == "gpt"
+        self.exact = config.attention == "exact"
+        self.dropout = config.attention_dropout
+        self.dropout_site = dropout_site
+        self.recompute_core = config.recompute is Recompute.SELECTIVE
+        residual_std = config.initializer_std
+        if config.scale_residual_init:
+            residual_std /= math.sqrt(2 * config.num_layers)
+        self.qkv = ColumnParallelLinear(hidden, 3 * hidden, context, config.initializer_std)
+        self.output = RowParallelLinear(hidden, hidden, context, residual_std)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None, sample_keys: Tensor | None) -> Tensor:
+        b, s, _ = x.shape
+        qkv = self.qkv(x).view(b, s, self.num_local_heads, 3, self.head_size)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each [b, n/p, s, d]
+        core = self._exact_core if self.exact else self._sdpa_core
+        if self.recompute_core and self.training:
+            context_vectors = checkpoint(core, q, k, v, attention_mask, sample_keys, use_reentrant=False)
+        else:
+            context_vectors = core(q, k, v, attention_mask, sample_keys)  # [b, n/p, s, d]
+        return self.output(context_vectors.transpose(1, 2).reshape(b, s, -1))
+
+    def _sdpa_core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sample_keys: Tensor | None) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=self.causal)
+
+    def _exact_core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sample_keys: Tensor | None) -> Tensor:
+        s = q.shape[-2]
+        scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_size)  # [b, n/p, s, s]
+        if self.causal:
+            mask = torch.ones(s, s, dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        # Softmax in fp32 at least: fp16 scores overflow at 65,504.
+        dtype = scores.dtype if scores.dtype == torch.float64 else torch.float32
+        probabilities = scores.softmax(dim=-1, dtype=dtype).to(v.dtype)
+        if self.training and self.dropout > 0.0:
+            # Keyed by the head's number in the whole model, so that the mask does not depend on tp_size.
+            rows = self.num_local_heads * s
+            keep = counter_keep_mask(sample_keys, self.dropout_site, rows, s, self.dropout, self.first_head * s)
+            probabilities = torch.where(keep.view_as(probabilities), probabilities * (1.0 / (1.0 - self.dropout)), 0.0)
+        return probabilities @ v

@@ -1,0 +1,58 @@
+"""Make this rank's shard of a model."""
+
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ..config import TransformerConfig
+from ..parallel import ParallelContext, initialize_parameters
+from .bert import BERT
+from .gpt import GPT
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype):
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def build_model(
+    config: TransformerConfig,
+    context: ParallelContext,
+    *,
+    seed: int | None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """This rank's shard of a BERT or GPT, made directly on its device in its dtype; the whole exists nowhere.
+
+    Args:
+        seed: of the initial weights, the same logical tensors at every layout; None leaves them uninitialised (the
+            meta device, or weights about to be loaded).
+
+    Returns:
+        a `GPT` or a `BERT` in training mode.
+
+    Raises:
+        ValueError: `context.tp_size` does not divide the model.
+    """
+    kind = GPT if config.architecture == "gpt" else BERT
+    with torch.device(device), _default_dtype(dtype):
+        model = kind(config, context)
+    if seed is not None:
+        initialize_parameters(model, seed, context)
+    return model
+
+
+def count_model_parameters(config: TransformerConfig, tp_size: int = 1) -> tuple[int, int]:
+    """Parameters (sharded a rank, replicated) of the real module, built on the meta device; a second source for
+    `perf.params`, which counts by formula."""
+    model = build_model(config, ParallelContext(tp_size=tp_size), seed=None, device="meta")
+    sharded = sum(p.numel() for p in model.parameters() if not p.shard.replicated)
+    replicated = sum(p.numel() for p in model.parameters() if p.shard.replicated)
+    return sharded, replicated

@@ -1,0 +1,35 @@
+"""GPT-2: the causal language model of section 5.2."""
+
+from torch import Tensor, nn
+
+from ..config import TransformerConfig
+from ..parallel import ParallelContext, vocab_parallel_cross_entropy, vocab_parallel_logits
+from .transformer import Transformer
+
+
+class GPT(nn.Module):
+    """Left-to-right language model with the output projection tied to the word embedding.
+
+    Shapes:
+        tokens int64 [b, s]; labels int64 [b, s] (the next token; -100 is not scored) or None; sample_keys int32 [b],
+        needed in training with dropout. Returns logits [b, s, v/p] without labels, else losses [b, s] in nats.
+
+    Communicates:
+        over the tensor group: the transformer's; backward one all-reduce of [b, s, h] of the tied projection; with
+        labels, forward three of [b, s].
+
+    Source: sections 2.2, 3 and 5.2; Radford et al. 2019.
+    """
+
+    def __init__(self, config: TransformerConfig, context: ParallelContext) -> None:
+        super().__init__()
+        self.config, self.context = config, context
+        self.transformer = Transformer(config, context)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, sample_keys: Tensor | None = None) -> Tensor:
+        hidden = self.transformer(tokens, sample_keys=sample_keys)
+        weight = self.transformer.word_embedding.weight
+        logits = vocab_parallel_logits(hidden, weight, None, self.config.vocab_size, self.context)
+        if labels is None:
+            return logits
+        return vocab_parallel_cross_entropy(logits, labels, self.context)

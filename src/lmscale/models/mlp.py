@@ -1,0 +1,44 @@
+"""The two-layer MLP with GELU between, cut by columns and then by rows."""
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..config import Recompute, TransformerConfig
+from ..parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
+
+
+class MLP(nn.Module):
+    """h -> 4h -> GELU -> h; the GELU works on the rank's own columns, so no communication stands between the linears.
+
+    Shapes:
+        x [b, s, h]; returns [b, s, h] before dropout; between them [b, s, 4h/p].
+
+    Communicates:
+        forward one all-reduce of [b, s, h] (g), backward one (f), over the tensor group.
+
+    Source: section 3, Figure 3 a.
+    """
+
+    def __init__(self, config: TransformerConfig, context: ParallelContext) -> None:
+        super().__init__()
+        residual_std = config.initializer_std
+        if config.scale_residual_init:
+            residual_std /= math.sqrt(2 * config.num_layers)
+        self.gelu_approximation = "tanh" if config.gelu_form == "tanh" else "none"
+        self.recompute_gelu = config.recompute is Recompute.SELECTIVE
+        self.up = ColumnParallelLinear(config.hidden_size, config.ffn_size, context, config.initializer_std)
+        self.down = RowParallelLinear(config.ffn_size, config.hidden_size, context, residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x)  # [b, s, 4h/p]
+        if self.recompute_gelu and self.training:
+            inner = checkpoint(self._gelu, inner, use_reentrant=False, preserve_rng_state=False)
+        else:
+            inner = self._gelu(inner)
+        return self.down(inner)
+
+    def _gelu(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate=self.gelu_approximation)

@@ -1,0 +1,100 @@
+"""Embeddings and the stack of layers, shared by BERT and GPT."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..config import NormOrder, Recompute, TransformerConfig
+from ..parallel import LayerNorm, ParallelContext, VocabParallelEmbedding, counter_dropout, parameter
+from .layer import EMBEDDING_DROPOUT_SITE, TransformerLayer
+
+NUM_TOKEN_TYPES = 2  # BERT's sentence A and sentence B
+
+
+class Transformer(nn.Module):
+    """Token ids to hidden states.
+
+    pre:  dropout(embeddings) -> layers -> LayerNorm
+    post: dropout(LayerNorm(embeddings)) -> layers, as in the original BERT; no LayerNorm follows the stack, each layer
+          ends with one.
+
+    Position and token-type embeddings are replicated.
+
+    Shapes:
+        tokens int64 [b, s]; token_types int64 [b, s] or None (GPT); attention_mask bool [b, s], True for real tokens,
+        or None; sample_keys int32 [b] or None; returns [b, s, h].
+
+    Communicates:
+        over the tensor group, forward one all-reduce of [b, s, h] for the embedding and two a layer; backward two a
+        layer; full recompute repeats a layer's forward ones.
+
+    Raises:
+        ValueError: a sequence longer than `max_position_embeddings`; training with dropout and no `sample_keys`.
+
+    Source: sections 2.2 and 3; Figure 7.
+    """
+
+    def __init__(self, config: TransformerConfig, context: ParallelContext) -> None:
+        super().__init__()
+        config.check_tensor_parallel(context.tp_size)
+        std, hidden = config.initializer_std, config.hidden_size
+        self.config = config
+        self.word_embedding = VocabParallelEmbedding(config.vocab_size, config.padded_vocab_size, hidden, context, std)
+        self.position_embedding = parameter(context, (config.max_position_embeddings, hidden), init="normal", std=std)
+        if config.architecture == "bert":
+            self.token_type_embedding = parameter(context, (NUM_TOKEN_TYPES, hidden), init="normal", std=std)
+        if config.norm_order is NormOrder.POST:
+            self.embedding_norm = LayerNorm(hidden, config.norm_eps, context)
+        self.layers = nn.ModuleList(TransformerLayer(config, context, i) for i in range(config.num_layers))
+        if config.norm_order is NormOrder.PRE:
+            self.final_norm = LayerNorm(hidden, config.norm_eps, context)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        token_types: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        sample_keys: Tensor | None = None,
+    ) -> Tensor:
+        config = self.config
+        drops = self.training and (config.hidden_dropout > 0 or config.attention_dropout > 0)
+        if drops and sample_keys is None:
+            raise ValueError("`sample_keys` must be given in training with dropout: the masks are drawn from them")
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, None, None, :]  # over heads and queries
+        x = self.embed(tokens, token_types, sample_keys)
+        for layer in self.layers:
+            if config.recompute is Recompute.FULL and self.training:
+                x = checkpoint(layer, x, attention_mask, sample_keys, use_reentrant=False)
+            else:
+                x = layer(x, attention_mask, sample_keys)
+        return self.final_norm(x) if config.norm_order is NormOrder.PRE else x
+
+    def embed(self, tokens: Tensor, token_types: Tensor | None, sample_keys: Tensor | None) -> Tensor:
+        """Sum of word, position and (BERT) token-type embeddings, with the norm order's LayerNorm and dropout.
+
+        Shapes:
+            as in `forward`; returns [b, s, h].
+
+        Communicates:
+            one all-reduce of [b, s, h] over the tensor group, forward only.
+        """
+        s = tokens.shape[1]
+        if s > self.config.max_position_embeddings:
+            raise ValueError(
+                f"a sequence must be at most `max_position_embeddings` ({self.config.max_position_embeddings}) "
+                f"tokens long, but is {s}"
+            )
+        x = self.word_embedding(tokens) + self.position_embedding[:s]
+        if token_types is not None:
+            x = x + F.embedding(token_types, self.token_type_embedding)
+        if self.config.norm_order is NormOrder.POST:
+            x = self.embedding_norm(x)
+        if self.training and self.config.hidden_dropout > 0.0:
+            x = counter_dropout(x, self.config.hidden_dropout, sample_keys, EMBEDDING_DROPOUT_SITE)
+        return x
+
+    def compile_layers(self) -> None:
+        """Compile every layer in place (one graph serves all; parameter names do not change)."""
+        for layer in self.layers:
+            layer.compile(dynamic=False)
