@@ -1,0 +1,164 @@
+"""Every file of `conf/` composes into the typed configuration, and every key is read by something."""
+
+import ast
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lmscale import config as config_module
+from lmscale import run_config
+from lmscale.config import TransformerConfig
+from lmscale.run_config import RunConfig
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+TINY_VOCAB_SIZE = 1999  # stands for the tokenizer's size, which no file knows
+# Files that other keys must complete before a run is whole.
+REQUIRED = {("data", "local"): ["data.path=corpus.txt"], ("data", "huggingface"): ["data.name=wikitext"]}
+GROUPS = {
+    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+    for folder in sorted(CONF.iterdir())
+    if folder.is_dir()
+}
+TRAIN_GROUPS = ["model", "data", "tokenizer", "parallel", "optimizer", "schedule", "trainer", "precision"]
+TRAIN_GROUPS += ["checkpoint", "logger", "recipe"]
+CHOICES = [(group, choice) for group in TRAIN_GROUPS for choice in GROUPS[group]]
+
+
+def compose_train(*overrides: str) -> dict:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose("train", list(overrides))
+    return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+
+
+def build(values: dict) -> tuple[RunConfig, TransformerConfig]:
+    run = RunConfig.from_dict({**values, "run_dir": "/somewhere"})
+    sizes = {key: value for key, value in run.model.items() if key != "name"}
+    if sizes["vocab_size"] is None:
+        sizes["vocab_size"] = TINY_VOCAB_SIZE
+    return run, TransformerConfig(**sizes)
+
+
+@pytest.mark.parametrize("group, choice", CHOICES)
+def test_every_choice_of_every_group_builds_the_typed_configuration(group: str, choice: str) -> None:
+    values = compose_train(f"{group}={choice}", *REQUIRED.get((group, choice), []))
+    run, _ = build(values)
+    assert run.name == values["model"]["name"]
+
+
+@pytest.mark.parametrize("model, recipe", list(itertools.product(GROUPS["model"], GROUPS["recipe"])))
+def test_every_model_composes_with_every_recipe(model: str, recipe: str) -> None:
+    run, sizes = build(compose_train(f"model={model}", f"recipe={recipe}"))
+    assert run.name == model
+    assert run.data.seq_length == sizes.max_position_embeddings
+
+
+def test_no_group_is_left_out_of_these_tests() -> None:
+    assert sorted(GROUPS) == sorted(TRAIN_GROUPS)
+
+
+def test_every_model_has_the_recipe_of_its_name() -> None:
+    assert GROUPS["recipe"] == GROUPS["model"]
+
+
+@pytest.mark.parametrize("model", GROUPS["model"])
+def test_a_model_states_every_size_of_the_transformer(model: str) -> None:
+    stated = set(compose_train(f"model={model}")["model"])
+    assert stated == {field.name for field in dataclasses.fields(TransformerConfig)} | {"name"}
+
+
+@pytest.mark.parametrize(
+    "model, layers, hidden, heads, rows, positions",
+    [
+        ("gpt_355m", 24, 1024, 16, 51200, 1024),
+        ("gpt_1.2b", 40, 1536, 16, 51200, 1024),
+        ("gpt_2.5b", 54, 1920, 20, 51200, 1024),
+        ("gpt_4.2b", 64, 2304, 24, 51200, 1024),
+        ("gpt_8.3b", 72, 3072, 32, 51200, 1024),
+        ("gpt_8.3b_24heads", 72, 3072, 24, 51200, 1024),
+        ("gpt_8.3b_16heads", 72, 3072, 16, 51200, 1024),
+        ("bert_336m", 24, 1024, 16, 30720, 512),
+        ("bert_752m", 36, 1280, 20, 30720, 512),
+        ("bert_1.3b", 24, 2048, 32, 30720, 512),
+        ("bert_3.9b", 48, 2560, 40, 30720, 512),
+    ],
+)
+def test_model_sizes_are_those_of_tables_1_2_and_4(model, layers, hidden, heads, rows, positions) -> None:
+    _, sizes = build(compose_train(f"model={model}"))
+    assert (sizes.num_layers, sizes.hidden_size, sizes.num_attention_heads) == (layers, hidden, heads)
+    assert (sizes.padded_vocab_size, sizes.max_position_embeddings) == (rows, positions)
+    assert sizes.architecture == model.split("_")[0]
+    assert sizes.norm_order.value == "pre" and sizes.hidden_dropout == 0.1 and sizes.attention_dropout == 0.1
+
+
+def test_the_paper_recipes_carry_the_numbers_of_section_5() -> None:
+    gpt, _ = build(compose_train("model=gpt_2.5b"))
+    assert (gpt.global_batch_size, gpt.optimizer.lr, gpt.trainer.max_steps) == (512, 1.5e-4, 300_000)
+    schedule = gpt.schedule
+    assert (schedule.decay, schedule.warmup_steps, schedule.decay_steps, schedule.min_lr) == (
+        "cosine",
+        3000,
+        300_000,
+        1e-5,
+    )
+    bert, _ = build(compose_train("model=bert_3.9b"))
+    assert (bert.global_batch_size, bert.optimizer.lr, bert.trainer.max_steps) == (1024, 1e-4, 1_500_000)
+    assert (bert.schedule.decay, bert.schedule.warmup_steps, bert.schedule.decay_steps) == ("linear", 10_000, 2_000_000)
+
+
+def test_the_command_line_wins_over_the_recipe() -> None:
+    run, _ = build(compose_train("model=gpt_355m", "schedule=linear", "precision=fp16", "optimizer.lr=3e-4"))
+    assert (run.schedule.decay, run.precision.dtype, run.optimizer.lr) == ("linear", "fp16", 3e-4)
+
+
+def test_the_decay_ends_with_the_run_unless_told_otherwise() -> None:
+    run, _ = build(compose_train("trainer.max_steps=71"))
+    assert run.schedule.decay_steps == 71
+
+
+def read_attributes(path: Path, defined_here: set[str]) -> set[str]:
+    """Names of attributes read in a module, leaving out the bodies of the classes in `defined_here`."""
+    found = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.ClassDef) and node.name in defined_here:
+            return
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            found.add(node.attr)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+def properties_reading(cls: type) -> dict[str, set[str]]:
+    """For every property of `cls`, the fields it reads: reading the property reads them."""
+    tree = ast.parse(Path(config_module.__file__).read_text())
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    methods = [n for n in body.body if isinstance(n, ast.FunctionDef) and n.name != "__post_init__"]
+    return {m.name: {n.attr for n in ast.walk(m) if isinstance(n, ast.Attribute)} for m in methods}
+
+
+def test_every_key_is_read_by_something() -> None:
+    classes = {
+        cls.__name__: cls
+        for cls in vars(run_config).values()
+        if dataclasses.is_dataclass(cls) and cls.__module__ == run_config.__name__
+    }
+    classes["TransformerConfig"] = TransformerConfig
+    read = set().union(*(read_attributes(path, set(classes)) for path in (ROOT / "src").rglob("*.py")))
+    for name, reads in properties_reading(TransformerConfig).items():
+        if name in read:
+            read |= reads
+    unread = {
+        f"{name}.{field.name}"
+        for name, cls in classes.items()
+        for field in dataclasses.fields(cls)
+        if field.name not in read
+    }
+    assert not unread, f"no code reads {sorted(unread)}"
