@@ -13,8 +13,8 @@ from .layers import (
     VocabParallelEmbedding,
     vocab_parallel_logits,
 )
-from .parameter import ShardSpec, parameter
 from .rng import counter_dropout, counter_keep_mask, sample_dropout_keys, seed_rank_generator
+from .shard_spec import ShardSpec, parameter
 
 __all__ = [
     "IGNORE_LABEL",

@@ -33,7 +33,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None]:
         softmax, index, is_local = ctx.saved_tensors
         grad = softmax * grad_output.unsqueeze(-1)
-        grad.scatter_add_(-1, index, -(grad_output * is_local).unsqueeze(-1))
+        # One target a position, so plain scatter is enough, and unlike scatter_add it is deterministic everywhere.
+        target = grad.gather(-1, index) - (grad_output * is_local).unsqueeze(-1)
+        grad.scatter_(-1, index, target)
         return grad.to(ctx.dtype), None, None
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from .context import ParallelContext
-from .parameter import parameter
+from .shard_spec import parameter
 
 
 class ColumnParallelLinear(nn.Module):

@@ -1,0 +1,28 @@
+"""Shared setting of the whole suite: fast fp32, no network, the real data where it is."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).parent))  # for `ranks` and `sharding`, also in spawned processes
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of real data sets; skips where it is missing."""
+    folder = Path(os.environ.get("LMSCALE_DATA", REPOSITORY.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no data at {folder}; set LMSCALE_DATA")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """Root of the checkout."""
+    return REPOSITORY

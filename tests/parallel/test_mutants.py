@@ -1,0 +1,114 @@
+"""Historic bugs of tensor parallelism, put back on purpose: each must be seen by the comparison with one process."""
+
+import dataclasses
+
+import pytest
+import sharding
+import torch
+import torch.nn.functional as F
+from ranks import make_context, run_ranks
+from sharding import differences_from_plain, small_config
+
+from lmscale.parallel import ShardSpec, collectives, cross_entropy, global_gradient_norm, layers
+from lmscale.parallel import rng as rng_module
+
+BOUND = 1e-12
+NOTICED = 1e-4
+
+
+def f_without_all_reduce() -> None:
+    """The gradient at the entry of the region stays partial."""
+    collectives._CopyToTensorParallelRegion.backward = staticmethod(lambda ctx, grad: (grad, None))
+
+
+def row_bias_before_g() -> None:
+    """The bias is inside the sum and counts once a rank."""
+
+    def forward(self, x):
+        return layers.reduce_from_tensor_parallel_region(F.linear(x, self.weight, self.bias), self.context)
+
+    layers.RowParallelLinear.forward = forward
+
+
+def replicated_counted_on_every_rank() -> None:
+    """LayerNorms and row biases enter the norm tp_size times."""
+    ShardSpec.replicated = property(lambda spec: False)
+
+
+def norm_of_parameters() -> None:
+    """The clipper of 2020 that took the norm of the wrong tensors."""
+    def norm(parameters, context):
+        parameters = list(parameters)
+        for param in parameters:
+            param.grad = param.detach()
+        return global_gradient_norm(parameters, context)
+
+    sharding.global_gradient_norm = norm
+
+
+def tied_projection_without_f() -> None:
+    """The gradient that leaves the output projection is only this rank's part of the vocabulary."""
+    original = layers.copy_to_tensor_parallel_region
+    calls = {"n": 0}
+
+    def skip_for_logits(x, context):
+        calls["n"] += 1
+        return x if calls["n"] % 5 == 0 else original(x, context)  # 2 layers x 2, then the projection
+
+    layers.copy_to_tensor_parallel_region = skip_for_logits
+
+
+def target_score_not_reduced() -> None:
+    """Only the rank that owns the target knows its score."""
+    calls = {"n": 0}
+    original = cross_entropy.sum_over_tensor_ranks
+
+    def skip_second(x, context):
+        calls["n"] += 1
+        return x if calls["n"] % 2 == 0 else original(x, context)
+
+    cross_entropy.sum_over_tensor_ranks = skip_second
+
+
+MUTANTS = {
+    f_without_all_reduce: "gradients",
+    row_bias_before_g: "loss",
+    replicated_counted_on_every_rank: "norm",
+    norm_of_parameters: "norm",
+    tied_projection_without_f: "gradients",
+    target_score_not_reduced: "loss",
+}
+
+
+def _compare(rank: int, mutate) -> dict[str, float]:
+    context = make_context(tp_size=2)
+    if mutate is not None:
+        mutate()
+    return differences_from_plain(small_config("gpt"), context)
+
+
+def test_the_unbroken_code_equals_one_process() -> None:
+    for result in run_ranks(_compare, 2, None):
+        assert max(result.values()) < BOUND, result
+
+
+@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda m: m.__name__)
+def test_a_historic_bug_is_noticed(mutate) -> None:
+    results = run_ranks(_compare, 2, mutate)
+    assert max(result[MUTANTS[mutate]] for result in results) > NOTICED, results
+
+
+def test_tensor_ranks_draw_different_numbers_inside_the_region_and_equal_ones_outside() -> None:
+    draws = []
+    for tp_rank in (0, 1):
+        rng_module.seed_rank_generator(1234, step=3, micro_step=1, dp_rank=0, tp_rank=tp_rank)
+        draws.append(torch.rand(1000))
+    assert (draws[0] == draws[1]).float().mean() < 0.01
+    keys = rng_module.sample_dropout_keys(1234, torch.arange(3))
+    masks = [rng_module.counter_keep_mask(keys, 2, 17, 23, 0.3) for _ in (0, 1)]
+    assert torch.equal(*masks)
+
+
+def test_shard_specs_cannot_be_edited_in_place() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ShardSpec((3,), None, "zeros").shard_dim = 0

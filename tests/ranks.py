@@ -1,0 +1,69 @@
+"""Run a function on several real processes that talk over gloo, and clean up whatever happens."""
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+from lmscale.parallel import ParallelContext
+
+
+def run_ranks(worker: Callable, world_size: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
+    """`worker(rank, *args)` on `world_size` spawned processes with a gloo group; returns their results by rank.
+
+    Raises:
+        RuntimeError: a rank failed (with its traceback) or the time ran out; the processes are ended either way.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        processes = mp.spawn(_enter, (world_size, folder, worker, args), nprocs=world_size, join=False)
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not processes.join(timeout=1.0):
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{worker.__name__} on {world_size} ranks took longer than {timeout_s} s")
+        finally:
+            for process in processes.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return [torch.load(Path(folder) / f"result_{rank}", weights_only=False) for rank in range(world_size)]
+
+
+def _enter(rank: int, world_size: int, folder: str, worker: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=60))
+    try:
+        torch.save(worker(rank, *args), Path(folder) / f"result_{rank}")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:
+    """This rank's context in a (data, tensor) grid over the whole world."""
+    mesh = init_device_mesh("cpu", (dp_size, tp_size), mesh_dim_names=("data", "tensor"))
+    return ParallelContext(
+        tp_rank=mesh.get_local_rank("tensor"),
+        tp_size=tp_size,
+        dp_rank=mesh.get_local_rank("data"),
+        dp_size=dp_size,
+        tp_group=mesh.get_group("tensor"),
+        dp_group=mesh.get_group("data"),
+    )
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

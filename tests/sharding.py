@@ -1,0 +1,100 @@
+"""A sharded model beside a plain one with the same logical weights: the basic comparison of many tests."""
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from lmscale.config import TransformerConfig
+from lmscale.models import build_model
+from lmscale.parallel import (
+    ParallelContext,
+    global_gradient_norm,
+    initialize_parameters,
+    sample_dropout_keys,
+)
+
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "vocab_size": 99,
+    "vocab_multiple": 8,
+    "max_position_embeddings": 13,
+}
+
+
+def small_config(architecture: str, **changes) -> TransformerConfig:
+    """A tiny model of odd sizes, without dropout unless asked for."""
+    values = {"hidden_dropout": 0.0, "attention_dropout": 0.0} | SMALL | changes
+    return TransformerConfig(architecture=architecture, **values)
+
+
+def random_model(config: TransformerConfig, context: ParallelContext, seed: int = 7) -> nn.Module:
+    """A model in fp64 whose every parameter is random, biases and LayerNorms too, so that none hides a mistake."""
+    model = build_model(config, context, seed=None, dtype=torch.float64)
+    for param in model.parameters():
+        param.shard = dataclasses.replace(param.shard, init="normal", std=0.3)
+    initialize_parameters(model, seed, context)
+    return model
+
+
+def random_batch(config: TransformerConfig, batch_size: int = 5, seed: int = 3) -> dict[str, Tensor]:
+    """Tokens, labels (some not scored), and for BERT types, padding and order labels."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch_size, config.max_position_embeddings)
+    batch = {
+        "tokens": torch.randint(0, config.vocab_size, shape, generator=generator),
+        "labels": torch.randint(0, config.vocab_size, shape, generator=generator),
+        "sample_numbers": torch.arange(batch_size),
+    }
+    batch["labels"][torch.rand(shape, generator=generator) < 0.3] = -100
+    if config.architecture == "bert":
+        batch["token_types"] = (torch.arange(shape[1]) > 6).long().expand(shape)
+        batch["attention_mask"] = torch.arange(shape[1]) < torch.tensor([13, 9, 13, 11, 7])[:batch_size, None]
+        batch["sop_labels"] = torch.randint(0, 2, (batch_size,), generator=generator)
+    return batch
+
+
+def total_loss(model: nn.Module, batch: dict[str, Tensor], seed: int = 11) -> Tensor:
+    """Summed loss of a batch, both terms for BERT."""
+    keys = sample_dropout_keys(seed, batch["sample_numbers"])
+    if model.config.architecture == "gpt":
+        return model(batch["tokens"], batch["labels"], keys).sum()
+    losses, order = model(batch["tokens"], batch["token_types"], batch["attention_mask"], batch["labels"], keys)
+    return losses.sum() + nn.functional.cross_entropy(order, batch["sop_labels"], reduction="sum")
+
+
+def local_part(full: Tensor, param: Tensor, context: ParallelContext) -> Tensor:
+    """The slice of a whole tensor that this rank's parameter stands for."""
+    dim = param.shard.shard_dim
+    if dim is None:
+        return full
+    return full.narrow(dim, context.tp_rank * param.shape[dim], param.shape[dim])
+
+
+def differences_from_plain(config: TransformerConfig, context: ParallelContext) -> dict[str, float]:
+    """Largest differences between this rank's shard and one process: loss, every gradient, the norm (relative)."""
+    batch = random_batch(config)
+    plain, sharded = random_model(config, ParallelContext()), random_model(config, context)
+    losses = [total_loss(model, batch) for model in (plain, sharded)]
+    for loss in losses:
+        loss.backward()
+    whole = dict(plain.named_parameters())
+    gradients = max(
+        ((param.grad - local_part(whole[name].grad, param, context)).abs().max() / whole[name].grad.abs().max()).item()
+        for name, param in sharded.named_parameters()
+        if whole[name].grad.abs().max() > 0
+    )
+    weights = max(
+        (param - local_part(whole[name], param, context)).abs().max().item()
+        for name, param in sharded.named_parameters()
+    )
+    norms = [torch.cat([param.grad.flatten() for param in plain.parameters()]).norm().item()]
+    norms.append(global_gradient_norm(sharded.parameters(), context).norm)
+    return {
+        "weights": weights,
+        "loss": abs(losses[1].item() / losses[0].item() - 1.0),
+        "gradients": gradients,
+        "norm": abs(norms[1] / norms[0] - 1.0),
+    }
