@@ -265,9 +265,9 @@ class RunConfig:
     data: DataConfig
     tokenizer: TokenizerConfig
     parallel: ParallelRequest
+    trainer: TrainerConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
-    trainer: TrainerConfig
     precision: PrecisionConfig
     checkpoint: CheckpointConfig
     logger: LoggerConfig
