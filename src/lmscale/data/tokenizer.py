@@ -1,0 +1,184 @@
+"""Tokenizers: trained on the corpus itself, or the published GPT-2 and BERT ones."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from ..run_config import TokenizerConfig
+
+END_OF_TEXT = "<|endoftext|>"
+BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+DEFAULT_VOCAB_SIZE = 2000
+HUB_NAMES = {"gpt2": "openai-community/gpt2", "bert": "google-bert/bert-base-uncased"}
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A Hugging Face `tokenizers` object with the ids that samples need.
+
+    Special tokens written out in a text (`<|endoftext|>`, `[MASK]`) are ordinary characters there.
+    """
+
+    inner: tokenizers.Tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, special ones included."""
+        return self.inner.get_vocab_size()
+
+    def id_of(self, token: str) -> int:
+        """The id of a special token.
+
+        Raises:
+            ValueError: the vocabulary lacks it.
+        """
+        found = self.inner.token_to_id(token)
+        if found is None:
+            raise ValueError(f"the tokenizer must have the token {token}, but its vocabulary does not")
+        return found
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text, without special tokens."""
+        return [encoding.ids for encoding in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of a list of ids."""
+        return self.inner.decode(list(ids), skip_special_tokens=False)
+
+    @cached_property
+    def is_continuation(self) -> np.ndarray:
+        """For each id whether it goes on a word (WordPiece `##`); bool [vocab_size]."""
+        flags = np.zeros(self.vocab_size, dtype=bool)
+        for token, index in self.inner.get_vocab().items():
+            flags[index] = token.startswith("##")
+        return flags
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of the serialized tokenizer."""
+        return hashlib.sha256(self.inner.to_str().encode()).hexdigest()
+
+
+def load_tokenizer(
+    config: TokenizerConfig,
+    architecture: str,
+    model_vocab_size: int | None,
+    training_texts: Callable[[], list[str]],
+    corpus_fingerprint: str,
+    cache_dir: Path,
+) -> Tokenizer:
+    """The tokenizer of a run; a trained one is made once and kept in the cache.
+
+    Args:
+        architecture: `gpt` (byte-level BPE) or `bert` (uncased WordPiece).
+        training_texts: read only when a tokenizer must be trained.
+
+    Raises:
+        ValueError: missing or unreadable files, a kind that does not suit the architecture, a hub that cannot be
+            reached.
+    """
+    if config.kind == "trained":
+        path = cache_dir / _trained_name(config, architecture, model_vocab_size, corpus_fingerprint)
+        if not path.is_file():
+            size = _size_to_train(config, model_vocab_size)
+            trained = (_train_bpe if architecture == "gpt" else _train_wordpiece)(training_texts(), size)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{os.getpid()}.unfinished")
+            trained.save(str(temporary))
+            os.replace(temporary, path)
+        inner = tokenizers.Tokenizer.from_file(str(path))
+    else:
+        wanted = "gpt" if config.kind == "gpt2" else "bert"
+        if wanted != architecture:
+            raise ValueError(f"`tokenizer` must suit the model ({architecture}), but is {config.kind}")
+        inner = _load_published(config)
+    inner.encode_special_tokens = True
+    return Tokenizer(inner)
+
+
+def _size_to_train(config: TokenizerConfig, model_vocab_size: int | None) -> int:
+    if config.vocab_size is not None:
+        return config.vocab_size
+    return min(model_vocab_size or DEFAULT_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
+
+
+def _trained_name(config: TokenizerConfig, architecture: str, model_vocab_size: int | None, corpus: str) -> str:
+    facts = (architecture, _size_to_train(config, model_vocab_size), corpus, tokenizers.__version__)
+    return f"tokenizers/{architecture}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
+
+
+def _train_bpe(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= len(alphabet):
+        raise ValueError(
+            f"`tokenizer.vocab_size` must be above {len(alphabet)} (all bytes and {END_OF_TEXT}), but is {vocab_size}"
+        )
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _train_wordpiece(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
+    tokenizer = _wordpiece(models.WordPiece(unk_token="[UNK]"))
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=list(BERT_SPECIALS), limit_alphabet=200, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise ValueError(
+            f"`tokenizer.vocab_size` must be at least {tokenizer.get_vocab_size()} (special tokens and the corpus's "
+            f"letters), but is {vocab_size}"
+        )
+    return tokenizer
+
+
+def _wordpiece(model: models.WordPiece) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _load_published(config: TokenizerConfig) -> tokenizers.Tokenizer:
+    if config.path is None:
+        name = config.name or HUB_NAMES[config.kind]
+        try:
+            return tokenizers.Tokenizer.from_pretrained(name)
+        except Exception as error:  # the hub client has many errors for: no such name, no network
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"`tokenizer.name` must be on the Hugging Face hub or in its cache, but {name!r}: {reason}; "
+                "tokenizer.path takes local files"
+            ) from None
+    path = Path(config.path)
+    if config.kind == "bert":
+        vocab = path / "vocab.txt" if path.is_dir() else path
+        if not vocab.is_file():
+            raise ValueError(f"`tokenizer.path` must be a vocab.txt or its folder, but {path} is not")
+        tokenizer = _wordpiece(models.WordPiece.from_file(str(vocab), unk_token="[UNK]"))
+        tokenizer.add_special_tokens([t for t in BERT_SPECIALS if tokenizer.token_to_id(t) is not None])
+        return tokenizer
+    for vocab, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
+        if (path / vocab).is_file() and (path / merges).is_file():
+            tokenizer = tokenizers.Tokenizer(models.BPE.from_file(str(path / vocab), str(path / merges)))
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = decoders.ByteLevel()
+            tokenizer.add_special_tokens([END_OF_TEXT])
+            return tokenizer
+    raise ValueError(
+        f"`tokenizer.path` must be a folder with encoder.json and vocab.bpe (or vocab.json and merges.txt), but {path} "
+        "is not"
+    )
