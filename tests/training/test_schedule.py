@@ -1,0 +1,89 @@
+import itertools
+
+import pytest
+
+from lmscale.run_config import ScheduleConfig
+from lmscale.training.schedule import learning_rate, learning_rate_of_update
+
+GPT = {"decay": "cosine", "warmup_steps": 3_000, "decay_steps": 300_000, "min_lr": 1e-5}
+BERT = {"decay": "linear", "warmup_steps": 10_000, "decay_steps": 2_000_000, "min_lr": 0.0}
+
+
+@pytest.mark.parametrize(
+    "settings, peak, t, megatron_v1, paper",
+    [
+        (GPT, 1.5e-4, 50_000, 1.4110e-4, 1.4153e-4),
+        (GPT, 1.5e-4, 150_000, 7.7356e-5, 8.1111e-5),
+        (GPT, 1.5e-4, 250_000, 1.1258e-5, 1.9564e-5),
+        (GPT, 1.5e-4, 253_123, 1e-5, None),
+        (BERT, 1e-4, 1_000_000, 5.0500e-5, 5.0251e-5),
+        (BERT, 1e-4, 2_000_000, 1.0e-6, 0.0),
+    ],
+)
+def test_both_formulas_give_the_published_rates(settings, peak, t, megatron_v1, paper) -> None:
+    # To half a unit of the last printed digit.
+    if paper is not None:
+        assert learning_rate(t, ScheduleConfig(**settings), peak) == pytest.approx(paper, rel=5e-5, abs=1e-12)
+    v1 = ScheduleConfig(**settings, formula="megatron_v1")
+    assert learning_rate(t, v1, peak) == pytest.approx(megatron_v1, rel=5e-5)
+
+
+def test_the_paper_formula_is_still_well_above_the_floor_where_megatron_v1_reaches_it() -> None:
+    assert learning_rate(253_123, ScheduleConfig(**GPT), 1.5e-4) == pytest.approx(1.84e-5, abs=5e-8)
+    v1 = ScheduleConfig(**GPT, formula="megatron_v1")
+    assert learning_rate(253_100, v1, 1.5e-4) > 1e-5
+    assert {learning_rate(t, v1, 1.5e-4) for t in (253_123, 270_000, 300_000, 400_000)} == {1e-5}
+
+
+def test_the_rates_at_start_peak_and_end_are_exact() -> None:
+    schedule = ScheduleConfig(**GPT)
+    assert learning_rate(0, schedule, 1.5e-4) == 0.0
+    assert learning_rate(1_500, schedule, 1.5e-4) == 0.75e-4
+    assert learning_rate(3_000, schedule, 1.5e-4) == 1.5e-4
+    assert learning_rate(300_000, schedule, 1.5e-4) == 1e-5
+    assert learning_rate(300_001, schedule, 1.5e-4) == 1e-5
+
+
+def test_the_first_update_moves_the_weights_only_with_the_paper_formula() -> None:
+    schedule = ScheduleConfig("linear", warmup_steps=7, decay_steps=31)
+    v1 = ScheduleConfig("linear", warmup_steps=7, decay_steps=31, formula="megatron_v1")
+    assert learning_rate_of_update(1, schedule, 0.7) == pytest.approx(0.1)
+    assert learning_rate_of_update(1, v1, 0.7) == 0.0
+    assert learning_rate_of_update(8, v1, 0.7) == learning_rate_of_update(7, schedule, 0.7) == 0.7
+
+
+def test_no_warmup_starts_at_the_peak() -> None:
+    for decay in ("cosine", "linear", "constant"):
+        assert learning_rate(0, ScheduleConfig(decay, warmup_steps=0, decay_steps=5), 0.3) == 0.3
+
+
+def test_a_schedule_that_is_all_warmup_ends_at_the_peak_and_then_drops_to_the_floor() -> None:
+    schedule = ScheduleConfig("cosine", warmup_steps=5, decay_steps=5, min_lr=0.01)
+    assert learning_rate(5, schedule, 0.3) == 0.3
+    assert learning_rate(6, schedule, 0.3) == 0.01
+
+
+def test_constant_stays_at_the_peak_past_the_end() -> None:
+    schedule = ScheduleConfig("constant", warmup_steps=4, decay_steps=9)
+    assert [learning_rate(t, schedule, 0.2) for t in (2, 4, 9, 99)] == [0.1, 0.2, 0.2, 0.2]
+
+
+@pytest.mark.parametrize("formula, decay", list(itertools.product(["paper", "megatron_v1"], ["cosine", "linear"])))
+def test_the_rate_has_no_jumps_and_never_rises_after_the_warmup(formula: str, decay: str) -> None:
+    schedule = ScheduleConfig(decay, warmup_steps=30, decay_steps=300, min_lr=0.1, formula=formula)
+    rates = [learning_rate(t, schedule, 1.0) for t in range(340)]
+    assert all(later > earlier for earlier, later in itertools.pairwise(rates[:31]))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates[30:]))
+    assert max(abs(b - a) for a, b in itertools.pairwise(rates)) <= 1.0 / 30 + 1e-12
+    assert min(rates[30:]) >= 0.1
+
+
+def test_a_floor_above_the_peak_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`schedule.min_lr` must be at most `optimizer.lr` \(0.01\), but is 0.1"):
+        learning_rate(3, ScheduleConfig("linear", warmup_steps=1, decay_steps=5, min_lr=0.1), 0.01)
+
+
+def test_megatron_v1_refuses_a_warmup_over_half_of_the_run() -> None:
+    schedule = ScheduleConfig("linear", warmup_steps=6, decay_steps=11, formula="megatron_v1")
+    with pytest.raises(ValueError, match=r"`schedule.warmup_steps` must be at most half .* \(11\).* but is 6"):
+        learning_rate(3, schedule, 1.0)
