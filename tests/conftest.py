@@ -10,7 +10,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(Path(__file__).parent))  # for `ranks` and `sharding`, also in spawned processes
+for folder in (".", "data", "training"):  # support modules: ranks, sharding, corpora, runs
+    sys.path.insert(0, str(Path(__file__).parent / folder))
 
 
 @pytest.fixture(scope="session")

@@ -111,7 +111,9 @@ class BERTDataset:
 
     def _mask(self, tokens: np.ndarray, length_a: int, target: int, generator: np.random.Generator) -> np.ndarray:
         """Mask `tokens` in place and return the labels; [CLS] and the [SEP]s are never masked."""
-        limit = min(self.config.mask_probability * target, max(1, round(self.config.mask_probability * len(tokens))))
+        share = self.config.mask_probability
+        # At least one token where any is to be masked; Megatron-LM scores none in targets below 7.
+        limit = max(min(share * target, round(share * len(tokens))), 1 if share > 0 else 0)
         ordinary = np.ones(len(tokens), dtype=bool)
         ordinary[[0, length_a + 1, len(tokens) - 1]] = False
         positions = np.flatnonzero(ordinary)

@@ -8,7 +8,8 @@ from .prepare import PreparedCorpus
 class GPTDataset:
     """Packed windows of s + 1 tokens that overlap by one, so that every token but the first is predicted once.
 
-    Documents stand in the corpus's order, each closed by end-of-text; which window comes when is the sampler's business.
+    Documents stand in the corpus's order, each closed by end-of-text; which window comes when is the sampler's
+    business.
 
     Args:
         prepared: a corpus prepared for `gpt`.

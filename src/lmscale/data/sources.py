@@ -88,7 +88,7 @@ def _read_files(files: list[Path], config: DataConfig) -> Documents:
         undecodable += bad
         if file.suffix == ".txt":
             # A blank line ends a document: the convention of Wikipedia dumps and of BERT's own text format.
-            texts += content.split("\n\n")
+            texts += [text.strip("\n") for text in content.split("\n\n")]
         else:
             texts += _read_json_lines(content, file, config.text_field)
     texts = [text for text in texts if text.strip()]

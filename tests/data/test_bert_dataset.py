@@ -1,0 +1,172 @@
+"""BERT's samples: statistics of the masks, and that every choice is a pure function of (seed, epoch, index)."""
+
+import numpy as np
+import pytest
+from corpora import SyntheticBERTCorpus, prepare_texts
+
+from lmscale.data.bert_dataset import BERTDataset, choose_spans, truncate_pair
+from lmscale.run_config import DataConfig
+
+NUM_SAMPLES = 4000
+
+
+@pytest.fixture(scope="module")
+def dataset() -> BERTDataset:
+    config = DataConfig("embedded", seq_length=512, short_seq_probability=0.0)
+    return BERTDataset(SyntheticBERTCorpus(4000, 23, 23), "train", config, seed=1234)
+
+
+@pytest.fixture(scope="module")
+def samples(dataset) -> list[dict[str, np.ndarray]]:
+    return [dataset.sample(0, i) for i in range(NUM_SAMPLES)]
+
+
+def within_three_standard_errors(successes: int, trials: int, expected: float) -> bool:
+    return abs(successes / trials - expected) < 3 * np.sqrt(expected * (1 - expected) / trials)
+
+
+def test_exactly_76_of_512_positions_are_predicted(samples) -> None:
+    assert {int((s["labels"] != -100).sum()) for s in samples} == {76}
+    assert {int(s["attention_mask"].sum()) for s in samples} == {512}
+
+
+def test_masked_tokens_are_replaced_80_10_10(dataset, samples) -> None:
+    mask_id, trials = dataset.special["[MASK]"], NUM_SAMPLES * 76
+    masked = kept = 0
+    for s in samples:
+        scored = s["labels"] != -100
+        masked += int((s["tokens"][scored] == mask_id).sum())
+        kept += int((s["tokens"][scored] == s["labels"][scored]).sum())
+    # A random replacement hits [MASK] or the original once in 5,000: far below a standard error.
+    assert within_three_standard_errors(masked, trials, 0.8)
+    assert within_three_standard_errors(kept, trials, 0.1)
+
+
+def test_runs_of_masked_words_have_the_lengths_of_the_reference(dataset, samples) -> None:
+    """51.6 / 27.0 / 17.5 / 3.8 % of runs are 1 / 2 / 3 / more words long (a statistic of Megatron-LM's procedure)."""
+    counts = np.zeros(4)
+    per_sample = []
+    for s in samples:
+        original = np.where(s["labels"] != -100, s["labels"], s["tokens"])
+        ordinary = original >= 5
+        scored = (s["labels"] != -100)[ordinary]
+        starts = ~dataset.is_continuation[original[ordinary]]
+        starts[0] = True
+        words = scored[starts].astype(int)
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], words, [0]])))
+        lengths = edges[1::2] - edges[::2]
+        found = np.array([(lengths == 1).sum(), (lengths == 2).sum(), (lengths == 3).sum(), (lengths > 3).sum()])
+        counts += found
+        per_sample.append(found / found.sum())
+    shares = counts / counts.sum()
+    # The published shares are rounded to 0.1 %, which is larger than our standard error.
+    errors = 3 * np.std(per_sample, axis=0) / np.sqrt(NUM_SAMPLES) + 0.0005
+    assert np.all(np.abs(shares - [0.516, 0.270, 0.175, 0.038]) < errors), shares
+
+
+def test_sentences_are_swapped_half_the_time(samples) -> None:
+    assert within_three_standard_errors(sum(int(s["sop_labels"]) for s in samples), NUM_SAMPLES, 0.5)
+
+
+def test_a_short_target_is_drawn_with_its_probability() -> None:
+    config = DataConfig("embedded", seq_length=128, short_seq_probability=0.1)
+    pairs = BERTDataset(SyntheticBERTCorpus(600, 60, 11), "train", config, seed=3).pairs
+    assert within_three_standard_errors(int((pairs[:, 2] < 125).sum()), len(pairs), 0.1 * 123 / 124)
+
+
+def test_a_sample_is_a_pure_function_of_seed_epoch_and_index(dataset) -> None:
+    again = BERTDataset(SyntheticBERTCorpus(4000, 23, 23), "train", dataset.config, seed=1234)
+    np.random.seed(0)
+    for index in (17, 3, 2999):  # in another order than before, with numpy's global state moved
+        for key, value in dataset.sample(2, index).items():
+            assert np.array_equal(value, again.sample(2, index)[key]), key
+    other_epoch, other_seed = (
+        dataset.sample(3, 17),
+        BERTDataset(SyntheticBERTCorpus(4000, 23, 23), "train", dataset.config, seed=1235).sample(2, 17),
+    )
+    for other in (other_epoch, other_seed):
+        assert not np.array_equal(other["labels"], dataset.sample(2, 17)["labels"])
+
+
+def test_the_layout_is_cls_a_sep_b_sep_and_padding(tmp_path) -> None:
+    texts = [f"One two three {i}. Four five six. Seven eight nine ten. Eleven." for i in range(40)]
+    prepared = prepare_texts(tmp_path, texts, "bert")
+    dataset = BERTDataset(prepared, "train", DataConfig("embedded", seq_length=37, mask_probability=0.15), 1)
+    ids = prepared.special_ids
+    for index in range(len(dataset)):
+        s = dataset.sample(0, index)
+        original = np.where(s["labels"] != -100, s["labels"], s["tokens"])
+        length = int(s["attention_mask"].sum())
+        assert s["attention_mask"][:length].all()
+        assert original[0] == ids["[CLS]"] and original[length - 1] == ids["[SEP]"]
+        separators = np.flatnonzero(original[:length] == ids["[SEP]"])
+        assert len(separators) == 2
+        assert np.array_equal(s["token_types"][:length], (np.arange(length) > separators[0]).astype(int))
+        assert (s["tokens"][length:] == ids["[PAD]"]).all() and (s["token_types"][length:] == 0).all()
+        assert s["labels"][separators].tolist() == [-100, -100] and s["labels"][0] == -100
+        assert (s["labels"] != -100).any()
+
+
+def test_a_swapped_pair_has_the_later_sentence_first() -> None:
+    corpus = SyntheticBERTCorpus(50, 4, 5)
+    dataset = BERTDataset(
+        corpus, "train", DataConfig("embedded", seq_length=40, short_seq_probability=0.0, mask_probability=0.0), 1
+    )
+    seen = set()
+    for index in range(len(dataset)):
+        s = dataset.sample(0, index)
+        original = np.where(s["labels"] != -100, s["labels"], s["tokens"])
+        first, end, _ = dataset.pairs[index]
+        text = corpus.arrays["tokens"][corpus.arrays["sentences"][first] : corpus.arrays["sentences"][end]]
+        body = original[original >= 5]
+        swapped = int(s["sop_labels"])
+        assert np.array_equal(body, text) == (not swapped)
+        assert sorted(body.tolist()) == sorted(text.tolist())
+        seen.add(swapped)
+    assert seen == {0, 1}
+
+
+def test_no_sentence_is_in_two_samples_and_documents_do_not_mix(dataset) -> None:
+    pairs, documents = dataset.pairs, np.asarray(dataset_documents(dataset))
+    assert (pairs[1:, 0] >= pairs[:-1, 1]).all()
+    assert (pairs[:, 1] - pairs[:, 0] >= 2).all()
+    assert (
+        np.searchsorted(documents, pairs[:, 0], "right") == np.searchsorted(documents, pairs[:, 1] - 1, "right")
+    ).all()
+
+
+def dataset_documents(dataset: BERTDataset) -> np.ndarray:
+    return np.arange(0, len(dataset.sentences), 23)
+
+
+@pytest.mark.parametrize(("a", "b", "target"), [(10, 4, 9), (4, 10, 9), (7, 7, 5), (3, 2, 9), (20, 1, 2), (5, 5, 9)])
+def test_truncation_takes_from_the_longer_side_and_meets_the_target(a, b, target) -> None:
+    generator = np.random.default_rng(0)
+    expected_a, expected_b = a, b
+    while expected_a + expected_b > target:
+        if expected_a > expected_b:
+            expected_a -= 1
+        else:
+            expected_b -= 1
+    for _ in range(20):
+        left, right = truncate_pair(np.arange(a), np.arange(100, 100 + b), target, generator)
+        assert (len(left), len(right)) == (expected_a, expected_b)
+        assert np.array_equal(left, np.arange(left[0], left[0] + len(left)))
+
+
+def test_spans_never_overlap_and_never_cut_a_word() -> None:
+    generator = np.random.default_rng(1)
+    borders = np.array([0, 1, 4, 5, 9, 10, 11, 13, 20])
+    for _ in range(200):
+        covered = choose_spans(borders, 7.5, 3, generator)
+        assert covered.sum() <= 7
+        for start, end in zip(borders[:-1], borders[1:], strict=True):
+            assert covered[start:end].all() or not covered[start:end].any()
+
+
+def test_a_corpus_without_pairs_and_a_short_sequence_are_refused(tmp_path) -> None:
+    prepared = prepare_texts(tmp_path, [f"Only one sentence {i}" for i in range(9)], "bert")
+    with pytest.raises(ValueError, match="at least 2 sentences"):
+        BERTDataset(prepared, "train", DataConfig("embedded", seq_length=16), 1)
+    with pytest.raises(ValueError, match="`data.seq_length` must be at least 5"):
+        BERTDataset(prepared, "train", DataConfig("embedded", seq_length=4), 1)

@@ -1,0 +1,204 @@
+"""From files to token files: counts, the cache, and every refusal."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+from corpora import local_config, prepare_texts
+
+from lmscale.data.embedded import MODULES, embedded_documents
+from lmscale.data.gpt_dataset import GPTDataset
+from lmscale.data.prepare import corpus_unigram_cross_entropy, prepare_corpus, unigram_cross_entropy
+from lmscale.data.sentences import split_sentences
+from lmscale.data.tokenizer import END_OF_TEXT
+from lmscale.run_config import DataConfig, TokenizerConfig
+
+TEXTS = [
+    f"The {word} fox jumps over number {i}. It is quick." for i, word in enumerate("red old big sad wet".split() * 9)
+]
+TRAINED = TokenizerConfig("trained", vocab_size=300)
+
+
+def test_gpt_tokens_are_the_documents_each_closed_by_end_of_text(tmp_path) -> None:
+    prepared = prepare_texts(tmp_path, TEXTS, "gpt", validation_every=5)
+    tokenizer, tokens = prepared.load_tokenizer(), prepared.array("train", "tokens")
+    starts = prepared.array("train", "documents")
+    kept = [text for i, text in enumerate(TEXTS) if i % 5 != 4]
+    assert len(starts) == len(kept) + 1
+    for text, start, end in zip(kept, starts[:-1], starts[1:], strict=True):
+        assert tokens[end - 1] == tokenizer.id_of(END_OF_TEXT)
+        assert tokenizer.decode(tokens[start : end - 1].tolist()) == text
+    assert prepared.manifest["train"]["documents"] == 36 and prepared.manifest["validation"]["documents"] == 9
+
+
+def test_windows_overlap_by_one_and_predict_every_token_once(tmp_path) -> None:
+    prepared = prepare_texts(tmp_path, TEXTS, "gpt")
+    dataset, tokens = GPTDataset(prepared, "train", 17), prepared.array("train", "tokens")
+    samples = [dataset.sample(0, i) for i in range(len(dataset))]
+    labels = np.concatenate([s["labels"] for s in samples])
+    assert np.array_equal(labels, tokens[1 : 1 + len(labels)])
+    assert len(tokens) - 1 - len(labels) < 17
+    for s in samples:
+        assert np.array_equal(s["tokens"][1:], s["labels"][:-1])
+
+
+def test_a_special_token_written_in_a_text_is_plain_text(tmp_path) -> None:
+    prepared = prepare_texts(tmp_path, [*TEXTS, f"before {END_OF_TEXT} after", "last"], "gpt", validation_every=60)
+    ids = prepared.array("train", "tokens")
+    assert (ids == prepared.special_ids[END_OF_TEXT]).sum() == prepared.manifest["train"]["documents"]
+
+
+def test_the_second_call_reads_nothing_anew_and_a_changed_file_is_read(tmp_path) -> None:
+    first = prepare_texts(tmp_path, TEXTS, "bert")
+    stamp = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*") if p.is_file()}
+    second = prepare_texts(tmp_path, TEXTS, "bert")
+    assert second == first
+    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*") if p.is_file()} == stamp
+    assert prepare_texts(tmp_path, [*TEXTS, "One more. And more."], "bert").folder != first.folder
+
+
+def test_every_file_form_gives_the_same_documents(tmp_path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    lines = "\n".join(json.dumps({"text": text}) for text in TEXTS)
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "c.txt").write_text("\n\n".join(TEXTS) + "\n")
+    parquet.write_table(pa.table({"text": TEXTS}), tmp_path / "d.parquet")
+    hashes = set()
+    for name in ("a.jsonl", "b.jsonl.gz", "c.txt", "d.parquet"):
+        prepared = prepare_corpus(local_config(tmp_path / name, tmp_path), TRAINED, "gpt", None)
+        hashes.add((prepared.manifest["train"]["tokens"], prepared.manifest["validation"]["documents"]))
+    assert len(hashes) == 1
+
+
+def test_a_dataset_by_name_is_read(tmp_path) -> None:
+    folder = tmp_path / "my_dataset"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    config = DataConfig("huggingface", 16, name=str(folder), cache_dir=str(tmp_path / "cache"))
+    prepared = prepare_corpus(config, TRAINED, "gpt", None)
+    assert prepared.manifest["train"]["documents"] + prepared.manifest["validation"]["documents"] == len(TEXTS)
+    with pytest.raises(ValueError, match="`data.text_field` must be one of"):
+        prepare_corpus(DataConfig("huggingface", 16, name=str(folder), text_field="body"), TRAINED, "gpt", None)
+    with pytest.raises(ValueError, match="`data.name` must be a dataset that can be loaded"):
+        prepare_corpus(DataConfig("huggingface", 16, name=str(tmp_path / "no_such")), TRAINED, "gpt", None)
+
+
+BAD_FILES = {
+    "empty.txt": (b"", "at least one document"),
+    "blank.txt": (b"\n\n  \n\n", "at least one document"),
+    "one.txt": (b"only one document", "at least 2 documents"),
+    "latin.txt": (b"caf\xe9 au lait\n\nna\xefve", "2 undecodable bytes, the first at offset 3"),
+    "bad.jsonl": (b'{"text": "a"}\n{"text": \n', "line 2: must be JSON"),
+    "field.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "line 2: must be an object with a string `text`"),
+    "list.jsonl": (b"[1]\n", "line 1: must be an object"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "abc"}' * 99)[:40], "cannot be read"),
+    "no.parquet": (b"PAR0", "cannot be read as parquet"),
+    "notes.docx": (b"x", "must end in .txt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_refused_in_one_line(tmp_path, name) -> None:
+    content, message = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        prepare_corpus(local_config(tmp_path / name, tmp_path), TRAINED, "gpt", None)
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "cache").rglob("manifest.json"))
+
+
+def test_a_missing_path_and_an_empty_folder_are_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="`data.path` must exist"):
+        prepare_corpus(local_config(tmp_path / "nowhere", tmp_path), TRAINED, "gpt", None)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="`data.path` must hold files"):
+        prepare_corpus(local_config(tmp_path / "empty", tmp_path), TRAINED, "gpt", None)
+
+
+def test_undecodable_bytes_are_replaced_and_counted_on_request(tmp_path) -> None:
+    (tmp_path / "latin.txt").write_bytes("\n\n".join(TEXTS).encode() + b"\n\ncaf\xe9\xff here")
+    config = local_config(tmp_path / "latin.txt", tmp_path, undecodable="replace", validation_every=99)
+    prepared = prepare_corpus(config, TRAINED, "gpt", None)
+    assert prepared.manifest["sources"]["train"]["undecodable_bytes"] == 2
+
+
+def test_ids_beyond_the_model_are_refused(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("\n\n".join(TEXTS))
+    with pytest.raises(ValueError, match="`model.vocab_size` must be at least the tokenizer's"):
+        prepare_corpus(local_config(tmp_path / "a.txt", tmp_path), TokenizerConfig("trained", 290), "gpt", 280)
+
+
+def test_a_small_model_vocabulary_sizes_the_trained_tokenizer(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("\n\n".join(TEXTS))
+    prepared = prepare_corpus(local_config(tmp_path / "a.txt", tmp_path), TokenizerConfig("trained"), "gpt", 270)
+    assert prepared.vocab_size == 270
+
+
+def test_a_split_shorter_than_a_window_is_refused(tmp_path) -> None:
+    prepared = prepare_texts(tmp_path, TEXTS, "gpt")
+    with pytest.raises(ValueError, match=r"at least `data.seq_length` \+ 1 \(5001\) tokens"):
+        GPTDataset(prepared, "validation", 5000)
+
+
+def test_the_published_tokenizers_give_the_published_ids(shared_data, tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("Hello world\n\nHello world")
+    config = local_config(tmp_path / "a.txt", tmp_path)
+    gpt2 = prepare_corpus(config, TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt", 50257)
+    assert gpt2.array("train", "tokens").tolist() == [15496, 995, 50256]
+    bert = prepare_corpus(config, TokenizerConfig("bert", path=str(shared_data / "bert-uncased")), "bert", 30522)
+    assert bert.load_tokenizer().decode(bert.array("train", "tokens")) == "hello world"
+    assert [bert.special_ids[t] for t in ("[PAD]", "[CLS]", "[SEP]", "[MASK]")] == [0, 101, 102, 103]
+    with pytest.raises(ValueError, match="`tokenizer` must suit the model"):
+        prepare_corpus(config, TokenizerConfig("bert", path=str(shared_data / "bert-uncased")), "gpt", None)
+    with pytest.raises(ValueError, match="`model.vocab_size` must be at least the tokenizer's 50257"):
+        prepare_corpus(config, TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt", 50000)
+
+
+def test_the_unigram_yardstick_by_hand() -> None:
+    train, validation = np.array([0, 0, 1]), np.array([0, 2])
+    expected = -(np.log(3 / 6) + np.log(1 / 6)) / 2  # counts + 1: 3, 2, 1
+    assert unigram_cross_entropy(train, validation, 3) == pytest.approx(expected)
+
+
+def test_the_embedded_corpus_is_there_and_has_a_yardstick(tmp_path) -> None:
+    documents, missing = embedded_documents()
+    assert sum(map(len, documents)) > 1_500_000
+    assert len(missing) < 0.1 * len(MODULES)
+    assert all(text.strip() for text in documents)
+    prepared = prepare_corpus(
+        DataConfig("embedded", 128, cache_dir=str(tmp_path)), TokenizerConfig("trained"), "gpt", None
+    )
+    assert prepared.vocab_size == 2000
+    assert 5.5 < corpus_unigram_cross_entropy(prepared) < 6.8
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One. Two.", ["One.", "Two."]),
+        ("Dr. Smith met J. R. Jones. They spoke.", ["Dr. Smith met J. R. Jones.", "They spoke."]),
+        ("It costs 3.50 dollars. Cheap!", ["It costs 3.50 dollars.", "Cheap!"]),
+        ("The U.S. Army left. Why? Nobody knew.", ["The U.S. Army left.", "Why?", "Nobody knew."]),
+        ('"Stop!" he said. "Now."', ['"Stop!" he said.', '"Now."']),
+        ("See e.g. Figure 3. It shows, etc. more.", ["See e.g. Figure 3.", "It shows, etc. more."]),
+        ("A title\n\nThe text\ngoes on. End", ["A title", "The text goes on.", "End"]),
+        ("So am I. You too.", ["So am I.", "You too."]),
+        ("", []),
+        ("  \n\n ", []),
+    ],
+)
+def test_sentences(text, sentences) -> None:
+    assert split_sentences(text) == sentences
+
+
+def test_sentences_of_real_text_keep_every_word(shared_data) -> None:
+    with gzip.open(shared_data / "running-text" / "docs.shared.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    inaugural = next(row["text"] for row in rows if row["source"].endswith("inaugural"))
+    sentences = split_sentences(inaugural)
+    assert " ".join(sentences).split() == inaugural.split()
+    assert 10 < len(inaugural.split()) / len(sentences) < 70

@@ -1,0 +1,41 @@
+"""The order of samples does not depend on the layout, and continues anywhere."""
+
+import pytest
+
+from lmscale.data.sampler import GlobalBatchSampler
+
+NUM_SAMPLES, BATCH, STEPS = 37, 12, 11  # 132 sequences: three epochs and a half, borders inside batches
+
+
+def steps(dp_rank: int = 0, dp_size: int = 1, seed: int = 5, start: int = 0) -> list:
+    return list(GlobalBatchSampler(NUM_SAMPLES, BATCH, dp_rank, dp_size, seed, STEPS, start))
+
+
+@pytest.mark.parametrize("dp_size", [2, 3, 4, 12])
+def test_the_ranks_together_see_the_global_batch_in_order(dp_size) -> None:
+    shares = [steps(rank, dp_size) for rank in range(dp_size)]
+    for step, whole in enumerate(steps()):
+        assert [reference for share in shares for reference in share[step]] == whole
+
+
+def test_every_epoch_has_every_sample_once_and_an_order_of_its_own() -> None:
+    seen = [reference for step in steps() for reference in step]
+    assert [number for number, _, _ in seen] == list(range(BATCH * STEPS))
+    epochs = [[index for _, epoch, index in seen if epoch == e] for e in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(NUM_SAMPLES))
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("start", [1, 3, 4, 10])
+def test_a_resumed_order_is_the_rest_of_the_whole(start) -> None:
+    assert steps(1, 3, start=start) == steps(1, 3)[start:]
+
+
+def test_another_seed_is_another_order() -> None:
+    assert steps(seed=5)[0] != steps(seed=6)[0]
+
+
+def test_an_epoch_smaller_than_a_batch_wraps_around() -> None:
+    batch = next(iter(GlobalBatchSampler(5, 12, 0, 1, 1, 1)))
+    assert [epoch for _, epoch, _ in batch] == [0] * 5 + [1] * 5 + [2] * 2
