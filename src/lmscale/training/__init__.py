@@ -1,0 +1,1 @@
+"""Pretraining with Lightning: strategy, modules, optimizer, checkpoints, launching. Never sees Hydra."""

@@ -1,0 +1,115 @@
+"""Who starts the ranks, and on what: torchrun or srun from outside, else one elastic agent of our own."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks that somebody else has started, as the environment describes them."""
+
+    size: int
+    local_size: int
+    rank: int
+    environment: type[ClusterEnvironment]
+
+
+def world_from_outside() -> World | None:
+    """The world of torchrun or of an `srun` with several tasks; None where lmscale starts the ranks itself.
+
+    An interactive Slurm shell, and an `srun` of one task, are not a world.
+    """
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" in env:
+        size, local_size = int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
+        return World(size, local_size, int(env["RANK"]), TorchElasticEnvironment)
+    num_tasks = int(env.get("SLURM_NTASKS", "1"))
+    if "SLURM_PROCID" in env and num_tasks > 1 and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+        num_nodes = int(env.get("SLURM_NNODES", "1"))
+        return World(num_tasks, num_tasks // num_nodes, int(env["SLURM_PROCID"]), SLURMEnvironment)
+    return None
+
+
+def is_rank_zero() -> bool:
+    """Whether this process speaks for the job, before any process group exists."""
+    world = world_from_outside()
+    return world is None or world.rank == 0
+
+
+def cluster_environment() -> tuple[ClusterEnvironment, int, int]:
+    """Lightning's view of the world, the ranks on this host and the number of hosts."""
+    world = world_from_outside()
+    if world is None:
+        return LightningEnvironment(), 1, 1
+    kind = world.environment
+    environment = kind(auto_requeue=False) if kind is SLURMEnvironment else kind()
+    return environment, world.local_size, world.size // world.local_size
+
+
+def launch(worker: Callable[[Any], None], job: Any, world_size: int) -> None:
+    """Run `worker(job)` on every rank; returns when all have ended well.
+
+    Inside a world from outside, and for a world of one, the worker runs in this process. Otherwise one elastic agent
+    starts the ranks; they get the finished job, so nothing is parsed or decided twice.
+
+    Args:
+        worker: a module-level function (it travels by name to spawned processes).
+        job: picklable.
+
+    Raises:
+        SystemExit: (code 1) a rank failed; one line names the first one and its error, below the rank's own traceback.
+    """
+    if world_size == 1 or world_from_outside() is not None:
+        worker(job)
+        return
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        run_id=f"lmscale-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+        start_method="spawn",
+    )
+    try:
+        elastic_launch(config, record(worker))(job)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        message = failure.message["message"] if isinstance(failure.message, dict) else failure.message
+        print(f"error: rank {rank} failed (exit code {failure.exitcode}): {message}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+
+
+def share_cores(local_size: int, num_threads: int | None) -> int:
+    """Set this rank's CPU threads and return their number: what was asked, else an equal share of the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = num_threads or max(1, cores // local_size)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def resolve_accelerator(requested: str) -> str:
+    """`gpu` or `cpu` for `trainer.accelerator`.
+
+    Raises:
+        ValueError: `gpu` where torch sees none.
+    """
+    available = torch.cuda.is_available()
+    if requested == "gpu" and not available:
+        raise ValueError("`trainer.accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
+    return "gpu" if available and requested != "cpu" else "cpu"

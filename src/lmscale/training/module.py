@@ -1,0 +1,222 @@
+"""The Lightning module that both models share: one batch is one optimizer step."""
+
+import math
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..config import TransformerConfig
+from ..models import build_model
+from ..parallel import ParallelContext, sample_dropout_keys, seed_rank_generator
+from ..parallel.collectives import sum_over_data_ranks
+from ..perf.flops import model_flops_per_step
+from ..run_config import RunConfig
+from .optimizer import MixedPrecisionAdamW
+from .schedule import learning_rate_of_update
+from .timing import PhaseTimer
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class PretrainModule(L.LightningModule):
+    """Pretraining of one model; subclasses say what the loss terms of a micro-batch are.
+
+    A Lightning batch is the list of this data rank's micro-batches of one optimizer step, so Lightning's step, ours
+    and the data order's are one number. The loss of a term is its sum over all scored positions of the *global* batch
+    divided by their number; since the numbers are known from the labels, each micro-batch is divided by them before its
+    backward pass, and any cut of the batch over ranks and micro-batches gives the same gradient.
+
+    Args:
+        config: the model, with its vocabulary known.
+        run: everything else.
+        peak_flops_per_s: dense peak of one device at the run's precision, for MFU; None where unknown.
+
+    Communicates:
+        a step, over the data group: one all-reduce of the term counts, the gradients (DDP), one of the reported loss.
+    """
+
+    loss_terms: tuple[str, ...] = ()
+
+    def __init__(self, config: TransformerConfig, run: RunConfig, peak_flops_per_s: float | None = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.config = config
+        self.run = run
+        self.peak_flops_per_s = peak_flops_per_s
+        self.flops_per_step = model_flops_per_step(config, run.data.seq_length, run.global_batch_size)
+        self.model: torch.nn.Module | None = None
+        self.completed_steps = 0
+        self.metrics: dict[str, float] = {}
+        self.validation: dict[str, float] = {}
+        self.validated_at = -1
+        self._validation_sums: Tensor | None = None
+        self._step_end: float | None = None
+
+    @property
+    def parallel(self) -> ParallelContext:
+        """This rank's place, from the strategy."""
+        return self.trainer.strategy.parallel
+
+    def count_terms(self, batch: dict[str, Tensor]) -> Tensor:
+        """Scored positions of each loss term in a micro-batch, fp64 [number of terms]; needs no model."""
+        raise NotImplementedError
+
+    def sum_terms(self, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
+        """Summed loss of each term over a micro-batch in nats, [number of terms], from a forward pass."""
+        raise NotImplementedError
+
+    def configure_model(self) -> None:
+        """Build this rank's shard, on its device, once the groups exist."""
+        if self.model is not None:
+            return
+        device = self.trainer.strategy.root_device
+        dtype = DTYPES[self.run.precision.dtype]
+        self.model = build_model(self.config, self.parallel, seed=self.run.seed, dtype=dtype, device=device)
+        if self.run.compile:
+            self.model.transformer.compile_layers()
+        self.timer = PhaseTimer(device)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continue the count of steps."""
+        self.completed_steps = checkpoint["lmscale_step"]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The count of steps goes with Lightning's own state."""
+        checkpoint["lmscale_step"] = self.completed_steps
+
+    def configure_optimizers(self) -> MixedPrecisionAdamW:
+        """AdamW over the shard."""
+        return MixedPrecisionAdamW(self.model.named_parameters(), self.run.optimizer, self.run.precision, self.parallel)
+
+    def training_step(self, batch: list[dict[str, Tensor]], batch_idx: int) -> None:
+        """One optimizer step: every micro-batch forward and backward, then the update."""
+        step = self.completed_steps + 1
+        wrapped = self.optimizers()
+        optimizer: MixedPrecisionAdamW = wrapped.optimizer
+        optimizer.zero_grad()
+        denominators = self._denominators(batch)
+        reported = torch.zeros(len(self.loss_terms), dtype=torch.float64, device=self.device)
+        for micro_step, micro_batch in enumerate(batch):
+            last = micro_step == len(batch) - 1
+            reported += self._accumulate(micro_batch, micro_step, step, denominators, optimizer.loss_scale.value, last)
+        lr = learning_rate_of_update(optimizer.num_updates + 1, self.run.schedule, self.run.optimizer.lr)
+        optimizer.set_learning_rate(lr)
+        with self.timer.phase("optimizer"):
+            wrapped.step()
+        self.completed_steps = self.trainer.datamodule.completed_steps = step
+        if step % self.run.logger.log_every_steps == 0 or step == self.trainer.max_steps:
+            self._report(step, reported, lr, optimizer)
+
+    def _denominators(self, batch: list[dict[str, Tensor]]) -> list[Tensor]:
+        """What each micro-batch's term sums are divided by, so that the parts add up to the reported loss."""
+        counts = [self.count_terms(micro_batch) for micro_batch in batch]
+        if self.run.loss_reduction == "mean_of_means":
+            parts = len(batch) * self.parallel.dp_size
+            return [count.clamp(min=1) * parts for count in counts]
+        total = sum_over_data_ranks(torch.stack(counts).sum(dim=0), self.parallel)
+        return [total.clamp(min=1)] * len(batch)
+
+    def _accumulate(
+        self,
+        batch: dict[str, Tensor],
+        micro_step: int,
+        step: int,
+        denominators: list[Tensor],
+        loss_scale: float,
+        last: bool,
+    ) -> Tensor:
+        """Forward and backward of one micro-batch; returns its part of the loss terms, fp64 [number of terms]."""
+        context = self.parallel
+        seed_rank_generator(self.run.seed, step, micro_step, context.dp_rank, context.tp_rank)
+        keys = sample_dropout_keys(self.run.seed, batch["sample_numbers"])
+        with self.timer.phase("forward"):
+            sums = self.sum_terms(batch, keys)
+            terms = sums / denominators[micro_step].to(sums.dtype)
+            # DDP averages over the data ranks; the denominators are global, so the parts must be added.
+            loss = terms.sum() * (loss_scale * context.dp_size)
+        wrapper = self.trainer.strategy.model
+        accumulating = not last and isinstance(wrapper, DistributedDataParallel)
+        with self.timer.phase("backward"), wrapper.no_sync() if accumulating else nullcontext():
+            self.manual_backward(loss)
+        return terms.detach().double()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Add one micro-batch's summed losses and counts."""
+        sums = torch.stack([self.sum_terms(batch, None).double(), self.count_terms(batch)])
+        self._validation_sums = sums if self._validation_sums is None else self._validation_sums + sums
+
+    def on_validation_epoch_end(self) -> None:
+        """Losses over every validation sequence, each counted once over the data ranks."""
+        sums = self._validation_sums
+        if sums is None:  # a data rank with no sequence of its own
+            sums = torch.zeros(2, len(self.loss_terms), dtype=torch.float64, device=self.device)
+        sums, counts = sum_over_data_ranks(sums, self.parallel).tolist()
+        means = [s / max(c, 1.0) for s, c in zip(sums, counts, strict=True)]
+        self._validation_sums = None
+        self.validated_at = self.completed_steps
+        self.validation = {"val/loss": sum(means), "val/perplexity": math.exp(min(means[0], 700.0))}
+        if len(means) > 1:
+            self.validation |= {f"val/{name}_loss": mean for name, mean in zip(self.loss_terms, means, strict=True)}
+        for logger in self.loggers:
+            logger.log_metrics(self.validation, self.completed_steps)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """The time since the last step's end was spent fetching data."""
+        now = time.perf_counter()
+        if self._step_end is not None:
+            self.timer.add("data", now - self._step_end)
+        self._step_start = self._step_end or now
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Fetching starts here."""
+        self._step_end = time.perf_counter()
+
+    def on_validation_end(self) -> None:
+        """Validation is not part of any step's time."""
+        self._step_end = time.perf_counter()
+
+    def _report(self, step: int, terms: Tensor, lr: float, optimizer: MixedPrecisionAdamW) -> None:
+        """Gather the step's figures and hand them to the loggers and the bar."""
+        losses = sum_over_data_ranks(terms, self.parallel).tolist()
+        phases = self.timer.read()
+        step_time_s = time.perf_counter() - self._step_start
+        tokens = self.run.global_batch_size * self.run.data.seq_length
+        devices = self.parallel.tp_size * self.parallel.dp_size
+        flops_per_s = self.flops_per_step / step_time_s / devices
+        metrics = {"train/loss": sum(losses)}
+        if len(losses) > 1:
+            metrics |= {f"train/{name}_loss": loss for name, loss in zip(self.loss_terms, losses, strict=True)}
+        metrics |= {
+            "lr": lr,
+            "grad_norm": optimizer.grad_norm,
+            "loss_scale": optimizer.loss_scale.value,
+            "num_skipped": optimizer.num_skipped,
+            "tokens_per_s": tokens / step_time_s,
+            "tflops_per_s_per_device": flops_per_s / 1e12,
+        }
+        if self.peak_flops_per_s is not None:
+            metrics["mfu"] = flops_per_s / self.peak_flops_per_s
+        metrics["memory_gib"] = memory_in_use(self.device) / 2**30
+        metrics["time/step_s"] = step_time_s
+        metrics |= {f"time/{name}_s": phases.get(name, 0.0) for name in ("data", "forward", "backward", "optimizer")}
+        self.metrics = metrics
+        for logger in self.loggers:
+            logger.log_metrics(metrics, step)
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes this rank holds: peak of the allocator on a GPU, resident memory of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * 4096
+    except OSError:  # not Linux
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,52 @@
+"""Where a step's time goes: data, forward, backward, optimizer."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class PhaseTimer:
+    """Adds up the seconds spent in named phases of a step.
+
+    On a CPU the clock is read; on a GPU events are recorded on the stream and read once, in `read`, so that measuring
+    does not make the host wait in the middle of a step.
+
+    Args:
+        device: where the work runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the enclosed work as phase `name`."""
+        if self.on_gpu:
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+            yield
+            last.record()
+            self.events.append((name, first, last))
+        else:
+            start = time.perf_counter()
+            yield
+            self.seconds[name] += time.perf_counter() - start
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count seconds measured elsewhere."""
+        self.seconds[name] += seconds
+
+    def read(self) -> dict[str, float]:
+        """Seconds by phase since the last call; on a GPU waits for the recorded work to end."""
+        if self.events:
+            self.events[-1][2].synchronize()
+            for name, first, last in self.events:
+                self.seconds[name] += first.elapsed_time(last) / 1e3
+            self.events.clear()
+        seconds, self.seconds = dict(self.seconds), defaultdict(float)
+        return seconds

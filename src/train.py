@@ -1,0 +1,29 @@
+"""Pretrain BERT or GPT: `python src/train.py model=bert_3.9b parallel.tp_size=2`; see conf/train.yaml for every key."""
+
+import hydra
+from omegaconf import DictConfig
+
+from lmscale.door import open_door, run_task
+
+
+def train(values: dict) -> None:
+    """Check everything, then start the ranks (or join those that torchrun or srun started)."""
+    from lmscale.run_config import RunConfig
+
+    run = RunConfig.from_dict(values)
+    # torch and Lightning take seconds to import: not before the cheap checks above.
+    from lmscale.training.launch import launch
+    from lmscale.training.pretrain import prepare_job, pretrain
+
+    job = prepare_job(run)
+    launch(pretrain, job, job.layout.world_size)
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+def main(cfg: DictConfig) -> None:
+    """Entry of Hydra, once for each job of a sweep."""
+    run_task(train, cfg)
+
+
+if __name__ == "__main__":
+    open_door(main)

@@ -1,0 +1,110 @@
+"""Tiny real runs for tests: a job made as the door makes it, run on real ranks, read back from its run folder."""
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import torch
+from ranks import run_ranks
+
+from lmscale.parallel import ParallelContext
+from lmscale.run_config import RunConfig
+from lmscale.training.checkpoint import list_checkpoints, read_metadata, read_shard
+from lmscale.training.pretrain import PretrainJob, prepare_job, pretrain
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def tiny_run(architecture: str, run_dir: Path, **changes) -> RunConfig:
+    """A run of three steps of a 2-layer model in fp64, without dropout; `changes` by dotted key with `__`."""
+    values = {
+        "name": f"{architecture}_test",
+        "run_dir": str(run_dir),
+        "model": {
+            "architecture": architecture,
+            "num_layers": 2,
+            "hidden_size": 24,
+            "num_attention_heads": 4,
+            "vocab_size": None,
+            "max_position_embeddings": 33,
+            "vocab_multiple": 64,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        "data": {"kind": "embedded", "seq_length": 33},
+        "tokenizer": {"kind": "trained", "vocab_size": 600},
+        "parallel": {"tp_size": 1, "dp_size": 1},
+        "optimizer": {"lr": 1e-2},
+        "schedule": {"decay": "linear", "warmup_steps": 1, "decay_steps": 10},
+        "trainer": {
+            "max_steps": 3,
+            "accelerator": "cpu",
+            "num_threads": 1,
+            "num_validation_samples": 7,
+            "progress_bar": False,
+        },
+        "precision": {"dtype": "fp64"},
+        "checkpoint": {},
+        "logger": {"tensorboard": False},
+        "micro_batch_size": 4,
+        "global_batch_size": 8,
+    }
+    for key, value in changes.items():
+        *groups, name = key.split("__")
+        target = values
+        for group in groups:
+            target = target[group]
+        target[name] = value
+    return RunConfig.from_dict(values)
+
+
+def run_jobs(runs: list[RunConfig], world_size: int) -> None:
+    """Train every run, one after the other, on the same `world_size` processes as torchrun would start them."""
+    jobs = []
+    for run in runs:
+        layout = run.parallel.tp_size, run.parallel.dp_size
+        assert layout[0] * layout[1] == world_size
+        jobs.append(prepare_job(run))
+    run_ranks(_train_all, world_size, jobs)
+
+
+def _train_all(rank: int, jobs: list[PretrainJob]) -> None:
+    import torch.distributed as dist
+    from ranks import free_port
+
+    world_size = dist.get_world_size()
+    ports = [[free_port() for _ in jobs]]
+    dist.broadcast_object_list(ports, src=0)
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "test",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    for job, port in zip(jobs, ports[0], strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        pretrain(job)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0][0]}", rank=rank, world_size=world_size)
+
+
+def read_rows(run_dir: str | Path) -> list[dict[str, float]]:
+    """metrics.csv as numbers; empty cells are left out."""
+    with open(Path(run_dir) / "metrics.csv", encoding="utf-8", newline="") as file:
+        return [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+
+
+def read_record(run_dir: str | Path) -> dict:
+    """The run's record."""
+    return json.loads((Path(run_dir) / "record.json").read_text(encoding="utf-8"))
+
+
+def read_tensors(run_dir: str | Path) -> dict[str, torch.Tensor]:
+    """Whole logical tensors of the newest checkpoint: weights, moments, masters."""
+    path = list_checkpoints(Path(run_dir) / "checkpoints")[-1]
+    return read_shard(path, read_metadata(path), ParallelContext())

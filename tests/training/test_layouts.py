@@ -1,0 +1,98 @@
+"""The same run at every layout: losses, gradients, norm and weights equal those of one process (fp64, 1e-12)."""
+
+import itertools
+
+import pytest
+import torch
+from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
+
+LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))  # (tp_size, dp_size)
+BOUND = 1e-12
+CASES = {
+    f"{architecture}-{norm_order}-{variant}": (architecture, {"model__norm_order": norm_order} | changes)
+    for architecture, norm_order in itertools.product(("gpt", "bert"), ("pre", "post"))
+    for variant, changes in {
+        "plain": {"micro_batch_size": 4},
+        "accumulated": {"micro_batch_size": 1},
+        "full-recompute": {"model__recompute": "full", "micro_batch_size": 2},
+        "first-gradient": {"trainer__max_steps": 1, "optimizer__max_grad_norm": None},
+    }.items()
+}
+CASES["gpt-pre-selective"] = ("gpt", {"model__recompute": "selective"})
+CASES["bert-post-selective"] = ("bert", {"model__norm_order": "post", "model__recompute": "selective"})
+# Masks that do not depend on the layout: hidden dropout always, attention dropout in exact attention.
+CASES["gpt-pre-dropout"] = (
+    "gpt",
+    {"model__hidden_dropout": 0.2, "model__attention_dropout": 0.2, "model__attention": "exact"},
+)
+CASES["bert-post-dropout"] = (
+    "bert",
+    {
+        "model__norm_order": "post",
+        "model__hidden_dropout": 0.2,
+        "model__attention_dropout": 0.2,
+        "model__attention": "exact",
+        "micro_batch_size": 2,
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Every case trained at every layout, the ranks started once a world size."""
+    root = tmp_path_factory.mktemp("layouts")
+    for world_size in (1, 2, 4):
+        runs = [
+            tiny_run(architecture, root / name / f"{tp}x{dp}", parallel__tp_size=tp, parallel__dp_size=dp, **changes)
+            for name, (architecture, changes) in CASES.items()
+            for tp, dp in LAYOUTS
+            if tp * dp == world_size
+        ]
+        run_jobs(runs, world_size)
+    return root
+
+
+def relative(a: float, b: float) -> float:
+    """|a - b| / |b|"""
+    return abs(a - b) / abs(b)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: f"tp{layout[0]}-dp{layout[1]}")
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_does_not_depend_on_the_layout(folder, case, layout) -> None:
+    plain, other = folder / case / "1x1", folder / case / f"{layout[0]}x{layout[1]}"
+    rows, other_rows = read_rows(plain), read_rows(other)
+    assert [row["step"] for row in rows] == [row["step"] for row in other_rows] != []
+    for row, other_row in zip(rows, other_rows, strict=True):
+        for column in ("train/loss", "grad_norm"):
+            assert relative(other_row[column], row[column]) < BOUND, (column, row["step"])
+    for name in ("val/loss", "val_start/loss"):
+        values = [read_record(path)["metrics"][name]["value"] for path in (plain, other)]
+        assert relative(*values) < BOUND, name
+    tensors, other_tensors = read_tensors(plain), read_tensors(other)
+    assert tensors.keys() == other_tensors.keys()
+    for key, tensor in tensors.items():
+        # Moments of the first step are the gradient itself, times 0.1.
+        difference = (other_tensors[key] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-3)
+        assert difference < BOUND, (key, difference)
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "bert"])
+def test_micro_batches_do_not_change_the_run(folder, architecture) -> None:
+    plain, accumulated = (read_rows(folder / f"{architecture}-pre-{v}" / "1x1") for v in ("plain", "accumulated"))
+    for row, other in zip(plain, accumulated, strict=True):
+        assert relative(other["train/loss"], row["train/loss"]) < BOUND
+        assert relative(other["grad_norm"], row["grad_norm"]) < BOUND
+
+
+def test_the_cases_differ_from_one_another(folder) -> None:
+    """Equality over layouts would prove little if the switches did nothing."""
+    cases = ("gpt-pre-plain", "gpt-post-plain", "gpt-pre-dropout", "bert-pre-plain", "bert-post-plain")
+    losses = {case: read_rows(folder / case / "1x1")[-1]["train/loss"] for case in cases}
+    assert len({round(loss, 6) for loss in losses.values()}) == len(losses), losses
+
+
+def test_every_parameter_moves(folder) -> None:
+    tensors = read_tensors(folder / "bert-pre-plain" / "1x1")
+    still = [key for key, tensor in tensors.items() if key.startswith("exp_avg/") and not torch.any(tensor)]
+    assert still == []
