@@ -1,0 +1,153 @@
+"""Bytes one rank needs to train, by formula: what it certainly needs, before a byte is allocated.
+
+Legend: b micro-batch, s sequence, h hidden, f MLP width, n heads, v padded vocabulary, L layers, p tensor ranks, N
+parameters of the rank, e bytes of a weight. Left out: the framework itself and its device context, what its allocator
+wastes, the temporaries of single kernels. SDPA is taken to use a kernel that keeps no scores (flash), which torch's CPU
+version does only without attention dropout.
+"""
+
+from dataclasses import dataclass
+
+from ..config import Recompute, TransformerConfig
+from .params import count_parameters
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+FP32_BYTES = 4
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank.
+
+    Args:
+        weights, gradients: N e each.
+        optimizer_state: two moments, 2 N e; for half types in fp32 with masters, 12 N.
+        activations: what the forward pass keeps for the backward pass until the end of a micro-batch.
+        logits: largest sum of the tensors of size [b, s, v/p] that live together.
+        recomputed_layer: activations of the one layer under full recomputation; the logits are gone by then.
+        ddp_copy: gradient of the word embedding on its way into its bucket; of data parallelism.
+        optimizer_step: fp32 copies of half gradients in the step, 4 N; the activations are gone by then.
+    """
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    logits: int
+    recomputed_layer: int
+    ddp_copy: int
+    optimizer_step: int
+
+    @property
+    def total(self) -> int:
+        """Bytes at the fullest moment, which is the backward pass or the optimizer step."""
+        kept = self.weights + self.gradients + self.optimizer_state
+        backward = self.activations + self.ddp_copy + max(self.logits, self.recomputed_layer)
+        return kept + max(backward, self.optimizer_step)
+
+    def format(self) -> str:
+        """A table, one part a line, in GiB."""
+        rows = [(name.replace("_", " "), getattr(self, name)) for name in self.__dataclass_fields__]
+        rows.append(("total at the fullest moment", self.total))
+        return "\n".join(f"{name:<28}{value / GIB:>10.3f} GiB" for name, value in rows)
+
+
+def estimate_memory(
+    config: TransformerConfig,
+    tp_size: int,
+    micro_batch_size: int,
+    seq_length: int,
+    dtype: str,
+    dp_size: int = 1,
+) -> MemoryEstimate:
+    """Bytes a rank needs for one training step, from below.
+
+    A layer keeps, of replicated tensors, 4 b s h e: inputs of both LayerNorms, of QKV and of the MLP; and 2 b s h of
+    dropout masks. Of tensors cut over p it keeps (4 h + 2 f) b s e / p: Q, K, V, input of the output projection, input
+    and output of the GELU. With f = 4h and e = 2 that is b s h (10 + 24 / p), 34 b s h at p = 1. Exact attention keeps
+    besides, for each of the b n s^2 / p scores, the softmax (fp32 at least), and with dropout mask and result.
+
+    Full recomputation keeps only the layer's input, b s h e. Selective recomputation drops the scores; the input and
+    the output of the GELU both stay, the output as input of the next linear.
+
+    Around the layers: input and output of the LayerNorm outside them, dropout mask of the embedding, for BERT three
+    tensors of the masked-LM head: b s h (2 e + 1), or b s h (5 e + 1).
+
+    Logits: for half types the logits, their fp32 copy and the fp32 softmax, (e + 8) b s v / p; else 2 e b s v / p.
+
+    Args:
+        micro_batch_size: sequences b of one forward pass.
+        seq_length: tokens s of a sequence.
+        dtype: of weights, activations and gradients: fp64, fp32, bf16 or fp16.
+        dp_size: data-parallel ranks. DDP's buckets are the gradients themselves, so they add nothing.
+
+    Raises:
+        ValueError: `tp_size` does not divide the model.
+
+    Source: Korthikanti et al. 2022, section 4.1, for the shape of the formula; the terms are of this code.
+    """
+    e, b, s, h = BYTES[dtype], micro_batch_size, seq_length, config.hidden_size
+    num_parameters = count_parameters(config, tp_size).per_rank
+    is_half = e < FP32_BYTES
+    layer = _layer_bytes(config, tp_size, b, s, e)
+    mask = b * s * h if config.hidden_dropout > 0 else 0
+    around = b * s * h * e * (5 if config.architecture == "bert" else 2) + mask
+    is_full = config.recompute is Recompute.FULL
+    logit_bytes = e + 2 * FP32_BYTES if is_half else 2 * e
+    return MemoryEstimate(
+        weights=num_parameters * e,
+        gradients=num_parameters * e,
+        optimizer_state=num_parameters * (3 * FP32_BYTES if is_half else 2 * e),
+        activations=around + config.num_layers * (b * s * h * e if is_full else layer),
+        logits=b * s * config.padded_vocab_size // tp_size * logit_bytes,
+        recomputed_layer=layer - b * s * h * e if is_full else 0,
+        ddp_copy=config.padded_vocab_size // tp_size * h * e if dp_size > 1 else 0,
+        optimizer_step=num_parameters * FP32_BYTES if is_half else 0,
+    )
+
+
+def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int) -> int:
+    """Activations one layer keeps where it is not recomputed as a whole."""
+    h, f, n = config.hidden_size, config.ffn_size, config.num_attention_heads
+    num_bytes = 4 * b * s * h * e + (4 * h + 2 * f) * b * s * e // tp_size
+    if config.hidden_dropout > 0:
+        num_bytes += 2 * b * s * h  # masks, one byte an element
+    if config.attention == "exact" and config.recompute is not Recompute.SELECTIVE:
+        a_score = max(e, FP32_BYTES)
+        if config.attention_dropout > 0:
+            a_score += 1 + e
+        elif e < FP32_BYTES:
+            a_score += e
+        num_bytes += b * n * s * s * a_score // tp_size
+    return num_bytes
+
+
+def smallest_layout(
+    config: TransformerConfig,
+    micro_batch_size: int,
+    seq_length: int,
+    dtype: str,
+    device_bytes: int,
+    ranks_sharing_device: int = 1,
+) -> int | None:
+    """The smallest power of two as `tp_size` that divides the model and whose rank fits the memory it has.
+
+    Args:
+        device_bytes: memory of one device.
+        ranks_sharing_device: ranks that live in it; 1 where each rank has a device of its own, the local ranks of a
+            CPU host otherwise.
+
+    Returns:
+        None where no such size fits.
+    """
+    tp_size = 1
+    while tp_size <= config.num_attention_heads:
+        try:
+            estimate = estimate_memory(config, tp_size, micro_batch_size, seq_length, dtype)
+        except ValueError:  # does not divide, and so does no larger power of two
+            return None
+        if estimate.total * ranks_sharing_device <= device_bytes:
+            return tp_size
+        tp_size *= 2
+    return None

@@ -1,0 +1,151 @@
+import itertools
+
+import pytest
+import torch
+from paper_models import paper_model
+
+from lmscale.config import TransformerConfig
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext, sample_dropout_keys
+from lmscale.perf.memory import GIB, estimate_memory, smallest_layout
+from lmscale.perf.params import count_parameters
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+BATCH, SEQUENCE, VOCAB = 5, 80, 500
+
+
+def small_model(architecture: str, **changes: object) -> TransformerConfig:
+    fields = {
+        "num_layers": 3,
+        "hidden_size": 192,
+        "num_attention_heads": 3,
+        "vocab_size": VOCAB,
+        "vocab_multiple": 100,
+        "max_position_embeddings": SEQUENCE,
+        "attention_dropout": 0.0,
+    }
+    return TransformerConfig(architecture=architecture, **(fields | changes))
+
+
+def saved_bytes(config: TransformerConfig, dtype: str) -> int:
+    """Bytes of the distinct storages a real forward pass keeps for the backward pass, weights left out."""
+    model = build_model(config, ParallelContext(), seed=1, dtype=DTYPES[dtype])
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    storages, alive = {}, []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor)  # so that no address is used twice
+        return tensor
+
+    tokens = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % VOCAB
+    keys = sample_dropout_keys(seed=1, sample_numbers=torch.arange(BATCH))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        if config.architecture == "gpt":
+            model(tokens, tokens, keys)
+        else:
+            model(tokens, torch.zeros_like(tokens), None, tokens, keys)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    "architecture, attention, dtype, attention_dropout, recompute",
+    [
+        case
+        for case in itertools.product(
+            ("gpt", "bert"), ("sdpa", "exact"), ("fp32", "bf16"), (0.0, 0.1), ("none", "selective")
+        )
+        if case[1] == "exact" or case[3] == 0.0  # torch's CPU kernel keeps the scores where SDPA has dropout
+    ],
+)
+@pytest.mark.parametrize("hidden_dropout, norm_order", [(0.0, "pre"), (0.1, "post")])
+def test_activations_are_what_a_real_forward_pass_keeps(
+    architecture, attention, dtype, attention_dropout, recompute, hidden_dropout, norm_order
+) -> None:
+    config = small_model(
+        architecture,
+        attention=attention,
+        attention_dropout=attention_dropout,
+        recompute=recompute,
+        hidden_dropout=hidden_dropout,
+        norm_order=norm_order,
+    )
+    softmax_of_loss = BATCH * SEQUENCE * VOCAB * 4  # counted among the logits
+    measured = saved_bytes(config, dtype) - softmax_of_loss
+    estimated = estimate_memory(config, 1, BATCH, SEQUENCE, dtype).activations
+    # From below, and within 1 %: LayerNorm statistics, token ids and label indices are not counted.
+    assert estimated <= measured <= 1.01 * estimated
+
+
+@pytest.mark.parametrize(
+    "name, batch, state, none, full, logits",  # GiB at bf16
+    [
+        ("gpt_1.2b", 8, 18.1, 15.9, 1.3, 3.9),
+        ("gpt_8.3b", 8, 123.9, 57.4, 4.2, 3.9),
+        ("bert_336m", 32, 5.0, 12.8, 1.3, 4.7),
+        ("bert_3.9b", 32, 57.7, 63.8, 5.1, 4.7),
+    ],
+)
+def test_estimates_agree_with_the_rough_formulas(name, batch, state, none, full, logits) -> None:
+    """16 B a parameter; 34 s b h L activations, or 2 s b h L + 34 s b h when recomputed; 10 b s v of logits."""
+    seq_length = 1024 if name.startswith("gpt") else 512
+    plain = estimate_memory(paper_model(name), 1, batch, seq_length, "bf16")
+    recomputed = estimate_memory(paper_model(name, recompute="full"), 1, batch, seq_length, "bf16")
+    # The rough formulas leave out what lies around the layers, up to 11 b s h.
+    slack = 12 * batch * seq_length * paper_model(name).hidden_size / GIB + 0.05
+    assert (plain.weights + plain.gradients + plain.optimizer_state) / GIB == pytest.approx(state, abs=0.06)
+    assert none - 0.05 <= plain.activations / GIB <= none + slack
+    assert full - 0.05 - slack / 4 <= (recomputed.activations + recomputed.recomputed_layer) / GIB <= full + slack
+    assert plain.logits / GIB == pytest.approx(logits, abs=0.06)
+    assert recomputed.total < plain.total
+
+
+@pytest.mark.parametrize("dtype, bytes_per_parameter", [("fp64", 32), ("fp32", 16), ("bf16", 16), ("fp16", 16)])
+def test_weights_gradients_and_optimizer_follow_the_dtype(dtype: str, bytes_per_parameter: int) -> None:
+    config = paper_model("gpt_355m")
+    estimate = estimate_memory(config, 2, 1, 1024, dtype)
+    state = estimate.weights + estimate.gradients + estimate.optimizer_state
+    assert state == bytes_per_parameter * count_parameters(config, 2).per_rank
+
+
+def test_tensor_parallelism_divides_the_cut_activations_and_keeps_the_replicated_ones() -> None:
+    config = paper_model("gpt_8.3b")
+    one, two, eight = (estimate_memory(config, p, 1, 1024, "bf16").activations for p in (1, 2, 8))
+    replicated = 1024 * 3072 * (72 * 10 + 5)  # b s h x (10 a layer, 5 around the layers)
+    assert (one - replicated, two - replicated) == (8 * (eight - replicated), 4 * (eight - replicated))
+
+
+def test_the_total_is_that_of_the_fullest_moment() -> None:
+    small_batch = estimate_memory(paper_model("gpt_1.2b"), 1, 1, 16, "bf16")
+    state = small_batch.weights + small_batch.gradients + small_batch.optimizer_state
+    assert small_batch.total == state + small_batch.optimizer_step
+    large_batch = estimate_memory(paper_model("gpt_1.2b"), 1, 8, 1024, "bf16")
+    assert large_batch.total == state + large_batch.activations + large_batch.logits
+    parallel = estimate_memory(paper_model("gpt_1.2b"), 1, 8, 1024, "bf16", dp_size=3)
+    assert parallel.total - large_batch.total == 51200 * 1536 * 2
+
+
+def test_the_table_shows_every_part_and_the_total() -> None:
+    estimate = estimate_memory(paper_model("gpt_1.2b"), 1, 8, 1024, "bf16")
+    lines = estimate.format().splitlines()
+    assert lines[0].split() == ["weights", f"{estimate.weights / GIB:.3f}", "GiB"]
+    assert lines[-1].endswith(f"{estimate.total / GIB:.3f} GiB") and len(lines) == 9
+
+
+def test_the_smallest_layout_is_the_first_power_of_two_that_fits() -> None:
+    config = paper_model("gpt_8.3b")
+    needs = {p: estimate_memory(config, p, 4, 1024, "bf16").total for p in (1, 2, 4, 8, 16, 32)}
+    assert smallest_layout(config, 4, 1024, "bf16", needs[1]) == 1
+    assert smallest_layout(config, 4, 1024, "bf16", needs[1] - 1) == 2
+    assert smallest_layout(config, 4, 1024, "bf16", needs[4]) == 4
+    assert smallest_layout(config, 4, 1024, "bf16", needs[32] - 1) is None
+    assert smallest_layout(config, 4, 1024, "bf16", 3 * needs[4], ranks_sharing_device=3) == 4
+
+
+def test_a_layout_that_does_not_divide_the_model_is_never_proposed() -> None:
+    config = paper_model("gpt_2.5b")  # 20 heads
+    needs = estimate_memory(config, 4, 4, 1024, "bf16").total
+    assert smallest_layout(config, 4, 1024, "bf16", needs) == 4
+    assert smallest_layout(config, 4, 1024, "bf16", needs - 1) is None
