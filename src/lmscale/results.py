@@ -1,0 +1,230 @@
+"""One run, one JSON record: configuration, seed, commit, versions, hardware, and every figure with its unit.
+
+A record is made to be committed and read elsewhere: paths in it are relative, and a figure that is not finite stays
+valid JSON: `{"value": null, "non_finite": "nan", "unit": ...}`. Tables come from records, never from typing.
+"""
+
+import json
+import math
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas
+
+RECORD_VERSION = 1
+KINDS = ("run", "scaled_down", "modelled")
+PACKAGES = (
+    "lmscale",
+    "torch",
+    "lightning",
+    "hydra-core",
+    "omegaconf",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "safetensors",
+    "numpy",
+)
+
+
+def new_record(
+    name: str,
+    kind: str,
+    config: dict,
+    seed: int | None,
+    metrics: dict[str, dict[str, Any]],
+    *,
+    device: str | None = None,
+    layout: dict[str, int] | None = None,
+    steps: list[int] | None = None,
+    paths: dict[str, str] | None = None,
+    started: float | None = None,
+) -> dict[str, Any]:
+    """The record of one run, ready for `write_record`.
+
+    Args:
+        name: short name of the run.
+        kind: `run` as the paper describes it, `scaled_down`, or `modelled` (computed, nothing was run).
+        config: everything the run was told, plain values.
+        seed: None for `modelled`.
+        metrics: name -> {"value": number, "unit": text}.
+        device: name of the device it ran on, as its library gives it.
+        layout: tp_size, dp_size, threads_per_rank.
+        steps: first and last optimizer step of this stretch of the run.
+        paths: name -> file of the run worth keeping (curves, checkpoints).
+        started: seconds since the epoch.
+
+    Raises:
+        ValueError: an unknown kind, or a metric that is not a number with a unit.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"`kind` of a record must be one of {', '.join(KINDS)}, but is {kind!r}")
+    now = datetime.now(UTC)
+    return {
+        "record_version": RECORD_VERSION,
+        "name": name,
+        "kind": kind,
+        "seed": seed,
+        "started": None if started is None else datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
+        "finished": now.isoformat(timespec="seconds"),
+        "steps": steps,
+        "layout": layout,
+        "metrics": {metric: _checked(metric, entry) for metric, entry in metrics.items()},
+        "paths": _portable(paths or {}),
+        "environment": collect_environment(device),
+        "config": _portable(config),
+    }
+
+
+def collect_environment(device: str | None = None) -> dict[str, Any]:
+    """Code, versions and hardware of this process.
+
+    Args:
+        device: name of the accelerator, from whoever has imported torch.
+
+    Returns:
+        commit (None outside a checkout of this project) and whether tracked files differ from it; versions of the
+        packages that matter (None where not installed); Python, platform, CPU, cores this process may use, memory in
+        bytes.
+    """
+    commit, dirty = _commit()
+    return {
+        "commit": commit,
+        "dirty": dirty,
+        "python": platform.python_version(),
+        "versions": {package: _version(package) for package in PACKAGES},
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_model(),
+        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "device": device,
+    }
+
+
+def write_record(record: dict[str, Any], path: str | Path) -> None:
+    """Write a record so that the file is there whole or not at all.
+
+    Raises:
+        ValueError: a number in it, outside the metrics, is not finite: JSON has none such.
+    """
+    path = Path(path)
+    text = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def load_records(folder: str | Path) -> "pandas.DataFrame":
+    """All records below a folder, one row each, sorted by path; other JSON files are left alone.
+
+    Returns:
+        columns name, kind, seed, started, finished, commit, dirty, device, path (below `folder`), every metric by its
+        name, and `config.<dotted key>`, `layout.<key>`. `attrs["units"]` has the unit of each metric.
+
+    Raises:
+        ValueError: no such folder, a record of another version, or one metric in two units.
+    """
+    import pandas  # half a second that a training run need not spend
+
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"`folder` of records must be a folder, but is {str(folder)!r}")
+    rows, units = [], {}
+    for path in sorted(folder.rglob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record, dict) or "record_version" not in record:
+            continue
+        if record["record_version"] != RECORD_VERSION:
+            raise ValueError(f"`record_version` must be {RECORD_VERSION}, but is {record['record_version']} in {path}")
+        row = {key: record[key] for key in ("name", "kind", "seed", "started", "finished")}
+        row |= {key: record["environment"][key] for key in ("commit", "dirty", "device")}
+        row["path"] = path.relative_to(folder).as_posix()
+        for metric, entry in record["metrics"].items():
+            unit = units.setdefault(metric, entry["unit"])
+            if unit != entry["unit"]:
+                raise ValueError(
+                    f"the unit of `{metric}` must be {unit} in all records, but is {entry['unit']} in {path}"
+                )
+            row[metric] = float(entry["non_finite"]) if "non_finite" in entry else entry["value"]
+        row |= _flat(record["config"], "config.") | _flat(record["layout"] or {}, "layout.")
+        rows.append(row)
+    table = pandas.DataFrame(rows)
+    table.attrs["units"] = units
+    return table
+
+
+def _checked(metric: str, entry: dict[str, Any]) -> dict[str, Any]:
+    value, unit = (entry.get("value"), entry.get("unit")) if isinstance(entry, dict) else (entry, None)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isinstance(unit, str):
+        raise ValueError(f"metric `{metric}` must be a number with a unit, but is {entry!r}")
+    if math.isfinite(value):
+        return {"value": value, "unit": unit}
+    return {"value": None, "non_finite": str(value), "unit": unit}
+
+
+def _portable(value: Any) -> Any:
+    """`value` with absolute paths made relative: to the working directory, to `~`, else to `...` and the last part."""
+    if isinstance(value, dict):
+        return {str(key): _portable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_portable(item) for item in value]
+    if isinstance(value, Path):
+        value = str(value)
+    if not isinstance(value, str):
+        return value
+    key, equals, path = value.rpartition("=") if "=/" in value else ("", "", value)  # an override: data.path=/...
+    if not path.startswith("/") or "\n" in path:
+        return value
+    for root, label in ((Path.cwd(), ""), (Path.home(), "~/")):
+        if root != Path("/") and Path(path).is_relative_to(root):
+            return key + equals + label + Path(path).relative_to(root).as_posix()
+    return f"{key}{equals}.../{Path(path).name}"
+
+
+def _flat(values: dict, prefix: str) -> dict[str, Any]:
+    flat = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """Commit of the checkout this package is read from, and whether tracked files differ from it."""
+    package = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+    try:
+        # An environment inside some other repository is not a checkout of this project.
+        if Path(git("rev-parse", "--show-toplevel")) / "src" / "lmscale" != package:
+            return None, None
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):  # not Linux, or a CPU that gives no name
+        return platform.processor() or platform.machine()

@@ -1,0 +1,118 @@
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmscale.results import collect_environment, load_records, new_record, write_record
+
+METRICS = {"val/loss": {"value": 3.25, "unit": "nats/token"}, "steps": {"value": 7, "unit": "steps"}}
+
+
+def make_record(**changes) -> dict:
+    fields = {"name": "gpt_tiny", "kind": "run", "config": {"seed": 11, "model": {"hidden_size": 24}}, "seed": 11}
+    return new_record(**(fields | {"metrics": METRICS} | changes))
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    record = make_record(layout={"tp_size": 2}, steps=[0, 7], device="some GPU", started=0.0)
+    write_record(record, tmp_path / "deep" / "record.json")
+    assert json.loads((tmp_path / "deep" / "record.json").read_text()) == record
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["record.json"]
+    assert record["metrics"]["val/loss"] == {"value": 3.25, "unit": "nats/token"}
+    assert record["started"] == "1970-01-01T00:00:00+00:00" and record["environment"]["device"] == "some GPU"
+
+
+def test_records_become_a_table_with_units(tmp_path: Path) -> None:
+    write_record(make_record(), tmp_path / "a.json")
+    write_record(make_record(name="bert_tiny", kind="modelled", seed=None), tmp_path / "sub" / "b.json")
+    (tmp_path / "config.json").write_text('{"name": "no record"}')
+    table = load_records(tmp_path)
+    assert list(table["name"]) == ["gpt_tiny", "bert_tiny"]
+    assert list(table["path"]) == ["a.json", "sub/b.json"]
+    assert list(table["config.model.hidden_size"]) == [24, 24]
+    assert list(table["val/loss"]) == [3.25, 3.25]
+    assert table.attrs["units"] == {"val/loss": "nats/token", "steps": "steps"}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_figure_that_is_not_finite_is_valid_json_and_comes_back(tmp_path: Path, value: float) -> None:
+    record = make_record(metrics={"train/loss": {"value": value, "unit": "nats/token"}})
+    write_record(record, tmp_path / "r.json")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    stored = json.loads((tmp_path / "r.json").read_text(), parse_constant=refuse)["metrics"]["train/loss"]
+    assert stored == {"value": None, "non_finite": str(value), "unit": "nats/token"}
+    loaded = load_records(tmp_path)["train/loss"][0]
+    assert math.isnan(loaded) if math.isnan(value) else loaded == value
+
+
+def test_a_number_that_is_not_finite_in_the_configuration_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_record(make_record(config={"lr": math.nan}), tmp_path / "r.json")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("entry", [3.25, {"value": 3.25}, {"value": "3", "unit": "s"}, {"value": True, "unit": "s"}])
+def test_a_metric_without_number_or_unit_is_refused(entry: object) -> None:
+    with pytest.raises(ValueError, match="metric `loss` must be a number with a unit, but is"):
+        make_record(metrics={"loss": entry})
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="`kind` of a record must be one of run, scaled_down, modelled, but is 'guess'"
+    ):
+        make_record(kind="guess")
+
+
+def test_one_metric_in_two_units_is_refused(tmp_path: Path) -> None:
+    write_record(make_record(), tmp_path / "a.json")
+    write_record(make_record(metrics={"steps": {"value": 7, "unit": "epochs"}}), tmp_path / "b.json")
+    with pytest.raises(ValueError, match="the unit of `steps` must be steps in all records, but is epochs"):
+        load_records(tmp_path)
+
+
+def test_a_record_of_another_version_is_refused(tmp_path: Path) -> None:
+    write_record(make_record() | {"record_version": 99}, tmp_path / "a.json")
+    with pytest.raises(ValueError, match="`record_version` must be 1, but is 99"):
+        load_records(tmp_path)
+
+
+def test_absolute_paths_do_not_enter_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "repo").mkdir()
+    monkeypatch.chdir(tmp_path / "repo")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = {
+        "run_dir": str(tmp_path / "repo" / "outputs" / "x"),
+        "data": {"path": "/home/somebody/corpus.txt", "cache_dir": None, "other": "/scratch/somebody/data"},
+        "overrides": ["data.path=/home/somebody/corpus.txt", "optimizer.lr=1e-4", "schedule=linear"],
+        "loss_reduction": "a/b",
+    }
+    record = make_record(config=config, paths={"curve": tmp_path / "repo" / "curve.png"})
+    assert record["config"] == {
+        "run_dir": "outputs/x",
+        "data": {"path": "~/corpus.txt", "cache_dir": None, "other": ".../data"},
+        "overrides": ["data.path=~/corpus.txt", "optimizer.lr=1e-4", "schedule=linear"],
+        "loss_reduction": "a/b",
+    }
+    assert record["paths"] == {"curve": "curve.png"}
+    assert "somebody" not in json.dumps(record)
+
+
+def test_the_environment_names_commit_versions_and_hardware(repository: Path) -> None:
+    environment = collect_environment("some GPU")
+    if (repository / ".git").exists():
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True, check=True)
+        assert environment["commit"] == head.stdout.strip() and environment["dirty"] in (True, False)
+    assert environment["versions"]["torch"].startswith("2.") and environment["versions"]["hydra-core"].startswith("1.3")
+    assert environment["num_cores"] >= 1 and environment["memory_bytes"] > 2**30 and environment["cpu"]
+
+
+def test_writing_records_needs_neither_torch_nor_pandas() -> None:
+    code = "import sys, lmscale.results; sys.exit(any(m in sys.modules for m in ('torch', 'pandas', 'lightning')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
