@@ -1,0 +1,38 @@
+# make setup | demo | test | test-slow | lint | format | clean      (another Python: make setup PYTHON=python3.12)
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: setup demo test test-slow lint format clean
+
+setup: $(INSTALLED)
+
+# Again whenever the list of packages changed; otherwise nothing to do.
+$(INSTALLED): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	  { echo "error: lmscale needs Python 3.11, 3.12 or 3.13, but \`$(PYTHON)\` is $$($(PYTHON) --version 2>&1 | tail -n 1); choose with make setup PYTHON=..." >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
+demo: setup
+	$(BIN)/python analysis/demo.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+format: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# Leaves .venv and the runs in outputs/ and multirun/ alone.
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests analysis -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,51 @@
+"""environment.yml (conda) and pyproject.toml (pip) ask for the same versions."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+CONDA_NAMES = {"torch": "pytorch-gpu"}  # where conda-forge calls it otherwise
+CONDA_ONLY = {"pip", "nvidia-apex"}
+
+
+def read_pyproject() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def split_requirement(text: str) -> tuple[str, str]:
+    """Name and versions of `torch>=2.11,<2.14` or `torch >=2.11,<2.14`."""
+    name, versions = re.fullmatch(r"([A-Za-z0-9._-]+)\s*(.*)", text).groups()
+    return name, versions.replace(" ", "")
+
+
+def conda_requirements() -> dict[str, str]:
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+    return dict(split_requirement(line) for line in environment["dependencies"] if isinstance(line, str))
+
+
+def test_conda_and_pip_ask_for_the_same_versions() -> None:
+    project = read_pyproject()
+    requirements = project["dependencies"] + project["optional-dependencies"]["dev"]
+    pip = dict(split_requirement(line) for line in requirements)
+    expected = {CONDA_NAMES.get(name, name): versions for name, versions in pip.items()}
+    expected["python"] = project["requires-python"]
+    conda = {name: versions for name, versions in conda_requirements().items() if name not in CONDA_ONLY}
+    assert conda == expected
+
+
+def test_torch_is_held_to_the_versions_the_study_was_made_with() -> None:
+    assert conda_requirements()["pytorch-gpu"] == ">=2.11,<2.14"
+
+
+def test_apex_comes_from_conda_forge_under_its_own_name_and_never_from_pip() -> None:
+    assert "nvidia-apex" in conda_requirements() and "apex" not in conda_requirements()
+    project = read_pyproject()
+    names = [split_requirement(line)[0] for line in project["dependencies"]]
+    for extra in project["optional-dependencies"].values():
+        names += [split_requirement(line)[0] for line in extra]
+    assert not [name for name in names if "apex" in name]
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+    assert environment["dependencies"][-1] == {"pip": ["-e ."]}
