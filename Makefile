@@ -9,7 +9,7 @@ setup: $(INSTALLED)
 
 # Again whenever the list of packages changed; otherwise nothing to do.
 $(INSTALLED): pyproject.toml
-	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || \
 	  { echo "error: lmscale needs Python 3.11, 3.12 or 3.13, but \`$(PYTHON)\` is $$($(PYTHON) --version 2>&1 | tail -n 1); choose with make setup PYTHON=..." >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
