@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +18,8 @@ from ..run_config import TokenizerConfig
 END_OF_TEXT = "<|endoftext|>"
 BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 DEFAULT_VOCAB_SIZE = 2000
+TRAINING_VERSION = 2  # raised when the same text gives another tokenizer, so that cached ones are made again
+MAX_LETTERS = 200  # WordPiece: rarer letters of the corpus are unknown
 HUB_NAMES = {"gpt2": "openai-community/gpt2", "bert": "google-bert/bert-base-uncased"}
 
 
@@ -28,10 +32,10 @@ class Tokenizer:
 
     inner: tokenizers.Tokenizer
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        """Number of ids, special ones included."""
-        return self.inner.get_vocab_size()
+        """One more than the largest id, special ones included; a vocabulary file may have gaps."""
+        return max(self.inner.get_vocab().values()) + 1
 
     def id_of(self, token: str) -> int:
         """The id of a special token.
@@ -90,8 +94,10 @@ def load_tokenizer(
             size = _size_to_train(config, model_vocab_size)
             trained = (_train_bpe if architecture == "gpt" else _train_wordpiece)(training_texts(), size)
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{os.getpid()}.unfinished")
-            trained.save(str(temporary))
+            # A name of its own even where several machines share the folder; complete before it gets the final one.
+            handle, temporary = tempfile.mkstemp(prefix=".unfinished_", dir=path.parent)
+            os.close(handle)
+            trained.save(temporary)
             os.replace(temporary, path)
         inner = tokenizers.Tokenizer.from_file(str(path))
     else:
@@ -99,6 +105,9 @@ def load_tokenizer(
         if wanted != architecture:
             raise ValueError(f"`tokenizer` must suit the model ({architecture}), but is {config.kind}")
         inner = _load_published(config)
+        # A published tokenizer.json may cut or fill what it encodes to one model's length: documents are whole here.
+        inner.no_truncation()
+        inner.no_padding()
     inner.encode_special_tokens = True
     return Tokenizer(inner)
 
@@ -110,7 +119,7 @@ def _size_to_train(config: TokenizerConfig, model_vocab_size: int | None) -> int
 
 
 def _trained_name(config: TokenizerConfig, architecture: str, model_vocab_size: int | None, corpus: str) -> str:
-    facts = (architecture, _size_to_train(config, model_vocab_size), corpus, tokenizers.__version__)
+    facts = (TRAINING_VERSION, architecture, _size_to_train(config, model_vocab_size), corpus, tokenizers.__version__)
     return f"tokenizers/{architecture}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
 
 
@@ -131,16 +140,44 @@ def _train_bpe(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
-    tokenizer = _wordpiece(models.WordPiece(unk_token="[UNK]"))
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=list(BERT_SPECIALS), limit_alphabet=200, show_progress=False
+    """BERT's uncased WordPiece, the same pieces with the same ids in every process.
+
+    The library's own WordPiece trainer numbers the `##` letters in the order of a randomly seeded hash map, and the
+    numbers decide ties between merges, so two processes would not agree. Here each letter has two code points, one for
+    the start of a word and one for inside it; byte-pair merges are learnt over those and written back with `##`.
+    """
+    blank = _wordpiece(models.WordPiece(unk_token="[UNK]"))
+    words = Counter()
+    for text in texts:
+        normal = blank.normalizer.normalize_str(text)
+        words.update(word for word, _ in blank.pre_tokenizer.pre_tokenize_str(normal))
+    counts = Counter()
+    for word, count in words.items():
+        for letter in word:
+            counts[letter] += count
+    letters = sorted(sorted(counts, key=lambda letter: (-counts[letter], letter))[:MAX_LETTERS])
+    first = {letter: chr(0xF0000 + i) for i, letter in enumerate(letters)}  # private planes: in no vocabulary
+    inside = {letter: chr(0x100000 + i) for i, letter in enumerate(letters)}
+    coded = (
+        " ".join([first[word[0]] + "".join(inside[letter] for letter in word[1:])] * count)
+        for word, count in sorted(words.items())
+        if all(letter in first for letter in word)
     )
-    tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() > vocab_size:
+    merges = tokenizers.Tokenizer(models.BPE())
+    merges.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    size = max(vocab_size - len(BERT_SPECIALS), 0)
+    merges.train_from_iterator(coded, trainers.BpeTrainer(vocab_size=size, show_progress=False))
+    plain = {code: letter for letter, code in (*first.items(), *inside.items())}
+    codes = sorted(merges.get_vocab(), key=merges.token_to_id)
+    pieces = [("##" if code[0] >= chr(0x100000) else "") + "".join(plain[c] for c in code) for code in codes]
+    vocab = {piece: i for i, piece in enumerate((*BERT_SPECIALS, *pieces))}
+    if len(vocab) > vocab_size:
         raise ValueError(
-            f"`tokenizer.vocab_size` must be at least {tokenizer.get_vocab_size()} (special tokens and the corpus's "
-            f"letters), but is {vocab_size}"
+            f"`tokenizer.vocab_size` must be at least {len(vocab)} (special tokens and the corpus's letters), "
+            f"but is {vocab_size}"
         )
+    tokenizer = _wordpiece(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.add_special_tokens(list(BERT_SPECIALS))
     return tokenizer
 
 
@@ -164,10 +201,18 @@ def _load_published(config: TokenizerConfig) -> tokenizers.Tokenizer:
                 "tokenizer.path takes local files"
             ) from None
     path = Path(config.path)
+    whole = path / "tokenizer.json" if path.is_dir() else path
+    if whole.suffix == ".json" and whole.is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(whole))
+        except Exception as error:  # the library raises bare Exception for a file it cannot read
+            raise ValueError(f"`tokenizer.path` must be a readable tokenizer.json, but {whole}: {error}") from None
     if config.kind == "bert":
         vocab = path / "vocab.txt" if path.is_dir() else path
         if not vocab.is_file():
-            raise ValueError(f"`tokenizer.path` must be a vocab.txt or its folder, but {path} is not")
+            raise ValueError(
+                f"`tokenizer.path` must be a vocab.txt, a tokenizer.json or the folder of one, but {path} is not"
+            )
         tokenizer = _wordpiece(models.WordPiece.from_file(str(vocab), unk_token="[UNK]"))
         tokenizer.add_special_tokens([t for t in BERT_SPECIALS if tokenizer.token_to_id(t) is not None])
         return tokenizer
@@ -179,6 +224,6 @@ def _load_published(config: TokenizerConfig) -> tokenizers.Tokenizer:
             tokenizer.add_special_tokens([END_OF_TEXT])
             return tokenizer
     raise ValueError(
-        f"`tokenizer.path` must be a folder with encoder.json and vocab.bpe (or vocab.json and merges.txt), but {path} "
-        "is not"
+        "`tokenizer.path` must be a tokenizer.json or a folder with it, with encoder.json and vocab.bpe, or with "
+        f"vocab.json and merges.txt, but {path} is not"
     )

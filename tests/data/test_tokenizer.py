@@ -1,0 +1,98 @@
+"""Tokenizers: training gives the same pieces everywhere, and published files are read whole."""
+
+import pytest
+import tokenizers
+from corpora import local_config
+
+from lmscale.data.embedded import embedded_documents
+from lmscale.data.prepare import prepare_corpus
+from lmscale.data.tokenizer import BERT_SPECIALS, END_OF_TEXT, load_tokenizer
+from lmscale.run_config import TokenizerConfig
+
+TEXTS = embedded_documents()[0][:29]
+
+
+def train(folder, architecture: str, vocab_size: int = 700, texts: list[str] = TEXTS):
+    config = TokenizerConfig("trained", vocab_size=vocab_size)
+    return load_tokenizer(config, architecture, None, lambda: texts, "corpus", folder)
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "bert"])
+def test_training_twice_gives_the_same_tokenizer(tmp_path, architecture) -> None:
+    # The library's hash maps are seeded anew for each map, so an order taken from one differs within a process too.
+    fingerprints = {train(tmp_path / str(i), architecture).fingerprint for i in range(4)}
+    assert len(fingerprints) == 1
+
+
+def test_a_trained_wordpiece_is_an_uncased_bert_vocabulary(tmp_path) -> None:
+    tokenizer = train(tmp_path, "bert")
+    assert tokenizer.vocab_size == 700
+    assert [tokenizer.id_of(token) for token in BERT_SPECIALS] == [0, 1, 2, 3, 4]
+    text = "The Statement, in Python's grammar: it's an expression."
+    (ids,) = tokenizer.encode_batch([text])
+    assert tokenizer.id_of("[UNK]") not in ids
+    pieces = [tokenizer.inner.id_to_token(i) for i in ids]
+    assert "the" in pieces and any(piece.startswith("##") for piece in pieces)
+    assert "".join(piece.removeprefix("##") for piece in pieces) == text.lower().replace(" ", "")
+    assert [bool(flag) for flag in tokenizer.is_continuation[ids]] == [piece.startswith("##") for piece in pieces]
+
+
+def test_frequent_words_become_one_piece(tmp_path) -> None:
+    tokenizer = train(tmp_path, "bert", 60, ["abc abd abc xyz abc"] * 7)
+    assert len(tokenizer.encode_batch(["abc"])[0]) == 1
+    assert len(tokenizer.encode_batch(["zab"])[0]) == 1  # a letter never seen at a word's start: the word is unknown
+    assert tokenizer.vocab_size < 60  # the corpus has no more pieces to give
+
+
+def test_a_vocabulary_too_small_for_the_letters_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="`tokenizer.vocab_size` must be at least .*, but is 9"):
+        train(tmp_path, "bert", 9)
+    with pytest.raises(ValueError, match="`tokenizer.vocab_size` must be above 256 .*, but is 256"):
+        train(tmp_path, "gpt", 256)
+
+
+def test_nothing_unfinished_stays_in_the_cache(tmp_path) -> None:
+    train(tmp_path, "gpt")
+    assert [p.suffix for p in (tmp_path / "tokenizers").iterdir()] == [".json"]
+
+
+def test_a_tokenizer_json_that_cuts_and_fills_encodes_whole_documents(tmp_path) -> None:
+    inner = train(tmp_path, "gpt").inner
+    inner.enable_truncation(5)
+    inner.enable_padding(length=9)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    text = "one two three four five six seven eight nine ten eleven"
+    lengths = []
+    for path in (tmp_path / "tokenizer.json", tmp_path):
+        loaded = load_tokenizer(TokenizerConfig("gpt2", path=str(path)), "gpt", None, list, "", tmp_path)
+        (ids,) = loaded.encode_batch([text])
+        assert loaded.decode(ids) == text
+        lengths.append(len(ids))
+    assert lengths[0] == lengths[1] > 9
+
+
+def test_ids_beyond_a_gap_in_the_vocabulary_count(tmp_path) -> None:
+    vocab = {token: i for i, token in enumerate(BERT_SPECIALS)} | {"a": 40}
+    tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    config = TokenizerConfig("bert", path=str(tmp_path))
+    assert load_tokenizer(config, "bert", None, list, "", tmp_path).vocab_size == 41
+    (tmp_path / "a.txt").write_text("a\n\na")
+    with pytest.raises(ValueError, match="at least the tokenizer's 41 ids, but is 40"):
+        prepare_corpus(local_config(tmp_path / "a.txt", tmp_path), config, "bert", 40)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_a_path_without_tokenizer_files_is_refused_in_one_line(tmp_path, kind) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    for path in (tmp_path, tmp_path / "nowhere", tmp_path / "broken"):
+        with pytest.raises(ValueError, match="`tokenizer.path` must be") as caught:
+            architecture = "gpt" if kind == "gpt2" else "bert"
+            load_tokenizer(TokenizerConfig(kind, path=str(path)), architecture, None, list, "", tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_end_of_text_in_a_text_is_not_the_special_token(tmp_path) -> None:
+    tokenizer = train(tmp_path, "gpt")
+    (ids,) = tokenizer.encode_batch([END_OF_TEXT])
+    assert tokenizer.id_of(END_OF_TEXT) not in ids and tokenizer.decode(ids) == END_OF_TEXT
