@@ -5,6 +5,7 @@ source with `ast` and never imported. About 2 MB; it differs a little between Py
 """
 
 import ast
+import hashlib
 import inspect
 import sysconfig
 from pathlib import Path
@@ -57,6 +58,17 @@ def embedded_documents() -> tuple[list[str], list[str]]:
         else:
             missing.append(name)
     return documents, missing
+
+
+def embedded_fingerprint() -> str:
+    """sha256 of everything `embedded_documents` reads; much cheaper than reading it as documents."""
+    from pydoc_data.topics import topics  # data only
+
+    digest = hashlib.sha256(repr(sorted(topics.items())).encode())
+    for name in MODULES:
+        path = _source_of(name)
+        digest.update(name.encode() + (path.read_bytes() if path is not None else b""))
+    return digest.hexdigest()
 
 
 def _source_of(module: str) -> Path | None:

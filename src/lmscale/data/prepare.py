@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import platform
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from .sentences import split_sentences
 from .sources import Corpus, Documents, open_corpus
 from .tokenizer import BERT_SPECIALS, END_OF_TEXT, Tokenizer, load_tokenizer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # A longer "sentence" (a table, a listing) is cut: one piece may not fill a training sample.
 MAX_SENTENCE_TOKENS = 128
 
@@ -69,9 +70,11 @@ def prepare_corpus(
         ValueError: anything wrong with the sources or the tokenizer, a corpus too small to hold something out, or a
             tokenizer with more ids than the model.
     """
+    if data.validation_path is not None and data.kind != "local":
+        raise ValueError(f"`data.validation_path` must be null unless `data` is local, but is {data.validation_path!r}")
     cache = cache_folder(data.cache_dir)
     corpus = open_corpus(data)
-    held_out = open_corpus(data, data.validation_path) if data.validation_path is not None else None
+    held_out = open_corpus(data, "validation_path") if data.validation_path is not None else None
     read: dict[str, Documents] = {}
 
     def documents() -> tuple[list[str], list[str]]:
@@ -98,8 +101,19 @@ def prepare_corpus(
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """Where prepared data is kept: `data.cache_dir`, else $LMSCALE_CACHE, else ~/.cache/lmscale."""
-    return Path(cache_dir or os.environ.get("LMSCALE_CACHE") or Path.home() / ".cache" / "lmscale").absolute()
+    """Where prepared data is kept: `data.cache_dir`, else $LMSCALE_CACHE, else ~/.cache/lmscale; made if missing.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    folder = Path(cache_dir or os.environ.get("LMSCALE_CACHE") or Path.home() / ".cache" / "lmscale").absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"`data.cache_dir` must be a folder or one that can be made, but {folder}: {error.strerror}"
+        ) from None
+    return folder
 
 
 def unigram_cross_entropy(train_ids: np.ndarray, validation_ids: np.ndarray, vocab_size: int) -> float:
@@ -158,10 +172,14 @@ def _build(
             "tokenizer": tokenizer.fingerprint,
             "vocab_size": tokenizer.vocab_size,
             "sources": notes,
-            "versions": {"tokenizers": tokenizers.__version__, "numpy": np.__version__},
+            "versions": {
+                "python": platform.python_version(),
+                "tokenizers": tokenizers.__version__,
+                "numpy": np.__version__,
+            },
         }
         for split, texts in zip(("train", "validation"), parts, strict=True):
-            arrays = (_encode_gpt if architecture == "gpt" else _encode_bert)(texts, tokenizer)
+            arrays, counts = (_encode_gpt if architecture == "gpt" else _encode_bert)(texts, tokenizer)
             for name, array in arrays.items():
                 np.save(building / f"{split}_{name}.npy", array)
             manifest[split] = {
@@ -169,7 +187,7 @@ def _build(
                 "bytes": sum(len(text.encode("utf-8", "replace")) for text in texts),
                 "tokens": len(arrays["tokens"]),
                 "sha256": hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest(),
-            }
+            } | counts
         tokenizer.inner.save(str(building / "tokenizer.json"))
         (building / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         try:
@@ -181,25 +199,29 @@ def _build(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _encode_gpt(texts: list[str], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+def _encode_gpt(texts: list[str], tokenizer: Tokenizer) -> tuple[dict[str, np.ndarray], dict[str, int]]:
     end = tokenizer.id_of(END_OF_TEXT)
     encoded = [[*ids, end] for ids in tokenizer.encode_batch(texts)]
-    return {"tokens": _concatenate(encoded), "documents": _starts(encoded)}
+    return {"tokens": _concatenate(encoded), "documents": _starts(encoded)}, {}
 
 
-def _encode_bert(texts: list[str], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    sentences, per_document = [], []
+def _encode_bert(texts: list[str], tokenizer: Tokenizer) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """The arrays, and counts of what sentence pairs cannot use whole."""
+    sentences, per_document, num_cut = [], [], 0
     for text in texts:
         pieces = []
         for ids in tokenizer.encode_batch(split_sentences(text)):
             pieces += [ids[i : i + MAX_SENTENCE_TOKENS] for i in range(0, len(ids), MAX_SENTENCE_TOKENS)]
+            num_cut += len(ids) > MAX_SENTENCE_TOKENS
         sentences += pieces
         per_document.append(pieces)
-    return {
+    arrays = {
         "tokens": _concatenate(sentences),
         "sentences": _starts(sentences),
         "documents": _starts(per_document),
     }
+    num_without_pair = sum(len(pieces) < 2 for pieces in per_document)
+    return arrays, {"sentences_cut": num_cut, "documents_without_pair": num_without_pair}
 
 
 def _concatenate(lists: list[list[int]]) -> np.ndarray:

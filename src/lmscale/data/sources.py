@@ -3,14 +3,18 @@
 import gzip
 import hashlib
 import json
+import re
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..run_config import DataConfig
-from .embedded import embedded_documents
+from .embedded import embedded_documents, embedded_fingerprint
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,14 @@ class Documents:
     notes: dict = field(default_factory=dict)
 
 
-def open_corpus(config: DataConfig, path: str | None = None) -> Corpus:
-    """The corpus that `data=` names; `path` replaces `data.path` (the validation file).
+def open_corpus(config: DataConfig, key: str = "path") -> Corpus:
+    """The corpus that `data=` names.
+
+    In a .txt file a blank line ends a document; a JSONL line, a parquet row and a dataset's row are one each. Files of
+    a folder come in the order of their paths.
+
+    Args:
+        key: `path`, or `validation_path` for the file or folder held out.
 
     Raises:
         ValueError: a missing path or file, an unknown suffix, a dataset that cannot be loaded. What is wrong inside the
@@ -48,38 +58,51 @@ def open_corpus(config: DataConfig, path: str | None = None) -> Corpus:
             `data.undecodable=refuse`.
     """
     if config.kind == "embedded":
-        texts, missing = embedded_documents()
-        digest = hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()
-        return Corpus(digest, lambda: Documents(texts, {"missing_modules": missing}))
+        return Corpus(embedded_fingerprint(), _read_embedded)
     if config.kind == "huggingface":
         return _open_dataset(config)
-    if path is None and config.path is None:
-        raise ValueError("`data.path` must name a file or folder when `data` is local, but is null")
-    files = _list_files(Path(path or config.path))
-    digest = hashlib.sha256()
-    for file in files:
+    path = getattr(config, key)
+    if path is None:
+        raise ValueError(f"`data.{key}` must name a file or folder when `data` is local, but is null")
+    files = _list_files(Path(path), key)
+    root = Path(path) if Path(path).is_dir() else Path(path).parent
+    hashes = {file.relative_to(root).as_posix(): _sha256(file) for file in files}
+    # The suffix decides how bytes become documents, so it counts like the bytes.
+    facts = [(next(s for s in SUFFIXES if name.endswith(s)), digest) for name, digest in hashes.items()]
+    fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
+    return Corpus(fingerprint, lambda: _read_files(files, hashes, config, key))
+
+
+def _read_embedded() -> Documents:
+    texts, missing = embedded_documents()
+    return Documents(texts, {"missing_modules": missing})
+
+
+def _sha256(file: Path) -> str:
+    try:
         with open(file, "rb") as handle:
-            digest.update(hashlib.file_digest(handle, "sha256").digest())
-    return Corpus(digest.hexdigest(), lambda: _read_files(files, config))
+            return hashlib.file_digest(handle, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
 
 
-def _list_files(path: Path) -> list[Path]:
+def _list_files(path: Path, key: str) -> list[Path]:
     if path.is_file():
         files = [path]
     elif path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))
         if not files:
-            raise ValueError(f"`data.path` must hold files ending in {', '.join(SUFFIXES)}, but {path} has none")
+            raise ValueError(f"`data.{key}` must hold files ending in {', '.join(SUFFIXES)}, but {path} has none")
     else:
-        raise ValueError(f"`data.path` must exist, but {path} does not")
+        raise ValueError(f"`data.{key}` must exist, but {path} does not")
     for file in files:
         if not file.name.endswith(SUFFIXES):
-            raise ValueError(f"`data.path` must end in {', '.join(SUFFIXES)}, but is {file}")
+            raise ValueError(f"`data.{key}` must end in {', '.join(SUFFIXES)}, but is {file}")
     return files
 
 
-def _read_files(files: list[Path], config: DataConfig) -> Documents:
-    texts, undecodable = [], 0
+def _read_files(files: list[Path], hashes: dict[str, str], config: DataConfig, key: str) -> Documents:
+    texts, undecodable, surrogates = [], 0, 0
     for file in files:
         if file.suffix == ".parquet":
             texts += _read_parquet(file, config.text_field)
@@ -87,22 +110,22 @@ def _read_files(files: list[Path], config: DataConfig) -> Documents:
         content, bad = _decode(file, config.undecodable)
         undecodable += bad
         if file.suffix == ".txt":
-            # A blank line ends a document: the convention of Wikipedia dumps and of BERT's own text format.
-            texts += [text.strip("\n") for text in content.split("\n\n")]
+            texts += [text.strip("\n") for text in _BLANK_LINES.split(content)]
         else:
-            texts += _read_json_lines(content, file, config.text_field)
+            found, bad = _read_json_lines(content, file, config)
+            texts += found
+            surrogates += bad
     texts = [text for text in texts if text.strip()]
     if not texts:
-        raise ValueError(f"`data.path` must hold at least one document, but {files[0].parent} is empty of text")
-    names = [file.name for file in files]
-    return Documents(texts, {"files": names, "undecodable_bytes": undecodable})
+        raise ValueError(f"`data.{key}` must hold at least one document, but {getattr(config, key)} is empty of text")
+    return Documents(texts, {"files": hashes, "undecodable_bytes": undecodable, "lone_surrogates": surrogates})
 
 
 def _decode(file: Path, policy: str) -> tuple[str, int]:
     """The file's text and the number of bytes that are not UTF-8."""
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
     try:
         return raw.decode("utf-8").replace("\r\n", "\n"), 0
@@ -118,8 +141,9 @@ def _decode(file: Path, policy: str) -> tuple[str, int]:
         return text.replace("\r\n", "\n"), bad
 
 
-def _read_json_lines(content: str, file: Path, text_field: str) -> list[str]:
-    texts = []
+def _read_json_lines(content: str, file: Path, config: DataConfig) -> tuple[list[str], int]:
+    """The texts, and how many escaped lone surrogates (`\\ud800`), which are no characters, were replaced."""
+    texts, bad = [], 0
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
@@ -127,13 +151,21 @@ def _read_json_lines(content: str, file: Path, text_field: str) -> list[str]:
             row = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{file}, line {number}: must be JSON, but {error}") from None
-        if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
+        text = row.get(config.text_field) if isinstance(row, dict) else None
+        if not isinstance(text, str):
             raise ValueError(
-                f"{file}, line {number}: must be an object with a string `{text_field}` (data.text_field), "
+                f"{file}, line {number}: must be an object with a string `{config.text_field}` (data.text_field), "
                 f"but is {line[:60]!r}"
             )
-        texts.append(row[text_field])
-    return texts
+        text, found = _SURROGATE.subn("\ufffd", text)
+        if found and config.undecodable == "refuse":
+            raise ValueError(
+                f"{file}, line {number}: `{config.text_field}` must be Unicode text, but has {found} lone surrogates; "
+                "data.undecodable=replace puts U+FFFD in their place"
+            )
+        texts.append(text)
+        bad += found
+    return texts, bad
 
 
 def _read_parquet(file: Path, text_field: str) -> list[str]:
@@ -145,7 +177,16 @@ def _read_parquet(file: Path, text_field: str) -> list[str]:
         raise ValueError(f"{file} cannot be read as parquet: {str(error).splitlines()[0]}") from None
     if text_field not in names:
         raise ValueError(f"{file}: `data.text_field` must be one of its columns {names}, but is {text_field!r}")
-    return [text for text in parquet.read_table(file, columns=[text_field])[text_field].to_pylist() if text]
+    texts = parquet.read_table(file, columns=[text_field])[text_field].to_pylist()
+    return _strings(texts, f"{file}: column `{text_field}` (data.text_field)")
+
+
+def _strings(values: list, name: str) -> list[str]:
+    """`values` without nulls and blanks; anything else than text is refused."""
+    for number, value in enumerate(values):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{name} must hold text, but row {number} is {value!r}")
+    return [value for value in values if value and value.strip()]
 
 
 def _open_dataset(config: DataConfig) -> Corpus:
@@ -165,7 +206,8 @@ def _open_dataset(config: DataConfig) -> Corpus:
         )
 
     def read() -> Documents:
-        texts = [text for text in dataset[config.text_field] if text and text.strip()]
+        name = f"`data.name` {config.name!r}: column `{config.text_field}` (data.text_field)"
+        texts = _strings(list(dataset[config.text_field]), name)
         if not texts:
             raise ValueError(f"`data.name` must hold at least one document, but {config.name!r} is empty of text")
         return Documents(texts, {"dataset": config.name, "rows": len(dataset)})

@@ -1,0 +1,102 @@
+"""What counts as a document, what identifies a corpus, and what is refused."""
+
+import gzip
+
+import pytest
+from corpora import local_config
+
+from lmscale.data.embedded import embedded_fingerprint
+from lmscale.data.prepare import prepare_corpus
+from lmscale.data.sources import open_corpus
+from lmscale.run_config import DataConfig, TokenizerConfig
+
+TRAINED = TokenizerConfig("trained", vocab_size=300)
+
+
+def test_blank_lines_end_a_document_also_with_spaces_in_them(tmp_path) -> None:
+    (tmp_path / "a.txt").write_bytes(b" one\n two\n \n\t\nthree\r\n\r\nfour\n\n\n\n")
+    corpus = open_corpus(local_config(tmp_path / "a.txt", tmp_path))
+    assert corpus.read().texts == [" one\n two", "three", "four"]
+
+
+def test_the_same_bytes_under_another_suffix_are_another_corpus(tmp_path) -> None:
+    body = b'{"text": "one two"}\n\n{"text": "three four"}\n'
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_bytes(body)
+    text, lines = (open_corpus(local_config(tmp_path / name, tmp_path)) for name in ("a.txt", "a.jsonl"))
+    assert text.fingerprint != lines.fingerprint
+    assert lines.read().texts == ["one two", "three four"]
+
+
+def test_a_folder_is_read_in_order_with_the_hash_of_each_file(tmp_path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "same.txt").write_text("second")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "first"}'))
+    (tmp_path / "c.md").write_text("not read")
+    documents = open_corpus(local_config(tmp_path, tmp_path)).read()
+    assert documents.texts == ["first", "second"]
+    assert list(documents.notes["files"]) == ["a.jsonl.gz", "b/same.txt"]
+    assert documents.notes["files"]["b/same.txt"].startswith("16367aacb67a4a01")  # sha256 of "second"
+
+
+def test_lone_surrogates_are_refused_or_replaced_and_counted(tmp_path) -> None:
+    (tmp_path / "s.jsonl").write_text('{"text": "x \\ud83d\\ude00 y"}\n{"text": "x \\ud800 y"}\n{"text": "z"}\n')
+    with pytest.raises(ValueError, match="line 2: `text` must be Unicode text"):
+        prepare_corpus(local_config(tmp_path / "s.jsonl", tmp_path), TRAINED, "gpt", None)
+    config = local_config(tmp_path / "s.jsonl", tmp_path, undecodable="replace")
+    documents = open_corpus(config).read()
+    assert documents.texts == ["x \U0001f600 y", "x \ufffd y", "z"]
+    assert documents.notes["lone_surrogates"] == 1
+    assert prepare_corpus(config, TRAINED, "gpt", None).manifest["train"]["documents"] == 2
+
+
+def test_a_column_of_numbers_is_refused(tmp_path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(pa.table({"text": [None, 7]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="column `text` .* must hold text, but row 1 is 7"):
+        prepare_corpus(local_config(tmp_path / "a.parquet", tmp_path), TRAINED, "gpt", None)
+    config = DataConfig("huggingface", 16, name=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="column `text` .* must hold text, but row 1 is 7"):
+        prepare_corpus(config, TRAINED, "gpt", None)
+
+
+def test_a_damaged_gzip_is_refused(tmp_path) -> None:
+    packed = bytearray(gzip.compress(b'{"text": "some words"}\n' * 50))
+    packed[10] ^= 0xFF  # the first byte of the compressed data
+    (tmp_path / "a.jsonl.gz").write_bytes(packed)
+    with pytest.raises(ValueError, match="a.jsonl.gz cannot be read"):
+        prepare_corpus(local_config(tmp_path / "a.jsonl.gz", tmp_path), TRAINED, "gpt", None)
+
+
+def test_refusals_name_the_key_that_is_wrong(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    config = local_config(tmp_path / "a.txt", tmp_path, validation_path=str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="`data.validation_path` must exist"):
+        prepare_corpus(config, TRAINED, "gpt", None)
+    config = DataConfig("embedded", 16, validation_path=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="`data.validation_path` must be null unless `data` is local"):
+        prepare_corpus(config, TRAINED, "gpt", None)
+    config = DataConfig("embedded", 16, cache_dir=str(tmp_path / "a.txt"))
+    with pytest.raises(ValueError, match="`data.cache_dir` must be a folder"):
+        prepare_corpus(config, TRAINED, "gpt", None)
+
+
+def test_a_validation_file_is_held_out_whole(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("only one document to train on")
+    (tmp_path / "b.txt").write_text("held\n\nout")
+    config = local_config(tmp_path / "a.txt", tmp_path, validation_path=str(tmp_path / "b.txt"))
+    manifest = prepare_corpus(config, TRAINED, "gpt", None).manifest
+    assert (manifest["train"]["documents"], manifest["validation"]["documents"]) == (1, 2)
+
+
+def test_the_embedded_corpus_has_one_fingerprint() -> None:
+    assert embedded_fingerprint() == embedded_fingerprint() and len(embedded_fingerprint()) == 64
+
+
+def test_what_sentence_pairs_cannot_use_is_counted(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("Only one sentence\n\nA pair. It is one.\n\n" + "word " * 300 + "\n\nHeld. Out.")
+    prepared = prepare_corpus(local_config(tmp_path / "a.txt", tmp_path), TokenizerConfig("trained", 60), "bert", None)
+    train = prepared.manifest["train"]
+    assert (train["documents"], train["documents_without_pair"], train["sentences_cut"]) == (3, 1, 1)
