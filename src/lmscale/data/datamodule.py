@@ -1,5 +1,6 @@
 """The Lightning datamodule: optimizer steps for training, every validation sequence once."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -36,6 +37,16 @@ class _MicroBatches:
     def __call__(self, samples: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
         size = self.micro_batch_size
         return [_stack(samples[i : i + size]) for i in range(0, len(samples), size)]
+
+
+class _Unsized:
+    """A batch sampler that can be gone through but has no length."""
+
+    def __init__(self, batches: list) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator:
+        return iter(self.batches)
 
 
 def _stack(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -103,7 +114,11 @@ class PretrainDataModule(L.LightningDataModule):
         mine = [(i, 0, i) for i in range(borders[parallel.dp_rank], borders[parallel.dp_rank + 1])]
         size = self.batch.micro_batch_size
         batches = [mine[i : i + size] for i in range(0, len(mine), size)]
-        return self._loader(self.validation_samples, batch_sampler=batches, collate_fn=_stack)
+        # Lightning would skip the whole validation, its closing all-reduce included, on a rank whose loader has length
+        # 0, and the other ranks would wait for ever: where some rank has nothing, no rank's loader tells its length.
+        some_rank_is_idle = self.num_validation_samples < parallel.dp_size
+        sampler = _Unsized(batches) if some_rank_is_idle else batches
+        return self._loader(self.validation_samples, batch_sampler=sampler, collate_fn=_stack)
 
     def _loader(self, samples: GPTDataset | BERTDataset, **kwargs: Any) -> DataLoader:
         # A generator of its own: a loader that draws from torch's would shift the dropout of one rank against another.

@@ -1,0 +1,137 @@
+"""Steps and validation sequences as each data rank gets them."""
+
+from types import SimpleNamespace
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from corpora import prepare_texts
+
+from lmscale.config import BatchConfig
+from lmscale.data.datamodule import PretrainDataModule
+from lmscale.run_config import DataConfig
+
+TEXTS = [f"Number {i} is here. It has {i * 7} words or so. The end of {i}." for i in range(120)]
+NUM_STEPS = 9
+
+
+@pytest.fixture(scope="module", params=["gpt", "bert"])
+def prepared(request, tmp_path_factory):
+    return prepare_texts(tmp_path_factory.mktemp("corpus"), TEXTS, request.param, validation_every=6)
+
+
+def make(prepared, dp_rank=0, dp_size=1, micro=2, batch=12, num_validation=None, **changes) -> PretrainDataModule:
+    config = DataConfig("embedded", **({"seq_length": 19} | changes))
+    sizes = BatchConfig(micro, batch, dp_size)
+    module = PretrainDataModule(prepared, config, sizes, 7, NUM_STEPS, num_validation)
+    parallel = SimpleNamespace(dp_rank=dp_rank, dp_size=dp_size)
+    module.trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=parallel))
+    return module
+
+
+def joined(steps: list[list[dict]]) -> list[dict[str, torch.Tensor]]:
+    """Each step's micro-batches as one batch."""
+    return [{key: torch.cat([micro[key] for micro in step]) for key in step[0]} for step in steps]
+
+
+def equal(a: list[dict], b: list[dict]) -> bool:
+    return len(a) == len(b) and all(
+        x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in zip(a, b, strict=True)
+    )
+
+
+def test_a_step_is_a_list_of_micro_batches_with_run_wide_sample_numbers(prepared) -> None:
+    loader = make(prepared, dp_rank=1, dp_size=2, micro=3).train_dataloader()
+    steps = list(loader)
+    assert len(loader) == len(steps) == NUM_STEPS
+    for number, step in enumerate(steps):
+        assert [len(micro["tokens"]) for micro in step] == [3, 3]
+        numbers = torch.cat([micro["sample_numbers"] for micro in step])
+        assert numbers.tolist() == list(range(12 * number + 6, 12 * number + 12))
+    expected = {"tokens": torch.int64, "labels": torch.int64, "sample_numbers": torch.int64}
+    if prepared.architecture == "bert":
+        expected |= {"token_types": torch.int64, "attention_mask": torch.bool, "sop_labels": torch.int64}
+    assert {key: value.dtype for key, value in step[0].items()} == expected
+    assert step[0]["tokens"].shape == (3, 19) and step[0]["sample_numbers"].shape == (3,)
+
+
+@pytest.mark.parametrize(("dp_size", "micro"), [(1, 4), (2, 3), (3, 1), (4, 3)])
+def test_the_global_batch_is_the_same_at_every_layout(prepared, dp_size, micro) -> None:
+    whole = joined(list(make(prepared).train_dataloader()))
+    shares = [joined(list(make(prepared, r, dp_size, micro).train_dataloader())) for r in range(dp_size)]
+    together = [{key: torch.cat([share[i][key] for share in shares]) for key in whole[0]} for i in range(NUM_STEPS)]
+    assert equal(together, whole)
+
+
+def test_a_resumed_loader_goes_on_where_the_run_stopped_and_keeps_its_length(prepared) -> None:
+    whole = joined(list(make(prepared).train_dataloader()))
+    stopped = make(prepared)
+    stopped.completed_steps = 4
+    resumed = make(prepared, micro=6)
+    resumed.load_state_dict(stopped.state_dict())
+    loader = resumed.train_dataloader()
+    assert len(loader) == NUM_STEPS  # Lightning counts the restored steps itself
+    assert equal(joined(list(loader)), whole[4:])
+    with pytest.raises(ValueError, match="`global_batch_size` must divide the 48 sequences .*, but is 10"):
+        make(prepared, batch=10).load_state_dict(stopped.state_dict())
+
+
+def test_loaders_leave_the_global_generators_alone(prepared) -> None:
+    torch.manual_seed(3)
+    np.random.seed(3)
+    before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    module = make(prepared)
+    for _ in (*module.train_dataloader(), *module.val_dataloader()):
+        pass
+    assert torch.equal(torch.get_rng_state(), before)
+    assert np.array_equal(np.random.get_state()[1], numpy_before)
+
+
+def test_worker_processes_give_the_same_steps(prepared) -> None:
+    alone, helped = make(prepared), make(prepared, num_workers=2)
+    assert equal(joined(list(helped.train_dataloader())), joined(list(alone.train_dataloader())))
+    assert equal(list(helped.val_dataloader()), list(alone.val_dataloader()))
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 16])
+def test_every_validation_sequence_is_on_one_data_rank_once(prepared, dp_size) -> None:
+    seen = []
+    for rank in range(dp_size):
+        module = make(prepared, rank, dp_size, micro=2, batch=96, num_validation=11)
+        for batch in module.val_dataloader():
+            assert 1 <= len(batch["tokens"]) <= 2
+            seen += batch["sample_numbers"].tolist()
+    assert seen == list(range(11))
+
+
+def test_more_validation_sequences_than_there_are_is_refused(prepared) -> None:
+    available = make(prepared).num_validation_samples
+    assert make(prepared, num_validation=available).num_validation_samples == available
+    with pytest.raises(ValueError, match=f"must be at most the validation part's {available} sequences"):
+        make(prepared, num_validation=available + 1)
+
+
+class _Counting(L.LightningModule):
+    """Counts what Lightning calls during validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_batches, self.has_ended = 0, False
+
+    def validation_step(self, batch: dict, batch_idx: int) -> None:
+        self.num_batches += 1
+
+    def on_validation_epoch_end(self) -> None:
+        self.has_ended = True
+
+
+@pytest.mark.parametrize(("dp_rank", "num_batches"), [(0, 0), (1, 1)])
+def test_a_rank_with_nothing_to_validate_still_reaches_the_closing_reduction(prepared, dp_rank, num_batches) -> None:
+    data, module = make(prepared, dp_rank, 2, num_validation=1), _Counting()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_checkpointing=False
+    )
+    trainer.strategy.parallel = SimpleNamespace(dp_rank=dp_rank, dp_size=2)
+    trainer.validate(module, data, verbose=False)
+    assert module.num_batches == num_batches and module.has_ended
