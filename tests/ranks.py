@@ -1,6 +1,7 @@
 """Run a function on several real processes that talk over gloo, and clean up whatever happens."""
 
 import os
+import random
 import socket
 import tempfile
 import time
@@ -63,7 +64,12 @@ def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A TCP port that nobody listens on, below the range from which gloo's own connections take theirs."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port

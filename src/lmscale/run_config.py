@@ -144,11 +144,9 @@ class ScheduleConfig:
         if self.formula not in ("paper", "megatron_v1"):
             raise ValueError(f"`schedule.formula` must be one of paper, megatron_v1, but is {self.formula!r}")
         require_positive(self, "decay_steps")
-        if self.warmup_steps < 0 or self.warmup_steps > self.decay_steps:
-            raise ValueError(
-                f"`schedule.warmup_steps` must be between 0 and `schedule.decay_steps` ({self.decay_steps}), "
-                f"but is {self.warmup_steps}"
-            )
+        # Longer than the run is allowed: a short trial of a long recipe never leaves the warm-up.
+        if self.warmup_steps < 0:
+            raise ValueError(f"`schedule.warmup_steps` must be at least 0, but is {self.warmup_steps}")
         if not self.min_lr >= 0:
             raise ValueError(f"`schedule.min_lr` must be at least 0, but is {self.min_lr!r}")
 
@@ -283,7 +281,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "global_batch_size")
         if self.loss_reduction not in LOSS_REDUCTIONS:
-            raise ValueError(f"`loss_reduction` must be one of token_mean, mean_of_means, but is {self.loss_reduction!r}")
+            raise ValueError(
+                f"`loss_reduction` must be one of token_mean, mean_of_means, but is {self.loss_reduction!r}"
+            )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
 

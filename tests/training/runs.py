@@ -35,7 +35,7 @@ def tiny_run(architecture: str, run_dir: Path, **changes) -> RunConfig:
         "data": {"kind": "embedded", "seq_length": 33},
         "tokenizer": {"kind": "trained", "vocab_size": 600},
         "parallel": {"tp_size": 1, "dp_size": 1},
-        "optimizer": {"lr": 1e-2},
+        "optimizer": {"lr": 1e-3},
         "schedule": {"decay": "linear", "warmup_steps": 1, "decay_steps": 10},
         "trainer": {
             "max_steps": 3,
@@ -74,7 +74,7 @@ def _train_all(rank: int, jobs: list[PretrainJob]) -> None:
     from ranks import free_port
 
     world_size = dist.get_world_size()
-    ports = [[free_port() for _ in jobs]]
+    ports = [[free_port() for _ in range(len(jobs) + 1)]]
     dist.broadcast_object_list(ports, src=0)
     dist.barrier()
     dist.destroy_process_group()
@@ -87,10 +87,10 @@ def _train_all(rank: int, jobs: list[PretrainJob]) -> None:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
     }
-    for job, port in zip(jobs, ports[0], strict=True):
+    for job, port in zip(jobs, ports[0][:-1], strict=True):
         os.environ["MASTER_PORT"] = str(port)
         pretrain(job)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0][0]}", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0][-1]}", rank=rank, world_size=world_size)
 
 
 def read_rows(run_dir: str | Path) -> list[dict[str, float]]:

@@ -72,8 +72,10 @@ def test_a_run_does_not_depend_on_the_layout(folder, case, layout) -> None:
     tensors, other_tensors = read_tensors(plain), read_tensors(other)
     assert tensors.keys() == other_tensors.keys()
     for key, tensor in tensors.items():
-        # Moments of the first step are the gradient itself, times 0.1.
-        difference = (other_tensors[key] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-3)
+        # The first moment after one step is the gradient itself, times 0.1. Moments are compared relative to their
+        # largest element, weights as they are: Adam magnifies the rounding of near-zero gradients.
+        scale = 1.0 if key.startswith("model/") else tensor.abs().max().clamp(min=1e-30)
+        difference = (other_tensors[key] - tensor).abs().max() / scale
         assert difference < BOUND, (key, difference)
 
 

@@ -96,7 +96,6 @@ def pretrain(job: PretrainJob) -> None:
     """Train on this rank; rank 0 writes metrics.csv, checkpoints and, at the end, the record into the run folder."""
     run = job.run
     environment, local_size, num_nodes = cluster_environment()
-    num_threads = share_cores(local_size, run.trainer.num_threads)
     torch.set_float32_matmul_precision(run.trainer.matmul_precision)
     strategy = TensorParallelStrategy(job.layout, run.parallel.timeout_minutes)
     last_step = min(run.trainer.max_steps, run.trainer.stop_after_steps or run.trainer.max_steps)
@@ -122,6 +121,7 @@ def pretrain(job: PretrainJob) -> None:
     )
     try:
         strategy.setup_environment()
+        num_threads = share_cores(local_size, run.trainer.num_threads)  # after Lightning has set its own number
         # Under torchrun every rank has worked out its own folder and checkpoint: rank 0's count.
         run_dir, resume_from = strategy.broadcast((run.run_dir, job.resume_from))
         _train(job, trainer, Path(run_dir), resume_from, last_step, num_threads)
