@@ -37,6 +37,7 @@ def replicated_counted_on_every_rank() -> None:
 
 def norm_of_parameters() -> None:
     """The clipper of 2020 that took the norm of the wrong tensors."""
+
     def norm(parameters, context):
         parameters = list(parameters)
         for param in parameters:

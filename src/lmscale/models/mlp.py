@@ -35,10 +35,12 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inner = self.up(x)  # [b, s, 4h/p]
         if self.recompute_gelu and self.training:
-            inner = checkpoint(self._gelu, inner, use_reentrant=False, preserve_rng_state=False)
+            # The product is inside so that its input, the GELU's output, need not be kept; checkpoint stops when it
+            # has that input again, so the product itself is not repeated.
+            partial = checkpoint(self._gelu_and_multiply, inner, use_reentrant=False, preserve_rng_state=False)
         else:
-            inner = self._gelu(inner)
-        return self.down(inner)
+            partial = self._gelu_and_multiply(inner)
+        return self.down.reduce(partial)
 
-    def _gelu(self, x: Tensor) -> Tensor:
-        return F.gelu(x, approximate=self.gelu_approximation)
+    def _gelu_and_multiply(self, x: Tensor) -> Tensor:
+        return self.down.multiply(F.gelu(x, approximate=self.gelu_approximation))

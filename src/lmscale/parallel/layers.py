@@ -56,7 +56,14 @@ class RowParallelLinear(nn.Module):
         self.bias = parameter(context, (out_features,))
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = F.linear(x, self.weight)
+        return self.reduce(self.multiply(x))
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """This rank's partial product, [..., in/p] to [..., out]; communicates nothing."""
+        return F.linear(x, self.weight)
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """The sum of all ranks' partial products plus the bias, [..., out]; communicates as the class says."""
         return reduce_from_tensor_parallel_region(partial, self.context) + self.bias
 
 

@@ -68,8 +68,8 @@ def estimate_memory(
     and output of the GELU. With f = 4h and e = 2 that is b s h (10 + 24 / p), 34 b s h at p = 1. Exact attention keeps
     besides, for each of the b n s^2 / p scores, the softmax (fp32 at least), and with dropout mask and result.
 
-    Full recomputation keeps only the layer's input, b s h e. Selective recomputation drops the scores; the input and
-    the output of the GELU both stay, the output as input of the next linear.
+    Full recomputation keeps only the layer's input, b s h e. Selective recomputation drops the scores and the output of
+    the GELU, f b s e / p.
 
     Around the layers: input and output of the LayerNorm outside them, dropout mask of the embedding, for BERT three
     tensors of the masked-LM head: b s h (2 e + 1), or b s h (5 e + 1).
@@ -110,7 +110,8 @@ def estimate_memory(
 def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int) -> int:
     """Activations one layer keeps where it is not recomputed as a whole."""
     h, f, n = config.hidden_size, config.ffn_size, config.num_attention_heads
-    num_bytes = 4 * b * s * h * e + (4 * h + 2 * f) * b * s * e // tp_size
+    mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
+    num_bytes = 4 * b * s * h * e + (4 * h + mlp_width) * b * s * e // tp_size
     if config.hidden_dropout > 0:
         num_bytes += 2 * b * s * h  # masks, one byte an element
     if config.attention == "exact" and config.recompute is not Recompute.SELECTIVE:

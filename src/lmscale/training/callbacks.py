@@ -47,6 +47,9 @@ class PeriodicCheckpoint(L.Callback):
 class TrainingBar(RichProgressBar):
     """Lightning's Rich bar with the figures of the last reported step: loss, lr, norm, speed, memory."""
 
+    def _get_train_description(self, current_epoch: int) -> str:
+        return "Training"
+
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, str]:
         """Short strings for the end of the bar."""
         metrics = pl_module.metrics

@@ -13,7 +13,7 @@ from lightning.fabric.plugins.environments import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
@@ -66,7 +66,8 @@ def launch(worker: Callable[[Any], None], job: Any, world_size: int) -> None:
     starts the ranks; they get the finished job, so nothing is parsed or decided twice.
 
     Args:
-        worker: a module-level function (it travels by name to spawned processes).
+        worker: a module-level function (it travels by name), decorated with torch elastic's `record`, which keeps the
+            error of a rank for this process to show.
         job: picklable.
 
     Raises:
@@ -87,7 +88,7 @@ def launch(worker: Callable[[Any], None], job: Any, world_size: int) -> None:
         start_method="spawn",
     )
     try:
-        elastic_launch(config, record(worker))(job)
+        elastic_launch(config, worker)(job)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         message = failure.message["message"] if isinstance(failure.message, dict) else failure.message

@@ -4,6 +4,7 @@ import json
 import logging
 import platform
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..config import BatchConfig, ParallelConfig, TransformerConfig
 from ..data.datamodule import PretrainDataModule
@@ -27,11 +29,15 @@ from .launch import cluster_environment, resolve_accelerator, share_cores, world
 from .metrics_file import MetricsFile
 from .module import PretrainModule
 from .preflight import check_memory, check_sizes, resolve_layout
+from .schedule import learning_rate_of_update
 from .strategy import TensorParallelStrategy
 
-# Lightning's notes on devices, tips and rank numbers; its warnings stay.
+# Lightning's notes on devices, tips and rank numbers; its warnings stay, but for two that do not apply: one about its own
+# use of a torch function, one about loaders that cannot resume (ours starts where `completed_steps` says).
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
+warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
 
 METRICS, RECORD, CHECKPOINTS = "metrics.csv", "record.json", "checkpoints"
 
@@ -62,6 +68,7 @@ def prepare_job(run: RunConfig) -> PretrainJob:
     world = world_from_outside()
     layout = resolve_layout(run.parallel, provisional, run, world, accelerator)
     batch = check_sizes(provisional, run, layout)
+    learning_rate_of_update(1, run.schedule, run.optimizer.lr)  # refuses a schedule that its formula cannot follow
     check_memory(provisional, run, layout, world, accelerator)
     resume_from = find_checkpoint(run.resume, run.run_dir)
     corpus = prepare_corpus(run.data, run.tokenizer, provisional.architecture, model.get("vocab_size"))
@@ -92,6 +99,7 @@ def find_checkpoint(resume: str, run_dir: str) -> str | None:
     return str(found[-1] if found else path)
 
 
+@record
 def pretrain(job: PretrainJob) -> None:
     """Train on this rank; rank 0 writes metrics.csv, checkpoints and, at the end, the record into the run folder."""
     run = job.run
@@ -221,7 +229,7 @@ def _write_record(
     metrics["tokens_per_s"] = {"value": module.metrics["tokens_per_s"], "unit": "tokens/s"}
     metrics["train_time"] = {"value": seconds, "unit": "s"}
     metrics["steps"] = {"value": module.completed_steps, "unit": "steps"}
-    record = new_record(
+    run_record = new_record(
         name=job.run.name,
         kind="run",
         config=job.run.to_dict() | {"model": job.config.to_dict(), "corpus": job.corpus.manifest},
@@ -231,7 +239,7 @@ def _write_record(
         layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
         steps=[start_step, module.completed_steps],
     )
-    write_record(record, run_dir / RECORD)
+    write_record(run_record, run_dir / RECORD)
     before = f"{start['val/loss']:.4f} -> " if start else ""
     print(f"validation loss {before}{module.validation['val/loss']:.4f} nats after {module.completed_steps} steps")
     print(f"record: {run_dir / RECORD}", flush=True)
