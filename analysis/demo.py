@@ -72,8 +72,8 @@ def main() -> int:
     print(
         f"\nGPT   validation loss {gpt['val_start/loss']:.3f} -> {gpt['val/loss']:.3f} nats; the training unigram "
         f"scores {gpt_unigram:.3f} on the same text: {gpt_margin:.3f} below it (promised: {MARGIN_NATS})\n"
-        f"BERT  masked loss     {bert['val_start/lm_loss']:.3f} -> {bert['val/lm_loss']:.3f} nats: {bert_gain:.3f} below "
-        f"its start (promised: {MARGIN_NATS}); unigram {bert_unigram:.3f}\n"
+        f"BERT  masked loss     {bert['val_start/lm_loss']:.3f} -> {bert['val/lm_loss']:.3f} nats: {bert_gain:.3f} "
+        f"below its start (promised: {MARGIN_NATS}); unigram {bert_unigram:.3f}\n"
     )
     for name, run_dir in (("GPT", gpt_dir), ("BERT", bert_dir)):
         print(f"{name:5} run {run_dir}\n      record {run_dir / 'record.json'}")

@@ -1,0 +1,143 @@
+"""Checkpoints: exact resume, other layouts, atomic names, refusals, and how many are kept."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
+
+from lmscale.parallel import ParallelContext
+from lmscale.training.checkpoint import list_checkpoints, read_metadata, read_shard
+from lmscale.training.pretrain import find_checkpoint, prepare_job, pretrain
+
+DROPOUT = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
+LONG = {"trainer__max_steps": 6, "trainer__validate_every_steps": 2}
+
+
+def train(run) -> None:
+    """On this process."""
+    pretrain(prepare_job(run))
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), [("gpt", "fp32"), ("bert", "bf16"), ("gpt", "fp16")])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, architecture, dtype) -> None:
+    settings = DROPOUT | LONG | {"precision__dtype": dtype, "precision__initial_loss_scale": 2.0**20}
+    train(tiny_run(architecture, tmp_path / "whole", **settings))
+    for stop in (1, 4, None):
+        train(tiny_run(architecture, tmp_path / "parts", trainer__stop_after_steps=stop, resume="auto", **settings))
+    whole, parts = (read_rows(tmp_path / name) for name in ("whole", "parts"))
+    assert [row["step"] for row in parts] == [1, 2, 3, 4, 5, 6]
+    for row, other in zip(whole, parts, strict=True):
+        for column in ("train/loss", "grad_norm", "lr", "loss_scale", "num_skipped"):
+            assert row[column] == other[column], (column, row["step"])
+        if row["step"] % 2 == 0:
+            assert row["val/loss"] == other["val/loss"]
+    tensors, others = read_tensors(tmp_path / "whole"), read_tensors(tmp_path / "parts")
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensors[key], others[key]) for key in tensors)
+    assert any(key.startswith("master/") for key in tensors) == (dtype != "fp32")
+
+
+def test_the_same_run_twice_is_bitwise_equal_and_another_seed_is_not(tmp_path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        train(tiny_run("bert", tmp_path / name, seed=seed, deterministic=True, precision__dtype="fp32", **DROPOUT))
+    a, b, c = (read_tensors(tmp_path / name) for name in "abc")
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert not torch.equal(a["model/transformer.word_embedding.weight"], c["model/transformer.word_embedding.weight"])
+
+
+def test_a_run_goes_on_at_any_other_layout(tmp_path) -> None:
+    """tp 2 x dp 1 for three steps, then one process, then tp 1 x dp 2: as if nothing had happened (fp64, 1e-12)."""
+    counter = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1, "model__attention": "exact"}
+    train(tiny_run("gpt", tmp_path / "whole", **counter, **LONG))
+    part = tmp_path / "part"
+    settings = counter | LONG | {"resume": "auto"}
+    run_jobs([tiny_run("gpt", part, parallel__tp_size=2, trainer__stop_after_steps=2, **settings)], 2)
+    train(tiny_run("gpt", part, trainer__stop_after_steps=4, **settings))
+    run_jobs([tiny_run("gpt", part, parallel__dp_size=2, **settings)], 2)
+    for row, other in zip(read_rows(tmp_path / "whole"), read_rows(part), strict=True):
+        assert abs(other["train/loss"] / row["train/loss"] - 1) < 1e-12
+    tensors, others = read_tensors(tmp_path / "whole"), read_tensors(part)
+    for key, tensor in tensors.items():
+        if key.startswith("model/"):
+            torch.testing.assert_close(others[key], tensor, rtol=0, atol=1e-12)
+
+
+def test_shards_read_at_any_layout_are_the_slices_of_the_whole(tmp_path) -> None:
+    run_jobs([tiny_run("bert", tmp_path, parallel__tp_size=2)], 2)
+    path = list_checkpoints(tmp_path / "checkpoints")[-1]
+    metadata = read_metadata(path)
+    whole = read_shard(path, metadata, ParallelContext())
+    for tp_size in (2, 4):
+        shards = [read_shard(path, metadata, ParallelContext(rank, tp_size)) for rank in range(tp_size)]
+        for key, entry in metadata["tensors"].items():
+            dim = entry["shard_dim"]
+            parts = [shard[key] for shard in shards]
+            assert list(whole[key].shape) == entry["shape"]
+            assert torch.equal(parts[0] if dim is None else torch.cat(parts, dim), whole[key])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of six steps that saved every two and kept two."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(tiny_run("gpt", folder, checkpoint__save_every_steps=2, checkpoint__keep_last=2, **LONG))
+    return folder
+
+
+def test_the_newest_are_kept_and_nothing_unfinished_is_left(finished) -> None:
+    assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == ["step_4.ckpt", "step_6.ckpt"]
+
+
+def test_auto_takes_the_newest_complete_one(finished, tmp_path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    shutil.copytree(run_dir / "checkpoints" / "step_6.ckpt", run_dir / "checkpoints" / ".step_8.ckpt.unfinished")
+    shutil.copytree(run_dir / "checkpoints" / "step_6.ckpt", run_dir / "checkpoints" / "step_10.ckpt")
+    (run_dir / "checkpoints" / "step_10.ckpt" / "metadata.json").unlink()
+    assert find_checkpoint("auto", str(run_dir)).endswith("step_6.ckpt")
+    assert find_checkpoint("auto", str(tmp_path / "new")) is None
+    assert find_checkpoint(str(run_dir), "elsewhere").endswith("step_6.ckpt")
+    assert find_checkpoint(str(run_dir / "checkpoints" / "step_4.ckpt"), "elsewhere").endswith("step_4.ckpt")
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_every_difference(finished, tmp_path) -> None:
+    changed = {"model__num_layers": 3, "model__norm_order": "post", "model__hidden_dropout": 0.3}
+    run = tiny_run("gpt", tmp_path, resume=str(finished), **changed)
+    with pytest.raises(ValueError, match="is of another model") as caught:
+        prepare_job(run)
+    message = str(caught.value)
+    assert "num_layers is 3 here and 2 there" in message
+    assert "norm_order is 'post' here and 'pre' there" in message
+    assert "hidden_dropout" not in message  # may change between parts of a run
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "not json", "version", "empty folder"])
+def test_a_damaged_checkpoint_is_named_and_refused(finished, tmp_path, damage) -> None:
+    path = tmp_path / "step_6.ckpt"
+    shutil.copytree(finished / "checkpoints" / "step_6.ckpt", path)
+    shard, metadata = path / "tp_0_of_1.safetensors", path / "metadata.json"
+    if damage == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-7])
+    elif damage == "missing":
+        shard.unlink()
+    elif damage == "not json":
+        metadata.write_text("{")
+    elif damage == "version":
+        metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"format_version": 99}))
+    else:
+        shutil.rmtree(path)
+        path.mkdir()
+    with pytest.raises(ValueError) as caught:
+        prepare_job(tiny_run("gpt", tmp_path / "run", resume=str(path)))
+    assert "step_6.ckpt" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_record_tells_the_run(finished) -> None:
+    record = read_record(finished)
+    assert record["kind"] == "run" and record["seed"] == 1234
+    assert record["metrics"]["steps"]["value"] == 6
+    assert record["metrics"]["val/loss"]["value"] < record["metrics"]["val_start/loss"]["value"]
+    assert record["config"]["model"]["vocab_size"] == 600
+    assert record["config"]["corpus"]["train"]["sha256"]

@@ -1,0 +1,141 @@
+"""The optimizer: parameter groups, masters, skipping, clipping, and the loss scale's life."""
+
+import pytest
+import torch
+from ranks import make_context, run_ranks
+from sharding import random_batch, small_config, total_loss
+
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext
+from lmscale.run_config import OptimizerConfig, PrecisionConfig
+from lmscale.training.optimizer import LossScale, MixedPrecisionAdamW
+
+
+def make(dtype: str = "fp32", context: ParallelContext | None = None, **changes):
+    """A small model and its optimizer."""
+    context = context or ParallelContext()
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+    model = build_model(small_config("bert"), context, seed=3, dtype=types[dtype])
+    precision = PrecisionConfig(dtype, initial_loss_scale=changes.pop("initial_loss_scale", 1024.0))
+    config = OptimizerConfig(lr=0.01, **changes)
+    return model, MixedPrecisionAdamW(model.named_parameters(), config, precision, context)
+
+
+def set_gradients(model, seed: int = 0, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        param.grad = (torch.randn(param.shape, generator=generator) * scale).to(param.dtype)
+
+
+def test_biases_and_layer_norms_are_not_decayed() -> None:
+    model, optimizer = make()
+    by_id = {id(param): name for name, param in model.named_parameters()}
+    decayed = {by_id[id(p)] for g in optimizer.param_groups if g["weight_decay"] == 0.01 for p in g["params"]}
+    kept = {by_id[id(p)] for g in optimizer.param_groups if g["weight_decay"] == 0.0 for p in g["params"]}
+    assert decayed | kept == set(by_id.values()) and not decayed & kept
+    assert all(name.endswith("bias") or "norm" in name for name in kept)
+    assert not any(name.endswith("bias") or "norm" in name for name in decayed)
+    assert "transformer.word_embedding.weight" in decayed
+
+
+def test_fp32_without_clipping_is_torchs_adamw() -> None:
+    model, optimizer = make(max_grad_norm=None)
+    reference_model, _ = make()
+    reference = torch.optim.AdamW(
+        [
+            {"params": [p for p in reference_model.parameters() if p.ndim > 1], "weight_decay": 0.01},
+            {"params": [p for p in reference_model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+    )
+    for step in range(3):
+        set_gradients(model, step)
+        set_gradients(reference_model, step)
+        optimizer.step()
+        reference.step()
+    for ours, theirs in zip(model.parameters(), reference_model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_clipping_scales_the_whole_gradient_to_the_largest_norm() -> None:
+    norms = {}
+    for limit in (None, 0.5):
+        model, optimizer = make("fp64", max_grad_norm=limit)
+        set_gradients(model)
+        optimizer.step()
+        moments = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in model.parameters()])
+        norms[limit] = moments.norm().item() / 0.1
+    assert norms[None] == pytest.approx(optimizer.grad_norm)
+    assert norms[0.5] == pytest.approx(0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_weights_follow_fp32_masters_that_keep_small_updates(dtype) -> None:
+    model, optimizer = make(dtype, max_grad_norm=None)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    optimizer.set_learning_rate(1e-5)
+    before = [m.clone() for m in optimizer.masters]
+    for _ in range(3):
+        set_gradients(model, scale=1024.0 if dtype == "fp16" else 1.0)
+        optimizer.step()
+    for param, master, start in zip(model.parameters(), optimizer.masters, before, strict=True):
+        assert master.dtype == torch.float32 and param.dtype == half
+        assert torch.equal(param, master.to(half))
+        moved = (master - start).abs()
+        assert moved.max() <= 3.1e-5 and moved.max() > 2e-5  # about lr an update, far below bf16's resolution at 1
+
+
+def test_the_loss_scale_grows_and_halves_with_hysteresis() -> None:
+    scale = LossScale(value=8.0, window=3, hysteresis=2, minimum=2.0, dynamic=True, overflows_left=2)
+    history = []
+    for overflow in (False, False, False, True, False, True, True, True, True, False, False, False):
+        scale.update(overflow)
+        history.append(scale.value)
+    # doubled after 3 clean steps; the first overflow is forgiven; floor at 2; grows again
+    assert history == [8, 8, 16, 16, 16, 8, 4, 2, 2, 2, 2, 4]
+
+
+def test_other_types_have_a_constant_scale_of_one() -> None:
+    scale = LossScale.from_config(PrecisionConfig("bf16"))
+    scale.update(overflow=True)
+    assert scale.value == 1.0
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_a_gradient_that_is_not_finite_is_skipped_and_changes_nothing(dtype) -> None:
+    model, optimizer = make(dtype)
+    before = [p.clone() for p in model.parameters()]
+    for value in (float("inf"), float("nan")):
+        set_gradients(model)
+        next(model.parameters()).grad.view(-1)[5] = value
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert (optimizer.num_updates, optimizer.num_skipped, len(optimizer.state)) == (0, 2, 0)
+    assert optimizer.loss_scale.value == (512.0 if dtype == "fp16" else 1.0)
+
+
+def _inf_on_one_rank(rank: int, name: str) -> dict:
+    context = make_context(tp_size=2)
+    model, optimizer = make("fp16", context)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    loss = total_loss(model, random_batch(model.config)) * optimizer.loss_scale.value
+    loss.backward()
+    if rank == 1:
+        dict(model.named_parameters())[name].grad.view(-1)[0] = float("inf")
+    optimizer.step()
+    skipped = all(torch.equal(before[n], p) for n, p in model.named_parameters())
+    first = optimizer.num_skipped, optimizer.loss_scale.overflows_left, skipped
+    optimizer.zero_grad()
+    (total_loss(model, random_batch(model.config)) * optimizer.loss_scale.value).backward()
+    optimizer.step()
+    return {"first": first, "second": (optimizer.num_updates, optimizer.num_skipped), "norm": optimizer.grad_norm}
+
+
+@pytest.mark.parametrize("name", ["transformer.layers.1.mlp.up.weight", "transformer.layers.0.mlp_norm.weight"])
+def test_an_inf_on_one_tensor_rank_makes_all_skip(name) -> None:
+    """In a sharded and in a replicated parameter: the ranks agree, and go on together."""
+    results = run_ranks(_inf_on_one_rank, 2, name)
+    for result in results:
+        assert result["first"] == (1, 1, True)
+        assert result["second"] == (1, 1)
+    assert results[0]["norm"] == results[1]["norm"]

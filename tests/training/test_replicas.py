@@ -1,0 +1,67 @@
+"""What tensor ranks hold in common stays common, and the loss reductions mean what they say."""
+
+import pytest
+import torch
+from runs import read_rows, run_jobs, tiny_run
+from safetensors.torch import load_file
+
+from lmscale.training.checkpoint import list_checkpoints, read_metadata
+from lmscale.training.pretrain import prepare_job, pretrain
+
+
+@pytest.mark.parametrize(("architecture", "norm_order", "dtype"), [("gpt", "pre", "fp32"), ("bert", "post", "bf16")])
+def test_replicated_parameters_are_bitwise_equal_after_20_steps_with_dropout(
+    tmp_path, architecture, norm_order, dtype
+) -> None:
+    run = tiny_run(
+        architecture,
+        tmp_path,
+        parallel__tp_size=2,
+        trainer__max_steps=20,
+        model__norm_order=norm_order,
+        model__hidden_dropout=0.1,
+        model__attention_dropout=0.1,
+        precision__dtype=dtype,
+    )
+    run_jobs([run], 2)
+    path = list_checkpoints(tmp_path / "checkpoints")[-1]
+    entries = read_metadata(path)["tensors"]
+    first, second = (load_file(path / f"tp_{rank}_of_2.safetensors") for rank in (0, 1))
+    replicated = [key for key, entry in entries.items() if entry["shard_dim"] is None]
+    assert any(key.startswith("exp_avg/") for key in replicated) and len(replicated) > 20
+    for key in replicated:
+        assert torch.equal(first[key], second[key]), key
+    sharded = [key for key in entries if entries[key]["shard_dim"] is not None]
+    assert all(not torch.equal(first[key], second[key]) for key in sharded if first[key].any())
+
+
+def test_mean_of_means_depends_on_the_micro_batch_where_token_mean_does_not(tmp_path) -> None:
+    """BERT's sequences have different numbers of masked tokens, so upstream's reduction gives another loss."""
+    losses = {}
+    for reduction in ("token_mean", "mean_of_means"):
+        for size in (1, 4):
+            folder = tmp_path / f"{reduction}{size}"
+            run = tiny_run("bert", folder, loss_reduction=reduction, micro_batch_size=size, trainer__max_steps=2)
+            pretrain(prepare_job(run))
+            losses[reduction, size] = read_rows(folder)[0]["train/loss"]
+    assert losses["token_mean", 1] == pytest.approx(losses["token_mean", 4], rel=1e-12)
+    assert abs(losses["mean_of_means", 1] / losses["mean_of_means", 4] - 1) > 1e-6
+
+
+def test_mean_of_means_is_the_mean_over_ranks_and_micro_batches(tmp_path) -> None:
+    """Two data ranks with two micro-batches each, or one rank with four: the same four means."""
+    settings = {"loss_reduction": "mean_of_means", "micro_batch_size": 2}
+    run_jobs([tiny_run("bert", tmp_path / "two", parallel__dp_size=2, **settings)], 2)
+    pretrain(prepare_job(tiny_run("bert", tmp_path / "one", **settings)))
+    for row, other in zip(read_rows(tmp_path / "one"), read_rows(tmp_path / "two"), strict=True):
+        assert other["train/loss"] == pytest.approx(row["train/loss"], rel=1e-12)
+        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-12)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_follows_the_plain_one(tmp_path) -> None:
+    for name, compiled in (("plain", False), ("compiled", True)):
+        run = tiny_run("gpt", tmp_path / name, compile=compiled, precision__dtype="fp32", model__hidden_dropout=0.1)
+        pretrain(prepare_job(run))
+    for row, other in zip(read_rows(tmp_path / "plain"), read_rows(tmp_path / "compiled"), strict=True):
+        assert other["train/loss"] == pytest.approx(row["train/loss"], rel=1e-5)
