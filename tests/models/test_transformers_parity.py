@@ -1,0 +1,136 @@
+"""Our weights in Hugging Face's models: the same logits, the same loss, the same gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sharding import random_batch, random_model, small_config
+from torch import Tensor, nn
+from transformers_mapping import load_published, to_transformers
+
+from lmscale.config import TransformerConfig
+from lmscale.parallel import ParallelContext
+
+# The defaults of the norm order and the architecture (epsilon, GELU) are what is tested, so they are not set here.
+MODELS = {
+    "GPT2LMHeadModel": {"architecture": "gpt", "norm_order": "pre"},
+    "BertForPreTraining": {"architecture": "bert", "norm_order": "post"},
+    "MegatronBertForPreTraining": {"architecture": "bert", "norm_order": "pre"},
+}
+# Logits and losses are of size 1 to 6. The gradients of queries and keys are small differences of large terms (softmax
+# ignores what all scores share), which in fp32 leaves 4e-4 of them under post-norm; in fp64 1e-13 of rounding.
+BOUNDS = {
+    torch.float32: {"logits": 1e-4, "loss": 1e-5, "gradients": 2e-3},
+    torch.float64: {"logits": 1e-12, "loss": 1e-12, "gradients": 1e-10},
+}
+
+
+def make_config(name: str, **changes) -> TransformerConfig:
+    return small_config(**{**MODELS[name], "num_layers": 3, "vocab_multiple": 1, **changes})
+
+
+def make_batch(config: TransformerConfig) -> dict[str, Tensor]:
+    """A batch whose labels both sides can score: none on padding, none for a token after GPT's last."""
+    batch = random_batch(config)
+    if config.architecture == "bert":
+        batch["labels"][~batch["attention_mask"]] = -100
+    else:
+        batch["labels"][:, -1] = -100
+    return batch
+
+
+def our_outputs(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
+    """(logits [b, s, v] and for BERT order logits [b, 2]; mean loss, for BERT the sum of two means)."""
+    num_scored = (batch["labels"] != -100).sum()
+    if model.config.architecture == "gpt":
+        return [model(batch["tokens"])], model(batch["tokens"], batch["labels"]).sum() / num_scored
+    inputs = batch["tokens"], batch["token_types"], batch["attention_mask"]
+    losses, order_logits = model(*inputs, batch["labels"])
+    loss = losses.sum() / num_scored + F.cross_entropy(order_logits, batch["sop_labels"])
+    return list(model(*inputs)), loss
+
+
+def their_outputs(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The same of the published model, with its own loss wherever that keeps the precision."""
+    if model.config.model_type == "gpt2":
+        # It shifts the labels itself: its label of a position is our label of the position before.
+        shifted = torch.cat([torch.full_like(batch["labels"][:, :1], -100), batch["labels"][:, :-1]], dim=1)
+        output = model(input_ids=batch["tokens"], labels=shifted)
+        loss = output.loss
+        if output.logits.dtype == torch.float64:  # its loss rounds the logits to fp32
+            loss = F.cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten())
+        return [output.logits], loss
+    output = model(
+        input_ids=batch["tokens"],
+        token_type_ids=batch["token_types"],
+        attention_mask=batch["attention_mask"].long(),
+        labels=batch["labels"],
+        next_sentence_label=batch["sop_labels"],
+    )
+    return [output.prediction_logits, output.seq_relationship_logits], output.loss
+
+
+def compare(config: TransformerConfig, dtype: torch.dtype) -> dict[str, float]:
+    """Largest absolute differences of logits (at real positions) and loss, and of gradients relative to the largest."""
+    ours = random_model(config, ParallelContext()).to(dtype)
+    theirs = load_published(config, {name: p.detach() for name, p in ours.named_parameters()})
+    batch = make_batch(config)
+    (our_logits, our_loss), (their_logits, their_loss) = our_outputs(ours, batch), their_outputs(theirs, batch)
+    our_loss.backward()
+    their_loss.backward()
+
+    real = batch.get("attention_mask", torch.ones_like(batch["tokens"], dtype=torch.bool))
+    our_logits[0], their_logits[0] = our_logits[0][real][:, : config.vocab_size], their_logits[0][real]
+    gradients = to_transformers({name: p.grad for name, p in ours.named_parameters()}, config)
+    largest = max(p.grad.abs().max() for p in theirs.parameters())
+    return {
+        "logits": max((a - b).abs().max().item() for a, b in zip(our_logits, their_logits, strict=True)),
+        "loss": abs(our_loss.item() - their_loss.item()),
+        "gradients": max(
+            # A key bias adds the same to all scores of a query, so its own gradient is nothing but rounding.
+            ((gradients[name] - p.grad).abs().max() / (largest if "key.bias" in name else p.grad.abs().max())).item()
+            for name, p in theirs.named_parameters()
+        ),
+    }
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "exact"])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_our_weights_in_the_published_model_give_the_same(name: str, dtype: torch.dtype, attention: str) -> None:
+    differences = compare(make_config(name, attention=attention), dtype)
+    assert all(differences[kind] < bound for kind, bound in BOUNDS[dtype].items()), differences
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_padded_vocabulary_changes_nothing_and_its_columns_can_never_be_predicted(name: str) -> None:
+    config = make_config(name, vocab_multiple=8)
+    assert config.padded_vocab_size == 104 > config.vocab_size
+    differences = compare(config, torch.float64)
+    assert all(differences[kind] < bound for kind, bound in BOUNDS[torch.float64].items()), differences
+    logits = our_outputs(random_model(config, ParallelContext()), make_batch(config))[0][0]
+    assert (logits[..., config.vocab_size :] == float("-inf")).all()
+    assert logits[..., : config.vocab_size].isfinite().all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("change", ["gelu", "layer_norm_eps"])
+def test_the_other_published_form_would_be_noticed(name: str, change: str) -> None:
+    default = make_config(name)
+    other = {
+        "gelu": {"tanh": "erf", "erf": "tanh"}[default.gelu_form],
+        "layer_norm_eps": {1e-5: 1e-12, 1e-12: 1e-5}[default.norm_eps],
+    }[change]
+    assert compare(make_config(name, **{change: other}), torch.float64)["logits"] > 1e-7
+
+
+@pytest.mark.parametrize("name", ["BertForPreTraining", "MegatronBertForPreTraining"])
+def test_padding_has_no_influence_on_real_positions(name: str) -> None:
+    config = make_config(name)
+    model, batch = random_model(config, ParallelContext()), make_batch(config)
+    before = our_outputs(model, batch)
+    padding = ~batch["attention_mask"]
+    batch["tokens"][padding] = (batch["tokens"][padding] + 1) % config.vocab_size
+    after = our_outputs(model, batch)
+    assert torch.equal(before[1], after[1])
+    assert torch.equal(before[0][0][~padding], after[0][0][~padding])
+    assert not torch.equal(before[0][0][padding], after[0][0][padding])
