@@ -57,7 +57,6 @@ def saved_bytes(config: TransformerConfig, dtype: str) -> int:
         for case in itertools.product(
             ("gpt", "bert"), ("sdpa", "exact"), ("fp32", "bf16"), (0.0, 0.1), ("none", "selective")
         )
-        if case[1] == "exact" or case[3] == 0.0  # torch's CPU kernel keeps the scores where SDPA has dropout
     ],
 )
 @pytest.mark.parametrize("hidden_dropout, norm_order", [(0.0, "pre"), (0.1, "post")])
@@ -74,7 +73,7 @@ def test_activations_are_what_a_real_forward_pass_keeps(
     )
     softmax_of_loss = BATCH * SEQUENCE * VOCAB * 4  # counted among the logits
     measured = saved_bytes(config, dtype) - softmax_of_loss
-    estimated = estimate_memory(config, 1, BATCH, SEQUENCE, dtype).activations
+    estimated = estimate_memory(config, 1, BATCH, SEQUENCE, dtype, flash_dropout=False).activations
     # From below, and within 1 %: LayerNorm statistics, token ids and label indices are not counted.
     assert estimated <= measured <= 1.01 * estimated
 

@@ -2,8 +2,7 @@
 
 Legend: b micro-batch, s sequence, h hidden, f MLP width, n heads, v padded vocabulary, L layers, p tensor ranks, N
 parameters of the rank, e bytes of a weight. Left out: the framework itself and its device context, what its allocator
-wastes, the temporaries of single kernels. SDPA is taken to use a kernel that keeps no scores (flash), which torch's CPU
-version does only without attention dropout.
+wastes, the temporaries of single kernels.
 """
 
 from dataclasses import dataclass
@@ -60,6 +59,7 @@ def estimate_memory(
     seq_length: int,
     dtype: str,
     dp_size: int = 1,
+    flash_dropout: bool = True,
 ) -> MemoryEstimate:
     """Bytes a rank needs for one training step, from below.
 
@@ -67,6 +67,9 @@ def estimate_memory(
     dropout masks. Of tensors cut over p it keeps (4 h + 2 f) b s e / p: Q, K, V, input of the output projection, input
     and output of the GELU. With f = 4h and e = 2 that is b s h (10 + 24 / p), 34 b s h at p = 1. Exact attention keeps
     besides, for each of the b n s^2 / p scores, the softmax (fp32 at least), and with dropout mask and result.
+
+    SDPA keeps no scores where its kernel is a flash one. On a CPU there is none with attention dropout: softmax, noise
+    and product stay, in fp32 at least.
 
     Full recomputation keeps only the layer's input, b s h e. Selective recomputation drops the scores and the output of
     the GELU, f b s e / p.
@@ -81,6 +84,7 @@ def estimate_memory(
         seq_length: tokens s of a sequence.
         dtype: of weights, activations and gradients: fp64, fp32, bf16 or fp16.
         dp_size: data-parallel ranks. DDP's buckets are the gradients themselves, so they add nothing.
+        flash_dropout: whether the device has a flash kernel with attention dropout: a GPU yes, a CPU no.
 
     Raises:
         ValueError: `tp_size` does not divide the model.
@@ -90,7 +94,7 @@ def estimate_memory(
     e, b, s, h = BYTES[dtype], micro_batch_size, seq_length, config.hidden_size
     num_parameters = count_parameters(config, tp_size).per_rank
     is_half = e < FP32_BYTES
-    layer = _layer_bytes(config, tp_size, b, s, e)
+    layer = _layer_bytes(config, tp_size, b, s, e, flash_dropout)
     mask = b * s * h if config.hidden_dropout > 0 else 0
     around = b * s * h * e * (5 if config.architecture == "bert" else 2) + mask
     is_full = config.recompute is Recompute.FULL
@@ -107,14 +111,19 @@ def estimate_memory(
     )
 
 
-def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int) -> int:
+def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int, flash_dropout: bool) -> int:
     """Activations one layer keeps where it is not recomputed as a whole."""
     h, f, n = config.hidden_size, config.ffn_size, config.num_attention_heads
     mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
     num_bytes = 4 * b * s * h * e + (4 * h + mlp_width) * b * s * e // tp_size
     if config.hidden_dropout > 0:
         num_bytes += 2 * b * s * h  # masks, one byte an element
-    if config.attention == "exact" and config.recompute is not Recompute.SELECTIVE:
+    if config.recompute is Recompute.SELECTIVE:
+        return num_bytes
+    if config.attention == "sdpa" and config.attention_dropout > 0 and not flash_dropout:
+        wide = max(e, FP32_BYTES)  # half types are widened, Q, K and V too
+        num_bytes += (b * n * s * s * 3 * wide + 3 * b * s * h * (wide - e)) // tp_size
+    if config.attention == "exact":
         a_score = max(e, FP32_BYTES)
         if config.attention_dropout > 0:
             a_score += 1 + e
@@ -131,6 +140,7 @@ def smallest_layout(
     dtype: str,
     device_bytes: int,
     ranks_sharing_device: int = 1,
+    flash_dropout: bool = True,
 ) -> int | None:
     """The smallest power of two as `tp_size` that divides the model and whose rank fits the memory it has.
 
@@ -138,6 +148,7 @@ def smallest_layout(
         device_bytes: memory of one device.
         ranks_sharing_device: ranks that live in it; 1 where each rank has a device of its own, the local ranks of a
             CPU host otherwise.
+        flash_dropout: see `estimate_memory`.
 
     Returns:
         None where no such size fits.
@@ -145,7 +156,9 @@ def smallest_layout(
     tp_size = 1
     while tp_size <= config.num_attention_heads:
         try:
-            estimate = estimate_memory(config, tp_size, micro_batch_size, seq_length, dtype)
+            estimate = estimate_memory(
+                config, tp_size, micro_batch_size, seq_length, dtype, flash_dropout=flash_dropout
+            )
         except ValueError:  # does not divide, and so does no larger power of two
             return None
         if estimate.total * ranks_sharing_device <= device_bytes:

@@ -27,7 +27,13 @@ def resolve_layout(
     if tp_size == "auto":
         ranks = world.local_size if world is not None and accelerator == "cpu" else 1
         tp_size = smallest_layout(
-            config, run.micro_batch_size, run.data.seq_length, run.precision.dtype, device_memory(accelerator), ranks
+            config,
+            run.micro_batch_size,
+            run.data.seq_length,
+            run.precision.dtype,
+            device_memory(accelerator),
+            ranks,
+            flash_dropout=accelerator == "gpu",
         )
         if tp_size is None:
             raise ValueError(
@@ -75,14 +81,15 @@ def check_memory(
             this size.
     """
     dtype, seq_length = run.precision.dtype, run.data.seq_length
-    estimate = estimate_memory(config, layout.tp_size, run.micro_batch_size, seq_length, dtype, layout.dp_size)
+    flash = accelerator == "gpu"
+    estimate = estimate_memory(config, layout.tp_size, run.micro_batch_size, seq_length, dtype, layout.dp_size, flash)
     sharing = 1
     if accelerator == "cpu":
         sharing = world.local_size if world is not None else layout.world_size
     there = device_memory(accelerator)
     if estimate.total * sharing <= there:
         return
-    fits = smallest_layout(config, run.micro_batch_size, seq_length, dtype, there, 1)
+    fits = smallest_layout(config, run.micro_batch_size, seq_length, dtype, there, 1, flash)
     device = "host" if accelerator == "cpu" else "GPU"
     way_out = (
         f"the smallest layout that fits is parallel.tp_size={fits} on {fits} {device}s of this size"

@@ -32,8 +32,8 @@ from .preflight import check_memory, check_sizes, resolve_layout
 from .schedule import learning_rate_of_update
 from .strategy import TensorParallelStrategy
 
-# Lightning's notes on devices, tips and rank numbers are not shown. Its warnings are, but for two that do not apply: one
-# about its own use of a torch function, one about loaders that cannot resume (ours starts where `completed_steps` says).
+# Lightning's notes on devices, tips and rank numbers are not shown. Its warnings are, but for two that do not apply:
+# one about its own use of a torch function, one about loaders that cannot resume (ours begins at `completed_steps`).
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
