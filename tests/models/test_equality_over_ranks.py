@@ -1,0 +1,84 @@
+"""The models cut over 2 and 4 real processes equal one process, with every norm order, recomputation and dropout."""
+
+import itertools
+
+import pytest
+import torch
+from ranks import make_context, run_ranks
+from sharding import differences_from_plain, random_batch, random_model, small_config, total_loss
+
+from lmscale.config import TransformerConfig
+from lmscale.parallel import ParallelContext, seed_rank_generator
+
+BOUND = 1e-12
+ARCHITECTURES, NORM_ORDERS, RECOMPUTES = ("gpt", "bert"), ("pre", "post"), ("none", "selective", "full")
+# Masks of hidden dropout never depend on the layout, those of attention dropout only in the exact form.
+RANDOMNESS = {
+    "sdpa": {"attention": "sdpa"},
+    "exact": {"attention": "exact"},
+    "sdpa, hidden dropout": {"attention": "sdpa", "hidden_dropout": 0.2},
+    "exact, both dropouts": {"attention": "exact", "hidden_dropout": 0.2, "attention_dropout": 0.2},
+}
+CASES = list(itertools.product(ARCHITECTURES, NORM_ORDERS, RECOMPUTES, RANDOMNESS))
+
+
+def make_config(case: tuple[str, str, str, str]) -> TransformerConfig:
+    architecture, norm_order, recompute, randomness = case
+    return small_config(architecture, norm_order=norm_order, recompute=recompute, **RANDOMNESS[randomness])
+
+
+def _replicated_gradients(config: TransformerConfig, context: ParallelContext) -> dict[str, torch.Tensor]:
+    model = random_model(config, context).float()  # fp32 rounds more, so a difference shows sooner
+    total_loss(model, random_batch(config)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.shard.replicated}
+
+
+def _run_all_cases(rank: int, tp_size: int) -> tuple[list, list]:
+    context = make_context(tp_size)
+    configs = [make_config(case) for case in CASES]
+    differences = [differences_from_plain(config, context) for config in configs]
+    dropping = [config for config in configs if config.attention_dropout > 0]
+    return differences, [_replicated_gradients(config, context) for config in dropping]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=lambda tp_size: f"tp{tp_size}")
+def results_by_rank(request) -> list[tuple[list, list]]:
+    """All cases in one start of the processes, which costs more than the cases."""
+    return run_ranks(_run_all_cases, request.param, request.param)
+
+
+def test_loss_gradients_and_norm_equal_those_of_one_process(results_by_rank) -> None:
+    for differences, _ in results_by_rank:
+        wrong = {case: found for case, found in zip(CASES, differences, strict=True) if max(found.values()) >= BOUND}
+        assert wrong == {}
+
+
+def test_replicated_parameters_have_bitwise_equal_gradients_on_all_ranks(results_by_rank) -> None:
+    (_, first), *others = results_by_rank
+    assert len(first) == len(CASES) // len(RANDOMNESS)
+    for _, other in others:
+        for expected, found in zip(first, other, strict=True):
+            assert {"transformer.layers.1.mlp.down.bias", "transformer.layers.0.mlp_norm.weight"} <= set(expected)
+            assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+@pytest.mark.parametrize("architecture, norm_order", list(itertools.product(ARCHITECTURES, NORM_ORDERS)))
+@pytest.mark.parametrize("attention", ["sdpa", "exact"])
+def test_recomputation_changes_no_bit_also_with_dropout(architecture: str, norm_order: str, attention: str) -> None:
+    results = {}
+    for recompute in RECOMPUTES:
+        config = small_config(
+            architecture,
+            norm_order=norm_order,
+            recompute=recompute,
+            attention=attention,
+            hidden_dropout=0.2,
+            attention_dropout=0.2,
+        )
+        model = random_model(config, ParallelContext())
+        seed_rank_generator(1234, step=3, micro_step=0, dp_rank=0, tp_rank=0)
+        loss = total_loss(model, random_batch(config))
+        loss.backward()
+        results[recompute] = [loss.detach(), *(p.grad for p in model.parameters())]
+    for recompute in ("selective", "full"):
+        assert all(torch.equal(a, b) for a, b in zip(results["none"], results[recompute], strict=True)), recompute
