@@ -32,7 +32,7 @@ def test_a_folder_is_read_in_order_with_the_hash_of_each_file(tmp_path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "same.txt").write_text("second")
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "first"}'))
-    (tmp_path / "c.md").write_text("not read")
+    (tmp_path / "c.rst").write_text("not read")
     documents = open_corpus(local_config(tmp_path, tmp_path)).read()
     assert documents.texts == ["first", "second"]
     assert list(documents.notes["files"]) == ["a.jsonl.gz", "b/same.txt"]

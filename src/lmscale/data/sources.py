@@ -12,7 +12,7 @@ from pathlib import Path
 from ..run_config import DataConfig
 from .embedded import embedded_documents, embedded_fingerprint
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".parquet")
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -46,8 +46,8 @@ class Documents:
 def open_corpus(config: DataConfig, key: str = "path") -> Corpus:
     """The corpus that `data=` names.
 
-    In a .txt file a blank line ends a document; a JSONL line, a parquet row and a dataset's row are one each. Files of
-    a folder come in the order of their paths.
+    In a .txt or .md file a blank line ends a document; a JSONL line, a parquet row and a dataset's row are one each.
+    Files of a folder come in the order of their paths.
 
     Args:
         key: `path`, or `validation_path` for the file or folder held out.
@@ -109,7 +109,7 @@ def _read_files(files: list[Path], hashes: dict[str, str], config: DataConfig, k
             continue
         content, bad = _decode(file, config.undecodable)
         undecodable += bad
-        if file.suffix == ".txt":
+        if file.suffix in (".txt", ".md"):
             texts += [text.strip("\n") for text in _BLANK_LINES.split(content)]
         else:
             found, bad = _read_json_lines(content, file, config)
