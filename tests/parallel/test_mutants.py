@@ -99,15 +99,27 @@ def test_a_historic_bug_is_noticed(mutate) -> None:
     assert max(result[MUTANTS[mutate]] for result in results) > NOTICED, results
 
 
-def test_tensor_ranks_draw_different_numbers_inside_the_region_and_equal_ones_outside() -> None:
+def _share_of_equal_draws(seed_generator) -> float:
+    """How often two tensor ranks draw the same number inside the region."""
     draws = []
     for tp_rank in (0, 1):
-        rng_module.seed_rank_generator(1234, step=3, micro_step=1, dp_rank=0, tp_rank=tp_rank)
+        seed_generator(1234, step=3, micro_step=1, dp_rank=0, tp_rank=tp_rank)
         draws.append(torch.rand(1000))
-    assert (draws[0] == draws[1]).float().mean() < 0.01
+    return (draws[0] == draws[1]).double().mean().item()
+
+
+def test_tensor_ranks_draw_different_numbers_inside_the_region_and_equal_ones_outside() -> None:
+    assert _share_of_equal_draws(rng_module.seed_rank_generator) < 0.01
     keys = rng_module.sample_dropout_keys(1234, torch.arange(3))
     masks = [rng_module.counter_keep_mask(keys, 2, 17, 23, 0.3) for _ in (0, 1)]
     assert torch.equal(*masks)
+
+
+def test_one_dropout_stream_for_all_tensor_ranks_is_noticed() -> None:
+    def same_stream(seed, step, micro_step, dp_rank, tp_rank):
+        return rng_module.seed_rank_generator(seed, step, micro_step, dp_rank, tp_rank=0)
+
+    assert _share_of_equal_draws(same_stream) == 1.0
 
 
 def test_shard_specs_cannot_be_edited_in_place() -> None:

@@ -56,6 +56,7 @@ class PretrainModule(L.LightningModule):
         self.validated_at = -1
         self._validation_sums: Tensor | None = None
         self._step_end: float | None = None
+        self._steps_since_report = 0
 
     @property
     def parallel(self) -> ParallelContext:
@@ -109,8 +110,11 @@ class PretrainModule(L.LightningModule):
         with self.timer.phase("optimizer"):
             wrapped.step()
         self.completed_steps = self.trainer.datamodule.completed_steps = step
+        self._steps_since_report += 1
         if step % self.run.logger.log_every_steps == 0 or step == self.trainer.max_steps:
             self._report(step, reported, lr, optimizer)
+        else:
+            self.timer.add("step", time.perf_counter() - self._step_start)
 
     def _denominators(self, batch: list[dict[str, Tensor]]) -> list[Tensor]:
         """What each micro-batch's term sums are divided by, so that the parts add up to the reported loss."""
@@ -181,10 +185,12 @@ class PretrainModule(L.LightningModule):
         self._step_end = time.perf_counter()
 
     def _report(self, step: int, terms: Tensor, lr: float, optimizer: MixedPrecisionAdamW) -> None:
-        """Gather the step's figures and hand them to the loggers and the bar."""
+        """Gather the step's figures and hand them to the loggers and the bar; times are means since the last report."""
         losses = sum_over_data_ranks(terms, self.parallel).tolist()
-        phases = self.timer.read()
-        step_time_s = time.perf_counter() - self._step_start
+        self.timer.add("step", time.perf_counter() - self._step_start)
+        seconds = {name: total / self._steps_since_report for name, total in self.timer.read().items()}
+        self._steps_since_report = 0
+        step_time_s = seconds["step"]
         tokens = self.run.global_batch_size * self.run.data.seq_length
         devices = self.parallel.tp_size * self.parallel.dp_size
         flops_per_s = self.flops_per_step / step_time_s / devices
@@ -202,8 +208,8 @@ class PretrainModule(L.LightningModule):
         if self.peak_flops_per_s is not None:
             metrics["mfu"] = flops_per_s / self.peak_flops_per_s
         metrics["memory_gib"] = memory_in_use(self.device) / 2**30
-        metrics["time/step_s"] = step_time_s
-        metrics |= {f"time/{name}_s": phases.get(name, 0.0) for name in ("data", "forward", "backward", "optimizer")}
+        phases = ("step", "data", "forward", "backward", "optimizer")
+        metrics |= {f"time/{name}_s": seconds.get(name, 0.0) for name in phases}
         self.metrics = metrics
         for logger in self.loggers:
             logger.log_metrics(metrics, step)

@@ -1,5 +1,6 @@
 """Pretraining from a run's configuration to its record."""
 
+import gc
 import json
 import logging
 import platform
@@ -136,6 +137,9 @@ def pretrain(job: PretrainJob) -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # the next job of a sweep in this process finds the memory free
+        if job.accelerator == "gpu":
+            torch.cuda.empty_cache()
 
 
 def _train(

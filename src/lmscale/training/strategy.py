@@ -78,6 +78,13 @@ class TensorParallelStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
+    def teardown(self) -> None:
+        """Unwrap the module. Unlike Lightning's own, leave weights and optimizer where they are: a shard with its
+        moments may not fit the host's memory, and nothing here needs it there."""
+        self.model = self.lightning_module
+        self.cluster_environment.teardown()
+        self.accelerator.teardown()
+
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """A sampler deals over the data ranks; tensor ranks see the same samples."""
