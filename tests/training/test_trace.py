@@ -1,0 +1,147 @@
+"""A world of 512 ranks in one process, against the paper's formulas and against real processes."""
+
+import resource
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import make_context, run_ranks
+from sharding import random_batch, random_model, small_config, total_loss
+
+from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.perf.flops import hardware_flops_per_step
+from lmscale.training.trace import CollectiveRecorder, trace_step
+
+# Table 1's largest row: 8-way model parallel, 64-way data parallel, batch 512, so 8 sequences a rank.
+B, S, L, H, V = 8, 1024, 72, 3072, 51200
+LAYOUT = ParallelConfig(tp_size=8, dp_size=64)
+# Formula of Narayanan et al. 2021, equation 3: forward, backward and one more forward of the layers.
+WITH_RECOMPUTATION = 96 * B * S * L * H**2 * (1 + Fraction(S, 6 * H) + Fraction(V, 16 * L * H))
+WITHOUT_RECOMPUTATION = 72 * B * S * L * H**2 * (1 + Fraction(S, 6 * H) + Fraction(V, 12 * L * H))
+
+
+def gpt_8_3b(num_layers: int = L, **changes) -> TransformerConfig:
+    return TransformerConfig(
+        architecture="gpt",
+        num_layers=num_layers,
+        hidden_size=H,
+        num_attention_heads=32,
+        vocab_size=50257,
+        max_position_embeddings=S,
+        **changes,
+    )
+
+
+def test_gpt_8_3b_over_512_ranks_with_full_recomputation() -> None:
+    peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report = trace_step(gpt_8_3b(recompute="full"), LAYOUT, B, S)
+    assert report.model_parameters == 8_317_040_640
+    assert report.rank_parameters == 1_043_549_184
+    assert WITH_RECOMPUTATION == LAYOUT.tp_size * report.flops == 571_780_406_181_888
+    # 6 a layer of [b, s, h], 1 of the embedding, 1 of the output projection; 3 of [b, s] in the loss, in fp32.
+    large, small = 2 * B * S * H, 4 * B * S
+    assert report.num_collectives == (6 * L + 2) + 3 == 437
+    assert report.num_bytes == (6 * L + 2) * large + 3 * small
+    assert report.num_bytes / 2**30 == pytest.approx(20.34, abs=0.005)
+    sent = {(c.phase, c.shape, c.num_bytes): n for c, n in report.count().items()}
+    assert sent == {
+        ("forward", (B, S, H), large): 2 * L + 1,
+        ("forward", (B, S), small): 3,
+        ("backward", (B, S, H), large): 4 * L + 1,
+    }
+    assert {(c.kind, c.group) for c in report.collectives} == {("allreduce_", "tensor")}
+    assert report.seconds < 60
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before) / 2**20 < 2  # GiB
+
+
+def test_gpt_8_3b_over_512_ranks_without_recomputation() -> None:
+    report = trace_step(gpt_8_3b(), LAYOUT, B, S)
+    assert WITHOUT_RECOMPUTATION == LAYOUT.tp_size * report.flops
+    assert report.num_collectives == (4 * L + 2) + 3 == 293
+    assert report.num_bytes / 2**30 == pytest.approx(13.59, abs=0.005)
+
+
+def test_without_dropout_full_recomputation_stops_before_the_last_product_of_a_pre_norm_layer() -> None:
+    few, b, s = 3, 2, 1024
+    flops, counts = {}, {}
+    for dropout in (0.0, 0.1):
+        config = gpt_8_3b(few, recompute="full", hidden_dropout=dropout, attention_dropout=dropout)
+        report = trace_step(config, LAYOUT, b, s)
+        flops[dropout], counts[dropout] = LAYOUT.tp_size * report.flops, report.num_collectives
+    assert counts == {0.0: 5 * few + 2 + 3, 0.1: 6 * few + 2 + 3}
+    assert flops[0.1] - flops[0.0] == few * 2 * b * s * (4 * H) * H
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_formula_of_perf_counts_what_the_model_does(recompute: str) -> None:
+    config = gpt_8_3b(2, recompute=recompute, attention="exact")
+    assert LAYOUT.tp_size * trace_step(config, LAYOUT, B, S).flops == hardware_flops_per_step(config, S, B)
+
+
+def test_bert_is_counted_with_its_heads() -> None:
+    layers, h, v, b, s, p = 3, 2560, 30720, 4, 512, 4
+    config = TransformerConfig(
+        architecture="bert",
+        num_layers=layers,
+        hidden_size=h,
+        num_attention_heads=40,
+        vocab_size=30522,
+        max_position_embeddings=s,
+        norm_order="post",
+        recompute="full",
+    )
+    report = trace_step(config, ParallelConfig(tp_size=p, dp_size=32), b, s)
+    cut = 96 * b * s * layers * h**2 * (1 + Fraction(s, 6 * h) + Fraction(v, 16 * layers * h))
+    masked_lm_dense, pooler, order = 6 * b * s * h**2, 6 * b * h**2, 6 * b * h * 2  # whole on every rank
+    assert report.flops == cut / p + masked_lm_dense + pooler + order
+    assert report.num_collectives == 6 * layers + 2 + 3
+
+
+CASES = [
+    {"architecture": architecture, "norm_order": norm_order, "recompute": recompute, "hidden_dropout": dropout}
+    for architecture, norm_order in (("gpt", "pre"), ("bert", "post"))
+    for recompute in ("none", "full")
+    for dropout in (0.0, 0.2)
+]
+
+
+def _record_real(rank: int) -> list:
+    context, recorded = make_context(tp_size=2), []
+    for case in CASES:
+        config = small_config(**case)
+        model, batch = random_model(config, context), random_batch(config)
+        with CollectiveRecorder(context) as recorder:
+            loss = total_loss(model, batch)
+            recorder.phase = "backward"
+            loss.backward()
+        recorded.append(tuple(recorder.collectives))
+    return recorded
+
+
+def test_the_fake_world_sends_what_two_real_processes_send() -> None:
+    traced = [trace_step(small_config(**c), ParallelConfig(tp_size=2), 5, 13, torch.float64).collectives for c in CASES]
+    assert run_ranks(_record_real, 2) == [traced, traced]
+
+
+def test_a_size_that_does_not_fit_is_refused_and_no_process_group_stays_behind() -> None:
+    config = small_config("gpt")
+    with pytest.raises(ValueError, match=r"`num_attention_heads` must be a multiple of `tp_size` \(8\), but is 4"):
+        trace_step(config, ParallelConfig(tp_size=8), 5, 13)
+    with pytest.raises(ValueError, match=r"`max_position_embeddings` \(13\) tokens long, but is 14"):
+        trace_step(config, ParallelConfig(tp_size=2), 5, 14)
+    with pytest.raises(ValueError, match="`micro_batch_size` must be at least 1, but is 0"):
+        trace_step(config, ParallelConfig(tp_size=2), 0, 13)
+    assert not dist.is_initialized()
+    assert trace_step(config, ParallelConfig(tp_size=2), 5, 13).num_collectives == 4 * 2 + 2 + 3
+    assert not dist.is_initialized()
+
+
+def test_a_process_that_already_has_a_group_is_refused(tmp_path) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
+    try:
+        with pytest.raises(RuntimeError, match="a process group"):
+            trace_step(small_config("gpt"), ParallelConfig(), 5, 13)
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
