@@ -1,0 +1,124 @@
+"""What the tensor ranks send each other, counted on two real processes: the paper's four all-reduces a layer.
+
+Every test compares the whole sequence of collectives, so anything too many, too large or of another kind fails.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from ranks import make_context, run_ranks
+from sharding import random_batch, random_model, small_config, total_loss
+
+from lmscale.config import TransformerConfig
+from lmscale.parallel import ParallelContext
+from lmscale.run_config import OptimizerConfig, PrecisionConfig
+from lmscale.training.optimizer import MixedPrecisionAdamW
+from lmscale.training.trace import CollectiveRecorder
+
+NUM_LAYERS = 3
+HIDDEN, TOKENS = (5, 13, 24), (5, 13)  # [b, s, h] and [b, s]
+CASES = list(
+    itertools.product(("gpt", "bert"), ("pre", "post"), ("none", "selective", "full"), (0.0, 0.2), ("sdpa", "exact"))
+)
+# Times a layer's backward pass repeats a forward all-reduce under full recomputation, by (norm order, drops). torch's
+# checkpoint stops as soon as it has every tensor that the backward pass needs. Behind the MLP's all-reduce that is
+# dropout's mask, or under post-norm the input of the LayerNorm; pre-norm without dropout needs nothing there.
+REPEATED = {("pre", False): 1, ("pre", True): 2, ("post", False): 2, ("post", True): 2}
+
+
+def make_config(case: tuple) -> TransformerConfig:
+    architecture, norm_order, recompute, dropout, attention = case
+    return small_config(
+        architecture,
+        norm_order=norm_order,
+        recompute=recompute,
+        hidden_dropout=dropout,
+        attention=attention,
+        num_layers=NUM_LAYERS,
+    )
+
+
+def _record_step(config: TransformerConfig, context: ParallelContext, precision: str) -> dict[str, list]:
+    """(kind, group, shape) of each collective of one optimizer step with one micro-batch, by phase."""
+    dtype = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    model = random_model(config, context).to(dtype)
+    precision_config = PrecisionConfig(dtype=precision)
+    optimizer = MixedPrecisionAdamW(model.named_parameters(), OptimizerConfig(lr=1e-3), precision_config, context)
+    with CollectiveRecorder(context) as recorder:
+        loss = total_loss(model, random_batch(config))
+        recorder.phase = "backward"
+        loss.backward()
+        recorder.phase = "optimizer"
+        optimizer.step()
+    phases = {"forward": [], "backward": [], "optimizer": []}
+    for collective in recorder.collectives:
+        phases[collective.phase].append((collective.kind, collective.group, collective.shape))
+    return phases
+
+
+def _record_all(rank: int) -> list[dict[str, list]]:
+    context = make_context(tp_size=2)
+    return [_record_step(make_config(case), context, "fp64") for case in CASES]
+
+
+def all_reduces(*shapes: tuple[int, ...]) -> list[tuple]:
+    return [("allreduce_", "tensor", shape) for shape in shapes]
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[tuple, dict[str, list]]:
+    """What rank 0 sent in each case, after making sure that rank 1 sent the same."""
+    first, second = run_ranks(_record_all, 2)
+    assert first == second
+    return dict(zip(CASES, first, strict=True))
+
+
+@pytest.mark.parametrize("architecture, norm_order", list(itertools.product(("gpt", "bert"), ("pre", "post"))))
+def test_forward_sends_one_for_the_embedding_two_a_layer_and_three_small_ones_for_the_loss(
+    recorded, architecture: str, norm_order: str
+) -> None:
+    expected = all_reduces(HIDDEN, *[HIDDEN] * (2 * NUM_LAYERS), TOKENS, TOKENS, TOKENS)
+    found = [phases["forward"] for case, phases in recorded.items() if case[:2] == (architecture, norm_order)]
+    assert found == [expected] * 12  # recomputation, dropout and the form of attention add nothing
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_backward_sends_one_for_the_tied_projection_and_two_a_layer(recorded, recompute: str) -> None:
+    expected = all_reduces(HIDDEN, *[HIDDEN] * (2 * NUM_LAYERS))
+    found = [phases["backward"] for case, phases in recorded.items() if case[2] == recompute]
+    assert found == [expected] * 16
+
+
+def test_full_recomputation_repeats_the_forward_ones_a_backward_pass_needs(recorded) -> None:
+    for case, phases in recorded.items():
+        _, norm_order, recompute, dropout, _ = case
+        if recompute == "full":
+            a_layer = 2 + REPEATED[norm_order, dropout > 0]
+            assert phases["backward"] == all_reduces(HIDDEN, *[HIDDEN] * (a_layer * NUM_LAYERS)), case
+
+
+def test_the_optimizer_sends_three_numbers(recorded) -> None:
+    assert {tuple(phases["optimizer"]) for phases in recorded.values()} == {tuple(all_reduces((3,)))}
+
+
+def test_nothing_is_as_large_as_the_logits(recorded) -> None:
+    config = make_config(CASES[0])
+    logits = math.prod(TOKENS) * config.padded_vocab_size // 2
+    sizes = {math.prod(shape) for p in recorded.values() for phase in p.values() for _, _, shape in phase}
+    assert max(sizes) == math.prod(HIDDEN) < logits
+
+
+def _record_half(rank: int) -> dict[str, list]:
+    return _record_step(small_config("bert"), make_context(tp_size=2), "bf16")
+
+
+def test_half_precision_sends_no_more() -> None:
+    phases = run_ranks(_record_half, 2)[0]
+    assert {name: len(sent) for name, sent in phases.items()} == {"forward": 8, "backward": 5, "optimizer": 1}
+
+
+def test_one_process_sends_nothing() -> None:
+    phases = _record_step(small_config("gpt"), ParallelContext(), "fp32")
+    assert phases == {"forward": [], "backward": [], "optimizer": []}
