@@ -1,0 +1,97 @@
+"""Parameters of the paper's nine sizes, counted in the real modules on the meta device, from the files of `conf/model`.
+
+Expected numbers: 12 h^2 + 13 h a layer and the rest worked out by hand from the published architectures.
+"""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lmscale.config import TransformerConfig
+from lmscale.models import build_model, count_model_parameters
+from lmscale.parallel import ParallelContext
+
+CONF = Path(__file__).parents[2] / "conf"
+# name: (with the natural 50,257 or 30,522 rows, with 51,200 or 30,720)
+COUNTS = {
+    "gpt_355m": (354_823_168, 355_788_800),
+    "gpt_1.2b": (1_212_031_488, 1_213_479_936),
+    "gpt_2.5b": (2_488_598_400, 2_490_408_960),
+    "gpt_4.2b": (4_196_936_448, 4_199_109_120),
+    "gpt_8.3b": (8_314_143_744, 8_317_040_640),
+    "gpt_8.3b_24heads": (8_314_143_744, 8_317_040_640),
+    "gpt_8.3b_16heads": (8_314_143_744, 8_317_040_640),
+    "bert_336m": (336_226_108, 336_429_058),
+    "bert_752m": (751_431_484, 751_685_122),
+    "bert_1.3b": (1_280_595_772, 1_281_001_474),
+    "bert_3.9b": (3_869_081_404, 3_869_588_482),
+}
+TWENTY_HEADS = ("gpt_2.5b", "bert_752m")
+
+
+def paper_config(name: str, **changes) -> TransformerConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        values = OmegaConf.to_container(compose("train", [f"model={name}"]).model, resolve=True)
+    assert values.pop("name") == name
+    return TransformerConfig(**values | changes)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_paper_model_has_exactly_its_parameters(name: str) -> None:
+    natural, padded = COUNTS[name]
+    for norm_order in ("pre", "post"):
+        assert sum(count_model_parameters(paper_config(name, vocab_multiple=1, norm_order=norm_order))) == natural
+        assert sum(count_model_parameters(paper_config(name, norm_order=norm_order))) == padded
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_shards_of_every_layout_sum_to_the_model_with_replicated_parameters_once(name: str) -> None:
+    config = paper_config(name)
+    whole = build_model(config, ParallelContext(), seed=None, device="meta")
+    shapes = {key: param.shape for key, param in whole.named_parameters()}
+    for tp_size in (2, 4) if name in TWENTY_HEADS else (2, 4, 8):
+        sharded, replicated = count_model_parameters(config, tp_size)
+        assert tp_size * sharded + replicated == COUNTS[name][1]
+        last = build_model(config, ParallelContext(tp_rank=tp_size - 1, tp_size=tp_size), seed=None, device="meta")
+        assert {key: param.shard.full_shape for key, param in last.named_parameters()} == shapes
+
+
+@pytest.mark.parametrize("name", TWENTY_HEADS)
+def test_twenty_heads_are_refused_over_eight_ranks(name: str) -> None:
+    with pytest.raises(ValueError, match=r"`num_attention_heads` must be a multiple of `tp_size` \(8\), but is 20"):
+        count_model_parameters(paper_config(name), 8)
+
+
+@pytest.mark.parametrize(
+    "name, tp_size, message",
+    [
+        ("gpt_355m", 3, r"`num_attention_heads` must be a multiple of `tp_size` \(3\), but is 16"),
+        ("bert_3.9b", 16, r"`num_attention_heads` must be a multiple of `tp_size` \(16\), but is 40"),
+    ],
+)
+def test_other_sizes_that_do_not_divide_are_refused(name: str, tp_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_model(paper_config(name), ParallelContext(tp_size=tp_size), seed=None, device="meta")
+
+
+def test_rows_that_the_ranks_cannot_share_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`padded_vocab_size` must be a multiple of `tp_size` \(2\), but is 50257"):
+        count_model_parameters(paper_config("gpt_355m", vocab_multiple=1), 2)
+
+
+def test_the_replicated_parameters_are_norms_row_biases_positions_and_heads() -> None:
+    config = paper_config("bert_336m", num_layers=1)
+    model = build_model(config, ParallelContext(tp_size=2), seed=None, device="meta")
+    layer = "transformer.layers.0."
+    assert {name for name, param in model.named_parameters() if not param.shard.replicated} == {
+        "transformer.word_embedding.weight",
+        layer + "attention.qkv.weight",
+        layer + "attention.qkv.bias",
+        layer + "attention.output.weight",
+        layer + "mlp.up.weight",
+        layer + "mlp.up.bias",
+        layer + "mlp.down.weight",
+        "lm_head.bias",
+    }
