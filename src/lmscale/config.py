@@ -72,8 +72,8 @@ class TransformerConfig:
         ffn_hidden_size: width of the MLP; None means 4 h, the paper's.
         norm_order, layer_norm_eps: None as eps means the published value of the order: 1e-5 pre, 1e-12 post.
         gelu: `tanh` (GPT-2) or `erf` (BERT); None means that of the architecture.
-        hidden_dropout, attention_dropout: probabilities; hidden is applied to the embedding sum and to both sublayer
-            outputs, attention to the softmax's probabilities.
+        hidden_dropout, attention_dropout, embedding_dropout: probabilities, applied to both sublayer outputs, to the
+            softmax's probabilities, and to the embedding sum; None as embedding_dropout means hidden_dropout.
         initializer_std, scale_residual_init: N(0, std); sublayer output weights by 1/sqrt(2 L) more (section 4.2).
         attention: `sdpa` (torch's fused kernels where the device has them) or `exact`: plain softmax(QK^T/sqrt(d))V,
             whose dropout mask does not depend on the layout.
@@ -98,6 +98,7 @@ class TransformerConfig:
     gelu: str | None = None
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
+    embedding_dropout: float | None = None
     initializer_std: float = 0.02
     scale_residual_init: bool = True
     attention: str = "sdpa"
@@ -122,6 +123,8 @@ class TransformerConfig:
         if self.attention not in ("sdpa", "exact"):
             raise ValueError(f"`attention` must be one of sdpa, exact, but is {self.attention!r}")
         require_fraction(self, "hidden_dropout", "attention_dropout")
+        if self.embedding_dropout is not None:
+            require_fraction(self, "embedding_dropout")
         if self.layer_norm_eps is not None and not self.layer_norm_eps > 0:
             raise ValueError(f"`layer_norm_eps` must be above 0, but is {self.layer_norm_eps!r}")
         if not self.initializer_std > 0:
@@ -153,6 +156,11 @@ class TransformerConfig:
     def gelu_form(self) -> str:
         """`tanh` for GPT-2, `erf` for BERT, unless set."""
         return self.gelu or ("tanh" if self.architecture == "gpt" else "erf")
+
+    @property
+    def input_dropout(self) -> float:
+        """Dropout of the embedding sum: `embedding_dropout`, or `hidden_dropout` where that is None."""
+        return self.hidden_dropout if self.embedding_dropout is None else self.embedding_dropout
 
     def check_tensor_parallel(self, tp_size: int) -> None:
         """Refuse a `tp_size` that cannot cut this model into equal shards.

@@ -72,11 +72,14 @@ def test_a_run_does_not_depend_on_the_layout(folder, case, layout) -> None:
     tensors, other_tensors = read_tensors(plain), read_tensors(other)
     assert tensors.keys() == other_tensors.keys()
     for key, tensor in tensors.items():
-        # The first moment after one step is the gradient itself, times 0.1. Moments are compared relative to their
-        # largest element, weights as they are: Adam magnifies the rounding of near-zero gradients.
-        scale = 1.0 if key.startswith("model/") else tensor.abs().max().clamp(min=1e-30)
-        difference = (other_tensors[key] - tensor).abs().max() / scale
-        assert difference < BOUND, (key, difference)
+        difference = (other_tensors[key] - tensor).abs().max().item()
+        if key.startswith("model/"):
+            assert difference < BOUND, (key, difference)
+        else:
+            # After one step the first moment is the gradient, times 0.1, and is held to the bound, relative to its
+            # largest element. After three, Adam has magnified the rounding of near-zero gradients.
+            bound = BOUND if "first-gradient" in case else 10 * BOUND
+            assert difference < bound * max(tensor.abs().max().item(), 1e-30), (key, difference)
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])

@@ -57,7 +57,7 @@ class Transformer(nn.Module):
         sample_keys: Tensor | None = None,
     ) -> Tensor:
         config = self.config
-        drops = self.training and (config.hidden_dropout > 0 or config.attention_dropout > 0)
+        drops = self.training and max(config.hidden_dropout, config.attention_dropout, config.input_dropout) > 0
         if drops and sample_keys is None:
             raise ValueError("`sample_keys` must be given in training with dropout: the masks are drawn from them")
         if attention_mask is not None:
@@ -90,8 +90,8 @@ class Transformer(nn.Module):
             x = x + F.embedding(token_types, self.token_type_embedding)
         if self.config.norm_order is NormOrder.POST:
             x = self.embedding_norm(x)
-        if self.training and self.config.hidden_dropout > 0.0:
-            x = counter_dropout(x, self.config.hidden_dropout, sample_keys, EMBEDDING_DROPOUT_SITE)
+        if self.training and self.config.input_dropout > 0.0:
+            x = counter_dropout(x, self.config.input_dropout, sample_keys, EMBEDDING_DROPOUT_SITE)
         return x
 
     def compile_layers(self) -> None:

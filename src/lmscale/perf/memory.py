@@ -95,7 +95,7 @@ def estimate_memory(
     num_parameters = count_parameters(config, tp_size).per_rank
     is_half = e < FP32_BYTES
     layer = _layer_bytes(config, tp_size, b, s, e, flash_dropout)
-    mask = b * s * h if config.hidden_dropout > 0 else 0
+    mask = b * s * h if config.input_dropout > 0 else 0
     around = b * s * h * e * (5 if config.architecture == "bert" else 2) + mask
     is_full = config.recompute is Recompute.FULL
     logit_bytes = e + 2 * FP32_BYTES if is_half else 2 * e

@@ -73,7 +73,8 @@ def check_model(metadata: dict[str, Any], model: dict[str, Any], path: str | Pat
         ValueError: any of the sizes, the norm order or the numerics that define the function differ. Dropout,
             recompute and the attention kernel may be changed freely.
     """
-    free = {"hidden_dropout", "attention_dropout", "recompute", "attention", "initializer_std", "scale_residual_init"}
+    free = {"hidden_dropout", "attention_dropout", "embedding_dropout", "recompute", "attention"}
+    free |= {"initializer_std", "scale_residual_init"}  # of the beginning, which is past
     saved = metadata["model"]
     differences = [
         f"{key} is {model.get(key)!r} here and {saved.get(key)!r} there"
