@@ -1,0 +1,149 @@
+"""Dropout in the models: where it stands, that its masks are random and that nothing but the counter decides them."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sharding import random_batch, random_model, small_config
+from torch import Tensor
+
+from lmscale.config import TransformerConfig
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext, counter_dropout, counter_keep_mask, sample_dropout_keys
+
+ONE = ParallelContext()
+ARCHITECTURES, NORM_ORDERS = ["gpt", "bert"], ["pre", "post"]
+
+
+def forward_of(config: TransformerConfig, drop_keys: Tensor | None, train: bool = True) -> Tensor:
+    model, batch = random_model(config, ONE).train(train), random_batch(config)
+    if config.architecture == "gpt":
+        return model(batch["tokens"], None, drop_keys)
+    return model(batch["tokens"], batch["token_types"], batch["attention_mask"], None, drop_keys)[0]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("attention", ["sdpa", "exact"])
+def test_evaluation_has_no_dropout_and_needs_no_keys(architecture: str, attention: str) -> None:
+    plain = small_config(architecture, attention=attention)
+    dropping = small_config(architecture, attention=attention, hidden_dropout=0.5, attention_dropout=0.5)
+    keys = sample_dropout_keys(1, torch.arange(5))
+    assert torch.equal(forward_of(dropping, None, train=False), forward_of(plain, None))
+    assert not torch.equal(forward_of(dropping, keys), forward_of(plain, None))
+
+
+@pytest.mark.parametrize("changes", [{"hidden_dropout": 0.1}, {"attention_dropout": 0.1}])
+def test_training_with_dropout_and_without_keys_is_refused(changes: dict) -> None:
+    with pytest.raises(ValueError, match="`sample_keys` must be given"):
+        forward_of(small_config("gpt", **changes), None)
+
+
+@pytest.mark.parametrize("norm_order", NORM_ORDERS)
+def test_embedding_dropout_stands_after_the_embedding_norm_of_post_norm(norm_order: str) -> None:
+    config = small_config("bert", norm_order=norm_order, hidden_dropout=0.6)
+    transformer, batch = random_model(config, ONE).transformer, random_batch(config)
+    keys = sample_dropout_keys(1, batch["sample_numbers"])
+    dropped = transformer.embed(batch["tokens"], batch["token_types"], keys)
+    total = (
+        transformer.word_embedding.weight[batch["tokens"]]
+        + transformer.position_embedding
+        + transformer.token_type_embedding[batch["token_types"]]
+    )
+    if norm_order == "post":
+        norm = transformer.embedding_norm
+        total = F.layer_norm(total, (24,), norm.weight, norm.bias, 1e-12)
+    keep = counter_keep_mask(keys, 0, 13, 24, 0.6)
+    torch.testing.assert_close(dropped, torch.where(keep, total / 0.4, 0.0), rtol=1e-12, atol=1e-12)
+    assert (dropped == 0).float().mean() == pytest.approx(0.6, abs=0.05)  # a norm behind it would leave no zeros
+
+
+@pytest.mark.parametrize("norm_order", NORM_ORDERS)
+@pytest.mark.parametrize("index", [0, 1])
+def test_hidden_dropout_is_applied_to_both_sublayer_outputs_before_the_residual_addition(
+    norm_order: str, index: int
+) -> None:
+    config = small_config("gpt", norm_order=norm_order, hidden_dropout=0.4)
+    layer = random_model(config, ONE).transformer.layers[index]
+    keys = sample_dropout_keys(1, torch.arange(3))
+    x = torch.randn(3, 7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+    def drop(y: Tensor, site: int) -> Tensor:
+        return torch.where(counter_keep_mask(keys, site, 7, 24, 0.4), y / 0.6, 0.0)
+
+    first_site = 1 + 3 * index  # site 0 is the embedding's; a layer has attention probabilities, attention and MLP
+    if norm_order == "pre":
+        expected = x + drop(layer.attention(layer.attention_norm(x), None, None), first_site + 1)
+        expected = expected + drop(layer.mlp(layer.mlp_norm(expected)), first_site + 2)
+    else:
+        expected = layer.attention_norm(x + drop(layer.attention(x, None, None), first_site + 1))
+        expected = layer.mlp_norm(expected + drop(layer.mlp(expected), first_site + 2))
+    torch.testing.assert_close(layer(x, None, keys), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_dropout_drops_probabilities_after_the_softmax() -> None:
+    config = small_config("bert", attention="exact", attention_dropout=0.4)
+    layer = random_model(config, ONE).transformer.layers[1]
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, 2, 4, 7, 6, dtype=torch.float64, generator=generator)
+    keys = sample_dropout_keys(1, torch.arange(2))
+    keep = counter_keep_mask(keys, 4, 4 * 7, 7, 0.4).view(2, 4, 7, 7)
+    expected = torch.where(keep, torch.softmax(q @ k.mT / math.sqrt(6), dim=-1) / 0.6, 0.0) @ v
+    torch.testing.assert_close(layer.attention._exact_core(q, k, v, None, keys), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_no_two_dropouts_of_a_model_share_their_site() -> None:
+    model = build_model(small_config("bert", num_layers=5), ONE, seed=1)
+    sites = [0]
+    for layer in model.transformer.layers:
+        sites += [layer.attention.dropout_site, layer.attention_site, layer.mlp_site]
+    assert sorted(sites) == list(range(1 + 3 * 5))
+
+
+def agreement(first: Tensor, second: Tensor) -> float:
+    """Share of equal elements minus that of independent masks, in standard errors."""
+    p = first.float().mean().item(), second.float().mean().item()
+    chance = p[0] * p[1] + (1 - p[0]) * (1 - p[1])
+    share = (first == second).double().mean().item()
+    return (share - chance) / math.sqrt(chance * (1 - chance) / first.numel())
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5, 0.93])
+def test_masks_keep_the_asked_share_and_differ_by_site_sample_seed_row_and_column(probability: float) -> None:
+    keys = sample_dropout_keys(1234, torch.arange(37))
+    mask = counter_keep_mask(keys, 4, 61, 131, probability)
+    error = math.sqrt(probability * (1 - probability) / mask.numel())
+    assert abs(mask.double().mean().item() - (1 - probability)) < 4 * error
+    pairs = {
+        "site": (mask, counter_keep_mask(keys, 5, 61, 131, probability)),
+        "site of the next layer": (mask, counter_keep_mask(keys, 7, 61, 131, probability)),
+        "seed": (mask, counter_keep_mask(sample_dropout_keys(1235, torch.arange(37)), 4, 61, 131, probability)),
+        "sample": (mask[1:], mask[:-1]),
+        "row": (mask[:, 1:], mask[:, :-1]),
+        "column": (mask[..., 1:], mask[..., :-1]),
+        "diagonal": (mask[:, 1:, 1:], mask[:, :-1, :-1]),
+        "row and sample": (mask[1:, :-1], mask[:-1, 1:]),
+    }
+    assert {name: value for name, pair in pairs.items() if abs(value := agreement(*pair)) > 4} == {}
+    # Each row and each column alone keeps its share too (6 errors: hundreds of them are looked at).
+    for dim, length in ((1, 61), (2, 131)):
+        means = mask.double().mean(dim=[d for d in range(3) if d != dim])
+        assert (means - (1 - probability)).abs().max() < 6 * error * math.sqrt(length)
+
+
+def test_masks_do_not_depend_on_batch_order_or_on_which_rows_a_rank_holds() -> None:
+    numbers = torch.tensor([5, 2**31 + 5, 17, 2**40])
+    keys = sample_dropout_keys(3, numbers)
+    assert len(set(keys.tolist())) == 4
+    mask = counter_keep_mask(keys, 2, 12, 29, 0.3)
+    order = torch.tensor([2, 0, 3, 1])
+    assert torch.equal(counter_keep_mask(sample_dropout_keys(3, numbers[order]), 2, 12, 29, 0.3), mask[order])
+    parts = [counter_keep_mask(keys, 2, 4, 29, 0.3, first_row=4 * rank) for rank in range(3)]
+    assert torch.equal(torch.cat(parts, dim=1), mask)
+
+
+def test_dropout_keeps_the_expectation() -> None:
+    x = torch.ones(64, 32, 96, dtype=torch.float64)
+    dropped = counter_dropout(x, 0.25, sample_dropout_keys(9, torch.arange(64)), 3)
+    assert set(dropped.unique().tolist()) == {0.0, 1 / 0.75}
+    assert dropped.mean().item() == pytest.approx(1.0, abs=4 * math.sqrt(0.25 / 0.75 / x.numel()))

@@ -1,0 +1,157 @@
+"""What defines a layer and the stack besides sizes: norm order, GELU, attention, what a position may see."""
+
+import math
+
+import pytest
+import torch
+from sharding import random_batch, random_model, small_config, total_loss
+from torch import Tensor, nn
+
+from lmscale.config import TransformerConfig
+from lmscale.models import build_model
+from lmscale.models.layer import TransformerLayer
+from lmscale.parallel import LayerNorm, ParallelContext
+
+ONE = ParallelContext()
+ARCHITECTURES, NORM_ORDERS = ["gpt", "bert"], ["pre", "post"]
+
+
+def batch_inputs(config: TransformerConfig, batch: dict[str, Tensor]) -> list[Tensor]:
+    names = ["tokens"] if config.architecture == "gpt" else ["tokens", "token_types", "attention_mask"]
+    return [batch[name] for name in names]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "norm_order, present, absent",
+    [
+        ("post", "embedding_norm", "final_norm"),
+        ("pre", "final_norm", "embedding_norm"),
+    ],
+)
+def test_post_norm_has_a_norm_after_the_embeddings_and_pre_norm_one_after_the_stack(
+    architecture: str, norm_order: str, present: str, absent: str
+) -> None:
+    model = build_model(small_config(architecture, norm_order=norm_order), ONE, seed=1)
+    assert isinstance(getattr(model.transformer, present), LayerNorm)
+    assert not hasattr(model.transformer, absent)
+    num_norms = sum(isinstance(module, LayerNorm) for module in model.modules())
+    assert num_norms == 2 * 2 + 1 + (architecture == "bert")  # two a layer, that one, and the masked-LM head's
+
+
+@pytest.mark.parametrize("norm_order, eps", [("post", 1e-12), ("pre", 1e-5)])
+def test_the_epsilon_of_every_norm_is_the_published_one_of_its_order(norm_order: str, eps: float) -> None:
+    model = build_model(small_config("bert", norm_order=norm_order), ONE, seed=1)
+    assert {module.eps for module in model.modules() if isinstance(module, LayerNorm)} == {eps}
+
+
+def written_out_layer(layer: TransformerLayer, x: Tensor, norm_order: str) -> Tensor:
+    """Figure 7 with torch's own functions; the sublayers are the layer's."""
+
+    def norm(module: LayerNorm, y: Tensor) -> Tensor:
+        centred = y - y.mean(-1, keepdim=True)
+        variance = centred.square().mean(-1, keepdim=True)
+        return centred / (variance + module.eps).sqrt() * module.weight + module.bias
+
+    if norm_order == "pre":
+        x = x + layer.attention(norm(layer.attention_norm, x), None, None)
+        return x + layer.mlp(norm(layer.mlp_norm, x))
+    x = norm(layer.attention_norm, x + layer.attention(x, None, None))
+    return norm(layer.mlp_norm, x + layer.mlp(x))
+
+
+@pytest.mark.parametrize("norm_order", NORM_ORDERS)
+def test_a_layer_is_the_papers_figure_7(norm_order: str) -> None:
+    layer = random_model(small_config("gpt", norm_order=norm_order), ONE).transformer.layers[1]
+    x = torch.randn(3, 7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    results = {order: written_out_layer(layer, x, order) for order in NORM_ORDERS}
+    torch.testing.assert_close(layer(x, None, None), results[norm_order], rtol=1e-12, atol=1e-12)
+    assert (results["pre"] - results["post"]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "architecture, gelu, expected",
+    [
+        ("gpt", None, "tanh"),
+        ("bert", None, "none"),
+        ("gpt", "erf", "none"),
+        ("bert", "tanh", "tanh"),
+    ],
+)
+def test_gelu_is_tanh_in_gpt_and_erf_in_bert_unless_set(architecture: str, gelu: str | None, expected: str) -> None:
+    mlp = random_model(small_config(architecture, gelu=gelu), ONE).transformer.layers[0].mlp
+    x = torch.linspace(-3, 3, 48, dtype=torch.float64).view(2, 24)
+    inner = x @ mlp.up.weight.T + mlp.up.bias
+    forms = {
+        "tanh": 0.5 * inner * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3))),
+        "none": 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2))),
+    }
+    results = {form: value @ mlp.down.weight.T + mlp.down.bias for form, value in forms.items()}
+    torch.testing.assert_close(mlp(x), results[expected], rtol=1e-12, atol=1e-12)
+    assert (results["tanh"] - results["none"]).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "exact"])
+def test_attention_divides_the_scores_by_the_root_of_the_head_size(attention: str) -> None:
+    config = small_config("bert", attention=attention)
+    module = random_model(config, ONE).transformer.layers[0].attention
+    x = torch.randn(2, 7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    heads = []
+    for head in range(4):  # rows of the fused weight: [head, (q, k, v), d]
+        first = head * 3 * 6
+        q, k, v = (
+            x @ module.qkv.weight[low : low + 6].T + module.qkv.bias[low : low + 6]
+            for low in (first, first + 6, first + 12)
+        )
+        heads.append(torch.softmax(q @ k.mT / math.sqrt(6), dim=-1) @ v)
+    expected = torch.cat(heads, dim=-1) @ module.output.weight.T + module.output.bias
+    torch.testing.assert_close(module(x, None, None), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "exact"])
+@pytest.mark.parametrize("norm_order", NORM_ORDERS)
+def test_later_tokens_do_not_influence_earlier_ones_in_gpt(attention: str, norm_order: str) -> None:
+    config = small_config("gpt", attention=attention, norm_order=norm_order)
+    model = random_model(config, ONE)
+    tokens = random_batch(config)["tokens"]
+    changed = tokens.clone()
+    changed[:, 8] = (changed[:, 8] + 1) % config.vocab_size
+    before, after = model(tokens)[..., :99], model(changed)[..., :99]
+    assert torch.equal(before[:, :8], after[:, :8])
+    assert ((before[:, 8:] - after[:, 8:]).abs().amax(dim=(0, 2)) > 1e-6).all()
+
+
+def test_every_real_token_influences_every_position_in_bert() -> None:
+    config = small_config("bert")
+    model, batch = random_model(config, ONE), random_batch(config)
+    before = model(*batch_inputs(config, batch))[0][0, :, :99]
+    batch["tokens"][0, 12] = (batch["tokens"][0, 12] + 1) % config.vocab_size
+    after = model(*batch_inputs(config, batch))[0][0, :, :99]
+    assert ((before - after).abs().amax(dim=-1) > 1e-6).all()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_sequence_longer_than_the_positions_is_refused(architecture: str) -> None:
+    config = small_config(architecture)
+    model = build_model(config, ONE, seed=1)
+    tokens = torch.zeros(2, 14, dtype=torch.long)
+    inputs = [tokens] if architecture == "gpt" else [tokens, tokens, torch.ones_like(tokens, dtype=torch.bool)]
+    with pytest.raises(ValueError, match=r"at most `max_position_embeddings` \(13\) tokens long, but is 14"):
+        model(*inputs)
+    model(*[values[:, :13] for values in inputs])
+    model(*[values[:, :5] for values in inputs])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture, norm_order", [("gpt", "pre"), ("bert", "post")])
+def test_compiled_layers_give_the_same_loss_and_gradients(architecture: str, norm_order: str) -> None:
+    config = small_config(architecture, norm_order=norm_order, hidden_dropout=0.2)
+    models = [random_model(config, ONE).float() for _ in range(2)]
+    models[1].transformer.compile_layers()
+    losses = [total_loss(model, random_batch(config)) for model in models]
+    for loss in losses:
+        loss.backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
+    assert list(models[1].state_dict()) == list(models[0].state_dict())
+    gradients = [nn.utils.parameters_to_vector(p.grad for p in model.parameters()) for model in models]
+    assert (gradients[1] - gradients[0]).norm() < 1e-5 * gradients[0].norm()
