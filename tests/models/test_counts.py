@@ -3,6 +3,7 @@
 Expected numbers: 12 h^2 + 13 h a layer and the rest worked out by hand from the published architectures.
 """
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,16 @@ COUNTS = {
 TWENTY_HEADS = ("gpt_2.5b", "bert_752m")
 
 
-def paper_config(name: str, **changes) -> TransformerConfig:
+@functools.cache
+def model_values(name: str) -> dict:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        values = OmegaConf.to_container(compose("train", [f"model={name}"]).model, resolve=True)
+        return OmegaConf.to_container(compose("train", [f"model={name}"]).model, resolve=True)
+
+
+def paper_config(name: str, **changes) -> TransformerConfig:
+    values = model_values(name) | changes
     assert values.pop("name") == name
-    return TransformerConfig(**values | changes)
+    return TransformerConfig(**values)
 
 
 @pytest.mark.parametrize("name", COUNTS)
