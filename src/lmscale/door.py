@@ -1,6 +1,7 @@
 """What every entry script does around its work: Hydra in, one line and an exit code out.
 
-Exit codes: 0 done; 1 a rank failed while running; 2 the user's configuration cannot work (nothing was started).
+Exit codes: 0 done; 1 a rank failed while running; 2 the configuration cannot work (nothing was started); 128 + n ended
+by signal n.
 """
 
 import os

@@ -13,6 +13,7 @@ from lightning.fabric.plugins.environments import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -71,7 +72,8 @@ def launch(worker: Callable[[Any], None], job: Any, world_size: int) -> None:
         job: picklable.
 
     Raises:
-        SystemExit: (code 1) a rank failed; one line names the first one and its error, below the rank's own traceback.
+        SystemExit: code 1, a rank failed (one line names the first one and its error, below the rank's own traceback);
+            code 128 + n, signal n ended the job.
     """
     if world_size == 1 or world_from_outside() is not None:
         worker(job)
@@ -94,6 +96,9 @@ def launch(worker: Callable[[Any], None], job: Any, world_size: int) -> None:
         message = failure.message["message"] if isinstance(failure.message, dict) else failure.message
         print(f"error: rank {rank} failed (exit code {failure.exitcode}): {message}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
+    except SignalException as error:  # Ctrl-C, or a scheduler's end: the agent has stopped the ranks
+        print(f"stopped by {error.sigval.name}", file=sys.stderr, flush=True)
+        raise SystemExit(128 + error.sigval) from None
 
 
 def share_cores(local_size: int, num_threads: int | None) -> int:
