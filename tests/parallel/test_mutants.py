@@ -90,7 +90,7 @@ def _compare(rank: int, mutate) -> dict[str, float]:
 
 def test_the_unbroken_code_equals_one_process() -> None:
     for result in run_ranks(_compare, 2, None):
-        assert max(result.values()) < BOUND, result
+        assert all(value < BOUND for value in result.values()), result  # also false for nan
 
 
 @pytest.mark.parametrize("mutate", MUTANTS, ids=lambda m: m.__name__)
