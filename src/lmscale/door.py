@@ -25,6 +25,8 @@ def open_door(main: Callable[[], None]) -> None:
     HYDRA_FULL_ERROR=1 in the environment shows the traceback instead.
     """
     _keep_quiet_on_other_ranks()
+    # Hydra's parser takes -m only before or after all overrides; a sweep is easily written with it in the middle.
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda arg: arg not in ("-m", "--multirun"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own account
     try:
         main()

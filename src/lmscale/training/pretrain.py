@@ -77,7 +77,17 @@ def prepare_job(run: RunConfig) -> PretrainJob:
     config.check_tensor_parallel(layout.tp_size)
     if resume_from is not None:
         check_model(read_metadata(resume_from), config.to_dict(), resume_from)
-    return PretrainJob(run, config, layout, batch, corpus, accelerator, resume_from)
+    job = PretrainJob(run, config, layout, batch, corpus, accelerator, resume_from)
+    make_datamodule(job)  # refuses a corpus that is too small here, before the ranks would
+    return job
+
+
+def make_datamodule(job: PretrainJob) -> PretrainDataModule:
+    """The run's samples; see `PretrainDataModule` for what it refuses."""
+    trainer = job.run.trainer
+    return PretrainDataModule(
+        job.corpus, job.run.data, job.batch, job.run.seed, trainer.max_steps, trainer.num_validation_samples
+    )
 
 
 def find_checkpoint(resume: str, run_dir: str) -> str | None:
@@ -150,9 +160,7 @@ def _train(
     peak = dense_peak_flops_per_s(device_name, run.precision.dtype, run.trainer.matmul_precision)
     kind = GPTModule if job.config.architecture == "gpt" else BERTModule
     module = kind(job.config, run, peak)
-    data = PretrainDataModule(
-        job.corpus, run.data, job.batch, run.seed, run.trainer.max_steps, run.trainer.num_validation_samples
-    )
+    data = make_datamodule(job)
     start_step = read_metadata(resume_from)["step"] if resume_from else 0
     if is_first:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,147 @@
+"""A configuration that cannot work: one line, exit code 2, nothing started, nothing written."""
+
+import time
+
+import pytest
+from door import TINY, train
+
+from lmscale.training.preflight import host_memory_available
+
+# overrides -> what the line must say: rule, name, value
+BAD = {
+    "heads": (
+        ["model.num_attention_heads=2", "parallel.tp_size=4"],
+        "`num_attention_heads` must be a multiple of `tp_size` (4), but is 2",
+    ),
+    "hidden size and heads": (
+        ["model.hidden_size=30"],
+        "`hidden_size` must be a multiple of `num_attention_heads` (4), but is 30",
+    ),
+    "vocabulary": (
+        ["model.vocab_size=1001", "model.vocab_multiple=1", "parallel.tp_size=2"],
+        "`padded_vocab_size` must be a multiple of `tp_size` (2), but is 1001",
+    ),
+    "tp size of a paper model": (
+        ["model=gpt_2.5b", "parallel.tp_size=8"],
+        "`num_attention_heads` must be a multiple of `tp_size` (8), but is 20",
+    ),
+    "unknown model": (["model=gpt_9b"], "`model` must be one of bert_1.3b, bert_3.9b"),
+    "unknown precision": (["precision=fp4"], "`precision` must be one of"),
+    "unknown data": (["data=webtext"], "`data` must be one of embedded, huggingface, local, but is 'webtext'"),
+    "unknown key": (["trainer.max_stps=3"], "`trainer.max_stps` is not a known key"),
+    "appended key": (["+wings=2"], "`wings` is not a known key"),
+    "unknown group": (["modle=gpt_tiny"], "`modle` is not a known key or group"),
+    "grammar": (["trainer.max_steps=[1"], ""),
+    "type": (["trainer.max_steps=many"], "`trainer.max_steps` must be int, but is 'many'"),
+    "batch": (
+        ["global_batch_size=5"],
+        "`global_batch_size` must be a multiple of `micro_batch_size` x `dp_size` (2 x 1), but is 5",
+    ),
+    "batch and ranks": (["parallel.dp_size=3"], "(2 x 3), but is 4"),
+    "sequence": (
+        ["data.seq_length=129"],
+        "`data.seq_length` must be at most `model.max_position_embeddings` (128), but is 129",
+    ),
+    "norm order": (["model.norm_order=middle"], "`norm_order` must be one of pre, post, but is 'middle'"),
+    "dropout": (["model.hidden_dropout=1.5"], "`hidden_dropout` must be at least 0 and below 1, but is 1.5"),
+    "no path": (["data=local"], "`data.path` must be given"),
+    "missing corpus": (
+        ["data=local", "data.path=no/such/file.txt"],
+        "`data.path` must exist, but no/such/file.txt does not",
+    ),
+    "resume": (
+        ["resume=no/such/run"],
+        "`resume` must be none, auto or the path of a checkpoint, but 'no/such/run' does not exist",
+    ),
+    "validation": (["trainer.num_validation_samples=999999"], "`trainer.num_validation_samples` must be at most"),
+    "gpu": (
+        ["trainer.accelerator=gpu"],
+        "`trainer.accelerator` must be cpu or auto on a machine without a GPU, but is gpu",
+    ),
+    "schedule": (["schedule.min_lr=1"], "`schedule.min_lr` must be at most `optimizer.lr`"),
+    "tokenizer": (["tokenizer.vocab_size=100"], "`tokenizer.vocab_size` must be above 256"),
+    "tokenizer of the other model": (["tokenizer=bert"], "`tokenizer` must suit the model (gpt), but is bert"),
+    "vocabulary below the tokenizer": (
+        ["model.vocab_size=300"],
+        "`model.vocab_size` must be at least the tokenizer's 400 ids, but is 300",
+    ),
+}
+
+
+def only_line(stderr: str) -> str:
+    lines = stderr.splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_mistake_is_one_line_and_exit_code_2(case, tmp_path) -> None:
+    import torch
+
+    if case == "gpu" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    overrides, message = BAD[case]
+    groups = tuple(o.split("=")[0] + "." for o in overrides if "." not in o.split("=")[0])  # another choice, other keys
+    tiny = [o for o in TINY if not o.startswith(groups)]
+    done = train(*tiny, *overrides, f"hydra.run.dir={tmp_path}/run")
+    assert done.returncode == 2, done.stderr
+    assert message in only_line(done.stderr)
+    assert done.stdout == ""
+    written = [p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file() and ".hydra" not in p.parts]
+    assert written == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "must hold at least one document"),
+        (b"caf\xe9\n\nna\xefve", "2 undecodable bytes, the first at offset 3; data.undecodable=replace"),
+        (b"One short document.\n\nAnother one.", "the train part must have at least `data.seq_length` + 1 (33) tokens"),
+    ],
+    ids=["empty", "undecodable", "too short"],
+)
+def test_a_corpus_that_cannot_serve_is_refused_before_ranks_start(tmp_path, content, message) -> None:
+    (tmp_path / "corpus.txt").write_bytes(content)
+    done = train(
+        *TINY,
+        "data=local",
+        f"data.path={tmp_path}/corpus.txt",
+        "parallel.tp_size=2",
+        f"hydra.run.dir={tmp_path}/run",
+        LMSCALE_CACHE=str(tmp_path / "cache"),
+    )
+    assert done.returncode == 2 and message in only_line(done.stderr)
+
+
+def test_a_world_of_another_size_is_refused(tmp_path) -> None:
+    world = {
+        "TORCHELASTIC_RUN_ID": "x",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29999",
+    }
+    overrides = ("parallel.tp_size=2", "parallel.dp_size=2", f"hydra.run.dir={tmp_path}")
+    done = train(*TINY, *overrides, **world)
+    assert done.returncode == 2
+    assert "the world size must be `tp_size` x `dp_size` (2 x 2), but 3 ranks were started" in only_line(done.stderr)
+
+
+def test_the_traceback_is_there_for_who_asks(tmp_path) -> None:
+    done = train(*TINY, "global_batch_size=5", f"hydra.run.dir={tmp_path}", HYDRA_FULL_ERROR="1")
+    assert done.returncode != 0 and "Traceback" in done.stderr
+
+
+@pytest.mark.skipif(host_memory_available() > 60e9, reason="this machine is large enough for bert_3.9b")
+@pytest.mark.parametrize("overrides", [(), ("parallel.tp_size=4",)], ids=["one rank", "four ranks on one host"])
+def test_a_model_too_large_is_refused_within_seconds(tmp_path, overrides) -> None:
+    start = time.monotonic()
+    done = train("model=bert_3.9b", "trainer.accelerator=cpu", *overrides, f"hydra.run.dir={tmp_path}")
+    assert time.monotonic() - start < 15
+    line = only_line(done.stderr)
+    assert done.returncode == 2
+    assert "bytes" in line and "GiB) a rank" in line and f"x {4 if overrides else 1} rank(s)" in line
+    assert "parallel.tp_size=" in line.split("smallest layout that fits is ")[1]

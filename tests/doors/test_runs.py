@@ -1,0 +1,176 @@
+"""Runs from the command line: who starts the ranks, what the run folder holds, and how a job ends."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from door import REPOSITORY, TINY, environment, start, train
+from ranks import free_port
+
+SLOW_RUN = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=100000",)
+
+
+def losses(run_dir: Path) -> list[float]:
+    with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(1, len(rows) + 1))
+    return [float(row["train/loss"]) for row in rows]
+
+
+def run(run_dir: Path, *overrides: str, **kwargs) -> list[float]:
+    done = train(*TINY, *overrides, f"hydra.run.dir={run_dir}", **kwargs)
+    assert done.returncode == 0, done.stderr
+    return losses(run_dir)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[Path, list[float]]:
+    """One process, attention dropout that does not depend on the layout."""
+    run_dir = tmp_path_factory.mktemp("plain")
+    return run_dir, run(run_dir, "model.attention=exact")
+
+
+def test_the_run_folder_has_everything(plain) -> None:
+    run_dir, values = plain
+    assert len(values) == 3
+    record = json.loads((run_dir / "record.json").read_text())
+    assert record["metrics"]["steps"]["value"] == 3
+    config = json.loads((run_dir / "config.json").read_text())
+    assert config["schedule"]["decay_steps"] == 3 and config["model"]["num_layers"] == 1
+    assert (run_dir / ".hydra" / "config.yaml").is_file()
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step_3.ckpt"]
+
+
+def test_four_ranks_of_our_own_give_the_same_losses(plain, tmp_path) -> None:
+    values = run(tmp_path, "model.attention=exact", "parallel.tp_size=2", "parallel.dp_size=2", "micro_batch_size=1")
+    assert values == pytest.approx(plain[1], rel=1e-5)
+
+
+def test_torchrun_gives_the_same_losses_and_one_run_folder(plain, tmp_path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    values = run(tmp_path / "run", "model.attention=exact", "parallel.tp_size=2", launcher=launcher)
+    assert values == pytest.approx(plain[1], rel=1e-5)
+    default = train(*TINY, "parallel.tp_size=2", f"name=torchrun_{os.getpid()}", launcher=launcher)
+    folder = REPOSITORY / "outputs" / f"torchrun_{os.getpid()}"
+    assert default.returncode == 0 and len(list(folder.iterdir())) == 1
+    subprocess.run(["rm", "-r", str(folder)], check=True)
+
+
+def test_srun_gives_the_same_losses(plain, tmp_path) -> None:
+    port = str(free_port())
+    ranks = []
+    for rank in range(2):
+        slurm = {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NODEID": "0",
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_NNODES": "1",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NAME": "study",
+            "SLURM_NODELIST": "localhost",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        ranks.append(start(*TINY, "model.attention=exact", "parallel.tp_size=2", f"hydra.run.dir={tmp_path}", **slurm))
+    for process in ranks:
+        _, stderr = process.communicate(timeout=200)
+        assert process.returncode == 0, stderr
+    assert losses(tmp_path) == pytest.approx(plain[1], rel=1e-5)
+
+
+def test_a_run_stopped_and_resumed_is_the_whole_run_bitwise(tmp_path) -> None:
+    whole = run(tmp_path / "whole", "trainer.max_steps=5")
+    run(tmp_path / "parts", "trainer.max_steps=5", "trainer.stop_after_steps=2", "resume=auto")
+    assert run(tmp_path / "parts", "trainer.max_steps=5", "resume=auto") == whole
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_every_difference(plain) -> None:
+    done = train(
+        *TINY, "model.norm_order=post", "model.num_layers=2", f"resume={plain[0]}", f"hydra.run.dir={plain[0]}/x"
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "norm_order is 'post' here and 'pre' there; num_layers is 2 here and 1 there" in done.stderr
+
+
+def test_tp_size_auto_takes_one_rank_where_that_fits(tmp_path) -> None:
+    run(tmp_path, "parallel.tp_size=auto")
+    assert json.loads((tmp_path / "record.json").read_text())["layout"]["tp_size"] == 1
+
+
+def test_a_sweep_over_layouts_and_norm_orders_makes_four_runs(tmp_path) -> None:
+    sweep = ("-m", "parallel.tp_size=1,2", "model.norm_order=pre,post", f"hydra.sweep.dir={tmp_path}")
+    done = train(*TINY, *sweep)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads((tmp_path / str(i) / "record.json").read_text()) for i in range(4)]
+    cells = {(r["layout"]["tp_size"], r["config"]["model"]["norm_order"]) for r in records}
+    assert cells == {(1, "pre"), (1, "post"), (2, "pre"), (2, "post")}
+    values = [losses(tmp_path / str(i))[-1] for i in range(4)]
+    assert values[0] != values[1]
+    assert abs(values[0] - values[1]) > 1e-4
+
+
+def children_of(process: subprocess.Popen) -> list[int]:
+    listing = subprocess.run(
+        ["ps", "-o", "pid=", "-o", "args=", "--ppid", str(process.pid)], capture_output=True, text=True
+    )
+    return [int(line.split()[0]) for line in listing.stdout.splitlines() if "spawn_main" in line]
+
+
+def wait_for_rows(run_dir: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not (run_dir / "metrics.csv").is_file():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the process table with ps")
+@pytest.mark.parametrize(("target", "number", "code"), [("rank", signal.SIGKILL, 1), ("job", signal.SIGINT, 130)])
+def test_a_killed_rank_and_a_ctrl_c_end_the_whole_job(tmp_path, target, number, code) -> None:
+    process = start(*SLOW_RUN, "parallel.tp_size=2", f"hydra.run.dir={tmp_path}")
+    try:
+        wait_for_rows(tmp_path, process)
+        ranks = children_of(process)
+        assert len(ranks) == 2
+        os.kill(ranks[1] if target == "rank" else process.pid, number)
+        begin = time.monotonic()
+        _, stderr = process.communicate(timeout=60)
+        assert time.monotonic() - begin < 30
+        assert process.returncode == code, stderr
+        assert stderr.splitlines()[-1].startswith("error: rank 1 failed" if target == "rank" else "stopped by SIGINT")
+        assert not [pid for pid in ranks if os.path.exists(f"/proc/{pid}")]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_every_python_command_of_the_readme_runs(tmp_path) -> None:
+    """Each with a tiny model and a few steps; make targets exist; Slurm and conda lines are left alone."""
+    blocks = (REPOSITORY / "README.md").read_text(encoding="utf-8").split("```bash\n")[1:]
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.split("```")[0].splitlines()]
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    small = [o for o in TINY if not o.startswith(("tokenizer", "data.seq"))] + ["micro_batch_size=1"]
+    count = 0
+    for number, line in enumerate(line for line in lines if line):
+        words = line.split()
+        if words[0] == "make":
+            assert f"\n{words[1]}:" in makefile, line
+            continue
+        if words[0] not in ("python", "torchrun"):
+            continue
+        folder = f"hydra.sweep.dir={tmp_path}/{number}" if "-m" in words else f"hydra.run.dir={tmp_path}/{number}"
+        module = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
+        given = {word.split("=")[0] for word in words}
+        rest = [o for o in small if o.split("=")[0] not in given]
+        command = [sys.executable, *module, *words[1:], *rest, folder]
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, (line, done.stderr)
+        count += 1
+    assert count >= 6
