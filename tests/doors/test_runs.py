@@ -119,7 +119,7 @@ def test_a_sweep_over_layouts_and_norm_orders_makes_four_runs(tmp_path) -> None:
 
 def children_of(process: subprocess.Popen) -> list[int]:
     listing = subprocess.run(
-        ["ps", "-o", "pid=", "-o", "args=", "--ppid", str(process.pid)], capture_output=True, text=True
+        ["ps", "-ww", "-o", "pid=", "-o", "args=", "--ppid", str(process.pid)], capture_output=True, text=True
     )
     return [int(line.split()[0]) for line in listing.stdout.splitlines() if "spawn_main" in line]
 
