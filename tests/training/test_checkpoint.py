@@ -102,6 +102,11 @@ def test_auto_takes_the_newest_complete_one(finished, tmp_path) -> None:
     assert find_checkpoint(str(run_dir / "checkpoints" / "step_4.ckpt"), "elsewhere").endswith("step_4.ckpt")
 
 
+def test_a_new_run_is_not_started_among_the_checkpoints_of_another(finished) -> None:
+    with pytest.raises(ValueError, match="`resume` must be auto or a path where the run folder has checkpoints"):
+        prepare_job(tiny_run("gpt", finished))
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_every_difference(finished, tmp_path) -> None:
     changed = {"model__num_layers": 3, "model__norm_order": "post", "model__hidden_dropout": 0.3}
     run = tiny_run("gpt", tmp_path, resume=str(finished), **changed)

@@ -96,13 +96,19 @@ def find_checkpoint(resume: str, run_dir: str) -> str | None:
     A path may be a checkpoint or a run folder (then its newest).
 
     Raises:
-        ValueError: the path has no complete checkpoint.
+        ValueError: the path has no complete checkpoint; `none`, and the run folder has checkpoints, which a new run
+            would mix with its own.
     """
+    own = list_checkpoints(Path(run_dir) / CHECKPOINTS)
     if resume == "none":
+        if own:
+            raise ValueError(
+                f"`resume` must be auto or a path where the run folder has checkpoints ({own[-1].name} in {run_dir}), "
+                "but is none; a run from the start needs another hydra.run.dir"
+            )
         return None
     if resume == "auto":
-        found = list_checkpoints(Path(run_dir) / CHECKPOINTS)
-        return str(found[-1]) if found else None
+        return str(own[-1]) if own else None
     path = Path(resume).absolute()
     if not path.exists():
         raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but {resume!r} does not exist")

@@ -1,0 +1,54 @@
+"""Dataclasses from nested plain values, with every mistake named by its dotted key."""
+
+import dataclasses
+import types
+import typing
+
+
+def build(cls: type, values: dict, prefix: str):
+    """Make the dataclass `cls` from a plain dict, refusing unknown and missing keys and wrong types.
+
+    Raises:
+        ValueError: naming the key with its `prefix`, what was expected, and what was there.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ValueError(f"`{prefix}{unknown[0]}` is not a known key; known here: {', '.join(fields)}")
+    arguments = {}
+    for name, spec in fields.items():
+        if name not in values:
+            if spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
+                raise ValueError(f"`{prefix}{name}` must be given")
+            continue
+        hint, value = hints[name], values[name]
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise ValueError(f"`{prefix}{name}` must be a group of keys, but is {value!r}")
+            arguments[name] = build(hint, value, f"{prefix}{name}.")
+        else:
+            arguments[name] = _convert(hint, value, prefix + name)
+    return cls(**arguments)
+
+
+def _convert(hint: object, value: object, name: str) -> object:
+    """`value` as one of the types of `hint`; whole numbers pass as floats, YAML's `1e-4` string too."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for kind in kinds:
+        plain = typing.get_origin(kind) or kind
+        if plain is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        if plain is int and isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if plain not in (int, float) and isinstance(value, plain):
+            return value
+    if float in kinds and isinstance(value, str):  # YAML 1.1 reads 1e-4 (no dot) as a string
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if int in kinds and isinstance(value, float) and value.is_integer():
+        return int(value)
+    expected = " or ".join("null" if k is type(None) else getattr(k, "__name__", str(k)) for k in kinds)
+    raise ValueError(f"`{name}` must be {expected}, but is {value!r}")
