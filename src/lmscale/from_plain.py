@@ -3,6 +3,9 @@
 import dataclasses
 import types
 import typing
+from enum import Enum
+
+_IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
 def build(cls: type, values: dict, prefix: str):
@@ -37,6 +40,8 @@ def _convert(hint: object, value: object, name: str) -> object:
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for kind in kinds:
         plain = typing.get_origin(kind) or kind
+        if issubclass(plain, Enum):
+            return value  # its class knows the choices
         if plain is float and isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
         if plain is int and isinstance(value, int) and not isinstance(value, bool):
@@ -50,5 +55,5 @@ def _convert(hint: object, value: object, name: str) -> object:
             pass
     if int in kinds and isinstance(value, float) and value.is_integer():
         return int(value)
-    expected = " or ".join("null" if k is type(None) else getattr(k, "__name__", str(k)) for k in kinds)
+    expected = " or ".join(_IN_WORDS.get(k, str(k)) for k in kinds)
     raise ValueError(f"`{name}` must be {expected}, but is {value!r}")

@@ -7,10 +7,11 @@ the wrong type are refused here, before any process starts. Below the door only 
 import dataclasses
 from dataclasses import dataclass, field
 
-from .config import require_positive
+from .config import BatchConfig, TransformerConfig, require_positive
 from .from_plain import build
 
 LOSS_REDUCTIONS = ("token_mean", "mean_of_means")
+STAND_IN_VOCAB_SIZE = 2000  # ids, for sizes that are wanted before the tokenizer is known
 
 
 @dataclass(frozen=True)
@@ -285,13 +286,41 @@ class RunConfig:
             )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """What must fit together, as far as it is known before `auto` sizes and the tokenizer are."""
+        config = self.transformer_config(STAND_IN_VOCAB_SIZE)
+        positions, seq_length = config.max_position_embeddings, self.data.seq_length
+        if seq_length > positions:
+            raise ValueError(
+                f"`data.seq_length` must be at most `model.max_position_embeddings` ({positions}), but is {seq_length}"
+            )
+        tp_size, dp_size = self.parallel.tp_size, self.parallel.dp_size
+        if tp_size != "auto":
+            if self.model.get("vocab_size") is None:  # its rows are checked once they are known
+                config = dataclasses.replace(config, vocab_multiple=tp_size)
+            config.check_tensor_parallel(tp_size)
+        BatchConfig(self.micro_batch_size, self.global_batch_size, 1 if dp_size == "auto" else dp_size)
+
+    def transformer_config(self, tokenizer_vocab_size: int) -> TransformerConfig:
+        """The model, with the tokenizer's number of ids where `model.vocab_size` is null.
+
+        Raises:
+            ValueError: an unknown key of `model`, a missing one, or a value that cannot be.
+        """
+        values = {key: value for key, value in self.model.items() if key != "name"}
+        if values.get("vocab_size") is None:
+            values["vocab_size"] = tokenizer_vocab_size
+        return build(TransformerConfig, values, "model.")
 
     @classmethod
     def from_dict(cls, values: dict) -> "RunConfig":
         """Build from nested plain values.
 
         Raises:
-            ValueError: an unknown key, a missing key or a value of another type, with its dotted name.
+            ValueError: an unknown key, a missing key or a value of another type, with its dotted name; sizes that do
+                not fit together.
         """
         return build(cls, values, "")
 

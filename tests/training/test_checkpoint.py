@@ -105,6 +105,9 @@ def test_auto_takes_the_newest_complete_one(finished, tmp_path) -> None:
 def test_a_new_run_is_not_started_among_the_checkpoints_of_another(finished) -> None:
     with pytest.raises(ValueError, match="`resume` must be auto or a path where the run folder has checkpoints"):
         prepare_job(tiny_run("gpt", finished))
+    older = str(sorted((finished / "checkpoints").iterdir())[0])
+    with pytest.raises(ValueError, match="`resume` must not be older than the run folder's checkpoints"):
+        find_checkpoint(older, str(finished))
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_every_difference(finished, tmp_path) -> None:

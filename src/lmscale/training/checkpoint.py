@@ -33,13 +33,18 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step}.ckpt"
 
 
+def checkpoint_step(path: Path) -> int:
+    """The step in the name of a checkpoint that `list_checkpoints` has found."""
+    return int(_NAME.fullmatch(path.name).group(1))
+
+
 def list_checkpoints(folder: str | Path) -> list[Path]:
     """Complete checkpoints in `folder`, oldest step first. Unfinished ones have another name and are not listed."""
     folder = Path(folder)
     if not folder.is_dir():
         return []
-    found = [(int(m.group(1)), p) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(found) if (path / METADATA).is_file()]
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / METADATA).is_file()]
+    return sorted(found, key=checkpoint_step)
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:

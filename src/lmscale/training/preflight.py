@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import BatchConfig, ParallelConfig, TransformerConfig
+from ..config import ParallelConfig, TransformerConfig
 from ..perf.memory import estimate_memory, smallest_layout
 from ..run_config import ParallelRequest, RunConfig
 from .launch import World
@@ -20,7 +20,7 @@ def resolve_layout(
         world: ranks that exist already; None where lmscale will start them on this host.
 
     Raises:
-        ValueError: the model cannot be cut so, the world has another size, or no size fits (`auto`).
+        ValueError: the world has another size, or no size fits (`auto`).
     """
     tp_size, dp_size = request.tp_size, request.dp_size
     devices = world.size if world is not None else torch.cuda.device_count() if accelerator == "gpu" else None
@@ -40,7 +40,6 @@ def resolve_layout(
                 "`parallel.tp_size`=auto found no power of two that divides the model and fits the memory of "
                 f"{device_memory(accelerator) / 2**30:.1f} GiB a device"
             )
-    config.check_tensor_parallel(tp_size)
     if dp_size == "auto":
         dp_size = 1 if devices is None else max(1, devices // tp_size)
     layout = ParallelConfig(tp_size, dp_size)
@@ -53,20 +52,6 @@ def resolve_layout(
             f"`tp_size` x `dp_size` ({tp_size} x {dp_size}) must be at most the GPUs of this host, but it has {devices}"
         )
     return layout
-
-
-def check_sizes(config: TransformerConfig, run: RunConfig, layout: ParallelConfig) -> BatchConfig:
-    """Sequence and batch rules that need the layout.
-
-    Raises:
-        ValueError: a sequence longer than the positions, or a batch that cannot be dealt out.
-    """
-    if run.data.seq_length > config.max_position_embeddings:
-        raise ValueError(
-            f"`data.seq_length` must be at most `model.max_position_embeddings` ({config.max_position_embeddings}), "
-            f"but is {run.data.seq_length}"
-        )
-    return BatchConfig(run.micro_batch_size, run.global_batch_size, layout.dp_size)
 
 
 def check_memory(

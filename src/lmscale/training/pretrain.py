@@ -1,6 +1,7 @@
 """Pretraining from a run's configuration to its record."""
 
 import gc
+import importlib.util
 import json
 import logging
 import platform
@@ -21,15 +22,15 @@ from ..data.prepare import PreparedCorpus, corpus_unigram_cross_entropy, prepare
 from ..perf.flops import dense_peak_flops_per_s
 from ..perf.params import count_parameters
 from ..results import new_record, write_record
-from ..run_config import RunConfig
+from ..run_config import STAND_IN_VOCAB_SIZE, RunConfig
 from .bert_module import BERTModule
 from .callbacks import PeriodicCheckpoint, TrainingBar
-from .checkpoint import check_model, list_checkpoints, read_metadata
+from .checkpoint import check_model, checkpoint_step, list_checkpoints, read_metadata
 from .gpt_module import GPTModule
 from .launch import cluster_environment, resolve_accelerator, share_cores, world_from_outside
 from .metrics_file import MetricsFile
 from .module import PretrainModule
-from .preflight import check_memory, check_sizes, resolve_layout
+from .preflight import check_memory, resolve_layout
 from .schedule import learning_rate_of_update
 from .strategy import TensorParallelStrategy
 
@@ -62,21 +63,28 @@ def prepare_job(run: RunConfig) -> PretrainJob:
     Raises:
         ValueError: anything in the configuration that cannot work, in one line.
     """
-    model = {key: value for key, value in run.model.items() if key != "name"}
-    # Until the tokenizer is known a small vocabulary stands in; padding makes it as good as any for the size rules.
-    provisional = TransformerConfig(**(model | {"vocab_size": model.get("vocab_size") or 2000}))
+    # A small vocabulary stands in until the tokenizer is known: padding makes it as good as any for the memory.
+    provisional = run.transformer_config(STAND_IN_VOCAB_SIZE)
     accelerator = resolve_accelerator(run.trainer.accelerator)
     world = world_from_outside()
     layout = resolve_layout(run.parallel, provisional, run, world, accelerator)
-    batch = check_sizes(provisional, run, layout)
+    batch = BatchConfig(run.micro_batch_size, run.global_batch_size, layout.dp_size)
+    if run.logger.wandb and importlib.util.find_spec("wandb") is None:
+        raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
     learning_rate_of_update(1, run.schedule, run.optimizer.lr)  # refuses a schedule that its formula cannot follow
     check_memory(provisional, run, layout, world, accelerator)
     resume_from = find_checkpoint(run.resume, run.run_dir)
-    corpus = prepare_corpus(run.data, run.tokenizer, provisional.architecture, model.get("vocab_size"))
-    config = TransformerConfig(**(model | {"vocab_size": model.get("vocab_size") or corpus.vocab_size}))
+    saved = read_metadata(resume_from) if resume_from else None
+    corpus = prepare_corpus(run.data, run.tokenizer, provisional.architecture, run.model.get("vocab_size"))
+    config = run.transformer_config(corpus.vocab_size)
     config.check_tensor_parallel(layout.tp_size)
-    if resume_from is not None:
-        check_model(read_metadata(resume_from), config.to_dict(), resume_from)
+    if saved is not None:
+        check_model(saved, config.to_dict(), resume_from)
+        if run.global_batch_size != saved["run"]["global_batch_size"]:  # a step is a place in the data, too
+            raise ValueError(
+                f"`global_batch_size` must be that of the checkpoint ({saved['run']['global_batch_size']}), "
+                f"but is {run.global_batch_size}"
+            )
     job = PretrainJob(run, config, layout, batch, corpus, accelerator, resume_from)
     make_datamodule(job)  # refuses a corpus that is too small here, before the ranks would
     return job
@@ -96,8 +104,8 @@ def find_checkpoint(resume: str, run_dir: str) -> str | None:
     A path may be a checkpoint or a run folder (then its newest).
 
     Raises:
-        ValueError: the path has no complete checkpoint; `none`, and the run folder has checkpoints, which a new run
-            would mix with its own.
+        ValueError: the path has no complete checkpoint; the run folder has checkpoints after the step to start from,
+            which would be mixed with the run's own.
     """
     own = list_checkpoints(Path(run_dir) / CHECKPOINTS)
     if resume == "none":
@@ -113,7 +121,13 @@ def find_checkpoint(resume: str, run_dir: str) -> str | None:
     if not path.exists():
         raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but {resume!r} does not exist")
     found = list_checkpoints(path / CHECKPOINTS) or list_checkpoints(path)
-    return str(found[-1] if found else path)
+    chosen = found[-1] if found else path
+    if own and read_metadata(chosen)["step"] < checkpoint_step(own[-1]):
+        raise ValueError(
+            f"`resume` must not be older than the run folder's checkpoints ({own[-1].name} in {run_dir}), "
+            f"but is {resume!r}; a run that branches off needs another hydra.run.dir"
+        )
+    return str(chosen)
 
 
 @record
