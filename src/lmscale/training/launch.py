@@ -1,6 +1,8 @@
 """Who starts the ranks, and on what: torchrun or srun from outside, else one elastic agent of our own."""
 
+import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from lightning.fabric.plugins.environments import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -25,7 +28,6 @@ class World:
 
     size: int
     local_size: int
-    rank: int
     environment: type[ClusterEnvironment]
 
 
@@ -33,22 +35,24 @@ def world_from_outside() -> World | None:
     """The world of torchrun or of an `srun` with several tasks; None where lmscale starts the ranks itself.
 
     An interactive Slurm shell, and an `srun` of one task, are not a world.
+
+    Raises:
+        ValueError: torchrun's variables are incomplete.
     """
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            if not env.get(name, "").isdecimal():
+                raise ValueError(
+                    f"`{name}` must be a number where TORCHELASTIC_RUN_ID is set, but is {env.get(name)!r}"
+                )
         size, local_size = int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
-        return World(size, local_size, int(env["RANK"]), TorchElasticEnvironment)
+        return World(size, local_size, TorchElasticEnvironment)
     num_tasks = int(env.get("SLURM_NTASKS", "1"))
     if "SLURM_PROCID" in env and num_tasks > 1 and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
         num_nodes = int(env.get("SLURM_NNODES", "1"))
-        return World(num_tasks, num_tasks // num_nodes, int(env["SLURM_PROCID"]), SLURMEnvironment)
+        return World(num_tasks, num_tasks // num_nodes, SLURMEnvironment)
     return None
-
-
-def is_rank_zero() -> bool:
-    """Whether this process speaks for the job, before any process group exists."""
-    world = world_from_outside()
-    return world is None or world.rank == 0
 
 
 def cluster_environment() -> tuple[ClusterEnvironment, int, int]:
@@ -77,7 +81,10 @@ def launch(worker: Callable[[Any], None], job: Any, world_size: int) -> None:
             code 128 + n, signal n ended the job.
     """
     if world_size == 1 or world_from_outside() is not None:
-        worker(job)
+        try:
+            worker(job)
+        except SystemExit as end:  # how Lightning leaves a training that a signal has interrupted
+            _stop(signal.SIGTERM if isinstance(end, SIGTERMException) else signal.SIGINT)
         return
     # The agent keeps its error files in a folder of its own, which nobody would clean up.
     with tempfile.TemporaryDirectory(prefix="lmscale_") as folder:
@@ -97,16 +104,30 @@ def launch(worker: Callable[[Any], None], job: Any, world_size: int) -> None:
 
 
 def _run_agent(config: LaunchConfig, worker: Callable[[Any], None], job: Any) -> None:
+    # Its warnings on ending ranks and its copy of a rank's traceback would stand around ours.
+    for name in (
+        "distributed.elastic.agent.server.api",
+        "distributed.elastic.multiprocessing.api",
+        "multiprocessing.spawn",
+    ):
+        logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
     try:
         elastic_launch(config, worker)(job)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        message = failure.message["message"] if isinstance(failure.message, dict) else failure.message
+        message = failure.message
+        if isinstance(message, dict):  # an exception; a signal leaves a sentence
+            print(message["extraInfo"]["py_callstack"].rstrip(), file=sys.stderr)
+            message = message["message"]
         print(f"error: rank {rank} failed (exit code {failure.exitcode}): {message}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     except SignalException as error:  # Ctrl-C, or a scheduler's end: the agent has stopped the ranks
-        print(f"stopped by {error.sigval.name}", file=sys.stderr, flush=True)
-        raise SystemExit(128 + error.sigval) from None
+        _stop(error.sigval)
+
+
+def _stop(number: signal.Signals) -> None:
+    print(f"stopped by {number.name}", file=sys.stderr, flush=True)
+    raise SystemExit(128 + number) from None
 
 
 def share_cores(local_size: int, num_threads: int | None) -> int:
