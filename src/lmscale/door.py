@@ -4,19 +4,31 @@ Exit codes: 0 done; 1 a rank failed while running; 2 the configuration cannot wo
 by signal n.
 """
 
+import atexit
 import os
 import re
+import shutil
+import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 USER_ERROR = 2
 _WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")  # before `open_door` sets it for Hydra
+_task_is_running = False
 
 
 def open_door(main: Callable[[], None]) -> None:
@@ -30,8 +42,12 @@ def open_door(main: Callable[[], None]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own account
     try:
         main()
-    except (HydraException, OmegaConfBaseException) as error:
-        if _WANTS_TRACEBACK:
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGINT)
+    # Before the task runs, Hydra raises errors of every kind: assertions, TypeErrors, OSErrors for its folder.
+    except Exception as error:
+        if _WANTS_TRACEBACK or _task_is_running:
             raise
         _exit(error)
 
@@ -42,27 +58,66 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig) -> None:
     A ValueError is the user's mistake. It ends the process here, because Hydra would print lines of its own around an
     exception that passes through it.
     """
+    global _task_is_running
+    hydra_config = HydraConfig.get()
     try:
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        hydra = HydraConfig.get()
-        values["run_dir"] = str(Path(hydra.runtime.output_dir).absolute())
-        values["overrides"] = list(hydra.overrides.task)
+        values["run_dir"] = str(Path(hydra_config.runtime.output_dir).absolute())
+        values["overrides"] = list(hydra_config.overrides.task)
+        _task_is_running = True
         task(values)
+        _task_is_running = False
     except (ValueError, OmegaConfBaseException) as error:
         if _WANTS_TRACEBACK:
             raise
-        _exit(error)
+        _exit(error, _name_of_job(hydra_config))
+
+
+class SweepCheck(Callback):
+    """Hydra's callback that tries every job of a `-m` sweep on `build` before the first one starts.
+
+    Args:
+        build: dotted path of a function of the resolved configuration (plain values, `run_dir` and `overrides` added)
+            that raises ValueError where it cannot work.
+    """
+
+    def __init__(self, build: str) -> None:
+        self.build = hydra.utils.get_method(build)
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Compose and build each job as Hydra's basic sweeper will; exit code 2 at the first that cannot work."""
+        swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+        parser = OverridesParser.create(GlobalHydra.instance().hydra.config_loader)
+        jobs = BasicSweeper.split_arguments(parser.parse_overrides([*swept, *config.hydra.overrides.task]), None)[0]
+        for number, overrides in enumerate(jobs):
+            try:
+                job = hydra.compose(config.hydra.job.config_name, overrides)
+                values = OmegaConf.to_container(job, resolve=True, throw_on_missing=True)
+                self.build(values | {"run_dir": "", "overrides": overrides})
+            except (ValueError, HydraException, OmegaConfBaseException) as error:
+                if _WANTS_TRACEBACK:
+                    raise
+                _exit(error, f"job {number} of the sweep ({' '.join(overrides)}): ")
+
+
+def _name_of_job(hydra_config: DictConfig) -> str:
+    """For messages: which job of a sweep this is; empty outside one."""
+    if hydra_config.mode != RunMode.MULTIRUN:
+        return ""
+    return f"job {hydra_config.job.num} of the sweep ({' '.join(hydra_config.overrides.task)}): "
 
 
 def _keep_quiet_on_other_ranks() -> None:
     """Under torchrun or srun only rank 0 makes a run folder; the clocks of the ranks would give each its own."""
     rank = os.environ.get("RANK") if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("SLURM_PROCID")
-    if rank not in (None, "0") and not any(arg.startswith("hydra.run.dir=") for arg in sys.argv):
-        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
+    if rank not in (None, "0") and not any(arg.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for arg in sys.argv):
+        folder = tempfile.mkdtemp(prefix="lmscale_rank_")  # where no earlier run can be found
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        sys.argv += [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", "hydra.output_subdir=null"]
 
 
-def _exit(error: Exception) -> None:
-    print(f"error: {_one_line(error)}", file=sys.stderr, flush=True)
+def _exit(error: Exception, job: str = "") -> None:
+    print(f"error: {job}{_one_line(error)}", file=sys.stderr, flush=True)
     sys.exit(USER_ERROR)
 
 
@@ -72,10 +127,16 @@ def _one_line(error: Exception) -> str:
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         choices = ", ".join(option for option in error.options if not option.startswith("base"))
         return f"`{group}` must be one of {choices}, but is {choice!r}"
-    text = str(error)
     if isinstance(error, MissingMandatoryValue):
         return f"`{error.full_key}` must be given"
+    if isinstance(error, OverrideParseException):
+        return (
+            f"an argument must be of the form key=value, with quotes around what is special, but is {error.override!r}"
+        )
+    text = str(error)
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
         return f"`{unknown.group(1)}` is not a known key or group of the configuration"
+    if not isinstance(error, (ValueError, HydraException, OmegaConfBaseException)):
+        text = f"the command line cannot be used: {type(error).__name__} {text}".rstrip()
     return re.sub(r"\s+", " ", text).strip()

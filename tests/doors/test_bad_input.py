@@ -1,5 +1,6 @@
 """A configuration that cannot work: one line, exit code 2, nothing started, nothing written."""
 
+import importlib.util
 import time
 
 import pytest
@@ -30,9 +31,21 @@ BAD = {
     "unknown data": (["data=webtext"], "`data` must be one of embedded, huggingface, local, but is 'webtext'"),
     "unknown key": (["trainer.max_stps=3"], "`trainer.max_stps` is not a known key"),
     "appended key": (["+wings=2"], "`wings` is not a known key"),
+    "appended key of the model": (["+model.wings=2"], "`model.wings` is not a known key; known here: architecture"),
+    "nested key": (["++trainer.wings.left=2"], "`trainer.wings` is not a known key"),
     "unknown group": (["modle=gpt_tiny"], "`modle` is not a known key or group"),
-    "grammar": (["trainer.max_steps=[1"], ""),
-    "type": (["trainer.max_steps=many"], "`trainer.max_steps` must be int, but is 'many'"),
+    "grammar": (
+        ["trainer.max_steps=[1"],
+        "must be of the form key=value, with quotes around what is special, but is 'trainer.",
+    ),
+    "a word": (["bert_tiny"], "must be of the form key=value, with quotes around what is special, but is 'bert_tiny'"),
+    "a number for a group": (["model=1"], "Config group override must be a string"),
+    "a file as run folder": (["hydra.run.dir=README.md"], "FileExistsError"),
+    "type": (["trainer.max_steps=many"], "`trainer.max_steps` must be a whole number, but is 'many'"),
+    "type of a size": (["model.hidden_size=1e9x"], "`model.hidden_size` must be a whole number, but is '1e9x'"),
+    "type of a switch": (["deterministic=maybe"], "`deterministic` must be true or false, but is 'maybe'"),
+    "no such layout": (["parallel.tp_size=two"], "must be auto or a whole number of at least 1, but is 'two'"),
+    "a logger that is missing": (["logger.wandb=true"], "`logger.wandb` must be false where wandb is not installed"),
     "batch": (
         ["global_batch_size=5"],
         "`global_batch_size` must be a multiple of `micro_batch_size` x `dp_size` (2 x 1), but is 5",
@@ -81,10 +94,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(case, tmp_path) -> None:
 
     if case == "gpu" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
+    if case == "a logger that is missing" and importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed")
     overrides, message = BAD[case]
     groups = tuple(o.split("=")[0] + "." for o in overrides if "." not in o.split("=")[0])  # another choice, other keys
     tiny = [o for o in TINY if not o.startswith(groups)]
-    done = train(*tiny, *overrides, f"hydra.run.dir={tmp_path}/run")
+    done = train(*tiny, f"hydra.run.dir={tmp_path}/run", *overrides)
     assert done.returncode == 2, done.stderr
     assert message in only_line(done.stderr)
     assert done.stdout == ""
@@ -128,6 +143,21 @@ def test_a_world_of_another_size_is_refused(tmp_path) -> None:
     done = train(*TINY, *overrides, **world)
     assert done.returncode == 2
     assert "the world size must be `tp_size` x `dp_size` (2 x 2), but 3 ranks were started" in only_line(done.stderr)
+
+
+def test_a_sizes_mistake_is_found_before_torch_is_loaded(tmp_path) -> None:
+    hidden = tmp_path / "without_torch" / "torch.py"
+    hidden.parent.mkdir()
+    hidden.write_text("raise ImportError('torch is hidden')")
+    done = train(*TINY, "parallel.tp_size=3", f"hydra.run.dir={tmp_path}/run", PYTHONPATH=str(hidden.parent))
+    assert done.returncode == 2
+    assert "`num_attention_heads` must be a multiple of `tp_size` (3), but is 4" in only_line(done.stderr)
+
+
+def test_half_of_torchruns_variables_are_refused(tmp_path) -> None:
+    done = train(*TINY, f"hydra.run.dir={tmp_path}", TORCHELASTIC_RUN_ID="x", RANK="0")
+    assert done.returncode == 2
+    assert "`WORLD_SIZE` must be a number where TORCHELASTIC_RUN_ID is set, but is None" in only_line(done.stderr)
 
 
 def test_the_traceback_is_there_for_who_asks(tmp_path) -> None:

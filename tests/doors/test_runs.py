@@ -105,16 +105,16 @@ def test_tp_size_auto_takes_one_rank_where_that_fits(tmp_path) -> None:
     assert json.loads((tmp_path / "record.json").read_text())["layout"]["tp_size"] == 1
 
 
-def test_a_sweep_over_layouts_and_norm_orders_makes_four_runs(tmp_path) -> None:
-    sweep = ("-m", "parallel.tp_size=1,2", "model.norm_order=pre,post", f"hydra.sweep.dir={tmp_path}")
-    done = train(*TINY, *sweep)
-    assert done.returncode == 0, done.stderr
-    records = [json.loads((tmp_path / str(i) / "record.json").read_text()) for i in range(4)]
-    cells = {(r["layout"]["tp_size"], r["config"]["model"]["norm_order"]) for r in records}
-    assert cells == {(1, "pre"), (1, "post"), (2, "pre"), (2, "post")}
-    values = [losses(tmp_path / str(i))[-1] for i in range(4)]
-    assert values[0] != values[1]
-    assert abs(values[0] - values[1]) > 1e-4
+def test_a_checkpoint_goes_on_with_the_batch_that_made_it(plain, tmp_path) -> None:
+    done = train(*TINY, "global_batch_size=8", f"resume={plain[0]}", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 2
+    assert done.stderr == "error: `global_batch_size` must be that of the checkpoint (4), but is 8\n"
+
+
+def test_a_run_goes_on_at_another_layout_with_each_step_once(plain, tmp_path) -> None:
+    longer = ("model.attention=exact", "trainer.max_steps=3", "resume=auto")
+    run(tmp_path, *longer, "trainer.stop_after_steps=2", "parallel.tp_size=2", "parallel.dp_size=1")
+    assert run(tmp_path, *longer) == pytest.approx(plain[1], rel=1e-5)
 
 
 def children_of(process: subprocess.Popen) -> list[int]:
@@ -149,6 +149,20 @@ def test_a_killed_rank_and_a_ctrl_c_end_the_whole_job(tmp_path, target, number, 
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_single_process_in_one_line(tmp_path, number, code) -> None:
+    process = start(*SLOW_RUN, f"hydra.run.dir={tmp_path}")
+    try:
+        wait_for_rows(tmp_path, process)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=30)
+        assert (process.returncode, stderr) == (code, f"stopped by {number.name}\n")
+        assert not (tmp_path / "record.json").exists()
+    finally:
+        if process.poll() is None:
+            process.kill()
 
 
 def test_every_python_command_of_the_readme_runs(tmp_path) -> None:

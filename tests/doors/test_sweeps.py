@@ -1,0 +1,63 @@
+"""`-m`: several runs from one command, each job checked before the first starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from door import TINY, train
+from test_runs import losses
+
+
+def test_a_sweep_over_layouts_and_norm_orders_makes_four_runs(tmp_path) -> None:
+    sweep = ("-m", "parallel.tp_size=1,2", "model.norm_order=pre,post", f"hydra.sweep.dir={tmp_path}")
+    done = train(*sweep, *TINY)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads((tmp_path / str(i) / "record.json").read_text()) for i in range(4)]
+    cells = {(r["layout"]["tp_size"], r["config"]["model"]["norm_order"]) for r in records}
+    assert cells == {(1, "pre"), (1, "post"), (2, "pre"), (2, "post")}
+    values = [losses(tmp_path / str(i))[-1] for i in range(4)]
+    assert values[0] != values[1]
+    assert abs(values[0] - values[1]) > 1e-4
+    stored = [json.loads((tmp_path / str(i) / "config.json").read_text())["overrides"] for i in range(4)]
+    assert [o[:2] for o in stored] == [
+        [f"parallel.tp_size={tp_size}", f"model.norm_order={order}"] for tp_size in (1, 2) for order in ("pre", "post")
+    ]
+
+
+def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
+    done = train("-m", "model=gpt_tiny,bert_tiny", *TINY, f"hydra.sweep.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    records = [json.loads((tmp_path / str(i) / "record.json").read_text()) for i in range(2)]
+    assert [r["name"] for r in records] == ["gpt_tiny", "bert_tiny"]
+    assert [r["config"]["schedule"]["decay"] for r in records] == ["cosine", "linear"]
+    assert "train/order_loss" in (tmp_path / "1" / "metrics.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("sweep", "message"),
+    [
+        (
+            ["parallel.tp_size=1,3"],
+            "job 1 of the sweep (parallel.tp_size=3): `num_attention_heads` must be a multiple of `tp_size` (3)",
+        ),
+        (
+            ["model=gpt_tiny,gpt_small", "seed=1,2"],
+            "job 2 of the sweep (model=gpt_small seed=1): `model` must be one of bert_1.3b,",
+        ),
+        (["trainer.max_stps=1,2"], "job 0 of the sweep (trainer.max_stps=1): `trainer.max_stps` is not a known key"),
+        (["seed=1,two"], "job 1 of the sweep (seed=two): `seed` must be a whole number, but is 'two'"),
+    ],
+    ids=["size", "model", "key", "type"],
+)
+def test_a_bad_job_is_named_before_the_first_one_starts(tmp_path, sweep, message) -> None:
+    done = train("-m", *sweep, f"hydra.sweep.dir={tmp_path}/sweep")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {message}") and len(done.stderr.splitlines()) == 1
+    assert not Path(tmp_path / "sweep").exists()
+
+
+def test_a_job_that_is_refused_later_is_named_too(tmp_path) -> None:
+    done = train("-m", "data=local", "data.path=missing.txt,gone.txt", f"hydra.sweep.dir={tmp_path}")
+    assert done.returncode == 2
+    expected = "error: job 0 of the sweep (data=local data.path=missing.txt): `data.path` must exist, but missing.txt"
+    assert done.stderr.startswith(expected) and len(done.stderr.splitlines()) == 1
