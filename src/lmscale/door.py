@@ -86,6 +86,8 @@ class SweepCheck(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Compose and build each job as Hydra's basic sweeper will; exit code 2 at the first that cannot work."""
+        if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
+            return  # a searching sweeper makes up its jobs as it goes
         swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
         parser = OverridesParser.create(GlobalHydra.instance().hydra.config_loader)
         jobs = BasicSweeper.split_arguments(parser.parse_overrides([*swept, *config.hydra.overrides.task]), None)[0]
