@@ -1,6 +1,7 @@
 """Dataclasses from nested plain values, with every mistake named by its dotted key."""
 
 import dataclasses
+import math
 import types
 import typing
 from enum import Enum
@@ -43,17 +44,26 @@ def _convert(hint: object, value: object, name: str) -> object:
         if issubclass(plain, Enum):
             return value  # its class knows the choices
         if plain is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
+            return _finite(value, name)
         if plain is int and isinstance(value, int) and not isinstance(value, bool):
             return value
         if plain not in (int, float) and isinstance(value, plain):
             return value
     if float in kinds and isinstance(value, str):  # YAML 1.1 reads 1e-4 (no dot) as a string
         try:
-            return float(value)
+            number = float(value)
         except ValueError:
             pass
+        else:
+            return _finite(number, name)
     if int in kinds and isinstance(value, float) and value.is_integer():
         return int(value)
     expected = " or ".join(_IN_WORDS.get(k, str(k)) for k in kinds)
     raise ValueError(f"`{name}` must be {expected}, but is {value!r}")
+
+
+def _finite(value: float, name: str) -> float:
+    """`value`, unless it is nan or infinite: no key means anything by them, and JSON cannot hold them."""
+    if not math.isfinite(value):
+        raise ValueError(f"`{name}` must be a finite number, but is {value}")
+    return float(value)

@@ -57,6 +57,7 @@ BAD = {
     ),
     "norm order": (["model.norm_order=middle"], "`norm_order` must be one of pre, post, but is 'middle'"),
     "dropout": (["model.hidden_dropout=1.5"], "`hidden_dropout` must be at least 0 and below 1, but is 1.5"),
+    "not finite": (["optimizer.max_grad_norm=inf"], "`optimizer.max_grad_norm` must be a finite number, but is inf"),
     "no path": (["data=local"], "`data.path` must be given"),
     "missing corpus": (
         ["data=local", "data.path=no/such/file.txt"],
