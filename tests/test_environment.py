@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[1]
-CONDA_NAMES = {"torch": "pytorch-gpu"}  # where conda-forge calls it otherwise
+CONDA_NAMES = {"torch": "pytorch-gpu", "xxhash": "python-xxhash"}  # where conda-forge calls it otherwise
 CONDA_ONLY = {"pip", "nvidia-apex"}
 
 

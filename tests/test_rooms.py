@@ -14,6 +14,7 @@ FORBIDDEN = {
     "from_plain": {"torch", "hydra", "omegaconf", "lightning", ".config", ".parallel", ".models", ".data", ".training"},
     "parallel": {"lightning", "hydra", "omegaconf", ".models", ".data", ".training", ".config", ".perf"},
     "models": {"torch.distributed", "lightning", "hydra", "omegaconf", ".data", ".training", ".perf"},
+    "checkpoint": {"torch.distributed", "lightning", "hydra", "omegaconf", ".data", ".training", ".perf"},
     "data": {"hydra", "omegaconf", ".models", ".parallel", ".training", ".perf"},
     "training": {"hydra", "omegaconf", ".door"},
     "perf": {"torch", "lightning", "hydra", "omegaconf", ".parallel", ".models", ".data", ".training"},

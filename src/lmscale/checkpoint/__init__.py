@@ -1,0 +1,39 @@
+"""Checkpoints: safetensors pieces and JSON metadata, written by all ranks, readable at any layout; no pickle.
+
+Communicates nothing: ranks meet in the file system. Torch, safetensors' format and `config` only, no Lightning.
+"""
+
+from .errors import CheckpointError
+from .metadata import (
+    METADATA,
+    CheckpointMetadata,
+    TensorEntry,
+    check_model,
+    checkpoint_name,
+    checkpoint_step,
+    list_checkpoints,
+    read_metadata,
+)
+from .offline import write_offline
+from .read import CheckpointReader, find_damage
+from .write import CheckpointWriter, Share, divide_tensors, remove_checkpoint, remove_unfinished
+
+__all__ = [
+    "METADATA",
+    "CheckpointError",
+    "CheckpointMetadata",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "Share",
+    "TensorEntry",
+    "check_model",
+    "checkpoint_name",
+    "checkpoint_step",
+    "divide_tensors",
+    "find_damage",
+    "list_checkpoints",
+    "read_metadata",
+    "remove_checkpoint",
+    "remove_unfinished",
+    "write_offline",
+]

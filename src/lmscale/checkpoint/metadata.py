@@ -1,0 +1,215 @@
+"""What a checkpoint says about itself: `metadata.json`, with a checksum of its own.
+
+    step_120.ckpt/
+      rank_0_of_4.safetensors   "model/<name>", "exp_avg/<name>", "exp_avg_sq/<name>": the pieces that rank wrote
+      ...
+      metadata.json             step, model, where each piece of each logical tensor lies, checksums, counters
+
+Nothing in it is code: safetensors and JSON only. A directory has its final name only when it is complete.
+"""
+
+import json
+import math
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from .errors import CheckpointError
+from .tensor_file import DTYPE_NAMES
+
+FORMAT_VERSION = 2
+METADATA = "metadata.json"
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_NAME = re.compile(r"step_(\d+)\.ckpt")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-]+\.safetensors")
+# What may differ between a checkpoint and the model that loads it: none of it changes the function the weights define.
+_FREE = {"hidden_dropout", "attention_dropout", "embedding_dropout", "recompute", "attention"}
+_FREE |= {"initializer_std", "scale_residual_init"}  # of the beginning, which is past
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Indices [start, stop) of a logical tensor along its shard dimension, as one tensor of a file."""
+
+    file: str
+    start: int
+    stop: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A logical tensor: its whole shape, the dimension it is cut along (None: whole) and its pieces, in order."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shard_dim: int | None
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole logical tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file's length in bytes and the checksum of its header; its data is covered by the pieces' checksums."""
+
+    num_bytes: int
+    header_checksum: str
+
+
+@dataclass(frozen=True)
+class CheckpointMetadata:
+    """Everything but the tensors.
+
+    Args:
+        step: optimizer steps done.
+        layout: `{"tp_size", "dp_size"}` that wrote it; for information, readers do not need it.
+        model: `TransformerConfig.to_dict()`.
+        tensors: logical tensors by key, `model/<parameter>`, `exp_avg/<parameter>`, `exp_avg_sq/<parameter>`.
+        files: by name.
+        optimizer: counters and loss scale; empty where only weights were saved.
+        run: `RunConfig.to_dict()` of the run that wrote it, or where it was converted from.
+        state: of the training loop: data order, validation, Lightning's progress.
+    """
+
+    step: int
+    layout: dict[str, int]
+    model: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+    files: dict[str, FileEntry]
+    optimizer: dict[str, Any]
+    run: dict[str, Any]
+    state: dict[str, Any]
+
+    def to_json(self) -> str:
+        """The text of `metadata.json`: this, the format's version and a checksum of all of it."""
+        values = {"format_version": FORMAT_VERSION} | asdict(self)
+        for key, entry in self.tensors.items():
+            values["tensors"][key]["dtype"] = DTYPE_NAMES[entry.dtype]
+        return json.dumps({"checksum": _checksum(values)} | values, indent=1)
+
+
+def checkpoint_name(step: int) -> str:
+    """Directory name of the checkpoint after `step` optimizer steps."""
+    return f"step_{step}.ckpt"
+
+
+def checkpoint_step(path: Path) -> int:
+    """The step in the name of a checkpoint that `list_checkpoints` has found."""
+    return int(_NAME.fullmatch(path.name).group(1))
+
+
+def list_checkpoints(folder: str | Path) -> list[Path]:
+    """Complete checkpoints in `folder`, oldest step first. Unfinished ones have another name and are not listed."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / METADATA).is_file()]
+    return sorted(found, key=checkpoint_step)
+
+
+def read_metadata(path: str | Path) -> CheckpointMetadata:
+    """The metadata of a checkpoint, after everything that can be checked without reading tensors: its own checksum,
+    that every piece has a place, and that every file is there in its full length.
+
+    Raises:
+        CheckpointError: `path` is not a checkpoint of ours, is of another format version, damaged or incomplete.
+    """
+    path = Path(path)
+    refuse_foreign(path)
+    try:
+        values = json.loads((path / METADATA).read_text(encoding="utf-8"))
+        version, checksum = values.pop("format_version"), values.pop("checksum", None)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {path.name}: {METADATA} cannot be parsed ({_short(error)})") from None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"checkpoint {path.name}: format_version must be {FORMAT_VERSION}, but is {version!r}")
+    if checksum != _checksum({"format_version": version} | values):
+        raise CheckpointError(f"checkpoint {path.name}: {METADATA} does not have the checksum it names, {checksum!r}")
+    try:
+        metadata = _parse(values)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint {path.name}: {METADATA} has a wrong entry ({_short(error)})") from None
+    for name, entry in metadata.files.items():
+        actual = (path / name).stat().st_size if (path / name).is_file() else "missing"
+        if actual != entry.num_bytes:
+            raise CheckpointError(f"checkpoint {path.name}: {name} must have {entry.num_bytes} bytes, but is {actual}")
+    return metadata
+
+
+def refuse_foreign(path: Path) -> None:
+    """Refuse what is not a checkpoint of ours, saying what it seems to be; nothing is opened.
+
+    Raises:
+        CheckpointError: a file, a directory without `metadata.json`, or one of another program.
+    """
+    if path.is_file():
+        raise CheckpointError(f"{path.name} is a file, but a checkpoint is a directory; pickled files are never read")
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint {path} does not exist")
+    if (path / METADATA).is_file():
+        return
+    if (path / ".metadata").exists() or any(path.glob("*.distcp")):
+        what = "a torch.distributed.checkpoint directory, whose pickles could run code; they are not read"
+    elif (path / "config.json").is_file():
+        what = "a Hugging Face model; `python src/convert.py` imports it"
+    else:
+        what = f"no checkpoint, it has no {METADATA}"
+    raise CheckpointError(f"{path} is {what}")
+
+
+def check_model(metadata: CheckpointMetadata, model: dict[str, Any], path: str | Path) -> None:
+    """Refuse a checkpoint of another model, listing every difference at once.
+
+    Raises:
+        CheckpointError: any of the sizes, the vocabulary, the norm order or the numerics that define the function
+            differ. Dropout, recompute and the attention kernel may be changed freely.
+    """
+    saved = metadata.model
+    differences = [
+        f"{key} is {model.get(key)!r} here and {saved.get(key)!r} there"
+        for key in sorted((saved.keys() | model.keys()) - _FREE)
+        if saved.get(key) != model.get(key)
+    ]
+    if differences:
+        raise CheckpointError(f"checkpoint {Path(path).name} is of another model: {'; '.join(differences)}")
+
+
+def _parse(values: dict[str, Any]) -> CheckpointMetadata:
+    files = {name: FileEntry(**entry) for name, entry in values.pop("files").items()}
+    for name, file in files.items():
+        if not _FILE_NAME.fullmatch(name) or type(file.num_bytes) is not int:
+            raise ValueError(f"file {name!r}")
+    tensors = {}
+    for key, entry in values.pop("tensors").items():
+        pieces = tuple(Piece(**piece) for piece in entry["pieces"])
+        tensors[key] = TensorEntry(tuple(entry["shape"]), DTYPES[entry["dtype"]], entry["shard_dim"], pieces)
+        _check_pieces(key, tensors[key], files)
+    return CheckpointMetadata(tensors=tensors, files=files, **values)
+
+
+def _check_pieces(key: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
+    """The pieces must follow each other from the first index to the last and lie in known files."""
+    length = 1 if entry.shard_dim is None else entry.shape[entry.shard_dim]
+    reached = 0
+    for piece in entry.pieces:
+        if piece.file not in files or piece.start != reached or not piece.start < piece.stop:
+            raise ValueError(f"piece of {key}")
+        reached = piece.stop
+    if reached != length:
+        raise ValueError(f"pieces of {key}")
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:120]

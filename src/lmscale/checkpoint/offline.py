@@ -1,0 +1,76 @@
+"""Checkpoints written by one process, tensor by tensor: what the converters produce."""
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from .metadata import CheckpointMetadata, FileEntry, Piece, checkpoint_name
+from .tensor_file import TensorFileWriter
+from .write import Share, divide_tensors, finish_directory, with_pieces
+
+
+def write_offline(
+    folder: str | Path, metadata: CheckpointMetadata, tp_size: int, tensors: Iterable[tuple[str, Tensor]]
+) -> Path:
+    """Write the checkpoint `step_<n>.ckpt` into `folder` from whole logical tensors that come one at a time.
+
+    Memory holds one tensor. The directory has its name only at the end; on any error nothing is left.
+
+    Args:
+        metadata: with tensors that have no pieces yet, and no files.
+        tp_size: number of files; sharded tensors are cut in as many pieces.
+        tensors: (key, whole tensor) in the order of the sorted keys.
+
+    Returns:
+        the checkpoint's directory.
+
+    Raises:
+        ValueError: `tp_size` does not divide a sharded tensor.
+        FileExistsError: the checkpoint is there already.
+    """
+    for key, entry in metadata.tensors.items():
+        if entry.shard_dim is not None and entry.shape[entry.shard_dim] % tp_size:
+            raise ValueError(f"`tp_size` must divide {key} {entry.shape}, but is {tp_size}")
+    path = Path(folder) / checkpoint_name(metadata.step)
+    if path.exists():
+        raise FileExistsError(f"{path} exists already")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    temporary.mkdir(parents=True)
+    try:
+        shares = [divide_tensors(metadata.tensors, rank, tp_size) for rank in range(tp_size)]
+        writers = [_open_writer(temporary, share, metadata) for share in shares]
+        pieces: dict[str, list[Piece]] = {key: [] for key in metadata.tensors}
+        try:
+            for key, tensor in tensors:
+                dim = metadata.tensors[key].shard_dim
+                for share, writer in zip(shares, writers, strict=True):
+                    if key in share.places:
+                        start, stop = share.places[key]
+                        part = tensor if dim is None else tensor.narrow(dim, start, stop - start)
+                        pieces[key].append(Piece(share.file, start, stop, writer.write(key, part)))
+        except BaseException:
+            for writer in writers:
+                writer.abandon()
+            raise
+        for writer in writers:
+            writer.close()
+        files = {writer.path.name: FileEntry(writer.num_bytes, writer.header_checksum) for writer in writers}
+        finish_directory(temporary, path, with_pieces(metadata, files, pieces))
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return path
+
+
+def _open_writer(folder: Path, share: Share, metadata: CheckpointMetadata) -> TensorFileWriter:
+    shapes = {}
+    for key, (start, stop) in share.places.items():
+        entry = metadata.tensors[key]
+        shape = list(entry.shape)
+        if entry.shard_dim is not None:
+            shape[entry.shard_dim] = stop - start
+        shapes[key] = (tuple(shape), entry.dtype)
+    return TensorFileWriter(folder / share.file, shapes)

@@ -1,0 +1,147 @@
+"""Reading a checkpoint at any layout, and proving that its bytes are those that were written."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+from .metadata import METADATA, CheckpointMetadata, TensorEntry, read_metadata
+from .tensor_file import TensorFileReader
+
+
+class CheckpointReader:
+    """Slices of logical tensors, read from whatever pieces hold them straight into the memory that needs them.
+
+    Whole rows (shard dimension 0, or nothing cut) go directly into a CPU tensor of the same type; other cuts, types
+    and devices take one piece's memory on the way. Files are opened when first needed and never mapped.
+
+    Raises:
+        CheckpointError: see `read_metadata`; a file that contradicts the metadata.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metadata: CheckpointMetadata = read_metadata(path)
+        self._files: dict[str, TensorFileReader] = {}
+
+    def read(self, key: str, tp_rank: int = 0, tp_size: int = 1) -> Tensor:
+        """The part of a logical tensor that rank `tp_rank` of `tp_size` holds; by default all of it."""
+        entry = self._entry(key)
+        shape = list(entry.shape)
+        if entry.shard_dim is not None:
+            if shape[entry.shard_dim] % tp_size:
+                raise ValueError(f"{key} must be a multiple of `tp_size` ({tp_size}) long, but is {entry.shape}")
+            shape[entry.shard_dim] //= tp_size
+        out = torch.empty(shape, dtype=entry.dtype)
+        self.read_into(key, out, tp_rank)
+        return out
+
+    def read_into(self, key: str, out: Tensor, tp_rank: int = 0) -> None:
+        """Fill `out` with rank `tp_rank`'s part of a logical tensor; how many ranks there are follows from its shape.
+
+        Raises:
+            CheckpointError: the checkpoint has no such tensor, or one of another shape.
+        """
+        entry = self._entry(key)
+        dim = entry.shard_dim
+        expected = list(entry.shape)
+        length = 1 if dim is None else out.shape[dim] if dim < out.ndim else 0
+        if dim is not None:
+            expected[dim] = length
+        if list(out.shape) != expected or (dim is not None and (tp_rank + 1) * length > entry.shape[dim]):
+            raise CheckpointError(
+                f"checkpoint {self.path.name}: {key} has shape {entry.shape}, which gives no {tuple(out.shape)}"
+            )
+        first = 0 if dim is None else tp_rank * length
+        for piece in entry.pieces:
+            low, high = max(piece.start, first), min(piece.stop, first + length)
+            if low < high:
+                target = out if dim is None else out.narrow(dim, low - first, high - low)
+                self._read_part(key, entry, piece, target, low - piece.start)
+
+    def read_rows(self, key: str, first: int, last: int) -> Tensor:
+        """Rows [first, last) of a logical tensor, whatever dimension its pieces were cut along."""
+        entry = self._entry(key)
+        out = torch.empty((last - first, *entry.shape[1:]), dtype=entry.dtype)
+        for piece in entry.pieces:
+            if entry.shard_dim in (None, 0):
+                start, stop = (0, entry.shape[0]) if entry.shard_dim is None else (piece.start, piece.stop)
+                low, high = max(start, first), min(stop, last)
+                if low < high:
+                    self._file(piece.file).read_into(key, out[low - first : high - first], low - start)
+            else:
+                shape = list(out.shape)
+                shape[entry.shard_dim] = piece.stop - piece.start
+                part = torch.empty(shape, dtype=entry.dtype)
+                self._file(piece.file).read_into(key, part, first)
+                out.narrow(entry.shard_dim, piece.start, piece.stop - piece.start).copy_(part)
+        return out
+
+    def _read_part(self, key: str, entry: TensorEntry, piece: Any, target: Tensor, offset: int) -> None:
+        """Indices from `offset` of a piece, along the shard dimension, into `target`."""
+        file = self._file(piece.file)
+        expected = list(entry.shape)
+        if entry.shard_dim is not None:
+            expected[entry.shard_dim] = piece.stop - piece.start
+        if key not in file.entries or list(file.shape(key)) != expected or file.dtype(key) != entry.dtype:
+            raise CheckpointError(f"checkpoint {self.path.name}: {piece.file} and {METADATA} disagree about {key}")
+        by_rows = entry.shard_dim in (None, 0)
+        if by_rows and target.device.type == "cpu" and target.dtype == entry.dtype and target.is_contiguous():
+            file.read_into(key, target, offset)
+            return
+        if by_rows:
+            part = torch.empty(target.shape, dtype=entry.dtype)
+            file.read_into(key, part, offset)
+        else:
+            part = file.read(key).narrow(entry.shard_dim, offset, target.shape[entry.shard_dim])
+        target.copy_(part)
+
+    def _entry(self, key: str) -> TensorEntry:
+        if key not in self.metadata.tensors:
+            raise CheckpointError(f"checkpoint {self.path.name} has no tensor {key}")
+        return self.metadata.tensors[key]
+
+    def _file(self, name: str) -> TensorFileReader:
+        if name not in self._files:
+            self._files[name] = TensorFileReader(self.path / name)
+        return self._files[name]
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+    def __enter__(self) -> "CheckpointReader":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def find_damage(path: str | Path, metadata: CheckpointMetadata, share: int = 0, num_shares: int = 1) -> str | None:
+    """Read files of a checkpoint through and compare every byte with its checksum.
+
+    Args:
+        share, num_shares: look at every `num_shares`-th file from number `share` on, so that ranks can divide them.
+
+    Returns:
+        None where all is well, else what is damaged, naming the file and the tensor.
+    """
+    pieces: dict[str, dict[str, str]] = {}
+    for key, entry in metadata.tensors.items():
+        for piece in entry.pieces:
+            pieces.setdefault(piece.file, {})[key] = piece.checksum
+    for name in sorted(metadata.files)[share::num_shares]:
+        try:
+            with TensorFileReader(Path(path) / name) as file:
+                if file.header_checksum != metadata.files[name].header_checksum:
+                    return f"{name}: the header does not have its checksum"
+                for key, checksum in pieces.get(name, {}).items():
+                    if key not in file.entries or file.checksum(key) != checksum:
+                        return f"{name}: tensor {key} does not have its checksum"
+        except (CheckpointError, OSError) as error:
+            return str(error)
+    return None

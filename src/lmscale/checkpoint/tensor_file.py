@@ -1,0 +1,228 @@
+"""One safetensors file, written and read as a stream: no tensor is in memory twice and nothing is mapped.
+
+The format is that of https://github.com/huggingface/safetensors: 8 bytes with the header's length, a JSON header
+`{name: {"dtype", "shape", "data_offsets"}}`, then the data. The safetensors library reads our files, and we read its.
+Its own writer wants every tensor at once and its reader maps the file, which counts as memory of the process; a shard
+of gigabytes allows neither.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from .errors import CheckpointError
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_CHUNK = 1 << 24  # bytes read at a time where only the checksum is wanted
+
+
+class TensorFileWriter:
+    """Writes tensors of known shapes one after the other, each under the place the header gave it.
+
+    Args:
+        tensors: name -> (shape, dtype), in the order in which they will be written.
+        metadata: short texts for the header's `__metadata__`.
+
+    Also a context manager, which closes where all went well and abandons otherwise.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        offset = 0
+        for name, (shape, dtype) in tensors.items():
+            size = _num_bytes(shape, dtype)
+            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+            offset += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # data begins at a multiple of 8 bytes
+        head = len(text).to_bytes(8, "little") + text
+        self.path = Path(path)
+        self.expected = dict(tensors)
+        self.remaining = list(tensors)
+        self.header_checksum = xxhash.xxh3_128_hexdigest(head)
+        self.num_bytes = len(head) + offset
+        self.file = open(path, "wb", buffering=0)
+        _write_all(self.file, head)
+
+    def write(self, name: str, tensor: Tensor) -> str:
+        """Write the next tensor; returns the XXH3-128 checksum of its bytes."""
+        shape, dtype = self.expected[name]
+        if not self.remaining or self.remaining[0] != name:
+            raise RuntimeError(f"{self.path.name}: {name} is written out of its turn")
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+            raise RuntimeError(
+                f"{self.path.name}: {name} must be {tuple(shape)} {dtype}, but is {tuple(tensor.shape)} {tensor.dtype}"
+            )
+        data = tensor_bytes(tensor.detach().cpu().contiguous())
+        _write_all(self.file, data)
+        self.remaining.pop(0)
+        return xxhash.xxh3_128_hexdigest(data)
+
+    def close(self) -> None:
+        """Check that everything was written, and sync the file to disk."""
+        if self.remaining:
+            raise RuntimeError(f"{self.path.name}: {self.remaining[0]} was never written")
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self.file.close()
+
+    def __enter__(self) -> "TensorFileWriter":
+        return self
+
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            self.abandon()
+
+
+class TensorFileReader:
+    """Reads whole tensors or rows of one safetensors file into memory that the caller owns.
+
+    Raises:
+        CheckpointError: the file is not safetensors, is shorter or longer than its header says, or its offsets lie.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self.file = open(path, "rb", buffering=0)
+        except OSError as error:
+            raise CheckpointError(f"{self.path.name} cannot be read: {error.strerror}") from None
+        try:
+            self.num_bytes = os.fstat(self.file.fileno()).st_size
+            self._read_header()
+        except BaseException:
+            self.file.close()
+            raise
+
+    def _read_header(self) -> None:
+        length = int.from_bytes(self.file.read(8), "little")
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, self.num_bytes - 8):
+            raise CheckpointError(f"{self.path.name} is not a safetensors file: its header would be {length} bytes")
+        text = self.file.read(length)
+        self.data_start = 8 + length
+        self.header_checksum = xxhash.xxh3_128_hexdigest(length.to_bytes(8, "little") + text)
+        try:
+            header = json.loads(text)
+            self.metadata = header.pop("__metadata__", {})
+            self.entries = {name: _parse_entry(entry) for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise CheckpointError(f"{self.path.name} is not a safetensors file: its header cannot be parsed") from None
+        end = self.num_bytes - self.data_start
+        expected = 0
+        for name, (shape, dtype, first, last) in sorted(self.entries.items(), key=lambda item: item[1][2:]):
+            if first != expected or last - first != _num_bytes(shape, dtype) or last > end:
+                raise CheckpointError(f"{self.path.name}: the header's place for {name} does not fit the file")
+            expected = last
+        if expected != end:
+            raise CheckpointError(
+                f"{self.path.name} must have {self.data_start + expected} bytes, but is {self.num_bytes}"
+            )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self.entries[name][0]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor."""
+        return self.entries[name][1]
+
+    def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
+        """Fill `out`, contiguous on the CPU and of the tensor's type, from row `first_row` on (dimension 0)."""
+        shape, dtype, start, _ = self.entries[name]
+        assert out.dtype == dtype and out.is_contiguous() and tuple(out.shape[1:]) == shape[1:]
+        row = _num_bytes(shape[1:], dtype)
+        data = tensor_bytes(out)
+        self.file.seek(self.data_start + start + first_row * row)
+        done = 0
+        while done < len(data):
+            count = self.file.readinto(data[done:])
+            if not count:
+                raise CheckpointError(f"{self.path.name} ends within {name}")
+            done += count
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor in memory of its own."""
+        shape, dtype, _, _ = self.entries[name]
+        out = torch.empty(shape, dtype=dtype)
+        self.read_into(name, out)
+        return out
+
+    def checksum(self, name: str) -> str:
+        """XXH3-128 of a tensor's bytes, read in pieces."""
+        _, _, first, last = self.entries[name]
+        self.file.seek(self.data_start + first)
+        digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(_CHUNK, last - first)))
+        left = last - first
+        while left:
+            count = self.file.readinto(buffer[: min(left, len(buffer))])
+            if not count:
+                raise CheckpointError(f"{self.path.name} ends within {name}")
+            digest.update(buffer[:count])
+            left -= count
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+    def __enter__(self) -> "TensorFileReader":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as writable bytes, not copied."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(bytearray())
+
+
+def _parse_entry(entry: dict[str, Any]) -> tuple[tuple[int, ...], torch.dtype, int, int]:
+    shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
+        raise ValueError
+    return shape, _DTYPES[entry["dtype"]], first, last
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    return size
+
+
+def _write_all(file: Any, data: bytes | memoryview) -> None:
+    data = memoryview(data)
+    done = 0
+    while done < len(data):
+        done += file.write(data[done:])

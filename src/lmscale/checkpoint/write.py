@@ -1,0 +1,240 @@
+"""Writing a checkpoint: every rank its share, no tensor gathered, the directory named only when all of it is on disk.
+
+The ranks do not talk to each other here. Each writes its file and then a small part file beside it; rank 0 waits for
+all part files, merges them into the metadata, syncs and renames. So a save can run in a background thread while the
+main thread trains and owns the process groups.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+from .metadata import METADATA, CheckpointMetadata, FileEntry, Piece, TensorEntry, checkpoint_name
+from .tensor_file import TensorFileWriter
+
+_MAX_PAUSE_S = 0.2  # between looks for another rank's part
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank writes: its file, and by key the indices [start, stop) along the shard dimension of its piece."""
+
+    file: str
+    places: dict[str, tuple[int, int]]
+
+
+def divide_tensors(
+    entries: Mapping[str, TensorEntry], tp_rank: int, tp_size: int, dp_rank: int = 0, dp_size: int = 1
+) -> Share:
+    """This rank's share of a checkpoint: of the `dp_size` ranks that hold a shard one writes it, of all ranks one
+    writes a replicated tensor, so that every rank writes about as many bytes.
+
+    Args:
+        entries: every tensor of the checkpoint by key, equal on all ranks; pieces are not looked at.
+    """
+    load = [[0] * tp_size for _ in range(dp_size)]
+    places: dict[str, tuple[int, int]] = {}
+    for key, entry in sorted(entries.items(), key=lambda item: (-item[1].num_bytes, item[0])):
+        if entry.shard_dim is None:
+            d, t = min(((d, t) for d in range(dp_size) for t in range(tp_size)), key=lambda at: load[at[0]][at[1]])
+            load[d][t] += entry.num_bytes
+            if (d, t) == (dp_rank, tp_rank):
+                places[key] = (0, 1)
+        else:
+            d = min(range(dp_size), key=lambda d: max(load[d]))
+            load[d] = [bytes_so_far + entry.num_bytes // tp_size for bytes_so_far in load[d]]
+            if d == dp_rank:
+                length = entry.shape[entry.shard_dim] // tp_size
+                places[key] = (tp_rank * length, (tp_rank + 1) * length)
+    file = f"rank_{dp_rank * tp_size + tp_rank}_of_{tp_size * dp_size}.safetensors"
+    return Share(file, dict(sorted(places.items())))
+
+
+class CheckpointWriter:
+    """Saves checkpoints of one run, one after the other, in the caller's time or in the background.
+
+    Args:
+        folder: on a file system that all ranks see.
+        token: the same text on all ranks, new for each start of the job: what an ended start left unfinished is never
+            taken for this one's.
+        rank, world_size: of this process among those that save.
+        timeout_s: how long rank 0 waits for the others' parts.
+    """
+
+    def __init__(self, folder: str | Path, token: str, rank: int, world_size: int, timeout_s: float) -> None:
+        self.folder, self.token = Path(folder), token
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._thread: threading.Thread | None = None
+        self._error: str | None = None
+        self._buffers: dict[str, Tensor] = {}
+
+    def begin(
+        self,
+        tensors: Mapping[str, Tensor],
+        metadata: CheckpointMetadata,
+        share: Share,
+        in_background: bool = False,
+        on_complete: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Start saving; `finish` must be called before the next.
+
+        Args:
+            tensors: this rank's part of every tensor by key. In the background mode those of its share are copied to
+                host memory first, allocated once and used again each time, and may change as soon as this returns.
+            metadata: with tensors that have no pieces yet, and no files; only rank 0's is used.
+            on_complete: called on rank 0, in the saving thread, once the directory has its name.
+        """
+        assert self._thread is None
+        self._error = None
+        mine = {key: tensors[key].detach() for key in share.places}
+        if not in_background:
+            self._save(mine, metadata, share, on_complete)
+            return
+        arguments = (self._copy_to_host(mine), metadata, share, on_complete)
+        self._thread = threading.Thread(target=self._save, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> str | None:
+        """Wait for the save that was begun; returns why it failed, or None. Only rank 0 knows of all ranks."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self._error
+
+    def _copy_to_host(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        pinned = any(tensor.is_cuda for tensor in tensors.values())
+        for key, tensor in tensors.items():
+            if key not in self._buffers:
+                self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._buffers[key].copy_(tensor, non_blocking=True)
+        if pinned:
+            torch.cuda.synchronize()
+        return {key: self._buffers[key] for key in tensors}
+
+    def _save(
+        self,
+        tensors: Mapping[str, Tensor],
+        metadata: CheckpointMetadata,
+        share: Share,
+        on_complete: Callable[[Path], None] | None,
+    ) -> None:
+        path = self.folder / checkpoint_name(metadata.step)
+        temporary = path.with_name(f".{path.name}.{self.token}.unfinished")
+        try:
+            self._write_part(temporary, tensors, share)
+            if self.rank == 0:
+                self._complete(temporary, path, metadata)
+                if on_complete is not None:
+                    on_complete(path)
+        except (OSError, CheckpointError) as error:
+            self._error = str(error) if isinstance(error, CheckpointError) else f"rank {self.rank}: {error}"
+            if self.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def _write_part(self, temporary: Path, tensors: Mapping[str, Tensor], share: Share) -> None:
+        """This rank's file, then the note that it is complete, or why it is not."""
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
+            part = {"file": share.file, "entry": None, "pieces": {}}
+            if tensors:
+                shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+                with TensorFileWriter(temporary / share.file, shapes) as file:
+                    for key, tensor in tensors.items():
+                        part["pieces"][key] = [*share.places[key], file.write(key, tensor)]
+                part["entry"] = [file.num_bytes, file.header_checksum]
+            _write_text(temporary / f"rank_{self.rank}.part", json.dumps(part))
+        except OSError as error:
+            (temporary / share.file).unlink(missing_ok=True)  # on a full disk this makes the room for the note
+            _write_text(temporary / f"rank_{self.rank}.failed", f"rank {self.rank}: {error}")
+            raise
+
+    def _complete(self, temporary: Path, path: Path, metadata: CheckpointMetadata) -> None:
+        """Rank 0: wait for every part, write the metadata, give the directory its name."""
+        files: dict[str, FileEntry] = {}
+        pieces: dict[str, list[Piece]] = {key: [] for key in metadata.tensors}
+        for rank in range(self.world_size):
+            part = self._wait_for_part(temporary, rank)
+            if part["entry"] is not None:
+                files[part["file"]] = FileEntry(*part["entry"])
+            for key, (start, stop, checksum) in part["pieces"].items():
+                pieces[key].append(Piece(part["file"], start, stop, checksum))
+        for rank in range(self.world_size):
+            (temporary / f"rank_{rank}.part").unlink()
+        finish_directory(temporary, path, with_pieces(metadata, files, pieces))
+
+    def _wait_for_part(self, temporary: Path, rank: int) -> dict:
+        part, failed = temporary / f"rank_{rank}.part", temporary / f"rank_{rank}.failed"
+        deadline, pause = time.monotonic() + self.timeout_s, 0.002
+        while not part.exists():
+            if failed.exists():
+                raise CheckpointError(failed.read_text(encoding="utf-8"))
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"rank {rank} has not written its part within {self.timeout_s:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE_S)
+        return json.loads(part.read_text(encoding="utf-8"))
+
+
+def with_pieces(
+    metadata: CheckpointMetadata, files: dict[str, FileEntry], pieces: Mapping[str, list[Piece]]
+) -> CheckpointMetadata:
+    """`metadata` with the places where its tensors have been written."""
+    tensors = {
+        key: dataclasses.replace(entry, pieces=tuple(sorted(pieces[key], key=lambda piece: piece.start)))
+        for key, entry in metadata.tensors.items()
+    }
+    return dataclasses.replace(metadata, files=files, tensors=tensors)
+
+
+def finish_directory(temporary: Path, path: Path, metadata: CheckpointMetadata) -> None:
+    """Write the metadata of a directory whose files are complete and synced, and give it its final name."""
+    _write_text(temporary / METADATA, metadata.to_json())
+    _sync(temporary)
+    if path.exists():  # the same step saved twice: the newer one stands
+        remove_checkpoint(path)
+    os.rename(temporary, path)
+    _sync(path.parent)
+
+
+def remove_checkpoint(path: str | Path) -> None:
+    """Delete a checkpoint so that a half-deleted one never looks complete: rename first."""
+    path = Path(path)
+    doomed = path.with_name(f".{path.name}.deleting")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def remove_unfinished(folder: str | Path) -> None:
+    """Delete what ended starts of a job have left behind; only while no other writer works in `folder`."""
+    folder = Path(folder)
+    for path in [*folder.glob(".step_*.unfinished"), *folder.glob(".step_*.deleting")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    """A small file that is either whole and on disk or not there."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

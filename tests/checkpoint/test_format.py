@@ -1,0 +1,306 @@
+"""The checkpoint's files: streams that safetensors agrees with, any layout from any layout, damage and malice refused."""
+
+import json
+import os
+import pickle
+import threading
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from lmscale.checkpoint import (
+    CheckpointError,
+    CheckpointMetadata,
+    CheckpointReader,
+    CheckpointWriter,
+    TensorEntry,
+    divide_tensors,
+    find_damage,
+    list_checkpoints,
+    read_metadata,
+    write_offline,
+)
+from lmscale.checkpoint.tensor_file import TensorFileReader, TensorFileWriter
+
+
+def logical_tensors() -> dict[str, tuple[torch.Tensor, int | None]]:
+    """Tensors of every kind of cut, with their shard dimension."""
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "exp_avg/rows": (torch.randn(24, 5, generator=generator), 0),
+        "model/bias": (torch.randn(24, generator=generator), 0),
+        "model/columns": (torch.randn(6, 16, generator=generator), 1),
+        "model/half": (torch.randn(8, 8, generator=generator).bfloat16(), 1),
+        "model/norm": (torch.randn(7, generator=generator).double(), None),
+        "model/rows": (torch.randn(24, 5, generator=generator), 0),
+    }
+
+
+def metadata_of(tensors, step: int = 5) -> CheckpointMetadata:
+    entries = {key: TensorEntry(tuple(t.shape), t.dtype, dim) for key, (t, dim) in tensors.items()}
+    return CheckpointMetadata(step, {"tp_size": 1, "dp_size": 1}, {"num_layers": 1}, entries, {}, {}, {}, {})
+
+
+def part_of(tensor: torch.Tensor, dim: int | None, rank: int, size: int) -> torch.Tensor:
+    return tensor if dim is None else tensor.chunk(size, dim)[rank].contiguous()
+
+
+def save_at(folder, tp_size: int, dp_size: int, in_background: bool = False, token: str = "t") -> None:
+    """As `tp_size` x `dp_size` ranks would, each in a thread of its own."""
+    tensors = logical_tensors()
+    errors = []
+
+    def one_rank(tp_rank: int, dp_rank: int) -> None:
+        writer = CheckpointWriter(folder, token, dp_rank * tp_size + tp_rank, tp_size * dp_size, timeout_s=20)
+        mine = {key: part_of(t, dim, tp_rank, tp_size) for key, (t, dim) in tensors.items()}
+        metadata = metadata_of(tensors)
+        writer.begin(
+            mine, metadata, divide_tensors(metadata.tensors, tp_rank, tp_size, dp_rank, dp_size), in_background
+        )
+        errors.append(writer.finish())
+
+    threads = [threading.Thread(target=one_rank, args=(t, d)) for t in range(tp_size) for d in range(dp_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [None] * len(threads)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+)
+def test_our_stream_is_what_the_safetensors_library_reads_and_writes(tmp_path, dtype) -> None:
+    tensors = {"a": torch.randn(3, 4).to(dtype), "b": torch.ones(5).to(dtype), "empty": torch.zeros(0, 3).to(dtype)}
+    with TensorFileWriter(tmp_path / "ours", {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}) as file:
+        checksums = {name: file.write(name, tensor) for name, tensor in tensors.items()}
+    with safe_open(tmp_path / "ours", framework="pt") as theirs:
+        assert all(torch.equal(theirs.get_tensor(name), tensor) for name, tensor in tensors.items())
+    save_file(tensors, tmp_path / "theirs")
+    for path in ("ours", "theirs"):
+        with TensorFileReader(tmp_path / path) as file:
+            assert all(torch.equal(file.read(name), tensor) for name, tensor in tensors.items())
+            assert {name: file.checksum(name) for name in tensors} == checksums
+            assert torch.equal(_rows(file, "a", 1, 3), tensors["a"][1:3])
+
+
+def _rows(file: TensorFileReader, name: str, first: int, last: int) -> torch.Tensor:
+    out = torch.empty((last - first, *file.shape(name)[1:]), dtype=file.dtype(name))
+    file.read_into(name, out, first)
+    return out
+
+
+def test_a_tensor_out_of_turn_of_another_shape_or_never_written_is_refused(tmp_path) -> None:
+    shapes = {"a": ((2,), torch.float32), "b": ((2,), torch.float32)}
+    with pytest.raises(RuntimeError, match="out of its turn"), TensorFileWriter(tmp_path / "f", shapes) as file:
+        file.write("b", torch.zeros(2))
+    with pytest.raises(RuntimeError, match="must be"), TensorFileWriter(tmp_path / "f", shapes) as file:
+        file.write("a", torch.zeros(3))
+    with pytest.raises(RuntimeError, match="b was never written"), TensorFileWriter(tmp_path / "f", shapes) as file:
+        file.write("a", torch.zeros(2))
+
+
+@pytest.mark.parametrize(("tp_size", "dp_size"), [(1, 1), (2, 1), (1, 3), (2, 2), (4, 2)])
+def test_what_any_layout_saves_any_layout_reads(tmp_path, tp_size, dp_size) -> None:
+    save_at(tmp_path, tp_size, dp_size, in_background=dp_size == 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_5.ckpt"]
+    (path,) = list_checkpoints(tmp_path)
+    assert find_damage(path, read_metadata(path)) is None
+    with CheckpointReader(path) as reader:
+        for key, (tensor, dim) in logical_tensors().items():
+            assert torch.equal(reader.read(key), tensor)
+            for size in (2, 4):
+                for rank in range(size):
+                    assert torch.equal(reader.read(key, rank, size), part_of(tensor, dim, rank, size))
+            assert torch.equal(reader.read_rows(key, 1, 4), tensor[1:4])
+            wide = torch.empty_like(part_of(tensor, dim, 1, 2), dtype=torch.float64)
+            reader.read_into(key, wide, 1)
+            assert torch.equal(wide, part_of(tensor, dim, 1, 2).double())
+
+
+def test_ranks_write_equally_much_and_everything_once() -> None:
+    entries = {f"w{i}": TensorEntry((64, 10 + i), torch.float32, 0) for i in range(12)}
+    entries |= {f"n{i}": TensorEntry((64,), torch.float32, None) for i in range(16)}
+    shares = {(t, d): divide_tensors(entries, t, 2, d, 4) for t in range(2) for d in range(4)}
+    for key, entry in entries.items():
+        places = sorted(share.places[key] for share in shares.values() if key in share.places)
+        assert places == ([(0, 1)] if entry.shard_dim is None else [(0, 32), (32, 64)])
+    sizes = [sum(entries[key].num_bytes for key in share.places) for share in shares.values()]
+    assert max(sizes) < 1.25 * min(sizes)
+    assert len({share.file for share in shares.values()}) == 8
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_one_process_writes_the_same_checkpoint_tensor_by_tensor(tmp_path, tp_size) -> None:
+    tensors = logical_tensors()
+    path = write_offline(tmp_path, metadata_of(tensors), tp_size, ((key, t) for key, (t, _) in tensors.items()))
+    assert find_damage(path, read_metadata(path)) is None
+    with CheckpointReader(path) as reader:
+        assert all(torch.equal(reader.read(key), tensor) for key, (tensor, _) in tensors.items())
+    with pytest.raises(FileExistsError):
+        write_offline(tmp_path, metadata_of(tensors), tp_size, [])
+    with pytest.raises(ValueError, match="`tp_size` must divide exp_avg/rows"):
+        write_offline(tmp_path / "x", metadata_of(tensors), 5, [])
+    with pytest.raises(RuntimeError, match="never written"):
+        write_offline(tmp_path / "x", metadata_of(tensors), tp_size, [])
+    assert list((tmp_path / "x").iterdir()) == []
+
+
+@pytest.fixture
+def saved(tmp_path):
+    save_at(tmp_path, 2, 1)
+    return tmp_path / "step_5.ckpt"
+
+
+def test_every_single_byte_is_covered(saved) -> None:
+    """Flip one byte, at places all over every file: found each time, and named."""
+    for file in sorted(saved.iterdir()):
+        whole = file.read_bytes()
+        for place in range(0, len(whole), max(1, len(whole) // 61)):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+            try:
+                damage = find_damage(saved, read_metadata(saved))
+            except CheckpointError as error:
+                damage = str(error)
+            assert damage is not None and file.name in damage, place
+        file.write_bytes(whole)
+    assert find_damage(saved, read_metadata(saved)) is None
+
+
+def test_a_flipped_byte_names_its_tensor(saved) -> None:
+    file = saved / "rank_1_of_2.safetensors"
+    whole = bytearray(file.read_bytes())
+    whole[-3] ^= 1
+    file.write_bytes(whole)
+    assert (
+        find_damage(saved, read_metadata(saved))
+        == "rank_1_of_2.safetensors: tensor model/rows does not have its checksum"
+    )
+    assert find_damage(saved, read_metadata(saved), share=0, num_shares=2) is None
+    assert find_damage(saved, read_metadata(saved), share=1, num_shares=2) is not None
+
+
+class _Evil:
+    """Unpickling this creates a file."""
+
+    def __init__(self, path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (os.mkdir, (self.path,))
+
+
+def test_pickles_are_never_opened(tmp_path) -> None:
+    """The `.metadata` of torch's distributed checkpoint, a byte entry of it, a `.ckpt` file, and all of them inside a
+    directory that looks like one of ours."""
+    trap = tmp_path / "trap"
+    payload = pickle.dumps(_Evil(trap))
+    dcp = tmp_path / "step_1.ckpt"
+    dcp.mkdir()
+    (dcp / ".metadata").write_bytes(payload)
+    (dcp / "__0_0.distcp").write_bytes(payload)
+    with pytest.raises(CheckpointError, match="torch.distributed.checkpoint directory, whose pickles could run code"):
+        read_metadata(dcp)
+    lone = tmp_path / "last.ckpt"
+    lone.write_bytes(payload)
+    with pytest.raises(CheckpointError, match="pickled files are never read"):
+        read_metadata(lone)
+    (dcp / "metadata.json").write_bytes(payload)
+    with pytest.raises(CheckpointError, match="cannot be parsed"):
+        read_metadata(dcp)
+    save_at(tmp_path, 1, 1)
+    ours = tmp_path / "step_5.ckpt"
+    (ours / ".metadata").write_bytes(payload)
+    (ours / "rank_0_of_1.safetensors").write_bytes(payload)
+    with pytest.raises(CheckpointError, match="rank_0_of_1.safetensors must have"):
+        read_metadata(ours)
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        TensorFileReader(ours / "rank_0_of_1.safetensors")
+    assert not trap.exists()
+    with pytest.raises(FileExistsError):  # the trap works
+        trap.mkdir()
+        pickle.loads(payload)
+
+
+def _rewrite(path, change) -> None:
+    """Metadata with a right checksum that says something wrong."""
+    from lmscale.checkpoint import metadata as module
+
+    values = json.loads((path / "metadata.json").read_text())
+    values.pop("checksum")
+    change(values)
+    (path / "metadata.json").write_text(json.dumps({"checksum": module._checksum(values)} | values))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda v: v["files"].update({"../../etc/passwd": {"num_bytes": 1, "header_checksum": ""}}),
+        lambda v: v["tensors"]["model/rows"]["pieces"].pop(),
+        lambda v: v["tensors"]["model/rows"]["pieces"].reverse(),
+        lambda v: v["tensors"]["model/rows"]["pieces"][0].update(file="/etc/passwd"),
+        lambda v: v["tensors"]["model/rows"].update(shape=[10**12, 5]),
+        lambda v: v["tensors"]["model/rows"].update(dtype="PICKLE"),
+        lambda v: v["tensors"].update({"x": 3}),
+        lambda v: v.pop("step"),
+        lambda v: v.update(surprise=1),
+        lambda v: v.update(files=[]),
+    ],
+)
+def test_hostile_metadata_is_refused(saved, change) -> None:
+    _rewrite(saved, change)
+    with pytest.raises(CheckpointError) as caught:
+        read_metadata(saved)
+    assert "\n" not in str(caught.value) and "step_5.ckpt" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"{",
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}',
+        b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [true, 2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "O", "shape": [2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}',
+        b"[" * 5000,
+    ],
+)
+def test_hostile_headers_are_refused(tmp_path, header) -> None:
+    (tmp_path / "f").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError):
+        TensorFileReader(tmp_path / "f")
+
+
+def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(tmp_path, monkeypatch) -> None:
+    tensors = {key: value for key, value in logical_tensors().items()}
+    metadata = metadata_of(tensors)
+    ranks = [CheckpointWriter(tmp_path, "t", rank, 2, timeout_s=20) for rank in range(2)]
+    original = TensorFileWriter.write
+
+    def full(self, name, tensor):
+        if "rank_1" in self.path.name:
+            raise OSError(28, "No space left on device")
+        return original(self, name, tensor)
+
+    monkeypatch.setattr(TensorFileWriter, "write", full)
+    for rank in (0, 1):
+        mine = {key: part_of(t, dim, rank, 2) for key, (t, dim) in tensors.items()}
+        ranks[rank].begin(mine, metadata, divide_tensors(metadata.tensors, rank, 2), in_background=True)
+    assert "rank 1" in ranks[1].finish()
+    assert ranks[0].finish() == "rank 1: [Errno 28] No space left on device"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_never_writes_is_named(tmp_path) -> None:
+    tensors = logical_tensors()
+    metadata = metadata_of(tensors)
+    writer = CheckpointWriter(tmp_path, "t", 0, 2, timeout_s=0.1)
+    mine = {key: part_of(t, dim, 0, 2) for key, (t, dim) in tensors.items()}
+    writer.begin(mine, metadata, divide_tensors(metadata.tensors, 0, 2))
+    assert writer.finish() == "rank 1 has not written its part within 0 s"
+    assert list_checkpoints(tmp_path) == []
