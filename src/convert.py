@@ -1,0 +1,50 @@
+"""Convert checkpoints: other layouts, other padding, Hugging Face both ways; see conf/convert.yaml for every key."""
+
+import hydra
+from omegaconf import DictConfig
+
+from lmscale.door import open_door, run_task
+
+
+def convert(values: dict) -> None:
+    """Find out what the source is, and write it in the form that was asked for."""
+    from pathlib import Path
+
+    from lmscale.convert_config import ConvertConfig
+
+    config = ConvertConfig.from_dict(values)
+    import torch  # takes seconds: not before the checks above
+
+    from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
+    from lmscale.checkpoint.reshard import reshard
+
+    is_published = (Path(config.source) / "config.json").is_file()
+    if is_published and config.format == "hugging_face":
+        raise ValueError(f"`source` must be a checkpoint of ours with format=hugging_face, but is {config.source}")
+    if is_published:
+        written = import_hugging_face(
+            config.source,
+            config.target,
+            config.tp_size,
+            config.vocab_multiple,
+            config.tokenizer,
+            config.initialize_missing_heads,
+            config.seed,
+        )
+    elif config.format == "hugging_face":
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
+        max_file_bytes = round(config.max_file_gb * 1e9)
+        written = export_hugging_face(config.source, config.target, dtype, max_file_bytes, config.tokenizer)
+    else:
+        written = reshard(config.source, config.target, config.tp_size, config.vocab_multiple)
+    print(f"wrote {written}")
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="convert")
+def main(cfg: DictConfig) -> None:
+    """Entry of Hydra, once for each job of a sweep."""
+    run_task(convert, cfg)
+
+
+if __name__ == "__main__":
+    open_door(main)

@@ -1,0 +1,229 @@
+"""Do two folders hold the same model? Ours and transformers' own code, part by part on the same input.
+
+Each side is a model with one layer and few words on the meta device. A part's weights are read when it is its turn,
+as fp64 (rounding is then 1e-15 instead of 1e-7, and a wrong epsilon or GELU stands out), and dropped before the other
+side reads its own: memory holds one layer in fp64, however deep the model is. Nothing here uses the table of names
+that the conversion uses; names inside a side are its own.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..config import TransformerConfig
+from ..models import build_model
+from ..parallel import ParallelContext, vocab_parallel_logits
+from .errors import CheckpointError
+from .hf_config import small_hf_model
+from .hf_files import HuggingFaceReader
+from .read import CheckpointReader
+from .reshard import VOCABULARY
+
+# Of the largest output value. Equal weights in different code differ by about 1e-14; GELU's other form by 1e-4.
+BOUND = 1e-9
+_SEQUENCE = 64  # tokens that go through the layers
+_CHUNK_ROWS = 1024  # of the vocabulary at a time, at least
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest difference found, relative to the largest value of that part's output, and where it was."""
+
+    difference: float
+    part: str
+
+
+class _Side:
+    """A small model whose parameters get their values for a while.
+
+    Args:
+        read: (full name, None or rows [first, last)) -> the tensor, fp64.
+        layers: name of the list of layers.
+        by_row: parameters that have a row for each word.
+    """
+
+    def __init__(self, model: nn.Module, read: Callable, layers: str, by_row: set[str]) -> None:
+        self.model, self.read, self.layers, self.by_row = model.eval(), read, layers, by_row
+
+    @contextmanager
+    def weights(self, *prefixes: str, layer: int = 0, rows: tuple[int, int] | None = None) -> Iterator[None]:
+        """Parameters whose names begin like this have their values inside the block."""
+        loaded = []
+        for name, param in list(self.model.named_parameters(remove_duplicate=False)):
+            if name.startswith(prefixes):
+                source = name.replace(f"{self.layers}.0.", f"{self.layers}.{layer}.")
+                value = self.read(source, rows if name in self.by_row else None)
+                owner, _, leaf = name.rpartition(".")
+                loaded.append((self.model.get_submodule(owner), leaf, param))
+                setattr(*loaded[-1][:2], nn.Parameter(value, requires_grad=False))
+        assert loaded, prefixes
+        try:
+            yield
+        finally:
+            for owner, leaf, param in loaded:
+                setattr(owner, leaf, param)
+
+
+class _Ours(_Side):
+    def __init__(
+        self, reader: CheckpointReader, config: TransformerConfig, num_rows: int, rounded_to: torch.dtype | None
+    ) -> None:
+        def read(name: str, rows: tuple[int, int] | None) -> Tensor:
+            key = f"model/{name}"
+            tensor = reader.read(key) if rows is None else reader.read_rows(key, *rows)
+            return (tensor if rounded_to is None else tensor.to(rounded_to)).double()
+
+        small = replace(config, num_layers=1, vocab_size=num_rows, vocab_multiple=1)
+        model = build_model(small, ParallelContext(), seed=None, device="meta")
+        super().__init__(model, read, "transformer.layers", set(VOCABULARY))
+        self.has_final_norm = hasattr(model.transformer, "final_norm")
+
+    def embed(self, chunks: list[tuple[int, int]], ids: list[Tensor], types: Tensor | None) -> Iterator[Tensor]:
+        transformer = self.model.transformer
+        others = ("transformer.position_embedding", "transformer.token_type_embedding", "transformer.embedding_norm")
+        with self.weights(*others):
+            for chunk, tokens in zip(chunks, ids, strict=True):
+                with self.weights("transformer.word_embedding", rows=chunk):
+                    yield transformer.embed(tokens, None if types is None else types.expand_as(tokens), None)
+
+    def layer(self, index: int, x: Tensor) -> Tensor:
+        with self.weights("transformer.layers", layer=index):
+            return self.model.transformer.layers[0](x, None, None)
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        with self.weights("transformer.final_norm"):
+            return self.model.transformer.final_norm(x)
+
+    def order_logits(self, x: Tensor) -> Tensor:
+        with self.weights("pooler", "order_head"):
+            return self.model.order_head(self.model.pooler(x[:, 0]).tanh())
+
+    def logits(self, x: Tensor, chunks: list[tuple[int, int]]) -> Iterator[Tensor]:
+        embedding = self.model.transformer.word_embedding
+        if self.model.config.architecture == "gpt":
+            for first, last in chunks:
+                with self.weights("transformer.word_embedding", rows=(first, last)):
+                    yield vocab_parallel_logits(x, embedding.weight, None, last - first, ParallelContext())
+            return
+        with self.weights("lm_head.dense", "lm_head.norm"):
+            for chunk in chunks:
+                with self.weights("transformer.word_embedding", "lm_head.bias", rows=chunk):
+                    yield self.model.lm_head(x, embedding.weight)
+
+
+class _Theirs(_Side):
+    def __init__(self, reader: HuggingFaceReader, num_rows: int) -> None:
+        family = reader.family
+
+        def read(name: str, rows: tuple[int, int] | None) -> Tensor:
+            return reader.read(family.aliases.get(name, name), *(rows or (0, None))).double()
+
+        by_row = {"transformer.wte.weight", "bert.embeddings.word_embeddings.weight"} | set(family.aliases)
+        super().__init__(small_hf_model(reader.values, family, num_rows), read, family.layers, by_row)
+        self.is_gpt = family.model_type == "gpt2"
+        self.has_order_head = {"bert.pooler.dense.weight", "cls.seq_relationship.weight"} <= reader.names()
+        lm_head = {"cls.predictions.bias", "cls.predictions.transform.dense.weight"}
+        self.has_lm_head = self.is_gpt or (lm_head | {"cls.predictions.transform.LayerNorm.weight"}) <= reader.names()
+
+    def embed(self, chunks: list[tuple[int, int]], ids: list[Tensor], types: Tensor | None) -> Iterator[Tensor]:
+        words = "transformer.wte" if self.is_gpt else "bert.embeddings.word_embeddings"
+        others = ("bert.embeddings.position", "bert.embeddings.token_type", "bert.embeddings.LayerNorm")
+        with self.weights(*(("transformer.wpe",) if self.is_gpt else others)):
+            for chunk, tokens in zip(chunks, ids, strict=True):
+                positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+                with self.weights(words, rows=chunk):
+                    if self.is_gpt:
+                        yield self.model.transformer.wte(tokens) + self.model.transformer.wpe(positions)
+                    else:
+                        yield self.model.bert.embeddings(tokens, types.expand_as(tokens), positions)
+
+    def layer(self, index: int, x: Tensor) -> Tensor:
+        mask = None
+        if self.is_gpt:  # GPT-2's model makes the causal mask, not its layers
+            mask = torch.full((x.shape[1], x.shape[1]), float("-inf"), dtype=x.dtype).triu(1)[None, None]
+        with self.weights(self.layers, layer=index):
+            output = self.model.get_submodule(f"{self.layers}.0")(x, attention_mask=mask)
+        return output[0] if isinstance(output, tuple) else output
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        name = "transformer.ln_f" if self.is_gpt else "bert.encoder.ln"
+        with self.weights(name):
+            return self.model.get_submodule(name)(x)
+
+    def order_logits(self, x: Tensor) -> Tensor:
+        with self.weights("bert.pooler", "cls.seq_relationship"):
+            return self.model.cls.seq_relationship(self.model.bert.pooler(x))
+
+    def logits(self, x: Tensor, chunks: list[tuple[int, int]]) -> Iterator[Tensor]:
+        if self.is_gpt:
+            for chunk in chunks:
+                with self.weights("lm_head", rows=chunk):
+                    yield self.model.lm_head(x)
+            return
+        with self.weights("cls.predictions.transform"):
+            for chunk in chunks:
+                with self.weights("cls.predictions.decoder", rows=chunk):
+                    yield self.model.cls.predictions(x)
+
+
+@torch.inference_mode()
+def compare_models(
+    ours: CheckpointReader,
+    theirs: HuggingFaceReader,
+    config: TransformerConfig,
+    rounded_to: torch.dtype | None = None,
+) -> Comparison:
+    """Compare embeddings (every word and position), layer by layer, and the heads (every word) that both have.
+
+    Args:
+        rounded_to: type that the weights of ours were rounded to on the way. They are rounded here too, so that one
+            bound serves all types; it is the conversion that is tested, not the type.
+
+    Returns:
+        the largest difference.
+
+    Raises:
+        CheckpointError: a part differs by more than `BOUND`, or has an output that is not finite.
+    """
+    positions, vocab = config.max_position_embeddings, config.vocab_size
+    num_rows = positions * -(-_CHUNK_ROWS // positions)
+    chunks = [(first, min(first + num_rows, vocab)) for first in range(0, vocab, num_rows)]
+    # Every row of a chunk at least once, every position in each row of ids.
+    ids = [torch.arange(num_rows).clamp(max=last - first - 1).view(-1, positions) for first, last in chunks]
+    types = (torch.arange(positions) % 2)[None] if config.architecture == "bert" else None
+    left, right = _Ours(ours, config, num_rows, rounded_to), _Theirs(theirs, num_rows)
+
+    found = []
+    middle = len(chunks) // 2  # the first words of a vocabulary are often never used
+    for i, (a, b) in enumerate(zip(left.embed(chunks, ids, types), right.embed(chunks, ids, types), strict=True)):
+        found.append(_difference("the embeddings", a, b))
+        if i == middle:
+            x = a[:1, :_SEQUENCE].clone()
+    for index in range(config.num_layers):
+        a, b = left.layer(index, x), right.layer(index, x)
+        found.append(_difference(f"layer {index}", a, b))
+        x = a
+    if left.has_final_norm:
+        a, b = left.final_norm(x), right.final_norm(x)
+        found.append(_difference("the last LayerNorm", a, b))
+        x = a
+    if config.architecture == "bert" and right.has_order_head:
+        found.append(_difference("the sentence-order head", left.order_logits(x), right.order_logits(x)))
+    if right.has_lm_head:
+        for a, b in zip(left.logits(x, chunks), right.logits(x, chunks), strict=True):
+            found.append(_difference("the language-model head", a, b))
+    return max(found, key=lambda comparison: comparison.difference)
+
+
+def _difference(part: str, ours: Tensor, theirs: Tensor) -> Comparison:
+    scale = ours.abs().max().item()
+    difference = (ours - theirs).abs().max().item() / max(scale, torch.finfo(torch.float64).tiny)
+    if not difference <= BOUND:  # also where it is not a number
+        raise CheckpointError(
+            f"the converted model does not compute the same: {part} differs by {difference:.1e} of its largest value "
+            f"(allowed {BOUND:.0e}); nothing was kept"
+        )
+    return Comparison(difference, part)

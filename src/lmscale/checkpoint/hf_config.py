@@ -1,0 +1,188 @@
+"""A model's `config.json` of Hugging Face and our `TransformerConfig`: every key mapped, or refused by its name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..config import NormOrder, TransformerConfig
+from .errors import CheckpointError
+from .hf_names import FAMILIES, Family, family_of
+
+NUM_TOKEN_TYPES = 2  # of our BERT
+GELU_FORMS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "erf"}
+GELU_NAMES = {"tanh": "gelu_new", "erf": "gelu"}
+
+# Their key -> ours. The MLP's width, GELU and epsilon have words of their own below.
+_GPT2_KEYS = {
+    "vocab_size": "vocab_size",
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_layer": "num_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "ffn_hidden_size",
+    "activation_function": "gelu",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "resid_pdrop": "hidden_dropout",
+    "attn_pdrop": "attention_dropout",
+    "embd_pdrop": "embedding_dropout",
+    "initializer_range": "initializer_std",
+}
+_BERT_KEYS = {
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "intermediate_size": "ffn_hidden_size",
+    "hidden_act": "gelu",
+    "layer_norm_eps": "layer_norm_eps",
+    "hidden_dropout_prob": "hidden_dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+    "initializer_range": "initializer_std",
+}
+# Keys that change what the model computes, with the only value that ours computes.
+_FIXED: dict[str, Any] = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "add_cross_attention": False,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "tie_word_embeddings": True,
+    "position_embedding_type": "absolute",
+    "type_vocab_size": NUM_TOKEN_TYPES,
+    "pruned_heads": {},
+}
+# Keys that do not change what it computes: names, ids, other tasks' heads, generation, how it is run.
+_WITHOUT_EFFECT = set(
+    """_name_or_path architectures model_type torch_dtype dtype transformers_version use_cache bos_token_id eos_token_id
+    pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix task_specific_params finetuning_task
+    problem_type id2label label2id classifier_dropout summary_type summary_use_proj summary_activation
+    summary_proj_to_labels summary_first_dropout gradient_checkpointing chunk_size_feed_forward output_attentions
+    output_hidden_states output_past return_dict cross_attention_hidden_size directionality pooler_fc_size
+    pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type""".split()
+)
+
+
+def read_hf_config(path: str | Path) -> dict[str, Any]:
+    """The values of a `config.json`.
+
+    Raises:
+        CheckpointError: it is missing or no JSON object, or of a model that is not GPT-2, BERT or Megatron-BERT.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__})") from None
+    if not isinstance(values, dict) or values.get("model_type") not in FAMILIES:
+        found = values.get("model_type") if isinstance(values, dict) else values
+        raise CheckpointError(f"`model_type` of {path} must be one of {', '.join(FAMILIES)}, but is {found!r}")
+    return values
+
+
+def with_defaults(values: dict[str, Any]) -> Any:
+    """transformers' configuration object of these values, with its defaults for what they leave out."""
+    import transformers
+
+    kind = getattr(transformers, FAMILIES[values["model_type"]].config_class)
+    try:
+        return kind.from_dict(values)
+    except Exception as error:  # its validation has error classes of several libraries
+        raise CheckpointError(f"config.json has a wrong value: {' '.join(str(error).split())}"[:300]) from None
+
+
+def config_from_hf(values: dict[str, Any], vocab_multiple: int | None = None) -> TransformerConfig:
+    """Our configuration of a model of Hugging Face.
+
+    Where a value is what None stands for in ours (epsilon, GELU, MLP width), it becomes None, so that a round trip
+    gives an equal configuration.
+
+    Args:
+        values: of its `config.json`.
+        vocab_multiple: rows of the vocabulary are padded to a multiple of this; None: our default.
+
+    Raises:
+        CheckpointError: a key whose value ours cannot compute with, or one that nobody here knows.
+    """
+    family = FAMILIES[values["model_type"]]
+    keys = _GPT2_KEYS if family.model_type == "gpt2" else _BERT_KEYS
+    published = with_defaults(values)
+    for key in values:
+        if key == "n_ctx" and values[key] == published.n_positions:
+            continue
+        if key not in keys and key not in _FIXED and key not in _WITHOUT_EFFECT:
+            raise CheckpointError(
+                f"`{key}` of config.json ({values[key]!r}) is not known here; delete it if it changes no output"
+            )
+        if key in _FIXED and values[key] not in (_FIXED[key], None):
+            raise CheckpointError(f"`{key}` of config.json must be {_FIXED[key]!r}, but is {values[key]!r}")
+    ours = {name: getattr(published, key) for key, name in keys.items()}
+    if ours["gelu"] not in GELU_FORMS:
+        activation = next(key for key, name in keys.items() if name == "gelu")
+        raise CheckpointError(
+            f"`{activation}` of config.json must be one of {', '.join(GELU_FORMS)}, but is {ours['gelu']!r}"
+        )
+    ours["gelu"] = GELU_FORMS[ours["gelu"]]
+    if vocab_multiple is not None:
+        ours["vocab_multiple"] = vocab_multiple
+    architecture = "gpt" if family.model_type == "gpt2" else "bert"
+    order = NormOrder.POST if family.model_type == "bert" else NormOrder.PRE
+    try:
+        return _shortest(TransformerConfig(architecture=architecture, norm_order=order, **ours))
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {error}") from None
+
+
+def _shortest(config: TransformerConfig) -> TransformerConfig:
+    """The same configuration with None wherever that means the value it has."""
+    values = config.to_dict()
+    for name in ("ffn_hidden_size", "layer_norm_eps", "gelu", "embedding_dropout"):
+        shorter = TransformerConfig(**{**values, name: None})
+        same = (shorter.ffn_size, shorter.norm_eps, shorter.gelu_form, shorter.input_dropout)
+        if same == (config.ffn_size, config.norm_eps, config.gelu_form, config.input_dropout):
+            values[name] = None
+    return TransformerConfig(**values)
+
+
+def config_to_hf(config: TransformerConfig, dtype: str, token_ids: dict[str, int | None]) -> Any:
+    """transformers' configuration object of our model; every value that has a default in ours is written out.
+
+    Args:
+        dtype: torch's name of the type of the weights, such as `float32`.
+        token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id` as far as the family has them.
+
+    Raises:
+        CheckpointError: transformers has no such model: a GPT with post-norm, a BERT whose embeddings have a dropout
+            of their own.
+    """
+    import transformers
+
+    family = family_of(config)
+    if family.model_type != "gpt2" and config.input_dropout != config.hidden_dropout:
+        raise CheckpointError(
+            f"`embedding_dropout` of a BERT must equal hidden_dropout ({config.hidden_dropout}) for Hugging Face, "
+            f"but is {config.input_dropout}"
+        )
+    ours = config.to_dict() | {
+        "ffn_hidden_size": config.ffn_size,
+        "gelu": GELU_NAMES[config.gelu_form],
+        "layer_norm_eps": config.norm_eps,
+        "embedding_dropout": config.input_dropout,
+    }
+    keys = _GPT2_KEYS if family.model_type == "gpt2" else _BERT_KEYS
+    values = {key: ours[name] for key, name in keys.items()}
+    kind = getattr(transformers, family.config_class)
+    return kind(**values, **token_ids, architectures=[family.model_class], dtype=dtype)
+
+
+def small_hf_model(values: dict[str, Any], family: Family, vocab_size: int) -> Any:
+    """transformers' model of a `config.json` with one layer and few words, on the meta device: a place for weights."""
+    import torch
+    import transformers
+
+    layers = "n_layer" if family.model_type == "gpt2" else "num_hidden_layers"
+    small = {layers: 1, "vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    published = with_defaults({**values, **small})
+    published._attn_implementation = "eager"
+    with torch.device("meta"):
+        return getattr(transformers, family.model_class)(published).eval()

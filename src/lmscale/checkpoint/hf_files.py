@@ -1,0 +1,206 @@
+"""The weight files of a Hugging Face model: one or several, read tensor by tensor and written as a stream."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+from .hf_config import read_hf_config
+from .hf_names import FAMILIES
+from .tensor_file import TensorFileReader, TensorFileWriter
+
+_CHUNK_ROWS = 4096  # compared at a time
+_FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+\.(safetensors|bin)")
+
+
+class PickleFile:
+    """A `pytorch_model.bin`, read only by torch's restricted unpickler and mapped, with `TensorFileReader`'s methods.
+
+    Raises:
+        CheckpointError: it holds anything but tensors in plain containers, or has the format before torch 1.6, which
+            cannot be mapped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # a hostile pickle can provoke errors of any kind
+            reason = str(error).split("\n")[0].split(". ")[0][:160]
+            raise CheckpointError(f"{path.name} is not read: {type(error).__name__}: {reason}") from None
+        if not isinstance(self.tensors, dict) or not all(isinstance(t, Tensor) for t in self.tensors.values()):
+            raise CheckpointError(f"{path.name} is not read: it is no dict of tensors")
+        self.entries = self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return tuple(self.tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor."""
+        return self.tensors[name].dtype
+
+    def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
+        """Fill `out` from row `first_row` on (dimension 0)."""
+        out.copy_(self.tensors[name][first_row : first_row + len(out)])
+
+    def close(self) -> None:
+        """Let go of the mapped file."""
+        self.tensors = self.entries = {}
+
+
+class HuggingFaceReader:
+    """Tensors of a Hugging Face folder under the names of the model with heads, whichever form the files have.
+
+    Names without the prefix (`bert.`, `transformer.`), LayerNorm's old names and constant buffers of old versions are
+    understood. Files are `model.safetensors`, its index and shards, or the same as `pytorch_model.bin`.
+
+    Raises:
+        CheckpointError: no such files, an index that contradicts them, two tensors of one name, a type that is not a
+            float.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.values = read_hf_config(self.folder / "config.json")
+        self.family = FAMILIES[self.values["model_type"]]
+        self.files: list[TensorFileReader | PickleFile] = []
+        self._places: dict[str, tuple[TensorFileReader | PickleFile, str]] = {}
+        for path, expected in self._list_files().items():
+            file = (TensorFileReader if path.suffix == ".safetensors" else PickleFile)(path)
+            self.files.append(file)
+            if not expected <= set(file.entries):
+                raise CheckpointError(
+                    f"{path.name} has no tensor {min(expected - set(file.entries))}, but the index says so"
+                )
+            for name in file.entries:
+                self._add(file, name)
+
+    def _add(self, file: TensorFileReader | PickleFile, name: str) -> None:
+        full = self.family.full_name(name)
+        if self.family.ignored.fullmatch(full):
+            return
+        if full in self._places:
+            raise CheckpointError(f"{self.folder}: tensor {full} is there twice, as {self._places[full][1]} and {name}")
+        if not file.dtype(name).is_floating_point:
+            raise CheckpointError(f"{self.folder}: tensor {name} must be of a float type, but is {file.dtype(name)}")
+        self._places[full] = file, name
+
+    def _list_files(self) -> dict[Path, set[str]]:
+        """The files and the tensors that an index promises in each."""
+        for single in ("model.safetensors", "pytorch_model.bin"):
+            index = self.folder / f"{single}.index.json"
+            if (self.folder / single).is_file():
+                return {self.folder / single: set()}
+            if index.is_file():
+                return self._read_index(index)
+        raise CheckpointError(f"{self.folder} has a config.json but neither model.safetensors nor pytorch_model.bin")
+
+    def _read_index(self, index: Path) -> dict[Path, set[str]]:
+        try:
+            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            listed: dict[Path, set[str]] = {}
+            for name, file in places.items():
+                if not _FILE_NAME.fullmatch(file):
+                    raise ValueError(f"file {file!r}")
+                listed.setdefault(self.folder / file, set()).add(name)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{index.name} cannot be used ({type(error).__name__}: {error})"[:200]) from None
+        for path in listed:
+            if not path.is_file():
+                raise CheckpointError(f"{self.folder} lacks {path.name}, which its index names")
+        return listed
+
+    def names(self) -> set[str]:
+        """Full names of all tensors but constant buffers."""
+        return set(self._places)
+
+    def name_in_file(self, name: str) -> str:
+        """How the file itself calls a tensor."""
+        return self._places[name][1]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        file, own = self._places[name]
+        return file.shape(own)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor."""
+        file, own = self._places[name]
+        return file.dtype(own)
+
+    def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
+        """Fill `out`, contiguous and of the tensor's type, from row `first_row` on."""
+        file, own = self._places[name]
+        file.read_into(own, out, first_row)
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """Rows [first, last) of a tensor, by default all, in memory of their own."""
+        shape = self.shape(name)
+        out = torch.empty(((shape[0] if last is None else last) - first, *shape[1:]), dtype=self.dtype(name))
+        self.read_into(name, out, first)
+        return out
+
+    def check_aliases(self) -> set[str]:
+        """Names that are second copies of another tensor.
+
+        Raises:
+            CheckpointError: a copy differs from the tensor it must be tied to.
+        """
+        present = {alias: name for alias, name in self.family.aliases.items() if {alias, name} <= self.names()}
+        for alias, name in present.items():
+            same = self.shape(alias) == self.shape(name)
+            for first in range(0, self.shape(name)[0] if same else 0, _CHUNK_ROWS):
+                last = min(first + _CHUNK_ROWS, self.shape(name)[0])
+                same = same and torch.equal(self.read(alias, first, last), self.read(name, first, last))
+            if not same:
+                raise CheckpointError(f"tensor {self.name_in_file(alias)} must equal {self.name_in_file(name)} (tied)")
+        return set(present)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self.files:
+            file.close()
+
+    def __enter__(self) -> "HuggingFaceReader":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def write_hf_files(
+    folder: Path,
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    tensors: Iterable[tuple[str, Tensor]],
+    max_file_bytes: int,
+) -> None:
+    """Write `model.safetensors`, or shards and an index; a tensor is never cut.
+
+    Args:
+        shapes: name -> (shape, dtype), in the order in which `tensors` come.
+        max_file_bytes: of data in a file, unless a single tensor has more.
+    """
+    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in shapes.items()}
+    groups: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if groups[-1] and sum(sizes[other] for other in groups[-1]) + size > max_file_bytes:
+            groups.append([])
+        groups[-1].append(name)
+    files = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    if len(groups) == 1:
+        files = ["model.safetensors"]
+    stream = iter(tensors)
+    for file, names in zip(files, groups, strict=True):
+        # transformers takes no file without this note of its framework.
+        with TensorFileWriter(folder / file, {name: shapes[name] for name in names}, {"format": "pt"}) as writer:
+            for _ in names:
+                writer.write(*next(stream))
+    if len(groups) > 1:
+        places = {name: file for file, names in zip(files, groups, strict=True) for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")

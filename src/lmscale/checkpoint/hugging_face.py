@@ -1,0 +1,232 @@
+"""Models of Hugging Face read and written: tensor by tensor, at any layout of ours, compared before they get a name."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..config import TransformerConfig
+from ..models import build_model
+from ..parallel import ParallelContext, ShardSpec, initialize_parameters
+from ..parallel.shard_spec import parameter
+from .compare import compare_models
+from .errors import CheckpointError
+from .hf_config import config_from_hf, config_to_hf
+from .hf_files import HuggingFaceReader, write_hf_files
+from .hf_names import HEADS, Row, family_of
+from .metadata import CheckpointMetadata, TensorEntry
+from .new_folder import check_new_folder, new_folder
+from .offline import write_offline
+from .read import CheckpointReader
+from .reshard import open_source
+from .tokenizer_files import TokenizerFiles, special_token_ids
+
+TOKENIZER_FOLDER = "tokenizer"  # beside our checkpoint
+_MAX_LISTED = 12  # names in a message
+
+
+def export_hugging_face(
+    source: str | Path,
+    target: str | Path,
+    dtype: torch.dtype = torch.float32,
+    max_file_bytes: int = 5 * 10**9,
+    tokenizer: str | Path | None = None,
+) -> Path:
+    """Write a checkpoint of ours as `GPT2LMHeadModel`, `BertForPreTraining` or `MegatronBertForPreTraining`.
+
+    Memory holds two layers at most, or two copies of the largest tensor.
+
+    Args:
+        source: a checkpoint of any layout, or a run folder (its newest one).
+        target: a folder that does not exist yet.
+        dtype: of the written weights, rounded to nearest.
+        tokenizer: its files or folder; None takes `tokenizer/` beside the source, if it is there.
+
+    Raises:
+        ValueError: the source cannot be used or has no counterpart; what was written does not compute the same.
+    """
+    path, metadata, config = open_source(source)
+    family = family_of(config)
+    beside = path.parent / TOKENIZER_FOLDER
+    files = TokenizerFiles(tokenizer or beside, config) if tokenizer or beside.is_dir() else None
+    published = config_to_hf(config, str(dtype).removeprefix("torch."), special_token_ids(files, config))
+    specs, rows = _specs(config), family.rows(config)
+    missing = sorted(f"model/{name}" for name in specs if f"model/{name}" not in metadata.tensors)
+    if missing:
+        raise CheckpointError(f"checkpoint {path.name} lacks {_list(missing)}")
+    shapes = {}
+    for row in rows:
+        on_meta = torch.empty(specs[row.ours].full_shape, device="meta")
+        shapes[row.theirs] = tuple(row.to_theirs(on_meta, config).shape), dtype
+    check_new_folder(target, sum(torch.Size(shape).numel() * dtype.itemsize for shape, _ in shapes.values()))
+    with CheckpointReader(path) as reader, new_folder(target) as folder:
+        write_hf_files(folder, shapes, _read_theirs(reader, rows, config, dtype), max_file_bytes)
+        published.save_pretrained(folder)
+        if files is not None:
+            files.copy_to(folder)
+        with HuggingFaceReader(folder) as written:
+            compare_models(reader, written, config, rounded_to=dtype)
+    return Path(target)
+
+
+def _read_theirs(
+    reader: CheckpointReader, rows: list[Row], config: TransformerConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    for name, group in itertools.groupby(rows, key=lambda row: row.ours):
+        ours = reader.read(f"model/{name}")
+        for row in group:
+            yield row.theirs, row.to_theirs(ours, config).to(dtype)
+
+
+def import_hugging_face(
+    source: str | Path,
+    target: str | Path,
+    tp_size: int = 1,
+    vocab_multiple: int | None = None,
+    tokenizer: str | Path | None = None,
+    initialize_missing_heads: bool = False,
+    seed: int = 1234,
+) -> Path:
+    """Write a folder of Hugging Face's GPT-2, BERT or Megatron-BERT as a checkpoint of ours at step 0, weights alone.
+
+    Half types become fp32, which holds them exactly. Memory holds two layers at most, or the word embedding twice.
+
+    Args:
+        target: a folder that does not exist yet; `step_0.ckpt` is made in it, and `tokenizer/` where one is known.
+        vocab_multiple: see `TransformerConfig`; None: its default.
+        tokenizer: its files or folder; None takes those of `source`, if any.
+        initialize_missing_heads: draw heads that the source lacks from `seed`, as a new model's would be.
+
+    Returns:
+        the checkpoint.
+
+    Raises:
+        ValueError: a key of the configuration or a tensor that has no place in ours, one that is missing, a target
+            that exists, a full disk, or weights that do not compute the same here.
+    """
+    with HuggingFaceReader(source) as reader:
+        config = config_from_hf(reader.values, vocab_multiple)
+        config.check_tensor_parallel(tp_size)
+        specs, rows = _specs(config), reader.family.rows(config)
+        fresh = _check_tensors(reader, rows, specs, config, initialize_missing_heads)
+        files = _find_tokenizer(source, tokenizer, config)
+        entries = {f"model/{name}": _entry(reader, rows, name, spec) for name, spec in specs.items()}
+        metadata = CheckpointMetadata(
+            step=0,
+            layout={"tp_size": tp_size, "dp_size": 1},
+            model=config.to_dict(),
+            tensors=entries,
+            files={},
+            optimizer={},
+            run={"converted_from": str(source), "model_type": reader.family.model_type, "initialized": sorted(fresh)},
+            state={},
+        )
+        check_new_folder(target, sum(entry.num_bytes for entry in entries.values()))
+        with new_folder(target) as folder:
+            heads = _draw_heads(config, fresh, seed) if fresh else {}
+            written = write_offline(folder, metadata, tp_size, _read_ours(reader, rows, entries, heads, config))
+            with CheckpointReader(written) as ours:
+                compare_models(ours, reader, config)
+            if files is not None:
+                files.copy_to(folder / TOKENIZER_FOLDER)
+    return Path(target) / written.name
+
+
+def _find_tokenizer(
+    source: str | Path, tokenizer: str | Path | None, config: TransformerConfig
+) -> TokenizerFiles | None:
+    has_own = any((Path(source) / name).is_file() for name in ("tokenizer.json", "vocab.txt", "vocab.json"))
+    return TokenizerFiles(tokenizer or source, config) if tokenizer or has_own else None
+
+
+def _specs(config: TransformerConfig) -> dict[str, ShardSpec]:
+    model = build_model(config, ParallelContext(), seed=None, device="meta")
+    return {name: param.shard for name, param in model.named_parameters()}
+
+
+def _entry(reader: HuggingFaceReader, rows: list[Row], name: str, spec: ShardSpec) -> TensorEntry:
+    dtype = torch.float32
+    for row in rows:
+        if row.ours == name and row.theirs in reader.names():
+            dtype = torch.promote_types(dtype, reader.dtype(row.theirs))
+    return TensorEntry(spec.full_shape, dtype, spec.shard_dim)
+
+
+def _check_tensors(
+    reader: HuggingFaceReader,
+    rows: list[Row],
+    specs: dict[str, ShardSpec],
+    config: TransformerConfig,
+    may_initialize: bool,
+) -> set[str]:
+    """Every tensor of theirs has a place in ours with the right shape, and the other way round.
+
+    Returns:
+        names of ours that must be drawn anew.
+    """
+    known = {row.theirs for row in rows} | reader.check_aliases()
+    unexpected = sorted(reader.name_in_file(name) for name in reader.names() - known)
+    if unexpected:
+        raise CheckpointError(f"{reader.folder}: no tensor of ours takes {_list(unexpected)}")
+    missing = [row for row in rows if row.theirs not in reader.names()]
+    lost = sorted(row.theirs for row in missing if not row.ours.startswith(HEADS))
+    if lost:
+        raise CheckpointError(f"{reader.folder} lacks {_list(lost)}")
+    if missing and not may_initialize:
+        names = _list(sorted(row.theirs for row in missing))
+        raise CheckpointError(
+            f"{reader.folder} lacks the heads {names}; initialize_missing_heads=true begins them anew, untrained"
+        )
+    for row in rows:
+        if row in missing:
+            continue
+        on_meta = torch.empty(specs[row.ours].full_shape, device="meta")
+        expected = tuple(row.to_theirs(on_meta, config).shape)
+        if reader.shape(row.theirs) != expected:
+            name = reader.name_in_file(row.theirs)
+            raise CheckpointError(f"tensor {name} must be {expected}, but is {reader.shape(row.theirs)}")
+    return {row.ours for row in missing}
+
+
+def _read_ours(
+    reader: HuggingFaceReader,
+    rows: list[Row],
+    entries: dict[str, TensorEntry],
+    heads: dict[str, Tensor],
+    config: TransformerConfig,
+) -> Iterator[tuple[str, Tensor]]:
+    for name, group in itertools.groupby(rows, key=lambda row: row.ours):
+        if name in heads:
+            yield f"model/{name}", heads[name]
+            continue
+        entry = entries[f"model/{name}"]
+        ours = torch.zeros(entry.shape, dtype=entry.dtype)
+        for row in group:
+            view = row.layout.view(ours, config)
+            if (
+                view.is_contiguous()
+                and view.shape == reader.shape(row.theirs)
+                and reader.dtype(row.theirs) == ours.dtype
+            ):
+                reader.read_into(row.theirs, view)  # the word embedding is not in memory twice
+            else:
+                row.copy_to_ours(reader.read(row.theirs), ours, config)
+        yield f"model/{name}", ours
+
+
+def _draw_heads(config: TransformerConfig, names: set[str], seed: int) -> dict[str, Tensor]:
+    """The heads of a new BERT with this seed; the rest of it is never made."""
+    model = build_model(config, ParallelContext(), seed=None, device="meta")
+    model.transformer = None
+    for name, param in list(model.named_parameters()):
+        owner, leaf = name.rsplit(".", 1)
+        setattr(model.get_submodule(owner), leaf, parameter(ParallelContext(), **vars(param.shard)))
+    initialize_parameters(model, seed, ParallelContext())
+    return {name: param.detach() for name, param in model.named_parameters() if name in names}
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more

@@ -1,0 +1,100 @@
+"""A checkpoint of ours at another layout or vocabulary padding, weights and optimizer, bit for bit."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..config import TransformerConfig
+from .errors import CheckpointError
+from .metadata import METADATA, CheckpointMetadata, list_checkpoints, read_metadata
+from .new_folder import check_new_folder, new_folder
+from .offline import write_offline
+from .read import CheckpointReader, find_damage
+
+# Tensors with a row for each id, and zeros after them.
+VOCABULARY = ("transformer.word_embedding.weight", "lm_head.bias")
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint that `path` means: itself, or the newest complete one of a run folder or a checkpoint folder.
+
+    A path that is neither is returned as it is; reading it will say what is wrong.
+    """
+    path = Path(path)
+    if (path / METADATA).is_file():
+        return path
+    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    return found[-1] if found else path
+
+
+def open_source(path: str | Path) -> tuple[Path, CheckpointMetadata, TransformerConfig]:
+    """The checkpoint at `path` after every byte of it agrees with its checksum: where, its metadata, its model.
+
+    Raises:
+        CheckpointError: not a checkpoint, damaged, or of a model that cannot be.
+    """
+    path = find_checkpoint(path)
+    metadata = read_metadata(path)
+    damage = find_damage(path, metadata)
+    if damage is not None:
+        raise CheckpointError(f"checkpoint {path.name} is damaged: {damage}")
+    try:
+        return path, metadata, TransformerConfig(**metadata.model)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path.name}: {METADATA} names a model that cannot be ({error})") from None
+
+
+def reshard(source: str | Path, target: str | Path, tp_size: int, vocab_multiple: int | None = None) -> Path:
+    """Write a checkpoint again for `tp_size` tensor ranks; memory holds one tensor.
+
+    Everything but the layout, and the padding where it changes, stays as it was: step, counters, data order.
+
+    Args:
+        source: a checkpoint, or a run folder (its newest one).
+        target: a folder that does not exist yet; `step_<n>.ckpt` is made in it.
+        vocab_multiple: the new `model.vocab_multiple`; None keeps it.
+
+    Returns:
+        the new checkpoint.
+
+    Raises:
+        ValueError: the source cannot be used, `tp_size` does not divide the model, the target exists, a full disk.
+    """
+    path, metadata, config = open_source(source)
+    if vocab_multiple is not None:
+        config = dataclasses.replace(config, vocab_multiple=vocab_multiple)
+    config.check_tensor_parallel(tp_size)
+    entries = {}
+    for key, entry in metadata.tensors.items():
+        shape = entry.shape
+        if is_vocabulary(key):
+            shape = (config.padded_vocab_size, *shape[1:])
+        entries[key] = dataclasses.replace(entry, shape=shape, pieces=())
+    changed = dataclasses.replace(
+        metadata, layout={"tp_size": tp_size, "dp_size": 1}, model=config.to_dict(), tensors=entries, files={}
+    )
+    check_new_folder(target, sum(entry.num_bytes for entry in entries.values()))
+    with CheckpointReader(path) as reader, new_folder(target) as folder:
+        written = write_offline(folder, changed, tp_size, _read_all(reader, changed, config.vocab_size))
+    return Path(target) / written.name
+
+
+def is_vocabulary(key: str) -> bool:
+    """Whether a tensor, by its key in a checkpoint, has a row for each id of the padded vocabulary."""
+    return key.split("/", 1)[1] in VOCABULARY
+
+
+def _read_all(reader: CheckpointReader, changed: CheckpointMetadata, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
+    for key, entry in sorted(changed.tensors.items()):
+        if entry.shape == reader.metadata.tensors[key].shape:
+            yield key, reader.read(key)
+            continue
+        rows = reader.metadata.tensors[key].shape[0]
+        if reader.read_rows(key, vocab_size, rows).any():
+            raise CheckpointError(f"{key}: the rows of the padded vocabulary must be zero, but are not")
+        tensor = torch.zeros(entry.shape, dtype=entry.dtype)
+        tensor[:vocab_size] = reader.read_rows(key, 0, vocab_size)
+        yield key, tensor

@@ -1,0 +1,81 @@
+"""The tokenizer's files beside a model's: found, checked against the model and copied."""
+
+import json
+import shutil
+from pathlib import Path
+
+from ..config import TransformerConfig
+from .errors import CheckpointError
+
+_NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_NAMES += ("vocab.txt", "vocab.json", "merges.txt")
+_SPECIALS = {
+    "gpt": {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"},
+    "bert": {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
+    },
+}
+
+
+class TokenizerFiles:
+    """A tokenizer's files as transformers names them.
+
+    Args:
+        path: a folder with some of them, or one file, which is taken for a `tokenizer.json` (as our cache keeps it).
+
+    Raises:
+        CheckpointError: none is there, one cannot be read, or the model has no rows for some of the ids.
+    """
+
+    def __init__(self, path: str | Path, config: TransformerConfig) -> None:
+        path, self.config = Path(path), config
+        self.files = {"tokenizer.json": path} if path.is_file() else {}
+        if path.is_dir():
+            self.files = {name: path / name for name in _NAMES if (path / name).is_file()}
+        if not self.files:
+            raise CheckpointError(
+                f"`tokenizer` must be a tokenizer.json or a folder with tokenizer files, but is {path}"
+            )
+        try:
+            self.ids = self._read_ids()
+            highest = max(self.ids.values(), default=-1)
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise CheckpointError(f"`tokenizer`: the files of {path} cannot be read ({error})"[:200]) from None
+        if highest >= config.vocab_size:
+            raise CheckpointError(f"`tokenizer` must have ids below {config.vocab_size}, but {path} has {highest}")
+
+    def _read_ids(self) -> dict[str, int]:
+        if "tokenizer.json" in self.files:
+            from tokenizers import Tokenizer
+
+            return Tokenizer.from_file(str(self.files["tokenizer.json"])).get_vocab(with_added_tokens=True)
+        if "vocab.json" in self.files:
+            return json.loads(self.files["vocab.json"].read_text(encoding="utf-8"))
+        lines = self.files["vocab.txt"].read_text(encoding="utf-8").splitlines()
+        return {token: index for index, token in enumerate(lines)}
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy the files, and say which tokens are special where none of them does."""
+        folder.mkdir(exist_ok=True)
+        for name, path in self.files.items():
+            shutil.copyfile(path, folder / name)
+        if "tokenizer.json" in self.files and "tokenizer_config.json" not in self.files:
+            specials = {role: token for role, token in _SPECIALS[self.config.architecture].items() if token in self.ids}
+            values = {"tokenizer_class": "PreTrainedTokenizerFast", **specials}
+            values["model_max_length"] = self.config.max_position_embeddings
+            (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+
+
+def special_token_ids(tokenizer: TokenizerFiles | None, config: TransformerConfig) -> dict[str, int | None]:
+    """The ids that `config.json` names: the tokenizer's, or the published ones where the vocabulary is published's.
+
+    transformers' own defaults are those of the published vocabularies and lie outside a smaller one.
+    """
+    if config.architecture == "gpt":
+        end = tokenizer.ids.get("<|endoftext|>") if tokenizer else 50256 if config.vocab_size == 50257 else None
+        return {"bos_token_id": end, "eos_token_id": end}
+    return {"pad_token_id": tokenizer.ids.get("[PAD]") if tokenizer else 0}
