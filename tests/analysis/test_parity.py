@@ -44,7 +44,7 @@ def test_two_ranks_of_either_kind_train_as_one_process(tmp_path) -> None:
         "gpt/fp64/attention_sdpa/tp2_dp1": "near",
         "gpt/fp64/attention_sdpa/tp1_dp2": "near",
     }
-    assert "4 comparisons: 2 pass, 0 fail, 2 near" in done.stdout
+    assert "comparisons: 4 = 2 pass + 0 fail + 2 near" in done.stdout
     assert done.stdout.count("  transformer.final_norm.weight\n") == 4
     metrics = record["metrics"]
     assert metrics["gpt/fp64/none/tp2_dp1/loss"]["value"] < 1e-12
@@ -56,7 +56,7 @@ def test_a_layout_that_trains_another_run_fails(tmp_path, mutant, tp_size, dp_si
     small = (*SMALL, "--tp", tp_size, "--dp", dp_size, "--steps", "2", "--dropout", "none")
     done, record = run_card(tmp_path, *small, "--mutant", mutant)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 comparison: 0 pass, 1 fail, 0 near" in done.stdout
+    assert "comparisons: 1 = 0 pass + 1 fail + 0 near" in done.stdout
     assert list(verdicts(record).values()) == ["FAIL: loss, grad_norm, moment, parameter"]
 
 
