@@ -8,6 +8,7 @@ options cannot work; 128 + n: ended by signal n.
 import argparse
 import itertools
 import math
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -272,4 +273,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # between two trainings, which end by SystemExit
+        print("stopped by SIGINT", file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGINT)
