@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import dataclasses
+import importlib.util
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from lmscale.checkpoint import CheckpointReader, list_checkpoints
 from lmscale.config import ParallelConfig
 from lmscale.run_config import RunConfig
 from lmscale.training.launch import launch
@@ -174,7 +176,8 @@ def run_folders(keep: Path | None) -> Iterator[Path]:
 
 
 @record
-def _train_on_this_rank(work: tuple[list[PretrainJob], bool]) -> None:
+def _train_on_this_rank(work: tuple[list[PretrainJob], bool]) -> int:
+    """Train every run; returns the exit code of the first that did not end well, else 0."""
     jobs, last_rank_is_wrong = work
     started_by_agent = "TORCHELASTIC_RUN_ID" in os.environ
     rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if started_by_agent else (0, 1)
@@ -192,7 +195,10 @@ def _train_on_this_rank(work: tuple[list[PretrainJob], bool]) -> None:
             contextlib.redirect_stdout(log),
             contextlib.redirect_stderr(log),  # the error of a failed rank still reaches the terminal: `launch` shows it
         ):
-            pretrain(job)
+            code = pretrain(job)
+        if code:
+            return code
+    return 0
 
 
 def read_result(run_dir: Path) -> Result:
@@ -208,9 +214,12 @@ def read_result(run_dir: Path) -> Result:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    from lmscale.training.checkpoint import list_checkpoints, read_metadata, read_shard
+    """Whole logical tensors of the newest checkpoint: `model/<parameter>`, `exp_avg/<parameter>`, ..."""
+    if importlib.util.find_spec("lmscale.training.checkpoint"):  # gone once training writes the format of the reader
+        from lmscale.parallel import ParallelContext
+        from lmscale.training import checkpoint as old
 
-    from lmscale.parallel import ParallelContext
-
-    path = list_checkpoints(folder)[-1]
-    return read_shard(path, read_metadata(path), ParallelContext())
+        path = old.list_checkpoints(folder)[-1]
+        return old.read_shard(path, old.read_metadata(path), ParallelContext())
+    with CheckpointReader(list_checkpoints(folder)[-1]) as reader:
+        return {key: reader.read(key) for key in reader.metadata.tensors}
