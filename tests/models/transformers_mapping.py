@@ -1,7 +1,4 @@
-"""Our tensors under the names and in the layouts of Hugging Face's GPT-2, BERT and Megatron-BERT.
-
-Every step is a permutation, so the same function maps weights and gradients.
-"""
+"""The published models with our weights in them, by the table of names that the converter uses."""
 
 from collections.abc import Mapping
 
@@ -16,81 +13,15 @@ from transformers import (
     MegatronBertForPreTraining,
 )
 
+from lmscale.checkpoint.hf_names import family_of
 from lmscale.config import NormOrder, TransformerConfig
-
-GPT2_NAMES = {
-    "transformer.word_embedding.weight": "transformer.wte.weight",
-    "transformer.position_embedding": "transformer.wpe.weight",
-    "transformer.final_norm": "transformer.ln_f",
-}
-GPT2_LAYER_NAMES = {
-    "attention_norm": "ln_1",
-    "attention.output": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-}
-BERT_NAMES = {
-    "transformer.word_embedding.weight": "bert.embeddings.word_embeddings.weight",
-    "transformer.position_embedding": "bert.embeddings.position_embeddings.weight",
-    "transformer.token_type_embedding": "bert.embeddings.token_type_embeddings.weight",
-    "transformer.embedding_norm": "bert.embeddings.LayerNorm",  # post
-    "transformer.final_norm": "bert.encoder.ln",  # pre
-    "pooler": "bert.pooler.dense",
-    "lm_head.bias": "cls.predictions.bias",
-    "lm_head.dense": "cls.predictions.transform.dense",
-    "lm_head.norm": "cls.predictions.transform.LayerNorm",
-    "order_head": "cls.seq_relationship",
-}
-BERT_LAYER_NAMES = {
-    "attention.output": "attention.output.dense",
-    "mlp.up": "intermediate.dense",
-    "mlp.down": "output.dense",
-}
-POST_NORM_NAMES = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
-PRE_NORM_NAMES = {"attention_norm": "attention.ln", "mlp_norm": "ln"}
 
 
 def to_transformers(tensors: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
-    """Rename and lay out whole tensors (tp_size 1) as the published model of `config` has them.
-
-    Linears: ours are [out, in] as in BERT; GPT-2's Conv1D is [in, out]. QKV: our rows are [head, (q, k, v), d]; GPT-2
-    has [Q; K; V] in one tensor, BERT three. Padded vocabulary rows are left out.
-    """
-    mapped = {}
-    for name, tensor in tensors.items():
-        if name in ("transformer.word_embedding.weight", "lm_head.bias"):
-            tensor = tensor[: config.vocab_size]
-        if not name.startswith("transformer.layers."):
-            mapped[_rename(name, GPT2_NAMES if config.architecture == "gpt" else BERT_NAMES)] = tensor
-            continue
-        _, _, index, part = name.split(".", 3)
-        mapped.update(_map_in_layer(part, tensor, index, config))
-    return mapped
-
-
-def _map_in_layer(part: str, tensor: Tensor, index: str, config: TransformerConfig) -> dict[str, Tensor]:
-    kind = part.rsplit(".", 1)[1]  # weight or bias
-    if part.startswith("attention.qkv"):
-        by_head = tensor.view(config.num_attention_heads, 3, config.head_size, *tensor.shape[1:])
-        q, k, v = (by_head[:, i].reshape(-1, *tensor.shape[1:]) for i in range(3))
-        if config.architecture == "gpt":
-            fused = torch.cat([q, k, v])
-            return {f"transformer.h.{index}.attn.c_attn.{kind}": fused.T if kind == "weight" else fused}
-        own = f"bert.encoder.layer.{index}.attention.self"
-        return {f"{own}.query.{kind}": q, f"{own}.key.{kind}": k, f"{own}.value.{kind}": v}
-    if config.architecture == "gpt":
-        # A LayerNorm's weight has one dimension, and .T would warn.
-        return {f"transformer.h.{index}.{_rename(part, GPT2_LAYER_NAMES)}": tensor.T if tensor.ndim == 2 else tensor}
-    norms = POST_NORM_NAMES if config.norm_order is NormOrder.POST else PRE_NORM_NAMES
-    return {f"bert.encoder.layer.{index}.{_rename(part, BERT_LAYER_NAMES | norms)}": tensor}
-
-
-def _rename(name: str, names: Mapping[str, str]) -> str:
-    if name in names:
-        return names[name]
-    owner, kind = name.rsplit(".", 1)
-    return f"{names[owner]}.{kind}"
+    """Whole tensors (tp_size 1), weights or gradients, under the published model's names and in its layouts."""
+    rows = family_of(config).rows(config)
+    assert {row.ours for row in rows} == set(tensors)
+    return {row.theirs: row.to_theirs(tensors[row.ours], config) for row in rows}
 
 
 def published_model(config: TransformerConfig) -> nn.Module:

@@ -1,0 +1,135 @@
+"""What a model of Hugging Face must not bring: values ours cannot compute with, tensors without a place, code."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from checkpoints import BERT, GPT, edit_config, edit_tensors, family_config, save_random, save_theirs
+
+from lmscale.checkpoint import CheckpointError, CheckpointReader
+from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
+from lmscale.config import TransformerConfig
+
+
+@pytest.mark.parametrize(
+    "name, key, value, message",
+    [
+        (GPT, "scale_attn_weights", False, "`scale_attn_weights` of config.json must be True, but is False"),
+        (GPT, "scale_attn_by_inverse_layer_idx", True, "must be False, but is True"),
+        (GPT, "reorder_and_upcast_attn", True, "must be False, but is True"),
+        (GPT, "add_cross_attention", True, "must be False, but is True"),
+        (GPT, "tie_word_embeddings", False, "must be True, but is False"),
+        (GPT, "activation_function", "relu", "must be one of gelu_new, gelu_pytorch_tanh, gelu, but is 'relu'"),
+        (GPT, "n_ctx", 5, "`n_ctx` of config.json"),
+        (GPT, "n_embd", "wide", "config.json has a wrong value"),
+        (GPT, "n_head", 5, "`hidden_size` must be a multiple of `num_attention_heads` (5)"),
+        (GPT, "n_inner", 50, "tensor transformer.h.0.mlp.c_proj.weight must be (50, 24), but is (96, 24)"),
+        (GPT, "model_type", "llama", "must be one of gpt2, bert, megatron-bert, but is 'llama'"),
+        (GPT, "auto_map", {"AutoModel": "x.Y"}, "`auto_map` of config.json ({'AutoModel': 'x.Y'}) is not known here"),
+        (GPT, "quantization_config", {"bits": 4}, "`quantization_config` of config.json"),
+        (BERT, "position_embedding_type", "relative_key", "must be 'absolute', but is 'relative_key'"),
+        (BERT, "is_decoder", True, "`is_decoder` of config.json must be False"),
+        (BERT, "type_vocab_size", 3, "`type_vocab_size` of config.json must be 2, but is 3"),
+        (BERT, "hidden_act", "silu", "`hidden_act` of config.json must be one of"),
+        (BERT, "intermediate_size", 50, "must be (24, 50), but is (24, 96)"),
+        (BERT, "vocab_size", 98, "must be (98,), but is (99,)"),
+        (BERT, "pruned_heads", {"0": [1]}, "`pruned_heads` of config.json must be {}"),
+    ],
+)
+def test_what_ours_cannot_compute_is_refused_by_its_name(tmp_path, name, key, value, message) -> None:
+    save_theirs(tmp_path / "theirs", name)
+    edit_config(tmp_path / "theirs", **{key: value})
+    with pytest.raises(CheckpointError) as caught:
+        import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "theirs"]
+
+
+@pytest.mark.parametrize("spelling, form", [("gelu_pytorch_tanh", "tanh"), ("gelu_new", "tanh"), ("gelu", "erf")])
+@pytest.mark.parametrize("name, key", [(GPT, "activation_function"), (BERT, "hidden_act")])
+def test_each_spelling_of_gelu_is_the_form_it_means(tmp_path, name, key, spelling, form) -> None:
+    save_theirs(tmp_path / "theirs", name)
+    edit_config(tmp_path / "theirs", **{key: spelling})
+    with CheckpointReader(import_hugging_face(tmp_path / "theirs", tmp_path / "ours")) as reader:
+        assert TransformerConfig(**reader.metadata.model).gelu_form == form
+
+
+def test_models_that_transformers_does_not_have_are_refused(tmp_path) -> None:
+    post, _ = save_random(tmp_path / "post", family_config(GPT, norm_order="post"))
+    with pytest.raises(CheckpointError, match="`norm_order` of a GPT must be pre"):
+        export_hugging_face(post, tmp_path / "target")
+    dropout, _ = save_random(tmp_path / "dropout", family_config(BERT, embedding_dropout=0.4))
+    with pytest.raises(CheckpointError, match="`embedding_dropout` of a BERT must equal hidden_dropout"):
+        export_hugging_face(dropout, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        (GPT, lambda t: t.update({"transformer.extra": torch.ones(1)}), "no tensor of ours takes transformer.extra"),
+        (GPT, lambda t: t.pop("transformer.wpe.weight"), "lacks transformer.wpe.weight"),
+        (
+            GPT,
+            lambda t: t.update({"lm_head.weight": torch.ones(99, 24)}),
+            "lm_head.weight must equal transformer.wte.weight",
+        ),
+        (GPT, lambda t: t.update({"wte.weight": torch.ones(99, 24)}), "transformer.wte.weight is there twice"),
+        (GPT, lambda t: t.update({"transformer.wpe.weight": torch.ones(13, 24).int()}), "must be of a float type"),
+        (
+            BERT,
+            lambda t: t.update({"classifier.weight": torch.ones(2, 24)}),
+            "no tensor of ours takes classifier.weight",
+        ),
+        (BERT, lambda t: t.update({"cls.predictions.decoder.bias": torch.ones(99)}), "(tied)"),
+        (
+            BERT,
+            lambda t: t.pop("bert.encoder.layer.1.output.dense.bias"),
+            "lacks bert.encoder.layer.1.output.dense.bias",
+        ),
+    ],
+)
+def test_a_tensor_without_a_place_or_a_place_without_a_tensor_is_refused(tmp_path, name, change, message) -> None:
+    save_theirs(tmp_path / "theirs", name)
+    edit_tensors(tmp_path / "theirs", change)
+    with pytest.raises(CheckpointError) as caught:
+        import_hugging_face(tmp_path / "theirs", tmp_path / "ours", initialize_missing_heads=True)
+    assert message in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "theirs"]
+
+
+class _Evil:
+    def __init__(self, path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (os.mkdir, (self.path,))
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "bare"])
+def test_a_hostile_bin_is_refused_and_runs_nothing(tmp_path, form: str) -> None:
+    save_theirs(tmp_path / "theirs", GPT)
+    (tmp_path / "theirs" / "model.safetensors").unlink()
+    trap, file = tmp_path / "trap", tmp_path / "theirs" / "pytorch_model.bin"
+    if form == "bare":
+        file.write_bytes(pickle.dumps(_Evil(trap)))
+    else:
+        torch.save({"wte.weight": _Evil(trap)}, file, _use_new_zipfile_serialization=form == "zip")
+    with pytest.raises(CheckpointError, match="pytorch_model.bin is not read: ") as caught:
+        import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "theirs"]
+    with pytest.raises(FileExistsError):  # the trap works
+        trap.mkdir()
+        pickle.loads(pickle.dumps(_Evil(trap)))
+
+
+def test_an_index_cannot_name_files_elsewhere(tmp_path) -> None:
+    save_theirs(tmp_path / "theirs", GPT)
+    (tmp_path / "theirs" / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    index = tmp_path / "theirs" / "model.safetensors.index.json"
+    for text in ('{"weight_map": {"a": "../outside.safetensors"}}', "[]", "{", '{"weight_map": {"a": 3}}'):
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match="index.json cannot be used"):
+            import_hugging_face(tmp_path / "theirs", tmp_path / "ours")

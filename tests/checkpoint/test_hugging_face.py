@@ -1,0 +1,208 @@
+"""Models of Hugging Face read and written: the same function on both sides, and the same bits back."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from checkpoints import (
+    BERT,
+    FAMILIES,
+    GPT,
+    MEGATRON_BERT,
+    edit_tensors,
+    equal_tensors,
+    family_config,
+    load_ours,
+    padded,
+    save_random,
+    save_theirs,
+    their_weights,
+    weights_of,
+    with_multiple,
+)
+from safetensors.torch import load_file
+from sharding import random_batch
+from torch import Tensor
+
+from lmscale.checkpoint import CheckpointError, CheckpointReader
+from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
+from lmscale.config import TransformerConfig
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext
+
+AUTO = {
+    GPT: transformers.AutoModelForCausalLM,
+    BERT: transformers.AutoModelForPreTraining,
+    MEGATRON_BERT: transformers.AutoModelForPreTraining,
+}
+
+
+@pytest.mark.parametrize("tp_size", [1, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_written_model_loads_with_the_auto_classes_and_gives_our_logits(tmp_path, name: str, tp_size: int) -> None:
+    config = family_config(name)
+    source, _ = save_random(tmp_path / "source", config, tp_size)
+    target = export_hugging_face(source, tmp_path / "target")
+    theirs, report = AUTO[name].from_pretrained(target, output_loading_info=True)
+    assert type(theirs).__name__ == name
+    assert not any(report.values()), report
+    batch = random_batch(config)
+    ours = load_ours(source)
+    with torch.inference_mode():
+        if config.architecture == "gpt":
+            a, b = ours(batch["tokens"]), theirs(batch["tokens"]).logits
+        else:
+            a, order = ours(batch["tokens"], batch["token_types"], batch["attention_mask"])
+            output = theirs.eval()(
+                batch["tokens"], token_type_ids=batch["token_types"], attention_mask=batch["attention_mask"].long()
+            )
+            real = batch["attention_mask"]
+            a, b = a[real], output.prediction_logits[real]
+            assert (order - output.seq_relationship_logits).abs().max() < 1e-4
+    assert (a[..., : config.vocab_size] - b).abs().max() < 1e-4
+    assert not (target / "generation_config.json").exists()
+    base = transformers.AutoModel.from_pretrained(target)
+    assert base.config.num_hidden_layers == config.num_layers
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ours_to_theirs_and_back_is_bit_exact_at_any_layout_and_padding(tmp_path, name: str) -> None:
+    config = family_config(name, embedding_dropout=0.1 if name == GPT else None)
+    source, tensors = save_random(tmp_path / "source", config, tp_size=4)
+    published = export_hugging_face(source, tmp_path / "published")
+    weights = {key: value for key, value in tensors.items() if key.startswith("model/")}
+    for tp_size, multiple in ((1, config.vocab_multiple), (2, config.vocab_multiple), (4, 1024)):
+        back = import_hugging_face(published, tmp_path / f"back_{tp_size}", tp_size, multiple)
+        wide = with_multiple(config, multiple)
+        assert equal_tensors(weights_of(back), padded(weights, config, wide))
+        with CheckpointReader(back) as reader:
+            assert TransformerConfig(**reader.metadata.model) == wide  # dropouts, epsilon and GELU too
+            assert reader.metadata.step == 0 and reader.metadata.optimizer == {}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_theirs_to_ours_and_back_is_bit_exact(tmp_path, name: str) -> None:
+    save_theirs(tmp_path / "theirs", name)
+    ours = import_hugging_face(tmp_path / "theirs", tmp_path / "ours", tp_size=2)
+    back = export_hugging_face(ours, tmp_path / "back")
+    assert equal_tensors(their_weights(back), their_weights(tmp_path / "theirs"))
+    before, after = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "theirs", back))
+    ids = ("pad_token_id", "bos_token_id", "eos_token_id")
+    assert {k: v for k, v in before.items() if k not in ids} == {k: v for k, v in after.items() if k not in ids}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_half_types_are_our_weights_rounded_and_come_back_exactly(tmp_path, name: str, dtype: torch.dtype) -> None:
+    source, _ = save_random(tmp_path / "source", family_config(name))
+    full = their_weights(export_hugging_face(source, tmp_path / "full"))
+    half = export_hugging_face(source, tmp_path / "half", dtype)
+    assert equal_tensors(their_weights(half), {key: value.to(dtype) for key, value in full.items()})
+    assert AUTO[name].from_pretrained(half).dtype == dtype
+    ours = weights_of(import_hugging_face(half, tmp_path / "ours"))
+    assert {value.dtype for value in ours.values()} == {torch.float32}
+    again = export_hugging_face(tmp_path / "ours", tmp_path / "again", dtype)
+    assert equal_tensors(their_weights(again), their_weights(half))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_large_models_are_written_and_read_as_several_files(tmp_path, name: str) -> None:
+    source, tensors = save_random(tmp_path / "source", family_config(name))
+    target = export_hugging_face(source, tmp_path / "target", max_file_bytes=20_000)
+    files = sorted(path.name for path in target.glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all(sum(t.nbytes for t in load_file(target / file).values()) <= 20_000 for file in files)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    whole = {key: tensor for file in files for key, tensor in load_file(target / file).items()}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    assert not any(AUTO[name].from_pretrained(target, output_loading_info=True)[1].values())
+    back = weights_of(import_hugging_face(target, tmp_path / "back", vocab_multiple=8))
+    assert all(torch.equal(back[key], tensors[key]) for key in back)
+    (target / files[1]).unlink()
+    with pytest.raises(CheckpointError, match=f"lacks {files[1]}, which its index names"):
+        import_hugging_face(target, tmp_path / "again")
+
+
+def _old_gpt(tensors: dict[str, Tensor]) -> None:
+    """As the published gpt2 of 2019: no prefix, the causal mask as a buffer of each layer."""
+    for name in list(tensors):
+        tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+    for layer in range(3):
+        tensors[f"h.{layer}.attn.bias"] = torch.ones(13, 13).tril()[None, None].byte()
+        tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+
+
+def _old_bert(tensors: dict[str, Tensor]) -> None:
+    """As the published bert-base-uncased: LayerNorm's old names, positions as a buffer, the tied decoder."""
+    for name in list(tensors):
+        new = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        tensors[new] = tensors.pop(name)
+    tensors["bert.embeddings.position_ids"] = torch.arange(13)[None]
+    tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
+    tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+
+
+@pytest.mark.parametrize("name, change", [(GPT, _old_gpt), (BERT, _old_bert)])
+def test_names_and_buffers_of_older_files_are_understood(tmp_path, name, change) -> None:
+    save_theirs(tmp_path / "theirs", name)
+    expected = weights_of(import_hugging_face(tmp_path / "theirs", tmp_path / "new"))
+    edit_tensors(tmp_path / "theirs", change)
+    assert equal_tensors(weights_of(import_hugging_face(tmp_path / "theirs", tmp_path / "old")), expected)
+
+
+def test_heads_that_are_missing_begin_anew_only_when_that_is_asked_for(tmp_path) -> None:
+    model = save_theirs(tmp_path / "whole", BERT)
+    model.bert.save_pretrained(tmp_path / "plain")
+    with pytest.raises(
+        CheckpointError, match="lacks the heads cls.predictions.bias, .*; initialize_missing_heads=true"
+    ):
+        import_hugging_face(tmp_path / "plain", tmp_path / "ours")
+    whole = weights_of(import_hugging_face(tmp_path / "whole", tmp_path / "trained"))
+    path = import_hugging_face(tmp_path / "plain", tmp_path / "ours", 2, initialize_missing_heads=True, seed=3)
+    plain = weights_of(path)
+    with CheckpointReader(path) as reader:
+        anew = {f"model/{name}" for name in reader.metadata.run["initialized"]}
+        config = TransformerConfig(**reader.metadata.model)
+    assert {name.split("/")[1].split(".")[0] for name in anew} == {"lm_head", "order_head"}
+    assert equal_tensors(
+        {k: v for k, v in plain.items() if k not in anew}, {k: v for k, v in whole.items() if k not in anew}
+    )
+    new = dict(build_model(config, ParallelContext(), seed=3).named_parameters())
+    assert all(torch.equal(plain[key], new[key.removeprefix("model/")]) for key in anew)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bin_files_are_read_without_unpickling_code(tmp_path, name: str) -> None:
+    save_theirs(tmp_path / "theirs", name)
+    expected = weights_of(import_hugging_face(tmp_path / "theirs", tmp_path / "expected"))
+    file = tmp_path / "theirs" / "model.safetensors"
+    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+    file.unlink()
+    assert equal_tensors(weights_of(import_hugging_face(tmp_path / "theirs", tmp_path / "ours", 2)), expected)
+
+
+def test_tokenizer_files_travel_with_the_model_and_give_config_json_its_ids(tmp_path) -> None:
+    from lmscale.data.tokenizer import _train_bpe, _train_wordpiece
+
+    texts = ["the cat sat on the mat and the dog ran after the cat"] * 20
+    for name, train, size in ((GPT, _train_bpe, 300), (BERT, _train_wordpiece, 60)):
+        tokenizer = train(texts, size)
+        tokenizer.save(str(tmp_path / f"{name}.json"))
+        source, _ = save_random(tmp_path / f"{name}_source", family_config(name, vocab_size=size))
+        target = export_hugging_face(source, tmp_path / name, tokenizer=tmp_path / f"{name}.json")
+        loaded = transformers.AutoTokenizer.from_pretrained(target)
+        assert loaded("the cat", add_special_tokens=False)["input_ids"] == tokenizer.encode("the cat").ids
+        published = transformers.AutoConfig.from_pretrained(target)
+        if name == GPT:
+            assert loaded.eos_token_id == published.eos_token_id == tokenizer.token_to_id("<|endoftext|>")
+        else:
+            assert loaded.pad_token_id == published.pad_token_id == tokenizer.token_to_id("[PAD]")
+        ours = import_hugging_face(target, tmp_path / f"{name}_ours")
+        assert (ours.parent / "tokenizer" / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
+        again = export_hugging_face(ours, tmp_path / f"{name}_again")  # those beside the checkpoint
+        assert (again / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
+        small, _ = save_random(tmp_path / f"{name}_small", family_config(name, vocab_size=20))
+        with pytest.raises(CheckpointError, match="`tokenizer` must have ids below 20"):
+            export_hugging_face(small, tmp_path / "refused", tokenizer=tmp_path / f"{name}.json")
