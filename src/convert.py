@@ -21,22 +21,24 @@ def convert(values: dict) -> None:
     is_published = (Path(config.source) / "config.json").is_file()
     if is_published and config.format == "hugging_face":
         raise ValueError(f"`source` must be a checkpoint of ours with format=hugging_face, but is {config.source}")
+    if config.initialize_missing_heads and not is_published:
+        raise ValueError("`initialize_missing_heads` must be false for a checkpoint of ours, but is true")
     if is_published:
         written = import_hugging_face(
             config.source,
             config.target,
             config.tp_size,
             config.vocab_multiple,
-            config.tokenizer,
+            config.tokenizer_path,
             config.initialize_missing_heads,
             config.seed,
         )
     elif config.format == "hugging_face":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
         max_file_bytes = round(config.max_file_gb * 1e9)
-        written = export_hugging_face(config.source, config.target, dtype, max_file_bytes, config.tokenizer)
+        written = export_hugging_face(config.source, config.target, dtype, max_file_bytes, config.tokenizer_path)
     else:
-        written = reshard(config.source, config.target, config.tp_size, config.vocab_multiple)
+        written = reshard(config.source, config.target, config.tp_size, config.vocab_multiple, config.tokenizer_path)
     print(f"wrote {written}")
 
 

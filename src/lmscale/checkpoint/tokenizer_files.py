@@ -7,6 +7,7 @@ from pathlib import Path
 from ..config import TransformerConfig
 from .errors import CheckpointError
 
+TOKENIZER_FOLDER = "tokenizer"  # beside a checkpoint of ours
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _NAMES += ("vocab.txt", "vocab.json", "merges.txt")
 _SPECIALS = {
@@ -38,15 +39,15 @@ class TokenizerFiles:
             self.files = {name: path / name for name in _NAMES if (path / name).is_file()}
         if not self.files:
             raise CheckpointError(
-                f"`tokenizer` must be a tokenizer.json or a folder with tokenizer files, but is {path}"
+                f"`tokenizer_path` must be a tokenizer.json or a folder with tokenizer files, but is {path}"
             )
         try:
             self.ids = self._read_ids()
             highest = max(self.ids.values(), default=-1)
         except Exception as error:  # the tokenizers library raises bare Exception
-            raise CheckpointError(f"`tokenizer`: the files of {path} cannot be read ({error})"[:200]) from None
+            raise CheckpointError(f"`tokenizer_path`: the files of {path} cannot be read ({error})"[:200]) from None
         if highest >= config.vocab_size:
-            raise CheckpointError(f"`tokenizer` must have ids below {config.vocab_size}, but {path} has {highest}")
+            raise CheckpointError(f"`tokenizer_path` must have ids below {config.vocab_size}, but {path} has {highest}")
 
     def _read_ids(self) -> dict[str, int]:
         if "tokenizer.json" in self.files:
@@ -68,6 +69,12 @@ class TokenizerFiles:
             values = {"tokenizer_class": "PreTrainedTokenizerFast", **specials}
             values["model_max_length"] = self.config.max_position_embeddings
             (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+
+
+def find_tokenizer(path: str | Path | None, beside: Path, config: TransformerConfig) -> TokenizerFiles | None:
+    """The tokenizer at `path`, or where none is given the one whose files are in the folder `beside`, or None."""
+    has_own = any((beside / name).is_file() for name in ("tokenizer.json", "vocab.txt", "vocab.json"))
+    return TokenizerFiles(path or beside, config) if path is not None or has_own else None
 
 
 def special_token_ids(tokenizer: TokenizerFiles | None, config: TransformerConfig) -> dict[str, int | None]:

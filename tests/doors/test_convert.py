@@ -1,0 +1,125 @@
+"""`python src/convert.py` as a person uses it: every conversion, and mistakes in one line."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from door import REPOSITORY, environment
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+
+from lmscale.checkpoint import CheckpointReader, read_metadata
+
+SIZES = {"vocab_size": 99, "n_positions": 13, "n_embd": 24, "n_layer": 2, "n_head": 4}
+
+
+def convert(*overrides: str, cwd: Path = REPOSITORY, **changes: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(REPOSITORY / "src" / "convert.py"), *overrides]
+    settings = environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", **changes)
+    return subprocess.run(command, cwd=cwd, env=settings, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    """A small GPT-2 as transformers saves it."""
+    folder = tmp_path_factory.mktemp("published") / "gpt2"
+    GPT2LMHeadModel(GPT2Config(**SIZES, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
+    return folder
+
+
+def test_import_reshard_and_export_in_one_line_each(published, tmp_path) -> None:
+    commands = [
+        (f"source={published}", "target=imported", "tp_size=2"),
+        ("source=imported/step_0.ckpt", "target=resharded", "tp_size=4", "vocab_multiple=8"),
+        ("source=resharded", "target=back", "format=hugging_face", "max_file_gb=1e-5"),
+        ("source=back", "target=imported_again", "vocab_multiple=8", "tp_size=4"),
+        ("source=imported", "target=half", "format=hugging_face", "dtype=bf16"),
+    ]
+    wrote = ["imported/step_0.ckpt", "resharded/step_0.ckpt", "back", "imported_again/step_0.ckpt", "half"]
+    for overrides, name in zip(commands, wrote, strict=True):
+        done = convert(*overrides, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == f"wrote {name}\n"
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"back", "half", "imported", "imported_again", "resharded"}
+
+    assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 1
+    theirs = GPT2LMHeadModel.from_pretrained(published).state_dict()
+    ours = GPT2LMHeadModel.from_pretrained(tmp_path / "back").state_dict()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    first, again = (CheckpointReader(tmp_path / name / "step_0.ckpt") for name in ("resharded", "imported_again"))
+    assert first.metadata.model == again.metadata.model and first.metadata.layout["tp_size"] == 4
+    assert all(torch.equal(first.read(key), again.read(key)) for key in first.metadata.tensors)
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_plain_bert_needs_a_key_that_says_its_heads_begin_anew(tmp_path) -> None:
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 30}
+    BertModel(BertConfig(vocab_size=50, **sizes)).save_pretrained(tmp_path / "plain")
+    done = convert("source=plain", "target=ours", cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: plain lacks the heads cls.predictions.bias, ")
+    assert done.stderr.endswith("initialize_missing_heads=true begins them anew, untrained\n")
+    assert convert("source=plain", "target=ours", "initialize_missing_heads=true", cwd=tmp_path).returncode == 0
+    assert "order_head.weight" in read_metadata(tmp_path / "ours" / "step_0.ckpt").run["initialized"]
+
+
+class _Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (os.mkdir, (self.path,))
+
+
+MISTAKES = {
+    "a missing target": (["source=x"], "`target` must be given"),
+    "an unknown key": (["tpsize=2"], "`tpsize` is not a known key or group of the configuration"),
+    "a wrong type": (["tp_size=two"], "`tp_size` must be a whole number, but is 'two'"),
+    "no ranks": (["tp_size=0"], "`tp_size` must be a whole number of at least 1, but is 0"),
+    "an unknown format": (["format=onnx"], "`format` must be one of lmscale, hugging_face, but is 'onnx'"),
+    "an unknown type": (
+        ["format=hugging_face", "dtype=int8"],
+        "`dtype` must be one of fp32, bf16, fp16",
+    ),
+    "a type that ours never has": (["dtype=bf16"], "`dtype` must be fp32 unless format=hugging_face"),
+    "a key that is not for this": (["format=hugging_face", "tp_size=2"], "`tp_size` must be left alone"),
+    "no file size": (["max_file_gb=0"], "`max_file_gb` must be above 0, but is 0"),
+    "a source that is not there": (["source=nowhere"], "checkpoint nowhere does not exist"),
+    "theirs to theirs": (["format=hugging_face"], "`source` must be a checkpoint of ours with format=hugging_face"),
+    "ranks that do not divide": (["tp_size=3"], "`num_attention_heads` must be a multiple of `tp_size` (3), but is 4"),
+    "no tokenizer": (
+        ["tokenizer_path=nowhere"],
+        "`tokenizer_path` must be a tokenizer.json or a folder with tokenizer files",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_nothing_is_written(published, tmp_path, mistake: str) -> None:
+    overrides, message = MISTAKES[mistake]
+    given = {"source": str(published), "target": "target"}
+    for key in list(given):
+        if mistake == "a missing target" or any(override.startswith(f"{key}=") for override in overrides):
+            given.pop(key)
+    done = convert(*(f"{key}={value}" for key, value in given.items()), *overrides, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
+    assert done.stdout == "" and list(tmp_path.iterdir()) == []
+
+
+def test_a_hostile_bin_is_one_line_and_runs_nothing(published, tmp_path) -> None:
+    (tmp_path / "hostile").mkdir()
+    (tmp_path / "hostile" / "config.json").write_bytes((published / "config.json").read_bytes())
+    torch.save({"wte.weight": _Evil(tmp_path / "trap")}, tmp_path / "hostile" / "pytorch_model.bin")
+    done = convert("source=hostile", "target=target", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: pytorch_model.bin is not read: UnpicklingError")
+    assert [path.name for path in tmp_path.iterdir()] == ["hostile"]
+    with pytest.raises(FileExistsError):  # the trap works
+        (tmp_path / "trap").mkdir()
+        pickle.loads(pickle.dumps(_Evil(tmp_path / "trap")))
