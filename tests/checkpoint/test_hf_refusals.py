@@ -82,6 +82,7 @@ def test_models_that_transformers_does_not_have_are_refused(tmp_path) -> None:
             lambda t: t.update({"classifier.weight": torch.ones(2, 24)}),
             "no tensor of ours takes classifier.weight",
         ),
+        (BERT, lambda t: t.pop("cls.predictions.bias"), "lacks cls.predictions.bias"),  # a part of a head
         (BERT, lambda t: t.update({"cls.predictions.decoder.bias": torch.ones(99)}), "(tied)"),
         (
             BERT,

@@ -39,10 +39,12 @@ def test_import_reshard_and_export_in_one_line_each(published, tmp_path) -> None
         ("source=back", "target=imported_again", "vocab_multiple=8", "tp_size=4"),
     ]
     wrote = ["imported/step_0.ckpt", "resharded/step_0.ckpt", "back", "imported_again/step_0.ckpt"]
-    for overrides, name in zip(commands, wrote, strict=True):
+    for overrides, name, compared in zip(commands, wrote, ([True], [], [True], [True]), strict=True):
         done = convert(*overrides, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout == f"wrote {name}\n"
+        lines = done.stdout.splitlines()
+        assert lines.pop() == f"wrote {name}"
+        assert [line.startswith("compared with transformers: at most ") for line in lines] == compared
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"back", "imported", "imported_again", "resharded"}
 

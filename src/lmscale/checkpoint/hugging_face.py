@@ -162,7 +162,9 @@ def _check_tensors(
     if unexpected:
         raise CheckpointError(f"{reader.folder}: no tensor of ours takes {_list(unexpected)}")
     missing = [row for row in rows if row.theirs not in reader.names()]
-    lost = sorted(row.theirs for row in missing if not row.ours.startswith(HEADS))
+    # A head that is there in part is a damaged model, not a plain one.
+    whole = tuple(head for head in HEADS if all(row in missing for row in rows if row.ours.startswith(head)))
+    lost = sorted(row.theirs for row in missing if not row.ours.startswith(whole))
     if lost:
         raise CheckpointError(f"{reader.folder} lacks {_list(lost)}")
     if missing and not may_initialize:

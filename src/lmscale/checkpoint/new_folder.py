@@ -37,7 +37,19 @@ def new_folder(target: str | Path) -> Iterator[Path]:
     working.mkdir(parents=True)
     try:
         yield working
+        for path in [*working.rglob("*"), working]:
+            _sync(path)
         os.rename(working, target)
+        _sync(target.parent)
     except BaseException:
         shutil.rmtree(working, ignore_errors=True)
         raise
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
