@@ -15,10 +15,13 @@ def convert(values: dict) -> None:
     config = ConvertConfig.from_dict(values)
     import torch  # takes seconds: not before the checks above
 
+    from lmscale.checkpoint import METADATA
     from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
-    from lmscale.checkpoint.reshard import reshard
+    from lmscale.checkpoint.reshard import find_checkpoint, reshard
 
-    is_published = (Path(config.source) / "config.json").is_file()
+    # A run folder has a config.json of its own.
+    is_ours = (find_checkpoint(config.source) / METADATA).is_file()
+    is_published = not is_ours and (Path(config.source) / "config.json").is_file()
     if is_published and config.format == "hugging_face":
         raise ValueError(f"`source` must be a checkpoint of ours with format=hugging_face, but is {config.source}")
     if config.initialize_missing_heads and not is_published:

@@ -32,13 +32,16 @@ def published(tmp_path_factory) -> Path:
 
 
 def test_import_reshard_and_export_in_one_line_each(published, tmp_path) -> None:
+    # A run folder, with the config.json that a run leaves there.
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"name": "run"}')
     commands = [
-        (f"source={published}", "target=imported", "tp_size=2"),
-        ("source=imported/step_0.ckpt", "target=resharded", "tp_size=4", "vocab_multiple=8"),
+        (f"source={published}", "target=run/checkpoints", "tp_size=2"),
+        ("source=run", "target=resharded", "tp_size=4", "vocab_multiple=8"),
         ("source=resharded", "target=back", "format=hugging_face", "max_file_gb=1e-5"),
         ("source=back", "target=imported_again", "vocab_multiple=8", "tp_size=4"),
     ]
-    wrote = ["imported/step_0.ckpt", "resharded/step_0.ckpt", "back", "imported_again/step_0.ckpt"]
+    wrote = ["run/checkpoints/step_0.ckpt", "resharded/step_0.ckpt", "back", "imported_again/step_0.ckpt"]
     for overrides, name, compared in zip(commands, wrote, ([True], [], [True], [True]), strict=True):
         done = convert(*overrides, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
@@ -46,7 +49,7 @@ def test_import_reshard_and_export_in_one_line_each(published, tmp_path) -> None
         assert lines.pop() == f"wrote {name}"
         assert [line.startswith("compared with transformers: at most ") for line in lines] == compared
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"back", "imported", "imported_again", "resharded"}
+    assert names == {"back", "run", "imported_again", "resharded"}
 
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 1
     theirs = GPT2LMHeadModel.from_pretrained(published).state_dict()
