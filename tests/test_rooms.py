@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "lmscale"
 FORBIDDEN = {
     "config": {"torch", "hydra", "omegaconf", "lightning", ".parallel", ".models", ".data", ".training", ".perf"},
     "run_config": {"torch", "hydra", "omegaconf", "lightning", ".parallel", ".models", ".data", ".training", ".perf"},
+    "convert_config": {"torch", "hydra", "omegaconf", "lightning", ".parallel", ".models", ".data", ".training"},
     "from_plain": {"torch", "hydra", "omegaconf", "lightning", ".config", ".parallel", ".models", ".data", ".training"},
     "parallel": {"lightning", "hydra", "omegaconf", ".models", ".data", ".training", ".config", ".perf"},
     "models": {"torch.distributed", "lightning", "hydra", "omegaconf", ".data", ".training", ".perf"},
