@@ -52,16 +52,13 @@ class ConvertConfig:
             raise ValueError(f"`max_file_gb` must be above 0, but is {self.max_file_gb!r}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
-        if self.format == "hugging_face":
-            self._refuse_unused({"tp_size": 1, "vocab_multiple": None, "initialize_missing_heads": False})
-        elif self.dtype != "fp32":
-            raise ValueError("`dtype` must be fp32 unless format=hugging_face: our checkpoints hold the exact weights")
-
-    def _refuse_unused(self, defaults: dict[str, object]) -> None:
-        for name, default in defaults.items():
+        # Of the other format; a checkpoint of ours holds the exact weights, whatever is asked for.
+        ours = {"tp_size": 1, "vocab_multiple": None, "initialize_missing_heads": False}
+        theirs = {"dtype": "fp32", "max_file_gb": 5.0}
+        for name, default in (ours if self.format == "hugging_face" else theirs).items():
             if getattr(self, name) != default:
                 raise ValueError(
-                    f"`{name}` must be left alone with format=hugging_face, but is {getattr(self, name)!r}"
+                    f"`{name}` must be left alone with format={self.format}, but is {getattr(self, name)!r}"
                 )
 
     @classmethod

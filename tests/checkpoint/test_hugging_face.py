@@ -184,6 +184,36 @@ def test_bin_files_are_read_without_unpickling_code(tmp_path, name: str) -> None
     assert equal_tensors(weights_of(import_hugging_face(tmp_path / "theirs", tmp_path / "ours", 2)), expected)
 
 
+def test_several_bin_files_with_an_index_are_read_too(tmp_path) -> None:
+    save_theirs(tmp_path / "theirs", BERT)
+    expected = weights_of(import_hugging_face(tmp_path / "theirs", tmp_path / "expected"))
+    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
+    (tmp_path / "theirs" / "model.safetensors").unlink()
+    places = {name: f"pytorch_model-{1 + index % 2}-of-2.bin" for index, name in enumerate(sorted(tensors))}
+    for file in set(places.values()):
+        torch.save({name: tensors[name] for name in tensors if places[name] == file}, tmp_path / "theirs" / file)
+    index = tmp_path / "theirs" / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    assert equal_tensors(weights_of(import_hugging_face(tmp_path / "theirs", tmp_path / "ours")), expected)
+    index.write_text(json.dumps({"weight_map": places | {"promised": "pytorch_model-1-of-2.bin"}}))
+    with pytest.raises(CheckpointError, match="pytorch_model-1-of-2.bin has no tensor promised, but the index says so"):
+        import_hugging_face(tmp_path / "theirs", tmp_path / "again")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_no_type_loses_a_bit_on_the_way_in(tmp_path, dtype: torch.dtype) -> None:
+    save_theirs(tmp_path / "theirs", MEGATRON_BERT)
+    edit_tensors(
+        tmp_path / "theirs", lambda t: t.update({name: (tensor.double() / 3).to(dtype) for name, tensor in t.items()})
+    )
+    theirs = their_weights(tmp_path / "theirs")["bert.encoder.ln.weight"]
+    ours = weights_of(import_hugging_face(tmp_path / "theirs", tmp_path / "ours"))
+    assert {tensor.dtype for tensor in ours.values()} == {torch.promote_types(dtype, torch.float32)}
+    assert torch.equal(
+        ours["model/transformer.final_norm.weight"], theirs.to(torch.promote_types(dtype, torch.float32))
+    )
+
+
 def test_tokenizer_files_travel_with_the_model_and_give_config_json_its_ids(tmp_path) -> None:
     from lmscale.data.tokenizer import _train_bpe, _train_wordpiece
 

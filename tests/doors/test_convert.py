@@ -86,8 +86,9 @@ WRONG_VALUES = {
     "no padding": ({"vocab_multiple": 0}, "`vocab_multiple` must be a whole number of at least 1, but is 0"),
     "an unknown format": ({"format": "onnx"}, "`format` must be one of lmscale, hugging_face, but is 'onnx'"),
     "an unknown type": ({"dtype": "int8"}, "`dtype` must be one of fp32, bf16, fp16, but is 'int8'"),
-    "a type that ours never has": ({"dtype": "bf16"}, "`dtype` must be fp32 unless format=hugging_face"),
+    "a type that ours never has": ({"dtype": "bf16"}, "`dtype` must be left alone with format=lmscale"),
     "a key of ours": ({"format": "hugging_face", "tp_size": 2}, "`tp_size` must be left alone"),
+    "a key of theirs": ({"max_file_gb": 2}, "`max_file_gb` must be left alone with format=lmscale, but is 2"),
     "no file size": ({"max_file_gb": 0}, "`max_file_gb` must be above 0, but is 0"),
     "no seed": ({"seed": -1}, "`seed` must be at least 0 and below 2^63, but is -1"),
 }
