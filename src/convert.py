@@ -1,19 +1,33 @@
 """Convert checkpoints: other layouts, other padding, Hugging Face both ways; see conf/convert.yaml for every key."""
 
+from pathlib import Path
+
 import hydra
 from omegaconf import DictConfig
 
+from lmscale.convert_config import ConvertConfig
 from lmscale.door import open_door, run_task
 
 
 def convert(values: dict) -> None:
-    """Find out what the source is, and write it in the form that was asked for."""
-    from pathlib import Path
-
-    from lmscale.convert_config import ConvertConfig
-
+    """Check the keys, convert, and say what was written."""
     config = ConvertConfig.from_dict(values)
-    import torch  # takes seconds: not before the checks above
+    try:
+        print(f"wrote {write(config)}")
+    except OSError as error:  # a disk that fills up, a folder without permission
+        raise ValueError(f"the conversion was not finished and nothing was kept: {error}") from error
+
+
+def write(config: ConvertConfig) -> Path:
+    """Find out what the source is, and write it in the form that was asked for.
+
+    Returns:
+        the checkpoint of ours, or the folder of the Hugging Face model.
+
+    Raises:
+        ValueError: anything that makes the conversion impossible, or its result differ.
+    """
+    import torch  # takes seconds: only after the cheap checks
 
     from lmscale.checkpoint import METADATA
     from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
@@ -27,7 +41,7 @@ def convert(values: dict) -> None:
     if config.initialize_missing_heads and not is_published:
         raise ValueError("`initialize_missing_heads` must be false for a checkpoint of ours, but is true")
     if is_published:
-        written = import_hugging_face(
+        return import_hugging_face(
             config.source,
             config.target,
             config.tp_size,
@@ -36,13 +50,11 @@ def convert(values: dict) -> None:
             config.initialize_missing_heads,
             config.seed,
         )
-    elif config.format == "hugging_face":
+    if config.format == "hugging_face":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
         max_file_bytes = round(config.max_file_gb * 1e9)
-        written = export_hugging_face(config.source, config.target, dtype, max_file_bytes, config.tokenizer_path)
-    else:
-        written = reshard(config.source, config.target, config.tp_size, config.vocab_multiple, config.tokenizer_path)
-    print(f"wrote {written}")
+        return export_hugging_face(config.source, config.target, dtype, max_file_bytes, config.tokenizer_path)
+    return reshard(config.source, config.target, config.tp_size, config.vocab_multiple, config.tokenizer_path)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="convert")

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,12 @@ from lmscale.convert_config import ConvertConfig
 SIZES = {"vocab_size": 99, "n_positions": 13, "n_embd": 24, "n_layer": 2, "n_head": 4}
 
 
-def convert(*overrides: str, cwd: Path = REPOSITORY, **changes: str) -> subprocess.CompletedProcess:
+def convert(*overrides: str, cwd: Path, preexec_fn=None) -> subprocess.CompletedProcess:
     command = [sys.executable, str(REPOSITORY / "src" / "convert.py"), *overrides]
-    settings = environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", **changes)
-    return subprocess.run(command, cwd=cwd, env=settings, capture_output=True, text=True, timeout=300)
+    settings = environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    return subprocess.run(
+        command, cwd=cwd, env=settings, capture_output=True, text=True, timeout=300, preexec_fn=preexec_fn
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,18 @@ def test_a_plain_bert_needs_a_key_that_says_its_heads_begin_anew(tmp_path) -> No
     assert done.stderr.endswith("initialize_missing_heads=true begins them anew, untrained\n")
     assert convert("source=plain", "target=ours", "initialize_missing_heads=true", cwd=tmp_path).returncode == 0
     assert "order_head.weight" in read_metadata(tmp_path / "ours" / "step_0.ckpt").run["initialized"]
+
+
+def test_a_write_that_fails_is_one_line_and_leaves_nothing(published, tmp_path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # bytes; stands for a disk that fills up
+
+    done = convert(f"source={published}", "target=target", cwd=tmp_path, preexec_fn=limit)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(
+        "error: the conversion was not finished and nothing was kept: [Errno 27] File too large"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 class _Evil:
