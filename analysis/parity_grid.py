@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import dataclasses
-import importlib.util
 import itertools
 import json
 import os
@@ -215,11 +214,5 @@ def read_result(run_dir: Path) -> Result:
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Whole logical tensors of the newest checkpoint: `model/<parameter>`, `exp_avg/<parameter>`, ..."""
-    if importlib.util.find_spec("lmscale.training.checkpoint"):  # gone once training writes the format of the reader
-        from lmscale.parallel import ParallelContext
-        from lmscale.training import checkpoint as old
-
-        path = old.list_checkpoints(folder)[-1]
-        return old.read_shard(path, old.read_metadata(path), ParallelContext())
     with CheckpointReader(list_checkpoints(folder)[-1]) as reader:
         return {key: reader.read(key) for key in reader.metadata.tensors}

@@ -16,7 +16,7 @@ def train(values: dict) -> None:
     from lmscale.training.pretrain import prepare_job, pretrain
 
     job = prepare_job(run)
-    launch(pretrain, job, job.layout.world_size)
+    launch(pretrain, job, job.layout.world_size, run.max_restarts)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
@@ -26,4 +26,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    open_door(main)
+    open_door(main, short={"resume": "resume.path"})

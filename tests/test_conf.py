@@ -148,7 +148,7 @@ def test_every_key_is_read_by_something() -> None:
     classes = {
         cls.__name__: cls
         for cls in vars(run_config).values()
-        if dataclasses.is_dataclass(cls) and cls.__module__ == run_config.__name__
+        if dataclasses.is_dataclass(cls) and cls.__module__.endswith(("run_config", "data_config", "training_config"))
     }
     classes["TransformerConfig"] = TransformerConfig
     read = set().union(*(read_attributes(path, set(classes)) for path in (ROOT / "src").rglob("*.py")))

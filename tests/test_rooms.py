@@ -11,6 +11,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "lmscale"
 FORBIDDEN = {
     "config": {"torch", "hydra", "omegaconf", "lightning", ".parallel", ".models", ".data", ".training", ".perf"},
     "run_config": {"torch", "hydra", "omegaconf", "lightning", ".parallel", ".models", ".data", ".training", ".perf"},
+    "data_config": {"torch", "hydra", "omegaconf", "lightning", ".parallel", ".models", ".data", ".training", ".perf"},
+    "training_config": {"torch", "hydra", "omegaconf", "lightning", ".parallel", ".models", ".data", ".training"},
     "convert_config": {"torch", "hydra", "omegaconf", "lightning", ".parallel", ".models", ".data", ".training"},
     "from_plain": {"torch", "hydra", "omegaconf", "lightning", ".config", ".parallel", ".models", ".data", ".training"},
     "parallel": {"lightning", "hydra", "omegaconf", ".models", ".data", ".training", ".config", ".perf"},

@@ -1,7 +1,7 @@
 """What every entry script does around its work: Hydra in, one line and an exit code out.
 
-Exit codes: 0 done; 1 a rank failed while running; 2 the configuration cannot work (nothing was started); 128 + n ended
-by signal n.
+Exit codes: 0 done; 2 the configuration cannot work (nothing was started); 128 + n ended by signal n; those of
+training are in `training/launch.py`.
 """
 
 import atexit
@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,18 @@ _WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")  # b
 _task_is_running = False
 
 
-def open_door(main: Callable[[], None]) -> None:
+def open_door(main: Callable[[], None], short: Mapping[str, str] | None = None) -> None:
     """Run a `@hydra.main` function; mistakes in overrides and configuration become `error: ...` and exit code 2.
 
     HYDRA_FULL_ERROR=1 in the environment shows the traceback instead.
+
+    Args:
+        short: groups that may be given a value (`resume=auto`), with the key it is short for (`resume.path`). Hydra
+            would put the value in the group's place.
     """
     _keep_quiet_on_other_ranks()
+    for group, key in (short or {}).items():
+        sys.argv[1:] = [re.sub(f"^{group}=", f"{key}=", arg) for arg in sys.argv[1:]]
     # Hydra's parser takes -m only before or after all overrides; a sweep is easily written with it in the middle.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda arg: arg not in ("-m", "--multirun"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own account

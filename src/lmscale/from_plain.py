@@ -16,7 +16,7 @@ def build(cls: type, values: dict, prefix: str):
         ValueError: naming the key with its `prefix`, what was expected, and what was there.
     """
     hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    fields = {_key(f): f for f in dataclasses.fields(cls)}
     unknown = sorted(set(values) - set(fields))
     if unknown:
         raise ValueError(f"`{prefix}{unknown[0]}` is not a known key; known here: {', '.join(fields)}")
@@ -26,14 +26,28 @@ def build(cls: type, values: dict, prefix: str):
             if spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
                 raise ValueError(f"`{prefix}{name}` must be given")
             continue
-        hint, value = hints[name], values[name]
+        hint, value = hints[spec.name], values[name]
         if dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):
                 raise ValueError(f"`{prefix}{name}` must be a group of keys, but is {value!r}")
-            arguments[name] = build(hint, value, f"{prefix}{name}.")
+            arguments[spec.name] = build(hint, value, f"{prefix}{name}.")
         else:
-            arguments[name] = _convert(hint, value, prefix + name)
+            arguments[spec.name] = _convert(hint, value, prefix + name)
     return cls(**arguments)
+
+
+def to_plain(value: object) -> object:
+    """The nested plain values from which `build` makes an equal dataclass."""
+    if dataclasses.is_dataclass(value):
+        return {_key(f): to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
+def _key(field: dataclasses.Field) -> str:
+    """The key of a field; one that is a word of Python (`async`) has a field with an underscore behind it."""
+    return field.name.rstrip("_")
 
 
 def _convert(hint: object, value: object, name: str) -> object:

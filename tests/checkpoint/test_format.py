@@ -1,4 +1,4 @@
-"""The checkpoint's files: streams that safetensors agrees with, any layout from any layout, damage and malice refused."""
+"""The checkpoint files: streams that safetensors agrees with, any layout from any, damage and malice refused."""
 
 import json
 import os
@@ -53,12 +53,11 @@ def save_at(folder, tp_size: int, dp_size: int, in_background: bool = False, tok
     errors = []
 
     def one_rank(tp_rank: int, dp_rank: int) -> None:
-        writer = CheckpointWriter(folder, token, dp_rank * tp_size + tp_rank, tp_size * dp_size, timeout_s=20)
+        writer = CheckpointWriter(token, dp_rank * tp_size + tp_rank, tp_size * dp_size, timeout_s=20)
         mine = {key: part_of(t, dim, tp_rank, tp_size) for key, (t, dim) in tensors.items()}
         metadata = metadata_of(tensors)
-        writer.begin(
-            mine, metadata, divide_tensors(metadata.tensors, tp_rank, tp_size, dp_rank, dp_size), in_background
-        )
+        share = divide_tensors(metadata.tensors, tp_rank, tp_size, dp_rank, dp_size)
+        writer.begin(folder / "step_5.ckpt", mine, metadata, share, in_background)
         errors.append(writer.finish())
 
     threads = [threading.Thread(target=one_rank, args=(t, d)) for t in range(tp_size) for d in range(dp_size)]
@@ -279,7 +278,7 @@ def test_hostile_headers_are_refused(tmp_path, header) -> None:
 def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(tmp_path, monkeypatch) -> None:
     tensors = {key: value for key, value in logical_tensors().items()}
     metadata = metadata_of(tensors)
-    ranks = [CheckpointWriter(tmp_path, "t", rank, 2, timeout_s=20) for rank in range(2)]
+    ranks = [CheckpointWriter("t", rank, 2, timeout_s=20) for rank in range(2)]
     original = TensorFileWriter.write
 
     def full(self, name, tensor):
@@ -290,7 +289,9 @@ def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(tmp_path, monkeyp
     monkeypatch.setattr(TensorFileWriter, "write", full)
     for rank in (0, 1):
         mine = {key: part_of(t, dim, rank, 2) for key, (t, dim) in tensors.items()}
-        ranks[rank].begin(mine, metadata, divide_tensors(metadata.tensors, rank, 2), in_background=True)
+        ranks[rank].begin(
+            tmp_path / "step_5.ckpt", mine, metadata, divide_tensors(metadata.tensors, rank, 2), in_background=True
+        )
     assert "rank 1" in ranks[1].finish()
     assert ranks[0].finish() == "rank 1: [Errno 28] No space left on device"
     assert list(tmp_path.iterdir()) == []
@@ -299,8 +300,8 @@ def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(tmp_path, monkeyp
 def test_a_rank_that_never_writes_is_named(tmp_path) -> None:
     tensors = logical_tensors()
     metadata = metadata_of(tensors)
-    writer = CheckpointWriter(tmp_path, "t", 0, 2, timeout_s=0.1)
+    writer = CheckpointWriter("t", 0, 2, timeout_s=0.1)
     mine = {key: part_of(t, dim, 0, 2) for key, (t, dim) in tensors.items()}
-    writer.begin(mine, metadata, divide_tensors(metadata.tensors, 0, 2))
+    writer.begin(tmp_path / "step_5.ckpt", mine, metadata, divide_tensors(metadata.tensors, 0, 2))
     assert writer.finish() == "rank 1 has not written its part within 0 s"
     assert list_checkpoints(tmp_path) == []

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from lmscale.data.prepare import PreparedCorpus, prepare_corpus
-from lmscale.run_config import DataConfig, TokenizerConfig
+from lmscale.data_config import DataConfig, TokenizerConfig
 
 
 def prepare_texts(folder: Path, texts: list[str], architecture: str, **changes) -> PreparedCorpus:

@@ -5,7 +5,7 @@ import pytest
 from corpora import SyntheticBERTCorpus, prepare_texts
 
 from lmscale.data.bert_dataset import BERTDataset, choose_spans, truncate_pair
-from lmscale.run_config import DataConfig
+from lmscale.data_config import DataConfig
 
 NUM_SAMPLES = 4000
 

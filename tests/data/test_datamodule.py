@@ -10,7 +10,7 @@ from corpora import prepare_texts
 
 from lmscale.config import BatchConfig
 from lmscale.data.datamodule import PretrainDataModule
-from lmscale.run_config import DataConfig
+from lmscale.data_config import DataConfig
 
 TEXTS = [f"Number {i} is here. It has {i * 7} words or so. The end of {i}." for i in range(120)]
 NUM_STEPS = 9
@@ -49,7 +49,7 @@ def test_a_step_is_a_list_of_micro_batches_with_run_wide_sample_numbers(prepared
         assert [len(micro["tokens"]) for micro in step] == [3, 3]
         numbers = torch.cat([micro["sample_numbers"] for micro in step])
         assert numbers.tolist() == list(range(12 * number + 6, 12 * number + 12))
-    expected = {"tokens": torch.int64, "labels": torch.int64, "sample_numbers": torch.int64}
+    expected = dict.fromkeys(("tokens", "labels", "sample_numbers", "sample_indices"), torch.int64)
     if prepared.architecture == "bert":
         expected |= {"token_types": torch.int64, "attention_mask": torch.bool, "sop_labels": torch.int64}
     assert {key: value.dtype for key, value in step[0].items()} == expected

@@ -8,7 +8,7 @@ from corpora import local_config
 from lmscale.data.embedded import embedded_fingerprint
 from lmscale.data.prepare import prepare_corpus
 from lmscale.data.sources import open_corpus
-from lmscale.run_config import DataConfig, TokenizerConfig
+from lmscale.data_config import DataConfig, TokenizerConfig
 
 TRAINED = TokenizerConfig("trained", vocab_size=300)
 

@@ -105,10 +105,51 @@ def test_tp_size_auto_takes_one_rank_where_that_fits(tmp_path) -> None:
     assert json.loads((tmp_path / "record.json").read_text())["layout"]["tp_size"] == 1
 
 
-def test_a_checkpoint_goes_on_with_the_batch_that_made_it(plain, tmp_path) -> None:
-    done = train(*TINY, "global_batch_size=8", f"resume={plain[0]}", f"hydra.run.dir={tmp_path}")
-    assert done.returncode == 2
-    assert done.stderr == "error: `global_batch_size` must be that of the checkpoint (4), but is 8\n"
+def test_a_checkpoint_goes_on_only_in_the_data_that_made_it_and_every_difference_is_listed(plain, tmp_path) -> None:
+    changed = (
+        "global_batch_size=8",
+        "seed=5",
+        "data.seq_length=16",
+        "tokenizer.vocab_size=390",
+        "model.vocab_size=400",
+    )
+    done = train(*TINY, *changed, f"resume={plain[0]}", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert (
+        "seed is 5 here and 1234 there; global_batch_size is 8 here and 4 there; data.seq_length is 16" in done.stderr
+    )
+    assert "the corpus has other tokens" in done.stderr
+
+
+def test_the_weights_alone_start_a_new_run_on_other_data(plain, tmp_path) -> None:
+    settings = (
+        "model.attention=exact",
+        "global_batch_size=8",
+        "seed=5",
+        f"resume={plain[0]}",
+        "resume.weights_only=true",
+    )
+    values = run(tmp_path, *settings)
+    assert len(values) == 3
+    before = json.loads((tmp_path / "record.json").read_text())["metrics"]["val_start/loss"]["value"]
+    assert before == json.loads((plain[0] / "record.json").read_text())["metrics"]["val/loss"]["value"]
+
+
+@pytest.mark.parametrize(("policy", "lr"), [("assert", None), ("keep", 3e-3), ("override", 5e-4)])
+def test_a_changed_schedule_is_refused_kept_or_overridden(plain, tmp_path, policy, lr) -> None:
+    settings = (*TINY, "model.attention=exact", "trainer.max_steps=5", "schedule=constant", "optimizer.lr=5e-4")
+    resume = (f"resume={plain[0]}", f"resume.schedule={policy}", f"hydra.run.dir={tmp_path}")
+    done = train(*settings, *resume)
+    if lr is None:
+        assert done.returncode == 2 and "`resume.schedule` must be keep or override" in done.stderr
+        assert "decay is 'constant' here and 'cosine' there" in done.stderr and "lr is 0.0005 here" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["optimizer"]["lr"] == lr and config["schedule"]["decay"] == (
+        "cosine" if policy == "keep" else "constant"
+    )
+    assert f"schedule: {config['schedule']['decay']} (paper) over" in done.stdout
 
 
 def test_a_run_goes_on_at_another_layout_with_each_step_once(plain, tmp_path) -> None:
@@ -151,7 +192,7 @@ def test_a_killed_rank_and_a_ctrl_c_end_the_whole_job(tmp_path, target, number, 
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130)])
 def test_a_signal_ends_a_single_process_in_one_line(tmp_path, number, code) -> None:
     process = start(*SLOW_RUN, f"hydra.run.dir={tmp_path}")
     try:

@@ -13,9 +13,9 @@ from sharding import random_batch, random_model, small_config, total_loss
 
 from lmscale.config import TransformerConfig
 from lmscale.parallel import ParallelContext
-from lmscale.run_config import OptimizerConfig, PrecisionConfig
 from lmscale.training.optimizer import MixedPrecisionAdamW
 from lmscale.training.trace import CollectiveRecorder
+from lmscale.training_config import OptimizerConfig, PrecisionConfig
 
 NUM_LAYERS = 3
 HIDDEN, TOKENS = (5, 13, 24), (5, 13)  # [b, s, h] and [b, s]

@@ -3,14 +3,14 @@
 import csv
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from ranks import run_ranks
 
-from lmscale.parallel import ParallelContext
+from lmscale.checkpoint import CheckpointReader, list_checkpoints
 from lmscale.run_config import RunConfig
-from lmscale.training.checkpoint import list_checkpoints, read_metadata, read_shard
 from lmscale.training.pretrain import PretrainJob, prepare_job, pretrain
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -46,6 +46,7 @@ def tiny_run(architecture: str, run_dir: Path, **changes) -> RunConfig:
         },
         "precision": {"dtype": "fp64"},
         "checkpoint": {},
+        "resume": {},
         "logger": {"tensorboard": False},
         "micro_batch_size": 4,
         "global_batch_size": 8,
@@ -59,20 +60,29 @@ def tiny_run(architecture: str, run_dir: Path, **changes) -> RunConfig:
     return RunConfig.from_dict(values)
 
 
-def run_jobs(runs: list[RunConfig], world_size: int) -> None:
-    """Train every run, one after the other, on the same `world_size` processes as torchrun would start them."""
+def run_jobs(
+    runs: list[RunConfig], world_size: int, expected: int = 0, fault: Callable[[int], None] | None = None
+) -> None:
+    """Train every run, one after the other, on the same `world_size` processes as torchrun would start them.
+
+    Args:
+        expected: the exit code they must end with.
+        fault: called on each rank, with its number, before the first run.
+    """
     jobs = []
     for run in runs:
         layout = run.parallel.tp_size, run.parallel.dp_size
         assert layout[0] * layout[1] == world_size
         jobs.append(prepare_job(run))
-    run_ranks(_train_all, world_size, jobs)
+    run_ranks(_train_all, world_size, jobs, expected, fault)
 
 
-def _train_all(rank: int, jobs: list[PretrainJob]) -> None:
+def _train_all(rank: int, jobs: list[PretrainJob], expected: int, fault: Callable[[int], None] | None) -> None:
     import torch.distributed as dist
     from ranks import free_port
 
+    if fault is not None:
+        fault(rank)
     world_size = dist.get_world_size()
     ports = [[free_port() for _ in range(len(jobs) + 1)]]
     dist.broadcast_object_list(ports, src=0)
@@ -89,7 +99,7 @@ def _train_all(rank: int, jobs: list[PretrainJob]) -> None:
     }
     for job, port in zip(jobs, ports[0][:-1], strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        pretrain(job)
+        assert pretrain(job) == expected
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0][-1]}", rank=rank, world_size=world_size)
 
 
@@ -105,6 +115,6 @@ def read_record(run_dir: str | Path) -> dict:
 
 
 def read_tensors(run_dir: str | Path) -> dict[str, torch.Tensor]:
-    """Whole logical tensors of the newest checkpoint: weights, moments, masters."""
-    path = list_checkpoints(Path(run_dir) / "checkpoints")[-1]
-    return read_shard(path, read_metadata(path), ParallelContext())
+    """Whole logical tensors of the newest checkpoint: weights and moments."""
+    with CheckpointReader(list_checkpoints(Path(run_dir) / "checkpoints")[-1]) as reader:
+        return {key: reader.read(key) for key in reader.metadata.tensors}

@@ -7,8 +7,8 @@ from sharding import random_batch, small_config, total_loss
 
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
-from lmscale.run_config import OptimizerConfig, PrecisionConfig
 from lmscale.training.optimizer import LossScale, MixedPrecisionAdamW
+from lmscale.training_config import OptimizerConfig, PrecisionConfig
 
 
 def make(dtype: str = "fp32", context: ParallelContext | None = None, **changes):

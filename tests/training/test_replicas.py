@@ -1,11 +1,8 @@
 """What tensor ranks hold in common stays common, and the loss reductions mean what they say."""
 
 import pytest
-import torch
 from runs import read_rows, run_jobs, tiny_run
-from safetensors.torch import load_file
 
-from lmscale.training.checkpoint import list_checkpoints, read_metadata
 from lmscale.training.pretrain import prepare_job, pretrain
 
 
@@ -18,21 +15,13 @@ def test_replicated_parameters_are_bitwise_equal_after_20_steps_with_dropout(
         tmp_path,
         parallel__tp_size=2,
         trainer__max_steps=20,
+        trainer__check_replicas_every_steps=1,  # the sentinel compares; tests/training/test_faults.py makes it bark
         model__norm_order=norm_order,
         model__hidden_dropout=0.1,
         model__attention_dropout=0.1,
         precision__dtype=dtype,
     )
-    run_jobs([run], 2)
-    path = list_checkpoints(tmp_path / "checkpoints")[-1]
-    entries = read_metadata(path)["tensors"]
-    first, second = (load_file(path / f"tp_{rank}_of_2.safetensors") for rank in (0, 1))
-    replicated = [key for key, entry in entries.items() if entry["shard_dim"] is None]
-    assert any(key.startswith("exp_avg/") for key in replicated) and len(replicated) > 20
-    for key in replicated:
-        assert torch.equal(first[key], second[key]), key
-    sharded = [key for key in entries if entries[key]["shard_dim"] is not None]
-    assert all(not torch.equal(first[key], second[key]) for key in sharded if first[key].any())
+    run_jobs([run], 2)  # fails unless the run ends well
 
 
 def test_mean_of_means_depends_on_the_micro_batch_where_token_mean_does_not(tmp_path) -> None:

@@ -16,7 +16,7 @@ from .metadata import (
 )
 from .offline import write_offline
 from .read import CheckpointReader, find_damage
-from .write import CheckpointWriter, Share, divide_tensors, remove_checkpoint, remove_unfinished
+from .write import CheckpointWriter, Share, divide_tensors, remove_checkpoint, remove_unfinished, set_aside
 
 __all__ = [
     "METADATA",
@@ -35,5 +35,6 @@ __all__ = [
     "read_metadata",
     "remove_checkpoint",
     "remove_unfinished",
+    "set_aside",
     "write_offline",
 ]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
-from .metadata import METADATA, CheckpointMetadata, FileEntry, Piece, TensorEntry, checkpoint_name
+from .metadata import METADATA, CheckpointMetadata, FileEntry, Piece, TensorEntry
 from .tensor_file import TensorFileWriter
 
 _MAX_PAUSE_S = 0.2  # between looks for another rank's part
@@ -64,15 +64,14 @@ class CheckpointWriter:
     """Saves checkpoints of one run, one after the other, in the caller's time or in the background.
 
     Args:
-        folder: on a file system that all ranks see.
         token: the same text on all ranks, new for each start of the job: what an ended start left unfinished is never
             taken for this one's.
         rank, world_size: of this process among those that save.
         timeout_s: how long rank 0 waits for the others' parts.
     """
 
-    def __init__(self, folder: str | Path, token: str, rank: int, world_size: int, timeout_s: float) -> None:
-        self.folder, self.token = Path(folder), token
+    def __init__(self, token: str, rank: int, world_size: int, timeout_s: float) -> None:
+        self.token = token
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._thread: threading.Thread | None = None
         self._error: str | None = None
@@ -80,6 +79,7 @@ class CheckpointWriter:
 
     def begin(
         self,
+        path: Path,
         tensors: Mapping[str, Tensor],
         metadata: CheckpointMetadata,
         share: Share,
@@ -89,6 +89,7 @@ class CheckpointWriter:
         """Start saving; `finish` must be called before the next.
 
         Args:
+            path: the checkpoint's directory, on a file system that all ranks see.
             tensors: this rank's part of every tensor by key. In the background mode those of its share are copied to
                 host memory first, allocated once and used again each time, and may change as soon as this returns.
             metadata: with tensors that have no pieces yet, and no files; only rank 0's is used.
@@ -98,9 +99,9 @@ class CheckpointWriter:
         self._error = None
         mine = {key: tensors[key].detach() for key in share.places}
         if not in_background:
-            self._save(mine, metadata, share, on_complete)
+            self._save(path, mine, metadata, share, on_complete)
             return
-        arguments = (self._copy_to_host(mine), metadata, share, on_complete)
+        arguments = (path, self._copy_to_host(mine), metadata, share, on_complete)
         self._thread = threading.Thread(target=self._save, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -123,12 +124,12 @@ class CheckpointWriter:
 
     def _save(
         self,
+        path: Path,
         tensors: Mapping[str, Tensor],
         metadata: CheckpointMetadata,
         share: Share,
         on_complete: Callable[[Path], None] | None,
     ) -> None:
-        path = self.folder / checkpoint_name(metadata.step)
         temporary = path.with_name(f".{path.name}.{self.token}.unfinished")
         try:
             self._write_part(temporary, tensors, share)
@@ -213,6 +214,17 @@ def remove_checkpoint(path: str | Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
     shutil.rmtree(doomed)
+
+
+def set_aside(path: str | Path) -> Path:
+    """Rename a damaged checkpoint so that it is no longer taken for one, and kept to be looked at."""
+    path = Path(path)
+    number, kept = 1, path.with_name(f"{path.name}.damaged")
+    while kept.exists():
+        number += 1
+        kept = path.with_name(f"{path.name}.damaged{number}")
+    os.rename(path, kept)
+    return kept
 
 
 def remove_unfinished(folder: str | Path) -> None:

@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 
-from ..run_config import DataConfig
+from ..data_config import DataConfig
 from .prepare import PreparedCorpus
 
 IGNORE_LABEL = -100

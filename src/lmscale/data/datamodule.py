@@ -1,5 +1,6 @@
 """The Lightning datamodule: optimizer steps for training, every validation sequence once."""
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..config import BatchConfig
-from ..run_config import DataConfig
+from ..data_config import DataConfig
 from .bert_dataset import BERTDataset
 from .gpt_dataset import GPTDataset
 from .prepare import PreparedCorpus
@@ -25,7 +26,8 @@ class _References(Dataset):
 
     def __getitem__(self, reference: tuple[int, int, int]) -> dict[str, Any]:
         number, epoch, index = reference
-        return self.samples.sample(epoch, index) | {"sample_numbers": np.int64(number)}
+        places = {"sample_numbers": np.int64(number), "sample_indices": np.int64(index)}
+        return self.samples.sample(epoch, index) | places
 
 
 class _MicroBatches:
@@ -60,7 +62,8 @@ class PretrainDataModule(L.LightningDataModule):
     are micro-batches; the first `num_validation_samples` sequences of the validation part, each on one data rank.
 
     A micro-batch is a dict of tensors: GPT `tokens`, `labels` int64 [b, s]; BERT also `token_types`, `attention_mask`
-    [b, s], `sop_labels` [b]; both `sample_numbers` int64 [b], counted over the whole run.
+    [b, s], `sop_labels` [b]; both `sample_numbers` int64 [b], counted over the whole run, and `sample_indices` int64
+    [b], places in the dataset.
 
     Args:
         completed_steps, an attribute set by the training loop: where the next training loader begins. It is saved with
@@ -80,6 +83,8 @@ class PretrainDataModule(L.LightningDataModule):
         num_validation_samples: int | None,
     ) -> None:
         super().__init__()
+        identity = prepared.manifest["train"]["sha256"] + prepared.manifest["tokenizer"]
+        self.corpus_hash = hashlib.sha256(identity.encode()).hexdigest()[:16]  # of the training text, tokenized
         self.config, self.batch, self.seed, self.num_steps = config, batch, seed, num_steps
         self.train_samples = make_dataset(prepared, "train", config, seed)
         self.validation_samples = make_dataset(prepared, "validation", config, seed)
@@ -95,17 +100,14 @@ class PretrainDataModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         """Steps from `completed_steps` on."""
         parallel = self.trainer.strategy.parallel
-        sampler = GlobalBatchSampler(
-            len(self.train_samples),
-            self.batch.global_batch_size,
-            parallel.dp_rank,
-            parallel.dp_size,
-            self.seed,
-            self.num_steps,
-            self.completed_steps,
-        )
+        sampler = self.sampler(parallel.dp_rank, parallel.dp_size, self.completed_steps)
         collate = _MicroBatches(self.batch.micro_batch_size)
         return self._loader(self.train_samples, batch_sampler=sampler, collate_fn=collate)
+
+    def sampler(self, dp_rank: int = 0, dp_size: int = 1, start_step: int = 0) -> GlobalBatchSampler:
+        """The order of the training samples, as one data rank meets it."""
+        size, count = self.batch.global_batch_size, len(self.train_samples)
+        return GlobalBatchSampler(count, size, dp_rank, dp_size, self.seed, self.num_steps, start_step)
 
     def val_dataloader(self) -> DataLoader:
         """This data rank's validation sequences; the last micro-batch may be smaller."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from ..run_config import DataConfig, TokenizerConfig
+from ..data_config import DataConfig, TokenizerConfig
 from .sentences import split_sentences
 from .sources import Corpus, Documents, open_corpus
 from .tokenizer import BERT_SPECIALS, END_OF_TEXT, Tokenizer, load_tokenizer

@@ -51,10 +51,18 @@ class GlobalBatchSampler:
             first = step * self.global_batch_size + self.first_place
             yield [self._reference(number) for number in range(first, first + self.share)]
 
+    def indices_of(self, first: int, last: int) -> np.ndarray:
+        """Indices of the samples with numbers [first, last) of one epoch, int64 [last - first]."""
+        epoch, place = divmod(first, self.num_samples)
+        return self._permutation_of(epoch)[place : place + last - first]
+
     def _reference(self, number: int) -> tuple[int, int, int]:
         epoch, place = divmod(number, self.num_samples)
+        return number, epoch, int(self._permutation_of(epoch)[place])
+
+    def _permutation_of(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:
             key = hashlib.blake2b(f"order/{self.seed}/{epoch}".encode(), digest_size=8).digest()
             generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
             self._epoch, self._permutation = epoch, generator.permutation(self.num_samples)
-        return number, epoch, int(self._permutation[place])
+        return self._permutation

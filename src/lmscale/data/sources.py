@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..run_config import DataConfig
+from ..data_config import DataConfig
 from .embedded import embedded_documents, embedded_fingerprint
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".parquet")

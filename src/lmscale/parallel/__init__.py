@@ -3,6 +3,7 @@
 from .collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from .context import ParallelContext
 from .cross_entropy import IGNORE_LABEL, vocab_parallel_cross_entropy
+from .fingerprint import fingerprint, first_difference
 from .grad_norm import GradientNorm, global_gradient_norm
 from .init import initialize_parameters
 from .layers import (
@@ -29,6 +30,8 @@ __all__ = [
     "copy_to_tensor_parallel_region",
     "counter_dropout",
     "counter_keep_mask",
+    "fingerprint",
+    "first_difference",
     "global_gradient_norm",
     "initialize_parameters",
     "parameter",

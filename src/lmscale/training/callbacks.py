@@ -1,47 +1,63 @@
-"""What happens beside training: checkpoints and the bar."""
+"""What happens beside training: the sentinel over replicas, and the bar."""
 
-from pathlib import Path
+import sys
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
 
-from ..run_config import CheckpointConfig
-from .checkpoint import checkpoint_name, list_checkpoints
+from ..parallel import first_difference
+from .exit_codes import REPLICAS_DIFFER
 
 
-class PeriodicCheckpoint(L.Callback):
-    """Saves every so many steps and at the end, and keeps the newest; a new one is complete before an old one goes.
+class ReplicaSentinel(L.Callback):
+    """Stops the run when ranks that must hold the same numbers do not.
 
-    Args:
-        folder: where `step_<n>.ckpt` directories go.
+    Compared before the first step and then every so many steps: over the tensor group the replicated weights, their
+    moments, and which samples were seen; over the data group all weights and moments. A difference means broken memory,
+    a broken link or a bug; the checkpoint before it is still good.
+
+    Communicates:
+        one all-reduce of 2 int64 a tensor over each group, every `every_steps` steps; two numbers over the world.
+
+    Source: the drift of replicated LayerNorms in the BLOOM training (NVIDIA/Megatron-LM pull request 206).
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
-        self.folder = folder
-        self.config = config
-        self.last_saved = 0
+    def __init__(self, every_steps: int) -> None:
+        self.every_steps = every_steps
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What was just resumed need not be saved again."""
-        self.last_saved = pl_module.completed_steps
+        """All ranks must begin, or go on, with the same weights."""
+        self._check(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Save where the step is due."""
-        if self.config.save_every_steps and pl_module.completed_steps % self.config.save_every_steps == 0:
-            self._save(trainer, pl_module.completed_steps)
+        """Compare where it is time; before the checkpoint of the step is saved."""
+        if pl_module.completed_steps % self.every_steps == 0:
+            self._check(trainer, pl_module)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the last step unless it is saved already."""
-        if self.config.save_last and pl_module.completed_steps > self.last_saved:
-            self._save(trainer, pl_module.completed_steps)
-
-    def _save(self, trainer: L.Trainer, step: int) -> None:
-        trainer.save_checkpoint(self.folder / checkpoint_name(step))
-        self.last_saved = step
-        if self.config.keep_last is not None and trainer.is_global_zero:
-            for old in list_checkpoints(self.folder)[: -self.config.keep_last]:
-                trainer.strategy.remove_checkpoint(old)
+    def _check(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        context, optimizer = pl_module.parallel, trainer.optimizers[0]
+        specs = {name: param.shard for name, param in pl_module.model.named_parameters()}
+        everything = {key: (tensor, specs[key.split("/", 1)[1]]) for key, tensor in optimizer.tensors().items()}
+        if optimizer.holds_masters:
+            everything |= {name: (param, param.shard) for name, param in pl_module.model.named_parameters()}
+        replicated = {"sample numbers": pl_module.data_digest}
+        replicated |= {name: tensor for name, (tensor, spec) in everything.items() if spec.replicated}
+        over_tensor = first_difference(replicated, context.tp_group)
+        over_data = first_difference({name: tensor for name, (tensor, _) in everything.items()}, context.dp_group)
+        tensor_differs, data_differs = trainer.strategy.any_rank(over_tensor is not None, over_data is not None)
+        if not (tensor_differs or data_differs):
+            return
+        for name, group in ((over_tensor, "tensor"), (over_data, "data")):
+            if name is not None:
+                place = f"tensor rank {context.tp_rank}, data rank {context.dp_rank}"
+                print(
+                    f"error: after step {pl_module.completed_steps} {name} differs within the {group} group of rank "
+                    f"{trainer.global_rank} ({place}); the run stops without saving",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        pl_module.stop(REPLICAS_DIFFER)
 
 
 class TrainingBar(RichProgressBar):

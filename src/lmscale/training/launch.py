@@ -1,6 +1,7 @@
 """Who starts the ranks, and on what: torchrun or srun from outside, else one elastic agent of our own."""
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -16,10 +17,12 @@ from lightning.fabric.plugins.environments import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from .exit_codes import STALLED
+from .interruption import Interruption
 
 
 @dataclass(frozen=True)
@@ -65,26 +68,31 @@ def cluster_environment() -> tuple[ClusterEnvironment, int, int]:
     return environment, world.local_size, world.size // world.local_size
 
 
-def launch(worker: Callable[[Any], None], job: Any, world_size: int) -> None:
+def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts: int = 0) -> None:
     """Run `worker(job)` on every rank; returns when all have ended well.
 
     Inside a world from outside, and for a world of one, the worker runs in this process. Otherwise one elastic agent
     starts the ranks; they get the finished job, so nothing is parsed or decided twice.
 
+    SIGTERM and SIGUSR1 to this process are passed on to the ranks, which end by themselves at the next border of steps.
+
     Args:
         worker: a module-level function (it travels by name), decorated with torch elastic's `record`, which keeps the
-            error of a rank for this process to show.
+            error of a rank for this process to show. It returns an exit code.
         job: picklable.
+        max_restarts: how often all ranks are started again after one has died; not where they came from outside.
 
     Raises:
-        SystemExit: code 1, a rank failed (one line names the first one and its error, below the rank's own traceback);
-            code 128 + n, signal n ended the job.
+        SystemExit: the worker's code where it is not 0; code 1, a rank failed (one line names the first one and its
+            error, below the rank's own traceback); code 128 + n, signal n ended the job.
     """
     if world_size == 1 or world_from_outside() is not None:
         try:
-            worker(job)
-        except SystemExit as end:  # how Lightning leaves a training that a signal has interrupted
-            _stop(signal.SIGTERM if isinstance(end, SIGTERMException) else signal.SIGINT)
+            code = worker(job)
+        except SystemExit:  # how Lightning leaves a training after Ctrl-C
+            _stop(signal.SIGINT)
+        if code:
+            raise SystemExit(code)
         return
     # The agent keeps its error files in a folder of its own, which nobody would clean up.
     with tempfile.TemporaryDirectory(prefix="lmscale_") as folder:
@@ -95,15 +103,18 @@ def launch(worker: Callable[[Any], None], job: Any, world_size: int) -> None:
             run_id=f"lmscale-{os.getpid()}",
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
-            max_restarts=0,
+            max_restarts=max_restarts,
             monitor_interval=0.2,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
         )
-        _run_agent(config, worker, job)
+        code = _run_agent(config, worker, job)
+    if code:
+        raise SystemExit(code)
 
 
-def _run_agent(config: LaunchConfig, worker: Callable[[Any], None], job: Any) -> None:
+def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> int:
     # Its warnings on ending ranks and its copy of a rank's traceback would stand around ours.
     for name in (
         "distributed.elastic.agent.server.api",
@@ -111,18 +122,31 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], None], job: Any) ->
         "multiprocessing.spawn",
     ):
         logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
+    # torch 2.13 keeps one store over restarts, in which ranks started again find the addresses of the dead ones.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    wish = Interruption(then=_pass_on_to_ranks)
+    wish.install()
     try:
-        elastic_launch(config, worker)(job)
+        return max(elastic_launch(config, worker)(job).values())
     except ChildFailedError as error:
+        if wish.received is not None:  # before the ranks were ready to meet it
+            _stop(wish.received)
         rank, failure = error.get_first_failure()
         message = failure.message
         if isinstance(message, dict):  # an exception; a signal leaves a sentence
             print(message["extraInfo"]["py_callstack"].rstrip(), file=sys.stderr)
             message = message["message"]
         print(f"error: rank {rank} failed (exit code {failure.exitcode}): {message}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
-    except SignalException as error:  # Ctrl-C, or a scheduler's end: the agent has stopped the ranks
+        raise SystemExit(STALLED if failure.exitcode == STALLED else 1) from None
+    except SignalException as error:  # Ctrl-C: the agent has stopped the ranks
         _stop(error.sigval)
+    finally:
+        wish.restore()
+
+
+def _pass_on_to_ranks(number: signal.Signals) -> None:
+    for child in multiprocessing.active_children():
+        os.kill(child.pid, number)
 
 
 def _stop(number: signal.Signals) -> None:

@@ -10,15 +10,20 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ..checkpoint import CheckpointReader
 from ..config import TransformerConfig
+from ..data.certificate import digest_of_samples, digest_text
 from ..models import build_model
 from ..parallel import ParallelContext, sample_dropout_keys, seed_rank_generator
 from ..parallel.collectives import sum_over_data_ranks
 from ..perf.flops import model_flops_per_step
 from ..run_config import RunConfig
+from .diagnosis import FirstNonFiniteOutput, parameters_that_are_not_finite
+from .exit_codes import DIVERGED, DONE
 from .optimizer import MixedPrecisionAdamW
 from .schedule import learning_rate_of_update
 from .timing import PhaseTimer
+from .watchdog import Watchdog
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,7 +39,9 @@ class PretrainModule(L.LightningModule):
     Args:
         config: the model, with its vocabulary known.
         run: everything else.
+        watchdog: is told where the training is.
         peak_flops_per_s: dense peak of one device at the run's precision, for MFU; None where unknown.
+        weights_from: a checkpoint whose weights the model starts with; None draws them from the seed.
 
     Communicates:
         a step, over the data group: one all-reduce of the term counts, the gradients (DDP), one of the reported loss.
@@ -42,15 +49,26 @@ class PretrainModule(L.LightningModule):
 
     loss_terms: tuple[str, ...] = ()
 
-    def __init__(self, config: TransformerConfig, run: RunConfig, peak_flops_per_s: float | None = None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        run: RunConfig,
+        watchdog: Watchdog,
+        peak_flops_per_s: float | None = None,
+        weights_from: str | None = None,
+    ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.config = config
         self.run = run
+        self.watchdog = watchdog
+        self.weights_from = weights_from
         self.peak_flops_per_s = peak_flops_per_s
         self.flops_per_step = model_flops_per_step(config, run.data.seq_length, run.global_batch_size)
         self.model: torch.nn.Module | None = None
         self.completed_steps = 0
+        self.exit_code = DONE
+        self.data_digest = torch.zeros((), dtype=torch.int64)  # of this data rank's samples; see data/certificate.py
         self.metrics: dict[str, float] = {}
         self.validation: dict[str, float] = {}
         self.validated_at = -1
@@ -77,22 +95,50 @@ class PretrainModule(L.LightningModule):
             return
         device = self.trainer.strategy.root_device
         dtype = DTYPES[self.run.precision.dtype]
-        self.model = build_model(self.config, self.parallel, seed=self.run.seed, dtype=dtype, device=device)
+        seed = None if self.weights_from else self.run.seed
+        self.model = build_model(self.config, self.parallel, seed=seed, dtype=dtype, device=device)
+        if self.weights_from:
+            with CheckpointReader(self.weights_from) as reader:
+                for name, param in self.model.named_parameters():
+                    self.watchdog.mark(f"reading {name}")
+                    reader.read_into(f"model/{name}", param.detach(), self.parallel.tp_rank)
         if self.run.compile:
             self.model.transformer.compile_layers()
         self.timer = PhaseTimer(device)
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue the count of steps."""
-        self.completed_steps = checkpoint["lmscale_step"]
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The count of steps goes with Lightning's own state."""
-        checkpoint["lmscale_step"] = self.completed_steps
-
     def configure_optimizers(self) -> MixedPrecisionAdamW:
-        """AdamW over the shard."""
-        return MixedPrecisionAdamW(self.model.named_parameters(), self.run.optimizer, self.run.precision, self.parallel)
+        """AdamW over the shard, its masters as exact as the weights' source."""
+        optimizer = MixedPrecisionAdamW(
+            self.model.named_parameters(), self.run.optimizer, self.run.precision, self.parallel
+        )
+        if self.weights_from:
+            with CheckpointReader(self.weights_from) as reader:
+                optimizer.load_masters(lambda key, out: reader.read_into(key, out, self.parallel.tp_rank))
+        return optimizer
+
+    def state_for_checkpoint(self) -> dict[str, Any]:
+        """What goes on besides weights and optimizer: the data's certificate and the validation of this step.
+
+        Communicates:
+            one all-reduce of a number over the data group.
+        """
+        digest = sum_over_data_ranks(self.data_digest.clone(), self.parallel)
+        corpus_hash = self.trainer.datamodule.corpus_hash
+        state: dict[str, Any] = {"data_digest": digest_text(int(digest)), "corpus_hash": corpus_hash}
+        if self.validated_at == self.completed_steps:
+            state["validation"] = self.validation
+        return state
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continue the counts. The data ranks together hold the digest of all samples; the first begins with it."""
+        self.completed_steps = checkpoint["lmscale"]["step"]
+        if self.parallel.dp_rank == 0:
+            self.data_digest = torch.tensor(checkpoint["lmscale"]["data_digest"], device=self.device)
+
+    def stop(self, exit_code: int) -> None:
+        """End the training after this step, on every rank; Lightning's own `should_stop` would validate once more."""
+        self.exit_code = exit_code
+        self.trainer.fit_loop.epoch_loop.max_steps = self.trainer.global_step
 
     def training_step(self, batch: list[dict[str, Tensor]], batch_idx: int) -> None:
         """One optimizer step: every micro-batch forward and backward, then the update."""
@@ -100,6 +146,8 @@ class PretrainModule(L.LightningModule):
         wrapped = self.optimizers()
         optimizer: MixedPrecisionAdamW = wrapped.optimizer
         optimizer.zero_grad()
+        self._certify(batch)
+        self.watchdog.mark(f"step {step}, count of the loss terms")
         denominators = self._denominators(batch)
         reported = torch.zeros(len(self.loss_terms), dtype=torch.float64, device=self.device)
         for micro_step, micro_batch in enumerate(batch):
@@ -107,6 +155,7 @@ class PretrainModule(L.LightningModule):
             reported += self._accumulate(micro_batch, micro_step, step, denominators, optimizer.loss_scale.value, last)
         lr = learning_rate_of_update(optimizer.num_updates + 1, self.run.schedule, self.run.optimizer.lr)
         optimizer.set_learning_rate(lr)
+        self.watchdog.mark(f"step {step}, optimizer")
         with self.timer.phase("optimizer"):
             wrapped.step()
         self.completed_steps = self.trainer.datamodule.completed_steps = step
@@ -115,6 +164,24 @@ class PretrainModule(L.LightningModule):
             self._report(step, reported, lr, optimizer)
         else:
             self.timer.add("step", time.perf_counter() - self._step_start)
+        if optimizer.skipped_in_a_row > self.run.trainer.max_skipped_steps:
+            self.diagnosis = self._diagnose(batch)
+            self.stop(DIVERGED)
+
+    def _certify(self, batch: list[dict[str, Tensor]]) -> None:
+        """Add this step's samples to the data-order certificate."""
+        self.data_digest = self.data_digest.to(self.device)
+        for micro_batch in batch:
+            self.data_digest += digest_of_samples(micro_batch["sample_numbers"], micro_batch["sample_indices"])
+
+    def _diagnose(self, batch: list[dict[str, Tensor]]) -> dict[str, Any]:
+        """What is not finite on this rank: weights, gradients, and where it first shows in a forward pass."""
+        report: dict[str, Any] = parameters_that_are_not_finite(self.model)
+        with torch.no_grad(), FirstNonFiniteOutput(self.model) as watched:
+            for micro_batch in batch:
+                if watched.name is None:
+                    self.sum_terms(micro_batch, sample_dropout_keys(self.run.seed, micro_batch["sample_numbers"]))
+        return report | {"forward": watched.name, "tp_rank": self.parallel.tp_rank, "dp_rank": self.parallel.dp_rank}
 
     def _denominators(self, batch: list[dict[str, Tensor]]) -> list[Tensor]:
         """What each micro-batch's term sums are divided by, so that the parts add up to the reported loss."""
@@ -138,12 +205,14 @@ class PretrainModule(L.LightningModule):
         context = self.parallel
         seed_rank_generator(self.run.seed, step, micro_step, context.dp_rank, context.tp_rank)
         keys = sample_dropout_keys(self.run.seed, batch["sample_numbers"])
+        self.watchdog.mark(f"step {step}, forward pass of micro-batch {micro_step + 1}")
         with self.timer.phase("forward"):
             sums = self.sum_terms(batch, keys)
             terms = sums / denominators[micro_step].to(sums.dtype)
             # DDP averages over the data ranks; the denominators are global, so the parts must be added.
             loss = terms.sum() * (loss_scale * context.dp_size)
         wrapper = self.trainer.strategy.model
+        self.watchdog.mark(f"step {step}, backward pass of micro-batch {micro_step + 1}")
         accumulating = not last and isinstance(wrapper, DistributedDataParallel)
         with self.timer.phase("backward"), wrapper.no_sync() if accumulating else nullcontext():
             self.manual_backward(loss)
@@ -151,6 +220,7 @@ class PretrainModule(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Add one micro-batch's summed losses and counts."""
+        self.watchdog.mark(f"validation after step {self.completed_steps}")
         sums = torch.stack([self.sum_terms(batch, None).double(), self.count_terms(batch)])
         self._validation_sums = sums if self._validation_sums is None else self._validation_sums + sums
 
@@ -178,6 +248,7 @@ class PretrainModule(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Fetching starts here."""
+        self.watchdog.mark(f"data for step {self.completed_steps + 1}")
         self._step_end = time.perf_counter()
 
     def on_validation_end(self) -> None:
@@ -208,7 +279,7 @@ class PretrainModule(L.LightningModule):
         if self.peak_flops_per_s is not None:
             metrics["mfu"] = flops_per_s / self.peak_flops_per_s
         metrics["memory_gib"] = memory_in_use(self.device) / 2**30
-        phases = ("step", "data", "forward", "backward", "optimizer")
+        phases = ("step", "data", "forward", "backward", "optimizer", "checkpoint")
         metrics |= {f"time/{name}_s": seconds.get(name, 0.0) for name in phases}
         self.metrics = metrics
         for logger in self.loggers:

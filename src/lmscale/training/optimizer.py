@@ -1,6 +1,6 @@
 """AdamW with fp32 masters, dynamic loss scale and tensor-parallel clipping, all in one step."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel import ParallelContext, global_gradient_norm
-from ..run_config import OptimizerConfig, PrecisionConfig
+from ..training_config import OptimizerConfig, PrecisionConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
@@ -64,7 +66,8 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
     Parameters of half types get an fp32 master here, from the start; fp32 and fp64 parameters are their own. Weight
     decay applies to matrices and embeddings, not to biases and LayerNorms (section 4.2), which are the parameters of
     one dimension. A step whose gradient is not finite on any tensor rank is skipped on all: weights, moments and
-    `num_updates` stay, `num_skipped` counts.
+    `num_updates` stay, `num_skipped` counts. `skipped_in_a_row` counts since the last update, without the steps that
+    fp16's loss scale answers by coming down.
 
     Args:
         named_parameters: (name, parameter) of the rank's model.
@@ -99,6 +102,7 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
         self.loss_scale = LossScale.from_config(precision)
         self.num_updates = 0
         self.num_skipped = 0
+        self.skipped_in_a_row = 0
         self.grad_norm = float("nan")
         super().__init__(
             [
@@ -133,10 +137,13 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
         scale = self.loss_scale.value
         measured = global_gradient_norm(self.model_parameters, self.context)
         self.grad_norm = measured.norm / scale
+        can_come_down = self.loss_scale.dynamic and self.loss_scale.value > self.loss_scale.minimum
         self.loss_scale.update(overflow=not measured.finite)
         if not measured.finite:
             self.num_skipped += 1
+            self.skipped_in_a_row += not can_come_down
             return
+        self.skipped_in_a_row = 0
         factor = 1.0 / scale
         if self.max_grad_norm is not None:
             factor *= min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
@@ -152,45 +159,54 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
                 master.grad = None
         self.num_updates += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """Moments and masters by parameter name (shards, not copies), and the counters.
+    def fp32_masters(self) -> dict[str, Tensor]:
+        """The masters by parameter name; empty where the parameters are their own."""
+        return dict(zip(self.names, self.masters, strict=True)) if self.holds_masters else {}
 
-        Returns:
-            `{"tensors": {"exp_avg/<name>": [local shape], "exp_avg_sq/<name>": ..., "master/<name>": ...}, "counters":
-            {...}}`; masters only for half types, moments only once there was an update.
+    def tensors(self) -> dict[str, Tensor]:
+        """The exact weights and the moments by checkpoint key, `model/<name>`, `exp_avg/<name>`, `exp_avg_sq/<name>`:
+        shards, not copies. Of half types the weights are the fp32 masters; moments are there once there was an update.
         """
         tensors = {}
         for name, master in zip(self.names, self.masters, strict=True):
-            state = self.state.get(master, {})
-            for kind in ("exp_avg", "exp_avg_sq"):
-                if kind in state:
-                    tensors[f"{kind}/{name}"] = state[kind]
-            if self.holds_masters:
-                tensors[f"master/{name}"] = master
+            tensors[f"model/{name}"] = master.detach()
+            tensors |= {f"{kind}/{name}": self.state[master][kind] for kind in MOMENTS if master in self.state}
+        return tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"tensors": as tensors(), "counters": {...}}`."""
         counters = {
             "num_updates": self.num_updates,
             "num_skipped": self.num_skipped,
-            "loss_scale": self.loss_scale.value,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "loss_scale": self.loss_scale.value if self.loss_scale.dynamic else None,
             "loss_scale_clean_steps": self.loss_scale.clean_steps,
             "loss_scale_overflows_left": self.loss_scale.overflows_left,
         }
-        return {"tensors": tensors, "counters": counters}
+        return {"tensors": self.tensors(), "counters": counters}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, also from another layout's shards cut anew by the checkpoint reader."""
-        tensors, counters = state_dict["tensors"], state_dict["counters"]
-        for name, master in zip(self.names, self.masters, strict=True):
-            if self.holds_masters and f"master/{name}" in tensors:
-                master.copy_(tensors[f"master/{name}"])
-            if f"exp_avg/{name}" in tensors:
-                self.state[master] = {
-                    "step": torch.tensor(float(counters["num_updates"]), device=master.device),
-                    "exp_avg": tensors[f"exp_avg/{name}"].to(master.device, master.dtype),
-                    "exp_avg_sq": tensors[f"exp_avg_sq/{name}"].to(master.device, master.dtype),
-                }
+    def load_masters(self, read_into: Callable[[str, Tensor], None]) -> None:
+        """Take the exact weights of a checkpoint where the parameters, of a half type, cannot hold them.
+
+        Args:
+            read_into: fills a tensor with this rank's part of the logical tensor of a checkpoint key.
+        """
+        for name, master in self.fp32_masters().items():
+            read_into(f"model/{name}", master)
+
+    @torch.no_grad()
+    def load_moments(self, counters: dict[str, Any], read_into: Callable[[str, Tensor], None]) -> None:
+        """Take over the moments, one tensor at a time into its place, and the counters of `state_dict`."""
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
-        if self.loss_scale.dynamic:
+        self.skipped_in_a_row = counters["skipped_in_a_row"]
+        if self.num_updates:
+            for name, master in zip(self.names, self.masters, strict=True):
+                self.state[master] = {kind: torch.empty_like(master) for kind in MOMENTS}
+                for kind in MOMENTS:
+                    read_into(f"{kind}/{name}", self.state[master][kind])
+                self.state[master]["step"] = torch.tensor(float(self.num_updates), device=master.device)
+        if self.loss_scale.dynamic and counters["loss_scale"] is not None:
             self.loss_scale.value = counters["loss_scale"]
             self.loss_scale.clean_steps = counters["loss_scale_clean_steps"]
             self.loss_scale.overflows_left = counters["loss_scale_overflows_left"]

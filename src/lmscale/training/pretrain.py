@@ -1,10 +1,12 @@
 """Pretraining from a run's configuration to its record."""
 
+import dataclasses
 import gc
 import importlib.util
 import json
 import logging
 import platform
+import sys
 import time
 import warnings
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ..checkpoint import CheckpointError, read_metadata, remove_unfinished
 from ..config import BatchConfig, ParallelConfig, TransformerConfig
 from ..data.datamodule import PretrainDataModule
 from ..data.prepare import PreparedCorpus, corpus_unigram_cross_entropy, prepare_corpus
@@ -24,15 +27,20 @@ from ..perf.params import count_parameters
 from ..results import new_record, write_record
 from ..run_config import STAND_IN_VOCAB_SIZE, RunConfig
 from .bert_module import BERTModule
-from .callbacks import PeriodicCheckpoint, TrainingBar
-from .checkpoint import check_model, checkpoint_step, list_checkpoints, read_metadata
+from .callbacks import ReplicaSentinel, TrainingBar
+from .diagnosis import first_cause
+from .exit_codes import DIVERGED, DONE, INTERRUPTED, USER_ERROR
 from .gpt_module import GPTModule
+from .interruption import Interruption
 from .launch import cluster_environment, resolve_accelerator, share_cores, world_from_outside
 from .metrics_file import MetricsFile
 from .module import PretrainModule
 from .preflight import check_memory, resolve_layout
+from .resuming import CHECKPOINTS, agree_on_checkpoint, check_certificate, check_fit, find_checkpoint
+from .saving import Checkpointing
 from .schedule import learning_rate_of_update
 from .strategy import TensorParallelStrategy
+from .watchdog import Watchdog
 
 # Lightning's notes on devices, tips and rank numbers are not shown. Its warnings are, but for two that do not apply:
 # one about its own use of a torch function, one about loaders that cannot resume (ours begins at `completed_steps`).
@@ -41,7 +49,7 @@ logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
 warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
 
-METRICS, RECORD, CHECKPOINTS = "metrics.csv", "record.json", "checkpoints"
+METRICS, RECORD = "metrics.csv", "record.json"
 
 
 @dataclass(frozen=True)
@@ -73,21 +81,16 @@ def prepare_job(run: RunConfig) -> PretrainJob:
         raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
     learning_rate_of_update(1, run.schedule, run.optimizer.lr)  # refuses a schedule that its formula cannot follow
     check_memory(provisional, run, layout, world, accelerator)
-    resume_from = find_checkpoint(run.resume, run.run_dir)
-    saved = read_metadata(resume_from) if resume_from else None
+    resume_from = find_checkpoint(run)
     corpus = prepare_corpus(run.data, run.tokenizer, provisional.architecture, run.model.get("vocab_size"))
     config = run.transformer_config(corpus.vocab_size)
     config.check_tensor_parallel(layout.tp_size)
-    if saved is not None:
-        check_model(saved, config.to_dict(), resume_from)
-        if run.global_batch_size != saved["run"]["global_batch_size"]:  # a step is a place in the data, too
-            raise ValueError(
-                f"`global_batch_size` must be that of the checkpoint ({saved['run']['global_batch_size']}), "
-                f"but is {run.global_batch_size}"
-            )
     job = PretrainJob(run, config, layout, batch, corpus, accelerator, resume_from)
-    make_datamodule(job)  # refuses a corpus that is too small here, before the ranks would
-    return job
+    data = make_datamodule(job)  # refuses a corpus that is too small here, before the ranks would
+    if resume_from is not None:
+        run = check_fit(run, config, data.corpus_hash, resume_from)
+        learning_rate_of_update(1, run.schedule, run.optimizer.lr)
+    return dataclasses.replace(job, run=run)
 
 
 def make_datamodule(job: PretrainJob) -> PretrainDataModule:
@@ -98,41 +101,13 @@ def make_datamodule(job: PretrainJob) -> PretrainDataModule:
     )
 
 
-def find_checkpoint(resume: str, run_dir: str) -> str | None:
-    """The checkpoint that `resume=` means: None, the newest complete one of the run, or a path.
-
-    A path may be a checkpoint or a run folder (then its newest).
-
-    Raises:
-        ValueError: the path has no complete checkpoint; the run folder has checkpoints after the step to start from,
-            which would be mixed with the run's own.
-    """
-    own = list_checkpoints(Path(run_dir) / CHECKPOINTS)
-    if resume == "none":
-        if own:
-            raise ValueError(
-                f"`resume` must be auto or a path where the run folder has checkpoints ({own[-1].name} in {run_dir}), "
-                "but is none; a run from the start needs another hydra.run.dir"
-            )
-        return None
-    if resume == "auto":
-        return str(own[-1]) if own else None
-    path = Path(resume).absolute()
-    if not path.exists():
-        raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but {resume!r} does not exist")
-    found = list_checkpoints(path / CHECKPOINTS) or list_checkpoints(path)
-    chosen = found[-1] if found else path
-    if own and read_metadata(chosen)["step"] < checkpoint_step(own[-1]):
-        raise ValueError(
-            f"`resume` must not be older than the run folder's checkpoints ({own[-1].name} in {run_dir}), "
-            f"but is {resume!r}; a run that branches off needs another hydra.run.dir"
-        )
-    return str(chosen)
-
-
 @record
-def pretrain(job: PretrainJob) -> None:
-    """Train on this rank; rank 0 writes metrics.csv, checkpoints and, at the end, the record into the run folder."""
+def pretrain(job: PretrainJob) -> int:
+    """Train on this rank; rank 0 writes metrics.csv, checkpoints and, at the end, the record into the run folder.
+
+    Returns:
+        how the job ends; see `exit_codes`. The same on all ranks.
+    """
     run = job.run
     environment, local_size, num_nodes = cluster_environment()
     torch.set_float32_matmul_precision(run.trainer.matmul_precision)
@@ -158,13 +133,27 @@ def pretrain(job: PretrainJob) -> None:
         enable_model_summary=False,
         enable_progress_bar=run.trainer.progress_bar,
     )
+    # Lightning's handler for SIGTERM talks to the other ranks, wherever they happen to be.
+    trainer._signal_connector.register_signal_handlers = lambda: None
+    interruption, watchdog = Interruption(), Watchdog(environment.global_rank(), 60 * run.parallel.timeout_minutes)
+    interruption.install()
+    watchdog.start()
     try:
         strategy.setup_environment()
         num_threads = share_cores(local_size, run.trainer.num_threads)  # after Lightning has set its own number
         # Under torchrun every rank has worked out its own folder and checkpoint: rank 0's count.
-        run_dir, resume_from = strategy.broadcast((run.run_dir, job.resume_from))
-        _train(job, trainer, Path(run_dir), resume_from, last_step, num_threads)
+        run_dir, found = strategy.broadcast((Path(run.run_dir), job.resume_from))
+        watchdog.mark("the check of the checkpoint")
+        resume_from = agree_on_checkpoint(run, run_dir, found, strategy)
+        module = _make_module(job, resume_from, watchdog)
+        return _train(job, trainer, module, run_dir, resume_from, last_step, num_threads, interruption)
+    except CheckpointError as error:  # the same on every rank
+        if trainer.is_global_zero:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
     finally:
+        watchdog.stop()
+        interruption.restore()
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # the next job of a sweep in this process finds the memory free
@@ -172,39 +161,88 @@ def pretrain(job: PretrainJob) -> None:
             torch.cuda.empty_cache()
 
 
-def _train(
-    job: PretrainJob, trainer: L.Trainer, run_dir: Path, resume_from: str | None, last_step: int, num_threads: int
-) -> None:
-    run, is_first = job.run, trainer.strategy.is_global_zero
-    device_name = torch.cuda.get_device_name() if job.accelerator == "gpu" else platform.processor() or "cpu"
-    peak = dense_peak_flops_per_s(device_name, run.precision.dtype, run.trainer.matmul_precision)
+def _make_module(job: PretrainJob, resume_from: str | None, watchdog: Watchdog) -> PretrainModule:
     kind = GPTModule if job.config.architecture == "gpt" else BERTModule
-    module = kind(job.config, run, peak)
-    data = make_datamodule(job)
-    start_step = read_metadata(resume_from)["step"] if resume_from else 0
+    peak = dense_peak_flops_per_s(_device_name(job), job.run.precision.dtype, job.run.trainer.matmul_precision)
+    return kind(job.config, job.run, watchdog, peak, weights_from=resume_from)
+
+
+def _device_name(job: PretrainJob) -> str:
+    return torch.cuda.get_device_name() if job.accelerator == "gpu" else platform.processor() or "cpu"
+
+
+def _train(
+    job: PretrainJob,
+    trainer: L.Trainer,
+    module: PretrainModule,
+    run_dir: Path,
+    resume_from: str | None,
+    last_step: int,
+    num_threads: int,
+    interruption: Interruption,
+) -> int:
+    run, is_first, strategy = job.run, trainer.is_global_zero, trainer.strategy
+    data, checkpoints = make_datamodule(job), run_dir / CHECKPOINTS
+    is_own = resume_from is not None and Path(resume_from).parent == checkpoints
+    goes_on = is_own or (resume_from is not None and not run.resume.weights_only)
+    start_step = read_metadata(resume_from).step if goes_on else 0
+    if goes_on:
+        check_certificate(resume_from, data, strategy)
     if is_first:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(checkpoints)
         (run_dir / "config.json").write_text(json.dumps(run.to_dict(), indent=1), encoding="utf-8")
-        _announce(job, module, run_dir, resume_from, start_step, last_step)
+        _announce(job, run_dir, resume_from, start_step, last_step)
+    strategy.check_shared(checkpoints)
     if start_step >= last_step:
         if is_first:
             print(f"nothing to do: the checkpoint is at step {start_step} and the run ends at {last_step}")
-        return
+        return DONE
     metrics = MetricsFile(run_dir / METRICS)
     metrics.resume_at(start_step)
     trainer.loggers = [metrics, *_optional_loggers(run, run_dir)]
-    trainer.callbacks.append(PeriodicCheckpoint(run_dir / CHECKPOINTS, run.checkpoint))
+    if run.trainer.check_replicas_every_steps:
+        trainer.callbacks.append(ReplicaSentinel(run.trainer.check_replicas_every_steps))
+    trainer.callbacks.append(Checkpointing(checkpoints, run.checkpoint, interruption))
     start = None
     if not start_step:
         trainer.validate(module, data, verbose=False)
         start = module.validation
     started = time.time()
-    trainer.fit(module, data, ckpt_path=resume_from)
+    trainer.fit(module, data, ckpt_path=resume_from if goes_on else None)
     seconds = time.time() - started
+    if module.exit_code != DONE:
+        _say_why(module, run_dir, checkpoints, strategy, interruption)
+        return module.exit_code
     if not module.validated_at == module.completed_steps:
         trainer.validate(module, data, verbose=False)
     if is_first:
-        _write_record(job, module, run_dir, start, start_step, seconds, device_name, num_threads)
+        _write_record(job, module, run_dir, start, start_step, seconds, num_threads)
+    return DONE
+
+
+def _say_why(
+    module: PretrainModule,
+    run_dir: Path,
+    checkpoints: Path,
+    strategy: TensorParallelStrategy,
+    interruption: Interruption,
+) -> None:
+    """A line on a run that ended before its end; for one that diverged also a file."""
+    step = module.completed_steps
+    if module.exit_code == DIVERGED:
+        reports = strategy.gather(module.diagnosis)
+        path = run_dir / f"not_finite_step_{step}.json"
+        message = (
+            f"error: no finite gradient in more than {module.run.trainer.max_skipped_steps} steps in a row, up to step "
+            f"{step}; first {first_cause(reports)}; see {path}"
+        )
+        if strategy.is_global_zero:
+            path.write_text(json.dumps(reports, indent=1), encoding="utf-8")
+            print(message, file=sys.stderr, flush=True)
+    if module.exit_code == INTERRUPTED and strategy.is_global_zero:
+        name = interruption.received.name if interruption.received else "a signal to another rank"
+        print(f"stopped by {name} after step {step}, saved in {checkpoints}; go on with resume=auto", flush=True)
 
 
 def _optional_loggers(run: RunConfig, run_dir: Path) -> list[Logger]:
@@ -218,9 +256,7 @@ def _optional_loggers(run: RunConfig, run_dir: Path) -> list[Logger]:
     return loggers
 
 
-def _announce(
-    job: PretrainJob, module: PretrainModule, run_dir: Path, resume_from: str | None, start_step: int, last_step: int
-) -> None:
+def _announce(job: PretrainJob, run_dir: Path, resume_from: str | None, start_step: int, last_step: int) -> None:
     """Say what is about to happen, in a few lines."""
     run, config, layout, batch = job.run, job.config, job.layout, job.batch
     parameters = count_parameters(config, layout.tp_size)
@@ -235,7 +271,15 @@ def _announce(
         + f"\nrun folder: {run_dir}",
         flush=True,
     )
-    if run.resume == "auto" and resume_from is None:
+    if resume_from and not run.resume.weights_only:
+        schedule = run.schedule
+        print(
+            f"schedule: {schedule.decay} ({schedule.formula}) over {schedule.decay_steps} updates, warm-up "
+            f"{schedule.warmup_steps}, lr {run.optimizer.lr:g} to {schedule.min_lr:g}; resume.schedule="
+            f"{run.resume.schedule}",
+            flush=True,
+        )
+    if run.resume.path == "auto" and resume_from is None:
         print(f"resume=auto found no complete checkpoint in {run_dir / CHECKPOINTS}: starting from step 0", flush=True)
 
 
@@ -246,7 +290,6 @@ def _write_record(
     start: dict[str, float] | None,
     start_step: int,
     seconds: float,
-    device_name: str,
     num_threads: int,
 ) -> None:
     """The run's JSON record beside its metrics, and its last lines on the terminal."""
@@ -267,7 +310,7 @@ def _write_record(
         config=job.run.to_dict() | {"model": job.config.to_dict(), "corpus": job.corpus.manifest},
         seed=job.run.seed,
         metrics=metrics,
-        device=device_name,
+        device=_device_name(job),
         layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
         steps=[start_step, module.completed_steps],
     )

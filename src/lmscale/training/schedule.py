@@ -2,7 +2,7 @@
 
 import math
 
-from ..run_config import ScheduleConfig
+from ..training_config import ScheduleConfig
 
 
 def learning_rate_of_update(update: int, schedule: ScheduleConfig, peak: float) -> float:

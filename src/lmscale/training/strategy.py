@@ -1,8 +1,12 @@
 """The Lightning strategy that builds the (data, tensor) grid of ranks."""
 
+import uuid
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -10,9 +14,22 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from ..checkpoint import (
+    CheckpointError,
+    CheckpointMetadata,
+    CheckpointReader,
+    CheckpointWriter,
+    TensorEntry,
+    divide_tensors,
+    read_metadata,
+    remove_checkpoint,
+)
 from ..config import ParallelConfig
+from ..data.certificate import digest_number
 from ..parallel import ParallelContext
-from .checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
+
+# Collectives outlive the watchdog by this, so that it is the watchdog who says where the rank stood.
+_GRACE = timedelta(minutes=1)
 
 
 class TensorParallelStrategy(DDPStrategy):
@@ -35,10 +52,16 @@ class TensorParallelStrategy(DDPStrategy):
 
     def __init__(self, layout: ParallelConfig, timeout_minutes: float = 30.0, **kwargs: Any) -> None:
         super().__init__(
-            timeout=timedelta(minutes=timeout_minutes), gradient_as_bucket_view=True, broadcast_buffers=False, **kwargs
+            timeout=timedelta(minutes=timeout_minutes) + _GRACE,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+            **kwargs,
         )
         self.layout = layout
         self.parallel = ParallelContext()
+        self.save_timeout_s = 60 * timeout_minutes
+        self.control_group: dist.ProcessGroup | None = None
+        self.writer: CheckpointWriter | None = None
 
     def setup_environment(self) -> None:
         """Start the process group, check the world, make the groups."""
@@ -63,6 +86,10 @@ class TensorParallelStrategy(DDPStrategy):
         )
         # Without its own group DDP would overwrite every shard with rank 0's.
         self._ddp_kwargs["process_group"] = self.parallel.dp_group
+        if self.root_device.type == "cuda":  # small decisions of the hosts do not wait for the devices
+            self.control_group = dist.new_group(backend="gloo")
+        token = self.broadcast(uuid.uuid4().hex[:8])
+        self.writer = CheckpointWriter(token, self.global_rank, self.world_size, self.save_timeout_s)
 
     def setup(self, trainer: Any) -> None:
         """Move the shard to its device and, for training, wrap it in DDP over the data group and make the optimizer.
@@ -100,23 +127,155 @@ class TensorParallelStrategy(DDPStrategy):
         dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(votes)
 
+    def any_rank(self, *decisions: bool) -> list[bool]:
+        """For each decision, whether any rank says yes; the same answer everywhere.
+
+        Communicates:
+            one all-reduce over the world, between the hosts.
+        """
+        votes = torch.tensor([int(decision) for decision in decisions])
+        if self.world_size > 1:
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.control_group)
+        return [bool(vote) for vote in votes]
+
+    def first_answer(self, answer: str | None) -> str | None:
+        """The answer of the lowest rank that has one, the same everywhere; None where no rank has.
+
+        Communicates:
+            one short text a rank over the world, between the hosts.
+        """
+        return next((text for text in self.gather(answer) if text is not None), None)
+
+    def gather(self, item: Any) -> list[Any]:
+        """Every rank's small item by rank, on all ranks.
+
+        Communicates:
+            one object a rank over the world, between the hosts.
+        """
+        items = [item] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(items, item, group=self.control_group)
+        return items
+
+    def check_shared(self, folder: Path) -> None:
+        """The ranks meet in `folder`, so all must see what rank 0 writes there.
+
+        Raises:
+            CheckpointError: some rank does not, on all ranks.
+
+        Communicates:
+            one short text a rank over the world, twice.
+        """
+        note = folder / f".{self.writer.token}.shared"
+        if self.is_global_zero:
+            note.touch()
+        self.first_answer(None)
+        missing = None if note.exists() else f"rank {self.global_rank} does not see {folder}: it must be on a file "
+        missing = self.first_answer(missing and missing + "system that all ranks share")
+        if self.is_global_zero:
+            note.unlink()
+        if missing is not None:
+            raise CheckpointError(missing)
+
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
         """This rank's shard of the model by parameter name."""
         return dict(self.lightning_module.model.named_parameters())
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
-        """Copy a loaded shard into the model."""
-        self.lightning_module.model.load_state_dict(checkpoint["state_dict"], strict=strict)
+        """Nothing is left to do: `configure_model` has read the weights into their place."""
+
+    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
+        """Read the moments into their place."""
+        path, counters = checkpoint["optimizer_states"][0]["path"], checkpoint["optimizer_states"][0]["counters"]
+        with CheckpointReader(path) as reader:
+            self.optimizers[0].load_moments(
+                counters, lambda key, out: reader.read_into(key, out, self.parallel.tp_rank)
+            )
+
+    def begin_save(
+        self, path: Path, in_background: bool = False, on_complete: Callable[[Path], None] | None = None
+    ) -> None:
+        """All ranks together: begin to write the state after the last step; the tensors may then change.
+
+        Args:
+            on_complete: called on rank 0, in the saving thread, when the checkpoint is complete.
+
+        Communicates:
+            one all-reduce of a number over the data group; the ranks then meet in the file system only.
+        """
+        module, context = self.lightning_module, self.parallel
+        state = self.optimizers[0].state_dict()
+        specs = {name: param.shard for name, param in module.model.named_parameters()}
+        entries = {}
+        for key, tensor in state["tensors"].items():
+            spec = specs[key.split("/", 1)[1]]
+            entries[key] = TensorEntry(spec.full_shape, tensor.dtype, spec.shard_dim)
+        metadata = CheckpointMetadata(
+            step=module.completed_steps,
+            layout={"tp_size": context.tp_size, "dp_size": context.dp_size},
+            model=module.config.to_dict(),
+            tensors=entries,
+            files={},
+            optimizer=state["counters"],
+            run=module.run.to_dict(),
+            state=module.state_for_checkpoint(),
+        )
+        share = divide_tensors(entries, context.tp_rank, context.tp_size, context.dp_rank, context.dp_size)
+        self.writer.begin(path, state["tensors"], metadata, share, in_background, on_complete)
+
+    def finish_save(self) -> str | None:
+        """All ranks together: wait for the save that was begun; None, or why it failed, on every rank.
+
+        Communicates:
+            rank 0's answer to the world.
+        """
+        return self.broadcast(self.writer.finish())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """All ranks together: write shards and metadata, then give the directory its final name."""
-        save_checkpoint(checkpoint, filepath, self.lightning_module, self.parallel)
+        """Lightning's `trainer.save_checkpoint`: begin and finish. What Lightning collected is not needed.
+
+        Raises:
+            CheckpointError: it could not be written, on all ranks.
+        """
+        self.begin_save(Path(filepath))
+        error = self.finish_save()
+        if error is not None:
+            raise CheckpointError(error)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read this rank's shard, whatever layout wrote it."""
-        return load_checkpoint(checkpoint_path, self.lightning_module, self.parallel)
+        """What Lightning needs to go on after a checkpoint's step; the tensors are read later, into their place."""
+        metadata = read_metadata(checkpoint_path)
+        step, module = metadata.step, self.lightning_module
+        return {
+            "pytorch-lightning_version": L.__version__,
+            "epoch": 0,
+            "global_step": step,
+            "state_dict": {},
+            "loops": {"fit_loop": _progress_after(module.trainer.fit_loop.state_dict(), step)},
+            "callbacks": {},
+            "lr_schedulers": [],
+            "optimizer_states": [{"path": checkpoint_path, "counters": metadata.optimizer}],
+            "PretrainDataModule": {"consumed_samples": step * module.run.global_batch_size},
+            "lmscale": {"step": step, "data_digest": digest_number(metadata.state["data_digest"])},
+        }
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint directory (rank 0 does)."""
         if self.is_global_zero:
             remove_checkpoint(filepath)
+
+
+def _progress_after(progress: dict[str, Any], step: int) -> dict[str, Any]:
+    """Lightning's account of its loops as it stands in `on_train_batch_end` of a step.
+
+    It is made from the step instead of stored, so a checkpoint neither depends on Lightning's version nor needs to have
+    been written by Lightning at all.
+    """
+    progress["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1
+    for count in ("total", "current"):
+        batches = dict.fromkeys(("ready", "started", "processed"), step) | {"completed": step - 1}
+        progress["epoch_loop.batch_progress"][count] = batches
+        updates = {"ready": step, "completed": step}
+        progress["epoch_loop.manual_optimization.optim_step_progress"][count] = updates
+        progress["epoch_progress"][count] |= {"ready": 1, "started": 1}
+    return progress

@@ -1,0 +1,76 @@
+"""Which text is learned and how it is cut into samples: `tokenizer=` and `data=`."""
+
+from dataclasses import dataclass
+
+from .config import require_positive
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """`tokenizer=`: `trained` fits one on the training text; `gpt2` and `bert` read the published files.
+
+    Args:
+        vocab_size: size to train; None takes `model.vocab_size` where that is set and below 2,000, else 2,000.
+        path: for gpt2 a folder with encoder.json/vocab.bpe (or vocab.json/merges.txt), for bert a vocab.txt or its
+            folder; None loads `name` from the Hugging Face hub or its cache.
+    """
+
+    kind: str
+    vocab_size: int | None = None
+    path: str | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("trained", "gpt2", "bert"):
+            raise ValueError(f"`tokenizer.kind` must be one of trained, gpt2, bert, but is {self.kind!r}")
+        if self.vocab_size is not None:
+            require_positive(self, "vocab_size")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """`data=`: where documents come from and how samples are cut.
+
+    Args:
+        kind: `embedded` (Python's own documentation), `local` (a file or folder of text, JSONL or parquet) or
+            `huggingface` (a dataset by name).
+        path, validation_path: files for `local`; without a validation path every `validation_every`-th document is
+            held out.
+        name, subset, split: for `huggingface`.
+        text_field: field of a JSONL line, parquet row or dataset row that holds the text.
+        undecodable: `refuse` bytes that are not UTF-8, with their count, or `replace` them by U+FFFD and count them.
+        seq_length: tokens of a sample.
+        short_seq_probability, mask_probability, max_ngram: BERT samples (anchors: 0.1, 0.15, 3).
+        cache_dir: where trained tokenizers and token files are kept; None means $LMSCALE_CACHE or ~/.cache/lmscale.
+        num_workers: loader processes a rank.
+    """
+
+    kind: str
+    seq_length: int
+    path: str | None = None
+    validation_path: str | None = None
+    name: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+    undecodable: str = "refuse"
+    validation_every: int = 30
+    short_seq_probability: float = 0.1
+    mask_probability: float = 0.15
+    max_ngram: int = 3
+    cache_dir: str | None = None
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("embedded", "local", "huggingface"):
+            raise ValueError(f"`data.kind` must be one of embedded, local, huggingface, but is {self.kind!r}")
+        if self.undecodable not in ("refuse", "replace"):
+            raise ValueError(f"`data.undecodable` must be one of refuse, replace, but is {self.undecodable!r}")
+        require_positive(self, "seq_length", "max_ngram")
+        if self.validation_every < 2:
+            raise ValueError(f"`data.validation_every` must be at least 2, but is {self.validation_every}")
+        if self.num_workers < 0:
+            raise ValueError(f"`data.num_workers` must be at least 0, but is {self.num_workers}")
+        for name in ("short_seq_probability", "mask_probability"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"`data.{name}` must be at least 0 and below 1, but is {getattr(self, name)!r}")

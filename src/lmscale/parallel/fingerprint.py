@@ -1,0 +1,47 @@
+"""Hashes of tensors, to prove that ranks which should hold the same numbers do."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, written as a signed 64-bit number
+_CHUNK = 1 << 22  # elements hashed at a time: 32 MiB of temporaries each
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A 64-bit hash of a tensor's bits and their places, int64 [], on its device; cheap, not cryptographic.
+
+    The sum over i of (bits_i + 1) (2 i + 1) c modulo 2^64, c odd: any single change, and any swap of two different
+    values, changes it. (0.0 and -0.0 differ, nan equals itself.)
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    bits = flat.view(_BITS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for first in range(0, bits.numel(), _CHUNK):
+        part = bits[first : first + _CHUNK].to(torch.int64)
+        weights = torch.arange(first, first + part.numel(), dtype=torch.int64, device=tensor.device)
+        total += ((part + 1) * (2 * weights + 1)).sum()
+    return total * _GOLDEN
+
+
+def first_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> str | None:
+    """Name of the first tensor whose bits differ between the ranks of `group`, the same answer on all of them.
+
+    Args:
+        tensors: in the same order on all ranks.
+        group: None for a group of one.
+
+    Communicates:
+        one all-reduce of 2 int64 a tensor over `group`.
+    """
+    if group is None or dist.get_world_size(group) == 1 or not tensors:
+        return None
+    hashes = torch.stack([fingerprint(tensor) for tensor in tensors.values()])
+    bounds = torch.stack([hashes, ~hashes])  # the maximum of ~h is ~ of the minimum of h
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    differs = bounds[0] != ~bounds[1]
+    return list(tensors)[int(differs.nonzero()[0])] if bool(differs.any()) else None

@@ -1,0 +1,66 @@
+"""Which part of the model stopped being finite first: written when a run is given up."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def parameters_that_are_not_finite(model: nn.Module) -> dict[str, list[str]]:
+    """Names of this rank's parameters with a weight, or a gradient, that is not finite; in the order of the forward
+    pass (registration order)."""
+    weights = [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]
+    gradients = [
+        name for name, p in model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
+    ]
+    return {"weights": weights, "gradients": gradients}
+
+
+class FirstNonFiniteOutput:
+    """Watches a forward pass for the first submodule whose output is not finite.
+
+    Use as a context manager around the pass; `name` is then the submodule's dotted name, or None.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.name: str | None = None
+        self._model = model
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "FirstNonFiniteOutput":
+        for name, module in self._model.named_modules():
+            self._handles.append(module.register_forward_hook(lambda _m, _i, out, name=name: self._look(name, out)))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _look(self, name: str, output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        # Padded columns of the logits are -inf by design: nan, or +inf, or a row of nothing else is what is wrong.
+        bad = any(isinstance(o, Tensor) and o.is_floating_point() and _is_bad(o) for o in outputs)
+        if bad and self.name is None:
+            self.name = name
+
+
+def _is_bad(tensor: Tensor) -> bool:
+    return bool(torch.isnan(tensor).any() or torch.isposinf(tensor).any())
+
+
+def first_cause(reports: list[dict[str, Any]]) -> str:
+    """One phrase from the reports of all ranks: a weight, else a submodule of the forward pass, else a gradient.
+
+    In the backward pass what is not finite spreads from the loss towards the input, so the first gradient is the one
+    nearest to the loss: the last in forward order.
+    """
+    for report in reports:
+        if report["weights"]:
+            return f"the weight {report['weights'][0]}"
+    for report in reports:
+        if report["forward"]:
+            return f"the output of {report['forward']} in the forward pass"
+    for report in reports:
+        if report["gradients"]:
+            return f"the gradient of {report['gradients'][-1]}"
+    return "nothing: all weights, outputs and gradients are finite now"

@@ -1,0 +1,38 @@
+"""A scheduler's wish that the job end soon: remembered, and met at the next border of steps."""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1) if hasattr(signal, "SIGUSR1") else (signal.SIGTERM,)
+
+
+class Interruption:
+    """Remembers SIGTERM and SIGUSR1 while it is installed; the training looks at `received` after each step.
+
+    Args:
+        then: called with the signal, in the handler.
+    """
+
+    def __init__(self, then: Callable[[signal.Signals], None] | None = None) -> None:
+        self.received: signal.Signals | None = None
+        self.then = then
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def install(self) -> None:
+        """Take over the signals; only the main thread can, elsewhere (a notebook's worker) nothing is done."""
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
+
+    def restore(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        if self.then is not None:
+            self.then(self.received)

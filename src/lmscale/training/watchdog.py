@@ -1,0 +1,69 @@
+"""A thread that notices when a rank stands still, and says where."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from .exit_codes import STALLED
+
+
+class StalledError(RuntimeError):
+    """A rank made no progress; the message says at which step and in which phase."""
+
+
+class Watchdog:
+    """Ends the process when the training has not moved for `timeout_s`.
+
+    A rank whose partner is gone or stuck waits inside a collective, where neither Python's signal handlers nor an
+    exception can reach it (NCCL) or only one that does not know the step (gloo). So another thread watches the time
+    since the last `mark`. Its message goes to stderr, with the stack, and to the launcher.
+
+    Args:
+        rank: for the message.
+        timeout_s: longest time between two marks.
+    """
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        self.rank, self.timeout_s = rank, timeout_s
+        self._where, self._since = "the start", time.monotonic()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def mark(self, where: str) -> None:
+        """The training is now at `where`, e.g. "step 17, backward pass"."""
+        self._where, self._since = where, time.monotonic()
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self.mark(self._where)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(min(1.0, self.timeout_s / 10)):
+            where, seconds = self._where, time.monotonic() - self._since
+            if seconds > self.timeout_s:
+                self._end(where, seconds)
+
+    def _end(self, where: str, seconds: float) -> None:
+        message = (
+            f"rank {self.rank} has not moved for {seconds:.0f} s in {where}: a collective waits for a rank that is "
+            "gone or stuck, or the step takes longer than `parallel.timeout_minutes`"
+        )
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.stderr)
+        try:
+            raise StalledError(message)
+        except StalledError as error:
+            get_error_handler().record_exception(error)
+        os._exit(STALLED)

@@ -1,0 +1,375 @@
+"""Faults put in on purpose: what the run does, what it says, and that nothing is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from door import TINY, start, train
+from runs import read_rows, read_tensors, run_jobs, tiny_run
+
+from lmscale.checkpoint import CheckpointError, CheckpointReader, list_checkpoints, read_metadata
+from lmscale.checkpoint.tensor_file import TensorFileWriter
+from lmscale.training import pretrain as pretrain_module
+from lmscale.training.exit_codes import DIVERGED, INTERRUPTED, NOT_SAVED, REPLICAS_DIFFER, STALLED, USER_ERROR
+from lmscale.training.gpt_module import GPTModule
+from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.watchdog import Watchdog
+
+DROPOUT = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
+EVERY_STEP = {"checkpoint__save_every_steps": 1, "checkpoint__keep_last": None}
+LONG_RUN = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=100000",)
+
+
+def train_here(run) -> int:
+    return pretrain(prepare_job(run))
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Losses, norms and every tensor, bit for bit."""
+    for row, twin in zip(read_rows(one), read_rows(other), strict=True):
+        for column in ("step", "train/loss", "grad_norm", "lr"):
+            assert row[column] == twin[column], (column, row["step"])
+    tensors, others = read_tensors(one), read_tensors(other)
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensors[key], others[key]) for key in tensors)
+
+
+def damage(path: Path, how: str) -> None:
+    file = next(path.glob("*.safetensors"))
+    whole = bytearray(file.read_bytes())
+    if how == "flipped byte":
+        whole[len(whole) // 2] ^= 4
+        file.write_bytes(whole)
+    elif how == "truncated":
+        file.write_bytes(whole[:-5])
+    elif how == "missing file":
+        file.unlink()
+    elif how == "damaged metadata":
+        text = (path / "metadata.json").read_text()
+        (path / "metadata.json").write_text(text.replace('"num_updates": ', '"num_updates": 1', 1))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """Five steps without any fault, in the shape the others have to reach."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train_here(tiny_run("gpt", folder, trainer__max_steps=5, precision__dtype="fp32", **DROPOUT)) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory) -> Path:
+    """The same run, stopped after three steps, a checkpoint each."""
+    folder = tmp_path_factory.mktemp("three")
+    assert train_here(run_of(folder, trainer__stop_after_steps=3)) == 0
+    return folder
+
+
+def run_of(folder: Path, **changes):
+    settings = {"trainer__max_steps": 5, "precision__dtype": "fp32", "resume": "auto"} | DROPOUT | EVERY_STEP
+    return tiny_run("gpt", folder, **(settings | changes))
+
+
+def copy(folder: Path, target: Path) -> Path:
+    subprocess.run(["cp", "-r", str(folder), str(target)], check=True)
+    return target
+
+
+@pytest.mark.parametrize("how", ["flipped byte", "truncated", "missing file", "damaged metadata"])
+def test_auto_goes_back_to_the_previous_good_checkpoint_and_ends_where_it_would_have(
+    whole, three_steps, tmp_path, capfd, how
+) -> None:
+    folder = copy(three_steps, tmp_path / "run")
+    damage(folder / "checkpoints" / "step_3.ckpt", how)
+    assert train_here(run_of(folder)) == 0
+    stderr = capfd.readouterr().err
+    assert "WARNING: checkpoint step_3.ckpt" in stderr and "set aside as step_3.ckpt.damaged" in stderr
+    assert_same_run(whole, folder)
+    assert (folder / "checkpoints" / "step_3.ckpt.damaged").is_dir()
+    assert len(list_checkpoints(folder / "checkpoints")) == 5
+
+
+def test_all_damaged_is_refused_and_never_starts_from_scratch(three_steps, tmp_path, capfd) -> None:
+    folder = copy(three_steps, tmp_path / "run")
+    for path in list_checkpoints(folder / "checkpoints"):
+        damage(path, "flipped byte")
+    assert train_here(run_of(folder)) == USER_ERROR
+    assert "error: none of the 3 checkpoints" in capfd.readouterr().err
+    assert len(read_rows(folder)) == 3  # what was measured is still there
+    for path in (folder / "checkpoints").iterdir():
+        path.rename(path.with_name(path.name.removesuffix(".damaged")))
+    for path in list_checkpoints(folder / "checkpoints"):
+        damage(path, "truncated")
+    with pytest.raises(CheckpointError, match="can be read"):
+        prepare_job(run_of(folder))
+
+
+def test_a_damaged_checkpoint_given_by_path_is_named_with_its_tensor_and_refused(three_steps, tmp_path, capfd) -> None:
+    folder = copy(three_steps, tmp_path / "run")
+    path = folder / "checkpoints" / "step_2.ckpt"
+    damage(path, "flipped byte")
+    assert train_here(run_of(tmp_path / "new", resume=str(path))) == USER_ERROR
+    message = capfd.readouterr().err
+    assert "error: checkpoint step_2.ckpt is damaged: rank_0_of_1.safetensors: tensor " in message
+    assert message.count("\n") == 1 and path.is_dir()
+
+
+def test_damage_seen_by_one_rank_turns_all_of_them_back(tmp_path) -> None:
+    folder = tmp_path / "run"
+    run_jobs([run_of(folder, trainer__stop_after_steps=3, parallel__tp_size=2)], 2)
+    path = folder / "checkpoints" / "step_3.ckpt"
+    file = path / "rank_1_of_2.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    run_jobs([run_of(folder, parallel__tp_size=2)], 2)
+    assert (folder / "checkpoints" / "step_3.ckpt.damaged").is_dir()
+    run_jobs([run_of(tmp_path / "whole", parallel__tp_size=2)], 2)
+    assert_same_run(tmp_path / "whole", folder)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_is_shown_and_the_training_goes_on(whole, tmp_path, capfd, monkeypatch, in_background) -> None:
+    fails_at = {"step_2", "step_3"}
+    original = TensorFileWriter.write
+
+    def write(self, name, tensor):
+        if any(step in str(self.path) for step in fails_at) and "exp_avg_sq" in name:
+            raise OSError(28, "No space left on device")
+        return original(self, name, tensor)
+
+    monkeypatch.setattr(TensorFileWriter, "write", write)
+    assert train_here(run_of(tmp_path, checkpoint__async=in_background)) == 0
+    stderr = capfd.readouterr().err
+    for step, kept in ((2, 1), (3, 1)):
+        assert f"error: checkpoint of step {step} not saved: rank 0: [Errno 28] No space left on device" in stderr
+        assert f"step_{kept}.ckpt stays; training goes on" in stderr
+    assert_same_run(whole, tmp_path)
+    assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step_1.ckpt", "step_4.ckpt", "step_5.ckpt"]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_a_full_disk_stops_the_run_where_that_is_asked_for(tmp_path, capfd, monkeypatch) -> None:
+    def write(self, name, tensor):
+        raise OSError(28, "No space left on device")
+
+    folder = tmp_path / "run"
+    assert train_here(run_of(folder, trainer__stop_after_steps=2)) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorFileWriter, "write", write)
+        assert train_here(run_of(folder, checkpoint__on_error="stop")) == NOT_SAVED
+        assert "step_2.ckpt stays; the run stops" in capfd.readouterr().err
+        assert train_here(run_of(folder, checkpoint__on_error="continue")) == NOT_SAVED  # the last one failed, too
+    assert [p.name for p in list_checkpoints(folder / "checkpoints")] == ["step_1.ckpt", "step_2.ckpt"]
+    assert train_here(run_of(folder)) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files through the kernel")
+def test_a_write_that_the_kernel_refuses_leaves_the_previous_checkpoint(tmp_path) -> None:
+    """A real error of a real write: no file may grow beyond 60 kB, the shards need more."""
+    code = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000));"
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    launcher = ("-c", code)
+    done = train(*TINY, "checkpoint.save_every_steps=2", f"hydra.run.dir={tmp_path}", launcher=launcher)
+    assert done.returncode == NOT_SAVED, done.stderr
+    assert "checkpoint of step 2 not saved: rank 0: [Errno 27] File too large" in done.stderr
+    assert not list((tmp_path / "checkpoints").iterdir()) and len(read_rows(tmp_path)) == 3
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_the_parameter_that_went_first(tmp_path, capfd) -> None:
+    settings = {"optimizer__lr": 1e38, "schedule__warmup_steps": 0, "trainer__max_skipped_steps": 2}
+    code = train_here(run_of(tmp_path, trainer__max_steps=50, **settings))
+    assert code == DIVERGED
+    rows = read_rows(tmp_path)
+    assert rows[-1]["num_skipped"] == 3 and rows[-1]["step"] < 50
+    message = capfd.readouterr().err.splitlines()[-1]
+    assert "error: no finite gradient in more than 2 steps in a row" in message and "; first the " in message
+    (report,) = json.loads(next(tmp_path.glob("not_finite_step_*.json")).read_text())
+    assert report["weights"] or report["forward"]
+    assert list_checkpoints(tmp_path / "checkpoints")
+
+
+def test_the_diagnosis_names_the_parameter_that_was_poisoned(tmp_path, monkeypatch) -> None:
+    name = "transformer.layers.1.mlp.up.bias"
+    make = pretrain_module._make_module
+
+    def poisoned(job, resume_from, watchdog):
+        module = make(job, resume_from, watchdog)
+        configure = module.configure_model
+
+        def configure_and_poison():
+            configure()
+            module.model.get_parameter(name).data[3] = float("nan")
+
+        module.configure_model = configure_and_poison
+        return module
+
+    monkeypatch.setattr(pretrain_module, "_make_module", poisoned)
+    assert train_here(run_of(tmp_path, resume="none", trainer__max_skipped_steps=0)) == DIVERGED
+    (report,) = json.loads(next(tmp_path.glob("not_finite_step_1.json")).read_text())
+    assert report["weights"] == [name] and report["forward"] == "transformer.layers.1.mlp.up"
+    assert not list_checkpoints(tmp_path / "checkpoints")
+
+
+def test_a_loss_scale_on_its_way_down_is_no_divergence(tmp_path) -> None:
+    settings = {"precision__dtype": "fp16", "trainer__max_skipped_steps": 0, "trainer__max_steps": 30}
+    assert train_here(tiny_run("gpt", tmp_path, **settings)) == 0
+    assert read_rows(tmp_path)[-1]["num_skipped"] > 5
+
+
+def drift(rank: int, what: str) -> None:
+    """Make rank 1 change something by itself after step 2."""
+    step = GPTModule.training_step
+
+    def step_and_drift(self, batch, batch_idx):
+        step(self, batch, batch_idx)
+        if self.completed_steps == 2 and rank == 1:
+            if what == "sample numbers":
+                self.data_digest += 1
+            else:
+                self.model.get_parameter(what).data.view(-1)[0] += 1e-12
+
+    GPTModule.training_step = step_and_drift
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "what", "named"),
+    [
+        (2, "transformer.layers.0.attention_norm.weight", "model/transformer.layers.0.attention_norm.weight"),
+        (2, "sample numbers", "sample numbers"),
+        (1, "transformer.layers.1.mlp.up.weight", "model/transformer.layers.1.mlp.up.weight"),
+    ],
+)
+def test_the_sentinel_names_what_drifted_and_saves_nothing_more(tmp_path, capfd, tp_size, what, named) -> None:
+    sizes = {"parallel__tp_size": tp_size, "parallel__dp_size": 2 // tp_size, "precision__dtype": "fp64"}
+    run = run_of(tmp_path, trainer__check_replicas_every_steps=2, **sizes)
+    run_jobs([run], 2, REPLICAS_DIFFER, partial(drift, what=what))
+    stderr = capfd.readouterr().err
+    assert f"error: after step 2 {named} differs within the {'tensor' if tp_size == 2 else 'data'} group" in stderr
+    assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step_1.ckpt"]
+
+
+def test_a_rank_that_stands_still_is_ended_with_the_name_of_its_place() -> None:
+    code = (
+        "import time; from lmscale.training.watchdog import Watchdog; w = Watchdog(3, 0.5); w.start();"
+        "w.mark('step 17, backward pass'); time.sleep(60)"
+    )
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == STALLED and time.monotonic() - begin < 40
+    assert done.stderr.startswith("error: rank 3 has not moved for ") and "in step 17, backward pass" in done.stderr
+
+
+def test_a_watchdog_that_is_told_of_progress_keeps_still() -> None:
+    watchdog = Watchdog(0, 0.4)
+    watchdog.start()
+    for number in range(10):
+        time.sleep(0.1)
+        watchdog.mark(f"step {number}")
+    watchdog.stop()
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    listing = subprocess.run(
+        ["ps", "-ww", "-o", "pid=", "-o", "args=", "--ppid", str(process.pid)], capture_output=True, text=True
+    )
+    return [int(line.split()[0]) for line in listing.stdout.splitlines() if "spawn_main" in line]
+
+
+def wait_until(condition, process: subprocess.Popen, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+
+
+def rows_on_disk(run_dir: Path) -> int:
+    path = run_dir / "metrics.csv"
+    return len(path.read_text().splitlines()) - 1 if path.is_file() else 0
+
+
+def end(process: subprocess.Popen) -> None:
+    """Only what this test started, with its ranks."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads the process table with ps")
+
+
+@linux_only
+def test_a_rank_that_hangs_ends_the_job_within_the_time_limit(tmp_path) -> None:
+    overrides = ("parallel.tp_size=2", "parallel.timeout_minutes=0.1", f"hydra.run.dir={tmp_path}")
+    process = start(*LONG_RUN, *overrides)
+    try:
+        wait_until(lambda: rows_on_disk(tmp_path) > 3, process)
+        stuck = ranks_of(process)[1]
+        os.kill(stuck, signal.SIGSTOP)
+        begin = time.monotonic()
+        time.sleep(8)
+        os.kill(stuck, signal.SIGCONT)  # the agent's SIGTERM does not reach a process that is stopped
+        _, stderr = process.communicate(timeout=60)
+        assert time.monotonic() - begin < 45
+        assert process.returncode in (1, STALLED), stderr
+        assert "has not moved for" in stderr and ", a collective" not in stderr and "in step " in stderr
+    finally:
+        end(process)
+
+
+@linux_only
+@pytest.mark.parametrize(("number", "tp_size"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 2), (signal.SIGUSR1, 1)])
+def test_a_scheduler_s_signal_saves_at_the_next_step_and_the_run_goes_on_as_if_nothing_were(
+    tmp_path, number, tp_size
+) -> None:
+    settings = (*LONG_RUN, f"parallel.tp_size={tp_size}", f"hydra.run.dir={tmp_path / 'run'}", "resume=auto")
+    process = start(*settings)
+    try:
+        wait_until(lambda: rows_on_disk(tmp_path / "run") > 2, process)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        end(process)
+    assert process.returncode == INTERRUPTED, stderr
+    (path,) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    step = read_metadata(path).step
+    assert step == rows_on_disk(tmp_path / "run") and f"after step {step}, saved in" in stdout
+    assert train(*settings, f"trainer.stop_after_steps={step + 2}").returncode == 0
+    other = (*LONG_RUN, f"parallel.tp_size={tp_size}", f"hydra.run.dir={tmp_path / 'whole'}")
+    assert train(*other, f"trainer.stop_after_steps={step + 2}").returncode == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+@linux_only
+def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tmp_path) -> None:
+    short = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=40", "parallel.tp_size=2")
+    short += ("checkpoint.save_every_steps=3",)
+    process = start(*short, "max_restarts=2", f"hydra.run.dir={tmp_path / 'run'}")
+    try:
+        wait_until(lambda: list_checkpoints(tmp_path / "run" / "checkpoints"), process)
+        os.kill(ranks_of(process)[0], signal.SIGKILL)
+        stdout, stderr = process.communicate(timeout=200)
+    finally:
+        end(process)
+    assert process.returncode == 0, stderr
+    assert stdout.count("run folder:") == 2 and "resumed from" in stdout
+    assert train(*short, f"hydra.run.dir={tmp_path / 'whole'}").returncode == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_background_saves_hold_what_was_there_when_they_began(tmp_path) -> None:
+    """Each checkpoint of a run that saves every step in the background equals the one saved in the foreground."""
+    for name, in_background in (("front", False), ("back", True)):
+        assert train_here(run_of(tmp_path / name, checkpoint__async=in_background)) == 0
+    paths = list_checkpoints(tmp_path / "front" / "checkpoints")
+    assert len(paths) == 5
+    for path in paths:
+        with CheckpointReader(path) as one, CheckpointReader(tmp_path / "back" / "checkpoints" / path.name) as two:
+            assert one.metadata.tensors == two.metadata.tensors  # with the checksums of all pieces
