@@ -121,6 +121,7 @@ def make_run(case: Case, layout: ParallelConfig, num_steps: int, root: Path, lr:
             "num_threads": 1,
             "num_validation_samples": 7,
             "matmul_precision": "highest",
+            "check_replicas_every_steps": 0,  # the sentinel would stop a mutant before it is compared
             "progress_bar": False,
         },
         "precision": {"dtype": case.dtype},

@@ -16,10 +16,12 @@ from .metadata import (
 )
 from .offline import write_offline
 from .read import CheckpointReader, find_damage
+from .tokenizer_files import TOKENIZER_FOLDER
 from .write import CheckpointWriter, Share, divide_tensors, remove_checkpoint, remove_unfinished, set_aside
 
 __all__ = [
     "METADATA",
+    "TOKENIZER_FOLDER",
     "CheckpointError",
     "CheckpointMetadata",
     "CheckpointReader",

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import xxhash
 
+from ..config import TransformerConfig
 from .errors import CheckpointError
 from .tensor_file import DTYPE_NAMES
 
@@ -158,7 +159,7 @@ def refuse_foreign(path: Path) -> None:
         return
     if (path / ".metadata").exists() or any(path.glob("*.distcp")):
         what = "a torch.distributed.checkpoint directory, whose pickles could run code; they are not read"
-    elif (path / "config.json").is_file():
+    elif (path / "config.json").is_file() and '"model_type"' in (path / "config.json").read_text(errors="replace"):
         what = "a Hugging Face model; `python src/convert.py` imports it"
     else:
         what = f"no checkpoint, it has no {METADATA}"
@@ -172,7 +173,7 @@ def check_model(metadata: CheckpointMetadata, model: dict[str, Any], path: str |
         CheckpointError: any of the sizes, the vocabulary, the norm order or the numerics that define the function
             differ. Dropout, recompute and the attention kernel may be changed freely.
     """
-    saved = metadata.model
+    saved, model = _effective(metadata.model), _effective(model)
     differences = [
         f"{key} is {model.get(key)!r} here and {saved.get(key)!r} there"
         for key in sorted((saved.keys() | model.keys()) - _FREE)
@@ -180,6 +181,15 @@ def check_model(metadata: CheckpointMetadata, model: dict[str, Any], path: str |
     ]
     if differences:
         raise CheckpointError(f"checkpoint {Path(path).name} is of another model: {'; '.join(differences)}")
+
+
+def _effective(model: dict[str, Any]) -> dict[str, Any]:
+    """The values with defaults filled in: null and the default itself are the same model."""
+    try:
+        config = TransformerConfig(**model)
+    except (TypeError, ValueError):  # of a version with other keys: compared as it stands
+        return model
+    return model | {"layer_norm_eps": config.norm_eps, "gelu": config.gelu_form, "ffn_hidden_size": config.ffn_size}
 
 
 def _parse(values: dict[str, Any]) -> CheckpointMetadata:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import platform
+import shutil
 import sys
 import time
 import warnings
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..checkpoint import CheckpointError, read_metadata, remove_unfinished
+from ..checkpoint import TOKENIZER_FOLDER, CheckpointError, read_metadata, remove_unfinished
 from ..config import BatchConfig, ParallelConfig, TransformerConfig
 from ..data.datamodule import PretrainDataModule
 from ..data.prepare import PreparedCorpus, corpus_unigram_cross_entropy, prepare_corpus
@@ -193,6 +194,9 @@ def _train(
         remove_unfinished(checkpoints)
         (run_dir / "config.json").write_text(json.dumps(run.to_dict(), indent=1), encoding="utf-8")
         _announce(job, run_dir, resume_from, start_step, last_step)
+        # Beside the checkpoints, so that who converts or evaluates one need not look for it.
+        (checkpoints / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(Path(job.corpus.folder) / "tokenizer.json", checkpoints / TOKENIZER_FOLDER / "tokenizer.json")
     strategy.check_shared(checkpoints)
     if start_step >= last_step:
         if is_first:
