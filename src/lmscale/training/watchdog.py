@@ -1,6 +1,7 @@
 """A thread that notices when a rank stands still, and says where."""
 
 import faulthandler
+import multiprocessing
 import os
 import sys
 import threading
@@ -20,7 +21,9 @@ class Watchdog:
 
     A rank whose partner is gone or stuck waits inside a collective, where neither Python's signal handlers nor an
     exception can reach it (NCCL) or only one that does not know the step (gloo). So another thread watches the time
-    since the last `mark`. Its message goes to stderr, with the stack, and to the launcher.
+    since the last `mark`. Its message goes to stderr, with the stack, and to the launcher. A launcher of ours that has
+    been killed cannot end its ranks: they end by themselves, within a second, or they would train on beside the next
+    start of the job.
 
     Args:
         rank: for the message.
@@ -50,7 +53,11 @@ class Watchdog:
             self._thread.join()
 
     def _watch(self) -> None:
+        launcher = multiprocessing.parent_process()  # None where the process came from torchrun, srun or a shell
         while not self._stopped.wait(min(1.0, self.timeout_s / 10)):
+            if launcher is not None and not launcher.is_alive():
+                print(f"error: rank {self.rank} ends because its launcher is gone", file=sys.stderr, flush=True)
+                os._exit(1)
             where, seconds = self._where, time.monotonic() - self._since
             if seconds > self.timeout_s:
                 self._end(where, seconds)
