@@ -3,10 +3,11 @@
     python analysis/soak.py --kills 25
 
 A run at tensor-parallel 2 that saves every few steps, in the background, meets kill -9: one of its ranks (the launcher
-then starts all of them again), the launcher (its ranks must end by themselves) or the whole job (this script then starts
-it again with resume=auto), at a random moment or as soon as a checkpoint is being written. After each kill every complete checkpoint must still be there, newer
-ones at most in its place, with all its checksums. At the end losses, gradient norms and every tensor must be, bit for
-bit, those of a run that nobody has touched. Prints a table and writes a record; exit code 1 if anything was lost.
+then starts all of them again), the launcher (its ranks must end by themselves) or the whole job (this script then
+starts it again with resume=auto), at a random moment or as soon as a checkpoint is being written. After each kill every
+complete checkpoint must still be there, or have made room for newer ones, with all its checksums. At the end losses,
+gradient norms and every tensor must be, bit for bit, those of a run that nobody has touched. Prints a table and writes
+a record; exit code 1 if anything was lost.
 """
 
 import argparse
@@ -145,7 +146,7 @@ class Soak:
 
     def _wait_until_gone(self, ranks: list[int]) -> None:
         deadline = time.monotonic() + 30
-        while any(os.path.exists(f"/proc/{rank}") for rank in ranks):
+        while any(_is_running(rank) for rank in ranks):
             if time.monotonic() > deadline:
                 self.lost.append("a rank outlived its launcher")
                 break
@@ -200,6 +201,15 @@ class Soak:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process is there and not merely waiting for its end to be noticed."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def compare(soaked: Path, untouched: Path) -> dict[str, int]:
