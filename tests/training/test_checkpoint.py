@@ -1,5 +1,6 @@
 """Checkpoints: exact resume, other layouts, atomic names, refusals, and how many are kept."""
 
+import dataclasses
 import json
 import shutil
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
+from lmscale.checkpoint import list_checkpoints, read_metadata
+from lmscale.data.sampler import GlobalBatchSampler
 from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.resuming import find_checkpoint
 
@@ -72,7 +75,7 @@ def finished(tmp_path_factory):
 
 
 def test_the_newest_are_kept_and_nothing_unfinished_is_left(finished) -> None:
-    assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == ["step_4.ckpt", "step_6.ckpt"]
+    assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == ["step_4.ckpt", "step_6.ckpt", "tokenizer"]
 
 
 def test_auto_takes_the_newest_complete_one(finished, tmp_path) -> None:
@@ -105,6 +108,51 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(finished
     assert "num_layers is 3 here and 2 there" in message
     assert "norm_order is 'post' here and 'pre' there" in message
     assert "hidden_dropout" not in message  # may change between parts of a run
+
+
+def test_the_best_are_kept_beside_the_newest_and_stay_the_best_after_a_resume(tmp_path) -> None:
+    """A learning rate that is soon too high makes the first steps the best ones."""
+    settings = {"trainer__validate_every_steps": 1, "trainer__max_steps": 8, "optimizer__lr": 0.3, "resume": "auto"}
+    settings |= {"schedule__decay": "constant", "checkpoint__keep_last": 1, "checkpoint__keep_best": 2}
+    settings |= {"schedule__warmup_steps": 8, "trainer__num_validation_samples": 40}
+    for stop in (5, None):
+        train(tiny_run("gpt", tmp_path, trainer__stop_after_steps=stop, **settings))
+    losses = {int(row["step"]): row["val/loss"] for row in read_rows(tmp_path)}
+    paths = list_checkpoints(tmp_path / "checkpoints")
+    kept = [read_metadata(path).step for path in paths]
+    best = sorted(losses, key=losses.get)[:1]
+    assert best[0] < 8 and best[0] in kept and kept[-1] == 8 and len(kept) <= 3
+    for path in paths:
+        metadata = read_metadata(path)
+        assert metadata.state["validation"]["val/loss"] == losses[metadata.step]
+
+
+def test_the_clock_saves_too(tmp_path) -> None:
+    train(tiny_run("gpt", tmp_path, checkpoint__save_every_minutes=1e-6, checkpoint__keep_last=None))
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [f"step_{n}.ckpt" for n in (1, 2, 3)]
+
+
+def test_a_certificate_of_other_samples_is_refused(finished, tmp_path, capfd, monkeypatch) -> None:
+    """Every setting agrees and still the samples were others: what only a bug of the sampler could do."""
+    original = GlobalBatchSampler._permutation_of
+    monkeypatch.setattr(GlobalBatchSampler, "_permutation_of", lambda self, epoch: original(self, epoch + 1))
+    run = tiny_run("gpt", tmp_path, resume=str(finished), **(LONG | {"trainer__max_steps": 7}))
+    run = dataclasses.replace(run, resume=dataclasses.replace(run.resume, schedule="override"))
+    assert pretrain(prepare_job(run)) == 2
+    assert "the data-order certificate must be" in capfd.readouterr().err
+
+
+def test_a_half_precision_run_goes_on_in_fp32_from_its_exact_masters(tmp_path) -> None:
+    train(tiny_run("gpt", tmp_path / "half", precision__dtype="bf16"))
+    before = read_tensors(tmp_path / "half")
+    resumed = {"resume": {"path": str(tmp_path / "half"), "schedule": "override"}, "trainer__max_steps": 4}
+    run = tiny_run("gpt", tmp_path / "full", precision__dtype="fp32", optimizer__lr=0.0, **resumed)
+    train(run)
+    after = read_tensors(tmp_path / "full")
+    for key, tensor in before.items():
+        if key.startswith("model/"):
+            assert torch.equal(after[key], tensor), key  # a learning rate of 0 changes nothing
+            assert not tensor.any() or not torch.equal(tensor, tensor.bfloat16().float()) or tensor.ndim == 1
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "not json", "version", "empty folder"])
