@@ -364,6 +364,22 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tmp_path) -> 
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
+@linux_only
+def test_a_second_job_in_the_same_run_folder_is_refused_and_the_first_goes_on(tmp_path) -> None:
+    process = start(*LONG_RUN, f"hydra.run.dir={tmp_path}")
+    try:
+        wait_until(lambda: rows_on_disk(tmp_path) > 2, process)
+        second = train(*LONG_RUN, f"hydra.run.dir={tmp_path}", "resume=auto")
+        assert second.returncode == USER_ERROR
+        assert second.stderr.startswith(
+            f"error: the run folder {tmp_path} is in use by another job (process {process.pid} on"
+        )
+        rows = rows_on_disk(tmp_path)
+        wait_until(lambda: rows_on_disk(tmp_path) > rows + 2, process)
+    finally:
+        end(process)
+
+
 def test_background_saves_hold_what_was_there_when_they_began(tmp_path) -> None:
     """Each checkpoint of a run that saves every step in the background equals the one saved in the foreground."""
     for name, in_background in (("front", False), ("back", True)):

@@ -38,6 +38,7 @@ from .metrics_file import MetricsFile
 from .module import PretrainModule
 from .preflight import check_memory, resolve_layout
 from .resuming import CHECKPOINTS, agree_on_checkpoint, check_certificate, check_fit, find_checkpoint
+from .run_lock import RunLock
 from .saving import Checkpointing
 from .schedule import learning_rate_of_update
 from .strategy import TensorParallelStrategy
@@ -136,7 +137,8 @@ def pretrain(job: PretrainJob) -> int:
     )
     # Lightning's handler for SIGTERM talks to the other ranks, wherever they happen to be.
     trainer._signal_connector.register_signal_handlers = lambda: None
-    interruption, watchdog = Interruption(), Watchdog(environment.global_rank(), 60 * run.parallel.timeout_minutes)
+    interruption, lock = Interruption(), RunLock()
+    watchdog = Watchdog(environment.global_rank(), 60 * run.parallel.timeout_minutes)
     interruption.install()
     watchdog.start()
     try:
@@ -144,6 +146,11 @@ def pretrain(job: PretrainJob) -> int:
         num_threads = share_cores(local_size, run.trainer.num_threads)  # after Lightning has set its own number
         # Under torchrun every rank has worked out its own folder and checkpoint: rank 0's count.
         run_dir, found = strategy.broadcast((Path(run.run_dir), job.resume_from))
+        if trainer.is_global_zero:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        in_use = strategy.first_answer(lock.take(run_dir) if trainer.is_global_zero else None)
+        if in_use is not None:
+            raise CheckpointError(in_use)
         watchdog.mark("the check of the checkpoint")
         resume_from = agree_on_checkpoint(run, run_dir, found, strategy)
         module = _make_module(job, resume_from, watchdog)
@@ -155,6 +162,7 @@ def pretrain(job: PretrainJob) -> int:
     finally:
         watchdog.stop()
         interruption.restore()
+        lock.release()
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # the next job of a sweep in this process finds the memory free

@@ -1,0 +1,48 @@
+"""One job a run folder: two would remove each other's unfinished checkpoints and mix their rows."""
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import IO
+
+_PATIENCE_S = 10.0  # ranks of a job whose launcher was killed end within a second or two
+# File systems without locks: the run goes on without.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+class RunLock:
+    """Holds a run folder for this job while its rank 0 lives; the kernel lets go of it however the process ends."""
+
+    def __init__(self) -> None:
+        self._file: IO[str] | None = None
+
+    def take(self, folder: Path) -> str | None:
+        """Take the folder; None, or why not. Waits some seconds for a job that is just ending."""
+        file = open(folder / ".lock", "a+", encoding="utf-8")
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    break
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    owner = file.read().strip() or "unknown"
+                    file.close()
+                    return f"the run folder {folder} is in use by another job (process {owner})"
+                time.sleep(0.1)
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {os.uname().nodename}")
+        file.flush()
+        self._file = file
+        return None
+
+    def release(self) -> None:
+        """Let go of the folder."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
