@@ -1,8 +1,16 @@
 """metrics.csv: a row a step, on disk at once, across resumes."""
 
 import csv
+import sys
+from types import SimpleNamespace
 
+import pytest
+import torch
+from runs import read_rows, run_jobs, tiny_run
+
+from lmscale.training.gpt_module import GPTModule
 from lmscale.training.metrics_file import MetricsFile
+from lmscale.training.module import memory_in_use
 
 
 def rows(path) -> list[dict[str, str]]:
@@ -64,3 +72,46 @@ def test_columns_of_an_earlier_part_are_kept(tmp_path) -> None:
     second.log_metrics({"train/loss": 0.5, "lr": 0.1, "mfu": 0.4}, 3)  # another machine reports more
     assert [row["lr"] for row in rows(second.path)] == ["0.1"] * 3
     assert "mfu" not in rows(second.path)[0]
+
+
+def test_a_step_that_is_validated_has_a_row_between_the_reported_ones(tmp_path) -> None:
+    run_jobs(
+        [tiny_run("gpt", tmp_path, trainer__max_steps=7, trainer__validate_every_steps=3, logger__log_every_steps=2)], 1
+    )
+    rows = read_rows(tmp_path)
+    assert [row["step"] for row in rows] == [2, 3, 4, 6, 7]
+    assert [row["step"] for row in rows if "val/loss" in row] == [3, 6, 7]
+
+
+def test_a_perplexity_beyond_all_numbers_is_infinite(tmp_path) -> None:
+    rows, module = (
+        [],
+        SimpleNamespace(
+            _validation_sums=torch.tensor([[900.0], [1.0]], dtype=torch.float64),
+            parallel=SimpleNamespace(dp_size=1, dp_group=None),
+            completed_steps=5,
+            loss_terms=("lm",),
+            loggers=[SimpleNamespace(log_metrics=lambda metrics, step: rows.append(metrics))],
+        ),
+    )
+    GPTModule.on_validation_epoch_end(module)
+    assert rows == [{"val/loss": 900.0, "val/perplexity": float("inf")}]
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("freebsd14", 1024)])
+def test_the_memory_in_use_is_in_bytes_where_there_is_no_proc(monkeypatch, platform, unit) -> None:
+    import resource
+
+    def no_proc(*args, **kwargs):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr("builtins.open", no_proc)
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=7_000_000))
+    assert memory_in_use(torch.device("cpu")) == 7_000_000 * unit
+
+
+def test_the_memory_in_use_counts_pages_of_any_size(monkeypatch) -> None:
+    small = memory_in_use(torch.device("cpu"))
+    monkeypatch.setattr("os.sysconf", lambda name: 65_536)
+    assert memory_in_use(torch.device("cpu")) > 10 * small

@@ -1,6 +1,7 @@
 """The Lightning module that both models share: one batch is one optimizer step."""
 
-import math
+import os
+import sys
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -160,7 +161,9 @@ class PretrainModule(L.LightningModule):
             wrapped.step()
         self.completed_steps = self.trainer.datamodule.completed_steps = step
         self._steps_since_report += 1
-        if step % self.run.logger.log_every_steps == 0 or step == self.trainer.max_steps:
+        end = self.trainer.max_steps  # a step that is validated has a row, which the validation's figures join
+        intervals = (self.run.logger.log_every_steps, self.run.trainer.validate_every_steps or end, end)
+        if any(step % interval == 0 for interval in intervals):
             self._report(step, reported, lr, optimizer)
         else:
             self.timer.add("step", time.perf_counter() - self._step_start)
@@ -233,7 +236,8 @@ class PretrainModule(L.LightningModule):
         means = [s / max(c, 1.0) for s, c in zip(sums, counts, strict=True)]
         self._validation_sums = None
         self.validated_at = self.completed_steps
-        self.validation = {"val/loss": sum(means), "val/perplexity": math.exp(min(means[0], 700.0))}
+        perplexity = torch.tensor(means[0], dtype=torch.float64).exp().item()  # inf where math.exp would raise
+        self.validation = {"val/loss": sum(means), "val/perplexity": perplexity}
         if len(means) > 1:
             self.validation |= {f"val/{name}_loss": mean for name, mean in zip(self.loss_terms, means, strict=True)}
         for logger in self.loggers:
@@ -292,8 +296,9 @@ def memory_in_use(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * 4096
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:  # not Linux
         import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the BSDs KiB
