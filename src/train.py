@@ -1,13 +1,20 @@
 """Pretrain BERT or GPT: `python src/train.py model=bert_3.9b parallel.tp_size=2`; see conf/train.yaml for every key."""
 
+import dataclasses
+from functools import partial
+
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.door import open_door, run_task
+from lmscale.door import hydra_files, open_door, run_task
 
 
-def train(values: dict) -> None:
-    """Check everything, then start the ranks (or join those that torchrun or srun started)."""
+def train(values: dict, files: dict[str, str]) -> None:
+    """Check everything, then start the ranks (or join those that torchrun or srun started).
+
+    Args:
+        files: what goes into the run folder as the training starts, texts by path.
+    """
     from lmscale.run_config import RunConfig
 
     run = RunConfig.from_dict(values)
@@ -15,14 +22,14 @@ def train(values: dict) -> None:
     from lmscale.training.launch import launch
     from lmscale.training.pretrain import prepare_job, pretrain
 
-    job = prepare_job(run)
+    job = dataclasses.replace(prepare_job(run), files=files)
     launch(pretrain, job, job.layout.world_size, run.max_restarts)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> None:
     """Entry of Hydra, once for each job of a sweep."""
-    run_task(train, cfg)
+    run_task(partial(train, files=hydra_files(cfg)), cfg)
 
 
 if __name__ == "__main__":

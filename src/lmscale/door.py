@@ -79,6 +79,16 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig) -> None:
         _exit(error, _name_of_job(hydra_config))
 
 
+def hydra_files(cfg: DictConfig) -> dict[str, str]:
+    """The three files that Hydra would write into `.hydra` before any check of ours, texts by path.
+
+    With `hydra.output_subdir=null` Hydra writes none, and a command that is refused leaves those of an earlier run.
+    """
+    settings = OmegaConf.masked_copy(HydraConfig.instance().cfg, "hydra")
+    contents = {"config": cfg, "hydra": settings, "overrides": HydraConfig.get().overrides.task}
+    return {f".hydra/{name}.yaml": OmegaConf.to_yaml(content) for name, content in contents.items()}
+
+
 class SweepCheck(Callback):
     """Hydra's callback that tries every job of a `-m` sweep on `build` before the first one starts.
 
@@ -121,7 +131,7 @@ def _keep_quiet_on_other_ranks() -> None:
     if rank not in (None, "0") and not any(arg.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for arg in sys.argv):
         folder = tempfile.mkdtemp(prefix="lmscale_rank_")  # where no earlier run can be found
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        sys.argv += [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", "hydra.output_subdir=null"]
+        sys.argv += [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
 
 
 def _exit(error: Exception, job: str = "") -> None:

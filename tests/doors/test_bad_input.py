@@ -1,7 +1,9 @@
 """A configuration that cannot work: one line, exit code 2, nothing started, nothing written."""
 
 import importlib.util
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 from door import TINY, train
@@ -104,7 +106,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(case, tmp_path) -> None:
     assert done.returncode == 2, done.stderr
     assert message in only_line(done.stderr)
     assert done.stdout == ""
-    written = [p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file() and ".hydra" not in p.parts]
+    written = [p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()]
     assert written == []
 
 
@@ -176,3 +178,53 @@ def test_a_model_too_large_is_refused_within_seconds(tmp_path, overrides) -> Non
     assert done.returncode == 2
     assert "bytes" in line and "GiB) a rank" in line and f"x {4 if overrides else 1} rank(s)" in line
     assert "parallel.tp_size=" in line.split("smallest layout that fits is ")[1]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("finished")
+    done = train(*TINY, "trainer.max_steps=2", f"hydra.run.dir={folder}")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code"),
+    [
+        (["seed=77"], 2),
+        (["resume=auto", "seed=77"], 2),
+        (["resume=auto", "trainer.max_steps=1", "schedule.decay_steps=2"], 0),
+        (["global_batch_size=5"], 2),
+    ],
+    ids=["another run", "other data", "nothing to do", "sizes"],
+)
+def test_a_command_that_starts_nothing_leaves_the_run_folder_alone(finished, overrides, code) -> None:
+    before = contents(finished)
+    assert ".hydra/overrides.yaml" in before and ".hydra/hydra.yaml" in before
+    done = train(*TINY, "trainer.max_steps=2", f"hydra.run.dir={finished}", *overrides)
+    assert done.returncode == code, done.stderr
+    assert code or "nothing to do" in done.stdout
+    assert contents(finished) == before
+
+
+@pytest.mark.parametrize("resume", ["none", "auto"])
+def test_a_finished_run_without_checkpoints_is_not_started_over(finished, tmp_path, resume) -> None:
+    folder = shutil.copytree(finished, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints"))
+    before = contents(folder)
+    done = train(*TINY, f"hydra.run.dir={folder}", f"resume={resume}")
+    assert done.returncode == 2
+    assert f"`hydra.run.dir` must be another folder where a run starts anew, but {folder} has" in only_line(done.stderr)
+    assert contents(folder) == before
+
+
+def test_a_run_stopped_before_its_first_checkpoint_goes_on_only_when_told_to(finished, tmp_path) -> None:
+    folder = shutil.copytree(finished, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints", "record.json"))
+    refused = train(*TINY, f"hydra.run.dir={folder}")
+    assert refused.returncode == 2 and "has the metrics.csv of an earlier one" in only_line(refused.stderr)
+    done = train(*TINY, f"hydra.run.dir={folder}", "resume=auto")
+    assert done.returncode == 0, done.stderr

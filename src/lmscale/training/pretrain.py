@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import lightning as L
@@ -65,6 +65,7 @@ class PretrainJob:
     corpus: PreparedCorpus
     accelerator: str
     resume_from: str | None
+    files: dict[str, str] = field(default_factory=dict)  # texts by path, for the run folder of a run that starts
 
 
 def prepare_job(run: RunConfig) -> PretrainJob:
@@ -200,16 +201,19 @@ def _train(
     if is_first:
         checkpoints.mkdir(parents=True, exist_ok=True)
         remove_unfinished(checkpoints)
-        (run_dir / "config.json").write_text(json.dumps(run.to_dict(), indent=1), encoding="utf-8")
         _announce(job, run_dir, resume_from, start_step, last_step)
-        # Beside the checkpoints, so that who converts or evaluates one need not look for it.
-        (checkpoints / TOKENIZER_FOLDER).mkdir(exist_ok=True)
-        shutil.copyfile(Path(job.corpus.folder) / "tokenizer.json", checkpoints / TOKENIZER_FOLDER / "tokenizer.json")
     strategy.check_shared(checkpoints)
     if start_step >= last_step:
         if is_first:
             print(f"nothing to do: the checkpoint is at step {start_step} and the run ends at {last_step}")
         return DONE
+    if is_first:  # not before: a command that does nothing, or is refused, leaves an earlier run's files alone
+        for name, text in ({"config.json": json.dumps(run.to_dict(), indent=1)} | job.files).items():
+            (run_dir / name).parent.mkdir(exist_ok=True)
+            (run_dir / name).write_text(text, encoding="utf-8")
+        # Beside the checkpoints, so that who converts or evaluates one need not look for it.
+        (checkpoints / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(Path(job.corpus.folder) / "tokenizer.json", checkpoints / TOKENIZER_FOLDER / "tokenizer.json")
     metrics = MetricsFile(run_dir / METRICS)
     metrics.resume_at(start_step)
     trainer.loggers = [metrics, *_optional_loggers(run, run_dir)]

@@ -25,6 +25,7 @@ from ..run_config import RunConfig
 from .strategy import TensorParallelStrategy
 
 CHECKPOINTS = "checkpoints"  # folder of a run folder
+_LEFT_BY_A_RUN = ("metrics.csv", "record.json")
 # What decides which samples a run sees, in which order; the corpus, by the hash of its tokens, besides.
 _DATA_KEYS = ("seed", "global_batch_size", "data.seq_length", "data.short_seq_probability", "data.mask_probability")
 _DATA_KEYS += ("data.max_ngram",)
@@ -38,12 +39,20 @@ def find_checkpoint(run: RunConfig) -> str | None:
 
     Raises:
         CheckpointError: the path has no complete checkpoint; `auto` finds none that is good among several.
-        ValueError: the run folder has checkpoints after the step to start from, which would mix with the run's own.
+        ValueError: the run folder has checkpoints after the step to start from, which would mix with the run's own; or
+            it has none, but figures of another run, which would be lost.
     """
     path, folder = run.resume.path, Path(run.run_dir) / CHECKPOINTS
     own = list_checkpoints(folder)
     if is_restart() and own:
         path = "auto"
+    left = [name for name in _LEFT_BY_A_RUN if (Path(run.run_dir) / name).exists()]
+    # Under `auto` rows may be of this run, stopped before its first checkpoint; a record is of one that was finished.
+    if left and not own and not is_restart() and (path != "auto" or "record.json" in left):
+        raise ValueError(
+            f"`hydra.run.dir` must be another folder where a run starts anew, but {run.run_dir} has the "
+            f"{' and '.join(left)} of an earlier one, without checkpoints to go on from"
+        )
     if path == "none":
         if own:
             raise ValueError(
