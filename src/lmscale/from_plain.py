@@ -2,8 +2,11 @@
 
 import dataclasses
 import math
+import re
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
@@ -33,7 +36,19 @@ def build(cls: type, values: dict, prefix: str):
             arguments[spec.name] = build(hint, value, f"{prefix}{name}.")
         else:
             arguments[spec.name] = _convert(hint, value, prefix + name)
-    return cls(**arguments)
+    with keys_of(cls, prefix):
+        return cls(**arguments)
+
+
+@contextmanager
+def keys_of(cls: type, prefix: str) -> Iterator[None]:
+    """A ValueError raised inside names fields of `cls` as the user types them: `max_steps` as `trainer.max_steps`."""
+    names = {_key(f) for f in dataclasses.fields(cls)}
+    try:
+        yield
+    except ValueError as error:
+        text = re.sub(r"`(\w+)`", lambda name: f"`{prefix}{name[1]}`" if name[1] in names else name[0], str(error))
+        raise ValueError(text) from None
 
 
 def to_plain(value: object) -> object:

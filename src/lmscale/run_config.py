@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from .config import BatchConfig, TransformerConfig, require_positive
 from .data_config import DataConfig, TokenizerConfig
-from .from_plain import build, to_plain
+from .from_plain import build, keys_of, to_plain
 from .training_config import (
     CheckpointConfig,
     OptimizerConfig,
@@ -20,6 +20,7 @@ from .training_config import (
 )
 
 LOSS_REDUCTIONS = ("token_mean", "mean_of_means")
+A_SECOND_IN_MINUTES, A_WEEK_IN_MINUTES = 1 / 60, 7 * 24 * 60  # torch counts milliseconds in 32 bits
 STAND_IN_VOCAB_SIZE = 2000  # ids, for sizes that are wanted before the tokenizer is known
 
 
@@ -37,8 +38,11 @@ class ParallelRequest:
             value = getattr(self, name)
             if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"`parallel.{name}` must be auto or a whole number of at least 1, but is {value!r}")
-        if not self.timeout_minutes > 0:
-            raise ValueError(f"`parallel.timeout_minutes` must be above 0, but is {self.timeout_minutes!r}")
+        if not A_SECOND_IN_MINUTES <= self.timeout_minutes <= A_WEEK_IN_MINUTES:
+            raise ValueError(
+                f"`parallel.timeout_minutes` must be at least {A_SECOND_IN_MINUTES:.4f} (a second) and at most "
+                f"{A_WEEK_IN_MINUTES} (a week), but is {self.timeout_minutes!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ class RunConfig:
             )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
+        self.schedule.check_peak(self.optimizer.lr)
         self._check_sizes()
 
     def _check_sizes(self) -> None:
@@ -116,12 +121,20 @@ class RunConfig:
             raise ValueError(
                 f"`data.seq_length` must be at most `model.max_position_embeddings` ({positions}), but is {seq_length}"
             )
-        tp_size, dp_size = self.parallel.tp_size, self.parallel.dp_size
-        if tp_size != "auto":
-            if self.model.get("vocab_size") is None:  # its rows are checked once they are known
-                config = dataclasses.replace(config, vocab_multiple=tp_size)
+        tp_size, dp_size = (1 if size == "auto" else size for size in (self.parallel.tp_size, self.parallel.dp_size))
+        if self.model.get("vocab_size") is None:  # its rows are checked once they are known
+            config = dataclasses.replace(config, vocab_multiple=tp_size)
+        self.check_layout(config, tp_size, dp_size)
+
+    def check_layout(self, config: TransformerConfig, tp_size: int, dp_size: int) -> BatchConfig:
+        """How a batch is dealt out over this layout.
+
+        Raises:
+            ValueError: `tp_size` does not cut the model into equal shards, or the batch not into micro-batches.
+        """
+        with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
             config.check_tensor_parallel(tp_size)
-        BatchConfig(self.micro_batch_size, self.global_batch_size, 1 if dp_size == "auto" else dp_size)
+            return BatchConfig(self.micro_batch_size, self.global_batch_size, dp_size)
 
     def transformer_config(self, tokenizer_vocab_size: int) -> TransformerConfig:
         """The model, with the tokenizer's number of ids where `model.vocab_size` is null.

@@ -51,6 +51,20 @@ class ScheduleConfig:
             raise ValueError(f"`schedule.warmup_steps` must be at least 0, but is {self.warmup_steps}")
         if not self.min_lr >= 0:
             raise ValueError(f"`schedule.min_lr` must be at least 0, but is {self.min_lr!r}")
+        if self.formula == "megatron_v1" and 2 * self.warmup_steps > self.decay_steps:  # it would rise above the peak
+            raise ValueError(
+                f"`schedule.warmup_steps` must be at most half of `schedule.decay_steps` ({self.decay_steps}) with "
+                f"formula megatron_v1, but is {self.warmup_steps}"
+            )
+
+    def check_peak(self, lr: float) -> None:
+        """Refuse a floor above the peak.
+
+        Raises:
+            ValueError: `min_lr` is above `lr`.
+        """
+        if self.min_lr > lr:
+            raise ValueError(f"`schedule.min_lr` must be at most `optimizer.lr` ({lr}), but is {self.min_lr}")
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,11 @@ class TrainerConfig:
         for name in ("stop_after_steps", "num_validation_samples", "num_threads"):
             if getattr(self, name) is not None:
                 require_positive(self, name)
+        if self.stop_after_steps is not None and self.stop_after_steps > self.max_steps:
+            raise ValueError(
+                f"`trainer.stop_after_steps` must be at most `trainer.max_steps` ({self.max_steps}), "
+                f"but is {self.stop_after_steps}"
+            )
         if self.validate_every_steps < 0:
             raise ValueError(f"`trainer.validate_every_steps` must be at least 0, but is {self.validate_every_steps}")
         for name in ("max_skipped_steps", "check_replicas_every_steps"):

@@ -14,19 +14,19 @@ from lmscale.training.preflight import host_memory_available
 BAD = {
     "heads": (
         ["model.num_attention_heads=2", "parallel.tp_size=4"],
-        "`num_attention_heads` must be a multiple of `tp_size` (4), but is 2",
+        "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (4), but is 2",
     ),
     "hidden size and heads": (
         ["model.hidden_size=30"],
-        "`hidden_size` must be a multiple of `num_attention_heads` (4), but is 30",
+        "`model.hidden_size` must be a multiple of `model.num_attention_heads` (4), but is 30",
     ),
     "vocabulary": (
         ["model.vocab_size=1001", "model.vocab_multiple=1", "parallel.tp_size=2"],
-        "`padded_vocab_size` must be a multiple of `tp_size` (2), but is 1001",
+        "`padded_vocab_size` must be a multiple of `parallel.tp_size` (2), but is 1001",
     ),
     "tp size of a paper model": (
         ["model=gpt_2.5b", "parallel.tp_size=8"],
-        "`num_attention_heads` must be a multiple of `tp_size` (8), but is 20",
+        "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (8), but is 20",
     ),
     "unknown model": (["model=gpt_9b"], "`model` must be one of bert_1.3b, bert_3.9b"),
     "unknown precision": (["precision=fp4"], "`precision` must be one of"),
@@ -50,15 +50,15 @@ BAD = {
     "a logger that is missing": (["logger.wandb=true"], "`logger.wandb` must be false where wandb is not installed"),
     "batch": (
         ["global_batch_size=5"],
-        "`global_batch_size` must be a multiple of `micro_batch_size` x `dp_size` (2 x 1), but is 5",
+        "`global_batch_size` must be a multiple of `micro_batch_size` x `parallel.dp_size` (2 x 1), but is 5",
     ),
     "batch and ranks": (["parallel.dp_size=3"], "(2 x 3), but is 4"),
     "sequence": (
         ["data.seq_length=129"],
         "`data.seq_length` must be at most `model.max_position_embeddings` (128), but is 129",
     ),
-    "norm order": (["model.norm_order=middle"], "`norm_order` must be one of pre, post, but is 'middle'"),
-    "dropout": (["model.hidden_dropout=1.5"], "`hidden_dropout` must be at least 0 and below 1, but is 1.5"),
+    "norm order": (["model.norm_order=middle"], "`model.norm_order` must be one of pre, post, but is 'middle'"),
+    "dropout": (["model.hidden_dropout=1.5"], "`model.hidden_dropout` must be at least 0 and below 1, but is 1.5"),
     "not finite": (["optimizer.max_grad_norm=inf"], "`optimizer.max_grad_norm` must be a finite number, but is inf"),
     "no path": (["data=local"], "`data.path` must be given"),
     "missing corpus": (
@@ -73,6 +73,23 @@ BAD = {
     "gpu": (
         ["trainer.accelerator=gpu"],
         "`trainer.accelerator` must be cpu or auto on a machine without a GPU, but is gpu",
+    ),
+    "no steps": (["trainer.max_steps=0"], "`trainer.max_steps` must be a whole number of at least 1, but is 0"),
+    "no layers": (["model.num_layers=0"], "`model.num_layers` must be a whole number of at least 1, but is 0"),
+    "nothing kept": (["checkpoint.keep_last=0"], "`checkpoint.keep_last` must be a whole number of at least 1"),
+    "no tokens": (["data.seq_length=0"], "`data.seq_length` must be a whole number of at least 1, but is 0"),
+    "a stop after the end": (
+        ["trainer.stop_after_steps=4"],
+        "`trainer.stop_after_steps` must be at most `trainer.max_steps` (3), but is 4",
+    ),
+    "a timeout without end": (
+        ["parallel.timeout_minutes=1e30"],
+        "`parallel.timeout_minutes` must be at least 0.0167 (a second) and at most 10080 (a week), but is 1e+30",
+    ),
+    "no time at all": (["parallel.timeout_minutes=1e-9"], "(a week), but is 1e-09"),
+    "warm-up": (
+        ["schedule.formula=megatron_v1", "schedule.warmup_steps=2"],
+        "`schedule.warmup_steps` must be at most half of `schedule.decay_steps` (3) with formula megatron_v1, but is 2",
     ),
     "schedule": (["schedule.min_lr=1"], "`schedule.min_lr` must be at most `optimizer.lr`"),
     "tokenizer": (["tokenizer.vocab_size=100"], "`tokenizer.vocab_size` must be above 256"),
@@ -154,7 +171,9 @@ def test_a_sizes_mistake_is_found_before_torch_is_loaded(tmp_path) -> None:
     hidden.write_text("raise ImportError('torch is hidden')")
     done = train(*TINY, "parallel.tp_size=3", f"hydra.run.dir={tmp_path}/run", PYTHONPATH=str(hidden.parent))
     assert done.returncode == 2
-    assert "`num_attention_heads` must be a multiple of `tp_size` (3), but is 4" in only_line(done.stderr)
+    assert "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (3), but is 4" in only_line(
+        done.stderr
+    )
 
 
 def test_half_of_torchruns_variables_are_refused(tmp_path) -> None:

@@ -38,7 +38,7 @@ def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
     [
         (
             ["parallel.tp_size=1,3"],
-            "job 1 of the sweep (parallel.tp_size=3): `num_attention_heads` must be a multiple of `tp_size` (3)",
+            "job 1 of the sweep (parallel.tp_size=3): `model.num_attention_heads` must be a multiple",
         ),
         (
             ["model=gpt_tiny,gpt_small", "seed=1,2"],

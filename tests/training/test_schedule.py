@@ -80,10 +80,9 @@ def test_the_rate_has_no_jumps_and_never_rises_after_the_warmup(formula: str, de
 
 def test_a_floor_above_the_peak_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`schedule.min_lr` must be at most `optimizer.lr` \(0.01\), but is 0.1"):
-        learning_rate(3, ScheduleConfig("linear", warmup_steps=1, decay_steps=5, min_lr=0.1), 0.01)
+        ScheduleConfig("linear", warmup_steps=1, decay_steps=5, min_lr=0.1).check_peak(0.01)
 
 
 def test_megatron_v1_refuses_a_warmup_over_half_of_the_run() -> None:
-    schedule = ScheduleConfig("linear", warmup_steps=6, decay_steps=11, formula="megatron_v1")
     with pytest.raises(ValueError, match=r"`schedule.warmup_steps` must be at most half .* \(11\).* but is 6"):
-        learning_rate(3, schedule, 1.0)
+        ScheduleConfig("linear", warmup_steps=6, decay_steps=11, formula="megatron_v1")
