@@ -26,7 +26,7 @@ demo: setup
 	$(BIN)/python analysis/demo.py
 
 test: setup $(REAL_BERT)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 test-slow: setup $(REAL_BERT)
 	$(BIN)/python -m pytest -m "slow and not gpu"

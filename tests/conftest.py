@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 REPOSITORY = Path(__file__).resolve().parent.parent
 for folder in (".", "data", "doors", "training"):  # support modules: ranks, sharding, corpora, runs
     sys.path.insert(0, str(Path(__file__).parent / folder))
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    """A run sets the precision of fp32 products for its process; the next test starts from torch's default."""
+    yield
+    import torch
+
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture(scope="session")

@@ -21,10 +21,13 @@ def make(dtype: str = "fp32", context: ParallelContext | None = None, **changes)
     return model, MixedPrecisionAdamW(model.named_parameters(), config, precision, context)
 
 
-def set_gradients(model, seed: int = 0, scale: float = 1.0) -> None:
+def set_gradients(model, optimizer, seed: int = 0, scale: float = 1.0) -> None:
+    """Random gradients, brought by a backward pass as always."""
+    optimizer.zero_grad()
     generator = torch.Generator().manual_seed(seed)
-    for param in model.parameters():
-        param.grad = (torch.randn(param.shape, generator=generator) * scale).to(param.dtype)
+    parameters = list(model.parameters())
+    gradients = [(torch.randn(p.shape, generator=generator) * scale).to(p.dtype) for p in parameters]
+    torch.autograd.backward([p * 1 for p in parameters], gradients)
 
 
 def test_biases_and_layer_norms_are_not_decayed() -> None:
@@ -49,8 +52,8 @@ def test_fp32_without_clipping_is_torchs_adamw() -> None:
         lr=0.01,
     )
     for step in range(3):
-        set_gradients(model, step)
-        set_gradients(reference_model, step)
+        set_gradients(model, optimizer, step)
+        set_gradients(reference_model, reference, step)
         optimizer.step()
         reference.step()
     for ours, theirs in zip(model.parameters(), reference_model.parameters(), strict=True):
@@ -61,7 +64,7 @@ def test_clipping_scales_the_whole_gradient_to_the_largest_norm() -> None:
     norms = {}
     for limit in (None, 0.5):
         model, optimizer = make("fp64", max_grad_norm=limit)
-        set_gradients(model)
+        set_gradients(model, optimizer)
         optimizer.step()
         moments = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in model.parameters()])
         norms[limit] = moments.norm().item() / 0.1
@@ -76,7 +79,7 @@ def test_half_weights_follow_fp32_masters_that_keep_small_updates(dtype) -> None
     optimizer.set_learning_rate(1e-5)
     before = [m.clone() for m in optimizer.masters]
     for _ in range(3):
-        set_gradients(model, scale=1024.0 if dtype == "fp16" else 1.0)
+        set_gradients(model, optimizer, scale=1024.0 if dtype == "fp16" else 1.0)
         optimizer.step()
     for param, master, start in zip(model.parameters(), optimizer.masters, before, strict=True):
         assert master.dtype == torch.float32 and param.dtype == half
@@ -106,8 +109,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_changes_nothing(dtype) -> 
     model, optimizer = make(dtype)
     before = [p.clone() for p in model.parameters()]
     for value in (float("inf"), float("nan")):
-        set_gradients(model)
-        next(model.parameters()).grad.view(-1)[5] = value
+        set_gradients(model, optimizer)
+        next(iter(optimizer.gradients().values())).view(-1)[5] = value
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert (optimizer.num_updates, optimizer.num_skipped, len(optimizer.state)) == (0, 2, 0)
@@ -121,7 +124,7 @@ def _inf_on_one_rank(rank: int, name: str) -> dict:
     loss = total_loss(model, random_batch(model.config)) * optimizer.loss_scale.value
     loss.backward()
     if rank == 1:
-        dict(model.named_parameters())[name].grad.view(-1)[0] = float("inf")
+        optimizer.gradients()[name].view(-1)[0] = float("inf")
     optimizer.step()
     skipped = all(torch.equal(before[n], p) for n, p in model.named_parameters())
     first = optimizer.num_skipped, optimizer.loss_scale.overflows_left, skipped

@@ -1,11 +1,10 @@
 """Embeddings and the stack of layers, shared by BERT and GPT."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import NormOrder, Recompute, TransformerConfig
-from ..parallel import LayerNorm, ParallelContext, VocabParallelEmbedding, counter_dropout, parameter
+from ..parallel import LayerNorm, ParallelContext, VocabParallelEmbedding, counter_dropout, embedding_lookup, parameter
 from .layer import EMBEDDING_DROPOUT_SITE, TransformerLayer
 
 NUM_TOKEN_TYPES = 2  # BERT's sentence A and sentence B
@@ -87,7 +86,7 @@ class Transformer(nn.Module):
             )
         x = self.word_embedding(tokens) + self.position_embedding[:s]
         if token_types is not None:
-            x = x + F.embedding(token_types, self.token_type_embedding)
+            x = x + embedding_lookup(token_types, self.token_type_embedding)
         if self.config.norm_order is NormOrder.POST:
             x = self.embedding_norm(x)
         if self.training and self.config.input_dropout > 0.0:

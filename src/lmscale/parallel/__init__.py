@@ -12,6 +12,7 @@ from .layers import (
     ReplicatedLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    embedding_lookup,
     vocab_parallel_logits,
 )
 from .rng import counter_dropout, counter_keep_mask, sample_dropout_keys, seed_rank_generator
@@ -30,6 +31,7 @@ __all__ = [
     "copy_to_tensor_parallel_region",
     "counter_dropout",
     "counter_keep_mask",
+    "embedding_lookup",
     "fingerprint",
     "first_difference",
     "global_gradient_norm",

@@ -20,13 +20,13 @@ class MemoryEstimate:
     """Bytes of one rank.
 
     Args:
-        weights, gradients: N e each.
+        weights: N e.
+        gradients: N e; of half types summed in fp32, 4 N.
         optimizer_state: two moments, 2 N e; for half types in fp32 with masters, 12 N.
         activations: what the forward pass keeps for the backward pass until the end of a micro-batch.
         logits: largest sum of the tensors of size [b, s, v/p] that live together.
         recomputed_layer: activations of the one layer under full recomputation; the logits are gone by then.
-        ddp_copy: gradient of the word embedding on its way into its bucket; of data parallelism.
-        optimizer_step: fp32 copies of half gradients in the step, 4 N; the activations are gone by then.
+        gradient_copy: gradient of the word embedding on its way, into DDP's bucket or of half types into the fp32 sum.
     """
 
     weights: int
@@ -35,15 +35,13 @@ class MemoryEstimate:
     activations: int
     logits: int
     recomputed_layer: int
-    ddp_copy: int
-    optimizer_step: int
+    gradient_copy: int
 
     @property
     def total(self) -> int:
-        """Bytes at the fullest moment, which is the backward pass or the optimizer step."""
+        """Bytes at the fullest moment, which is in the backward pass."""
         kept = self.weights + self.gradients + self.optimizer_state
-        backward = self.activations + self.ddp_copy + max(self.logits, self.recomputed_layer)
-        return kept + max(backward, self.optimizer_step)
+        return kept + self.activations + self.gradient_copy + max(self.logits, self.recomputed_layer)
 
     def format(self) -> str:
         """A table, one part a line, in GiB."""
@@ -59,7 +57,7 @@ def estimate_memory(
     seq_length: int,
     dtype: str,
     dp_size: int = 1,
-    flash_dropout: bool = True,
+    on_gpu: bool = True,
 ) -> MemoryEstimate:
     """Bytes a rank needs for one training step, from below.
 
@@ -84,7 +82,7 @@ def estimate_memory(
         seq_length: tokens s of a sequence.
         dtype: of weights, activations and gradients: fp64, fp32, bf16 or fp16.
         dp_size: data-parallel ranks. DDP's buckets are the gradients themselves, so they add nothing.
-        flash_dropout: whether the device has a flash kernel with attention dropout: a GPU yes, a CPU no.
+        on_gpu: a GPU has a flash kernel with attention dropout and LayerNorms in half types, a CPU neither.
 
     Raises:
         ValueError: `tp_size` does not divide the model.
@@ -94,33 +92,36 @@ def estimate_memory(
     e, b, s, h = BYTES[dtype], micro_batch_size, seq_length, config.hidden_size
     num_parameters = count_parameters(config, tp_size).per_rank
     is_half = e < FP32_BYTES
-    layer = _layer_bytes(config, tp_size, b, s, e, flash_dropout)
+    layer = _layer_bytes(config, tp_size, b, s, e, on_gpu)
     mask = b * s * h if config.input_dropout > 0 else 0
     around = b * s * h * e * (5 if config.architecture == "bert" else 2) + mask
+    if is_half and not on_gpu:  # the input of a LayerNorm in fp32
+        around += b * s * h * (FP32_BYTES - e) * (2 if config.architecture == "bert" else 1)
     is_full = config.recompute is Recompute.FULL
     logit_bytes = e + 2 * FP32_BYTES if is_half else 2 * e
     return MemoryEstimate(
         weights=num_parameters * e,
-        gradients=num_parameters * e,
+        gradients=num_parameters * max(e, FP32_BYTES),
         optimizer_state=num_parameters * (3 * FP32_BYTES if is_half else 2 * e),
         activations=around + config.num_layers * (b * s * h * e if is_full else layer),
         logits=b * s * config.padded_vocab_size // tp_size * logit_bytes,
         recomputed_layer=layer - b * s * h * e if is_full else 0,
-        ddp_copy=config.padded_vocab_size // tp_size * h * e if dp_size > 1 else 0,
-        optimizer_step=num_parameters * FP32_BYTES if is_half else 0,
+        gradient_copy=config.padded_vocab_size // tp_size * h * e if is_half or dp_size > 1 else 0,
     )
 
 
-def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int, flash_dropout: bool) -> int:
+def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int, on_gpu: bool) -> int:
     """Activations one layer keeps where it is not recomputed as a whole."""
     h, f, n = config.hidden_size, config.ffn_size, config.num_attention_heads
     mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
     num_bytes = 4 * b * s * h * e + (4 * h + mlp_width) * b * s * e // tp_size
+    if e < FP32_BYTES and not on_gpu:
+        num_bytes += 2 * b * s * h * (FP32_BYTES - e)
     if config.hidden_dropout > 0:
         num_bytes += 2 * b * s * h  # masks, one byte an element
     if config.recompute is Recompute.SELECTIVE:
         return num_bytes
-    if config.attention == "sdpa" and config.attention_dropout > 0 and not flash_dropout:
+    if config.attention == "sdpa" and config.attention_dropout > 0 and not on_gpu:
         wide = max(e, FP32_BYTES)  # half types are widened, Q, K and V too
         num_bytes += (b * n * s * s * 3 * wide + 3 * b * s * h * (wide - e)) // tp_size
     if config.attention == "exact":
@@ -140,7 +141,7 @@ def smallest_layout(
     dtype: str,
     device_bytes: int,
     ranks_sharing_device: int = 1,
-    flash_dropout: bool = True,
+    on_gpu: bool = True,
 ) -> int | None:
     """The smallest power of two as `tp_size` that divides the model and whose rank fits the memory it has.
 
@@ -148,7 +149,7 @@ def smallest_layout(
         device_bytes: memory of one device.
         ranks_sharing_device: ranks that live in it; 1 where each rank has a device of its own, the local ranks of a
             CPU host otherwise.
-        flash_dropout: see `estimate_memory`.
+        on_gpu: see `estimate_memory`.
 
     Returns:
         None where no such size fits.
@@ -156,9 +157,7 @@ def smallest_layout(
     tp_size = 1
     while tp_size <= config.num_attention_heads:
         try:
-            estimate = estimate_memory(
-                config, tp_size, micro_batch_size, seq_length, dtype, flash_dropout=flash_dropout
-            )
+            estimate = estimate_memory(config, tp_size, micro_batch_size, seq_length, dtype, on_gpu=on_gpu)
         except ValueError:  # does not divide, and so does no larger power of two
             return None
         if estimate.total * ranks_sharing_device <= device_bytes:

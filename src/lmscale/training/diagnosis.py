@@ -6,14 +6,12 @@ import torch
 from torch import Tensor, nn
 
 
-def parameters_that_are_not_finite(model: nn.Module) -> dict[str, list[str]]:
+def parameters_that_are_not_finite(model: nn.Module, gradients: dict[str, Tensor]) -> dict[str, list[str]]:
     """Names of this rank's parameters with a weight, or a gradient, that is not finite; in the order of the forward
     pass (registration order)."""
-    weights = [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]
-    gradients = [
-        name for name, p in model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
-    ]
-    return {"weights": weights, "gradients": gradients}
+    weights = [name for name, param in model.named_parameters() if not bool(param.isfinite().all())]
+    bad = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
+    return {"weights": weights, "gradients": bad}
 
 
 class FirstNonFiniteOutput:

@@ -45,7 +45,8 @@ class PretrainModule(L.LightningModule):
         weights_from: a checkpoint whose weights the model starts with; None draws them from the seed.
 
     Communicates:
-        a step, over the data group: one all-reduce of the term counts, the gradients (DDP), one of the reported loss.
+        a step, over the data group: one all-reduce of the term counts, the gradients (DDP; of half types in fp32, by
+        the optimizer), one of the reported loss.
     """
 
     loss_terms: tuple[str, ...] = ()
@@ -156,6 +157,9 @@ class PretrainModule(L.LightningModule):
             reported += self._accumulate(micro_batch, micro_step, step, denominators, optimizer.loss_scale.value, last)
         lr = learning_rate_of_update(optimizer.num_updates + 1, self.run.schedule, self.run.optimizer.lr)
         optimizer.set_learning_rate(lr)
+        self.watchdog.mark(f"step {step}, sum of the gradients over the data ranks")
+        with self.timer.phase("backward"):
+            optimizer.reduce_gradients()
         self.watchdog.mark(f"step {step}, optimizer")
         with self.timer.phase("optimizer"):
             wrapped.step()
@@ -179,7 +183,8 @@ class PretrainModule(L.LightningModule):
 
     def _diagnose(self, batch: list[dict[str, Tensor]]) -> dict[str, Any]:
         """What is not finite on this rank: weights, gradients, and where it first shows in a forward pass."""
-        report: dict[str, Any] = parameters_that_are_not_finite(self.model)
+        gradients = self.optimizers().optimizer.gradients()
+        report: dict[str, Any] = parameters_that_are_not_finite(self.model, gradients)
         with torch.no_grad(), FirstNonFiniteOutput(self.model) as watched:
             for micro_batch in batch:
                 if watched.name is None:
@@ -212,9 +217,10 @@ class PretrainModule(L.LightningModule):
         with self.timer.phase("forward"):
             sums = self.sum_terms(batch, keys)
             terms = sums / denominators[micro_step].to(sums.dtype)
+            wrapper = self.trainer.strategy.model
             # DDP averages over the data ranks; the denominators are global, so the parts must be added.
-            loss = terms.sum() * (loss_scale * context.dp_size)
-        wrapper = self.trainer.strategy.model
+            averaged_over = context.dp_size if isinstance(wrapper, DistributedDataParallel) else 1
+            loss = terms.sum() * (loss_scale * averaged_over)
         self.watchdog.mark(f"step {step}, backward pass of micro-batch {micro_step + 1}")
         accumulating = not last and isinstance(wrapper, DistributedDataParallel)
         with self.timer.phase("backward"), wrapper.no_sync() if accumulating else nullcontext():

@@ -33,7 +33,7 @@ def resolve_layout(
             run.precision.dtype,
             device_memory(accelerator),
             ranks,
-            flash_dropout=accelerator == "gpu",
+            on_gpu=accelerator == "gpu",
         )
         if tp_size is None:
             raise ValueError(
@@ -66,15 +66,15 @@ def check_memory(
             this size.
     """
     dtype, seq_length = run.precision.dtype, run.data.seq_length
-    flash = accelerator == "gpu"
-    estimate = estimate_memory(config, layout.tp_size, run.micro_batch_size, seq_length, dtype, layout.dp_size, flash)
+    on_gpu = accelerator == "gpu"
+    estimate = estimate_memory(config, layout.tp_size, run.micro_batch_size, seq_length, dtype, layout.dp_size, on_gpu)
     sharing = 1
     if accelerator == "cpu":
         sharing = world.local_size if world is not None else layout.world_size
     there = device_memory(accelerator)
     if estimate.total * sharing <= there:
         return
-    fits = smallest_layout(config, run.micro_batch_size, seq_length, dtype, there, 1, flash)
+    fits = smallest_layout(config, run.micro_batch_size, seq_length, dtype, there, 1, on_gpu)
     device = "host" if accelerator == "cpu" else "GPU"
     way_out = (
         f"the smallest layout that fits is parallel.tp_size={fits} on {fits} {device}s of this size"

@@ -35,8 +35,8 @@ _GRACE = timedelta(minutes=1)
 class TensorParallelStrategy(DDPStrategy):
     """Data parallelism over groups of tensor-parallel ranks (Figure 8).
 
-    The module builds its own shard in `configure_model`, from `strategy.parallel`. Gradients are averaged by torch's
-    DDP over the data group alone; everything inside a tensor group is the model's business.
+    The module builds its own shard in `configure_model`, from `strategy.parallel`. Gradients of fp32 and fp64 are
+    averaged by torch's DDP over the data group alone; everything inside a tensor group is the model's business.
 
     With 8 ranks and tp_size 2: tensor groups [0, 1], [2, 3], [4, 5], [6, 7]; data groups [0, 2, 4, 6], [1, 3, 5, 7].
 
@@ -100,7 +100,9 @@ class TensorParallelStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
-            if self.parallel.dp_size > 1:
+            # Gradients of half types are summed over micro-batches and data ranks in fp32, by the optimizer.
+            is_half = next(self.lightning_module.parameters()).dtype in (torch.float16, torch.bfloat16)
+            if self.parallel.dp_size > 1 and not is_half:
                 self.configure_ddp()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
