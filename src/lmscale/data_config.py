@@ -71,6 +71,14 @@ class DataConfig:
             raise ValueError(f"`data.validation_every` must be at least 2, but is {self.validation_every}")
         if self.num_workers < 0:
             raise ValueError(f"`data.num_workers` must be at least 0, but is {self.num_workers}")
+        if self.validation_path is not None and self.kind != "local":
+            raise ValueError(
+                f"`data.validation_path` must be null unless `data` is local, but is {self.validation_path!r}"
+            )
+        if self.kind == "huggingface" and self.name is None:
+            raise ValueError("`data.name` must name a dataset when `data` is huggingface, but is null")
+        if self.kind == "local" and self.path is None:
+            raise ValueError("`data.path` must name a file or folder when `data` is local, but is null")
         for name in ("short_seq_probability", "mask_probability"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"`data.{name}` must be at least 0 and below 1, but is {getattr(self, name)!r}")

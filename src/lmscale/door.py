@@ -23,7 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 USER_ERROR = 2
@@ -93,25 +93,30 @@ class SweepCheck(Callback):
     """Hydra's callback that tries every job of a `-m` sweep on `build` before the first one starts.
 
     Args:
-        build: dotted path of a function of the resolved configuration (plain values, `run_dir` and `overrides` added)
-            that raises ValueError where it cannot work.
+        check: dotted path of a function of the resolved configuration (plain values, `run_dir` and `overrides` added)
+            that raises ValueError where it cannot work. It is imported for a sweep only.
     """
 
-    def __init__(self, build: str) -> None:
-        self.build = hydra.utils.get_method(build)
+    def __init__(self, check: str) -> None:
+        self.check = check
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Compose and build each job as Hydra's basic sweeper will; exit code 2 at the first that cannot work."""
+        """Compose and check each job as Hydra's basic sweeper will; exit code 2 at the first that cannot work."""
         if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
             return  # a searching sweeper makes up its jobs as it goes
         swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-        parser = OverridesParser.create(GlobalHydra.instance().hydra.config_loader)
+        check, loader = hydra.utils.get_method(self.check), GlobalHydra.instance().hydra.config_loader
+        parser = OverridesParser.create(loader)
         jobs = BasicSweeper.split_arguments(parser.parse_overrides([*swept, *config.hydra.overrides.task]), None)[0]
         for number, overrides in enumerate(jobs):
             try:
-                job = hydra.compose(config.hydra.job.config_name, overrides)
+                job = loader.load_sweep_config(config, list(overrides))
+                with read_write(job), open_dict(job):
+                    job.hydra.job.num = number
+                    run_dir = Path(config.hydra.sweep.dir, job.hydra.sweep.subdir).absolute()
+                    del job["hydra"]
                 values = OmegaConf.to_container(job, resolve=True, throw_on_missing=True)
-                self.build(values | {"run_dir": "", "overrides": overrides})
+                check(values | {"run_dir": str(run_dir), "overrides": list(overrides)})
             except (ValueError, HydraException, OmegaConfBaseException) as error:
                 if _WANTS_TRACEBACK:
                     raise

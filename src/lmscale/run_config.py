@@ -122,16 +122,20 @@ class RunConfig:
                 f"`data.seq_length` must be at most `model.max_position_embeddings` ({positions}), but is {seq_length}"
             )
         tp_size, dp_size = (1 if size == "auto" else size for size in (self.parallel.tp_size, self.parallel.dp_size))
-        if self.model.get("vocab_size") is None:  # its rows are checked once they are known
-            config = dataclasses.replace(config, vocab_multiple=tp_size)
-        self.check_layout(config, tp_size, dp_size)
+        self.check_layout(tp_size, dp_size)
 
-    def check_layout(self, config: TransformerConfig, tp_size: int, dp_size: int) -> BatchConfig:
+    def check_layout(self, tp_size: int, dp_size: int, tokenizer_vocab_size: int | None = None) -> BatchConfig:
         """How a batch is dealt out over this layout.
+
+        Args:
+            tokenizer_vocab_size: where it is known; a vocabulary of the tokenizer's size is not checked before.
 
         Raises:
             ValueError: `tp_size` does not cut the model into equal shards, or the batch not into micro-batches.
         """
+        config = self.transformer_config(tokenizer_vocab_size or STAND_IN_VOCAB_SIZE)
+        if tokenizer_vocab_size is None and self.model.get("vocab_size") is None:
+            config = dataclasses.replace(config, vocab_multiple=tp_size)
         with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
             config.check_tensor_parallel(tp_size)
             return BatchConfig(self.micro_batch_size, self.global_batch_size, dp_size)

@@ -49,6 +49,18 @@ def test_a_special_token_written_in_a_text_is_plain_text(tmp_path) -> None:
     assert (ids == prepared.special_ids[END_OF_TEXT]).sum() == prepared.manifest["train"]["documents"]
 
 
+def test_a_corpus_too_small_for_what_was_asked_is_noted_with_both_numbers(tmp_path) -> None:
+    config = local_config(tmp_path / "corpus.txt", tmp_path, validation_every=99)
+    (tmp_path / "corpus.txt").write_text("\n\n".join(TEXTS))
+    for _ in range(2):  # made, and from the cache
+        prepared = prepare_corpus(config, TokenizerConfig("trained", vocab_size=1_000_000), "gpt", None)
+        first, second = prepared.manifest["notes"]
+        assert first.startswith("`tokenizer.vocab_size` is 1,000,000, but the corpus has no more than")
+        assert f"{prepared.vocab_size:,} different pieces" in first
+        assert "`data.validation_every` is 99, but the corpus has 45 documents" in second
+    assert prepare_texts(tmp_path, TEXTS, "bert", validation_every=45).manifest["notes"][1:] == []
+
+
 def test_the_second_call_reads_nothing_anew_and_a_changed_file_is_read(tmp_path) -> None:
     first = prepare_texts(tmp_path, TEXTS, "bert")
     stamp = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*") if p.is_file()}

@@ -75,9 +75,8 @@ def test_refusals_name_the_key_that_is_wrong(tmp_path) -> None:
     config = local_config(tmp_path / "a.txt", tmp_path, validation_path=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="`data.validation_path` must exist"):
         prepare_corpus(config, TRAINED, "gpt", None)
-    config = DataConfig("embedded", 16, validation_path=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"))
     with pytest.raises(ValueError, match="`data.validation_path` must be null unless `data` is local"):
-        prepare_corpus(config, TRAINED, "gpt", None)
+        DataConfig("embedded", 16, validation_path=str(tmp_path / "a.txt"))
     config = DataConfig("embedded", 16, cache_dir=str(tmp_path / "a.txt"))
     with pytest.raises(ValueError, match="`data.cache_dir` must be a folder"):
         prepare_corpus(config, TRAINED, "gpt", None)

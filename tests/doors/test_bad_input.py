@@ -4,10 +4,15 @@ import importlib.util
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from door import TINY, train
 
+from lmscale.config import TransformerConfig
+from lmscale.perf.memory import estimate_memory
+from lmscale.run_config import ParallelRequest
+from lmscale.training import preflight
 from lmscale.training.preflight import host_memory_available
 
 # overrides -> what the line must say: rule, name, value
@@ -73,6 +78,24 @@ BAD = {
     "gpu": (
         ["trainer.accelerator=gpu"],
         "`trainer.accelerator` must be cpu or auto on a machine without a GPU, but is gpu",
+    ),
+    "not a file": (
+        ["data=local", "data.path=/dev/null"],
+        "`data.path` must be a file or a folder, but /dev/null is neither",
+    ),
+    "missing tokenizer": (
+        ["tokenizer=gpt2", "tokenizer.path=no/such"],
+        "`tokenizer.path` must be a file or a folder, but no/such does not exist",
+    ),
+    "vocabulary of the model": (
+        ["model.vocab_size=10", "tokenizer.vocab_size=null"],
+        "`model.vocab_size` must be above 256 (all bytes and <|endoftext|>), but is 10",
+    ),
+    "threads": (["trainer.num_threads=100000"], "cores of this machine, but is 100000"),
+    "loader processes": (["data.num_workers=100000"], "cores of this machine, but is 100000"),
+    "a batch beyond the memory": (
+        ["global_batch_size=100000000000"],
+        "GiB free on this host, but is 100,000,000,000",
     ),
     "no steps": (["trainer.max_steps=0"], "`trainer.max_steps` must be a whole number of at least 1, but is 0"),
     "no layers": (["model.num_layers=0"], "`model.num_layers` must be a whole number of at least 1, but is 0"),
@@ -162,7 +185,10 @@ def test_a_world_of_another_size_is_refused(tmp_path) -> None:
     overrides = ("parallel.tp_size=2", "parallel.dp_size=2", f"hydra.run.dir={tmp_path}")
     done = train(*TINY, *overrides, **world)
     assert done.returncode == 2
-    assert "the world size must be `tp_size` x `dp_size` (2 x 2), but 3 ranks were started" in only_line(done.stderr)
+    assert (
+        "the world size must be `parallel.tp_size` x `parallel.dp_size` (2 x 2), but 3 ranks were started"
+        in only_line(done.stderr)
+    )
 
 
 def test_a_sizes_mistake_is_found_before_torch_is_loaded(tmp_path) -> None:
@@ -247,3 +273,19 @@ def test_a_run_stopped_before_its_first_checkpoint_goes_on_only_when_told_to(fin
     assert refused.returncode == 2 and "has the metrics.csv of an earlier one" in only_line(refused.stderr)
     done = train(*TINY, f"hydra.run.dir={folder}", "resume=auto")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("dp_size", ["auto", 2])
+def test_tp_size_auto_does_not_choose_what_the_host_cannot_hold(monkeypatch, dp_size) -> None:
+    """On a CPU the ranks share the memory, so that more of them do not need less."""
+    config = TransformerConfig("gpt", 2, 64, 4, 2000, 32)
+    run = SimpleNamespace(
+        micro_batch_size=2, data=SimpleNamespace(seq_length=32), precision=SimpleNamespace(dtype="fp32")
+    )
+    needed = estimate_memory(config, 1, 2, 32, "fp32", 1, False).total * (1 if dp_size == "auto" else dp_size)
+    request = ParallelRequest("auto", dp_size)
+    monkeypatch.setattr(preflight, "host_memory_available", lambda: int(1.01 * needed))
+    assert preflight.resolve_layout(request, config, run, None, "cpu").tp_size == 1
+    monkeypatch.setattr(preflight, "host_memory_available", lambda: int(0.99 * needed))
+    with pytest.raises(ValueError, match="`parallel.tp_size`=auto found none"):
+        preflight.resolve_layout(request, config, run, None, "cpu")

@@ -45,9 +45,16 @@ def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
             "job 2 of the sweep (model=gpt_small seed=1): `model` must be one of bert_1.3b,",
         ),
         (["trainer.max_stps=1,2"], "job 0 of the sweep (trainer.max_stps=1): `trainer.max_stps` is not a known key"),
+        (["schedule.min_lr=0,1"], "job 1 of the sweep (schedule.min_lr=1): `schedule.min_lr` must be at most"),
+        (
+            ["data=local", "data.path=README.md,gone.txt"],
+            "job 1 of the sweep (data=local data.path=gone.txt): `data.path` must exist, but gone.txt does not",
+        ),
+        (["resume=none,gone"], "job 1 of the sweep (resume.path=gone): `resume` must be none, auto or the path"),
+        (["trainer.num_threads=1,9999"], "job 1 of the sweep (trainer.num_threads=9999): `trainer.num_threads` must"),
         (["seed=1,two"], "job 1 of the sweep (seed=two): `seed` must be a whole number, but is 'two'"),
     ],
-    ids=["size", "model", "key", "type"],
+    ids=["size", "model", "key", "schedule", "path", "resume", "threads", "type"],
 )
 def test_a_bad_job_is_named_before_the_first_one_starts(tmp_path, sweep, message) -> None:
     done = train("-m", *sweep, f"hydra.sweep.dir={tmp_path}/sweep")
@@ -56,8 +63,18 @@ def test_a_bad_job_is_named_before_the_first_one_starts(tmp_path, sweep, message
     assert not Path(tmp_path / "sweep").exists()
 
 
+def test_a_sweep_does_not_touch_a_folder_that_has_a_run(tmp_path) -> None:
+    """Each job is looked for in the folder that it would have."""
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "metrics.csv").write_text("step,train/loss\n1,7.0\n")
+    done = train("-m", *TINY, "seed=1,2", f"hydra.sweep.dir={tmp_path}")
+    assert done.returncode == 2 and not (tmp_path / "0").exists()
+    assert f"`hydra.run.dir` must be another folder where a run starts anew, but {tmp_path}/1 has" in done.stderr
+
+
 def test_a_job_that_is_refused_later_is_named_too(tmp_path) -> None:
-    done = train("-m", "data=local", "data.path=missing.txt,gone.txt", f"hydra.sweep.dir={tmp_path}")
+    (tmp_path / "short.txt").write_text("One document.")
+    done = train("-m", "data=local", f"data.path={tmp_path}/short.txt", f"hydra.sweep.dir={tmp_path}/sweep")
     assert done.returncode == 2
-    expected = "error: job 0 of the sweep (data=local data.path=missing.txt): `data.path` must exist, but missing.txt"
+    expected = f"error: job 0 of the sweep (data=local data.path={tmp_path}/short.txt): a corpus without"
     assert done.stderr.startswith(expected) and len(done.stderr.splitlines()) == 1

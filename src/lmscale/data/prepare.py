@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,8 @@ class PreparedCorpus:
 
     Args:
         special_ids: id by token: END_OF_TEXT for GPT, the five of BERT.
-        manifest: sha256 and counts of both parts, source notes, versions.
+        manifest: sha256 and counts of both parts, source notes, versions; as `notes`, which are not in the file, lines
+            for the user on what differs from what was asked.
     """
 
     folder: str
@@ -70,8 +72,6 @@ def prepare_corpus(
         ValueError: anything wrong with the sources or the tokenizer, a corpus too small to hold something out, or a
             tokenizer with more ids than the model.
     """
-    if data.validation_path is not None and data.kind != "local":
-        raise ValueError(f"`data.validation_path` must be null unless `data` is local, but is {data.validation_path!r}")
     cache = cache_folder(data.cache_dir)
     corpus = open_corpus(data)
     held_out = open_corpus(data, "validation_path") if data.validation_path is not None else None
@@ -97,7 +97,23 @@ def prepare_corpus(
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     specials = (END_OF_TEXT,) if architecture == "gpt" else BERT_SPECIALS
     special_ids = {token: loaded.id_of(token) for token in specials}
+    manifest["notes"] = list(_notes(data, tokenizer, loaded.vocab_size, manifest))
     return PreparedCorpus(str(folder), architecture, loaded.vocab_size, special_ids, manifest)
+
+
+def _notes(data: DataConfig, tokenizer: TokenizerConfig, vocab_size: int, manifest: dict) -> Iterator[str]:
+    """Where the corpus was too small for what was asked, a line with both numbers."""
+    if tokenizer.kind == "trained" and vocab_size < (tokenizer.vocab_size or 0):
+        yield (
+            f"`tokenizer.vocab_size` is {tokenizer.vocab_size:,}, but the corpus has no more than {vocab_size:,} "
+            "different pieces: the tokenizer has those"
+        )
+    num_documents = manifest["train"]["documents"] + manifest["validation"]["documents"]
+    if data.validation_path is None and data.validation_every > num_documents:
+        yield (
+            f"`data.validation_every` is {data.validation_every:,}, but the corpus has {num_documents:,} documents: "
+            "the last one is held out"
+        )
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -155,7 +171,7 @@ def _split(read: dict[str, Documents], every: int) -> tuple[list[str], list[str]
             f"a corpus without `data.validation_path` must have at least 2 documents, but has {len(texts)}: "
             "nothing could be held out"
         )
-    every = min(every, len(texts))  # a short corpus holds out its last document
+    every = min(every, len(texts))  # a short corpus holds out its last document; `_notes` says so
     held_out = set(range(every - 1, len(texts), every))
     return [t for i, t in enumerate(texts) if i not in held_out], [t for i, t in enumerate(texts) if i in held_out]
 

@@ -62,8 +62,6 @@ def open_corpus(config: DataConfig, key: str = "path") -> Corpus:
     if config.kind == "huggingface":
         return _open_dataset(config)
     path = getattr(config, key)
-    if path is None:
-        raise ValueError(f"`data.{key}` must name a file or folder when `data` is local, but is null")
     files = _list_files(Path(path), key)
     root = Path(path) if Path(path).is_dir() else Path(path).parent
     hashes = {file.relative_to(root).as_posix(): _sha256(file) for file in files}
@@ -71,6 +69,17 @@ def open_corpus(config: DataConfig, key: str = "path") -> Corpus:
     facts = [(next(s for s in SUFFIXES if name.endswith(s)), digest) for name, digest in hashes.items()]
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
     return Corpus(fingerprint, lambda: _read_files(files, hashes, config, key))
+
+
+def check_corpus(config: DataConfig) -> None:
+    """Refuse a corpus whose files are not there, without reading any.
+
+    Raises:
+        ValueError: a path that is missing, or has no file of a known suffix.
+    """
+    if config.kind == "local":
+        for key in ("path", "validation_path") if config.validation_path is not None else ("path",):
+            _list_files(Path(getattr(config, key)), key)
 
 
 def _read_embedded() -> Documents:
@@ -94,6 +103,8 @@ def _list_files(path: Path, key: str) -> list[Path]:
         if not files:
             raise ValueError(f"`data.{key}` must hold files ending in {', '.join(SUFFIXES)}, but {path} has none")
     else:
+        if path.exists():
+            raise ValueError(f"`data.{key}` must be a file or a folder, but {path} is neither")
         raise ValueError(f"`data.{key}` must exist, but {path} does not")
     for file in files:
         if not file.name.endswith(SUFFIXES):
@@ -192,8 +203,6 @@ def _strings(values: list, name: str) -> list[str]:
 def _open_dataset(config: DataConfig) -> Corpus:
     import datasets
 
-    if config.name is None:
-        raise ValueError("`data.name` must name a dataset when `data` is huggingface, but is null")
     try:
         dataset = datasets.load_dataset(config.name, config.subset, split=config.split)
     except Exception as error:  # the library raises many kinds for: no such dataset, subset, split, no network

@@ -92,7 +92,8 @@ def load_tokenizer(
         path = cache_dir / _trained_name(config, architecture, model_vocab_size, corpus_fingerprint)
         if not path.is_file():
             size = _size_to_train(config, model_vocab_size)
-            trained = (_train_bpe if architecture == "gpt" else _train_wordpiece)(training_texts(), size)
+            key = "model.vocab_size" if config.vocab_size is None and model_vocab_size else "tokenizer.vocab_size"
+            trained = (_train_bpe if architecture == "gpt" else _train_wordpiece)(training_texts(), size, key)
             path.parent.mkdir(parents=True, exist_ok=True)
             # A name of its own even where several machines share the folder; complete before it gets the final one.
             handle, temporary = tempfile.mkstemp(prefix=".unfinished_", dir=path.parent)
@@ -101,15 +102,25 @@ def load_tokenizer(
             os.replace(temporary, path)
         inner = tokenizers.Tokenizer.from_file(str(path))
     else:
-        wanted = "gpt" if config.kind == "gpt2" else "bert"
-        if wanted != architecture:
-            raise ValueError(f"`tokenizer` must suit the model ({architecture}), but is {config.kind}")
+        check_tokenizer(config, architecture)
         inner = _load_published(config)
         # A published tokenizer.json may cut or fill what it encodes to one model's length: documents are whole here.
         inner.no_truncation()
         inner.no_padding()
     inner.encode_special_tokens = True
     return Tokenizer(inner)
+
+
+def check_tokenizer(config: TokenizerConfig, architecture: str) -> None:
+    """Refuse, before anything is read, a published tokenizer of the other architecture or with a path that is missing.
+
+    Raises:
+        ValueError: in either case.
+    """
+    if config.kind != "trained" and config.kind != {"gpt": "gpt2", "bert": "bert"}[architecture]:
+        raise ValueError(f"`tokenizer` must suit the model ({architecture}), but is {config.kind}")
+    if config.kind != "trained" and config.path is not None and not Path(config.path).exists():
+        raise ValueError(f"`tokenizer.path` must be a file or a folder, but {config.path} does not exist")
 
 
 def _size_to_train(config: TokenizerConfig, model_vocab_size: int | None) -> int:
@@ -123,12 +134,11 @@ def _trained_name(config: TokenizerConfig, architecture: str, model_vocab_size: 
     return f"tokenizers/{architecture}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
 
 
-def _train_bpe(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
+def _train_bpe(texts: list[str], vocab_size: int, key: str = "tokenizer.vocab_size") -> tokenizers.Tokenizer:
+    """`key` is what asked for the size, for messages."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):
-        raise ValueError(
-            f"`tokenizer.vocab_size` must be above {len(alphabet)} (all bytes and {END_OF_TEXT}), but is {vocab_size}"
-        )
+        raise ValueError(f"`{key}` must be above {len(alphabet)} (all bytes and {END_OF_TEXT}), but is {vocab_size}")
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -139,7 +149,7 @@ def _train_bpe(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _train_wordpiece(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
+def _train_wordpiece(texts: list[str], vocab_size: int, key: str = "tokenizer.vocab_size") -> tokenizers.Tokenizer:
     """BERT's uncased WordPiece, the same pieces with the same ids in every process.
 
     The library's own WordPiece trainer numbers the `##` letters in the order of a randomly seeded hash map, and the
@@ -173,8 +183,7 @@ def _train_wordpiece(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
     vocab = {piece: i for i, piece in enumerate((*BERT_SPECIALS, *pieces))}
     if len(vocab) > vocab_size:
         raise ValueError(
-            f"`tokenizer.vocab_size` must be at least {len(vocab)} (special tokens and the corpus's letters), "
-            f"but is {vocab_size}"
+            f"`{key}` must be at least {len(vocab)} (special tokens and the corpus's letters), but is {vocab_size}"
         )
     tokenizer = _wordpiece(models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.add_special_tokens(list(BERT_SPECIALS))

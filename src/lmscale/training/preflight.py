@@ -1,14 +1,75 @@
 """Everything that can be refused before a process is started or a tensor allocated."""
 
+import importlib.util
 import os
 from pathlib import Path
 
 import torch
 
 from ..config import ParallelConfig, TransformerConfig
+from ..data.sources import check_corpus
+from ..data.tokenizer import check_tokenizer
 from ..perf.memory import estimate_memory, smallest_layout
-from ..run_config import ParallelRequest, RunConfig
-from .launch import World
+from ..run_config import STAND_IN_VOCAB_SIZE, ParallelRequest, RunConfig
+from .launch import World, resolve_accelerator, world_from_outside
+from .resuming import find_checkpoint
+
+WORKERS_PER_CORE = 4  # loader processes that wait for a disk may be more than the cores
+SAMPLE_OVERHEAD_BYTES = 1024  # Python objects of one sequence: a dict of arrays and its reference in the data order
+
+
+def check_values(values: dict) -> None:
+    """`check_run` of a configuration in plain values, for the jobs of a sweep."""
+    check_run(RunConfig.from_dict(values))
+
+
+def check_run(run: RunConfig) -> tuple[str, ParallelConfig, str | None]:
+    """Check a run as far as that needs no corpus: the machine, sizes, memory, paths.
+
+    Returns:
+        the accelerator, the layout, and the checkpoint to go on from.
+
+    Raises:
+        ValueError: anything in the configuration that cannot work, in one line.
+    """
+    # A small vocabulary stands in until the tokenizer is known: padding makes it as good as any for the memory.
+    provisional = run.transformer_config(STAND_IN_VOCAB_SIZE)
+    accelerator, world = resolve_accelerator(run.trainer.accelerator), world_from_outside()
+    layout = resolve_layout(run.parallel, provisional, run, world, accelerator)
+    run.check_layout(layout.tp_size, layout.dp_size)
+    if run.logger.wandb and importlib.util.find_spec("wandb") is None:
+        raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
+    check_host(run, layout, world)
+    check_memory(provisional, run, layout, world, accelerator)
+    check_corpus(run.data)
+    check_tokenizer(run.tokenizer, provisional.architecture)
+    return accelerator, layout, find_checkpoint(run)
+
+
+def check_host(run: RunConfig, layout: ParallelConfig, world: World | None) -> None:
+    """Refuse threads, loader processes and batches beyond this host, and a run folder that cannot be written.
+
+    Raises:
+        ValueError: more threads a rank than cores; more loader processes than `WORKERS_PER_CORE` a core; a step whose
+            sequences, all held by their rank before it begins, do not fit the free memory.
+    """
+    cores = os.cpu_count() or 1
+    bounds = {"trainer.num_threads": (run.trainer.num_threads, cores, "")}
+    bounds["data.num_workers"] = (run.data.num_workers, WORKERS_PER_CORE * cores, f"{WORKERS_PER_CORE} times ")
+    for name, (value, bound, times) in bounds.items():
+        if value is not None and value > bound:
+            raise ValueError(f"`{name}` must be at most {times}the {cores} cores of this machine, but is {value}")
+    num_tensors = 2 if run.model["architecture"] == "gpt" else 4  # int64 [b, s], once a sample and once stacked
+    sequence = SAMPLE_OVERHEAD_BYTES + 2 * num_tensors * 8 * run.data.seq_length
+    there, ranks = host_memory_available(), world.local_size if world is not None else layout.world_size
+    largest = there // (sequence * ranks) * layout.dp_size
+    if run.global_batch_size > largest:
+        raise ValueError(
+            f"`global_batch_size` must be at most {largest:,}, the sequences of a step that fit the "
+            f"{there / 2**30:.1f} GiB free on this host, but is {run.global_batch_size:,}"
+        )
+    if Path(run.run_dir).exists() and not os.access(run.run_dir, os.W_OK | os.X_OK):
+        raise ValueError(f"`hydra.run.dir` must be a folder that can be written, but is {run.run_dir}")
 
 
 def resolve_layout(
@@ -25,7 +86,9 @@ def resolve_layout(
     tp_size, dp_size = request.tp_size, request.dp_size
     devices = world.size if world is not None else torch.cuda.device_count() if accelerator == "gpu" else None
     if tp_size == "auto":
-        ranks = world.local_size if world is not None and accelerator == "cpu" else 1
+        ranks = 1
+        if accelerator == "cpu":  # the local ranks share the host's memory
+            ranks = world.local_size if world is not None else 1 if dp_size == "auto" else dp_size
         tp_size = smallest_layout(
             config,
             run.micro_batch_size,
@@ -35,21 +98,24 @@ def resolve_layout(
             ranks,
             on_gpu=accelerator == "gpu",
         )
-        if tp_size is None:
+        # Where the ranks are started here, more of them need more of the one host's memory, never less.
+        if tp_size is None or (tp_size > 1 and accelerator == "cpu" and world is None):
             raise ValueError(
-                "`parallel.tp_size`=auto found no power of two that divides the model and fits the memory of "
-                f"{device_memory(accelerator) / 2**30:.1f} GiB a device"
+                "`parallel.tp_size`=auto found none: no power of two divides the model and fits the memory of "
+                f"{device_memory(accelerator) / 2**30:.1f} GiB a {'host' if accelerator == 'cpu' else 'GPU'}"
             )
     if dp_size == "auto":
         dp_size = 1 if devices is None else max(1, devices // tp_size)
     layout = ParallelConfig(tp_size, dp_size)
     if world is not None and layout.world_size != world.size:
         raise ValueError(
-            f"the world size must be `tp_size` x `dp_size` ({tp_size} x {dp_size}), but {world.size} ranks were started"
+            f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "
+            f"but {world.size} ranks were started"
         )
     if world is None and accelerator == "gpu" and layout.world_size > devices:
         raise ValueError(
-            f"`tp_size` x `dp_size` ({tp_size} x {dp_size}) must be at most the GPUs of this host, but it has {devices}"
+            f"`parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}) must be at most the GPUs of this host, "
+            f"but it has {devices}"
         )
     return layout
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import importlib.util
 import json
 import logging
 import platform
@@ -26,21 +25,20 @@ from ..data.prepare import PreparedCorpus, corpus_unigram_cross_entropy, prepare
 from ..perf.flops import dense_peak_flops_per_s
 from ..perf.params import count_parameters
 from ..results import new_record, write_record
-from ..run_config import STAND_IN_VOCAB_SIZE, RunConfig
+from ..run_config import RunConfig
 from .bert_module import BERTModule
 from .callbacks import ReplicaSentinel, TrainingBar
 from .diagnosis import first_cause
 from .exit_codes import DIVERGED, DONE, INTERRUPTED, USER_ERROR
 from .gpt_module import GPTModule
 from .interruption import Interruption
-from .launch import cluster_environment, resolve_accelerator, share_cores, world_from_outside
+from .launch import cluster_environment, share_cores
 from .metrics_file import MetricsFile
 from .module import PretrainModule
-from .preflight import check_memory, resolve_layout
-from .resuming import CHECKPOINTS, agree_on_checkpoint, check_certificate, check_fit, find_checkpoint
+from .preflight import check_run
+from .resuming import CHECKPOINTS, agree_on_checkpoint, check_certificate, check_fit
 from .run_lock import RunLock
 from .saving import Checkpointing
-from .schedule import learning_rate_of_update
 from .strategy import TensorParallelStrategy
 from .watchdog import Watchdog
 
@@ -74,25 +72,14 @@ def prepare_job(run: RunConfig) -> PretrainJob:
     Raises:
         ValueError: anything in the configuration that cannot work, in one line.
     """
-    # A small vocabulary stands in until the tokenizer is known: padding makes it as good as any for the memory.
-    provisional = run.transformer_config(STAND_IN_VOCAB_SIZE)
-    accelerator = resolve_accelerator(run.trainer.accelerator)
-    world = world_from_outside()
-    layout = resolve_layout(run.parallel, provisional, run, world, accelerator)
-    batch = BatchConfig(run.micro_batch_size, run.global_batch_size, layout.dp_size)
-    if run.logger.wandb and importlib.util.find_spec("wandb") is None:
-        raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
-    learning_rate_of_update(1, run.schedule, run.optimizer.lr)  # refuses a schedule that its formula cannot follow
-    check_memory(provisional, run, layout, world, accelerator)
-    resume_from = find_checkpoint(run)
-    corpus = prepare_corpus(run.data, run.tokenizer, provisional.architecture, run.model.get("vocab_size"))
+    accelerator, layout, resume_from = check_run(run)
+    corpus = prepare_corpus(run.data, run.tokenizer, run.model["architecture"], run.model.get("vocab_size"))
     config = run.transformer_config(corpus.vocab_size)
-    config.check_tensor_parallel(layout.tp_size)
+    batch = run.check_layout(layout.tp_size, layout.dp_size, corpus.vocab_size)
     job = PretrainJob(run, config, layout, batch, corpus, accelerator, resume_from)
     data = make_datamodule(job)  # refuses a corpus that is too small here, before the ranks would
     if resume_from is not None:
         run = check_fit(run, config, data.corpus_hash, resume_from)
-        learning_rate_of_update(1, run.schedule, run.optimizer.lr)
     return dataclasses.replace(job, run=run)
 
 
@@ -295,6 +282,8 @@ def _announce(job: PretrainJob, run_dir: Path, resume_from: str | None, start_st
             f"{run.resume.schedule}",
             flush=True,
         )
+    for note in job.corpus.manifest["notes"]:
+        print(f"note: {note}", flush=True)
     if run.resume.path == "auto" and resume_from is None:
         print(f"resume=auto found no complete checkpoint in {run_dir / CHECKPOINTS}: starting from step 0", flush=True)
 
