@@ -1,6 +1,7 @@
 """metrics.csv: a row a step, on disk at once, across resumes."""
 
 import csv
+import errno
 import sys
 from types import SimpleNamespace
 
@@ -61,6 +62,38 @@ def test_a_run_from_scratch_starts_a_new_file(tmp_path) -> None:
         logger.resume_at(0)
         write(logger, range(1, stop))
     assert len(rows(logger.path)) == 2
+
+
+def test_rows_wait_for_a_full_disk_and_are_told_of_once(tmp_path, monkeypatch, capsys) -> None:
+    logger = MetricsFile(tmp_path / "metrics.csv")
+    logger.resume_at(0)
+    write(logger, range(1, 3))
+
+    def full(path, *args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("builtins.open", full)
+        write(logger, range(3, 5))
+        logger.log_metrics({"val/loss": 5.0}, 4)
+        assert capsys.readouterr().err.count("WARNING") == 1
+        logger.finalize("success")
+        assert "2 rows, from step 3 on, are not in it: [Errno 28] No space left" in capsys.readouterr().err
+    assert [row["step"] for row in rows(logger.path)] == ["1", "2"]
+    write(logger, range(5, 6))
+    assert [row["step"] for row in rows(logger.path)] == ["1", "2", "3", "4", "5"]
+    assert [row["val/loss"] for row in rows(logger.path)] == ["", "", "", "5.0", ""]
+    logger.finalize("success")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_disk_that_is_full_from_the_start_gets_the_whole_file_later(tmp_path) -> None:
+    (tmp_path / "run").write_text("in the way")
+    logger = MetricsFile(tmp_path / "run" / "metrics.csv")
+    write(logger, range(1, 3))
+    (tmp_path / "run").unlink()
+    write(logger, range(3, 4))
+    assert [row["step"] for row in rows(logger.path)] == ["1", "2", "3"]
 
 
 def test_columns_of_an_earlier_part_are_kept(tmp_path) -> None:

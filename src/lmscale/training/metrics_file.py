@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ class MetricsFile(Logger):
     join the row of their step. Figures without a row (validation before the first step) are not written: every row has
     a training loss.
 
+    A full disk does not end the training: rows wait in memory until they can be written.
+
     Args:
         path: the file.
     """
@@ -28,8 +31,9 @@ class MetricsFile(Logger):
         super().__init__()
         self.path = path
         self.columns: list[str] = []
-        self.last_row: dict[str, Any] | None = None
-        self.last_offset = 0
+        self.rows: list[dict[str, Any]] = []  # the last one, and those before it that are not on disk yet
+        self.offset = 0  # bytes, where they begin
+        self.problem: OSError | None = None  # why they are not
 
     @property
     def name(self) -> str:
@@ -48,7 +52,7 @@ class MetricsFile(Logger):
     @rank_zero_only
     def resume_at(self, step: int) -> None:
         """Keep the rows of steps up to `step`; 0 starts a new file."""
-        self.columns, self.last_row = [], None
+        self.columns, self.rows, self.offset, self.problem = [], [], 0, None
         if step == 0 or not self.path.is_file():
             self.path.unlink(missing_ok=True)
             return
@@ -59,29 +63,50 @@ class MetricsFile(Logger):
         temporary = self.path.with_suffix(".csv.unfinished")
         temporary.write_text(lines[0] + "".join(kept), encoding="utf-8")
         os.replace(temporary, self.path)
+        self.offset = self.path.stat().st_size
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Write the row of a step, or add validation figures to the row of the step just written."""
         if "train/loss" not in metrics:
-            if self.last_row is not None and self.last_row["step"] == step:
-                self.last_row |= metrics
-                self._write(self.last_row, self.last_offset)
+            if self.rows and self.rows[-1]["step"] == step:
+                self.rows[-1] |= metrics
+                self._write()
             return
-        if not self.columns:
-            self.columns = ["step", *metrics, *_VALIDATION_COLUMNS]
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(",".join(self.columns) + "\n", encoding="utf-8")
-        self.last_row = {"step": step} | metrics
-        self.last_offset = self.path.stat().st_size
-        self._write(self.last_row, self.last_offset)
+        self.columns = self.columns or ["step", *metrics, *_VALIDATION_COLUMNS]
+        if self.problem is None and self.rows:
+            self.rows, self.offset = [], self.path.stat().st_size
+        self.rows.append({"step": step} | metrics)
+        self._write()
 
-    def _write(self, row: dict[str, Any], offset: int) -> None:
-        line = io.StringIO()
-        csv.DictWriter(line, self.columns, extrasaction="ignore", lineterminator="\n").writerow(
-            {k: repr(v) if isinstance(v, float) else v for k, v in row.items()}
-        )
-        with open(self.path, "r+", encoding="utf-8") as file:
-            file.seek(offset)
-            file.write(line.getvalue())
-            file.truncate()
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Try once more what is not on disk, and say so where that fails."""
+        if self.problem is not None:
+            self._write()
+        if self.problem is not None:
+            self._say(f"{len(self.rows)} rows, from step {self.rows[0]['step']} on, are not in it: {self.problem}")
+
+    def _write(self) -> None:
+        """Write `rows` from `offset` on, the columns' names before the first."""
+        text = io.StringIO()
+        table = csv.DictWriter(text, self.columns, extrasaction="ignore", lineterminator="\n")
+        if self.offset == 0:
+            table.writeheader()
+        table.writerows({k: repr(v) if isinstance(v, float) else v for k, v in row.items()} for row in self.rows)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch()
+            with open(self.path, "r+", encoding="utf-8") as file:
+                file.seek(self.offset)
+                file.write(text.getvalue())
+                file.truncate()
+        except OSError as error:
+            if self.problem is None:
+                self._say(f"it cannot be written ({error}); its rows are kept in memory until it can")
+            self.problem = error
+        else:
+            self.problem = None
+
+    def _say(self, text: str) -> None:
+        print(f"WARNING: {self.path}: {text}", file=sys.stderr, flush=True)
