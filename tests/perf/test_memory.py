@@ -9,8 +9,10 @@ from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
 from lmscale.perf.memory import GIB, estimate_memory, smallest_layout
 from lmscale.perf.params import count_parameters
+from lmscale.training.optimizer import MixedPrecisionAdamW
+from lmscale.training_config import OptimizerConfig, PrecisionConfig
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BATCH, SEQUENCE, VOCAB = 5, 80, 500
 
 
@@ -107,6 +109,29 @@ def test_weights_gradients_and_optimizer_follow_the_dtype(dtype: str, bytes_per_
     estimate = estimate_memory(config, 2, 1, 1024, dtype)
     state = estimate.weights + estimate.gradients + estimate.optimizer_state
     assert state == bytes_per_parameter * count_parameters(config, 2).per_rank
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_gradients_and_optimizer_are_what_real_steps_hold(dtype: str) -> None:
+    config = small_model("gpt")
+    model = build_model(config, ParallelContext(), seed=1, dtype=DTYPES[dtype])
+    optimizer = MixedPrecisionAdamW(
+        model.named_parameters(),
+        OptimizerConfig(lr=1e-3),
+        PrecisionConfig(dtype, initial_loss_scale=1.0),
+        ParallelContext(),
+    )
+    tokens = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % VOCAB
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(tokens, tokens, sample_dropout_keys(seed=1, sample_numbers=torch.arange(BATCH))).mean().backward()
+        optimizer.step()
+    assert optimizer.num_updates == 2
+    held = [*model.parameters(), *optimizer.tensors().values(), *optimizer.gradients().values()]
+    held += [param.grad for param in model.parameters() if param.grad is not None]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    estimate = estimate_memory(config, 1, BATCH, SEQUENCE, dtype)
+    assert sum(storages.values()) == estimate.weights + estimate.gradients + estimate.optimizer_state
 
 
 def test_tensor_parallelism_divides_the_cut_activations_and_keeps_the_replicated_ones() -> None:

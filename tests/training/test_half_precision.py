@@ -2,13 +2,26 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from runs import read_rows, run_jobs, tiny_run
+from sharding import random_batch, small_config, total_loss
 
-from lmscale.parallel import LayerNorm, ParallelContext, embedding_lookup
+from lmscale.models import build_model
+from lmscale.parallel import (
+    ColumnParallelLinear,
+    LayerNorm,
+    ParallelContext,
+    ReplicatedLinear,
+    RowParallelLinear,
+    embedding_lookup,
+    vocab_parallel_logits,
+)
+from lmscale.training.module import DTYPES
+from lmscale.training.optimizer import MixedPrecisionAdamW
 from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training_config import OptimizerConfig, PrecisionConfig
 
-ROWS, HIDDEN, NUM_IDS = 16384, 64, 50
+ROWS, HIDDEN, NUM_IDS, POSITIONS = 16384, 64, 50, 128
+LINEARS = {"column": ColumnParallelLinear, "row": RowParallelLinear, "replicated": ReplicatedLinear}
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -30,15 +43,27 @@ def gradients(kind: str, dtype: torch.dtype, x: torch.Tensor, upstream: torch.Te
         tokens = torch.randint(0, NUM_IDS, (1, ROWS), generator=generator)
         embedding_lookup(tokens, table).backward(upstream.to(dtype).unsqueeze(0))
         return [table.grad]
-    weight = torch.randn(HIDDEN, HIDDEN, generator=generator).bfloat16().to(dtype).requires_grad_()
-    bias = torch.zeros(HIDDEN, dtype=dtype, requires_grad=True)
-    added = torch.zeros(HIDDEN, dtype=dtype, requires_grad=True)
-    (F.linear(x.to(dtype), weight, bias) + added).backward(upstream.to(dtype))
-    return [weight.grad, bias.grad, added.grad]
+    if kind == "position":
+        table = torch.zeros(POSITIONS + 3, HIDDEN, dtype=dtype, requires_grad=True)
+        sequences = x.to(dtype).view(-1, POSITIONS, HIDDEN) + table[:POSITIONS]
+        sequences.backward(upstream.to(dtype).view_as(sequences))
+        return [table.grad]
+    weight = torch.randn(HIDDEN, HIDDEN, generator=generator).bfloat16()
+    if kind == "tied projection":
+        tied = weight.to(dtype).requires_grad_()
+        bias = torch.zeros(HIDDEN, dtype=dtype, requires_grad=True)
+        vocab_parallel_logits(x.to(dtype), tied, bias, HIDDEN, ParallelContext()).backward(upstream.to(dtype))
+        return [tied.grad, bias.grad]
+    layer = LINEARS[kind](HIDDEN, HIDDEN, ParallelContext(), 0.02).to(dtype)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        layer.bias.zero_()
+    layer(x.to(dtype)).backward(upstream.to(dtype))
+    return [layer.weight.grad, layer.bias.grad]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["layer norm", "embedding", "linear"])
+@pytest.mark.parametrize("kind", ["layer norm", "embedding", "position", "tied projection", *LINEARS])
 def test_gradients_summed_over_many_rows_are_off_by_no_more_than_rounding(kind, dtype) -> None:
     """Left to themselves torch's CPU kernels are off by 58 % in a LayerNorm's bias at 16,384 rows of bf16."""
     generator = torch.Generator().manual_seed(0)
@@ -49,18 +74,38 @@ def test_gradients_summed_over_many_rows_are_off_by_no_more_than_rounding(kind, 
         assert relative_error(found, reference) < (0.004 if dtype == torch.bfloat16 else 0.001)
 
 
+def summed_gradient(
+    architecture: str, dtype: str, micro_batch_size: int, weights: dict[str, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Gradient of the mean loss over 64 sequences, `micro_batch_size` at a time, one fp64 vector; and the weights."""
+    config, context = small_config(architecture), ParallelContext()
+    model = build_model(config, context, seed=3, dtype=DTYPES[dtype])
+    if weights is not None:
+        model.load_state_dict(weights)
+    optimizer = MixedPrecisionAdamW(model.named_parameters(), OptimizerConfig(lr=1e-3), PrecisionConfig(dtype), context)
+    for first in range(0, 64, micro_batch_size):
+        parts = [random_batch(config, batch_size=1, seed=i) for i in range(first, first + micro_batch_size)]
+        batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0] if key != "attention_mask"}
+        batch |= {"attention_mask": None}
+        (total_loss(model, batch) / 64).backward()
+    gradient = torch.cat([part.double().flatten() for part in optimizer.gradients().values()])
+    return gradient, model.state_dict()
+
+
+@pytest.mark.parametrize("micro_batch_size", [64, 1])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])
-def test_the_gradient_norm_does_not_depend_on_the_number_of_micro_batches(tmp_path, architecture) -> None:
-    """64 sequences in one, or one by one: bf16's gradient norm stays where fp64's is."""
-    norms = {}
-    for dtype, size in (("fp64", 64), ("bf16", 64), ("bf16", 1)):
-        folder = tmp_path / f"{dtype}_{size}"
-        settings = {"precision__dtype": dtype, "micro_batch_size": size, "global_batch_size": 64}
-        assert pretrain(prepare_job(tiny_run(architecture, folder, trainer__max_steps=1, **settings))) == 0
-        norms[dtype, size] = read_rows(folder)[0]["grad_norm"]
-    for size in (64, 1):
-        assert abs(norms["bf16", size] / norms["fp64", 64] - 1) < 0.003, norms
-    assert abs(norms["bf16", 1] / norms["bf16", 64] - 1) < 0.002, norms
+def test_the_gradient_over_many_micro_batches_is_off_by_no_more_than_rounding(
+    architecture, dtype, micro_batch_size
+) -> None:
+    """64 sequences in one, or one by one, against fp64 with the same weights; bounded by the type's epsilon.
+
+    Added up in the half type, 64 micro-batches are off by 1.1 to 1.2 % in bf16 and 0.14 % in fp16, against 0.6 % and
+    0.06 % that the layers cost. The norm alone would not show it: it moves by 0.2 %.
+    """
+    found, weights = summed_gradient(architecture, dtype, micro_batch_size)
+    exact, _ = summed_gradient(architecture, "fp64", 64, weights)
+    assert relative_error(found, exact) < torch.finfo(DTYPES[dtype]).eps
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
