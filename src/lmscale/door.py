@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 USER_ERROR = 2
+_CONF = Path(__file__).resolve().parents[2] / "conf"
 _WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")  # before `open_door` sets it for Hydra
 _task_is_running = False
 
@@ -160,6 +161,21 @@ def _one_line(error: Exception) -> str:
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
         return f"`{unknown.group(1)}` is not a known key or group of the configuration"
+    if text.startswith(("Config group override must be", "Error resolving interpolation '${model}'")):
+        text = _wrong_choice(sys.argv[1:]) or text
+    if isinstance(error, OSError):  # Hydra makes the folder
+        key = "hydra.sweep.dir" if sys.argv[1:2] in (["-m"], ["--multirun"]) else "hydra.run.dir"
+        return f"`{key}` must be a folder that can be made and written, but {error.filename}: {error.strerror}"
     if not isinstance(error, (ValueError, HydraException, OmegaConfBaseException)):
         text = f"the command line cannot be used: {type(error).__name__} {text}".rstrip()
     return re.sub(r"\s+", " ", text).strip()
+
+
+def _wrong_choice(overrides: list[str]) -> str | None:
+    """What is wrong with the first group that is given something else than one of its choices, where there is one."""
+    for override in overrides:
+        group, _, choice = override.partition("=")
+        choices = sorted(path.stem for path in (_CONF / group).glob("*.yaml")) if group else []
+        if choices and choice.strip("'\"") not in choices:
+            return f"`{group}` must be one of {', '.join(choices)}, but is {choice}"
+    return None

@@ -1,6 +1,7 @@
 """What counts as a document, what identifies a corpus, and what is refused."""
 
 import gzip
+import time
 
 import pytest
 from corpora import local_config
@@ -88,6 +89,19 @@ def test_a_validation_file_is_held_out_whole(tmp_path) -> None:
     config = local_config(tmp_path / "a.txt", tmp_path, validation_path=str(tmp_path / "b.txt"))
     manifest = prepare_corpus(config, TRAINED, "gpt", None).manifest
     assert (manifest["train"]["documents"], manifest["validation"]["documents"]) == (1, 2)
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch) -> None:
+    import datasets
+    import huggingface_hub
+
+    for module in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)  # and put back afterwards
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="`data.name` must be .* 'no/such': .*127.0.0.1:9 was not reached"):
+        open_corpus(DataConfig("huggingface", 16, name="no/such"))
+    assert time.monotonic() - start < 10
 
 
 def test_the_embedded_corpus_has_one_fingerprint() -> None:

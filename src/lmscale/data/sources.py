@@ -4,6 +4,8 @@ import gzip
 import hashlib
 import json
 import re
+import urllib.error
+import urllib.request
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ from ..data_config import DataConfig
 from .embedded import embedded_documents, embedded_fingerprint
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".parquet")
+HUB_PATIENCE_S = 10.0
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -202,11 +205,18 @@ def _strings(values: list, name: str) -> list[str]:
 
 def _open_dataset(config: DataConfig) -> Corpus:
     import datasets
+    import huggingface_hub
 
+    # Without a network the libraries would ask six times, over half a minute, before they looked into their cache.
+    is_offline = not Path(config.name).exists() and not _hub_answers()
+    if is_offline:
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         dataset = datasets.load_dataset(config.name, config.subset, split=config.split)
     except Exception as error:  # the library raises many kinds for: no such dataset, subset, split, no network
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if is_offline:
+            reason += f" ({huggingface_hub.constants.ENDPOINT} was not reached: only the cache was searched)"
         raise ValueError(f"`data.name` must be a dataset that can be loaded, but {config.name!r}: {reason}") from None
     if config.text_field not in dataset.column_names:
         raise ValueError(
@@ -222,3 +232,18 @@ def _open_dataset(config: DataConfig) -> Corpus:
         return Documents(texts, {"dataset": config.name, "rows": len(dataset)})
 
     return Corpus(f"{config.name}-{config.subset}-{config.split}-{dataset._fingerprint}", read)
+
+
+def _hub_answers() -> bool:
+    """Whether the Hugging Face hub can be reached, asked once; a refusal is an answer."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_PATIENCE_S)
+    except urllib.error.HTTPError:
+        return True
+    except OSError:  # no such host, no route, no answer in time
+        return False
+    return True
