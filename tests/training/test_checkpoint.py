@@ -8,7 +8,7 @@ import pytest
 import torch
 from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
-from lmscale.checkpoint import list_checkpoints, read_metadata
+from lmscale.checkpoint import CheckpointError, list_checkpoints, read_metadata
 from lmscale.data.sampler import GlobalBatchSampler
 from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.resuming import find_checkpoint
@@ -86,7 +86,8 @@ def test_auto_takes_the_newest_complete_one(finished, tmp_path) -> None:
     (run_dir / "checkpoints" / "step_10.ckpt" / "metadata.json").unlink()
     assert find_checkpoint(tiny_run("gpt", run_dir, resume="auto")).endswith("step_6.ckpt")
     assert find_checkpoint(tiny_run("gpt", tmp_path / "new", resume="auto")) is None
-    assert find_checkpoint(tiny_run("gpt", tmp_path / "new", resume=str(run_dir))).endswith("step_6.ckpt")
+    with pytest.raises(CheckpointError, match="step_10.ckpt is no checkpoint, it has no metadata.json"):
+        find_checkpoint(tiny_run("gpt", tmp_path / "new", resume=str(run_dir)))
     older = run_dir / "checkpoints" / "step_4.ckpt"
     assert find_checkpoint(tiny_run("gpt", tmp_path / "new", resume=str(older))).endswith("step_4.ckpt")
 

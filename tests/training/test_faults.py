@@ -51,6 +51,11 @@ def damage(path: Path, how: str) -> None:
         file.write_bytes(whole[:-5])
     elif how == "missing file":
         file.unlink()
+    elif how == "missing metadata":
+        (path / "metadata.json").unlink()
+    elif how == "another step's":
+        subprocess.run(["rm", "-r", str(path)], check=True)
+        copy(path.with_name("step_2.ckpt"), path)
     elif how == "damaged metadata":
         text = (path / "metadata.json").read_text()
         (path / "metadata.json").write_text(text.replace('"num_updates": ', '"num_updates": 1', 1))
@@ -82,7 +87,9 @@ def copy(folder: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("how", ["flipped byte", "truncated", "missing file", "damaged metadata"])
+@pytest.mark.parametrize(
+    "how", ["flipped byte", "truncated", "missing file", "damaged metadata", "missing metadata", "another step's"]
+)
 def test_auto_goes_back_to_the_previous_good_checkpoint_and_ends_where_it_would_have(
     whole, three_steps, tmp_path, capfd, how
 ) -> None:
@@ -90,10 +97,21 @@ def test_auto_goes_back_to_the_previous_good_checkpoint_and_ends_where_it_would_
     damage(folder / "checkpoints" / "step_3.ckpt", how)
     assert train_here(run_of(folder)) == 0
     stderr = capfd.readouterr().err
-    assert "WARNING: checkpoint step_3.ckpt" in stderr and "set aside as step_3.ckpt.damaged" in stderr
+    assert "WARNING: " in stderr and "step_3.ckpt" in stderr and "set aside as step_3.ckpt.damaged" in stderr
     assert_same_run(whole, folder)
     assert (folder / "checkpoints" / "step_3.ckpt.damaged").is_dir()
     assert len(list_checkpoints(folder / "checkpoints")) == 5
+
+
+def test_a_torn_file_of_rows_and_a_lost_record_do_not_lose_the_run(three_steps, tmp_path, capfd) -> None:
+    folder = copy(three_steps, tmp_path / "run")
+    (folder / "metrics.csv").write_text("")
+    assert train_here(run_of(folder)) == 0
+    assert "WARNING: metrics.csv cannot be read; kept as metrics.csv.damaged" in capfd.readouterr().err
+    (folder / "record.json").unlink()
+    assert train_here(run_of(folder)) == 0
+    record = json.loads((folder / "record.json").read_text())
+    assert record["metrics"]["steps"]["value"] == 5 and record["metrics"]["val/loss"]["value"] > 0
 
 
 def test_all_damaged_is_refused_and_never_starts_from_scratch(three_steps, tmp_path, capfd) -> None:

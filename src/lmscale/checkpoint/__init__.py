@@ -3,7 +3,7 @@
 Communicates nothing: ranks meet in the file system. Torch, safetensors' format and `config` only, no Lightning.
 """
 
-from .errors import CheckpointError
+from .errors import CheckpointError, CheckpointVersionError
 from .metadata import (
     METADATA,
     CheckpointMetadata,
@@ -25,6 +25,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMetadata",
     "CheckpointReader",
+    "CheckpointVersionError",
     "CheckpointWriter",
     "Share",
     "TensorEntry",

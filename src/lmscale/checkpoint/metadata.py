@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from ..config import TransformerConfig
-from .errors import CheckpointError
+from .errors import CheckpointError, CheckpointVersionError
 from .tensor_file import DTYPE_NAMES
 
 FORMAT_VERSION = 2
@@ -108,11 +108,12 @@ def checkpoint_step(path: Path) -> int:
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
-    """Complete checkpoints in `folder`, oldest step first. Unfinished ones have another name and are not listed."""
+    """Checkpoints in `folder`, oldest step first. Unfinished ones have another name; one that lacks its metadata is
+    listed, because only a complete one was ever given its name: `read_metadata` says what is wrong with it."""
     folder = Path(folder)
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / METADATA).is_file()]
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=checkpoint_step)
 
 
@@ -128,16 +129,20 @@ def read_metadata(path: str | Path) -> CheckpointMetadata:
     try:
         values = json.loads((path / METADATA).read_text(encoding="utf-8"))
         version, checksum = values.pop("format_version"), values.pop("checksum", None)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path.name}: {METADATA} cannot be parsed ({_short(error)})") from None
     if version != FORMAT_VERSION:
-        raise CheckpointError(f"checkpoint {path.name}: format_version must be {FORMAT_VERSION}, but is {version!r}")
+        raise CheckpointVersionError(
+            f"checkpoint {path.name}: format_version must be {FORMAT_VERSION}, but is {version!r}"
+        )
     if checksum != _checksum({"format_version": version} | values):
         raise CheckpointError(f"checkpoint {path.name}: {METADATA} does not have the checksum it names, {checksum!r}")
     try:
         metadata = _parse(values)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"checkpoint {path.name}: {METADATA} has a wrong entry ({_short(error)})") from None
+    if _NAME.fullmatch(path.name) and checkpoint_step(path) != metadata.step:
+        raise CheckpointError(f"checkpoint {path.name}: its metadata is that of step {metadata.step}")
     for name, entry in metadata.files.items():
         actual = (path / name).stat().st_size if (path / name).is_file() else "missing"
         if actual != entry.num_bytes:
@@ -202,11 +207,21 @@ def _parse(values: dict[str, Any]) -> CheckpointMetadata:
         pieces = tuple(Piece(**piece) for piece in entry["pieces"])
         tensors[key] = TensorEntry(tuple(entry["shape"]), DTYPES[entry["dtype"]], entry["shard_dim"], pieces)
         _check_pieces(key, tensors[key], files)
-    return CheckpointMetadata(tensors=tensors, files=files, **values)
+    metadata = CheckpointMetadata(tensors=tensors, files=files, **values)
+    if type(metadata.step) is not int or metadata.step < 0:
+        raise ValueError(f"step {metadata.step!r}")
+    for name in ("layout", "model", "optimizer", "run", "state"):
+        if type(getattr(metadata, name)) is not dict:
+            raise ValueError(name)
+    return metadata
 
 
 def _check_pieces(key: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
     """The pieces must follow each other from the first index to the last and lie in known files."""
+    if not all(type(length) is int and length >= 0 for length in entry.shape):
+        raise ValueError(f"shape of {key}")
+    if entry.shard_dim is not None and not 0 <= entry.shard_dim < len(entry.shape):
+        raise ValueError(f"shard_dim of {key}")
     length = 1 if entry.shard_dim is None else entry.shape[entry.shard_dim]
     reached = 0
     for piece in entry.pieces:

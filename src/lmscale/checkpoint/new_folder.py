@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import CheckpointError
+from .metadata import METADATA
 
 
 def check_new_folder(target: str | Path, num_bytes: int) -> None:
@@ -19,8 +20,11 @@ def check_new_folder(target: str | Path, num_bytes: int) -> None:
         CheckpointError: see above.
     """
     target = Path(target).absolute()
-    if target.exists():
+    if os.path.lexists(target):  # a link that leads nowhere, too
         raise CheckpointError(f"`target` must not exist yet, but {target} does")
+    inside = next((folder for folder in target.parents if (folder / METADATA).is_file()), None)
+    if inside is not None:
+        raise CheckpointError(f"`target` must not lie in a checkpoint, but {inside} is one")
     parent = next(folder for folder in target.parents if folder.exists())
     if not parent.is_dir():
         raise CheckpointError(f"`target` must lie in a folder, but {parent} is a file")

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -75,6 +76,7 @@ class CheckpointWriter:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._thread: threading.Thread | None = None
         self._error: str | None = None
+        self._attempts = 0  # equal on all ranks; what a failed save left is never taken for its repetition's
         self._buffers: dict[str, Tensor] = {}
 
     def begin(
@@ -97,6 +99,7 @@ class CheckpointWriter:
         """
         assert self._thread is None
         self._error = None
+        self._attempts += 1
         mine = {key: tensors[key].detach() for key in share.places}
         if not in_background:
             self._save(path, mine, metadata, share, on_complete)
@@ -130,17 +133,23 @@ class CheckpointWriter:
         share: Share,
         on_complete: Callable[[Path], None] | None,
     ) -> None:
-        temporary = path.with_name(f".{path.name}.{self.token}.unfinished")
+        temporary = path.with_name(f".{path.name}.{self.token}-{self._attempts}.unfinished")
         try:
             self._write_part(temporary, tensors, share)
             if self.rank == 0:
                 self._complete(temporary, path, metadata)
-                if on_complete is not None:
-                    on_complete(path)
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # of any kind: in a thread it would be lost, and the save taken for done
             self._error = str(error) if isinstance(error, CheckpointError) else f"rank {self.rank}: {error}"
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
+            return
+        if self.rank == 0 and on_complete is not None:
+            try:
+                on_complete(path)
+            except OSError as error:
+                print(
+                    f"WARNING: {path.name} is saved, but not all old ones removed: {error}", file=sys.stderr, flush=True
+                )
 
     def _write_part(self, temporary: Path, tensors: Mapping[str, Tensor], share: Share) -> None:
         """This rank's file, then the note that it is complete, or why it is not."""
@@ -154,7 +163,7 @@ class CheckpointWriter:
                         part["pieces"][key] = [*share.places[key], file.write(key, tensor)]
                 part["entry"] = [file.num_bytes, file.header_checksum]
             _write_text(temporary / f"rank_{self.rank}.part", json.dumps(part))
-        except OSError as error:
+        except Exception as error:
             (temporary / share.file).unlink(missing_ok=True)  # on a full disk this makes the room for the note
             _write_text(temporary / f"rank_{self.rank}.failed", f"rank {self.rank}: {error}")
             raise
@@ -201,10 +210,13 @@ def finish_directory(temporary: Path, path: Path, metadata: CheckpointMetadata) 
     """Write the metadata of a directory whose files are complete and synced, and give it its final name."""
     _write_text(temporary / METADATA, metadata.to_json())
     _sync(temporary)
+    replaced = path.with_name(f".{path.name}.deleting")
     if path.exists():  # the same step saved twice: the newer one stands
-        remove_checkpoint(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(path, replaced)
     os.rename(temporary, path)
     _sync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove_checkpoint(path: str | Path) -> None:

@@ -1,11 +1,13 @@
 """A scheduler's wish that the job end soon: remembered, and met at the next border of steps."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+PASSED_ON = "LMSCALE_INTERRUPTED"  # set by the launcher for the ranks it starts after the signal
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1) if hasattr(signal, "SIGUSR1") else (signal.SIGTERM,)
 
 
@@ -23,6 +25,8 @@ class Interruption:
 
     def install(self) -> None:
         """Take over the signals; only the main thread can, elsewhere (a notebook's worker) nothing is done."""
+        if PASSED_ON in os.environ:  # to a rank that was not there yet, or has been started again
+            self.received = signal.Signals[os.environ[PASSED_ON]]
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
 

@@ -1,5 +1,6 @@
 """Who starts the ranks, and on what: torchrun or srun from outside, else one elastic agent of our own."""
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .exit_codes import STALLED
-from .interruption import Interruption
+from .interruption import PASSED_ON, Interruption
 
 
 @dataclass(frozen=True)
@@ -142,11 +143,14 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> 
         _stop(error.sigval)
     finally:
         wish.restore()
+        os.environ.pop(PASSED_ON, None)
 
 
 def _pass_on_to_ranks(number: signal.Signals) -> None:
+    os.environ[PASSED_ON] = number.name
     for child in multiprocessing.active_children():
-        os.kill(child.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(child.pid, number)
 
 
 def _stop(number: signal.Signals) -> None:

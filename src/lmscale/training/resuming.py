@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ..checkpoint import (
     CheckpointError,
     CheckpointMetadata,
+    CheckpointVersionError,
     check_model,
     checkpoint_step,
     find_damage,
@@ -29,6 +30,12 @@ _LEFT_BY_A_RUN = ("metrics.csv", "record.json")
 # What decides which samples a run sees, in which order; the corpus, by the hash of its tokens, besides.
 _DATA_KEYS = ("seed", "global_batch_size", "data.seq_length", "data.short_seq_probability", "data.mask_probability")
 _DATA_KEYS += ("data.max_ngram",)
+_COUNTERS = ("num_updates", "num_skipped", "skipped_in_a_row", "loss_scale")
+_STATE = ("data_digest", "corpus_hash")
+
+
+class ScheduleDiffersError(ValueError):
+    """The schedule is not the checkpoint's, and nobody has said which one counts."""
 
 
 def find_checkpoint(run: RunConfig) -> str | None:
@@ -87,7 +94,7 @@ def check_fit(run: RunConfig, config: TransformerConfig, corpus_hash: str, path:
 
     Raises:
         CheckpointError: another model, or other data; every difference is listed.
-        ValueError: another schedule under `resume.schedule=assert`.
+        ScheduleDiffersError: another schedule under `resume.schedule=assert`.
     """
     metadata = read_metadata(path)
     check_model(metadata, config.to_dict(), path)
@@ -96,8 +103,15 @@ def check_fit(run: RunConfig, config: TransformerConfig, corpus_hash: str, path:
     name = Path(path).name
     if not metadata.optimizer:
         raise CheckpointError(f"checkpoint {name} has only weights; `resume.weights_only`=true starts a run from them")
+    lacking = [key for key in _COUNTERS if key not in metadata.optimizer] + [
+        k for k in _STATE if k not in metadata.state
+    ]
+    if lacking:
+        raise CheckpointError(f"checkpoint {name} cannot be resumed: its metadata lacks {', '.join(lacking)}")
     now, then = _flat(run.to_dict()), _flat(metadata.run)
-    differences = [f"{key} is {now[key]!r} here and {then[key]!r} there" for key in _DATA_KEYS if now[key] != then[key]]
+    differences = [
+        f"{key} is {now[key]!r} here and {then.get(key)!r} there" for key in _DATA_KEYS if now[key] != then.get(key)
+    ]
     if corpus_hash != metadata.state["corpus_hash"]:
         differences.append("the corpus has other tokens")
     if differences:
@@ -111,7 +125,8 @@ def check_fit(run: RunConfig, config: TransformerConfig, corpus_hash: str, path:
 def _settle_schedule(run: RunConfig, metadata: CheckpointMetadata, name: str) -> RunConfig:
     """The run under the schedule that `resume.schedule` chooses, which is printed."""
     now = dataclasses.asdict(run.schedule) | {"lr": run.optimizer.lr}
-    then = metadata.run["schedule"] | {"lr": metadata.run["optimizer"]["lr"]}
+    saved = _flat(metadata.run)
+    then = {key: saved.get("optimizer.lr" if key == "lr" else f"schedule.{key}") for key in now}
     differences = [
         f"{key} is {now[key]!r} here and {then.get(key)!r} there" for key in now if now[key] != then.get(key)
     ]
@@ -119,7 +134,7 @@ def _settle_schedule(run: RunConfig, metadata: CheckpointMetadata, name: str) ->
         return run
     policy = run.resume.schedule
     if policy == "assert":
-        raise ValueError(
+        raise ScheduleDiffersError(
             f"`resume.schedule` must be keep or override where the schedule is not that of {name} "
             f"({'; '.join(differences)}), but is assert"
         )
@@ -201,6 +216,8 @@ def is_restart() -> bool:
 def _problem_of_metadata(path: Path) -> str | None:
     try:
         read_metadata(path)
+    except CheckpointVersionError:
+        raise  # nothing is wrong with it: going back to an older one would hide it
     except CheckpointError as error:
         return str(error)
     return None

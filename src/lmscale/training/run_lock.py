@@ -20,7 +20,10 @@ class RunLock:
 
     def take(self, folder: Path) -> str | None:
         """Take the folder; None, or why not. Waits some seconds for a job that is just ending."""
-        file = open(folder / ".lock", "a+", encoding="utf-8")
+        try:
+            file = open(folder / ".lock", "a+", encoding="utf-8")
+        except OSError as error:
+            return f"the run folder {folder} cannot be used: {error}"
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             try:

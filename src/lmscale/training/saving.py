@@ -1,5 +1,6 @@
 """When checkpoints are saved, which are kept, and what happens when one cannot be written."""
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -35,14 +36,14 @@ class Checkpointing(L.Callback):
         self.begun: int | None = None  # step of the one being written
         self.saved_at = time.monotonic()
         self.is_due = False
-        self.best_loss = float("inf")
+        self.best_losses: list[float] = []  # as many as are kept, lowest first
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """What was just resumed need not be saved again, and the best so far is still the best."""
         self.last_saved = pl_module.completed_steps
         self.saved_at = time.monotonic()
         known = [loss for loss, _ in self._scored()] if trainer.is_global_zero else []
-        self.best_loss = trainer.strategy.broadcast(min(known, default=float("inf")))
+        self.best_losses = trainer.strategy.broadcast(known[: self.config.keep_best])
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Agree with the other ranks on what is due; save now unless this step is validated first."""
@@ -55,7 +56,7 @@ class Checkpointing(L.Callback):
         every = pl_module.run.trainer.validate_every_steps
         if pl_module.exit_code != DONE:
             return  # a run that has diverged or drifted: what was saved before stands
-        if wants_stop:
+        if wants_stop and step < trainer.max_steps:  # the last step is the end anyway
             pl_module.stop(INTERRUPTED)  # saved in `on_train_end`
         elif self.is_due and not (every and step % every == 0):
             self._save(trainer, pl_module)
@@ -64,9 +65,10 @@ class Checkpointing(L.Callback):
         """The save that waited for the validation, or a new best one."""
         if trainer.state.fn != TrainerFn.FITTING or pl_module.exit_code != DONE:
             return
-        loss = pl_module.validation["val/loss"]
-        is_best = self.config.keep_best is not None and loss < self.best_loss
-        self.best_loss = min(self.best_loss, loss)
+        loss, is_best = pl_module.validation["val/loss"], False
+        if self.config.keep_best is not None and math.isfinite(loss):
+            best = sorted([*self.best_losses, loss])[: self.config.keep_best]
+            is_best, self.best_losses = best != self.best_losses, best
         if self.is_due or is_best:
             self._save(trainer, pl_module)
 
@@ -118,7 +120,7 @@ class Checkpointing(L.Callback):
                 loss = read_metadata(path).state.get("validation", {}).get("val/loss")
             except CheckpointError:
                 continue  # a damaged one is neither best nor removed
-            if loss is not None:
+            if loss is not None and math.isfinite(loss):
                 scored.append((loss, path))
         return sorted(scored)
 
