@@ -42,7 +42,7 @@ class DataConfig:
         seq_length: tokens of a sample.
         short_seq_probability, mask_probability, max_ngram: BERT samples (anchors: 0.1, 0.15, 3).
         cache_dir: where trained tokenizers and token files are kept; None means $LMSCALE_CACHE or ~/.cache/lmscale.
-        num_workers: loader processes a rank.
+        num_workers: loader processes a rank, at most four for each core of the machine.
     """
 
     kind: str

@@ -80,7 +80,7 @@ class TrainerConfig:
         max_skipped_steps: steps in a row that may be skipped for a gradient that is not finite, before the run stops
             with a diagnosis; those that fp16's loss scale answers by halving itself are not counted.
         check_replicas_every_steps: how often the ranks compare hashes of what must be equal on them; 0: never.
-        num_threads: CPU threads a rank; None shares the machine's cores between the local ranks.
+        num_threads: CPU threads a rank, at most the machine's cores; None shares them between the local ranks.
         matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
         progress_bar: the live bar in the terminal.
     """
