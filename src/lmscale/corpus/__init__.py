@@ -1,0 +1,1 @@
+"""From raw corpora to binary token files: reading, cleaning, deduplication, removal of test sets, tokenization."""
