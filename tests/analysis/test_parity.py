@@ -64,7 +64,7 @@ def test_a_layout_that_trains_another_run_fails(tmp_path, mutant, tp_size, dp_si
     ("options", "message"),
     [
         (("--steps", "0"), "`--steps` must be at least 1 and at most 5, but is 0"),
-        (("--tp", "3"), "must be a multiple of `tp_size` (3)"),
+        (("--tp", "3"), "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (3)"),
         (("--dtype", "fp16"), "invalid choice: 'fp16'"),
     ],
 )
