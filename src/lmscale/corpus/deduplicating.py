@@ -1,0 +1,190 @@
+"""The search for near-duplicates over all shards: candidates a band, exact comparison a shard, one answer for all."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datatrove.data import DocumentsPipeline
+from datatrove.pipeline.base import PipelineStep
+
+from .collecting import PLACE, batches
+from .duplicates import candidate_pairs, causes, choose_survivors, clusters, exact_jaccard
+from .progress import Meter
+from .shingles import shingle_sets
+from .work_folder import WorkFolder, complete_file, save_array
+
+PAIRS_AT_ONCE = 500_000
+
+
+class FindCandidates(PipelineStep):
+    """One band of the LSH: pairs of documents whose band values are equal.
+
+    Args:
+        root: of the work folder.
+        num_shards: of the corpus.
+        largest_bucket: see `duplicates.candidate_pairs`.
+    """
+
+    type = "DEDUP"
+    name = "candidates"
+
+    def __init__(self, root: Path, num_shards: int, largest_bucket: int) -> None:
+        super().__init__()
+        self.folder, self.num_shards, self.largest_bucket = WorkFolder(root), num_shards, largest_bucket
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
+        """Task `rank` looks at band `rank` of all shards."""
+        shards = range(self.num_shards)
+        columns = [np.load(self.folder.shard_file("bands", s), mmap_mode="r")[:, rank] for s in shards]
+        pairs, num_large = candidate_pairs(np.concatenate(columns), self.largest_bucket)
+        first = self.folder.first_documents(self.num_shards)
+        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+        of_first = np.searchsorted(pairs[:, 0], first)
+        members = np.unique(pairs)
+        of_members = np.searchsorted(members, first)
+        for shard in shards:
+            here = pairs[of_first[shard] : of_first[shard + 1]]
+            save_array(self.folder.path("pairs", shard, f"{rank:05d}.npy"), here)
+            mine = members[of_members[shard] : of_members[shard + 1]]
+            save_array(self.folder.path("members", shard, f"{rank:05d}.npy"), mine)
+        self.stat_update("candidates", value=len(pairs))
+        self.stat_update("buckets_too_large", value=num_large)
+
+
+class ShingleCandidates(PipelineStep):
+    """The shingles of a shard's documents that are in any pair, kept for the exact comparison."""
+
+    type = "DEDUP"
+    name = "shingles"
+
+    def __init__(self, root: Path, num_shards: int, ngram: int) -> None:
+        super().__init__()
+        self.folder, self.num_shards, self.ngram = WorkFolder(root), num_shards, ngram
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
+        """Task `rank` reads shard `rank`."""
+        files = sorted(self.folder.path("members", rank).glob("[0-9]*.npy"))
+        members = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *map(np.load, files)]))
+        first = self.folder.first_documents(self.num_shards)[rank]
+        texts = pq.read_table(self.folder.shard_file("sorted", rank, "parquet"), columns=["text"])["text"]
+        values, counts = [np.empty(0, dtype=np.uint64)], [np.zeros(1, dtype=np.int64)]
+        with Meter(self.folder, "shingles", rank) as meter:
+            for batch in batches(texts.take(pa.array(members - first))):
+                some, offsets = shingle_sets(batch, self.ngram)
+                values.append(some)
+                counts.append(np.diff(offsets))
+                meter.add(len(batch), sum(map(len, batch)))
+        save_array(self.folder.shard_file("sets", rank, "values.npy"), np.concatenate(values))
+        save_array(self.folder.shard_file("sets", rank, "offsets.npy"), np.cumsum(np.concatenate(counts)))
+        save_array(self.folder.shard_file("sets", rank, "members.npy"), members)
+        self.stat_update("documents", value=len(members))
+
+
+class CompareCandidates(PipelineStep):
+    """The exact Jaccard similarity of the pairs whose first document is in a shard; similar ones are kept."""
+
+    type = "DEDUP"
+    name = "exact comparison"
+
+    def __init__(self, root: Path, num_shards: int, threshold: float) -> None:
+        super().__init__()
+        self.folder, self.num_shards, self.threshold = WorkFolder(root), num_shards, threshold
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
+        """Task `rank` compares the pairs of shard `rank`."""
+        files = sorted(self.folder.path("pairs", rank).glob("[0-9]*.npy"))
+        pairs = np.concatenate([np.empty((0, 2), dtype=np.int64), *map(np.load, files)])
+        pairs = np.unique(pairs, axis=0)
+        first = self.folder.first_documents(self.num_shards)
+        similar, similarities = [np.empty((0, 2), dtype=np.int64)], [np.empty(0)]
+        with Meter(self.folder, "compare", rank) as meter:
+            for start in range(0, len(pairs), PAIRS_AT_ONCE):
+                some = pairs[start : start + PAIRS_AT_ONCE]
+                documents = np.unique(some)
+                values, offsets = self._sets(documents, first)
+                jaccard = exact_jaccard(values, offsets, np.searchsorted(documents, some))
+                enough = jaccard >= self.threshold
+                similar.append(some[enough])
+                similarities.append(jaccard[enough])
+                meter.add(len(some), 0)
+        save_array(self.folder.shard_file("similar", rank, "pairs.npy"), np.concatenate(similar))
+        save_array(self.folder.shard_file("similar", rank, "jaccard.npy"), np.concatenate(similarities))
+        self.stat_update("compared", value=len(pairs))
+        self.stat_update("similar", value=sum(map(len, similar)))
+
+    def _sets(self, documents: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The shingles of `documents` (sorted numbers), as `shingle_sets` gives them."""
+        parts, counts = [np.empty(0, dtype=np.uint64)], [np.zeros(1, dtype=np.int64)]
+        borders = np.searchsorted(documents, first)
+        for shard in np.flatnonzero(np.diff(borders)):
+            members = np.load(self.folder.shard_file("sets", int(shard), "members.npy"), mmap_mode="r")
+            offsets = np.load(self.folder.shard_file("sets", int(shard), "offsets.npy"))
+            values = np.load(self.folder.shard_file("sets", int(shard), "values.npy"), mmap_mode="r")
+            places = np.searchsorted(members, documents[borders[shard] : borders[shard + 1]])
+            parts += [values[offsets[p] : offsets[p + 1]] for p in places]
+            counts.append(offsets[places + 1] - offsets[places])
+        return np.concatenate(parts), np.cumsum(np.concatenate(counts))
+
+
+class ResolveDuplicates(PipelineStep):
+    """Clusters of near-duplicates, the document of each that stays, and for each other one the pair that removed it.
+
+    A cluster is a connected component of similar pairs. The longest text stays, of equally long ones that with the
+    smallest key.
+    """
+
+    type = "DEDUP"
+    name = "clusters"
+
+    def __init__(self, root: Path, num_shards: int) -> None:
+        super().__init__()
+        self.folder, self.num_shards = WorkFolder(root), num_shards
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
+        """The only task."""
+        shards = range(self.num_shards)
+        pairs = np.concatenate([np.load(self.folder.shard_file("similar", s, "pairs.npy")) for s in shards])
+        jaccard = np.concatenate([np.load(self.folder.shard_file("similar", s, "jaccard.npy")) for s in shards])
+        # Only documents with a partner take part: their places in `documents` stand for their numbers from here on.
+        documents = np.unique(pairs)
+        local = np.searchsorted(documents, pairs)
+        lengths = np.concatenate([np.load(self.folder.shard_file("lengths", s)) for s in shards])[documents]
+        labels = clusters(len(documents), local)
+        keep = choose_survivors(labels, lengths)  # documents are in the order of their keys
+        removed, because_of, similarity = causes(labels, keep, local, jaccard)
+        self._report(documents, labels, keep, removed, because_of, similarity)
+        save_array(self.folder.path("duplicates.npy"), documents[~keep])
+        self.stat_update("clusters", value=len(np.unique(labels)))
+        self.stat_update("removed", value=int((~keep).sum()))
+
+    def _report(
+        self,
+        documents: np.ndarray,
+        labels: np.ndarray,
+        keep: np.ndarray,
+        removed: np.ndarray,
+        because_of: np.ndarray,
+        similarity: np.ndarray,
+    ) -> None:
+        """`duplicates.parquet`: a row for each removed document, with its cluster's survivor and the pair."""
+        places = self._places(documents)
+        survivor = np.empty(len(documents), dtype=np.int64)
+        survivor[labels[keep]] = np.flatnonzero(keep)
+        columns = {}
+        for name, which in (("removed", removed), ("similar_to", because_of), ("survivor", survivor[labels[removed]])):
+            for column in ("key", *PLACE):
+                columns[f"{name}_{column}"] = places[column].take(pa.array(which))
+        columns["jaccard"] = pa.array(similarity)
+        with complete_file(self.folder.path("duplicates.parquet")) as path:
+            pq.write_table(pa.table(columns), path, compression="zstd")
+
+    def _places(self, documents: np.ndarray) -> pa.Table:
+        first = self.folder.first_documents(self.num_shards)
+        borders = np.searchsorted(documents, first)
+        tables = []
+        for shard in range(self.num_shards):
+            wanted = documents[borders[shard] : borders[shard + 1]] - first[shard]
+            table = pq.read_table(self.folder.shard_file("sorted", shard, "parquet"), columns=["key", *PLACE])
+            tables.append(table.take(pa.array(wanted)))
+        return pa.concat_tables(tables)
