@@ -34,10 +34,19 @@ def build(cls: type, values: dict, prefix: str):
             if not isinstance(value, dict):
                 raise ValueError(f"`{prefix}{name}` must be a group of keys, but is {value!r}")
             arguments[spec.name] = build(hint, value, f"{prefix}{name}.")
+        elif typing.get_origin(hint) is dict and dataclasses.is_dataclass(typing.get_args(hint)[1]):
+            arguments[spec.name] = _build_each(typing.get_args(hint)[1], value, prefix + name)
         else:
             arguments[spec.name] = _convert(hint, value, prefix + name)
     with keys_of(cls, prefix):
         return cls(**arguments)
+
+
+def _build_each(cls: type, values: object, name: str) -> dict:
+    """A dataclass for each name the user gave: `sources.wikipedia`, `sources.books`."""
+    if not isinstance(values, dict) or not all(isinstance(value, dict) for value in values.values()):
+        raise ValueError(f"`{name}` must be names with a group of keys each, but is {values!r}")
+    return {key: build(cls, value, f"{name}.{key}.") for key, value in values.items()}
 
 
 @contextmanager

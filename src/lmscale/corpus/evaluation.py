@@ -1,0 +1,84 @@
+"""Evaluation texts that must not be trained on, read once and kept beside the work."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..corpus_config import EvaluationSetConfig
+from ..data.sources import open_corpus
+from ..data_config import DataConfig
+from .overlap import EvaluationIndex
+from .work_folder import complete_file
+
+_HEADING = re.compile(r"^ = (?!= ).* = $", re.MULTILINE)  # of an article; sections have two or more signs
+
+
+@dataclass(frozen=True)
+class EvaluationTexts:
+    """The items of each evaluation set, in a file that every task reads.
+
+    Args:
+        path: a JSON file with a list of texts for each set's name.
+    """
+
+    path: str
+
+    def read(self) -> dict[str, list[str]]:
+        """Texts of the items by set."""
+        return json.loads(Path(self.path).read_text(encoding="utf-8"))
+
+    def index(self, ngram: int) -> EvaluationIndex:
+        """What finds the items' n-grams in documents."""
+        return EvaluationIndex(self.read(), ngram)
+
+
+def collect_evaluation_texts(sets: dict[str, EvaluationSetConfig], path: Path) -> EvaluationTexts:
+    """Read every evaluation set and write the items to `path`.
+
+    Raises:
+        ValueError: a set that cannot be read or is empty, with its key.
+    """
+    items = {name: _read_items(f"evaluation_sets.{name}", config) for name, config in sets.items()}
+    with complete_file(path) as temporary:
+        temporary.write_text(json.dumps(items, ensure_ascii=False), encoding="utf-8")
+    return EvaluationTexts(str(path))
+
+
+def articles(text: str) -> list[str]:
+    """WikiText's articles: each begins with a line ` = Title = `; what stands before the first heading is one too."""
+    starts = [match.start() for match in _HEADING.finditer(text)]
+    borders = [0, *starts, len(text)]
+    found = [text[a:b].strip() for a, b in zip(borders[:-1], borders[1:], strict=True)]
+    return [article for article in found if article]
+
+
+def _read_items(key: str, config: EvaluationSetConfig) -> list[str]:
+    if config.form == "wikitext" and config.path is not None:
+        try:
+            text = Path(config.path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"`{key}.path` must be a file that can be read, but {config.path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"`{key}.path` must be UTF-8, but {config.path}: {error}") from None
+        found = articles(text)
+    else:
+        kind = "huggingface" if config.path is None else "local"
+        data = DataConfig(
+            kind=kind,
+            seq_length=1,
+            path=config.path,
+            name=config.name if kind == "huggingface" else None,
+            subset=config.subset,
+            split=config.split,
+            text_field=config.text_field,
+        )
+        try:
+            texts = open_corpus(data).read().texts
+        except ValueError as error:
+            hint = f"; {key}.path takes a local file, evaluation=none leaves test sets in" if config.path is None else ""
+            raise ValueError(str(error).replace("`data.", f"`{key}.") + hint) from None
+        found = articles("".join(texts)) if config.form == "wikitext" else texts
+    if not found:
+        raise ValueError(f"`{key}` must hold evaluation text, but is empty")
+    return found
