@@ -40,6 +40,11 @@ def document_key(text: str) -> bytes:
     return xxhash.xxh3_128_digest(text.encode("utf-8"))
 
 
+def id_hash(source: str, name: str) -> int:
+    """64 bits that stand for an id which a document brought with it."""
+    return xxhash.xxh3_64_intdigest(f"{source}\0{name}")
+
+
 class ScatterDocuments(PipelineStep):
     """End of the first stage: each document goes to the shard of its key.
 
@@ -62,7 +67,7 @@ class ScatterDocuments(PipelineStep):
         for document in data:
             place = document.metadata
             if document.id != f"{place['file']}:{place['row']}":
-                ids.append(xxhash.xxh3_64_intdigest(f"{place['source']}\0{document.id}"))
+                ids.append(id_hash(place["source"], document.id))
             key = document_key(document.text)
             row = (key, place["source"], place["file"], place["row"], document.id, document.text)
             rows[shard_of(key, self.num_shards)].append(row)

@@ -58,7 +58,9 @@ def _read_items(key: str, config: EvaluationSetConfig) -> list[str]:
         try:
             text = Path(config.path).read_text(encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"`{key}.path` must be a file that can be read, but {config.path}: {error.strerror}") from None
+            raise ValueError(
+                f"`{key}.path` must be a file that can be read, but {config.path}: {error.strerror}"
+            ) from None
         except UnicodeDecodeError as error:
             raise ValueError(f"`{key}.path` must be UTF-8, but {config.path}: {error}") from None
         found = articles(text)
@@ -76,7 +78,9 @@ def _read_items(key: str, config: EvaluationSetConfig) -> list[str]:
         try:
             texts = open_corpus(data).read().texts
         except ValueError as error:
-            hint = f"; {key}.path takes a local file, evaluation=none leaves test sets in" if config.path is None else ""
+            hint = (
+                f"; {key}.path takes a local file, evaluation=none leaves test sets in" if config.path is None else ""
+            )
             raise ValueError(str(error).replace("`data.", f"`{key}.") + hint) from None
         found = articles("".join(texts)) if config.form == "wikitext" else texts
     if not found:

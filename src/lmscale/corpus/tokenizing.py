@@ -1,6 +1,7 @@
 """The last step of a document: left out for its evaluation text, or tokenized into its source's part."""
 
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +12,7 @@ from datatrove.pipeline.base import PipelineStep
 from ..data.indexed import IndexedWriter, best_dtype
 from ..data.sentences import encode_sentences
 from ..data.tokenizer import END_OF_TEXT, Tokenizer, read_tokenizer, train_tokenizer
-from .collecting import BATCH_BYTES, PLACE
+from .collecting import PLACE
 from .evaluation import EvaluationTexts
 from .overlap import EvaluationIndex
 from .progress import Meter
@@ -20,6 +21,7 @@ from .work_folder import WorkFolder, complete_file, save_array
 
 SPLITS = ("train", "validation")
 TRAINING_CHARACTERS = 2**30  # of text that a tokenizer of one's own is trained on: the first documents by key
+TABLE_ROWS = 256  # documents that are tokenized at once
 TOKENIZER = "tokenizer.json"
 
 
@@ -32,15 +34,42 @@ def split_of(key: bytes, validation_every: int) -> str:
 
 
 def kept_batches(folder: WorkFolder, shard: int, num_shards: int) -> "list[pa.Table]":
-    """The documents of a shard that are no near-duplicates, in tables of about BATCH_BYTES."""
+    """The documents of a shard that are no near-duplicates, in tables of at most TABLE_ROWS."""
     first = int(folder.first_documents(num_shards)[shard])
     duplicates = folder.duplicates()
-    for group in pq.ParquetFile(folder.shard_file("sorted", shard, "parquet")).iter_batches(batch_size=256):
+    for group in pq.ParquetFile(folder.shard_file("sorted", shard, "parquet")).iter_batches(batch_size=TABLE_ROWS):
         numbers = np.arange(first, first + len(group))
         first += len(group)
         held = group.filter(pa.array(~np.isin(numbers, duplicates)))
         if len(held):
             yield pa.Table.from_batches([held])
+
+
+class _Writers:
+    """The binary datasets of one shard, one for each source and split that has documents; a context manager."""
+
+    def __init__(self, folder: WorkFolder, shard: int, vocab_size: int) -> None:
+        self.folder, self.shard, self.dtype = folder, shard, best_dtype(vocab_size)
+        self.writers: dict[tuple[str, str], IndexedWriter] = {}
+
+    def __enter__(self) -> "_Writers":
+        return self
+
+    def add(self, source: str, split: str, documents: list[list[list[int]]]) -> None:
+        """Append documents, each a list of sequences of ids."""
+        if (source, split) not in self.writers:
+            prefix = self.folder.path("tokens", self.shard, f"{source}_{split}")
+            prefix.parent.mkdir(parents=True, exist_ok=True)
+            self.writers[source, split] = IndexedWriter(prefix, self.dtype)
+        for sequences in documents:
+            self.writers[source, split].add_document(sequences)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for writer in self.writers.values():
+            if error is None:
+                writer.finish()
+            else:
+                writer.discard()
 
 
 class TrainTokenizer(PipelineStep):

@@ -2,6 +2,10 @@
 
 import re
 
+from .tokenizer import Tokenizer
+
+# A longer "sentence" (a table, a listing) is cut: one piece may not fill a training sample.
+MAX_SENTENCE_TOKENS = 128
 # Words whose full stop seldom ends a sentence.
 _ABBREVIATIONS = frozenset(
     """
@@ -44,6 +48,25 @@ def split_sentences(text: str) -> list[str]:
         if rest:
             sentences.append(rest)
     return sentences
+
+
+def encode_sentences(texts: list[str], tokenizer: Tokenizer) -> tuple[list[list[list[int]]], int]:
+    """For each text the ids of its sentences, those of more than MAX_SENTENCE_TOKENS in pieces.
+
+    Returns:
+        a list of sentences, lists of ids, for each text; how many sentences were cut.
+    """
+    sentences = [split_sentences(text) for text in texts]
+    encoded = iter(tokenizer.encode_batch([sentence for held in sentences for sentence in held]))
+    documents, num_cut = [], 0
+    for held in sentences:
+        pieces = []
+        for _ in held:
+            ids = next(encoded)
+            pieces += [ids[i : i + MAX_SENTENCE_TOKENS] for i in range(0, len(ids), MAX_SENTENCE_TOKENS)]
+            num_cut += len(ids) > MAX_SENTENCE_TOKENS
+        documents.append(pieces)
+    return documents, num_cut
 
 
 def _is_abbreviation(before: str) -> bool:

@@ -93,22 +93,50 @@ def load_tokenizer(
         if not path.is_file():
             size = _size_to_train(config, model_vocab_size)
             key = "model.vocab_size" if config.vocab_size is None and model_vocab_size else "tokenizer.vocab_size"
-            trained = (_train_bpe if architecture == "gpt" else _train_wordpiece)(training_texts(), size, key)
+            trained = train_tokenizer(training_texts(), architecture, size, key)
             path.parent.mkdir(parents=True, exist_ok=True)
             # A name of its own even where several machines share the folder; complete before it gets the final one.
             handle, temporary = tempfile.mkstemp(prefix=".unfinished_", dir=path.parent)
             os.close(handle)
             trained.save(temporary)
             os.replace(temporary, path)
-        inner = tokenizers.Tokenizer.from_file(str(path))
-    else:
-        check_tokenizer(config, architecture)
-        inner = _load_published(config)
-        # A published tokenizer.json may cut or fill what it encodes to one model's length: documents are whole here.
-        inner.no_truncation()
-        inner.no_padding()
+        return read_tokenizer(path)
+    return load_published_tokenizer(config, architecture)
+
+
+def load_published_tokenizer(config: TokenizerConfig, architecture: str) -> Tokenizer:
+    """GPT-2's or BERT's published tokenizer, from local files or the hub.
+
+    Raises:
+        ValueError: missing or unreadable files, a kind that does not suit the architecture, a hub that cannot be
+            reached.
+    """
+    check_tokenizer(config, architecture)
+    inner = _load_published(config)
+    # A published tokenizer.json may cut or fill what it encodes to one model's length: documents are whole here.
+    inner.no_truncation()
+    inner.no_padding()
     inner.encode_special_tokens = True
     return Tokenizer(inner)
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json of ours."""
+    inner = tokenizers.Tokenizer.from_file(str(path))
+    inner.encode_special_tokens = True
+    return Tokenizer(inner)
+
+
+def train_tokenizer(texts: list[str], architecture: str, vocab_size: int, key: str) -> tokenizers.Tokenizer:
+    """Byte-level BPE (gpt) or uncased WordPiece (bert), the same for the same texts in the same order.
+
+    Args:
+        key: what asked for the size, for messages.
+
+    Raises:
+        ValueError: a size too small for the letters there are.
+    """
+    return (_train_bpe if architecture == "gpt" else _train_wordpiece)(texts, vocab_size, key)
 
 
 def check_tokenizer(config: TokenizerConfig, architecture: str) -> None:
@@ -134,8 +162,7 @@ def _trained_name(config: TokenizerConfig, architecture: str, model_vocab_size: 
     return f"tokenizers/{architecture}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
 
 
-def _train_bpe(texts: list[str], vocab_size: int, key: str = "tokenizer.vocab_size") -> tokenizers.Tokenizer:
-    """`key` is what asked for the size, for messages."""
+def _train_bpe(texts: list[str], vocab_size: int, key: str) -> tokenizers.Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):
         raise ValueError(f"`{key}` must be above {len(alphabet)} (all bytes and {END_OF_TEXT}), but is {vocab_size}")
@@ -149,7 +176,7 @@ def _train_bpe(texts: list[str], vocab_size: int, key: str = "tokenizer.vocab_si
     return tokenizer
 
 
-def _train_wordpiece(texts: list[str], vocab_size: int, key: str = "tokenizer.vocab_size") -> tokenizers.Tokenizer:
+def _train_wordpiece(texts: list[str], vocab_size: int, key: str) -> tokenizers.Tokenizer:
     """BERT's uncased WordPiece, the same pieces with the same ids in every process.
 
     The library's own WordPiece trainer numbers the `##` letters in the order of a randomly seeded hash map, and the

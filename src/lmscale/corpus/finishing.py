@@ -1,0 +1,229 @@
+"""The end of a preparation: the parts of the shards joined, the reports written, and the manifest last."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datatrove.data import DocumentsPipeline
+from datatrove.pipeline.base import PipelineStep
+
+from ..data.indexed import IndexedDataset, merge
+from ..data.tokenizer import read_tokenizer
+from .collecting import id_hash
+from .planning import Plan
+from .tokenizing import TOKENIZER
+from .work_folder import WorkFolder, complete_file
+
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1
+REPORTS = "reports"
+
+
+class CheckIds(PipelineStep):
+    """Count documents that brought the same id as another of their source, or refuse them."""
+
+    type = "CHECK"
+    name = "ids"
+
+    def __init__(self, root: Path, duplicate_ids: str) -> None:
+        super().__init__()
+        self.folder, self.duplicate_ids = WorkFolder(root), duplicate_ids
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
+        """The only task.
+
+        Raises:
+            ValueError: the policy is `refuse` and there are some, with one of them and its places.
+        """
+        files = sorted(self.folder.path("ids").glob("[0-9]*.npy"))
+        ids = np.concatenate([np.empty(0, dtype=np.uint64), *map(np.load, files)])
+        unique, counts = np.unique(ids, return_counts=True)
+        surplus = len(ids) - len(unique)
+        self.stat_update("duplicate_ids", value=surplus)
+        if surplus and self.duplicate_ids == "refuse":
+            example = self._example(int(unique[np.argmax(counts > 1)]))
+            raise ValueError(f"`duplicate_ids` is refuse, but {surplus} documents share an id with another: {example}")
+
+    def _example(self, wanted: int) -> str:
+        found = []
+        for file in sorted(self.folder.path("cleaned").rglob("[0-9]*.parquet")):
+            for row in pq.read_table(file, columns=["source", "file", "row", "id"]).to_pylist():
+                if id_hash(row["source"], row["id"]) == wanted:
+                    found.append(f"{row['file']} row {row['row']}")
+                    name = row["id"]
+        return f"{name!r} in {' and '.join(sorted(found)[:3])}"
+
+
+class JoinParts(PipelineStep):
+    """One binary dataset for each source and split, from those of the shards."""
+
+    type = "WRITER"
+    name = "join"
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan, self.folder = plan, WorkFolder(plan.root)
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
+        """Task `rank` joins part `rank` of the plan."""
+        source, split = self.plan.parts[rank]
+        prefixes = [self.folder.path("tokens", shard, f"{source}_{split}") for shard in range(self.plan.num_shards)]
+        prefixes = [prefix for prefix in prefixes if prefix.with_name(prefix.name + ".idx").is_file()]
+        if prefixes:
+            target = self.folder.path("joined", part_name(self.plan, source, split))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            merge(prefixes, target)
+
+
+def part_name(plan: Plan, source: str, split: str) -> str:
+    """The prefix of a part's files, in the manner of Megatron-LM: `wikipedia_train_text_document`."""
+    level = "document" if plan.config.architecture == "gpt" else "sentence"
+    return f"{source}_{split}_text_{level}"
+
+
+class FinishDataset(PipelineStep):
+    """Move the dataset to its place, with tokenizer and reports; the manifest comes last and says it is complete."""
+
+    type = "WRITER"
+    name = "finish"
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan, self.folder = plan, WorkFolder(plan.root)
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
+        """The only task.
+
+        Raises:
+            ValueError: a source of which nothing is left, or no document held out.
+        """
+        output = self.plan.output
+        tokenizer = read_tokenizer(self.folder.path(TOKENIZER))
+        sources = self._describe_sources()
+        stages = self._stages()
+        self._check_left(sources, stages)
+        reports = self._write_reports(output / REPORTS)
+        for file in sorted(self.folder.path("joined").glob("*")):
+            os.replace(file, output / file.name)
+        shutil.copyfile(self.folder.path(TOKENIZER), output / TOKENIZER)
+        facts = json.loads(self.folder.path("plan.json").read_text(encoding="utf-8"))["facts"]
+        manifest = {
+            "format": MANIFEST_FORMAT,
+            "architecture": self.plan.config.architecture,
+            "tokenizer": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "sources": sources,
+            "stages": stages,
+            "reports": reports,
+            "inputs": self._inputs(),
+            "config": facts["config"],
+            "versions": facts["versions"],
+        }
+        with complete_file(output / MANIFEST) as path:
+            path.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _describe_sources(self) -> dict[str, dict]:
+        found: dict[str, dict] = {name: {} for name in sorted(self.plan.config.sources)}
+        for source, split in self.plan.parts:
+            name = part_name(self.plan, source, split)
+            # Where an earlier attempt ended in the middle of moving, some are at their place already.
+            prefix = next((p for p in (self.folder.path("joined", name), self.plan.output / name) if _exists(p)), None)
+            if prefix is None:
+                continue
+            dataset = IndexedDataset(prefix)
+            with open(f"{prefix}.bin", "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found[source][split] = {
+                "prefix": name,
+                "documents": len(dataset.document_indices) - 1,
+                "tokens": int(dataset.sizes.sum(dtype=np.int64)),
+                "sha256": digest,
+            }
+        for name, held in found.items():
+            given = self.plan.config.sources[name].weight
+            held["weight"] = given if given is not None else float(held.get("train", {}).get("tokens", 0))
+        return found
+
+    def _check_left(self, sources: dict[str, dict], stages: dict) -> None:
+        empty = [name for name, held in sources.items() if "train" not in held]
+        counts = "; ".join(f"{name}: {_short(held)}" for name, held in stages.items() if held)
+        if empty:
+            raise ValueError(f"`sources.{empty[0]}` must have documents left to train on, but has none ({counts})")
+        if not any("validation" in held for held in sources.values()):
+            raise ValueError(
+                f"`validation_every` must hold out at least one document, but {self.plan.config.validation_every} held "
+                f"out none ({counts})"
+            )
+
+    def _stages(self) -> dict[str, dict[str, dict[str, int]]]:
+        """For each stage and step its counts, summed over the tasks."""
+        found: dict[str, dict[str, dict[str, int]]] = {}
+        for logs in sorted(self.folder.path("logs").iterdir()):
+            for file in sorted((logs / "stats").glob("*.json")):
+                for step in json.loads(file.read_text(encoding="utf-8")):
+                    held = found.setdefault(logs.name, {}).setdefault(step["name"].split(": ", 1)[-1], {})
+                    for label, value in step["stats"].items():
+                        total = value["total"] if isinstance(value, dict) else value
+                        held[label] = held.get(label, 0) + int(total)
+        return found
+
+    def _inputs(self) -> list[dict]:
+        """Name, size and sha256 of every input, as the tasks of the first stage left them."""
+        found: list[dict] = []
+        for file in sorted(self.folder.path("inputs").glob("[0-9]*.json")):
+            found += json.loads(file.read_text(encoding="utf-8"))
+        return sorted(found, key=lambda held: (held["source"], held["file"]))
+
+    def _write_reports(self, folder: Path) -> dict:
+        """The reports as files; their summaries for the manifest."""
+        folder.mkdir(exist_ok=True)
+        copies = self._concatenate("sorted", "copies.parquet")
+        _write_table(folder / "copies.parquet", copies)
+        summary = {"copies": len(copies)}
+        duplicates = self.folder.path("duplicates.parquet")
+        if duplicates.is_file():
+            table = pq.read_table(duplicates)
+            _write_table(folder / "duplicates.parquet", table)
+            survivors = len(set(zip(table["survivor_key"].to_pylist(), strict=True)))
+            summary |= {"near_duplicates": len(table), "clusters": survivors}
+        if self.plan.evaluation is not None:
+            contaminated = self._concatenate("overlap", "parquet")
+            _write_table(folder / "contaminated.parquet", contaminated)
+            summary["leakage"] = self._leakage(contaminated)
+            with complete_file(folder / "leakage.json") as path:
+                path.write_text(json.dumps(summary["leakage"], indent=1) + "\n", encoding="utf-8")
+        return summary
+
+    def _leakage(self, contaminated: pa.Table) -> dict:
+        """For each evaluation set how much of it the training part holds, as in section 5.2."""
+        index = self.plan.evaluation.index(self.plan.config.overlap.ngram)
+        seen = index.nothing_seen()
+        for shard in range(self.plan.num_shards):
+            seen |= np.load(self.folder.shard_file("overlap", shard, "seen.npy"))
+        removed: dict[str, set] = {}
+        for row in contaminated.to_pylist():
+            removed.setdefault(row["item"].split("/")[0], set()).add((row["source"], row["file"], row["row"]))
+        report = index.overlap(seen)
+        return {name: held | {"documents_removed": len(removed.get(name, ()))} for name, held in report.items()}
+
+    def _concatenate(self, kind: str, ending: str) -> pa.Table:
+        shards = range(self.plan.num_shards)
+        return pa.concat_tables([pq.read_table(self.folder.shard_file(kind, shard, ending)) for shard in shards])
+
+
+def _write_table(path: Path, table: pa.Table) -> None:
+    with complete_file(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
+
+
+def _exists(prefix: Path) -> bool:
+    return prefix.with_name(prefix.name + ".idx").is_file()
+
+
+def _short(steps: dict[str, dict[str, int]]) -> str:
+    return ", ".join(f"{label} {value}" for held in steps.values() for label, value in held.items())

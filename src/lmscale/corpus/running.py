@@ -1,0 +1,158 @@
+"""The stages in order, and what runs them: processes of this machine, Slurm jobs or Ray tasks, all datatrove's."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
+from datatrove.pipeline.base import PipelineStep
+from loguru import logger
+
+from .cleaning import DropShort, JoinStoryLines, KeepLanguage, RepairText
+from .collecting import ScatterDocuments, SortShard
+from .deduplicating import CompareCandidates, FindCandidates, ResolveDuplicates, ShingleCandidates
+from .finishing import CheckIds, FinishDataset, JoinParts
+from .planning import Plan
+from .progress import StageBar
+from .reading import SourceReader
+from .tokenizing import TOKENIZER, TokenizeShard, TrainTokenizer
+from .work_folder import WorkFolder
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One datatrove pipeline: every task of it runs all its steps; the next stage begins when all are done."""
+
+    name: str
+    num_tasks: int
+    steps: list[PipelineStep]
+
+
+def stages(plan: Plan) -> list[Stage]:
+    """The stages of a preparation, in the paper's order (section 4.1)."""
+    config, root, shards = plan.config, plan.root, plan.num_shards
+    dedup = config.dedup
+    is_fuzzy = dedup.jaccard is not None
+    bands = dedup.bands if is_fuzzy else 0
+    found = [
+        Stage("clean", plan.num_tasks, _cleaning(plan)),
+        Stage("ids", 1, [CheckIds(root, config.duplicate_ids)]),
+        Stage("sort", shards, [SortShard(root, bands, dedup.rows, dedup.ngram)]),
+    ]
+    if is_fuzzy:
+        found += [
+            Stage("candidates", bands, [FindCandidates(root, shards, dedup.largest_bucket)]),
+            Stage("shingles", shards, [ShingleCandidates(root, shards, dedup.ngram)]),
+            Stage("compare", shards, [CompareCandidates(root, shards, dedup.jaccard)]),
+            Stage("resolve", 1, [ResolveDuplicates(root, shards)]),
+        ]
+    if config.tokenizer.kind == "trained":
+        size = config.tokenizer.vocab_size
+        found.append(
+            Stage("tokenizer", 1, [TrainTokenizer(root, shards, config.architecture, size, config.validation_every)])
+        )
+    tokenize = TokenizeShard(
+        root,
+        shards,
+        config.architecture,
+        config.validation_every,
+        plan.evaluation,
+        config.overlap.ngram,
+        config.overlap.share,
+    )
+    found += [
+        Stage("tokenize", shards, [tokenize]),
+        Stage("join", len(plan.parts), [JoinParts(plan)]),
+        Stage("finish", 1, [FinishDataset(plan)]),
+    ]
+    return found
+
+
+def _cleaning(plan: Plan) -> list[PipelineStep]:
+    config, cleaning = plan.config, plan.config.cleaning
+    steps: list[PipelineStep] = [SourceReader(plan.inputs, config.sources, config.max_bad_rows, plan.root)]
+    if cleaning.repair_text:
+        steps.append(RepairText())
+    joined = [name for name, source in config.sources.items() if source.join_lines]
+    if joined:
+        steps.append(JoinStoryLines(joined))
+    if cleaning.language is not None:
+        steps.append(KeepLanguage(cleaning.language, cleaning.min_language_score))
+    if cleaning.min_tokens:
+        tokenizer = plan.root / TOKENIZER if config.tokenizer.kind != "trained" else None
+        steps.append(DropShort(cleaning.min_tokens, tokenizer))
+    return [*steps, ScatterDocuments(plan.root, plan.num_shards)]
+
+
+class QuietLocalExecutor(LocalPipelineExecutor):
+    """datatrove's local executor, whose tasks write their logs to files and not to the terminal."""
+
+    def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> Any:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+            return super()._run_for_rank(rank, local_rank, node_rank)
+
+
+def run_plan(plan: Plan) -> bool:
+    """Run what is not yet done.
+
+    Returns:
+        whether the dataset is complete: on Slurm the jobs are submitted and go on by themselves.
+    """
+    logger.remove()  # our bars and messages speak for it
+    launcher, folder = plan.config.launcher, WorkFolder(plan.root)
+    if launcher.kind == "slurm":
+        _submit(plan)
+        return False
+    for stage in stages(plan):
+        logs = folder.path("logs", stage.name)
+        with StageBar(folder, stage.name, logs, stage.num_tasks):
+            if launcher.kind == "ray":
+                workers = launcher.workers or -1
+                executor: Any = RayPipelineExecutor(
+                    stage.steps, stage.num_tasks, workers, logging_dir=str(logs), mem_per_cpu_gb=launcher.memory_gb
+                )
+            else:
+                workers = min(launcher.workers or os.cpu_count() or 1, stage.num_tasks)
+                executor = QuietLocalExecutor(stage.steps, stage.num_tasks, workers, logging_dir=str(logs))
+            # Tasks share the cores already: threads inside them would only get in each other's way.
+            with _environment(TOKENIZERS_PARALLELISM="true" if workers == 1 else "false"):
+                executor.run()
+    return True
+
+
+def _submit(plan: Plan) -> None:
+    launcher, before = plan.config.launcher, None
+    for stage in stages(plan):
+        before = SlurmPipelineExecutor(
+            stage.steps,
+            stage.num_tasks,
+            launcher.time,
+            launcher.partition,
+            mem_per_cpu_gb=launcher.memory_gb,
+            workers=launcher.workers or -1,
+            job_name=f"lmscale_{stage.name}",
+            qos=None,
+            env_command=f"export PATH={Path(sys.executable).parent}:$PATH",
+            sbatch_args=dict(launcher.sbatch),
+            depends=before,
+            logging_dir=str(WorkFolder(plan.root).path("logs", stage.name)),
+        )
+    before.run()
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

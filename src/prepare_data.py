@@ -1,0 +1,39 @@
+"""Prepare a corpus: clean, deduplicate, remove test sets, tokenize; see conf/prepare_data.yaml for every key."""
+
+import shutil
+
+import hydra
+from omegaconf import DictConfig
+
+from lmscale.corpus_config import PrepareConfig
+from lmscale.door import open_door, run_task
+
+
+def prepare(values: dict) -> None:
+    """Check the keys, run the stages, and say what came out."""
+    config = PrepareConfig.from_dict(values)
+    # datatrove and pyarrow take seconds to import: only after the cheap checks.
+    from lmscale.corpus.planning import make_plan
+    from lmscale.corpus.running import run_plan
+    from lmscale.corpus.summary import summary
+
+    try:
+        plan = make_plan(config)
+        if not run_plan(plan):
+            print(f"submitted; {plan.output / 'manifest.json'} appears when the last job is done")
+            return
+        print(summary(plan.output))
+        if not config.keep_work:
+            shutil.rmtree(plan.root)
+    except OSError as error:  # a disk that fills up, a folder without permission
+        raise ValueError(f"the preparation stopped, and the same command goes on with it: {error}") from error
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="prepare_data")
+def main(cfg: DictConfig) -> None:
+    """Entry of Hydra, once for each job of a sweep."""
+    run_task(prepare, cfg)
+
+
+if __name__ == "__main__":
+    open_door(main)
