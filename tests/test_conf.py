@@ -10,8 +10,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lmscale import config as config_module
-from lmscale import run_config
+from lmscale import corpus_config, run_config
 from lmscale.config import TransformerConfig
+from lmscale.corpus_config import PrepareConfig
 from lmscale.run_config import RunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +27,7 @@ GROUPS = {
 }
 TRAIN_GROUPS = ["model", "data", "tokenizer", "parallel", "optimizer", "schedule", "trainer", "precision"]
 TRAIN_GROUPS += ["checkpoint", "logger", "recipe"]
+PREPARE_GROUPS = ["corpus", "tokenizer", "cleaning", "dedup", "evaluation", "launcher"]
 CHOICES = [(group, choice) for group in TRAIN_GROUPS for choice in GROUPS[group]]
 
 
@@ -58,7 +60,19 @@ def test_every_model_composes_with_every_recipe(model: str, recipe: str) -> None
 
 
 def test_no_group_is_left_out_of_these_tests() -> None:
-    assert sorted(GROUPS) == sorted(TRAIN_GROUPS)
+    assert sorted(GROUPS) == sorted({*TRAIN_GROUPS, *PREPARE_GROUPS})
+
+
+@pytest.mark.parametrize("group, choice", [(group, choice) for group in PREPARE_GROUPS for choice in GROUPS[group]])
+def test_every_choice_of_a_preparation_builds_its_typed_configuration(group: str, choice: str) -> None:
+    needs = {"bookscorpus": ["architecture=bert"], "slurm": ["launcher.partition=cpu"]}.get(choice, [])
+    if (group, choice) != ("corpus", "local"):
+        needs = ["corpus=wikipedia", *needs] if group != "corpus" else needs
+    else:
+        needs = ["sources.local.path=corpus.txt"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose("prepare_data", [f"{group}={choice}", "output=out", *needs])
+    PrepareConfig.from_dict(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
 
 
 def test_every_model_has_the_recipe_of_its_name() -> None:
@@ -151,6 +165,7 @@ def test_every_key_is_read_by_something() -> None:
         if dataclasses.is_dataclass(cls) and cls.__module__.endswith(("run_config", "data_config", "training_config"))
     }
     classes["TransformerConfig"] = TransformerConfig
+    classes |= {name: cls for name, cls in vars(corpus_config).items() if dataclasses.is_dataclass(cls)}
     read = set().union(*(read_attributes(path, set(classes)) for path in (ROOT / "src").rglob("*.py")))
     for name, reads in properties_reading(TransformerConfig).items():
         if name in read:

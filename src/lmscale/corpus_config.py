@@ -228,7 +228,7 @@ class PrepareConfig:
         for name, source in self.sources.items():
             if self.architecture not in source.architectures:
                 raise ValueError(
-                    f"`source` must not have {name} with architecture={self.architecture}: it is for "
+                    f"`corpus` must not have {name} with architecture={self.architecture}: it is for "
                     f"{', '.join(source.architectures)} only"
                 )
         weighted = [name for name, source in self.sources.items() if source.weight is not None]

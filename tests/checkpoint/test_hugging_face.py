@@ -215,11 +215,11 @@ def test_no_type_loses_a_bit_on_the_way_in(tmp_path, dtype: torch.dtype) -> None
 
 
 def test_tokenizer_files_travel_with_the_model_and_give_config_json_its_ids(tmp_path) -> None:
-    from lmscale.data.tokenizer import _train_bpe, _train_wordpiece
+    from lmscale.data.tokenizer import train_tokenizer
 
     texts = ["the cat sat on the mat and the dog ran after the cat"] * 20
-    for name, train, size in ((GPT, _train_bpe, 300), (BERT, _train_wordpiece, 60)):
-        tokenizer = train(texts, size)
+    for name, architecture, size in ((GPT, "gpt", 300), (BERT, "bert", 60)):
+        tokenizer = train_tokenizer(texts, architecture, size, "tokenizer.vocab_size")
         tokenizer.save(str(tmp_path / f"{name}.json"))
         source, _ = save_random(tmp_path / f"{name}_source", family_config(name, vocab_size=size))
         target = export_hugging_face(source, tmp_path / name, tokenizer=tmp_path / f"{name}.json")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import warm
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = (
     "model.num_layers=1",
@@ -32,6 +34,8 @@ def environment(**changes: str) -> dict[str, str]:
 
 def train(*overrides: str, launcher: tuple[str, ...] = (), **changes: str) -> subprocess.CompletedProcess:
     """`python src/train.py OVERRIDES` from the root of the checkout; output is captured."""
+    if not launcher and not changes:
+        return warm.run([str(REPOSITORY / "src" / "train.py"), *overrides], REPOSITORY, environment(), timeout=300)
     command = [sys.executable, *launcher, str(REPOSITORY / "src" / "train.py"), *overrides]
     return subprocess.run(
         command, cwd=REPOSITORY, env=environment(**changes), capture_output=True, text=True, timeout=300

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from door import REPOSITORY, environment
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
@@ -19,6 +20,8 @@ SIZES = {"vocab_size": 99, "n_positions": 13, "n_embd": 24, "n_layer": 2, "n_hea
 
 
 def convert(*overrides: str, cwd: Path, preexec_fn=None) -> subprocess.CompletedProcess:
+    if preexec_fn is None:
+        return warm.run([str(REPOSITORY / "src" / "convert.py"), *overrides], cwd, environment(), timeout=300)
     command = [sys.executable, str(REPOSITORY / "src" / "convert.py"), *overrides]
     settings = environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     return subprocess.run(
