@@ -1,0 +1,215 @@
+"""From band hashes to the documents that stay: candidate pairs, exact similarity, clusters, survivors and causes.
+
+Documents are numbers 0 to documents - 1. Where a number decides (ties), the answer depends on the order of the
+documents; numbered by a hash of their text, they give the same answer whatever the order of the input was.
+"""
+
+import numpy as np
+
+BLOCK_VALUES = 2**21  # shingles that `exact_jaccard` holds at once, unless one pair has more
+_MUCH_LARGER = 16  # times: then looking up the small set in the large one beats sorting both
+
+
+def candidate_pairs(band: np.ndarray, largest_bucket: int = 1000) -> tuple[np.ndarray, int]:
+    """Pairs of documents with equal hashes in one band.
+
+    In a bucket, documents of one hash, of up to `largest_bucket` documents every pair is a candidate. The pairs of a
+    larger one would grow with its square: there each document is paired with the one before it and with the bucket's
+    first only.
+
+    Args:
+        band: uint64 [documents], one column of `band_hashes`.
+        largest_bucket: documents.
+
+    Returns:
+        pairs: int64 [pairs, 2], (i, j) with i < j, each once, ascending;
+        num_large: buckets of more than `largest_bucket` documents.
+
+    Raises:
+        ValueError: `largest_bucket` is less than 2: then no pair could be found.
+    """
+    if largest_bucket < 2:
+        raise ValueError(f"`largest_bucket` must be at least 2 documents, but is {largest_bucket}")
+    if len(band) == 0:
+        return np.empty((0, 2), dtype=np.int64), 0
+    order = np.argsort(band, kind="stable")  # within a bucket ascending
+    hashes = band[order]
+    begins = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]]))
+    sizes = np.diff(np.append(begins, len(band)))
+    place = np.arange(len(band)) - np.repeat(begins, sizes)  # of a document in its bucket
+    is_large = np.repeat(sizes > largest_bucket, sizes)
+    partners = np.where(is_large, np.minimum(place, 2), place)
+    later = np.repeat(np.arange(len(band)), partners)
+    back = np.arange(len(later)) - np.repeat(np.cumsum(partners) - partners, partners) + 1  # 1, 2, ... for each
+    to_first = (back == 2) & is_large[later]
+    earlier = np.where(to_first, later - place[later], later - back)
+    pairs = np.stack([order[earlier], order[later]], axis=1)
+    return pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))], int((sizes > largest_bucket).sum())
+
+
+def exact_jaccard(values: np.ndarray, offsets: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Jaccard similarity of the shingle sets of each pair: common shingles over all.
+
+    Args:
+        values: uint64 [total], shingles, ascending and distinct within each document.
+        offsets: int64 [documents + 1], where each document begins in `values`.
+        pairs: int64 [pairs, 2].
+
+    Returns:
+        float64 [pairs]; 0 where both sets are empty.
+    """
+    sizes = np.diff(offsets)[pairs]  # [pairs, 2]
+    common = np.zeros(len(pairs), dtype=np.int64)
+    is_uneven = sizes.max(axis=1, initial=0) > _MUCH_LARGER * sizes.min(axis=1, initial=np.iinfo(np.int64).max)
+    for pair in np.flatnonzero(is_uneven).tolist():
+        small, large = (values[offsets[d] : offsets[d + 1]] for d in pairs[pair, np.argsort(sizes[pair])])
+        common[pair] = _num_found(small, large)
+    even = np.flatnonzero(~is_uneven)
+    ends = np.cumsum(sizes[even].sum(axis=1))
+    start = 0
+    while start < len(even):
+        before = ends[start - 1] if start else 0
+        end = max(start + 1, int(np.searchsorted(ends, before + BLOCK_VALUES)))
+        common[even[start:end]] = _num_common(values, offsets, pairs[even[start:end]])
+        start = end
+    return common / np.maximum(sizes.sum(axis=1) - common, 1)
+
+
+def _num_found(small: np.ndarray, large: np.ndarray) -> int:
+    """How many values of the first set are in the second."""
+    places = np.searchsorted(large, small)
+    return int((large[np.minimum(places, len(large) - 1)] == small).sum()) if len(large) else 0
+
+
+def _num_common(values: np.ndarray, offsets: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Common shingles of each pair, int64 [pairs]: both sets sorted together, equal neighbours counted."""
+    begins, ends = offsets[:-1][pairs].tolist(), offsets[1:][pairs].tolist()
+    sizes = np.diff(offsets)[pairs].sum(axis=1)
+    borders = np.append(0, np.cumsum(sizes))
+    both = np.empty(borders[-1], dtype=np.uint64)
+    for place, end, (begin_i, begin_j), (end_i, end_j) in zip(
+        borders[:-1].tolist(), borders[1:].tolist(), begins, ends, strict=True
+    ):
+        middle = place + end_i - begin_i
+        both[place:middle] = values[begin_i:end_i]
+        both[middle:end] = values[begin_j:end_j]
+        both[place:end].sort()
+    is_common = np.empty(len(both), dtype=bool)
+    np.equal(both[1:], both[:-1], out=is_common[1:])
+    if len(both):
+        is_common[0] = False
+    is_common[borders[:-1][sizes > 0]] = False
+    num_before = np.append(0, np.cumsum(is_common, dtype=np.int64))
+    return np.diff(num_before[borders])
+
+
+def clusters(num_documents: int, pairs: np.ndarray) -> np.ndarray:
+    """Connected components of the graph whose edges are `pairs`.
+
+    Args:
+        num_documents: vertices.
+        pairs: int64 [pairs, 2], in any order.
+
+    Returns:
+        int64 [documents]: the smallest document of each one's component.
+
+    Source: hooking and shortcutting, Shiloach and Vishkin, "An O(log n) parallel connectivity algorithm", 1982.
+    """
+    label = np.arange(num_documents, dtype=np.int64)
+    one, other = pairs[:, 0], pairs[:, 1]
+    while len(one):
+        low, high = np.minimum(label[one], label[other]), np.maximum(label[one], label[other])
+        apart = low != high
+        one, other, low, high = one[apart], other[apart], low[apart], high[apart]
+        np.minimum.at(label, high, low)  # a root takes the smallest root it has an edge to
+        while not np.array_equal(shorter := label[label], label):
+            label = shorter
+    return label
+
+
+def choose_survivors(labels: np.ndarray, lengths: np.ndarray, *keys: np.ndarray) -> np.ndarray:
+    """Which documents stay: of each cluster the longest, of equally long ones that with the smallest key.
+
+    Args:
+        labels: int64 [documents], from `clusters`.
+        lengths: [documents], of the texts, characters.
+        keys: arrays [documents] that order equally long documents, the first first; then the number decides.
+
+    Returns:
+        bool [documents].
+    """
+    order = np.lexsort((*reversed(keys), -np.asarray(lengths, dtype=np.int64), labels))
+    in_order = labels[order]
+    is_first = np.ones(len(labels), dtype=bool)
+    is_first[1:] = in_order[1:] != in_order[:-1]
+    keep = np.zeros(len(labels), dtype=bool)
+    keep[order[is_first]] = True
+    return keep
+
+
+def causes(
+    labels: np.ndarray, keep: np.ndarray, pairs: np.ndarray, jaccard: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each removed document the pair that connects it towards its cluster's survivor.
+
+    A breadth-first search from the survivors: a document is removed because of the one it was reached from, over the
+    fewest pairs; of several the most similar, then that with the smallest number.
+
+    Args:
+        labels: int64 [documents], from `clusters` of the same pairs.
+        keep: bool [documents], one of each cluster.
+        pairs: int64 [pairs, 2].
+        jaccard: float64 [pairs].
+
+    Returns:
+        removed: int64 [removed], ascending; because_of: int64 [removed]; jaccard: float64 [removed] of the two.
+
+    Raises:
+        ValueError: a cluster without exactly one survivor, or a removed document that no pair reaches.
+    """
+    survivors = np.bincount(labels[keep], minlength=len(labels))
+    wrong = np.flatnonzero(survivors[labels] != 1)
+    if len(wrong):
+        cluster = labels[wrong[0]]
+        raise ValueError(
+            f"`keep` must hold one document of each cluster, but {survivors[cluster]} of cluster {cluster}"
+        )
+    because_of = np.full(len(labels), -1, dtype=np.int64)
+    similarity = np.zeros(len(labels))
+    edges, first = _neighbours(len(labels), pairs, jaccard)
+    is_reached = keep.copy()
+    frontier = np.flatnonzero(keep)
+    while len(frontier):
+        source, target, weight = _edges_from(frontier, edges, first)
+        is_new = ~is_reached[target]
+        source, target, weight = source[is_new], target[is_new], weight[is_new]
+        order = np.lexsort((source, -weight, target))
+        source, target, weight = source[order], target[order], weight[order]
+        is_best = np.ones(len(target), dtype=bool)
+        is_best[1:] = target[1:] != target[:-1]
+        frontier = target[is_best]
+        because_of[frontier], similarity[frontier] = source[is_best], weight[is_best]
+        is_reached[frontier] = True
+    if not is_reached.all():
+        raise ValueError(f"`pairs` must reach every removed document, but not {np.flatnonzero(~is_reached)[0]}")
+    removed = np.flatnonzero(~keep)
+    return removed, because_of[removed], similarity[removed]
+
+
+def _neighbours(
+    num_documents: int, pairs: np.ndarray, jaccard: np.ndarray
+) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+    """Neighbour and similarity of each edge in both directions, grouped by document, and where each group begins."""
+    source, target = np.concatenate([pairs, pairs[:, ::-1]]).T
+    order = np.argsort(source, kind="stable")
+    first = np.append(0, np.cumsum(np.bincount(source, minlength=num_documents)))
+    return (target[order], np.concatenate([jaccard, jaccard])[order]), first
+
+
+def _edges_from(
+    frontier: np.ndarray, edges: tuple[np.ndarray, np.ndarray], first: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Source, target and similarity of all edges that leave the documents of `frontier`."""
+    counts = first[frontier + 1] - first[frontier]
+    places = np.arange(counts.sum()) + np.repeat(first[frontier] - (np.cumsum(counts) - counts), counts)
+    return np.repeat(frontier, counts), edges[0][places], edges[1][places]

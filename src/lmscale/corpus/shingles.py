@@ -1,0 +1,245 @@
+"""Word n-grams of many texts at once, as 64-bit hashes: what near-duplicates and overlap are measured with.
+
+A word is a match of `\\w+` in the lower-cased text, in Python's Unicode sense. Texts are joined and read in blocks as
+UTF-8: a table says which bytes belong to words, a word's bytes are loaded eight at a time, and everything after that
+is arithmetic on whole arrays. Constants are fixed, so a hash is the same in every process, on every machine.
+"""
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import xxhash
+
+BLOCK_CHARACTERS = 2**16  # read at once: the arrays of a block stay in the cache of a core
+BLOCK_WORDS = 2**15
+LONG_WORD_BYTES = 64  # words beyond are hashed one by one: each further 8 bytes would be a pass over all words
+_MULTIPLIER = np.uint64(0x9E6C63D0876A9A47)  # odd, otherwise arbitrary: the base of the polynomial of an n-gram
+_MIXERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_MASKS = np.array([2 ** (8 * k) - 1 for k in range(9)], dtype=np.uint64)  # the first k of 8 bytes
+_LONG_WORD_SEED, _NO_WORDS_SEED = 1, 2  # different, so that a text without words never meets a word
+_ASCII_IS_WORD = bytes(chr(byte).isalnum() or chr(byte) == "_" for byte in range(128)) + bytes(128)
+_WORD = re.compile(r"\w+")
+
+
+def shingle_sets(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
+    """The set of word n-grams of each text.
+
+    A text of fewer than n words has one shingle, all its words; a text without words one of its characters without
+    surrounding space. So every text has a shingle, and short texts that are equal have similarity 1 and not 0 / 0.
+
+    Args:
+        texts: any strings; lone surrogates and NUL are allowed.
+        n: words of a shingle, at least 1.
+
+    Returns:
+        values: uint64 [total], hashes of the shingles, ascending and distinct within each text;
+        offsets: int64 [texts + 1], where each text begins in `values`.
+
+    Raises:
+        ValueError: `n` is less than 1.
+    """
+    words, first = _hash_words(texts, _checked(n))
+    values, offsets = _ngrams(words, first, n)
+    values, offsets = _with_short_texts(values, offsets, texts, words, first)
+    for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        values[start:end].sort()
+    if len(values) == 0:
+        return values, offsets
+    is_new = np.empty(len(values), dtype=bool)
+    np.not_equal(values[1:], values[:-1], out=is_new[1:])
+    is_new[offsets[:-1]] = True
+    counts = np.add.reduceat(is_new, offsets[:-1], dtype=np.int64)  # no text is empty here
+    return values[is_new], _offsets(counts)
+
+
+def word_ngrams(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
+    """All word n-grams of each text in their order, repeated ones too.
+
+    Args:
+        texts: any strings.
+        n: words of an n-gram, at least 1.
+
+    Returns:
+        values: uint64 [total], the hashes that `shingle_sets` gives to the same n-grams;
+        offsets: int64 [texts + 1]. A text of fewer than n words has none.
+
+    Raises:
+        ValueError: `n` is less than 1.
+    """
+    words, first = _hash_words(texts, _checked(n))
+    return _ngrams(words, first, n)
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """Spread every bit of `values` (uint64, changed in place) over all 64: a bijection.
+
+    Source: the finalizer of SplitMix64, Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
+    """
+    shifted = np.empty_like(values)
+    for shift, multiplier in zip((30, 27), _MIXERS, strict=True):
+        np.bitwise_xor(values, np.right_shift(values, np.uint64(shift), out=shifted), out=values)
+        np.multiply(values, multiplier, out=values)
+    return np.bitwise_xor(values, np.right_shift(values, np.uint64(31), out=shifted), out=values)
+
+
+def polynomial(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """One hash of several uint64 arrays of one shape, by place: a polynomial modulo 2**64, then mixed."""
+    total = columns[0].copy()
+    for column in columns[1:]:
+        np.multiply(total, _MULTIPLIER, out=total)
+        np.add(total, column, out=total)
+    return mix(total)
+
+
+def _checked(n: int) -> int:
+    if n < 1:
+        raise ValueError(f"`n` must be at least 1 word, but is {n}")
+    return n
+
+
+def _offsets(counts: np.ndarray) -> np.ndarray:
+    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def _hash_words(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes of the words of all texts, uint64 [words], and where each text begins, int64 [texts + 1]."""
+    lowered = [text.lower() for text in texts]  # one by one: lower-casing may change a text's length
+    lengths = np.fromiter(map(len, lowered), dtype=np.int64, count=len(lowered))
+    ends = np.cumsum(lengths + 1)  # in the joined text; each text is closed by a line end, which no word contains
+    lowered.append("")
+    joined = "\n".join(lowered)
+    del lowered
+    hashes, first, num_words, next_text = [], np.zeros(len(ends) + 1, dtype=np.int64), 0, 0
+    for start, end, places, some in _blocks(joined):
+        last_text = int(np.searchsorted(ends, end, side="right"))
+        inside = ends[next_text:last_text] - start
+        first[next_text + 1 : last_text + 1] = num_words + np.searchsorted(places, inside)
+        next_text = last_text
+        hashes.append(some)
+        num_words += len(some)
+    return np.concatenate([np.empty(0, dtype=np.uint64), *hashes]), first
+
+
+def _blocks(joined: str) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+    """For each block of the text: its start, its end, and where in it words begin (characters), with their hashes."""
+    start = 0
+    while start < len(joined):
+        block = joined[start : start + BLOCK_CHARACTERS]
+        is_word = _word_characters(block)
+        length = len(block)
+        if is_word[-1]:  # leave the word that is cut to the next block
+            others = np.flatnonzero(~is_word)
+            length = int(others[-1]) + 1 if len(others) else 0
+        if length == 0:  # a word longer than a block
+            word = _WORD.match(joined, start).group()
+            hashes = np.array([_hash_long_word(_encode(word))], dtype=np.uint64)
+            yield start, start + len(word), np.zeros(1, dtype=np.int64), hashes
+            start += len(word)
+            continue
+        edges = _edges(is_word[:length])
+        yield start, start + length, edges[::2], _hash_block(block, edges)
+        start += length
+
+
+def _word_characters(block: str) -> np.ndarray:
+    """Which characters belong to words, bool [characters]."""
+    if block.isascii():
+        return np.frombuffer(block.encode("ascii").translate(_ASCII_IS_WORD), dtype=bool)
+    return _is_word_table().take(np.frombuffer(block.encode("utf-32-le", "surrogatepass"), dtype="<u4"))
+
+
+@functools.cache
+def _is_word_table() -> np.ndarray:
+    """For every code point whether `\\w` matches it, by the Unicode tables of this Python."""
+    is_word = np.zeros(0x110000, dtype=bool)
+    for match in _WORD.finditer("".join(map(chr, range(0x110000)))):
+        is_word[match.start() : match.end()] = True
+    return is_word
+
+
+def _edges(is_word: np.ndarray) -> np.ndarray:
+    """Where words begin and end, in turn."""
+    changes = np.empty(len(is_word) + 1, dtype=bool)
+    changes[0], changes[-1] = is_word[0], is_word[-1]
+    np.not_equal(is_word[1:], is_word[:-1], out=changes[1:-1])
+    return np.flatnonzero(changes)
+
+
+def _hash_block(block: str, edges: np.ndarray) -> np.ndarray:
+    """Hashes of the words of a block, from the UTF-8 of each: 8 bytes at a time, mixed after each step."""
+    encoded = _encode(block)
+    if len(encoded) != len(block):
+        edges = _byte_places(block)[edges]
+    starts, lengths = edges[::2], edges[1::2] - edges[::2]
+    # Every place of the buffer as the beginning of an 8-byte number, without a copy.
+    numbers = np.ndarray((len(encoded) + 1,), dtype="<u8", buffer=encoded + bytes(8), strides=(1,))
+    hashes = mix(numbers[starts] & _MASKS.take(np.minimum(lengths, 8)))
+    for done in range(8, LONG_WORD_BYTES, 8):
+        more = np.flatnonzero(lengths > done)
+        if len(more) == 0:
+            return hashes
+        mask = _MASKS.take(np.minimum(lengths[more] - done, 8))
+        hashes[more] = polynomial((hashes[more], numbers[starts[more] + done] & mask))
+    for word in np.flatnonzero(lengths > LONG_WORD_BYTES).tolist():
+        hashes[word] = _hash_long_word(encoded[starts[word] : starts[word] + lengths[word]])
+    return hashes
+
+
+def _byte_places(block: str) -> np.ndarray:
+    """Where each character begins in the UTF-8 of a block, int64 [characters + 1]."""
+    points = np.frombuffer(block.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    widths = np.ones(len(points), dtype=np.int8)
+    for first_wider in (0x80, 0x800, 0x10000):
+        widths += points >= first_wider
+    return _offsets(widths)
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _hash_long_word(encoded: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(encoded, seed=_LONG_WORD_SEED)
+
+
+def _ngrams(words: np.ndarray, first: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """The n-grams inside texts, in order, and where each text's begin."""
+    offsets = _offsets(np.maximum(np.diff(first) - (n - 1), 0))
+    values = np.empty(offsets[-1], dtype=np.uint64)
+    inside = np.ones(len(words), dtype=bool)
+    for back in range(1, n):  # the last n - 1 words of a text begin none
+        inside[np.maximum(first[1:] - back, first[:-1])[first[1:] > first[:-1]]] = False
+    done = 0
+    for start in range(0, len(words) - (n - 1), BLOCK_WORDS):
+        end = min(start + BLOCK_WORDS, len(words) - (n - 1))
+        some = polynomial([words[start + k : end + k] for k in range(n)])[inside[start:end]]
+        values[done : done + len(some)] = some
+        done += len(some)
+    return values, offsets
+
+
+def _with_short_texts(
+    values: np.ndarray, offsets: np.ndarray, texts: Sequence[str], words: np.ndarray, first: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """One shingle more for each text that has no n-gram."""
+    short = np.flatnonzero(np.diff(offsets) == 0)
+    if len(short) == 0:
+        return values, offsets
+    num_words = np.diff(first)[short]
+    shingles = np.empty(len(short), dtype=np.uint64)
+    for number in np.unique(num_words).tolist():
+        which = num_words == number
+        if number == 0:
+            stripped = [_encode(texts[text].lower().strip()) for text in short[which].tolist()]
+            shingles[which] = [xxhash.xxh3_64_intdigest(held, seed=_NO_WORDS_SEED) for held in stripped]
+        else:
+            begins = first[short[which]]
+            shingles[which] = polynomial([words[begins + k] for k in range(number)])
+    counts = np.diff(offsets)
+    values = np.insert(values, offsets[short], shingles)
+    counts[short] = 1
+    return values, _offsets(counts)
