@@ -140,8 +140,8 @@ class FinishDataset(PipelineStep):
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             found[source][split] = {
                 "prefix": name,
-                "documents": len(dataset.document_indices) - 1,
-                "tokens": int(dataset.sizes.sum(dtype=np.int64)),
+                "documents": dataset.num_documents,
+                "tokens": dataset.num_tokens,
                 "sha256": digest,
             }
         for name, held in found.items():

@@ -1,5 +1,6 @@
 """The last step of a document: left out for its evaluation text, or tokenized into its source's part."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -10,7 +11,7 @@ from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from ..data.indexed import IndexedWriter, best_dtype
-from ..data.sentences import encode_sentences
+from ..data.sentences import SentenceEncoder
 from ..data.tokenizer import END_OF_TEXT, Tokenizer, read_tokenizer, train_tokenizer
 from .collecting import PLACE
 from .evaluation import EvaluationTexts
@@ -55,14 +56,13 @@ class _Writers:
     def __enter__(self) -> "_Writers":
         return self
 
-    def add(self, source: str, split: str, documents: list[list[list[int]]]) -> None:
-        """Append documents, each a list of sequences of ids."""
+    def add(self, source: str, split: str, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> None:
+        """Append documents, see `IndexedWriter.add_documents`."""
         if (source, split) not in self.writers:
             prefix = self.folder.path("tokens", self.shard, f"{source}_{split}")
             prefix.parent.mkdir(parents=True, exist_ok=True)
             self.writers[source, split] = IndexedWriter(prefix, self.dtype)
-        for sequences in documents:
-            self.writers[source, split].add_document(sequences)
+        self.writers[source, split].add_documents(ids, sizes, counts)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for writer in self.writers.values():
@@ -139,13 +139,14 @@ class TokenizeShard(PipelineStep):
         index = self.evaluation.index(self.ngram) if self.evaluation is not None else None
         seen = index.nothing_seen() if index is not None else None
         contaminated: list[dict] = []
+        encode = self._encoder(tokenizer)
         with Meter(self.folder, "tokenize", rank) as meter, _Writers(self.folder, rank, tokenizer.vocab_size) as parts:
             for table in kept_batches(self.folder, rank, self.num_shards):
                 rows = table.to_pylist()
                 if index is not None:
                     rows = self._without_evaluation_text(rows, index, seen, contaminated)
                 for (source, split), some in self._by_part(rows).items():
-                    parts.add(source, split, self._encode(tokenizer, some))
+                    parts.add(source, split, *encode(some))
                 meter.add(len(table), sum(len(row["text"]) for row in rows))
         self._save_overlap(rank, contaminated, seen)
         self.stat_update("contaminated", value=len({(row["file"], row["row"]) for row in contaminated}))
@@ -170,14 +171,19 @@ class TokenizeShard(PipelineStep):
             parts.setdefault((row["source"], split_of(row["key"], self.validation_every)), []).append(row["text"])
         return parts
 
-    def _encode(self, tokenizer: Tokenizer, texts: list[str]) -> list[list[list[int]]]:
-        """For each document its sequences of ids."""
+    def _encoder(self, tokenizer: Tokenizer) -> Callable[[list[str]], tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """What turns texts into ids, sizes of sequences and sequences a document."""
         if self.architecture == "gpt":
             end = tokenizer.id_of(END_OF_TEXT)
-            return [[[*ids, end]] for ids in tokenizer.encode_batch(texts)]
-        documents, num_cut = encode_sentences(texts, tokenizer)
-        self.stat_update("sentences_cut", value=num_cut)
-        return documents
+            return lambda texts: _encode_whole(tokenizer, end, texts)
+        sentences = SentenceEncoder(tokenizer)
+
+        def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            ids, sizes, counts, num_cut = sentences.encode(texts)
+            self.stat_update("sentences_cut", value=num_cut)
+            return ids, sizes, counts
+
+        return encode
 
     def _save_overlap(self, rank: int, contaminated: list[dict], seen: np.ndarray | None) -> None:
         columns = {name: [row[name] for row in contaminated] for name in (*PLACE, "item", "share")}
@@ -185,3 +191,14 @@ class TokenizeShard(PipelineStep):
             pq.write_table(pa.table(columns), path)
         if seen is not None:
             save_array(self.folder.shard_file("overlap", rank, "seen.npy"), seen)
+
+
+def _encode_whole(tokenizer: Tokenizer, end: int, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each text as one sequence, closed by end-of-text."""
+    encoded = [np.array(ids, dtype=np.int32) for ids in tokenizer.encode_batch(texts)]
+    sizes = np.array([len(ids) + 1 for ids in encoded], dtype=np.int64)
+    joined = np.full(sizes.sum(), end, dtype=np.int32)
+    is_text = np.ones(len(joined), dtype=bool)
+    is_text[np.cumsum(sizes) - 1] = False
+    joined[is_text] = np.concatenate(encoded)
+    return joined, sizes, np.ones(len(texts), dtype=np.int64)

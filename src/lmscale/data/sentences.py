@@ -2,10 +2,14 @@
 
 import re
 
+import numpy as np
+import tokenizers
+
 from .tokenizer import Tokenizer
 
 # A longer "sentence" (a table, a listing) is cut: one piece may not fill a training sample.
 MAX_SENTENCE_TOKENS = 128
+_MARK = "\U0010fffd"  # stands between sentences: a private character, which BERT's normalizer drops from a text
 # Words whose full stop seldom ends a sentence.
 _ABBREVIATIONS = frozenset(
     """
@@ -17,7 +21,7 @@ _ABBREVIATIONS = frozenset(
 )
 _PARAGRAPH = re.compile(r"\n[ \t]*\n")
 # A stop, with what closes after it, then space, then something a sentence may begin with.
-_BORDER = re.compile(r"""([.!?]+)(["'”’)\]]*)\s+(?=["'“‘(\[]*[A-Z0-9`*:\[])""")
+_BORDER = re.compile(r"""[.!?]+["'”’)\]]* (?=["'“‘(\[]*[A-Z0-9`*:\[])""")
 _LAST_WORD = re.compile(r"([A-Za-z][A-Za-z.]*)$")
 
 
@@ -40,41 +44,64 @@ def split_sentences(text: str) -> list[str]:
         paragraph = " ".join(paragraph.split())
         start = 0
         for match in _BORDER.finditer(paragraph):
-            if match.group(1) == "." and _is_abbreviation(paragraph[start : match.start()]):
+            stop, end = match.span()
+            is_full_stop = paragraph[stop] == "." and paragraph[stop + 1] not in ".!?"
+            if is_full_stop and _is_abbreviation(paragraph, start, stop):
                 continue
-            sentences.append(paragraph[start : match.end()].strip())
-            start = match.end()
-        rest = paragraph[start:].strip()
-        if rest:
-            sentences.append(rest)
+            sentences.append(paragraph[start:end].rstrip())
+            start = end
+        if start < len(paragraph):
+            sentences.append(paragraph[start:])
     return sentences
 
 
-def encode_sentences(texts: list[str], tokenizer: Tokenizer) -> tuple[list[list[list[int]]], int]:
-    """For each text the ids of its sentences, those of more than MAX_SENTENCE_TOKENS in pieces.
-
-    Returns:
-        a list of sentences, lists of ids, for each text; how many sentences were cut.
-    """
-    sentences = [split_sentences(text) for text in texts]
-    encoded = iter(tokenizer.encode_batch([sentence for held in sentences for sentence in held]))
-    documents, num_cut = [], 0
-    for held in sentences:
-        pieces = []
-        for _ in held:
-            ids = next(encoded)
-            pieces += [ids[i : i + MAX_SENTENCE_TOKENS] for i in range(0, len(ids), MAX_SENTENCE_TOKENS)]
-            num_cut += len(ids) > MAX_SENTENCE_TOKENS
-        documents.append(pieces)
-    return documents, num_cut
-
-
-def _is_abbreviation(before: str) -> bool:
-    """Whether the stop after `before` belongs to its last word."""
-    match = _LAST_WORD.search(before)
-    if match is None:
-        return False
-    word = match.group(1)
+def _is_abbreviation(text: str, start: int, stop: int) -> bool:
+    """Whether the full stop at `stop` belongs to the last word of text[start:stop]."""
+    # From the last space on: a search from the start of a long sentence would cost more than all the rest.
+    word = text[max(start, text.rfind(" ", start, stop) + 1) : stop]
+    if not (word.isascii() and word.isalpha()):
+        match = _LAST_WORD.search(word)
+        if match is None:
+            return False
+        word = match.group(1)
     if len(word) == 1:
         return word.isupper() and word != "I"
     return "." in word or word.lower() in _ABBREVIATIONS
+
+
+class SentenceEncoder:
+    """Encodes the sentences of documents, a whole document at a time.
+
+    Sentences are joined by a mark of their own, an added token that splits the text for the tokenizer: each sentence
+    gets the ids it would get alone, without the cost of a call for each.
+
+    Args:
+        tokenizer: of BERT; not changed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.inner.to_str()))
+        self._tokenizer.inner.encode_special_tokens = True
+        self._tokenizer.inner.add_tokens([tokenizers.AddedToken(_MARK, normalized=False)])
+        self._mark_id = self._tokenizer.id_of(_MARK)
+
+    def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """The ids of all sentences of all texts, those of more than MAX_SENTENCE_TOKENS in pieces.
+
+        Returns:
+            ids int32 [tokens], back to back; sizes int64 [sentences], in tokens; counts int64 [texts], in sentences;
+            how many sentences were cut.
+        """
+        marked = [_MARK.join(split_sentences(text.replace(_MARK, ""))) + _MARK for text in texts]
+        encoded = self._tokenizer.encode_batch(marked)
+        ids = np.concatenate([np.empty(0, dtype=np.int32), *(np.array(held, dtype=np.int32) for held in encoded)])
+        ends = np.flatnonzero(ids == self._mark_id)
+        of_text = np.repeat(np.arange(len(texts)), [len(held) for held in encoded])[ends]
+        lengths = np.diff(ends, prepend=-1) - 1
+        # A sentence without a token (of characters the vocabulary drops) is none.
+        of_text, lengths = of_text[lengths > 0], lengths[lengths > 0]
+        pieces = -(-lengths // MAX_SENTENCE_TOKENS)
+        sizes = np.full(pieces.sum(), MAX_SENTENCE_TOKENS, dtype=np.int64)
+        sizes[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * MAX_SENTENCE_TOKENS
+        counts = np.bincount(np.repeat(of_text, pieces), minlength=len(texts))
+        return ids[ids != self._mark_id], sizes, counts, int((pieces > 1).sum())
