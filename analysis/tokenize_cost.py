@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARDS, ROUNDS, MEGABYTES = 2, 3, 30
+SHARDS, ROUNDS, MEGABYTES = 2, 3, 60  # of which RACE has 41
 VOCABULARIES = {"gpt": ("gpt2", "gpt2-bpe"), "bert": ("bert", "bert-uncased")}
 
 

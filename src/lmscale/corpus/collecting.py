@@ -1,6 +1,7 @@
 """Bringing documents into an order of their own: every document into the shard of its key, each shard sorted."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +144,7 @@ class SortShard(PipelineStep):
         save_array(self.folder.shard_file("bands", rank), result)
 
 
-def batches(texts: pa.ChunkedArray) -> "list[list[str]]":
+def batches(texts: pa.ChunkedArray) -> Iterator[list[str]]:
     """`texts` in order, in lists of about BATCH_BYTES."""
     held, size = [], 0
     for text in texts:

@@ -1,6 +1,6 @@
 """The last step of a document: left out for its evaluation text, or tokenized into its source's part."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -24,6 +24,14 @@ SPLITS = ("train", "validation")
 TRAINING_CHARACTERS = 2**30  # of text that a tokenizer of one's own is trained on: the first documents by key
 TABLE_ROWS = 256  # documents that are tokenized at once
 TOKENIZER = "tokenizer.json"
+CONTAMINATED = pa.schema(
+    [
+        *((name, pa.int64() if name == "row" else pa.string()) for name in PLACE),
+        ("item", pa.string()),  # set/number
+        ("share", pa.float64()),  # of the item's n-grams that the document holds
+        ("place", pa.int64()),  # in its batch
+    ]
+)
 
 
 def split_of(key: bytes, validation_every: int) -> str:
@@ -34,14 +42,16 @@ def split_of(key: bytes, validation_every: int) -> str:
     return SPLITS[int.from_bytes(key[8:], "big") % validation_every == 0]
 
 
-def kept_batches(folder: WorkFolder, shard: int, num_shards: int) -> "list[pa.Table]":
+def kept_batches(folder: WorkFolder, shard: int, num_shards: int, columns: list[str]) -> Iterator[pa.Table]:
     """The documents of a shard that are no near-duplicates, in tables of at most TABLE_ROWS."""
-    first = int(folder.first_documents(num_shards)[shard])
+    first, end = folder.first_documents(num_shards)[shard : shard + 2]
     duplicates = folder.duplicates()
-    for group in pq.ParquetFile(folder.shard_file("sorted", shard, "parquet")).iter_batches(batch_size=TABLE_ROWS):
-        numbers = np.arange(first, first + len(group))
-        first += len(group)
-        held = group.filter(pa.array(~np.isin(numbers, duplicates)))
+    is_kept = np.ones(end - first, dtype=bool)
+    is_kept[duplicates[np.searchsorted(duplicates, first) : np.searchsorted(duplicates, end)] - first] = False
+    file, start = pq.ParquetFile(folder.shard_file("sorted", shard, "parquet")), 0
+    for group in file.iter_batches(batch_size=TABLE_ROWS, columns=columns):
+        held = group.filter(pa.array(is_kept[start : start + len(group)]))
+        start += len(group)
         if len(held):
             yield pa.Table.from_batches([held])
 
@@ -89,11 +99,11 @@ class TrainTokenizer(PipelineStep):
         with complete_file(self.folder.path(TOKENIZER)) as path:
             trained.save(str(path))
 
-    def _texts(self) -> "list[str]":
+    def _texts(self) -> Iterator[str]:
         characters = 0
         with Meter(self.folder, "tokenizer", 0) as meter:
             for shard in range(self.num_shards):
-                for table in kept_batches(self.folder, shard, self.num_shards):
+                for table in kept_batches(self.folder, shard, self.num_shards, ["key", "text"]):
                     for key, text in zip(table["key"].to_pylist(), table["text"].to_pylist(), strict=True):
                         if split_of(key, self.validation_every) != "train":
                             continue
@@ -138,38 +148,45 @@ class TokenizeShard(PipelineStep):
         tokenizer = read_tokenizer(self.folder.path(TOKENIZER))
         index = self.evaluation.index(self.ngram) if self.evaluation is not None else None
         seen = index.nothing_seen() if index is not None else None
-        contaminated: list[dict] = []
+        contaminated = [CONTAMINATED.empty_table()]
         encode = self._encoder(tokenizer)
+        columns = ["key", "source", "text"] if index is None else ["key", *PLACE, "text"]
         with Meter(self.folder, "tokenize", rank) as meter, _Writers(self.folder, rank, tokenizer.vocab_size) as parts:
-            for table in kept_batches(self.folder, rank, self.num_shards):
-                rows = table.to_pylist()
+            for table in kept_batches(self.folder, rank, self.num_shards, columns):
+                texts = table["text"].to_pylist()
+                splits = [split_of(key, self.validation_every) for key in table["key"].to_pylist()]
+                places = range(len(texts))
                 if index is not None:
-                    rows = self._without_evaluation_text(rows, index, seen, contaminated)
-                for (source, split), some in self._by_part(rows).items():
+                    found = self._find_evaluation_text(table, texts, splits, index, seen)
+                    contaminated.append(found)
+                    bad = set(found["place"].to_pylist())
+                    places = [place for place in places if place not in bad]
+                chosen: dict[tuple[str, str], list[str]] = {}
+                sources = table["source"].to_pylist()
+                for place in places:
+                    chosen.setdefault((sources[place], splits[place]), []).append(texts[place])
+                for (source, split), some in chosen.items():
                     parts.add(source, split, *encode(some))
-                meter.add(len(table), sum(len(row["text"]) for row in rows))
-        self._save_overlap(rank, contaminated, seen)
-        self.stat_update("contaminated", value=len({(row["file"], row["row"]) for row in contaminated}))
+                meter.add(len(texts), sum(map(len, texts)))
+        with complete_file(self.folder.shard_file("overlap", rank, "parquet")) as path:
+            pq.write_table(pa.concat_tables(contaminated).drop_columns("place"), path)
+        if seen is not None:
+            save_array(self.folder.shard_file("overlap", rank, "seen.npy"), seen)
+        self.stat_update("contaminated", value=sum(len(set(held["place"].to_pylist())) for held in contaminated))
 
-    def _without_evaluation_text(
-        self, rows: list[dict], index: EvaluationIndex, seen: np.ndarray, contaminated: list[dict]
-    ) -> list[dict]:
-        values, offsets = word_ngrams([row["text"] for row in rows], self.ngram)
-        found = index.contaminates(values, offsets, self.share)
-        for document, item, share in zip(*found, strict=True):
-            place = {name: rows[document][name] for name in PLACE}
-            contaminated.append(place | {"item": index.names[item], "share": round(float(share), 6)})
-        bad = set(np.asarray(found[0]).tolist())
-        is_kept = np.array([i not in bad for i in range(len(rows))])
-        is_train = np.array([split_of(row["key"], self.validation_every) == "train" for row in rows])
-        index.mark_seen(values[np.repeat(is_kept & is_train, np.diff(offsets))], seen)
-        return [row for i, row in enumerate(rows) if i not in bad]
-
-    def _by_part(self, rows: list[dict]) -> dict[tuple[str, str], list[str]]:
-        parts: dict[tuple[str, str], list[str]] = {}
-        for row in rows:
-            parts.setdefault((row["source"], split_of(row["key"], self.validation_every)), []).append(row["text"])
-        return parts
+    def _find_evaluation_text(
+        self, table: pa.Table, texts: list[str], splits: list[str], index: EvaluationIndex, seen: np.ndarray
+    ) -> pa.Table:
+        """Which documents hold which items, as CONTAMINATED; n-grams that are trained on are marked in `seen`."""
+        values, offsets = word_ngrams(texts, self.ngram)
+        documents, items, shares = index.contaminates(values, offsets, self.share)
+        is_trained = np.array([split == "train" for split in splits])
+        is_trained[documents] = False
+        index.mark_seen(values[np.repeat(is_trained, np.diff(offsets))], seen)
+        columns = {name: table[name].take(pa.array(documents)) for name in PLACE}
+        columns["item"] = [index.names[item] for item in items]
+        columns |= {"share": shares, "place": documents}
+        return pa.table(columns, schema=CONTAMINATED)
 
     def _encoder(self, tokenizer: Tokenizer) -> Callable[[list[str]], tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """What turns texts into ids, sizes of sequences and sequences a document."""
@@ -184,13 +201,6 @@ class TokenizeShard(PipelineStep):
             return ids, sizes, counts
 
         return encode
-
-    def _save_overlap(self, rank: int, contaminated: list[dict], seen: np.ndarray | None) -> None:
-        columns = {name: [row[name] for row in contaminated] for name in (*PLACE, "item", "share")}
-        with complete_file(self.folder.shard_file("overlap", rank, "parquet")) as path:
-            pq.write_table(pa.table(columns), path)
-        if seen is not None:
-            save_array(self.folder.shard_file("overlap", rank, "seen.npy"), seen)
 
 
 def _encode_whole(tokenizer: Tokenizer, end: int, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
