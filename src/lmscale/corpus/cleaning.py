@@ -45,8 +45,8 @@ _PIECE = re.compile(r"\w+|[^\w\s]")
 def repair_text(text: str) -> str:
     """`ftfy.fix_text(text, REPAIR)`, to the character, without ftfy where it cannot change anything.
 
-    ftfy mends each line by itself; lines that are plain ASCII without entities stay as they are. Of the others,
-    those that ftfy would not take for mojibake and that only lose their curly quotes (most of real text) lose them here.
+    ftfy mends each line by itself; lines that are plain ASCII without entities stay as they are. Of the others, those
+    that ftfy would not take for mojibake and that only lose their curly quotes, as most do, lose them here.
     """
     parts, done = [], 0
     markup = text.find("<")

@@ -1,0 +1,261 @@
+"""The rows of one file, by its suffix: JSON lines, text, parquet, tar archives of texts; plain, .gz or .zst.
+
+A file is read as a stream: what is in memory is one row, one block of text or one batch of a parquet file.
+"""
+
+import codecs
+import gzip
+import io
+import json
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+MAX_ROW_BYTES = 2**30  # a row has to fit into memory several times over
+PARQUET_ROWS = 64  # that are decoded at once: some corpora have a whole book a row
+READ_ERRORS = (
+    OSError,
+    EOFError,
+    zlib.error,
+    zstandard.ZstdError,
+    tarfile.TarError,
+    pa.ArrowException,
+    UnicodeDecodeError,
+)
+
+_FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet", ".tar": "tar"}
+_PACKINGS = (".gz", ".zst")
+_PACKED = (*_PACKINGS, ".xz", ".bz2", ".zip")
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # the first is the beginning of UTF-32's, too
+SUFFIXES = (*_FORMATS, *(f"{name}{end}" for name in _FORMATS if name != ".parquet" for end in _PACKINGS), ".tgz")
+
+Decode = Callable[[bytes, int], str]  # bytes of a row and its number to text
+
+
+class UnreadableError(Exception):
+    """What is wrong with a file as a whole, to be completed with its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a file.
+
+    Args:
+        number: from 1: line (of a block of text its first), row or member of an archive.
+        text: None where the row has none that can be used.
+        name: the id it brings, or None.
+        fault: why there is no text, as `(kind, rule)`: `invalid_json` or `missing_text`, and "must be ..., but ...".
+    """
+
+    number: int
+    text: str | None
+    name: str | None = None
+    fault: tuple[str, str] | None = None
+
+
+def format_of(name: str) -> str | None:
+    """`json`, `text`, `parquet` or `tar` by the suffix of a file's name; None for an unknown one."""
+    name = name.lower()
+    if not name.endswith(SUFFIXES):
+        return None
+    if name.endswith(".tgz"):
+        return "tar"
+    for packing in _PACKINGS:
+        name = name.removesuffix(packing)
+    return next(kind for suffix, kind in _FORMATS.items() if name.endswith(suffix))
+
+
+def read_rows(raw: BinaryIO, name: str, text_field: str, text_documents: str, decode: Decode) -> Iterator[Row]:
+    """The rows of a file in order.
+
+    Args:
+        raw: the file as it is, at its beginning.
+        name: of the file; its suffix says how to read it.
+        text_field: field of a JSON object or column of a parquet file that holds the text; `id` holds the id.
+        text_documents: a text file is a `block` a document, ended by blank lines, or one document, `file`.
+        decode: makes text of bytes.
+
+    Raises:
+        UnreadableError: a row over MAX_ROW_BYTES, UTF-16, no such column, an archive that is cut off.
+        Exception: one of READ_ERRORS where the file is truncated or damaged.
+    """
+    kind = format_of(name)
+    if kind == "parquet":
+        yield from _parquet_rows(raw, text_field, decode)
+        return
+    with _unpacked(raw, name.lower()) as stream:
+        if kind == "tar":
+            yield from _tar_rows(stream, decode)
+            return
+        if stream.peek(2)[:2] in _UTF16:
+            raise UnreadableError("must be UTF-8, but begins like UTF-16")
+        if kind == "json":
+            yield from _json_rows(stream, text_field, decode)
+        else:
+            blocks = _blocks(stream) if text_documents == "block" else _whole(stream)
+            for number, block in blocks:
+                yield Row(number, plain_breaks(decode(block, number)))
+
+
+def plain_breaks(text: str) -> str:
+    """Text of a file without its outer line breaks, `\\n` for `\\r\\n`."""
+    return text.replace("\r\n", "\n").strip("\n")
+
+
+def row_of(values: object, number: int, text_field: str) -> Row:
+    """The row of a JSON value or of a dataset's columns."""
+    text = values.get(text_field) if isinstance(values, dict) else None
+    if not isinstance(text, str):
+        short = json.dumps(values, ensure_ascii=False, default=str)[:60]
+        return Row(number, None, None, ("missing_text", f"must have a string `{text_field}`, but is {short}"))
+    name = values.get("id")
+    if isinstance(name, int) and not isinstance(name, bool):
+        name = str(name)
+    return Row(number, text, name if isinstance(name, str) and name else None)
+
+
+@contextmanager
+def _unpacked(raw: BinaryIO, name: str) -> Iterator[io.BufferedReader]:
+    if name.endswith((".gz", ".tgz")):
+        with gzip.GzipFile(fileobj=raw) as stream:
+            yield io.BufferedReader(stream, 2**20)
+    elif name.endswith(".zst"):
+        yield io.BufferedReader(_ZstdStream(raw), 2**20)
+    else:
+        yield raw
+
+
+class _ZstdStream(io.RawIOBase):
+    """Zstandard frames, decompressed; unlike the library's own reader it does not take a cut-off file for complete."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw, self._rest, self._frame, self._held = raw, b"", None, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        while not self._held:
+            packed = self._rest or self._raw.read(2**18)
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("the last Zstandard frame is not complete")
+                return 0
+            if self._frame is None:
+                # The largest window there is: corpora are often packed with --long=31.
+                self._frame = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
+            self._held, self._rest = memoryview(self._frame.decompress(packed)), b""
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
+        size = min(len(buffer), len(self._held))
+        buffer[:size], self._held = self._held[:size], self._held[size:]
+        return size
+
+
+def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    while line := stream.readline(MAX_ROW_BYTES + 1):
+        number += 1
+        _check_size(len(line), f"line {number}")
+        yield number, line
+
+
+def _check_size(size: int, place: str) -> None:
+    if size > MAX_ROW_BYTES:
+        raise UnreadableError(f"{place} must be at most {MAX_ROW_BYTES:,} bytes, but is longer")
+
+
+def _blocks(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Lines between blank lines, with the number of the first."""
+    held, first, size = [], 0, 0
+    for number, line in _lines(stream):
+        if line.strip():
+            first, size = (first, size + len(line)) if held else (number, len(line))
+            _check_size(size, f"the text from line {first}")
+            held.append(line)
+        elif held:
+            yield first, b"".join(held)
+            held = []
+    if held:
+        yield first, b"".join(held)
+
+
+def _whole(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    text = stream.read(MAX_ROW_BYTES + 1)
+    _check_size(len(text), "the text")
+    if text:
+        yield 1, text
+
+
+def _json_rows(stream: BinaryIO, text_field: str, decode: Decode) -> Iterator[Row]:
+    for number, line in _lines(stream):
+        if not line.strip():
+            continue
+        text = decode(line, number)
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            why = f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            yield Row(number, None, None, ("invalid_json", f"must be one JSON object a line, but is not: {why}"))
+        else:
+            yield row_of(values, number, text_field)
+
+
+def _tar_rows(stream: BinaryIO, decode: Decode) -> Iterator[Row]:
+    number = 0
+    with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member, encoding="utf-8", errors="replace") as archive:
+        while (member := archive.next()) is not None:
+            archive.members.clear()  # it would keep every header
+            if member.isdir():
+                continue
+            number += 1
+            if not member.isreg():
+                rule = f"must be a file, but {member.name} is a link or device"
+                yield Row(number, None, member.name, ("missing_text", rule))
+                continue
+            # Packed or structured members would be taken for Latin-1 text.
+            if format_of(member.name) not in (None, "text") or member.name.lower().endswith(_PACKED):
+                raise UnreadableError(f"must hold texts, but has {member.name}; unpack it first")
+            _check_size(member.size, member.name)
+            yield Row(number, plain_breaks(decode(archive.extractfile(member).read(), number)), member.name)
+
+
+class _Member(tarfile.TarInfo):
+    """A header that tells a cut-off archive from a complete one: `tarfile` ends in silence at either."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> "_Member":
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:
+            raise
+        except tarfile.HeaderError as error:
+            raise UnreadableError(f"must be a complete archive, but: {error} at byte {archive.offset:,}") from None
+
+
+def _parquet_rows(raw: BinaryIO, text_field: str, decode: Decode) -> Iterator[Row]:
+    file = pq.ParquetFile(raw, buffer_size=2**20)
+    names = file.schema_arrow.names
+    if text_field not in names:
+        raise UnreadableError(f"`text_field` must be one of its columns ({', '.join(names)}), but is {text_field}")
+    kind = file.schema_arrow.field(text_field).type
+    value = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value)):
+        raise UnreadableError(f"column {text_field} must hold text, but holds {kind}")
+    columns = [text_field, "id"] if "id" in names and text_field != "id" else [text_field]
+    number = 0
+    for batch in file.iter_batches(PARQUET_ROWS, columns=columns):
+        # As bytes: a column of text need not be UTF-8.
+        texts = batch[text_field].cast(value).cast(pa.large_binary()).to_pylist()
+        ids = batch["id"].to_pylist() if len(columns) == 2 else [None] * len(texts)
+        for text, name in zip(texts, ids, strict=True):
+            number += 1
+            decoded = None if text is None else decode(text, number)
+            yield row_of({"id": name, text_field: decoded}, number, text_field)
