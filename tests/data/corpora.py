@@ -4,7 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lmscale.data.prepare import PreparedCorpus, prepare_corpus
+from lmscale.data.indexed import IndexedWriter
+from lmscale.data.indexed_corpus import identity_of
+from lmscale.data.indexed_dataset import IndexedDataset
+from lmscale.data.prepare import prepare_corpus
+from lmscale.data.prepared import CorpusPart, PreparedCorpus
 from lmscale.data_config import DataConfig, TokenizerConfig
 
 
@@ -24,6 +28,21 @@ def local_config(path: Path, cache: Path, **changes) -> DataConfig:
     return DataConfig(**(values | changes))
 
 
+def write_dataset(prefix: Path, documents: list[list[list[int]]], dtype: str = "uint16") -> Path:
+    """A binary dataset of these documents, each a list of sequences of ids; returns its prefix."""
+    writer = IndexedWriter(prefix, dtype)
+    for sequences in documents:
+        writer.add_document(sequences)
+    writer.finish()
+    return prefix
+
+
+def whole(prefix: Path, weight: float = 1.0) -> CorpusPart:
+    """All documents of a dataset."""
+    dataset = IndexedDataset(prefix)
+    return CorpusPart(str(prefix), 0, dataset.num_documents, identity_of(dataset), weight)
+
+
 class SyntheticBERTCorpus:
     """Random words with one piece in five a continuation, for statistics; quacks like a PreparedCorpus for `bert`.
 
@@ -32,21 +51,22 @@ class SyntheticBERTCorpus:
 
     vocab_size = 5000
     special_ids = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+    architecture = "bert"
+    shuffles_documents = True
 
-    def __init__(self, num_documents: int, sentences: int, sentence_length: int) -> None:
+    def __init__(self, folder: Path, num_documents: int, sentences: int, sentence_length: int) -> None:
         generator = np.random.default_rng(5)
         total = num_documents * sentences * sentence_length
         ids = generator.integers(5, 4000, total)
         pieces = generator.random(total) < 0.2
         ids[pieces] = generator.integers(4000, 5000, pieces.sum())
-        self.arrays = {
-            "tokens": ids.astype(np.int32),
-            "sentences": np.arange(0, total + 1, sentence_length),
-            "documents": np.arange(0, num_documents * sentences + 1, sentences),
-        }
-
-    def array(self, split: str, name: str) -> np.ndarray:
-        return self.arrays[name]
+        prefix = folder / f"synthetic_{num_documents}_{sentences}_{sentence_length}"
+        writer = IndexedWriter(prefix, "uint16")
+        sizes = np.full(num_documents * sentences, sentence_length)
+        writer.add_documents(ids, sizes, np.full(num_documents, sentences))
+        writer.finish()
+        self.parts = {split: (whole(prefix),) for split in ("train", "validation")}
+        self.index_folder = str(folder / "indices")
 
     def load_tokenizer(self):
         corpus = self

@@ -11,14 +11,29 @@ NUM_SAMPLES = 4000
 
 
 @pytest.fixture(scope="module")
-def dataset() -> BERTDataset:
-    config = DataConfig("embedded", seq_length=512, short_seq_probability=0.0)
-    return BERTDataset(SyntheticBERTCorpus(4000, 23, 23), "train", config, seed=1234)
+def corpus(tmp_path_factory) -> SyntheticBERTCorpus:
+    return SyntheticBERTCorpus(tmp_path_factory.mktemp("bert"), 4000, 23, 23)
+
+
+def make(corpus, seed: int = 1234, **changes) -> BERTDataset:
+    config = DataConfig("embedded", **({"seq_length": 512, "short_seq_probability": 0.0} | changes))
+    return BERTDataset(corpus, corpus.parts["train"][0], config, seed, "train")
+
+
+@pytest.fixture(scope="module")
+def dataset(corpus) -> BERTDataset:
+    return make(corpus)
+
+
+def sample(dataset: BERTDataset, epoch: int, index: int) -> dict[str, np.ndarray]:
+    batch = dataset.batch(np.array([epoch]), np.array([index]))
+    return {key: values[0] for key, values in batch.items()}
 
 
 @pytest.fixture(scope="module")
 def samples(dataset) -> list[dict[str, np.ndarray]]:
-    return [dataset.sample(0, i) for i in range(NUM_SAMPLES)]
+    batch = dataset.batch(np.zeros(NUM_SAMPLES, dtype=np.int64), np.arange(NUM_SAMPLES))
+    return [{key: values[i] for key, values in batch.items()} for i in range(NUM_SAMPLES)]
 
 
 def within_three_standard_errors(successes: int, trials: int, expected: float) -> bool:
@@ -68,33 +83,29 @@ def test_sentences_are_swapped_half_the_time(samples) -> None:
     assert within_three_standard_errors(sum(int(s["sop_labels"]) for s in samples), NUM_SAMPLES, 0.5)
 
 
-def test_a_short_target_is_drawn_with_its_probability() -> None:
-    config = DataConfig("embedded", seq_length=128, short_seq_probability=0.1)
-    pairs = BERTDataset(SyntheticBERTCorpus(600, 60, 11), "train", config, seed=3).pairs
+def test_a_short_target_is_drawn_with_its_probability(tmp_path) -> None:
+    pairs = make(SyntheticBERTCorpus(tmp_path, 600, 60, 11), 3, seq_length=128, short_seq_probability=0.1).pairs
     assert within_three_standard_errors(int((pairs[:, 2] < 125).sum()), len(pairs), 0.1 * 123 / 124)
 
 
-def test_a_sample_is_a_pure_function_of_seed_epoch_and_index(dataset) -> None:
-    again = BERTDataset(SyntheticBERTCorpus(4000, 23, 23), "train", dataset.config, seed=1234)
+def test_a_sample_is_a_pure_function_of_seed_epoch_and_index(corpus, dataset) -> None:
+    again = make(corpus)
     np.random.seed(0)
-    for index in (17, 3, 2999):  # in another order than before, with numpy's global state moved
-        for key, value in dataset.sample(2, index).items():
-            assert np.array_equal(value, again.sample(2, index)[key]), key
-    other_epoch, other_seed = (
-        dataset.sample(3, 17),
-        BERTDataset(SyntheticBERTCorpus(4000, 23, 23), "train", dataset.config, seed=1235).sample(2, 17),
-    )
-    for other in (other_epoch, other_seed):
-        assert not np.array_equal(other["labels"], dataset.sample(2, 17)["labels"])
+    together = dataset.batch(np.full(4, 2), np.array([2999, 3, 5, 17]))
+    for place, index in ((3, 17), (1, 3), (0, 2999)):  # in another order, with numpy's global state moved
+        for key, value in sample(again, 2, index).items():
+            assert np.array_equal(value, together[key][place]), key
+    for other in (sample(dataset, 3, 17), sample(make(corpus, seed=1235), 2, 17)):
+        assert not np.array_equal(other["labels"], sample(dataset, 2, 17)["labels"])
 
 
 def test_the_layout_is_cls_a_sep_b_sep_and_padding(tmp_path) -> None:
     texts = [f"One two three {i}. Four five six. Seven eight nine ten. Eleven." for i in range(40)]
     prepared = prepare_texts(tmp_path, texts, "bert")
-    dataset = BERTDataset(prepared, "train", DataConfig("embedded", seq_length=37, mask_probability=0.15), 1)
+    dataset = make(prepared, 1, seq_length=37, short_seq_probability=0.1)
     ids = prepared.special_ids
     for index in range(len(dataset)):
-        s = dataset.sample(0, index)
+        s = sample(dataset, 0, index)
         original = np.where(s["labels"] != -100, s["labels"], s["tokens"])
         length = int(s["attention_mask"].sum())
         assert s["attention_mask"][:length].all()
@@ -107,17 +118,14 @@ def test_the_layout_is_cls_a_sep_b_sep_and_padding(tmp_path) -> None:
         assert (s["labels"] != -100).any()
 
 
-def test_a_swapped_pair_has_the_later_sentence_first() -> None:
-    corpus = SyntheticBERTCorpus(50, 4, 5)
-    dataset = BERTDataset(
-        corpus, "train", DataConfig("embedded", seq_length=40, short_seq_probability=0.0, mask_probability=0.0), 1
-    )
+def test_a_swapped_pair_has_the_later_sentence_first(tmp_path) -> None:
+    dataset = make(SyntheticBERTCorpus(tmp_path, 50, 4, 5), 1, seq_length=40, mask_probability=0.0)
     seen = set()
     for index in range(len(dataset)):
-        s = dataset.sample(0, index)
+        s = sample(dataset, 0, index)
         original = np.where(s["labels"] != -100, s["labels"], s["tokens"])
         first, end, _ = dataset.pairs[index]
-        text = corpus.arrays["tokens"][corpus.arrays["sentences"][first] : corpus.arrays["sentences"][end]]
+        text = dataset.dataset.tokens[5 * first : 5 * end]
         body = original[original >= 5]
         swapped = int(s["sop_labels"])
         assert np.array_equal(body, text) == (not swapped)
@@ -127,16 +135,12 @@ def test_a_swapped_pair_has_the_later_sentence_first() -> None:
 
 
 def test_no_sentence_is_in_two_samples_and_documents_do_not_mix(dataset) -> None:
-    pairs, documents = dataset.pairs, np.asarray(dataset_documents(dataset))
+    pairs, documents = dataset.pairs.astype(np.int64), dataset.dataset.document_indices
     assert (pairs[1:, 0] >= pairs[:-1, 1]).all()
     assert (pairs[:, 1] - pairs[:, 0] >= 2).all()
     assert (
         np.searchsorted(documents, pairs[:, 0], "right") == np.searchsorted(documents, pairs[:, 1] - 1, "right")
     ).all()
-
-
-def dataset_documents(dataset: BERTDataset) -> np.ndarray:
-    return np.arange(0, len(dataset.sentences), 23)
 
 
 @pytest.mark.parametrize(("a", "b", "target"), [(10, 4, 9), (4, 10, 9), (7, 7, 5), (3, 2, 9), (20, 1, 2), (5, 5, 9)])
@@ -167,6 +171,6 @@ def test_spans_never_overlap_and_never_cut_a_word() -> None:
 def test_a_corpus_without_pairs_and_a_short_sequence_are_refused(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, [f"Only one sentence {i}" for i in range(9)], "bert")
     with pytest.raises(ValueError, match="at least 2 sentences"):
-        BERTDataset(prepared, "train", DataConfig("embedded", seq_length=16), 1)
+        make(prepared, seq_length=16)
     with pytest.raises(ValueError, match="`data.seq_length` must be at least 5"):
-        BERTDataset(prepared, "train", DataConfig("embedded", seq_length=4), 1)
+        make(prepared, seq_length=4)

@@ -22,30 +22,33 @@ TRAINED = TokenizerConfig("trained", vocab_size=300)
 
 def test_gpt_tokens_are_the_documents_each_closed_by_end_of_text(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, TEXTS, "gpt", validation_every=5)
-    tokenizer, tokens = prepared.load_tokenizer(), prepared.array("train", "tokens")
-    starts = prepared.array("train", "documents")
+    tokenizer, dataset = prepared.load_tokenizer(), prepared.dataset("train")
     kept = [text for i, text in enumerate(TEXTS) if i % 5 != 4]
-    assert len(starts) == len(kept) + 1
-    for text, start, end in zip(kept, starts[:-1], starts[1:], strict=True):
-        assert tokens[end - 1] == tokenizer.id_of(END_OF_TEXT)
-        assert tokenizer.decode(tokens[start : end - 1].tolist()) == text
+    assert len(dataset) == dataset.num_documents == len(kept)
+    for number, text in enumerate(kept):
+        ids = dataset.sequence(number).tolist()
+        assert ids[-1] == tokenizer.id_of(END_OF_TEXT)
+        assert tokenizer.decode(ids[:-1]) == text
     assert prepared.manifest["train"]["documents"] == 36 and prepared.manifest["validation"]["documents"] == 9
+
+
+def windows(prepared, split: str, seq_length: int) -> GPTDataset:
+    return GPTDataset(prepared.parts[split][0], prepared.vocab_size, seq_length, split)
 
 
 def test_windows_overlap_by_one_and_predict_every_token_once(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, TEXTS, "gpt")
-    dataset, tokens = GPTDataset(prepared, "train", 17), prepared.array("train", "tokens")
-    samples = [dataset.sample(0, i) for i in range(len(dataset))]
-    labels = np.concatenate([s["labels"] for s in samples])
+    dataset, tokens = windows(prepared, "train", 17), prepared.dataset("train").tokens
+    batch = dataset.batch(np.zeros(len(dataset), dtype=np.int64), np.arange(len(dataset)))
+    labels = batch["labels"].reshape(-1)
     assert np.array_equal(labels, tokens[1 : 1 + len(labels)])
     assert len(tokens) - 1 - len(labels) < 17
-    for s in samples:
-        assert np.array_equal(s["tokens"][1:], s["labels"][:-1])
+    assert np.array_equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
 
 
 def test_a_special_token_written_in_a_text_is_plain_text(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, [*TEXTS, f"before {END_OF_TEXT} after", "last"], "gpt", validation_every=60)
-    ids = prepared.array("train", "tokens")
+    ids = prepared.dataset("train").tokens
     assert (ids == prepared.special_ids[END_OF_TEXT]).sum() == prepared.manifest["train"]["documents"]
 
 
@@ -153,16 +156,16 @@ def test_a_small_model_vocabulary_sizes_the_trained_tokenizer(tmp_path) -> None:
 def test_a_split_shorter_than_a_window_is_refused(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, TEXTS, "gpt")
     with pytest.raises(ValueError, match=r"at least `data.seq_length` \+ 1 \(5001\) tokens"):
-        GPTDataset(prepared, "validation", 5000)
+        windows(prepared, "validation", 5000)
 
 
 def test_the_published_tokenizers_give_the_published_ids(shared_data, tmp_path) -> None:
     (tmp_path / "a.txt").write_text("Hello world\n\nHello world")
     config = local_config(tmp_path / "a.txt", tmp_path)
     gpt2 = prepare_corpus(config, TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt", 50257)
-    assert gpt2.array("train", "tokens").tolist() == [15496, 995, 50256]
+    assert gpt2.dataset("train").tokens.tolist() == [15496, 995, 50256]
     bert = prepare_corpus(config, TokenizerConfig("bert", path=str(shared_data / "bert-uncased")), "bert", 30522)
-    assert bert.load_tokenizer().decode(bert.array("train", "tokens")) == "hello world"
+    assert bert.load_tokenizer().decode(bert.dataset("train").tokens) == "hello world"
     assert [bert.special_ids[t] for t in ("[PAD]", "[CLS]", "[SEP]", "[MASK]")] == [0, 101, 102, 103]
     with pytest.raises(ValueError, match="`tokenizer` must suit the model"):
         prepare_corpus(config, TokenizerConfig("bert", path=str(shared_data / "bert-uncased")), "gpt", None)

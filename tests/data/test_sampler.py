@@ -7,8 +7,9 @@ from lmscale.data.sampler import GlobalBatchSampler
 NUM_SAMPLES, BATCH, STEPS = 37, 12, 11  # 132 sequences: three epochs and a half, borders inside batches
 
 
-def steps(dp_rank: int = 0, dp_size: int = 1, seed: int = 5, start: int = 0) -> list:
-    return list(GlobalBatchSampler(NUM_SAMPLES, BATCH, dp_rank, dp_size, seed, STEPS, start))
+def steps(dp_rank: int = 0, dp_size: int = 1, seed: int = 5, start: int = 0) -> list[list[list[int]]]:
+    """For each step the references (sample number, epoch, index) of its samples."""
+    return [step.tolist() for step in GlobalBatchSampler(NUM_SAMPLES, BATCH, dp_rank, dp_size, seed, STEPS, start)]
 
 
 @pytest.mark.parametrize("dp_size", [2, 3, 4, 12])

@@ -1,11 +1,18 @@
 """BERT's samples: sentence pairs, some in swapped order, with whole-word n-grams masked."""
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 
 from ..data_config import DataConfig
-from .prepare import PreparedCorpus
+from .bert_index import TargetLengths, write_pairs
+from .gathering import read_stretches
+from .index_cache import cached_index
+from .indexed_dataset import IndexedDataset
+from .permutation import Permutation
+from .prepared import CorpusPart, PreparedCorpus
+from .sampler import in_epochs
 
 IGNORE_LABEL = -100
 NUM_SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
@@ -19,9 +26,11 @@ class BERTDataset:
 
     Args:
         prepared: a corpus prepared for `bert`.
-        split: `train` or `validation`.
+        part: the documents of it that are meant.
         config: seq_length and the probabilities.
         seed: of the run.
+        name: of the part, for messages.
+        number: of the dataset in a blend: each draws numbers of its own.
 
     Raises:
         ValueError: no document has two sentences, or `seq_length` leaves no room for two tokens.
@@ -30,84 +39,100 @@ class BERTDataset:
     without its reuse of one random number for the short length, and with a swap drawn before truncation as there.
     """
 
-    def __init__(self, prepared: PreparedCorpus, split: str, config: DataConfig, seed: int) -> None:
+    def __init__(
+        self, prepared: PreparedCorpus, part: CorpusPart, config: DataConfig, seed: int, name: str, number: int = 0
+    ) -> None:
         if config.seq_length < NUM_SPECIAL_TOKENS + 2:
             raise ValueError(
                 f"`data.seq_length` must be at least {NUM_SPECIAL_TOKENS + 2} for BERT, but is {config.seq_length}"
             )
-        self.tokens = prepared.array(split, "tokens")
-        self.sentences = np.asarray(prepared.array(split, "sentences"))
-        self.config = config
+        self.dataset = IndexedDataset(part.prefix)
+        self.config, self.seed, self.identity, self.number = config, seed, part.identity, number
         self.vocab_size = prepared.vocab_size
         self.special = prepared.special_ids
         self.is_continuation = prepared.load_tokenizer().is_continuation
         self.seed_key = int.from_bytes(hashlib.blake2b(f"bert/{seed}".encode(), digest_size=8).digest(), "little")
-        self.pairs = self._map_samples(np.asarray(prepared.array(split, "documents")))
+        lengths = TargetLengths(self.seed_key, config.seq_length - NUM_SPECIAL_TOKENS, config.short_seq_probability)
+        self.pairs = cached_index(
+            Path(prepared.index_folder),
+            "bert",
+            (part.identity, part.first, part.last, lengths),
+            lambda file: write_pairs(file, self.dataset, part.first, part.last, lengths),
+        )
         if len(self.pairs) == 0:
-            raise ValueError(f"the {split} part must have a document of at least 2 sentences, but has none")
+            raise ValueError(f"the {name} part must have a document of at least 2 sentences, but has none")
+        self._shuffles: dict[int, Permutation] = {}
 
     def __len__(self) -> int:
+        """Samples of an epoch."""
         return len(self.pairs)
 
-    def _map_samples(self, documents: np.ndarray) -> np.ndarray:
-        """Rows (first sentence, sentence after the last, target length), int64 [samples, 3].
+    def order(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Epochs and indices of this dataset's samples number `places` in a blend, both int64 as shaped."""
+        return in_epochs(places, len(self), self._shuffle_of)
 
-        A sample takes sentences of one document until the target length is reached; the document's last two or more
-        make one of whatever length. Documents of one sentence have no pair and are left out.
-        """
-        generator = np.random.Generator(np.random.Philox(key=self.seed_key))
-        longest = self.config.seq_length - NUM_SPECIAL_TOKENS
-        lengths = np.diff(self.sentences)
-        rows = []
-        for first, end in zip(documents[:-1].tolist(), documents[1:].tolist(), strict=True):
-            if end - first < 2:
-                continue
-            start, held, target = first, 0, self._target_length(generator, longest)
-            for sentence in range(first, end):
-                held += int(lengths[sentence])
-                enough = held >= target and sentence - start >= 1 and end - sentence > 2
-                if enough or sentence == end - 1:
-                    rows.append((start, sentence + 1, target))
-                    start, held, target = sentence + 1, 0, self._target_length(generator, longest)
-        return np.array(rows, dtype=np.int64).reshape(-1, 3)
+    def _shuffle_of(self, epoch: int) -> Permutation:
+        if epoch not in self._shuffles:
+            name = f"order/{self.identity}/{self.seed}/{epoch}"
+            self._shuffles = {epoch: Permutation(len(self), name)}  # of the epochs before none is needed again
+        return self._shuffles[epoch]
 
-    def _target_length(self, generator: np.random.Generator, longest: int) -> int:
-        if generator.random() < self.config.short_seq_probability:
-            return int(generator.integers(2, longest + 1))
-        return longest
-
-    def sample(self, epoch: int, index: int) -> dict[str, np.ndarray]:
-        """One training sample.
+    def batch(self, epochs: np.ndarray, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Training samples.
 
         Shapes:
-            tokens, token_types, labels int64 [s] (labels -100 where not masked); attention_mask bool [s], True for
-            real tokens; sop_labels int64 scalar, 1 where the sentences are swapped.
+            epochs, indices int64 [b]; tokens, token_types, labels int64 [b, s] (labels -100 where not masked);
+            attention_mask bool [b, s], True for real tokens; sop_labels int64 [b], 1 where the sentences are swapped.
+
+        Raises:
+            ValueError: an id that is not of the vocabulary.
+        """
+        size, length = len(indices), self.config.seq_length
+        found = {
+            "tokens": np.full((size, length), self.special["[PAD]"]),
+            "token_types": np.zeros((size, length), dtype=np.int64),
+            "attention_mask": np.zeros((size, length), dtype=bool),
+            "labels": np.full((size, length), IGNORE_LABEL),
+            "sop_labels": np.empty(size, dtype=np.int64),
+        }
+        rows = self.pairs[indices].astype(np.int64)
+        borders = self.dataset.sequence_starts(rows[:, :2])
+        text = read_stretches(self.dataset, borders[:, 0], borders[:, 1] - borders[:, 0], self.vocab_size)
+        end = 0
+        for place, (epoch, index) in enumerate(zip(epochs.tolist(), indices.tolist(), strict=True)):
+            start, end = end, end + int(borders[place, 1] - borders[place, 0])
+            tokens, labels, length_a, swapped = self._sample(epoch, index, rows[place].tolist(), text[start:end])
+            count = len(tokens)
+            found["tokens"][place, :count] = tokens
+            found["token_types"][place, length_a + 2 : count] = 1
+            found["attention_mask"][place, :count] = True
+            found["labels"][place, :count] = labels
+            found["sop_labels"][place] = swapped
+        return found
+
+    def _sample(
+        self, epoch: int, index: int, row: list[int], text: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, int, bool]:
+        """Tokens with masks and labels, both int64 [at most s], the length of A, and whether the sentences are swapped.
+
+        Args:
+            row: first sentence, sentence after the last, target length.
+            text: the ids of the sentences.
         """
         # 2^40 samples an epoch and 2^24 epochs have keys of their own.
-        generator = np.random.Generator(np.random.Philox(key=self.seed_key, counter=[0, 0, index, epoch + 1]))
-        first, end, target = self.pairs[index].tolist()
+        counter = [0, self.number, index, epoch + 1]
+        generator = np.random.Generator(np.random.Philox(key=self.seed_key, counter=counter))
+        first, end, target = row
         split = first + int(generator.integers(1, end - first))
-        borders = self.sentences[[first, split, end]]
-        a = np.asarray(self.tokens[borders[0] : borders[1]], dtype=np.int64)
-        b = np.asarray(self.tokens[borders[1] : borders[2]], dtype=np.int64)
+        middle = int(self.dataset.sizes[first:split].sum())
+        a, b = text[:middle], text[middle:]
         swapped = bool(generator.random() < 0.5)
         if swapped:
             a, b = b, a
         a, b = truncate_pair(a, b, target, generator)
-        cls, sep, pad = (self.special[name] for name in ("[CLS]", "[SEP]", "[PAD]"))
+        cls, sep = self.special["[CLS]"], self.special["[SEP]"]
         tokens = np.concatenate([[cls], a, [sep], b, [sep]])
-        labels = self._mask(tokens, len(a), target, generator)
-        length = self.config.seq_length
-        padding = (0, length - len(tokens))
-        types = np.zeros(length, dtype=np.int64)
-        types[len(a) + 2 : len(tokens)] = 1
-        return {
-            "tokens": np.pad(tokens, padding, constant_values=pad),
-            "token_types": types,
-            "attention_mask": np.arange(length) < len(tokens),
-            "labels": np.pad(labels, padding, constant_values=IGNORE_LABEL),
-            "sop_labels": np.int64(swapped),
-        }
+        return tokens, self._mask(tokens, len(a), target, generator), len(a), swapped
 
     def _mask(self, tokens: np.ndarray, length_a: int, target: int, generator: np.random.Generator) -> np.ndarray:
         """Mask `tokens` in place and return the labels; [CLS] and the [SEP]s are never masked."""
@@ -117,13 +142,15 @@ class BERTDataset:
         ordinary = np.ones(len(tokens), dtype=bool)
         ordinary[[0, length_a + 1, len(tokens) - 1]] = False
         positions = np.flatnonzero(ordinary)
+        labels = np.full(len(tokens), IGNORE_LABEL, dtype=np.int64)
+        if len(positions) == 0:
+            return labels  # nothing but empty sentences
         # A continuation piece joins the word before it, also across [SEP] where truncation left one in front.
         starts = ~self.is_continuation[tokens[positions]]
         starts[0] = True
         borders = np.append(np.flatnonzero(starts), len(positions))
         covered = choose_spans(borders, limit, self.config.max_ngram, generator)
         chosen = positions[covered]
-        labels = np.full(len(tokens), IGNORE_LABEL, dtype=np.int64)
         labels[chosen] = tokens[chosen]
         fate = generator.random(len(chosen))
         tokens[chosen[fate < 0.8]] = self.special["[MASK]"]

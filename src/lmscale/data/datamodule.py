@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,32 +14,44 @@ from torch.utils.data import DataLoader, Dataset
 from ..config import BatchConfig
 from ..data_config import DataConfig
 from .bert_dataset import BERTDataset
-from .gpt_dataset import GPTDataset
-from .prepare import PreparedCorpus
-from .sampler import GlobalBatchSampler
+from .blend import Blend
+from .gpt_dataset import GPTDataset, ShuffledGPTDataset
+from .prepared import CorpusPart, PreparedCorpus
+from .sampler import DATASET_SHIFT, BlendedBatchSampler, GlobalBatchSampler
+
+Samples = GPTDataset | BERTDataset
 
 
 class _References(Dataset):
-    """Looks up references (sample number, epoch, index) of a GPT or BERT dataset."""
+    """Looks up references, rows (sample number, epoch, dataset x 2^40 + index), in the datasets they belong to."""
 
-    def __init__(self, samples: GPTDataset | BERTDataset) -> None:
-        self.samples = samples
+    def __init__(self, datasets: list[Samples]) -> None:
+        self.datasets = datasets
 
-    def __getitem__(self, reference: tuple[int, int, int]) -> dict[str, Any]:
-        number, epoch, index = reference
-        places = {"sample_numbers": np.int64(number), "sample_indices": np.int64(index)}
-        return self.samples.sample(epoch, index) | places
+    def __getitems__(self, references: np.ndarray) -> dict[str, np.ndarray]:
+        numbers, epochs, places = references.T
+        which, indices = places >> DATASET_SHIFT, places & ((1 << DATASET_SHIFT) - 1)
+        batch: dict[str, np.ndarray] = {}
+        for number in np.unique(which).tolist():
+            mine = np.flatnonzero(which == number)
+            for key, values in self.datasets[number].batch(epochs[mine], indices[mine]).items():
+                if len(mine) == len(references):
+                    batch[key] = values
+                else:
+                    batch.setdefault(key, np.empty((len(references), *values.shape[1:]), values.dtype))[mine] = values
+        return batch | {"sample_numbers": numbers, "sample_indices": places}
 
 
 class _MicroBatches:
-    """Collates the samples of one step into micro-batches; one class, because worker processes must pickle it."""
+    """Cuts the samples of one step into micro-batches; one class, because worker processes must pickle it."""
 
     def __init__(self, micro_batch_size: int) -> None:
         self.micro_batch_size = micro_batch_size
 
-    def __call__(self, samples: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
-        size = self.micro_batch_size
-        return [_stack(samples[i : i + size]) for i in range(0, len(samples), size)]
+    def __call__(self, step: dict[str, np.ndarray]) -> list[dict[str, Tensor]]:
+        whole = _tensors(step)
+        starts = range(0, len(step["sample_numbers"]), self.micro_batch_size)
+        return [{key: value[i : i + self.micro_batch_size] for key, value in whole.items()} for i in starts]
 
 
 class _Unsized:
@@ -51,8 +64,8 @@ class _Unsized:
         return iter(self.batches)
 
 
-def _stack(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    return {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}
+def _tensors(batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    return {key: torch.from_numpy(np.ascontiguousarray(values)) for key, values in batch.items()}
 
 
 class PretrainDataModule(L.LightningDataModule):
@@ -86,16 +99,38 @@ class PretrainDataModule(L.LightningDataModule):
         identity = prepared.manifest["train"]["sha256"] + prepared.manifest["tokenizer"]
         self.corpus_hash = hashlib.sha256(identity.encode()).hexdigest()[:16]  # of the training text, tokenized
         self.config, self.batch, self.seed, self.num_steps = config, batch, seed, num_steps
-        self.train_samples = make_dataset(prepared, "train", config, seed)
-        self.validation_samples = make_dataset(prepared, "validation", config, seed)
-        available = len(self.validation_samples)
-        if num_validation_samples is not None and num_validation_samples > available:
-            raise ValueError(
-                f"`trainer.num_validation_samples` must be at most the validation part's {available} sequences of "
-                f"{config.seq_length} tokens, but is {num_validation_samples}"
-            )
-        self.num_validation_samples = num_validation_samples or available
+        self.is_blended = prepared.shuffles_documents
+        self.blend = Blend([part.weight for part in prepared.parts["train"]])
+        num_samples = self.blend.counts(num_steps * batch.global_batch_size)
+        self.train_samples = [
+            make_dataset(prepared, "train", part, config, seed, number, num_samples[number])
+            for number, part in enumerate(prepared.parts["train"])
+        ]
+        self.validation_samples = [
+            make_dataset(prepared, "validation", part, config, seed, number)
+            for number, part in enumerate(prepared.parts["validation"])
+        ]
+        self._validation = self._order_validation(prepared.parts["validation"], num_validation_samples)
+        self.num_validation_samples = len(self._validation)
         self.completed_steps = 0
+
+    def _order_validation(self, parts: tuple[CorpusPart, ...], num_samples: int | None) -> np.ndarray:
+        """References of the validation sequences: all of every dataset, or the first of each as the weights have it."""
+        available = [len(samples) for samples in self.validation_samples]
+        if num_samples is None:
+            which = np.repeat(np.arange(len(parts)), available)
+            places = np.concatenate([np.arange(count) for count in available])
+        else:
+            blend = Blend([part.weight for part in parts])
+            for part, count, wanted in zip(parts, available, blend.counts(num_samples), strict=True):
+                if wanted > count:
+                    of = f" of {part.prefix} ({wanted} by its weight)" if len(parts) > 1 else ""
+                    raise ValueError(
+                        f"`trainer.num_validation_samples` must be at most the validation part's {count} sequences of "
+                        f"{self.config.seq_length} tokens{of}, but is {num_samples}"
+                    )
+            which, places = blend.assign(0, num_samples)
+        return np.stack([np.arange(len(which)), np.zeros_like(which), (which << DATASET_SHIFT) + places], axis=1)
 
     def train_dataloader(self) -> DataLoader:
         """Steps from `completed_steps` on."""
@@ -106,23 +141,25 @@ class PretrainDataModule(L.LightningDataModule):
 
     def sampler(self, dp_rank: int = 0, dp_size: int = 1, start_step: int = 0) -> GlobalBatchSampler:
         """The order of the training samples, as one data rank meets it."""
-        size, count = self.batch.global_batch_size, len(self.train_samples)
-        return GlobalBatchSampler(count, size, dp_rank, dp_size, self.seed, self.num_steps, start_step)
+        layout = self.batch.global_batch_size, dp_rank, dp_size, self.seed, self.num_steps, start_step
+        if self.is_blended:
+            return BlendedBatchSampler(self.train_samples, self.blend, *layout)
+        return GlobalBatchSampler(len(self.train_samples[0]), *layout)
 
     def val_dataloader(self) -> DataLoader:
         """This data rank's validation sequences; the last micro-batch may be smaller."""
         parallel = self.trainer.strategy.parallel
         borders = [self.num_validation_samples * r // parallel.dp_size for r in range(parallel.dp_size + 1)]
-        mine = [(i, 0, i) for i in range(borders[parallel.dp_rank], borders[parallel.dp_rank + 1])]
+        mine = self._validation[borders[parallel.dp_rank] : borders[parallel.dp_rank + 1]]
         size = self.batch.micro_batch_size
         batches = [mine[i : i + size] for i in range(0, len(mine), size)]
         # Lightning would skip the whole validation, its closing all-reduce included, on a rank whose loader has length
         # 0, and the other ranks would wait for ever: where some rank has nothing, no rank's loader tells its length.
         some_rank_is_idle = self.num_validation_samples < parallel.dp_size
         sampler = _Unsized(batches) if some_rank_is_idle else batches
-        return self._loader(self.validation_samples, batch_sampler=sampler, collate_fn=_stack)
+        return self._loader(self.validation_samples, batch_sampler=sampler, collate_fn=_tensors)
 
-    def _loader(self, samples: GPTDataset | BERTDataset, **kwargs: Any) -> DataLoader:
+    def _loader(self, samples: list[Samples], **kwargs: Any) -> DataLoader:
         # A generator of its own: a loader that draws from torch's would shift the dropout of one rank against another.
         return DataLoader(
             _References(samples),
@@ -151,8 +188,24 @@ class PretrainDataModule(L.LightningDataModule):
         self.completed_steps = consumed // self.batch.global_batch_size
 
 
-def make_dataset(prepared: PreparedCorpus, split: str, config: DataConfig, seed: int) -> GPTDataset | BERTDataset:
-    """The samples of one split, of the kind the corpus was prepared for."""
-    if prepared.architecture == "gpt":
-        return GPTDataset(prepared, split, config.seq_length)
-    return BERTDataset(prepared, split, config, seed)
+def make_dataset(
+    prepared: PreparedCorpus,
+    split: str,
+    part: CorpusPart,
+    config: DataConfig,
+    seed: int,
+    number: int = 0,
+    num_samples: int | None = None,
+) -> Samples:
+    """The samples of one dataset of a split, of the kind the corpus was prepared for.
+
+    Args:
+        number: of the dataset in the blend.
+        num_samples: how many the run takes from it; None where their order is not shuffled by the dataset.
+    """
+    if prepared.architecture == "bert":
+        return BERTDataset(prepared, part, config, seed, split, number)
+    if num_samples is None or not prepared.shuffles_documents:
+        return GPTDataset(part, prepared.vocab_size, config.seq_length, split)
+    folder = Path(prepared.index_folder)
+    return ShuffledGPTDataset(part, prepared.vocab_size, config.seq_length, split, seed, num_samples, folder)

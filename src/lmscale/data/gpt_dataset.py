@@ -1,8 +1,14 @@
 """GPT's samples: windows over the documents laid end to end."""
 
+from pathlib import Path
+
 import numpy as np
 
-from .prepare import PreparedCorpus
+from .gathering import ranges, read_stretches
+from .gpt_index import GPTOrder, write_windows
+from .index_cache import cached_index
+from .indexed_dataset import IndexedDataset
+from .prepared import CorpusPart
 
 
 class GPTDataset:
@@ -12,34 +18,95 @@ class GPTDataset:
     business.
 
     Args:
-        prepared: a corpus prepared for `gpt`.
-        split: `train` or `validation`.
+        part: the documents.
+        vocab_size: ids the tokenizer has.
         seq_length: s, tokens of a sample.
+        name: of the part, for messages.
 
     Raises:
-        ValueError: the split is shorter than one window.
+        ValueError: the part is shorter than one window.
 
     Source: section 4.2 and Megatron-LM's GPT dataset (anchors: documents and end-of-text, windows overlapping by one).
     """
 
-    def __init__(self, prepared: PreparedCorpus, split: str, seq_length: int) -> None:
-        self.tokens = prepared.array(split, "tokens")
-        self.seq_length = seq_length
-        if len(self) == 0:
+    def __init__(self, part: CorpusPart, vocab_size: int, seq_length: int, name: str) -> None:
+        self.part, self.vocab_size, self.seq_length = part, vocab_size, seq_length
+        self.dataset = IndexedDataset(part.prefix)
+        self.first_token, end = self.dataset.document_starts(np.array([part.first, part.last])).tolist()
+        self.num_tokens = end - self.first_token
+        if self.num_tokens <= seq_length:
             raise ValueError(
-                f"the {split} part must have at least `data.seq_length` + 1 ({seq_length + 1}) tokens, "
-                f"but has {len(self.tokens)}"
+                f"the {name} part must have at least `data.seq_length` + 1 ({seq_length + 1}) tokens, "
+                f"but has {self.num_tokens}"
             )
 
     def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.seq_length
+        """Windows of an epoch."""
+        return (self.num_tokens - 1) // self.seq_length
 
-    def sample(self, epoch: int, index: int) -> dict[str, np.ndarray]:
-        """Window `index`: tokens and, shifted by one, labels.
+    def batch(self, epochs: np.ndarray, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Windows `indices`: tokens and, shifted by one, labels; `epochs` change nothing.
 
         Shapes:
-            tokens, labels int64 [s].
+            epochs, indices int64 [b]; tokens, labels int64 [b, s].
+
+        Raises:
+            ValueError: an id that is not of the vocabulary.
         """
-        start = index * self.seq_length
-        window = np.asarray(self.tokens[start : start + self.seq_length + 1], dtype=np.int64)
-        return {"tokens": window[:-1], "labels": window[1:]}
+        starts = self.first_token + indices * self.seq_length
+        lengths = np.full(len(indices), self.seq_length + 1)
+        return self._shifted(read_stretches(self.dataset, starts, lengths, self.vocab_size))
+
+    def _shifted(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        windows = ids.reshape(-1, self.seq_length + 1)
+        return {"tokens": windows[:, :-1], "labels": windows[:, 1:]}
+
+
+class ShuffledGPTDataset(GPTDataset):
+    """The same over documents shuffled for this run, whose windows are shuffled too; see `GPTOrder`.
+
+    Args:
+        part, vocab_size, seq_length, name: as above.
+        seed: of the run.
+        num_samples: how many the run takes from this dataset.
+        index_folder: where the table of windows is kept.
+    """
+
+    def __init__(
+        self,
+        part: CorpusPart,
+        vocab_size: int,
+        seq_length: int,
+        name: str,
+        seed: int,
+        num_samples: int,
+        index_folder: Path,
+    ) -> None:
+        super().__init__(part, vocab_size, seq_length, name)
+        num_documents = part.last - part.first
+        identity = f"{part.identity} {part.first}"
+        self.shuffle = GPTOrder(identity, num_documents, self.num_tokens, seq_length, seed, num_samples)
+        sizes = self.dataset.document_sizes(part.first, part.last)
+        self.windows = cached_index(
+            index_folder, "gpt", self.shuffle.facts, lambda file: write_windows(file, self.shuffle, sizes)
+        )
+
+    def __len__(self) -> int:
+        """Windows of all the run's epochs."""
+        return self.shuffle.num_windows
+
+    def order(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Epochs (0) and windows of this dataset's samples number `places`, both int64 as shaped."""
+        return np.zeros_like(places), self.shuffle.windows_at(places)
+
+    def batch(self, epochs: np.ndarray, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """As of the base class; a window may take tokens of any number of documents."""
+        begins, ends = (self.windows[rows].astype(np.int64) for rows in (indices, indices + 1))
+        counts = ends[:, 0] - begins[:, 0] + 1  # documents a window touches
+        last = np.cumsum(counts) - 1
+        documents = self.part.first + self.shuffle.documents_at(ranges(begins[:, 0], counts))
+        starts, stops = self.dataset.document_starts(documents), self.dataset.document_starts(documents + 1)
+        # A window ends with the token its successor begins with.
+        stops[last] = starts[last] + ends[:, 1] + 1
+        starts[last - counts + 1] += begins[:, 1]
+        return self._shifted(read_stretches(self.dataset, starts, stops - starts, self.vocab_size))

@@ -1,29 +1,16 @@
-"""Binary token files: `.bin` holds the tokens back to back, `.idx` says where sequences and documents begin.
-
-Layout of `.idx`, little-endian: 9 bytes `MMIDIDX\\0\\0`, u64 version 1, u8 code of the token type, u64 n sequences, u64
-length of the document index, then int32 sizes[n] in tokens, int64 pointers[n] in bytes, int64 document_indices[m + 1],
-which begin with 0 and end with n. A sequence is a document for GPT and a sentence for BERT.
-
-Source: the format of Megatron-LM's `data/indexed_dataset.py`, as written by its preprocess_data.py.
-"""
+"""Writing of binary token files, a document or a shard at a time; `indexed_dataset` has their format."""
 
 import os
 import shutil
-import struct
 from array import array
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-MAGIC, LAZY_MAGIC = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
-VERSION = 1
-# Megatron-core swapped the meaning of 6 and 7 once; this is its present one, and no tokens were ever floats.
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+from .indexed_dataset import CHUNK, DTYPES, HEADER, MAGIC, VERSION, IndexedDataset
+
 _CODES = {np.dtype(name): code for code, name in DTYPES.items()}
-_HEADER = struct.Struct("<9sQBQQ")
-_CHUNK = 1 << 22  # entries looked at together
 _SMALL_VOCAB = 65_500
 
 
@@ -72,6 +59,24 @@ class IndexedWriter:
             self.sizes.append(len(ids))
         self.document_indices.append(len(self.sizes))
 
+    def add_documents(self, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> None:
+        """Append many documents at once, which costs little for each.
+
+        Args:
+            ids: integers [tokens], of all sequences back to back.
+            sizes: integers [sequences], tokens of each.
+            counts: integers [documents], sequences of each.
+
+        Raises:
+            ValueError: an id that the type cannot hold.
+        """
+        assert sizes.sum() == len(ids) and counts.sum() == len(sizes)
+        if ids.size:
+            self._check_ids(ids)
+            self._write(ids.astype(self.dtype, copy=False).tobytes())
+        self.document_indices.frombytes((len(self.sizes) + np.cumsum(counts, dtype=np.int64)).tobytes())
+        self.sizes.frombytes(sizes.astype(np.int32).tobytes())
+
     def append(self, other: "IndexedDataset") -> None:
         """Append all documents of another dataset of the same type, its bytes unread by Python."""
         if other.dtype != self.dtype:
@@ -95,11 +100,11 @@ class IndexedWriter:
             self._file.close()
             with open(self._idx, "wb") as file:
                 head = _CODES[self.dtype], len(sizes), len(self.document_indices)
-                file.write(_HEADER.pack(MAGIC, VERSION, *head))
+                file.write(HEADER.pack(MAGIC, VERSION, *head))
                 file.write(sizes.astype("<i4", copy=False).data)
                 end = 0
-                for start in range(0, len(sizes), _CHUNK):
-                    ends = end + np.cumsum(sizes[start : start + _CHUNK], dtype=np.int64) * self.dtype.itemsize
+                for start in range(0, len(sizes), CHUNK):
+                    ends = end + np.cumsum(sizes[start : start + CHUNK], dtype=np.int64) * self.dtype.itemsize
                     file.write(np.concatenate([[end], ends[:-1]]).astype("<i8").data)
                     end = int(ends[-1])
                 file.write(np.frombuffer(self.document_indices, dtype=np.int64).astype("<i8", copy=False).data)
@@ -161,147 +166,3 @@ def merge(prefixes: Sequence[str | Path], out: str | Path) -> None:
         writer.discard()
         raise
     writer.finish()
-
-
-class IndexedDataset:
-    """A dataset memory-mapped for reading; picklable, so that loader processes map it themselves.
-
-    Attributes, read-only, all but the first two memory-mapped:
-        prefix, dtype
-        sizes: int32 [n], tokens of each sequence.
-        pointers: int64 [n], byte at which each begins.
-        document_indices: int64 [m + 1], sequence at which each document begins, and n.
-        tokens: dtype [all tokens].
-
-    Raises:
-        ValueError: a missing file, or one that breaks a rule of the format, in one line with the place.
-    """
-
-    def __init__(self, prefix: str | Path) -> None:
-        self.prefix = str(prefix)
-        code, num_sequences, num_indices = self._read_header()
-        self.dtype = np.dtype(DTYPES[code])
-        start = _HEADER.size
-        self.sizes = self._map("<i4", start, num_sequences)
-        self.pointers = self._map("<i8", start + 4 * num_sequences, num_sequences)
-        self.document_indices = self._map("<i8", start + 12 * num_sequences, num_indices)
-        self._check_sequences()
-        self._check_documents()
-
-    def __reduce__(self) -> tuple:
-        return IndexedDataset, (self.prefix,)
-
-    def __len__(self) -> int:
-        """Sequences."""
-        return len(self.sizes)
-
-    @property
-    def num_documents(self) -> int:
-        """m."""
-        return len(self.document_indices) - 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents."""
-        return self._num_bytes // self.dtype.itemsize
-
-    @cached_property
-    def tokens(self) -> np.ndarray:
-        """All tokens back to back; memory-mapped."""
-        return _mapped(f"{self.prefix}.bin", self.dtype, 0, self.num_tokens)
-
-    def sequence(self, index: int) -> np.ndarray:
-        """The ids of one sequence; a view of the file."""
-        start = int(self.pointers[index]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.sizes[index])]
-
-    def sequence_starts(self, sequences: np.ndarray) -> np.ndarray:
-        """Token at which each of these sequences begins, int64 as shaped; sequence n begins at the end."""
-        starts = np.full(sequences.shape, self.num_tokens, dtype=np.int64)
-        inside = sequences < len(self.sizes)
-        starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
-        return starts
-
-    def document_starts(self, documents: np.ndarray) -> np.ndarray:
-        """Token at which each of these documents begins, int64 as shaped; document m begins at the end."""
-        return self.sequence_starts(self.document_indices[documents])
-
-    def document_sizes(self, first: int, last: int) -> np.ndarray:
-        """Tokens of the documents [first, last), int64; looks at their indices only."""
-        return np.diff(self.document_starts(np.arange(first, last + 1)))
-
-    def _read_header(self) -> tuple[int, int, int]:
-        """Code of the type, number of sequences, entries of the document index."""
-        path = f"{self.prefix}.idx"
-        try:
-            with open(path, "rb") as file:
-                head = file.read(_HEADER.size)
-            length = os.path.getsize(path)
-            self._num_bytes = os.path.getsize(f"{self.prefix}.bin")
-        except OSError as error:
-            raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
-        if head.startswith(LAZY_MAGIC):
-            raise ValueError(
-                f"{path}: the format must be MMIDIDX, but is TNTIDX (Megatron-LM's old lazy or cached one)"
-            )
-        if not head.startswith(MAGIC):
-            raise ValueError(f"{path}: the first 9 bytes must be {MAGIC!r}, but are {head[:9]!r}")
-        if len(head) < _HEADER.size:
-            raise ValueError(f"{path}: the header must have {_HEADER.size} bytes, but the file has {len(head)}")
-        _, version, code, num_sequences, num_indices = _HEADER.unpack(head)
-        if version != VERSION:
-            raise ValueError(f"{path}: the version must be {VERSION}, but is {version}")
-        if code not in DTYPES:
-            raise ValueError(f"{path}: the code of the token type must be from 1 to 8, but is {code}")
-        expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
-        if length == expected + num_sequences > expected:
-            raise ValueError(f"{path}: must be of a text dataset, but has a mode a sequence (a multimodal one)")
-        if length != expected:
-            wrong = "is cut short" if length < expected else "has bytes behind its end"
-            raise ValueError(
-                f"{path}: {num_sequences} sequences and {num_indices} document indices must take {expected} bytes, but "
-                f"it {wrong}: {length}"
-            )
-        return code, num_sequences, num_indices
-
-    def _map(self, dtype: str, offset: int, count: int) -> np.ndarray:
-        return _mapped(f"{self.prefix}.idx", np.dtype(dtype), offset, count)
-
-    def _check_sequences(self) -> None:
-        """Sizes are not negative, pointers are their running sum, and the tokens take the whole of `.bin`."""
-        end = 0
-        for start in range(0, len(self.sizes), _CHUNK):
-            sizes = self.sizes[start : start + _CHUNK]
-            if sizes.min() < 0:
-                place = start + int(np.argmax(sizes < 0))
-                raise ValueError(f"{self.prefix}.idx: sizes must not be negative, but sequence {place} has one")
-            ends = end + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
-            expected = np.concatenate([[end], ends[:-1]])
-            pointers = self.pointers[start : start + _CHUNK]
-            if not np.array_equal(pointers, expected):
-                place = int(np.argmax(pointers != expected))
-                raise ValueError(
-                    f"{self.prefix}.idx: pointers must be the running sum of the sizes, but sequence {start + place} "
-                    f"is at byte {pointers[place]} and not {expected[place]}"
-                )
-            end = int(ends[-1])
-        if end != self._num_bytes:
-            raise ValueError(f"{self.prefix}.bin must have the {end} bytes of its .idx, but has {self._num_bytes}")
-
-    def _check_documents(self) -> None:
-        indices, count = self.document_indices, len(self.sizes)
-        if len(indices) == 0 or indices[0] != 0 or indices[-1] != count:
-            ends = "is empty" if len(indices) == 0 else f"goes from {indices[0]} to {indices[-1]}"
-            raise ValueError(f"{self.prefix}.idx: the document index must go from 0 to {count}, but {ends}")
-        for start in range(0, len(indices) - 1, _CHUNK):
-            backward = np.diff(indices[start : start + _CHUNK + 1]) < 0
-            if backward.any():
-                place = start + int(np.argmax(backward))
-                raise ValueError(f"{self.prefix}.idx: the document index must not fall, but does behind entry {place}")
-
-
-def _mapped(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-    """Part of a file as a read-only array; an empty one cannot be mapped."""
-    if count == 0:
-        return np.empty(0, dtype=dtype)
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))

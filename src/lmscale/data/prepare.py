@@ -7,60 +7,32 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 
 from ..data_config import DataConfig, TokenizerConfig
-from .sentences import split_sentences
+from .indexed import IndexedWriter, best_dtype
+from .indexed_corpus import INDEX_FOLDER, check_vocabulary, open_indexed, sequence_of, special_ids_of
+from .indexed_dataset import IndexedDataset
+from .prepared import CorpusPart, PreparedCorpus
+from .sentences import SentenceEncoder
 from .sources import Corpus, Documents, open_corpus
-from .tokenizer import BERT_SPECIALS, END_OF_TEXT, Tokenizer, load_tokenizer
+from .tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 
-FORMAT_VERSION = 2
-# A longer "sentence" (a table, a listing) is cut: one piece may not fill a training sample.
-MAX_SENTENCE_TOKENS = 128
-
-
-@dataclass(frozen=True)
-class PreparedCorpus:
-    """Token files of one corpus and what is known of them; small and picklable.
-
-    Files in `folder`, for split in train, validation:
-        <split>_tokens.npy      int32 [tokens], documents back to back; GPT: each ends with end-of-text
-        <split>_documents.npy   int64 [documents + 1], where documents start: in tokens (GPT) or in sentences (BERT)
-        <split>_sentences.npy   int64 [sentences + 1], where sentences start, in tokens (BERT only)
-        tokenizer.json, manifest.json
-
-    Args:
-        special_ids: id by token: END_OF_TEXT for GPT, the five of BERT.
-        manifest: sha256 and counts of both parts, source notes, versions; as `notes`, which are not in the file, lines
-            for the user on what differs from what was asked.
-    """
-
-    folder: str
-    architecture: str
-    vocab_size: int
-    special_ids: dict[str, int]
-    manifest: dict
-
-    def array(self, split: str, name: str) -> np.ndarray:
-        """One of the files above, memory-mapped: `array("train", "tokens")`."""
-        return np.load(Path(self.folder) / f"{split}_{name}.npy", mmap_mode="r")
-
-    def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
-        inner = tokenizers.Tokenizer.from_file(str(Path(self.folder) / "tokenizer.json"))
-        inner.encode_special_tokens = True
-        return Tokenizer(inner)
+FORMAT_VERSION = 3
+YARDSTICK_TOKENS = 1 << 26  # of each dataset, at most: enough for a unigram, and a second's work
+_BATCH = 1000  # documents tokenized together
 
 
 def prepare_corpus(
     data: DataConfig, tokenizer: TokenizerConfig, architecture: str, model_vocab_size: int | None
 ) -> PreparedCorpus:
-    """Read, split, tokenize and write a corpus, or find it in the cache.
+    """Read, split, tokenize and write a corpus, or find it in the cache; binary datasets are used where they are.
 
+    In the cache a corpus has the form of `IndexedDataset`: <split>_text_document.bin and .idx for GPT, a sequence a
+    document that ends with end-of-text, or <split>_text_sentence for BERT, beside tokenizer.json and manifest.json.
     Several processes may do so at once: each builds in a folder of its own, and the first to finish renames it into
     place. The cache is keyed by the content of the sources, so a changed file is read again.
 
@@ -73,6 +45,8 @@ def prepare_corpus(
             tokenizer with more ids than the model.
     """
     cache = cache_folder(data.cache_dir)
+    if data.kind == "indexed":
+        return open_indexed(data, tokenizer, architecture, model_vocab_size, cache)
     corpus = open_corpus(data)
     held_out = open_corpus(data, "validation_path") if data.validation_path is not None else None
     read: dict[str, Documents] = {}
@@ -86,19 +60,27 @@ def prepare_corpus(
 
     source = _source_key(data, corpus, held_out)
     loaded = load_tokenizer(tokenizer, architecture, model_vocab_size, lambda: documents()[0], source, cache)
-    if model_vocab_size is not None and loaded.vocab_size > model_vocab_size:
-        raise ValueError(
-            f"`model.vocab_size` must be at least the tokenizer's {loaded.vocab_size} ids, but is {model_vocab_size}"
-        )
+    check_vocabulary(loaded, model_vocab_size)
     facts = (FORMAT_VERSION, source, architecture, loaded.fingerprint, tokenizers.__version__)
     folder = cache / "corpora" / hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
     if not (folder / "manifest.json").is_file():
         _build(folder, documents(), loaded, architecture, {k: d.notes for k, d in read.items()})
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    specials = (END_OF_TEXT,) if architecture == "gpt" else BERT_SPECIALS
-    special_ids = {token: loaded.id_of(token) for token in specials}
     manifest["notes"] = list(_notes(data, tokenizer, loaded.vocab_size, manifest))
-    return PreparedCorpus(str(folder), architecture, loaded.vocab_size, special_ids, manifest)
+    parts = {}
+    for split in ("train", "validation"):
+        held = manifest[split]
+        prefix = str(folder / f"{split}_text_{sequence_of(architecture)}")
+        parts[split] = (CorpusPart(prefix, 0, held["documents"], f"{held['sha256']} {manifest['tokenizer']}"),)
+    return PreparedCorpus(
+        str(folder),
+        architecture,
+        loaded.vocab_size,
+        special_ids_of(loaded, architecture),
+        manifest,
+        parts,
+        str(cache / INDEX_FOLDER),
+    )
 
 
 def _notes(data: DataConfig, tokenizer: TokenizerConfig, vocab_size: int, manifest: dict) -> Iterator[str]:
@@ -146,13 +128,21 @@ def unigram_cross_entropy(train_ids: np.ndarray, validation_ids: np.ndarray, voc
 
 
 def corpus_unigram_cross_entropy(prepared: PreparedCorpus) -> float:
-    """`unigram_cross_entropy` of a prepared corpus over all its validation tokens.
+    """`unigram_cross_entropy` of a prepared corpus, of blended datasets the mean by their weights in validation.
 
-    BERT's masked tokens are close to a uniform sample of them, so the value serves as its yardstick too.
+    Each looks at its first `YARDSTICK_TOKENS` tokens, against those of the training datasets together. BERT's masked
+    tokens are close to a uniform sample of them, so the value serves as its yardstick too.
     """
-    return unigram_cross_entropy(
-        prepared.array("train", "tokens"), prepared.array("validation", "tokens"), prepared.vocab_size
-    )
+    train = np.concatenate([_first_tokens(part) for part in prepared.parts["train"]])
+    held_out = prepared.parts["validation"]
+    values = [unigram_cross_entropy(train, _first_tokens(part), prepared.vocab_size) for part in held_out]
+    return float(np.average(values, weights=[part.weight for part in held_out]))
+
+
+def _first_tokens(part: CorpusPart) -> np.ndarray:
+    dataset = IndexedDataset(part.prefix)
+    start, end = dataset.document_starts(np.array([part.first, part.last])).tolist()
+    return dataset.tokens[start : min(end, start + YARDSTICK_TOKENS)]
 
 
 def _source_key(data: DataConfig, corpus: Corpus, held_out: Corpus | None) -> str:
@@ -195,13 +185,15 @@ def _build(
             },
         }
         for split, texts in zip(("train", "validation"), parts, strict=True):
-            arrays, counts = (_encode_gpt if architecture == "gpt" else _encode_bert)(texts, tokenizer)
-            for name, array in arrays.items():
-                np.save(building / f"{split}_{name}.npy", array)
+            writer = IndexedWriter(
+                building / f"{split}_text_{sequence_of(architecture)}", best_dtype(tokenizer.vocab_size)
+            )
+            counts = (_write_gpt if architecture == "gpt" else _write_bert)(writer, texts, tokenizer)
+            writer.finish()
             manifest[split] = {
                 "documents": len(texts),
                 "bytes": sum(len(text.encode("utf-8", "replace")) for text in texts),
-                "tokens": len(arrays["tokens"]),
+                "tokens": sum(writer.sizes),
                 "sha256": hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest(),
             } | counts
         tokenizer.inner.save(str(building / "tokenizer.json"))
@@ -215,34 +207,20 @@ def _build(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _encode_gpt(texts: list[str], tokenizer: Tokenizer) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+def _write_gpt(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) -> dict[str, int]:
     end = tokenizer.id_of(END_OF_TEXT)
-    encoded = [[*ids, end] for ids in tokenizer.encode_batch(texts)]
-    return {"tokens": _concatenate(encoded), "documents": _starts(encoded)}, {}
+    for start in range(0, len(texts), _BATCH):
+        for ids in tokenizer.encode_batch(texts[start : start + _BATCH]):
+            writer.add_document([[*ids, end]])
+    return {}
 
 
-def _encode_bert(texts: list[str], tokenizer: Tokenizer) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """The arrays, and counts of what sentence pairs cannot use whole."""
-    sentences, per_document, num_cut = [], [], 0
-    for text in texts:
-        pieces = []
-        for ids in tokenizer.encode_batch(split_sentences(text)):
-            pieces += [ids[i : i + MAX_SENTENCE_TOKENS] for i in range(0, len(ids), MAX_SENTENCE_TOKENS)]
-            num_cut += len(ids) > MAX_SENTENCE_TOKENS
-        sentences += pieces
-        per_document.append(pieces)
-    arrays = {
-        "tokens": _concatenate(sentences),
-        "sentences": _starts(sentences),
-        "documents": _starts(per_document),
-    }
-    num_without_pair = sum(len(pieces) < 2 for pieces in per_document)
-    return arrays, {"sentences_cut": num_cut, "documents_without_pair": num_without_pair}
-
-
-def _concatenate(lists: list[list[int]]) -> np.ndarray:
-    return np.fromiter((i for ids in lists for i in ids), dtype=np.int32, count=sum(map(len, lists)))
-
-
-def _starts(lists: list[list]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum([len(ids) for ids in lists], dtype=np.int64)]).astype(np.int64)
+def _write_bert(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) -> dict[str, int]:
+    """Returns counts of what sentence pairs cannot use whole."""
+    encoder, num_cut, num_without_pair = SentenceEncoder(tokenizer), 0, 0
+    for start in range(0, len(texts), _BATCH):
+        ids, sizes, counts, cut = encoder.encode(texts[start : start + _BATCH])
+        writer.add_documents(ids, sizes, counts)
+        num_cut += cut
+        num_without_pair += int((counts < 2).sum())
+    return {"sentences_cut": num_cut, "documents_without_pair": num_without_pair}

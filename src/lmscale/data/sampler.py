@@ -1,9 +1,21 @@
 """The order of samples: a function of the seed alone, dealt out to the data ranks."""
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
+
+from .blend import Blend
+from .permutation import Permutation
+
+DATASET_SHIFT = 40  # a reference's index holds the dataset's number above its low 40 bits, the sample's in them
+
+
+class OrderedSamples(Protocol):
+    """A dataset that knows the order of its own samples."""
+
+    def order(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Epochs and indices of its samples number `places` in the run, both int64 as shaped."""
 
 
 class GlobalBatchSampler:
@@ -39,30 +51,85 @@ class GlobalBatchSampler:
         self.seed = seed
         self.num_steps = num_steps
         self.start_step = start_step
-        self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
+        self._epoch, self._permutation = -1, None
 
     def __len__(self) -> int:
         """Steps of the whole run, the ones done included: Lightning adds what it has restored itself."""
         return self.num_steps
 
-    def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Lists of (sample number, epoch, index), one list a step."""
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """References of one step each: rows (sample number, epoch, index), int64 [B/W, 3]."""
         for step in range(self.start_step, self.num_steps):
             first = step * self.global_batch_size + self.first_place
-            yield [self._reference(number) for number in range(first, first + self.share)]
+            yield self.references(first, first + self.share)
+
+    def references(self, first: int, last: int) -> np.ndarray:
+        """Rows (sample number, epoch, index) of the samples with numbers [first, last), int64 [last - first, 3]."""
+        numbers = np.arange(first, last)
+        return np.stack([numbers, *in_epochs(numbers, self.num_samples, self._permutation_of)], axis=1)
 
     def indices_of(self, first: int, last: int) -> np.ndarray:
-        """Indices of the samples with numbers [first, last) of one epoch, int64 [last - first]."""
-        epoch, place = divmod(first, self.num_samples)
-        return self._permutation_of(epoch)[place : place + last - first]
+        """Indices of the samples with numbers [first, last), int64 [last - first]."""
+        return self.references(first, last)[:, 2]
 
-    def _reference(self, number: int) -> tuple[int, int, int]:
-        epoch, place = divmod(number, self.num_samples)
-        return number, epoch, int(self._permutation_of(epoch)[place])
-
-    def _permutation_of(self, epoch: int) -> np.ndarray:
+    def _permutation_of(self, epoch: int) -> Permutation:
         if epoch != self._epoch:
-            key = hashlib.blake2b(f"order/{self.seed}/{epoch}".encode(), digest_size=8).digest()
-            generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
-            self._epoch, self._permutation = epoch, generator.permutation(self.num_samples)
+            self._epoch, self._permutation = epoch, Permutation(self.num_samples, f"order/{self.seed}/{epoch}")
         return self._permutation
+
+
+class BlendedBatchSampler(GlobalBatchSampler):
+    """The same for several datasets in fixed proportions, or one whose samples have an order of their own.
+
+    Which dataset gives sample n is the blend's business, which of its samples that is the dataset's. A reference's
+    index is dataset x 2^40 + the sample's index. The epoch of the base class is the whole run.
+
+    Args:
+        datasets, blend: the datasets, and the order in which they take turns.
+        global_batch_size, dp_rank, dp_size, num_steps, start_step: as above.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[OrderedSamples],
+        blend: Blend,
+        global_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        num_steps: int,
+        start_step: int = 0,
+    ) -> None:
+        super().__init__(
+            num_steps * global_batch_size, global_batch_size, dp_rank, dp_size, seed, num_steps, start_step
+        )
+        self.datasets, self.blend = datasets, blend
+
+    def references(self, first: int, last: int) -> np.ndarray:
+        """Rows (sample number, epoch, dataset x 2^40 + index) of the samples [first, last), int64 [last - first, 3]."""
+        which, places = self.blend.assign(first, last)
+        rows = np.empty((last - first, 3), dtype=np.int64)
+        rows[:, 0] = np.arange(first, last)
+        for number in np.unique(which):
+            mine = which == number
+            epochs, indices = self.datasets[number].order(places[mine])
+            rows[mine, 1], rows[mine, 2] = epochs, (number << DATASET_SHIFT) + indices
+        return rows
+
+
+def in_epochs(
+    places: np.ndarray, num_samples: int, permutation_of: Callable[[int], Permutation]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Epochs and indices of samples that are shuffled anew in every epoch, both int64 as shaped.
+
+    Args:
+        places: numbers of the samples in the run.
+        num_samples: of an epoch.
+        permutation_of: the shuffle of an epoch.
+    """
+    epochs, within = np.divmod(places, num_samples)
+    indices = np.empty_like(within)
+    for epoch in np.unique(epochs).tolist():
+        mine = epochs == epoch
+        indices[mine] = permutation_of(epoch)(within[mine])
+    return epochs, indices
