@@ -170,10 +170,8 @@ def causes(
     survivors = np.bincount(labels[keep], minlength=len(labels))
     wrong = np.flatnonzero(survivors[labels] != 1)
     if len(wrong):
-        cluster = labels[wrong[0]]
-        raise ValueError(
-            f"`keep` must hold one document of each cluster, but {survivors[cluster]} of cluster {cluster}"
-        )
+        label = labels[wrong[0]]
+        raise ValueError(f"`keep` must hold one document of each cluster, but {survivors[label]} of cluster {label}")
     because_of = np.full(len(labels), -1, dtype=np.int64)
     similarity = np.zeros(len(labels))
     edges, first = _neighbours(len(labels), pairs, jaccard)
@@ -191,7 +189,8 @@ def causes(
         because_of[frontier], similarity[frontier] = source[is_best], weight[is_best]
         is_reached[frontier] = True
     if not is_reached.all():
-        raise ValueError(f"`pairs` must reach every removed document, but not {np.flatnonzero(~is_reached)[0]}")
+        missed = np.flatnonzero(~is_reached)[0]
+        raise ValueError(f"`pairs` must connect each removed document with a survivor, but none does for {missed}")
     removed = np.flatnonzero(~keep)
     return removed, because_of[removed], similarity[removed]
 

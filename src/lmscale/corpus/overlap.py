@@ -154,7 +154,7 @@ class EvaluationIndex:
 
 def _build_filter(ngrams: np.ndarray) -> tuple[np.uint64, np.ndarray]:
     """A bitmap over the first bits of the hashes, which passes few that are not in `ngrams`; by how much to shift."""
-    bits = min(max(len(ngrams) * FILTER_SLOTS, 2), LARGEST_FILTER).bit_length()
+    bits = (min(max(len(ngrams) * FILTER_SLOTS, 2), LARGEST_FILTER) - 1).bit_length()
     shift = np.uint64(64 - bits)
     held = np.zeros(2**bits, dtype=bool)
     held[ngrams >> shift] = True

@@ -1,0 +1,275 @@
+import itertools
+import json
+import random
+from collections import defaultdict, deque
+
+import numpy as np
+import pytest
+from ground_truth import (
+    newsgroup_bodies,
+    plain_shingles,
+    race_articles,
+    removals,
+    searched_pairs,
+    similar_pairs,
+)
+
+from lmscale.corpus import duplicates
+from lmscale.corpus.duplicates import candidate_pairs, causes, choose_survivors, clusters, exact_jaccard
+
+
+def as_pairs(*pairs: tuple[int, int]) -> np.ndarray:
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+
+def as_dict(pairs: np.ndarray, jaccard: np.ndarray) -> dict[tuple[int, int], float]:
+    return dict(zip(map(tuple, pairs.tolist()), jaccard.tolist(), strict=True))
+
+
+def as_sets(sets: list[set[int]]) -> tuple[np.ndarray, np.ndarray]:
+    values = [np.array(sorted(held), dtype=np.uint64) for held in sets]
+    return np.concatenate(values), np.cumsum([0, *map(len, values)])
+
+
+def random_graph(num_documents: int, num_edges: int, seed: int) -> np.ndarray:
+    generator = random.Random(seed)
+    edges = {tuple(sorted(generator.sample(range(num_documents), 2))) for _ in range(num_edges)}
+    return as_pairs(*generator.sample(sorted(edges), len(edges)))
+
+
+def plain_distances(num_documents: int, pairs: np.ndarray, starts: list[int]) -> dict[int, int]:
+    """Fewest pairs from any of `starts` to each document that can be reached."""
+    neighbours = defaultdict(list)
+    for i, j in pairs.tolist():
+        neighbours[i].append(j)
+        neighbours[j].append(i)
+    distance, queue = dict.fromkeys(starts, 0), deque(starts)
+    while queue:
+        one = queue.popleft()
+        for other in neighbours[one]:
+            if other not in distance:
+                distance[other] = distance[one] + 1
+                queue.append(other)
+    return distance
+
+
+# ---- candidates
+
+
+def test_all_pairs_of_equal_hashes_are_candidates() -> None:
+    band = np.random.default_rng(1).integers(0, 40, 200).astype(np.uint64) << np.uint64(50)
+    pairs, num_large = candidate_pairs(band, largest_bucket=1000)
+    expected = [(i, j) for i, j in itertools.combinations(range(200), 2) if band[i] == band[j]]
+    assert pairs.dtype == np.int64 and list(map(tuple, pairs.tolist())) == expected and num_large == 0
+
+
+def test_a_bucket_above_the_limit_pairs_with_predecessor_and_first_and_is_counted() -> None:
+    band = np.array([7, 5, 7, 7, 5, 7, 9, 7, 5], dtype=np.uint64)  # 7 at 0, 2, 3, 5, 7; 5 at 1, 4, 8
+    small = [(1, 4), (1, 8), (4, 8)]
+    large = [(0, 2), (0, 3), (2, 3), (0, 5), (3, 5), (0, 7), (5, 7)]
+    pairs, num_large = candidate_pairs(band, largest_bucket=4)
+    assert list(map(tuple, pairs.tolist())) == sorted(small + large) and num_large == 1
+    pairs, num_large = candidate_pairs(band, largest_bucket=5)
+    assert len(pairs) == 3 + 10 and num_large == 0
+
+
+def test_100_000_documents_in_one_bucket_give_linearly_many_pairs() -> None:
+    pairs, num_large = candidate_pairs(np.zeros(100_000, dtype=np.uint64))
+    assert len(pairs) == 2 * 100_000 - 3 and num_large == 1
+    assert len(np.unique(pairs, axis=0)) == len(pairs)
+    assert (clusters(100_000, pairs) == 0).all()
+
+
+def test_bands_without_equal_hashes_have_no_candidates() -> None:
+    for number in (0, 1, 5):
+        pairs, num_large = candidate_pairs(np.arange(number, dtype=np.uint64))
+        assert pairs.shape == (0, 2) and num_large == 0
+
+
+def test_a_largest_bucket_of_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="`largest_bucket` must be at least 2 documents, but is 1"):
+        candidate_pairs(np.zeros(2, dtype=np.uint64), 1)
+
+
+# ---- exact similarity
+
+
+@pytest.mark.parametrize("block", [1, 50, 2**21])
+def test_jaccard_is_that_of_plain_sets(monkeypatch, block) -> None:
+    monkeypatch.setattr(duplicates, "BLOCK_VALUES", block)
+    generator = random.Random(2)
+    sizes = [0, 0, 1, 1, 2, 5, 9, 30, 31, 200, 900]  # so different that both ways of counting are used
+    sets = [{generator.randrange(1000) * 2**54 for _ in range(size)} for size in sizes]
+    sets += [{0, 2**64 - 1}, {2**64 - 1}, set(sets[-1])]
+    pairs = as_pairs(*itertools.combinations(range(len(sets)), 2))
+    pairs = pairs[np.random.default_rng(3).permutation(len(pairs))]
+    expected = [len(sets[i] & sets[j]) / max(len(sets[i] | sets[j]), 1) for i, j in pairs.tolist()]
+    found = exact_jaccard(*as_sets(sets), pairs)
+    assert found.dtype == np.float64 and found.tolist() == expected
+
+
+def test_jaccard_of_no_pairs_is_empty() -> None:
+    assert exact_jaccard(*as_sets([{1}, {2}]), as_pairs()).shape == (0,)
+
+
+# ---- clusters
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_clusters_are_connected_components_named_by_their_smallest(seed) -> None:
+    pairs = random_graph(300, 40 * (seed + 1) ** 2 // 3, seed)
+    labels = clusters(300, pairs)
+    for document in range(300):
+        reached = plain_distances(300, pairs, [document])
+        assert labels[document] == min(reached)
+
+
+def test_a_chain_of_100_000_in_any_order_is_one_cluster() -> None:
+    order = np.random.default_rng(4).permutation(100_000)
+    chain = np.stack([order[:-1], order[1:]], axis=1)
+    for pairs in (chain, np.sort(chain, axis=1), chain[np.random.default_rng(5).permutation(len(chain))]):
+        assert (clusters(100_000, pairs) == 0).all()
+
+
+def test_without_pairs_every_document_is_a_cluster() -> None:
+    assert clusters(4, as_pairs()).tolist() == [0, 1, 2, 3]
+    assert clusters(0, as_pairs()).tolist() == []
+
+
+# ---- survivors
+
+
+def test_the_longest_stays_then_the_smallest_keys_then_the_smallest_number() -> None:
+    labels = np.array([0, 0, 0, 3, 3, 3, 6, 6, 8])
+    lengths = np.array([5, 9, 7, 4, 4, 4, 2, 2, 1])
+    keep = choose_survivors(labels, lengths)
+    assert np.flatnonzero(keep).tolist() == [1, 3, 6, 8]
+    high = np.array([0, 0, 0, 2, 1, 1, 9, 9, 0], dtype=np.uint64)
+    low = np.array([0, 0, 0, 0, 8, 7, 5, 5, 0], dtype=np.uint64)
+    assert np.flatnonzero(choose_survivors(labels, lengths, high, low)).tolist() == [1, 5, 6, 8]
+
+
+def test_survivors_do_not_depend_on_the_order_of_documents() -> None:
+    generator = np.random.default_rng(6)
+    labels, lengths = clusters(500, random_graph(500, 300, 7)), generator.integers(1, 5, 500)
+    keys = generator.permutation(500)
+    expected = set(keys[choose_survivors(labels, lengths, keys)].tolist())
+    order = generator.permutation(500)
+    assert set(keys[order][choose_survivors(labels[order], lengths[order], keys[order])].tolist()) == expected
+
+
+# ---- causes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_causes_lead_to_the_survivor_over_the_fewest_pairs(seed) -> None:
+    pairs = random_graph(200, 90 * (seed + 1), seed)
+    jaccard = np.random.default_rng(seed).integers(70, 75, len(pairs)) / 100  # many ties
+    labels = clusters(200, pairs)
+    keep = choose_survivors(labels, np.random.default_rng(seed).integers(1, 9, 200))
+    removed, because_of, similarity = causes(labels, keep, pairs, jaccard)
+    assert removed.tolist() == np.flatnonzero(~keep).tolist()
+    distance = plain_distances(200, pairs, np.flatnonzero(keep).tolist())
+    held = {frozenset(pair): value for pair, value in zip(pairs.tolist(), jaccard.tolist(), strict=True)}
+    for i, j, value in zip(removed.tolist(), because_of.tolist(), similarity.tolist(), strict=True):
+        nearer = [k for k in range(200) if frozenset((i, k)) in held and distance[k] == distance[i] - 1]
+        assert j == min(nearer, key=lambda k, i=i: (-held[frozenset((i, k))], k))
+        assert value == held[frozenset((i, j))]
+
+
+def test_causes_of_a_long_chain_are_its_links() -> None:
+    number = 3000
+    pairs = np.stack([np.arange(number - 1), np.arange(1, number)], axis=1)
+    labels = clusters(number, pairs)
+    keep = np.arange(number) == 0
+    removed, because_of, similarity = causes(labels, keep, pairs, np.full(number - 1, 0.8))
+    assert (because_of == removed - 1).all() and (similarity == 0.8).all()
+
+
+def test_no_removals_have_no_causes() -> None:
+    for found in causes(np.arange(3), np.ones(3, dtype=bool), as_pairs(), np.empty(0)):
+        assert len(found) == 0
+
+
+def test_causes_refuse_clusters_without_their_one_survivor_or_without_their_pairs() -> None:
+    pairs, jaccard, labels = as_pairs((0, 1), (1, 2)), np.array([0.8, 0.9]), np.zeros(3, dtype=np.int64)
+    for keep, number in (([False] * 3, 0), ([True, True, False], 2)):
+        with pytest.raises(
+            ValueError, match=f"`keep` must hold one document of each cluster, but {number} of cluster 0"
+        ):
+            causes(labels, np.array(keep), pairs, jaccard)
+    with pytest.raises(ValueError, match="`pairs` must connect each removed document with a survivor, but .* for 2"):
+        causes(labels, np.array([True, False, False]), pairs[:1], jaccard[:1])
+
+
+# ---- all of it on real texts
+
+
+def test_brute_force_is_that_of_comparing_all_pairs_of_plain_sets(shared_data) -> None:
+    texts = list(newsgroup_bodies(shared_data).values())[:400] + ["", " ", "...", "two words", "Two, words"]
+    sets = [plain_shingles(text, 5) for text in texts]
+    expected = {}
+    for i, j in itertools.combinations(range(len(texts)), 2):
+        common = len(sets[i] & sets[j])
+        jaccard = common / (len(sets[i]) + len(sets[j]) - common)
+        if jaccard >= 0.3:
+            expected[i, j] = jaccard
+    assert similar_pairs(texts, 5, 0.3) == expected and len(expected) > 5
+
+
+def assert_recall_and_precision(found: dict, truth: dict) -> None:
+    assert all(abs(truth[pair] - found[pair]) < 1e-12 for pair in truth.keys() & found.keys())
+    assert len(truth.keys() & found.keys()) >= 0.99 * len(truth)  # recall
+    assert found.keys() <= truth.keys()  # precision 1
+
+
+def test_recall_and_precision_on_the_newsgroups(shared_data) -> None:
+    texts = list(newsgroup_bodies(shared_data).values())
+    truth, found = similar_pairs(texts, 5, 0.7), as_dict(*searched_pairs(texts))
+    assert len(texts) == 8997 and len(truth) > 900
+    assert_recall_and_precision(found, truth)
+    # The same without the bodies of few words, of which every two empty ones are a pair.
+    is_long = [len(text.split()) >= 20 for text in texts]
+    truth, found = ({p: s for p, s in pairs.items() if is_long[p[0]] and is_long[p[1]]} for pairs in (truth, found))
+    assert len(truth) > 400
+    assert_recall_and_precision(found, truth)
+
+
+@pytest.fixture(scope="module")
+def race(shared_data) -> tuple[int, dict, dict]:
+    """Passages of dev, which come before those of train; all pairs there are, and those that the search finds."""
+    dev, train = race_articles(shared_data, "dev"), race_articles(shared_data, "train")
+    assert (len(dev), len(train)) == (1389, 25_137)
+    return len(dev), similar_pairs(dev + train, 5, 0.7), as_dict(*searched_pairs(dev + train))
+
+
+def test_recall_and_precision_on_race(race) -> None:
+    num_dev, truth, found = race
+    truth, found = ({p: s for p, s in pairs.items() if p[0] >= num_dev} for pairs in (truth, found))
+    assert len(truth) > 1200
+    assert_recall_and_precision(found, truth)
+
+
+def test_races_leakage_from_dev_into_train_is_listed(race) -> None:
+    num_dev, truth, found = race
+    truth, found = ({p: s for p, s in pairs.items() if p[0] < num_dev <= p[1]} for pairs in (truth, found))
+    assert len(truth) > 100
+    assert_recall_and_precision(found, truth)
+
+
+def test_every_set_of_cross_posts_is_in_one_cluster(shared_data) -> None:
+    bodies = newsgroup_bodies(shared_data)
+    pairs, _ = searched_pairs(list(bodies.values()))
+    label = dict(zip(bodies, clusters(len(bodies), pairs).tolist(), strict=True))
+    sets = json.loads((shared_data / "newsgroups" / "crossposts.shared.json").read_text(encoding="utf-8"))
+    assert len(sets) == 230
+    assert [posts for posts in sets if len({label[post] for post in posts}) > 1] == []
+
+
+def test_removals_and_their_causes_do_not_depend_on_the_order_of_the_input(shared_data) -> None:
+    texts = list(set(newsgroup_bodies(shared_data).values()))
+    expected = removals(sorted(texts))
+    assert len(expected) > 100
+    for seed in (8, 9):
+        random.Random(seed).shuffle(texts)
+        assert removals(texts) == expected

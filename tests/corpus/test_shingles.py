@@ -1,0 +1,170 @@
+import os
+import re
+import subprocess
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+from ground_truth import newsgroup_bodies, plain_shingles, race_articles
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmscale.corpus import shingles
+from lmscale.corpus.shingles import mix, shingle_sets, word_ngrams
+
+# What lower-cases to more characters (İ), by context (Σ) or not at all, is no word in Unicode but a letter elsewhere
+# (combining marks), has 1 to 4 bytes, or is not a character (a lone surrogate).
+ALPHABET = "aAbB9_ \n-'İΣσßéÉ中文क्षै٣½ⅷⓐ\u0301\u200d\ud800\udfff\x00😀𝒳𐐀"
+AWKWARD = [
+    "",
+    " \n\t ",
+    "...",
+    " ... ",
+    "!?",
+    "one",
+    "One two",
+    "ONE, TWO; three_four",
+    "İstanbul İ i̇stanbul istanbul",
+    "ΑΣ ας ασ ΑΣΑ",
+    "straße STRASSE",
+    "中文 文字 中文 文字 中文",
+    "a\x00b a b \ud800c c",
+    "x" * 7 + " " + "x" * 8 + " " + "x" * 9 + " " + "x" * 64 + " " + "x" * 65 + " " + "x" * 66,
+    "the cat sat on the mat the cat sat on the mat",
+    "é" * 31 + " " + "é" * 32 + " " + "é" * 33,
+]
+
+
+def sets_of(texts: list[str], n: int) -> list[set]:
+    values, offsets = shingle_sets(texts, n)
+    assert values.dtype == np.uint64 and offsets.dtype == np.int64 and len(offsets) == len(texts) + 1
+    parts = [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    assert all((part[1:] > part[:-1]).all() for part in parts)
+    return [set(part.tolist()) for part in parts]
+
+
+def assert_like_plain_sets(texts: list[str], n: int) -> None:
+    ours, theirs = sets_of(texts, n), [plain_shingles(text, n) for text in texts]
+    assert [len(held) for held in ours] == [len(held) for held in theirs]
+    for i in range(len(texts)):
+        assert [len(ours[i] & held) for held in ours] == [len(theirs[i] & held) for held in theirs]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_shingles_are_those_of_plain_python_on_awkward_texts(n) -> None:
+    assert_like_plain_sets(AWKWARD, n)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.text(ALPHABET, max_size=60), max_size=6), st.integers(1, 4))
+def test_shingles_are_those_of_plain_python_on_random_texts(texts, n) -> None:
+    assert_like_plain_sets(texts, n)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(ALPHABET, max_size=40), max_size=5), st.integers(1, 4), st.integers(1, 9), st.integers(1, 5))
+def test_where_blocks_end_changes_nothing(texts, n, characters, words) -> None:
+    expected = sets_of(texts, n)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shingles, "BLOCK_CHARACTERS", characters)
+        patch.setattr(shingles, "BLOCK_WORDS", words)
+        # A word longer than a block has a hash of its own kind; words this short never are.
+        if max((len(word) for text in texts for word in re.findall(r"\w+", text.lower())), default=0) <= characters - 1:
+            assert sets_of(texts, n) == expected
+
+
+def test_real_texts_have_the_shingles_of_plain_python(shared_data) -> None:
+    posts = list(newsgroup_bodies(shared_data).values())
+    texts = race_articles(shared_data, "dev")[:100] + posts[::60] + sorted(posts, key=len)[-5:]
+    assert_like_plain_sets(texts, 5)
+
+
+def test_every_character_is_a_word_character_exactly_where_re_says_so() -> None:
+    expected = [re.match(r"\w", chr(code)) is not None for code in range(0x110000)]
+    every = "".join(map(chr, range(0x110000)))
+    found = np.concatenate([shingles._word_characters(every[i : i + 128]) for i in range(0, len(every), 128)])
+    assert found.tolist() == expected
+
+
+def test_a_text_has_the_same_shingles_alone_and_in_a_batch() -> None:
+    together = sets_of(AWKWARD * 2, 5)
+    assert together == [sets_of([text], 5)[0] for text in AWKWARD * 2]
+
+
+def test_ngrams_are_in_order_with_repetitions_and_hash_like_shingles() -> None:
+    texts = ["a b a b a b", "", "a b", "b a b c"]
+    values, offsets = word_ngrams(texts, 3)
+    assert offsets.tolist() == [0, 4, 4, 4, 6]
+    aba, bab = values[0], values[1]
+    assert values[:5].tolist() == [aba, bab, aba, bab, bab] and len({aba, bab, values[5]}) == 3
+    sets, borders = shingle_sets(texts, 3)
+    assert sets[: borders[1]].tolist() == sorted([aba, bab])
+
+
+def test_words_that_differ_in_one_byte_have_different_hashes_at_every_length() -> None:
+    words = [("x" * k + last) for k in range(140) for last in "abé"]
+    values, _ = word_ngrams([" ".join(words)], 1)
+    assert len(set(values.tolist())) == len(words)
+
+
+def test_hashes_are_spread_over_all_bits() -> None:
+    # Words of 8 letters that differ in the last only: a polynomial of their bytes alone would collide.
+    letters = [chr(97 + k) for k in range(26)]
+    texts = [f"aaaaaaa{a} bbbbbbb{b} ccccccc{c}" for a in letters for b in letters for c in letters]
+    values, _ = word_ngrams(texts, 3)
+    assert len(np.unique(values)) == 26**3
+    bits = (values[:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)
+    # 17,576 fair bits have a standard deviation of 0.0038 around one half; 64 of them stay within 5.
+    assert abs(bits.mean(axis=0) - 0.5).max() < 0.019
+
+
+def test_mixing_is_that_of_splitmix64() -> None:
+    # The first outputs of SplitMix64 with seed 1234567, as published with the generator.
+    step = 0x9E3779B97F4A7C15
+    states = np.array([(1234567 + (k + 1) * step) % 2**64 for k in range(3)], dtype=np.uint64)
+    assert mix(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_hashes_are_the_same_in_every_process() -> None:
+    texts = ["The cat sat on the mat.", "Ünïcode wörds, fünf ßtück 中文", "two words", "?!"]
+    code = f"from lmscale.corpus.shingles import *; print(*shingle_sets({texts!r}, 5)[0].tolist())"
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    # Literally, because files of one version of the code are compared with those of another.
+    assert [int(value) for value in run.stdout.split()] == [
+        0x06CBBA3748F2F8F3,
+        0xDB0C4E65C321AD06,
+        0x54002ADB8D71C431,
+        0xAFC890C6E54EA9B3,
+        0xC334A0EB0D0F7F0A,
+    ]
+
+
+def test_one_text_of_50_mb_takes_bounded_memory() -> None:
+    text = "".join(f"word{k} and more, " for k in range(2_800_000))
+    assert len(text) > 50e6
+    tracemalloc.start()
+    values, offsets = shingle_sets([text], 5)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(values) == offsets[-1] == 3 * 2_800_000 - 4
+    assert peak < 12 * len(text)
+
+
+def test_a_single_word_of_10_mb_is_one_shingle() -> None:
+    values, offsets = shingle_sets(["é" * 5_000_000 + "!", "é" * 5_000_000, "é" * 4_999_999], 5)
+    assert offsets.tolist() == [0, 1, 2, 3]
+    assert values[0] == values[1] != values[2]
+
+
+def test_no_texts_have_no_shingles() -> None:
+    for function in (shingle_sets, word_ngrams):
+        values, offsets = function([], 5)
+        assert len(values) == 0 and offsets.tolist() == [0]
+
+
+def test_ngrams_of_no_words_are_refused() -> None:
+    for function in (shingle_sets, word_ngrams):
+        with pytest.raises(ValueError, match="`n` must be at least 1 word, but is 0"):
+            function(["a"], 0)
