@@ -143,7 +143,7 @@ class _ZstdStream(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:
         while not self._held:
-            packed = self._rest or self._raw.read(2**18)
+            packed = self._rest or self._raw.read(2**14)  # little, for it all unpacks at once
             if not packed:
                 if self._frame is not None:
                     raise EOFError("the last Zstandard frame is not complete")
@@ -241,7 +241,7 @@ class _Member(tarfile.TarInfo):
 
 
 def _parquet_rows(raw: BinaryIO, text_field: str, decode: Decode) -> Iterator[Row]:
-    file = pq.ParquetFile(raw, buffer_size=2**20)
+    file = pq.ParquetFile(raw, buffer_size=2**20, pre_buffer=False)  # else a row group's column is read at once
     names = file.schema_arrow.names
     if text_field not in names:
         raise UnreadableError(f"`text_field` must be one of its columns ({', '.join(names)}), but is {text_field}")

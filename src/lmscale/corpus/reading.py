@@ -106,10 +106,10 @@ def _list_files(source: str, path: Path) -> list[InputFile]:
         root, paths = path.parent, [path]
         if not format_of(path.name):
             raise ValueError(f"`{key}` must end in {', '.join(SUFFIXES)}, but is {path}")
+    elif path.exists():
+        raise ValueError(f"`{key}` must be a file or a folder, but {path} is neither")
     else:
-        raise ValueError(
-            f"`{key}` must be a file or a folder, but {path} {'is' if path.exists() else 'does not exist'}"
-        )
+        raise ValueError(f"`{key}` must exist, but {path} does not")
     return [_describe(source, p, p.relative_to(root).as_posix()) for p in paths]
 
 

@@ -1,0 +1,201 @@
+"""Reading sources: formats, identities, memory, and datasets."""
+
+import gzip
+import json
+import pickle
+import random
+import tracemalloc
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from input_files import TEXTS, archive, lines, pack, read, source
+
+from lmscale.corpus.reading import SourceReader, list_inputs
+from lmscale.corpus_config import SourceConfig
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "input"
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "A.JSONL"])
+def test_json_lines_are_read_plain_and_packed(folder, name) -> None:
+    pack(lines([{"text": text} for text in TEXTS]), folder / name)
+    documents, entries = read(folder)
+    assert [document.text for document in documents] == TEXTS
+    assert [document.id for document in documents] == [f"{name}:{row}" for row in (1, 2, 3)]
+    assert documents[1].metadata == {"source": "books", "file": name, "row": 2}
+    assert entries[0]["documents"] == 3 and entries[0]["problems"] == {}
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.txt.gz", "a.txt.zst"])
+def test_blank_lines_end_a_document_of_a_text_file(folder, name) -> None:
+    pack("\n\r\nFirst text,\r\nof two lines.\r\n \t\r\n\nSecond: naïve café ☕.\n\nThird.".encode(), folder / name)
+    documents, _ = read(folder)
+    assert [document.text for document in documents] == TEXTS
+    assert [document.metadata["row"] for document in documents] == [3, 7, 9]  # lines where they begin
+
+
+def test_a_text_file_can_be_one_document(folder) -> None:
+    (folder / "a.txt").write_bytes(b"\xef\xbb\xbf\nOne.\n\nTwo.\n\n")
+    documents, _ = read(folder, text_documents="file")
+    assert [document.text for document in documents] == ["One.\n\nTwo."]
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.tgz", "a.tar.zst"])
+def test_every_member_of_an_archive_is_a_document_with_its_name(folder, name) -> None:
+    pack(archive({f"posts/{i}": text.encode() for i, text in enumerate(TEXTS)}), folder / name)
+    documents, _ = read(folder)
+    assert [(document.id, document.text) for document in documents] == [(f"posts/{i}", t) for i, t in enumerate(TEXTS)]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())]
+)
+def test_parquet_columns_of_every_text_type_are_read(folder, kind) -> None:
+    texts = pa.array([*TEXTS * 50, TEXTS[0]]).cast(kind)
+    pq.write_table(pa.table({"other": range(151), "text": texts, "id": range(1000, 1151)}), folder / "a.parquet")
+    documents, _ = read(folder)
+    assert [document.text for document in documents] == [*TEXTS * 50, TEXTS[0]]
+    assert [document.id for document in documents] == [str(1000 + i) for i in range(151)]
+    assert documents[-1].metadata["row"] == 151
+
+
+def test_an_id_of_the_row_is_kept_and_anything_else_under_that_key_is_not(folder) -> None:
+    ids = ["x1", 17, "", None, True, 1.5, ["a"], "\ud800"]
+    rows = [json.dumps({"text": "word", "id": name}) for name in ids]
+    (folder / "a.jsonl").write_text("\n".join(rows))
+    documents, _ = read(folder)
+    assert [d.id for d in documents] == ["x1", "17", *(f"a.jsonl:{row}" for row in range(3, 8)), "\ufffd"]
+
+
+def test_files_are_shared_out_by_name_whatever_the_order_they_are_given_in(folder) -> None:
+    for name in ("c/1.jsonl", "a.jsonl", "b.jsonl", "c/0.jsonl", "d.jsonl"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(lines([{"text": f"{name} {i}"} for i in range(3)]))
+    (folder / "readme.rst").write_text("not a corpus")
+    sources = {"books": source(folder)}
+    inputs = list_inputs(sources)
+    assert [file.name for file in inputs] == ["a.jsonl", "b.jsonl", "c/0.jsonl", "c/1.jsonl", "d.jsonl"]
+    reader = SourceReader(inputs[::-1], sources, 0, folder.with_name("work"))
+    by_rank = [[d.text for d in reader.run(None, rank, 2)] for rank in range(2)]
+    assert [text.split()[0] for text in by_rank[0]] == ["a.jsonl"] * 3 + ["c/0.jsonl"] * 3 + ["d.jsonl"] * 3
+    assert len(by_rank[0]) + len(by_rank[1]) == 15
+
+
+def test_a_reader_can_be_sent_to_another_process(folder) -> None:
+    (folder / "a.jsonl").write_bytes(lines([{"text": "One."}]))
+    sources = {"books": source(folder)}
+    reader = pickle.loads(pickle.dumps(SourceReader(list_inputs(sources), sources, 0, folder.with_name("work"))))
+    assert [document.text for document in reader.run()] == ["One."]
+
+
+def test_every_post_of_the_newsgroups_is_read_and_the_42_that_are_not_utf8_are_counted(shared_data, tmp_path) -> None:
+    sources = {"posts": source(shared_data / "newsgroups" / "20_newsgroups.shared.tar.gz")}
+    reader = SourceReader(list_inputs(sources), sources, 0, tmp_path)
+    names = {document.id for document in reader.run()}
+    entry = json.loads((tmp_path / "inputs" / "00000.json").read_text())[0]
+    assert len(names) == entry["documents"] == 8997
+    assert entry["problems"]["undecodable"]["count"] == 42
+    crossposts = json.loads((shared_data / "newsgroups" / "crossposts.shared.json").read_text())
+    assert all(f"20_newsgroups/{post}" in names for posts in crossposts for post in posts)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", "a.tar.gz"])
+def test_a_line_of_50_mb_is_one_document(folder, name) -> None:
+    text = "word " * 10_000_000
+    content = text.encode()
+    if name == "a.jsonl.gz":
+        content = lines([{"text": "before"}, {"text": text}, {"text": "after"}])
+    elif name == "a.tar.gz":
+        content = archive({"0": content})
+    (folder / name).write_bytes(gzip.compress(content, 1))
+    lengths = [len(document.text) for document in read(folder)[0]]
+    assert lengths == ([6, 50_000_000, 5] if name == "a.jsonl.gz" else [50_000_000])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.tar.gz", "a.parquet"])
+def test_a_large_file_is_never_in_memory_as_a_whole(folder, name) -> None:
+    generator, count = random.Random(1), 1000
+    texts = [generator.randbytes(10_000).hex() for _ in range(count)]  # 20 MB
+    if name.endswith(".parquet"):
+        # Pages of 16 rows: one page is the least that can be read.
+        pq.write_table(pa.table({"text": texts}), folder / name, use_dictionary=False, write_batch_size=16)
+    elif ".tar" in name:
+        pack(archive({f"{i}.txt": text.encode() for i, text in enumerate(texts)}), folder / name)
+    elif ".txt" in name:
+        pack("\n\n".join(texts).encode(), folder / name)
+    else:
+        pack(lines([{"text": text} for text in texts]), folder / name)
+    sources = {"books": source(folder)}
+    reader = SourceReader(list_inputs(sources), sources, 0, folder.with_name("work"))
+    tracemalloc.start()
+    assert sum(1 for _ in reader.run()) == count
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8_000_000
+
+
+# Hugging Face datasets
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> SourceConfig:
+    """A dataset of three files in a folder."""
+    folder = tmp_path / "stories"
+    folder.mkdir()
+    for part in range(3):
+        rows = [{"story": f"part {part} row {row}", "id": f"{part}-{row}"} for row in range(5 + part)]
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"train-{part:05d}-of-00003.parquet")
+    return SourceConfig("huggingface", name=str(folder), text_field="story")
+
+
+def test_a_dataset_is_read_part_by_part(dataset, tmp_path) -> None:
+    sources = {"hub": dataset}
+    inputs = list_inputs(sources)
+    assert [file.name for file in inputs] == [f"stories/default/train/{part:05d}-of-00003" for part in range(3)]
+    sizes = sorted(path.stat().st_size for path in Path(dataset.name).iterdir())
+    assert sorted(file.num_bytes for file in inputs) == sizes
+    reader = pickle.loads(pickle.dumps(SourceReader(inputs, sources, 0, tmp_path / "work")))
+    found = [[(d.id, d.text, d.metadata["row"]) for d in reader.run(None, rank, 3)] for rank in range(3)]
+    assert found == [
+        [(f"{part}-{row}", f"part {part} row {row}", row + 1) for row in range(5 + part)] for part in range(3)
+    ]
+
+
+def test_a_dataset_that_is_missing_or_lacks_the_column_is_refused(dataset, tmp_path) -> None:
+    wrong = SourceConfig("huggingface", name=dataset.name, text_field="text")
+    with pytest.raises(
+        ValueError, match=r"`sources\.hub\.text_field` must be one of the dataset's columns \(story, id"
+    ):
+        list_inputs({"hub": wrong})
+    for more in ({"split": "test"}, {"subset": "nothing"}):
+        with pytest.raises(ValueError, match=r"`sources\.hub\.name` must be a dataset that can be streamed, but '"):
+            list_inputs({"hub": SourceConfig("huggingface", name=dataset.name, text_field="story", **more)})
+    with pytest.raises(ValueError, match=r"`sources\.hub\.name` must be a dataset that can be streamed") as caught:
+        list_inputs({"hub": SourceConfig("huggingface", name="no-such/dataset")})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_part_of_a_dataset_is_refused_with_its_name(dataset, tmp_path) -> None:
+    sources = {"hub": dataset}
+    inputs = list_inputs(sources)
+    path = sorted(Path(dataset.name).iterdir())[1]
+    path.write_bytes(path.read_bytes()[:-100])
+    reader = SourceReader(inputs, sources, 0, tmp_path / "work")
+    with pytest.raises(ValueError, match=r"stories/default/train/00001-of-00003 must be a readable part of a dataset"):
+        list(reader.run())
+
+
+def test_rows_of_a_dataset_without_text_count_against_the_limit(dataset, tmp_path) -> None:
+    path = sorted(Path(dataset.name).iterdir())[0]
+    pq.write_table(pa.table({"story": ["One.", None, "Two."], "id": ["a", "b", "c"]}), path)
+    sources = {"hub": dataset}
+    with pytest.raises(ValueError, match=r"00000-of-00003, row 2: must have a string `story`"):
+        list(SourceReader(list_inputs(sources), sources, 0, tmp_path / "work").run())
+    assert sum(1 for _ in SourceReader(list_inputs(sources), sources, 1, tmp_path / "work").run()) == 2 + 6 + 7
