@@ -1,0 +1,116 @@
+"""Shuffled documents and windows over them: against a plain construction, and what the shuffles promise."""
+
+import io
+
+import numpy as np
+import pytest
+
+from lmscale.data.gpt_index import GPTOrder, write_windows
+from lmscale.data.permutation import TABLE_SIZE, Permutation
+
+SIZES = np.array([7, 1, 0, 30, 4, 11, 2, 19, 5, 3], dtype=np.int32)  # 82 tokens
+
+
+def order(num_samples: int, s: int = 5, seed: int = 1, identity: str = "x") -> GPTOrder:
+    return GPTOrder(identity, len(SIZES), int(SIZES.sum()), s, seed, num_samples)
+
+
+def table(made: GPTOrder, sizes: np.ndarray = SIZES) -> np.ndarray:
+    file = io.BytesIO()
+    write_windows(file, made, sizes)
+    file.seek(0)
+    return np.load(file)
+
+
+@pytest.mark.parametrize(("num_samples", "s"), [(1, 5), (16, 5), (17, 5), (60, 5), (9, 81), (200, 3), (500, 1)])
+def test_the_table_says_where_each_window_of_the_laid_out_documents_begins(num_samples, s) -> None:
+    made = order(num_samples, s)
+    documents = made.documents_at(np.arange(made.num_epochs * len(SIZES)))
+    stream = [(p, offset) for p, document in enumerate(documents) for offset in range(SIZES[document])]
+    assert made.num_windows == (len(stream) - 1) // s >= num_samples
+    assert np.array_equal(table(made), [stream[k * s] for k in range(made.num_windows + 1)])
+
+
+def test_no_more_epochs_are_taken_than_the_samples_need() -> None:
+    """82 tokens are 16 windows of 5 an epoch; two epochs 32, because one window spans the border; three 49."""
+    assert [order(n).num_epochs for n in (1, 16, 17, 32, 33, 49, 50)] == [1, 1, 2, 2, 3, 3, 4]
+
+
+def test_a_last_epoch_is_apart_below_four_fifths_of_an_epochs_samples() -> None:
+    together = {n: order(n).num_epochs_together for n in (16, 17, 27, 28, 32, 33, 43, 44)}
+    assert together == {16: 1, 17: 1, 27: 1, 28: 2, 32: 2, 33: 2, 43: 2, 44: 3}
+
+
+def test_every_epoch_has_every_document_once_where_the_last_is_apart() -> None:
+    made = order(20)
+    documents = made.documents_at(np.arange(2 * len(SIZES)))
+    assert sorted(documents[:10]) == sorted(documents[10:]) == list(range(10))
+    windows = made.windows_at(np.arange(made.num_windows))
+    assert sorted(windows[:16]) == list(range(16)) and sorted(windows[16:]) == list(range(16, 32))
+
+
+def test_epochs_shuffled_together_mix_and_hold_every_document_as_often() -> None:
+    made = order(49)
+    documents = made.documents_at(np.arange(3 * len(SIZES)))
+    assert np.bincount(documents).tolist() == [3] * 10
+    assert sorted(documents[:10]) != list(range(10))
+    assert sorted(made.windows_at(np.arange(made.num_windows))) == list(range(made.num_windows))
+
+
+def test_the_order_is_a_function_of_dataset_seed_and_length_and_changes_with_each() -> None:
+    def drawn(made: GPTOrder) -> tuple:
+        return tuple(made.documents_at(np.arange(10))), tuple(made.windows_at(np.arange(10)))
+
+    first = drawn(order(16))
+    assert drawn(order(16)) == first == drawn(order(3))  # as many epochs
+    others = [drawn(made) for made in (order(17), order(16, seed=2), order(16, identity="y"), order(16, s=4))]
+    assert len({first, *others}) == 5
+    assert len({first[0], *(other[0] for other in others)}) == 5
+
+
+def test_tables_beyond_32_bits_take_64() -> None:
+    sizes = np.array([2**33, 5], dtype=np.int64)
+    made = GPTOrder("x", 2, int(sizes.sum()), 2**31, 1, 3)
+    rows = table(made, sizes)
+    assert rows.dtype == np.int64 and rows[:, 1].max() >= 2**32
+    assert table(order(3)).dtype == np.uint32
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000, TABLE_SIZE, TABLE_SIZE + 1, 3 * 2**19, 2**21])
+def test_a_permutation_has_every_number_once(size) -> None:
+    places = np.arange(size)
+    permutation = Permutation(size, "a")
+    found = permutation(places)
+    assert found.dtype == np.int64 and np.array_equal(np.sort(found), places)
+    some = np.array([size - 1, 0, size // 2])
+    assert np.array_equal(permutation(some), found[some])  # each place by itself
+    if size > 3:
+        assert not np.array_equal(found, Permutation(size, "b")(places))
+
+
+def test_a_computed_permutation_is_uniform() -> None:
+    """Where a number goes, and where two neighbours go together: chi-squares of 31 and 255 degrees, over 40 draws."""
+    size = 2 * TABLE_SIZE - 5
+    single, pair = np.zeros(32), np.zeros(256)
+    steps = np.zeros(32)
+    for name in range(40):
+        found = Permutation(size, str(name))(np.arange(20_000))
+        single += np.bincount(found * 32 // size, minlength=32)
+        cells = found * 16 // size
+        pair += np.bincount(cells[:-1:2] * 16 + cells[1::2], minlength=256)
+        steps += np.bincount((np.diff(found) % size) * 32 // size, minlength=32)
+    for counts, degrees in ((single, 31), (pair, 255), (steps, 31)):
+        expected = counts.sum() / len(counts)
+        statistic = ((counts - expected) ** 2 / expected).sum()
+        assert abs(statistic - degrees) < 5 * np.sqrt(2 * degrees), statistic
+
+
+def test_a_computed_permutation_has_as_many_fixed_points_and_ascents_as_chance() -> None:
+    size = TABLE_SIZE + 77
+    fixed, ascents = 0, 0
+    for name in range(12):
+        found = Permutation(size, f"draw {name}")(np.arange(size))
+        fixed += int((found == np.arange(size)).sum())
+        ascents += int((np.diff(found) > 0).sum())
+    assert fixed <= 12 + 5 * np.sqrt(12)  # Poisson, one a permutation
+    assert abs(ascents - 12 * (size - 1) / 2) < 5 * np.sqrt(12 * size / 12)

@@ -1,0 +1,90 @@
+"""Cached indices: built once whoever asks, whatever happens to a builder."""
+
+import os
+import signal
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmscale.data.index_cache import cached_index
+
+VALUES = np.arange(12).reshape(6, 2)
+
+
+def _build(file) -> None:
+    np.save(file, VALUES)
+
+
+def _ask(folder: Path, results) -> None:
+    def build(file) -> None:
+        (folder / f"built_{os.getpid()}").touch()
+        time.sleep(0.5)  # long enough for the others to ask
+        _build(file)
+
+    results.put(cached_index(folder / "indices", "gpt", ("fact",), build).tolist())
+
+
+def _hang(folder: Path) -> None:
+    def build(file) -> None:
+        file.write(b"half of it")
+        file.flush()
+        (folder / "started").touch()
+        time.sleep(600)
+
+    cached_index(folder / "indices", "gpt", ("fact",), build)
+
+
+def test_four_processes_build_an_index_once(tmp_path) -> None:
+    context = get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=_ask, args=(tmp_path, results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert found == [VALUES.tolist()] * 4
+    assert len(list(tmp_path.glob("built_*"))) == 1
+    assert [path.suffix for path in (tmp_path / "indices").glob("gpt_*")] == [".npy"]
+
+
+def test_a_killed_builder_neither_blocks_nor_leaves_anything(tmp_path) -> None:
+    process = get_context("fork").Process(target=_hang, args=(tmp_path,))
+    process.start()
+    while not (tmp_path / "started").exists():
+        time.sleep(0.01)
+    assert len(list((tmp_path / "indices").glob(".*unfinished*"))) == 1
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert np.array_equal(cached_index(tmp_path / "indices", "gpt", ("fact",), _build), VALUES)
+    assert not list((tmp_path / "indices").glob(".*unfinished*"))
+
+
+def test_other_facts_are_another_file_and_the_same_ones_are_read_from_the_disk(tmp_path) -> None:
+    first = cached_index(tmp_path, "gpt", ("a", 1), _build)
+    assert isinstance(first, np.memmap) and not first.flags.writeable
+
+    def refuse(file) -> None:
+        raise AssertionError("built again")
+
+    assert np.array_equal(cached_index(tmp_path, "gpt", ("a", 1), refuse), VALUES)
+    for kind, facts in (("gpt", ("a", 2)), ("bert", ("a", 1))):
+        with pytest.raises(AssertionError, match="built again"):
+            cached_index(tmp_path, kind, facts, refuse)
+    assert len(list(tmp_path.glob("*.npy"))) == 1
+
+
+def test_a_full_disk_and_a_folder_that_cannot_be_made_are_errors_of_one_line(tmp_path) -> None:
+    def fail(file) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ValueError, match="`data.cache_dir` must be a folder with room, .*: No space left") as caught:
+        cached_index(tmp_path / "a", "gpt", (), fail)
+    assert "\n" not in str(caught.value)
+    assert [path.suffix for path in (tmp_path / "a").iterdir()] == [".lock"]
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be written or read"):
+        cached_index(tmp_path / "file", "gpt", (), _build)
