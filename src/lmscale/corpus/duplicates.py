@@ -6,7 +6,7 @@ documents; numbered by a hash of their text, they give the same answer whatever 
 
 import numpy as np
 
-BLOCK_VALUES = 2**21  # shingles that `exact_jaccard` holds at once, unless one pair has more
+BLOCK_VALUES = 2**17  # shingles that `exact_jaccard` sorts at once, in the cache of a core unless one pair has more
 _MUCH_LARGER = 16  # times: then looking up the small set in the large one beats sorting both
 
 
