@@ -265,6 +265,7 @@ def _shortcuts(spec: dict) -> tuple[bool, int | None]:
     if model["type"] == "BPE" and normalizer is None and splitter.get("type") == "ByteLevel":
         letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
         if splitter.get("use_regex", True) and all(letter in model["vocab"] for letter in letters):
-            return True, max(len(token.encode()) for token in (*model["vocab"], *(t["content"] for t in added)))
+            lengths = [len(token) for token in model["vocab"]]  # a letter of the alphabet stands for a byte
+            return True, max(lengths + [len(token["content"].encode()) for token in added])
     is_bert = (model["type"], normalizer, splitter.get("type")) == ("WordPiece", "BertNormalizer", "BertPreTokenizer")
     return is_bert, None

@@ -37,7 +37,8 @@ def identify_language(text: str) -> tuple[str, float]:
 @cache
 def known_languages() -> frozenset[str]:
     """Codes of the 176 languages that can be found."""
-    labels, _ = _model().predict("a", k=1000)
+    # Below 0, or the least probable ones would be left out: the model adds 0.00001 to both sides of the comparison.
+    labels, _ = _model().predict("a", k=1000, threshold=-1e-5)
     return frozenset(label.removeprefix(_PREFIX) for label in labels)
 
 
