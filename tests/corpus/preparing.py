@@ -41,10 +41,10 @@ def write_lines(path: Path, texts: list[str], **more: list) -> Path:
 
 
 def edited(text: str, share: float, seed: int = 7) -> str:
-    """`text` with a share of its words replaced."""
+    """`text` with a share of its words replaced by shorter ones."""
     generator, words = random.Random(seed), text.split(" ")
     for place in generator.sample(range(len(words)), round(share * len(words))):
-        words[place] = f"word{place}"
+        words[place] = "o"
     return " ".join(words)
 
 
@@ -54,11 +54,11 @@ def manifest_of(output: Path) -> dict:
 
 
 def digests(output: Path) -> dict[str, str]:
-    """sha256 of every file of a finished dataset but the manifest, which names the inputs and the stages' times."""
+    """sha256 of every file of a finished dataset but the manifest, which names the inputs."""
     return {
         str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(output.rglob("*"))
-        if path.is_file() and path.name != "manifest.json"
+        if path.is_file() and path.name != "manifest.json" and ".work" not in path.parts
     }
 
 

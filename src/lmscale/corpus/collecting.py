@@ -43,7 +43,7 @@ def document_key(text: str) -> bytes:
 
 def id_hash(source: str, name: str) -> int:
     """64 bits that stand for an id which a document brought with it."""
-    return xxhash.xxh3_64_intdigest(f"{source}\0{name}")
+    return xxhash.xxh3_64_intdigest(f"{source}\0{name}".encode())
 
 
 class ScatterDocuments(PipelineStep):

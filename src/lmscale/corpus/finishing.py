@@ -14,6 +14,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from ..data.indexed import IndexedDataset, merge
 from ..data.tokenizer import read_tokenizer
+from .cleaning import NUM_SAMPLES
 from .collecting import id_hash
 from .planning import Plan
 from .tokenizing import TOKENIZER
@@ -124,8 +125,11 @@ class FinishDataset(PipelineStep):
             "config": facts["config"],
             "versions": facts["versions"],
         }
-        with complete_file(output / MANIFEST) as path:
-            path.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        _write_json(output / MANIFEST, manifest)
+        if not self.plan.config.keep_work:
+            for path in self.plan.root.iterdir():
+                if path.is_dir() and path.name != "logs":  # into which this task is still writing
+                    shutil.rmtree(path)
 
     def _describe_sources(self) -> dict[str, dict]:
         found: dict[str, dict] = {name: {} for name in sorted(self.plan.config.sources)}
@@ -151,7 +155,12 @@ class FinishDataset(PipelineStep):
 
     def _check_left(self, sources: dict[str, dict], stages: dict) -> None:
         empty = [name for name, held in sources.items() if "train" not in held]
-        counts = "; ".join(f"{name}: {_short(held)}" for name, held in stages.items() if held)
+        counts = ", ".join(
+            f"{step}: {label} {value}"
+            for stage in ("clean", "sort", "resolve", "tokenize")
+            for step, held in stages.get(stage, {}).items()
+            for label, value in held.items()
+        )
         if empty:
             raise ValueError(f"`sources.{empty[0]}` must have documents left to train on, but has none ({counts})")
         if not any("validation" in held for held in sources.values()):
@@ -182,6 +191,7 @@ class FinishDataset(PipelineStep):
     def _write_reports(self, folder: Path) -> dict:
         """The reports as files; their summaries for the manifest."""
         folder.mkdir(exist_ok=True)
+        _write_json(folder / "dropped.json", self._dropped())
         copies = self._concatenate("sorted", "copies.parquet")
         _write_table(folder / "copies.parquet", copies)
         summary = {"copies": len(copies)}
@@ -195,9 +205,19 @@ class FinishDataset(PipelineStep):
             contaminated = self._concatenate("overlap", "parquet")
             _write_table(folder / "contaminated.parquet", contaminated)
             summary["leakage"] = self._leakage(contaminated)
-            with complete_file(folder / "leakage.json") as path:
-                path.write_text(json.dumps(summary["leakage"], indent=1) + "\n", encoding="utf-8")
+            _write_json(folder / "leakage.json", summary["leakage"])
         return summary
+
+    def _dropped(self) -> dict[str, list[dict]]:
+        """Examples of the documents that each filter dropped, by reason, the first by name of their file."""
+        found: dict[str, list[dict]] = {}
+        for file in sorted(self.folder.path("dropped").rglob("[0-9]*.json")):
+            for reason, examples in json.loads(file.read_text(encoding="utf-8")).items():
+                found.setdefault(reason, []).extend(examples)
+        by_place = {
+            reason: sorted(held, key=lambda d: (d["source"], d["file"], d["row"])) for reason, held in found.items()
+        }
+        return {reason: held[:NUM_SAMPLES] for reason, held in sorted(by_place.items())}
 
     def _leakage(self, contaminated: pa.Table) -> dict:
         """For each evaluation set how much of it the training part holds, as in section 5.2."""
@@ -221,9 +241,10 @@ def _write_table(path: Path, table: pa.Table) -> None:
         pq.write_table(table, temporary, compression="zstd")
 
 
+def _write_json(path: Path, content: object) -> None:
+    with complete_file(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def _exists(prefix: Path) -> bool:
     return prefix.with_name(prefix.name + ".idx").is_file()
-
-
-def _short(steps: dict[str, dict[str, int]]) -> str:
-    return ", ".join(f"{label} {value}" for held in steps.values() for label, value in held.items())

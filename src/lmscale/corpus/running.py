@@ -73,7 +73,7 @@ def stages(plan: Plan) -> list[Stage]:
 
 
 def _cleaning(plan: Plan) -> list[PipelineStep]:
-    config, cleaning = plan.config, plan.config.cleaning
+    config, cleaning, dropped = plan.config, plan.config.cleaning, plan.root / "dropped"
     steps: list[PipelineStep] = [SourceReader(plan.inputs, config.sources, config.max_bad_rows, plan.root)]
     if cleaning.repair_text:
         steps.append(RepairText())
@@ -81,10 +81,10 @@ def _cleaning(plan: Plan) -> list[PipelineStep]:
     if joined:
         steps.append(JoinStoryLines(joined))
     if cleaning.language is not None:
-        steps.append(KeepLanguage(cleaning.language, cleaning.min_language_score))
+        steps.append(KeepLanguage(cleaning.language, cleaning.min_language_score, dropped / "language"))
     if cleaning.min_tokens:
         tokenizer = plan.root / TOKENIZER if config.tokenizer.kind != "trained" else None
-        steps.append(DropShort(cleaning.min_tokens, tokenizer))
+        steps.append(DropShort(cleaning.min_tokens, tokenizer, dropped / "short"))
     return [*steps, ScatterDocuments(plan.root, plan.num_shards)]
 
 
@@ -92,8 +92,11 @@ class QuietLocalExecutor(LocalPipelineExecutor):
     """datatrove's local executor, whose tasks write their logs to files and not to the terminal."""
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> Any:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-            return super()._run_for_rank(rank, local_rank, node_rank)
+        try:
+            with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+                return super()._run_for_rank(rank, local_rank, node_rank)
+        finally:
+            logger.remove()  # the handler that datatrove puts back writes to the file just closed
 
 
 def run_plan(plan: Plan) -> bool:
