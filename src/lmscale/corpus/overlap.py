@@ -39,7 +39,11 @@ class EvaluationIndex:
         self.names = [f"{name}/{number}" for name, texts in sets.items() for number in range(len(texts))]
         self._set_sizes = {name: len(texts) for name, texts in sets.items()}
         values, self._offsets = word_ngrams([text for texts in sets.values() for text in texts], n)
-        self.ngrams, self._positions = np.unique(values, return_inverse=True)
+        order = np.argsort(values)
+        is_first = _is_first(values[order])
+        self.ngrams = values[order][is_first]
+        self._positions = np.empty(len(values), dtype=np.int64)
+        self._positions[order] = np.cumsum(is_first) - 1
         self._filter_shift, self._filter = _build_filter(self.ngrams)
         self._items, self._first_item, self.num_ngrams = self._build_postings()
         self.not_checkable = np.flatnonzero(self.num_ngrams == 0)
@@ -66,7 +70,7 @@ class EvaluationIndex:
         places, ngrams = self._find(values)
         documents = np.searchsorted(offsets, places, side="right") - 1
         # An n-gram that a document repeats counts once.
-        keys = np.unique(documents * len(self.ngrams) + ngrams)
+        keys = _distinct(documents * len(self.ngrams) + ngrams)
         documents, ngrams = np.divmod(keys, max(len(self.ngrams), 1))
         found = [(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))]
         for start, end in self._blocks(documents, ngrams):
@@ -114,7 +118,7 @@ class EvaluationIndex:
         """Items of each n-gram, where each n-gram's begin, and how many distinct n-grams each item has."""
         num_items = len(self.names)
         items = np.repeat(np.arange(num_items), np.diff(self._offsets))
-        keys = np.unique(self._positions * max(num_items, 1) + items)
+        keys = _distinct(self._positions * max(num_items, 1) + items)
         ngrams, items = np.divmod(keys, max(num_items, 1))
         first = np.searchsorted(ngrams, np.arange(len(self.ngrams) + 1))
         return items, first, np.bincount(items, minlength=num_items)
@@ -150,6 +154,19 @@ class EvaluationIndex:
         share = num_found / self.num_ngrams[item]
         enough = share >= threshold
         return document[enough], item[enough], share[enough]
+
+
+def _distinct(keys: np.ndarray) -> np.ndarray:
+    """`np.unique`, which since numpy 2.3 hashes integers and is many times slower on millions of them."""
+    keys = np.sort(keys)
+    return keys[_is_first(keys)]
+
+
+def _is_first(ordered: np.ndarray) -> np.ndarray:
+    """Where a value differs from the one before it."""
+    is_first = np.ones(len(ordered), dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+    return is_first
 
 
 def _build_filter(ngrams: np.ndarray) -> tuple[np.uint64, np.ndarray]:

@@ -231,7 +231,7 @@ def _with_short_texts(
         return values, offsets
     num_words = np.diff(first)[short]
     shingles = np.empty(len(short), dtype=np.uint64)
-    for number in np.unique(num_words).tolist():
+    for number in np.flatnonzero(np.bincount(num_words)).tolist():
         which = num_words == number
         if number == 0:
             stripped = [_encode(texts[text].lower().strip()) for text in short[which].tolist()]
