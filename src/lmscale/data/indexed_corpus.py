@@ -239,6 +239,11 @@ def _find_tokenizer(
     folders: list[Path], config: TokenizerConfig, cache: Path, architecture: str
 ) -> tuple[Tokenizer, Path]:
     """The tokenizer beside the datasets, else the published one that `tokenizer` names; and the folder it is in."""
+    if config.vocab_size is not None:
+        raise ValueError(
+            "`tokenizer.vocab_size` must be null when `data` is indexed, whose tokenizer is made, but is "
+            f"{config.vocab_size}"
+        )
     beside = {folder: read_tokenizer(folder / TOKENIZER) for folder in folders if (folder / TOKENIZER).is_file()}
     named = load_published_tokenizer(config, architecture) if config.kind != "trained" else None
     prints = {tokenizer.fingerprint for tokenizer in beside.values()}

@@ -1,0 +1,266 @@
+"""Binary datasets as a run's corpus: windows, blends, splits, and every refusal."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import local_config, prepare_texts, whole, write_dataset
+
+from lmscale.config import BatchConfig
+from lmscale.data.datamodule import PretrainDataModule
+from lmscale.data.gpt_dataset import ShuffledGPTDataset
+from lmscale.data.indexed_corpus import split_documents
+from lmscale.data.prepare import corpus_unigram_cross_entropy, prepare_corpus
+from lmscale.data.sampler import DATASET_SHIFT
+from lmscale.data_config import DataConfig, TokenizerConfig
+
+VOCAB = 290
+TEXTS = [f"Number {i} is here. It has {i * 7} words or so. The end of {i}." for i in range(60)]
+OWN = TokenizerConfig("trained")
+
+
+def random_documents(count: int, seed: int, sequences: int = 1) -> list[list[list[int]]]:
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(0, 40, (count, sequences))
+    return [[generator.integers(0, VOCAB, size).tolist() for size in row] for row in sizes]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory) -> dict[str, Path]:
+    """A folder with a tokenizer of up to 290 ids for each architecture."""
+    found = {}
+    for name in ("gpt", "bert"):
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "a.txt").write_text("\n\n".join(TEXTS))
+        tokenizer = TokenizerConfig("trained", vocab_size=VOCAB)
+        found[name] = Path(prepare_corpus(local_config(folder / "a.txt", folder), tokenizer, name, None).folder)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizers) -> Path:
+    """A folder with GPT's tokenizer and the datasets `a` (40 documents) and `b` (60)."""
+    (tmp_path / "tokenizer.json").write_bytes((tokenizers["gpt"] / "tokenizer.json").read_bytes())
+    write_dataset(tmp_path / "a_text_document", random_documents(40, 1))
+    write_dataset(tmp_path / "b_text_document", random_documents(60, 2))
+    return tmp_path
+
+
+def opened(path, folder: Path, architecture: str = "gpt", tokenizer: TokenizerConfig = OWN, **changes):
+    values = {"split": "8,2,0", "cache_dir": str(folder / "cache")} | changes
+    config = DataConfig("indexed", 16, path if isinstance(path, dict) else str(path), **values)
+    return prepare_corpus(config, tokenizer, architecture, None)
+
+
+def module_of(prepared, num_steps: int = 20, num_validation: int | None = None) -> PretrainDataModule:
+    config = DataConfig("embedded", 16)
+    return PretrainDataModule(prepared, config, BatchConfig(3, 6, 1), 7, num_steps, num_validation)
+
+
+@pytest.mark.parametrize(("sequences", "num_samples"), [(1, 30), (1, 400), (3, 400)])
+def test_windows_are_cut_from_the_shuffled_documents_laid_end_to_end(tmp_path, sequences, num_samples) -> None:
+    documents = [sum(sequences, []) for sequences in random_documents(50, 3, sequences)]
+    part = whole(write_dataset(tmp_path / "a", random_documents(50, 3, sequences)))
+    dataset = ShuffledGPTDataset(part, VOCAB, 16, "train", 1, num_samples, tmp_path / "indices")
+    order = dataset.shuffle.documents_at(np.arange(50 * dataset.shuffle.num_epochs))
+    stream = np.concatenate([np.array(documents[i], dtype=np.int64) for i in order])
+    assert len(dataset) == (len(stream) - 1) // 16 >= num_samples
+    indices = np.random.default_rng(0).permutation(len(dataset))
+    batch = dataset.batch(np.zeros_like(indices), indices)
+    starts = 16 * indices[:, None] + np.arange(16)
+    assert np.array_equal(batch["tokens"], stream[starts]) and np.array_equal(batch["labels"], stream[starts + 1])
+
+
+def test_only_documents_of_the_training_part_are_trained_on(folder) -> None:
+    prepared = opened(folder / "b_text_document", folder)
+    assert [(part.first, part.last) for part in (*prepared.parts["train"], *prepared.parts["validation"])] == [
+        (0, 48),
+        (48, 60),
+    ]
+    dataset = module_of(prepared).train_samples[0]
+    starts = dataset.dataset.document_starts(np.array([0, 48, 60]))
+    assert dataset.num_tokens == starts[1] and prepared.manifest["train"]["tokens"] == starts[1]
+    assert prepared.manifest["validation"]["tokens"] == starts[2] - starts[1]
+    assert np.isfinite(corpus_unigram_cross_entropy(prepared))
+
+
+def test_a_blend_takes_from_each_dataset_in_proportion_and_in_its_own_order(folder) -> None:
+    paths = {str(folder / "a_text_document"): 1, str(folder / "b_text_document"): 3.0}
+    module = module_of(opened(paths, folder), num_steps=20)
+    references = module.sampler().references(0, 120)
+    which, indices = references[:, 2] >> DATASET_SHIFT, references[:, 2] & (2**DATASET_SHIFT - 1)
+    assert np.bincount(which).tolist() == [30, 90]
+    for number, samples in enumerate(module.train_samples):
+        assert np.array_equal(indices[which == number], samples.order(np.arange((which == number).sum()))[1])
+    alone = {number: samples for number, samples in enumerate(module.train_samples)}
+    batches = module.sampler()
+    for step, batch in zip(batches, iter_steps(module), strict=True):
+        for place, (_, epoch, index) in enumerate(step.tolist()):
+            number, own = index >> DATASET_SHIFT, index & (2**DATASET_SHIFT - 1)
+            single = alone[number].batch(np.array([epoch]), np.array([own]))
+            assert np.array_equal(batch["tokens"][place], single["tokens"][0])
+
+
+def iter_steps(module: PretrainDataModule):
+    """Each training step's micro-batches as one."""
+    from types import SimpleNamespace
+
+    import torch
+
+    module.trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=SimpleNamespace(dp_rank=0, dp_size=1)))
+    for step in module.train_dataloader():
+        yield {key: torch.cat([micro[key] for micro in step]).numpy() for key in step[0]}
+
+
+def test_validation_takes_all_of_every_dataset_or_the_first_of_each_by_weight(folder) -> None:
+    paths = {str(folder / "a_text_document"): 1, str(folder / "b_text_document"): 1}
+    prepared = opened(paths, folder)
+    available = [len(samples) for samples in module_of(prepared).validation_samples]
+    assert min(available) >= 3 and module_of(prepared).num_validation_samples == sum(available)
+    some = module_of(prepared, num_validation=5)
+    assert some._validation[:, 2].tolist() == [0, 2**DATASET_SHIFT, 1, 2**DATASET_SHIFT + 1, 2]
+    with pytest.raises(ValueError, match=rf"at most the validation part's {available[0]} sequences of 16 .*, but is"):
+        module_of(prepared, num_validation=2 * min(available) + 9)
+
+
+def test_the_corpus_hash_tells_datasets_weights_and_splits_apart(folder) -> None:
+    a, b = str(folder / "a_text_document"), str(folder / "b_text_document")
+    variants = [(a, {}), (b, {}), ({a: 1, b: 1}, {}), ({a: 1, b: 2}, {}), (a, {"split": "7,3,0"})]
+    hashes = {module_of(opened(path, folder, **changes)).corpus_hash for path, changes in variants}
+    assert len(hashes) == 5
+    assert module_of(opened(a, folder)).corpus_hash in hashes
+    write_dataset(folder / "a_text_document", random_documents(40, 9))
+    assert module_of(opened(a, folder)).corpus_hash not in hashes
+
+
+def prepared_folder(folder: Path, architecture: str = "gpt", **changes) -> Path:
+    """As prepare_data.py leaves it, of two sources; the second holds nothing out."""
+    from lmscale.data.tokenizer import read_tokenizer
+
+    sources = {}
+    for name, weight, splits in (("a", 3.0, ("train", "validation")), ("b", 1.0, ("train",))):
+        sources[name] = {"weight": weight}
+        for split in splits:
+            prefix = f"{name}_{split}_text_document"
+            write_dataset(folder / prefix, random_documents(30, len(prefix)))
+            sources[name][split] = {"prefix": prefix, "documents": 30, "tokens": 1, "sha256": prefix}
+    print_ = read_tokenizer(folder / "tokenizer.json").fingerprint
+    manifest = {"format": 1, "architecture": architecture, "tokenizer": print_, "vocab_size": VOCAB, "sources": sources}
+    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+    return folder
+
+
+def test_a_folder_of_prepare_data_brings_its_parts_weights_and_tokenizer(folder) -> None:
+    prepared = opened(prepared_folder(folder), folder)
+    assert [(Path(p.prefix).name, p.weight) for p in prepared.parts["train"]] == [
+        ("a_train_text_document", 3.0),
+        ("b_train_text_document", 1.0),
+    ]
+    assert [Path(p.prefix).name for p in prepared.parts["validation"]] == ["a_validation_text_document"]
+    assert prepared.folder == str(folder) and prepared.vocab_size <= VOCAB
+    other = opened(folder, folder, validation_path=str(folder / "b_text_document"))
+    assert [Path(p.prefix).name for p in other.parts["validation"]] == ["b_text_document"]
+
+
+def test_what_is_wrong_with_a_folder_is_said_in_one_line(folder, tokenizers) -> None:
+    cases = [
+        ({"architecture": "bert"}, "must be prepared for gpt .*, but .* is for bert"),
+        ({"tokenizer": "0" * 64}, "`tokenizer` must be the one that `data.path` was made with"),
+        ({"format": 2}, "`format` must be 1, but is 2"),
+    ]
+    for changes, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            opened(prepared_folder(folder, **changes), folder)
+        assert "\n" not in str(caught.value)
+    prepared_folder(folder)
+    write_dataset(folder / "a_train_text_document", random_documents(29, 1))
+    with pytest.raises(ValueError, match="must have the 30 documents of manifest.json, but has 29"):
+        opened(folder, folder)
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match="manifest.json cannot be read"):
+        opened(folder, folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="is a folder without manifest.json"):
+        opened(folder, folder)
+
+
+def test_a_tokenizer_that_is_missing_or_another_is_refused(folder, tokenizers, shared_data) -> None:
+    a = folder / "a_text_document"
+    published = TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe"))
+    with pytest.raises(ValueError, match="`tokenizer` must be the one of all datasets"):
+        opened(a, folder, tokenizer=published)
+    with pytest.raises(ValueError, match="`tokenizer.vocab_size` must be null when `data` is indexed"):
+        opened(a, folder, tokenizer=TokenizerConfig("trained", vocab_size=300))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="`tokenizer` must be gpt2 or bert where no tokenizer.json lies beside"):
+        opened(a, folder)
+    prepared = opened(a, folder, tokenizer=published)
+    assert prepared.vocab_size == 50_257 and prepared.load_tokenizer().id_of("<|endoftext|>") == 50_256
+
+
+def test_ids_that_the_tokenizer_lacks_are_refused_before_the_run_or_in_their_batch(folder) -> None:
+    part = whole(write_dataset(folder / "wrong", [[[1] * 50], [[2, 3, 299]], [[4] * 20]]))
+    with pytest.raises(ValueError, match=r"wrong.bin: ids must be from 0 to \d+ \(the tokenizer's\), but there is 299"):
+        opened(folder / "wrong", folder)
+    dataset = ShuffledGPTDataset(part, VOCAB, 16, "train", 1, 12, folder / "indices")
+    with pytest.raises(ValueError, match="but token 52 is 299"):
+        dataset.batch(np.zeros(12, dtype=np.int64), np.arange(12))
+    write_dataset(folder / "negative", [[[1] * 50], [[-2]], [[3]]], "int32")
+    with pytest.raises(ValueError, match="but there is -2"):
+        opened(folder / "negative", folder)
+    write_dataset(folder / "floats", [[[1] * 50], [[2]], [[3]]], "float32")
+    with pytest.raises(ValueError, match="tokens must be whole numbers, but are float32"):
+        opened(folder / "floats", folder)
+
+
+def test_a_path_that_is_no_dataset_and_a_split_without_documents_are_refused(folder) -> None:
+    for path in (folder / "nowhere", folder / "a_text_document.bin", {str(folder / "no"): 1}):
+        with pytest.raises(ValueError, match=r"but there is no .*\.idx"):
+            opened(path, folder)
+    with pytest.raises(ValueError, match="must have documents for validation, but .*a_text_document has none there"):
+        opened(folder / "a_text_document", folder, split="1,0,0")
+    for split in ("train", "1,2", "0,1,1", "1,-1,1"):
+        with pytest.raises(ValueError, match="`data.split` must be the shares"):
+            DataConfig("indexed", 16, "x", split=split)
+    for path in ({"x": 0}, {"x": -1.0}, {"x": "much"}, {"x": float("inf")}):
+        with pytest.raises(ValueError, match="must give x a weight above 0"):
+            DataConfig("indexed", 16, path, split="1,1,1")
+    with pytest.raises(ValueError, match="`data.path` must be one path unless `data` is indexed"):
+        DataConfig("local", 16, {"x": 1})
+    with pytest.raises(ValueError, match="`data.path` must name a dataset when `data` is indexed"):
+        DataConfig("indexed", 16, split="1,1,1")
+
+
+def test_splits_are_contiguous_and_rounded_as_upstream_does() -> None:
+    """Borders by hand from the rule: running sums of rounded shares, the surplus taken off every border."""
+    assert split_documents(1000, (0.969, 0.03, 0.001)) == [(0, 969), (969, 999), (999, 1000)]
+    assert split_documents(10, (0.55, 0.25, 0.2)) == [(0, 6), (6, 8), (8, 10)]
+    assert split_documents(7, (0.5, 0.5, 0.0)) == [(0, 3), (3, 7), (7, 7)]
+    assert split_documents(3, (1 / 3, 1 / 3, 1 / 3)) == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_bert_reads_sentences_and_says_which_documents_it_leaves_out(tmp_path, tokenizers) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((tokenizers["bert"] / "tokenizer.json").read_bytes())
+    documents = [[[7] * 9, [8] * 5, [9] * 11] for _ in range(20)] + [[[7] * 600, [8]], [[9]]]
+    write_dataset(tmp_path / "a_text_sentence", documents[-2:] + documents[:-2])
+    prepared = opened(tmp_path / "a_text_sentence", tmp_path, "bert")
+    (note,) = prepared.manifest["notes"]
+    assert note.startswith("a_text_sentence: 2 of 18 documents have fewer than two sentences or one of more than 512")
+    module = module_of(prepared)
+    assert len(module.train_samples[0]) == 16  # three sentences make one sample
+    references = module.sampler().references(0, 40)
+    assert [sorted(references[epoch * 16 : epoch * 16 + 16, 2].tolist()) for epoch in (0, 1)] == [list(range(16))] * 2
+    assert references[:, 1].tolist() == [0] * 16 + [1] * 16 + [2] * 8
+    batch = next(iter_steps(module))
+    assert batch["tokens"].shape == (6, 16) and (batch["labels"] != -100).any(axis=1).all()
+
+
+def test_a_corpus_prepared_from_text_is_a_dataset_that_can_be_named(tmp_path) -> None:
+    prepared = prepare_texts(tmp_path, TEXTS, "gpt", validation_every=6)
+    named = opened(prepared.parts["train"][0].prefix, tmp_path)
+    assert named.load_tokenizer().fingerprint == prepared.load_tokenizer().fingerprint
+    assert (
+        sum(named.manifest[split]["tokens"] for split in ("train", "validation"))
+        == prepared.manifest["train"]["tokens"]
+    )

@@ -1,0 +1,129 @@
+"""Training on binary datasets: through the door, at every layout, and on after a stop."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from corpora import write_dataset
+from door import train
+from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
+
+from lmscale.data.embedded import embedded_documents
+from lmscale.data.sentences import SentenceEncoder
+from lmscale.data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
+from lmscale.training.pretrain import prepare_job, pretrain
+
+LEVEL = {"gpt": "document", "bert": "sentence"}
+BOUND = 1e-12
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory) -> dict[str, Path]:
+    """For each architecture a folder with a tokenizer and the datasets `a` and `b` of real text."""
+    texts, found = embedded_documents()[0][:60], {}
+    for architecture, level in LEVEL.items():
+        folder = tmp_path_factory.mktemp(architecture)
+        tokenizer = Tokenizer(train_tokenizer(texts, architecture, 600, "vocab_size"))
+        tokenizer.inner.save(str(folder / "tokenizer.json"))
+        for name, some in (("a", texts[::2]), ("b", texts[1::2])):
+            write_dataset(folder / f"{name}_text_{level}", encoded(tokenizer, some, architecture))
+        found[architecture] = folder
+    return found
+
+
+def encoded(tokenizer: Tokenizer, texts: list[str], architecture: str) -> list[list[list[int]]]:
+    if architecture == "gpt":
+        return [[[*ids, tokenizer.id_of(END_OF_TEXT)]] for ids in tokenizer.encode_batch(texts)]
+    ids, sizes, counts, _ = SentenceEncoder(tokenizer).encode(texts)
+    sentences = [part.tolist() for part in np.split(ids, np.cumsum(sizes)[:-1])]
+    ends = np.cumsum(counts)
+    return [sentences[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def run_of(architecture: str, datasets: dict[str, Path], run_dir: Path, **changes):
+    """A run on a blend of both datasets."""
+    prefix = str(datasets[architecture] / "{}_text_") + LEVEL[architecture]
+    data = {
+        "kind": "indexed",
+        "seq_length": 33,
+        "path": {prefix.format("a"): 1.0, prefix.format("b"): 2.5},
+        "split": "8,2,0",
+        "cache_dir": str(run_dir.parent / "cache"),
+    }
+    return tiny_run(architecture, run_dir, data=data, tokenizer={"kind": "trained"}, **changes)
+
+
+@pytest.fixture(scope="module")
+def folder(datasets, tmp_path_factory) -> Path:
+    """Each architecture at three layouts, and as `parts` stopped in one process and gone on with in two."""
+    root = tmp_path_factory.mktemp("layouts")
+    settings = {"trainer__max_steps": 4, "trainer__validate_every_steps": 2, "micro_batch_size": 2}
+    on_two = []
+    for name in LEVEL:
+        parts = settings | {"resume": "auto"}
+        stopped = run_of(name, datasets, root / name / "parts", trainer__stop_after_steps=2, **parts)
+        for run in (run_of(name, datasets, root / name / "1x1", **settings), stopped):
+            assert pretrain(prepare_job(run)) == 0
+        on_two += [
+            run_of(name, datasets, root / name / "2x1", parallel__tp_size=2, **settings),
+            run_of(name, datasets, root / name / "1x2", parallel__dp_size=2, **settings),
+            run_of(name, datasets, root / name / "parts", parallel__dp_size=2, **parts),
+        ]
+    run_jobs(on_two, 2)
+    return root
+
+
+@pytest.mark.parametrize("other", ["2x1", "1x2", "parts"])
+@pytest.mark.parametrize("architecture", ["gpt", "bert"])
+def test_a_blended_run_does_not_depend_on_the_layout_and_goes_on_at_another(folder, architecture, other) -> None:
+    plain, path = folder / architecture / "1x1", folder / architecture / other
+    rows, tensors, others = read_rows(plain), read_tensors(plain), read_tensors(path)
+    assert len(rows) == 4
+    for row, other_row in zip(rows, read_rows(path), strict=True):
+        assert abs(other_row["train/loss"] / row["train/loss"] - 1) < BOUND
+    for key in filter(lambda key: key.startswith("model/"), tensors):
+        torch.testing.assert_close(others[key], tensors[key], rtol=0, atol=BOUND)
+
+
+def test_a_run_may_be_made_longer_and_another_blend_is_refused(tmp_path, datasets) -> None:
+    settings = {"trainer__validate_every_steps": 2, "resume": "auto"}
+    assert pretrain(prepare_job(run_of("gpt", datasets, tmp_path / "run", trainer__max_steps=2, **settings))) == 0
+    assert pretrain(prepare_job(run_of("gpt", datasets, tmp_path / "run", trainer__max_steps=3, **settings))) == 0
+    assert [row["step"] for row in read_rows(tmp_path / "run")] == [1, 2, 3]
+    path = str(datasets["gpt"] / "a_text_document")
+    with pytest.raises(ValueError, match="the corpus has other tokens"):
+        prepare_job(run_of("gpt", datasets, tmp_path / "run", data__path={path: 1.0}, **settings))
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "bert"])
+def test_the_door_trains_on_a_binary_dataset(tmp_path, datasets, architecture) -> None:
+    done = train(
+        f"model={architecture}_tiny",
+        "data=indexed",
+        f"data.path={datasets[architecture]}/a_text_{LEVEL[architecture]}",
+        "data.split='80,20,0'",
+        f"data.cache_dir={tmp_path}/cache",
+        "model.num_layers=1",
+        "data.seq_length=32",
+        "trainer.max_steps=3",
+        "trainer.num_validation_samples=4",
+        "trainer.num_threads=1",
+        "trainer.progress_bar=false",
+        "logger.tensorboard=false",
+        "micro_batch_size=2",
+        "global_batch_size=4",
+        f"hydra.run.dir={tmp_path}/run",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = read_record(tmp_path / "run")
+    assert record["metrics"]["val/unigram_cross_entropy"]["value"] > 4
+    assert record["config"]["corpus"]["train"]["documents"] == 24
+    assert [path.suffix for path in (tmp_path / "cache" / "indices").glob(f"{architecture}_*")][:1] == [".npy"]
+
+
+def test_the_door_refuses_a_dataset_in_one_line(tmp_path, datasets) -> None:
+    done = train("model=gpt_tiny", "data=indexed", f"data.path={tmp_path}/nothing", f"hydra.run.dir={tmp_path}/run")
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert f"but there is no {tmp_path}/nothing.idx" in done.stderr
+    assert not (tmp_path / "run" / "checkpoints").exists()
