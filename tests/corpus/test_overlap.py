@@ -49,6 +49,13 @@ def test_contaminated_documents_are_those_of_plain_sets(monkeypatch, threshold, 
     assert found_by(EvaluationIndex({"set": items}, 3), documents, threshold) == expected
 
 
+def test_a_bitmap_that_passes_nearly_everything_changes_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(overlap, "LARGEST_FILTER", 2)
+    items, documents = random_texts(40, 12, 1), random_texts(60, 30, 2)
+    expected = plain_contaminates(documents, items, 3, 0.5)
+    assert found_by(EvaluationIndex({"set": items}, 3), documents, 0.5) == expected
+
+
 def test_half_of_an_items_ngrams_is_enough_and_less_is_not() -> None:
     item = " ".join(f"w{k}" for k in range(17))  # 10 n-grams of 8
     index = EvaluationIndex({"set": [item]}, 8)
