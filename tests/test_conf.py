@@ -20,6 +20,7 @@ CONF = ROOT / "conf"
 TINY_VOCAB_SIZE = 1999  # stands for the tokenizer's size, which no file knows
 # Files that other keys must complete before a run is whole.
 REQUIRED = {("data", "local"): ["data.path=corpus.txt"], ("data", "huggingface"): ["data.name=wikitext"]}
+REQUIRED["data", "indexed"] = ["data.path=dataset"]
 GROUPS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
     for folder in sorted(CONF.iterdir())

@@ -225,12 +225,6 @@ class PrepareConfig:
             wrong = [name for name in names if not _NAME.fullmatch(name)]
             if wrong:
                 raise ValueError(f"`{key}` must have names of letters, digits, - and _, but has {wrong[0]!r}")
-        for name, source in self.sources.items():
-            if self.architecture not in source.architectures:
-                raise ValueError(
-                    f"`corpus` must not have {name} with architecture={self.architecture}: it is for "
-                    f"{', '.join(source.architectures)} only"
-                )
         weighted = [name for name, source in self.sources.items() if source.weight is not None]
         if weighted and len(weighted) < len(self.sources):
             rest = next(name for name in self.sources if name not in weighted)

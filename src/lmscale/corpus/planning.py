@@ -58,6 +58,12 @@ def make_plan(config: PrepareConfig) -> Plan:
     """
     output = Path(config.output).absolute()
     check_tokenizer(config.tokenizer, config.architecture)
+    for name, source in config.sources.items():
+        if config.architecture not in source.architectures:
+            raise ValueError(
+                f"`corpus` must not have {name} with architecture={config.architecture}: it is for "
+                f"{', '.join(source.architectures)} only"
+            )
     inputs = tuple(list_inputs(config.sources))
     folder = WorkFolder(output / ".work")
     facts = _facts(config, inputs)
