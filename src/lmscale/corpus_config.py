@@ -87,7 +87,7 @@ class CleaningConfig:
 
 @dataclass(frozen=True)
 class DedupConfig:
-    """`dedup=`: near-duplicates by MinHash-LSH with an exact check; `paper` (Jaccard 0.7) or `none` (exact copies only).
+    """`dedup=`: near-duplicates by MinHash-LSH with an exact check; `paper` (0.7) or `none` (copies only).
 
     Args:
         jaccard: documents at least this similar are duplicates; None leaves near-duplicates in.
@@ -101,7 +101,7 @@ class DedupConfig:
     ngram: int = 5
     bands: int = 25
     rows: int = 5
-    largest_bucket: int = 1000
+    largest_bucket: int = 200
 
     def __post_init__(self) -> None:
         require_positive(self, "ngram", "bands", "rows")
