@@ -1,9 +1,11 @@
 """GPT-2: the causal language model of section 5.2."""
 
+import torch
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
 from ..parallel import ParallelContext, vocab_parallel_cross_entropy, vocab_parallel_logits
+from .attention import KeyValueCache
 from .transformer import Transformer
 
 
@@ -33,3 +35,19 @@ class GPT(nn.Module):
         if labels is None:
             return logits
         return vocab_parallel_cross_entropy(logits, labels, self.context)
+
+    def next_token_logits(self, tokens: Tensor, counts: Tensor, cache: KeyValueCache) -> Tensor:
+        """Scores of the token that follows each row, computed from its new tokens and the cache, which they join.
+
+        Shapes:
+            tokens int64 [b, s], each row's new ones first and then any ids; counts int64 [b], 1 to s, how many are
+            new; returns [b, v/p].
+
+        Communicates:
+            the transformer's forward all-reduces over the tensor group, of [b, s, h].
+        """
+        hidden = self.transformer(tokens, cache=cache)
+        cache.advance(counts)
+        last = hidden[torch.arange(len(counts), device=hidden.device), counts - 1]  # [b, h]
+        weight = self.transformer.word_embedding.weight
+        return vocab_parallel_logits(last, weight, None, self.config.vocab_size, self.context)

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from ..config import NormOrder, TransformerConfig
 from ..parallel import LayerNorm, ParallelContext, counter_dropout
-from .attention import SelfAttention
+from .attention import KeyValueCache, SelfAttention
 from .mlp import MLP
 
 EMBEDDING_DROPOUT_SITE = 0
@@ -20,7 +20,7 @@ class TransformerLayer(nn.Module):
 
     Shapes:
         x [b, s, h]; attention_mask bool [b, 1, 1, s] or None; sample_keys int32 [b], needed in training when a counter
-        mask is drawn; returns [b, s, h].
+        mask is drawn; returns [b, s, h]. With a cache the s tokens go on its rows.
 
     Communicates:
         over the tensor group, all-reduces of [b, s, h]: two forward (g), two backward (f).
@@ -35,16 +35,22 @@ class TransformerLayer(nn.Module):
         first_site = EMBEDDING_DROPOUT_SITE + 1 + 3 * index
         self.attention_site, self.mlp_site = first_site + 1, first_site + 2
         self.attention_norm = LayerNorm(config.hidden_size, config.norm_eps, context)
-        self.attention = SelfAttention(config, context, dropout_site=first_site)
+        self.attention = SelfAttention(config, context, dropout_site=first_site, layer=index)
         self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, context)
         self.mlp = MLP(config, context)
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None, sample_keys: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        sample_keys: Tensor | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         if self.pre_norm:
-            attended = self.attention(self.attention_norm(x), attention_mask, sample_keys)
+            attended = self.attention(self.attention_norm(x), attention_mask, sample_keys, cache)
             x = x + self._drop(attended, sample_keys, self.attention_site)
             return x + self._drop(self.mlp(self.mlp_norm(x)), sample_keys, self.mlp_site)
-        attended = self.attention(x, attention_mask, sample_keys)
+        attended = self.attention(x, attention_mask, sample_keys, cache)
         x = self.attention_norm(x + self._drop(attended, sample_keys, self.attention_site))
         return self.mlp_norm(x + self._drop(self.mlp(x), sample_keys, self.mlp_site))
 

@@ -5,6 +5,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config import NormOrder, Recompute, TransformerConfig
 from ..parallel import LayerNorm, ParallelContext, VocabParallelEmbedding, counter_dropout, embedding_lookup, parameter
+from .attention import KeyValueCache
 from .layer import EMBEDDING_DROPOUT_SITE, TransformerLayer
 
 NUM_TOKEN_TYPES = 2  # BERT's sentence A and sentence B
@@ -21,14 +22,16 @@ class Transformer(nn.Module):
 
     Shapes:
         tokens int64 [b, s]; token_types int64 [b, s] or None (GPT); attention_mask bool [b, s], True for real tokens,
-        or None; sample_keys int32 [b] or None; returns [b, s, h].
+        or None; sample_keys int32 [b] or None; returns [b, s, h]. With a cache (generation) the s tokens go on its
+        rows, each at its own position; the caller then says how many of them were real (`KeyValueCache.advance`).
 
     Communicates:
         over the tensor group, forward one all-reduce of [b, s, h] for the embedding and two a layer; backward two a
         layer; full recompute repeats a layer's forward ones.
 
     Raises:
-        ValueError: a sequence longer than `max_position_embeddings`; training with dropout and no `sample_keys`.
+        ValueError: a sequence longer than `max_position_embeddings` or than the cache has room for; training with
+            dropout and no `sample_keys`.
 
     Source: sections 2.2 and 3; Figure 7.
     """
@@ -54,6 +57,7 @@ class Transformer(nn.Module):
         token_types: Tensor | None = None,
         attention_mask: Tensor | None = None,
         sample_keys: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         config = self.config
         drops = self.training and max(config.hidden_dropout, config.attention_dropout, config.input_dropout) > 0
@@ -61,19 +65,26 @@ class Transformer(nn.Module):
             raise ValueError("`sample_keys` must be given in training with dropout: the masks are drawn from them")
         if attention_mask is not None:
             attention_mask = attention_mask[:, None, None, :]  # over heads and queries
-        x = self.embed(tokens, token_types, sample_keys)
+        positions = None if cache is None else cache.reserve(tokens.shape[1])
+        x = self.embed(tokens, token_types, sample_keys, positions)
         for layer in self.layers:
             if config.recompute is Recompute.FULL and self.training:
                 x = checkpoint(layer, x, attention_mask, sample_keys, use_reentrant=False)
             else:
-                x = layer(x, attention_mask, sample_keys)
+                x = layer(x, attention_mask, sample_keys, cache)
         return self.final_norm(x) if config.norm_order is NormOrder.PRE else x
 
-    def embed(self, tokens: Tensor, token_types: Tensor | None, sample_keys: Tensor | None) -> Tensor:
+    def embed(
+        self,
+        tokens: Tensor,
+        token_types: Tensor | None,
+        sample_keys: Tensor | None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Sum of word, position and (BERT) token-type embeddings, with the norm order's LayerNorm and dropout.
 
         Shapes:
-            as in `forward`; returns [b, s, h].
+            as in `forward`; positions int64 [b, s], or None for 0 to s - 1; returns [b, s, h].
 
         Communicates:
             one all-reduce of [b, s, h] over the tensor group, forward only.
@@ -84,7 +95,7 @@ class Transformer(nn.Module):
                 f"a sequence must be at most `max_position_embeddings` ({self.config.max_position_embeddings}) "
                 f"tokens long, but is {s}"
             )
-        x = self.word_embedding(tokens) + self.position_embedding[:s]
+        x = self.word_embedding(tokens) + self.position_embedding[slice(s) if positions is None else positions]
         if token_types is not None:
             x = x + embedding_lookup(token_types, self.token_type_embedding)
         if self.config.norm_order is NormOrder.POST:
