@@ -32,7 +32,10 @@ from lmscale.results import new_record, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("LMSCALE_DATA", ROOT.parent / "shared" / "data"))
-SEED, LENGTHS, PREFIXES, SCORES = 1234, (50, 200, 1000), (500, 1000, 2000, 4000, 10**9), (0.0, 0.3, 0.5)
+SEED, LENGTHS, SCORES = 1234, (50, 200, 1000), (0.0, 0.3, 0.5)
+# Characters judged: label -> FIRST_CHARACTERS, JUDGED_CHARACTERS, SURE; the last is what is done.
+CHOSEN = (language.FIRST_CHARACTERS, language.JUDGED_CHARACTERS, language.SURE)
+JUDGED = {str(n): (n, n, 0.0) for n in (600, 1000, 2000, 4000)} | {"all": (10**9, 10**9, 0.0), "chosen": CHOSEN}
 NUM_ENGLISH, NUM_OTHER = 150, 30  # samples of a length, from each source and from each language
 _ENGLISH_WORDS = re.compile(r"\b(the|of|and|is|to|that|this)\b", re.IGNORECASE)
 _ROFF = re.compile(r"\\f\[?[A-Z]+\]?|\\[,/&%:]|\\\(..|\\\[[^\]]*\]|\\s[-+]?\d")
@@ -179,10 +182,8 @@ def judge_prefixes(english: dict[str, list[str]], others: dict[str, list[str]]) 
     metrics: dict[str, tuple[float, str]] = {}
     own, foreign = sum(english.values(), []), sum(others.values(), [])
     metrics["documents/english"], metrics["documents/others"] = (len(own), "documents"), (len(foreign), "documents")
-    chosen = language.JUDGED_CHARACTERS
-    for prefix in PREFIXES:
-        language.JUDGED_CHARACTERS = prefix
-        label = "all" if prefix == 10**9 else str(prefix)
+    for label, values in JUDGED.items():
+        language.FIRST_CHARACTERS, language.JUDGED_CHARACTERS, language.SURE = values
         found, seconds = timed(language.identify_language, own)
         wrong = [language.identify_language(text) for text in foreign]
         metrics[f"judged_{label}/throughput"] = (megabytes(own) / seconds, "MB/s")
@@ -191,13 +192,12 @@ def judge_prefixes(english: dict[str, list[str]], others: dict[str, list[str]]) 
             kept = sum(code == "en" and p >= score for code, p in wrong)
             metrics[f"judged_{label}/score_{score}/english_lost"] = (lost, "documents")
             metrics[f"judged_{label}/score_{score}/others_kept"] = (kept, "documents")
-    language.JUDGED_CHARACTERS = chosen
     capitals = [language.identify_language(text.upper())[0] for text in own[::7]]
     metrics["capitals/english_kept"] = (capitals.count("en") / len(capitals), "share")
-    pairs = [(a[:700], b[:700]) for a, b in zip(own[: len(foreign)], foreign[: len(own)], strict=False)]
-    for share in (0.25, 0.5, 0.75):  # of the judged part that is English, at its start
-        cut = int(1400 * share)
-        texts = [(a * 2)[:cut] + "\n" + (b * 2)[: 1400 - cut] for a, b in pairs]
+    pairs = list(zip(own, foreign, strict=False))
+    for share in (0.25, 0.5, 0.75):  # of the 2,000 characters that are English, at their start
+        cut = int(2000 * share)
+        texts = [(a * 20)[:cut] + "\n" + (b * 20)[: 2000 - cut] for a, b in pairs]
         codes = [language.identify_language(text)[0] for text in texts]
         metrics[f"mixed/{share}_english/kept"] = (codes.count("en") / len(codes), "share")
     return metrics
@@ -246,6 +246,7 @@ def main() -> int:
         print(f"{name:<44} {value:12.4g} {unit}")
     config = {
         "lengths": list(LENGTHS),
+        "judged": {label: list(values) for label, values in JUDGED.items()},
         "english": {name: len(texts) for name, texts in english.items()},
         "others": {name: len(texts) for name, texts in others.items()},
         "versions": {d: metadata.version(d) for _, names in identifiers().values() for d in names},

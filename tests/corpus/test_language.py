@@ -8,7 +8,13 @@ import tarfile
 
 import pytest
 
-from lmscale.corpus.language import JUDGED_CHARACTERS, identify_language, known_languages
+from lmscale.corpus.language import (
+    FIRST_CHARACTERS,
+    JUDGED_CHARACTERS,
+    SURE,
+    identify_language,
+    known_languages,
+)
 
 SENTENCES = {
     "en": "The old baker opened his shop before sunrise, because the first customers came from the night train.",
@@ -56,10 +62,19 @@ def test_tables_and_marks_between_the_words_do_not_matter() -> None:
     assert identify_language(" |12.50| >> ".join(words)) == identify_language(" ".join(words).replace(".", " "))
 
 
-def test_only_the_start_of_a_text_is_judged() -> None:
-    start = (SENTENCES["en"] + " ") * 30
-    assert len(start) > JUDGED_CHARACTERS
-    assert identify_language(start + SENTENCES["ru"] * 100) == identify_language(start)
+def test_more_than_the_first_characters_is_judged_only_where_they_leave_doubt() -> None:
+    clear, doubtful = (SENTENCES["en"] + " ") * 8, "Madrid Berlin Paris Roma Wien Lima Oslo Bern " * 16
+    assert len(clear) > FIRST_CHARACTERS and len(doubtful) > FIRST_CHARACTERS
+    assert identify_language(clear + SENTENCES["ru"] * 100) == identify_language(clear)
+    assert identify_language(doubtful)[1] < SURE
+    assert identify_language(doubtful + SENTENCES["ru"] * 8)[0] == "ru"
+    assert identify_language("0" * FIRST_CHARACTERS + SENTENCES["ru"] * 8)[0] == "ru"
+
+
+def test_nothing_after_the_judged_characters_matters() -> None:
+    doubtful = "Madrid Berlin Paris Roma Wien Lima Oslo Bern " * 50
+    assert len(doubtful) > JUDGED_CHARACTERS
+    assert identify_language(doubtful + SENTENCES["ru"] * 100) == identify_language(doubtful)
     assert identify_language("word " * 10_000_000)[0] == "en"
 
 
