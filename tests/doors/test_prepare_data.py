@@ -1,6 +1,7 @@
 """`python src/prepare_data.py` from files to a binary dataset: what comes out, and that nothing else decides it."""
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -230,3 +231,42 @@ def test_bad_content_is_named_and_nothing_looks_complete(name, tmp_path) -> None
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ") and message in last
     assert not (out / "manifest.json").exists() and not list(out.glob("*.idx"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_stops_it_in_one_line_and_the_same_command_goes_on(workers, shared_data, tmp_path) -> None:
+    write_lines(tmp_path / "a.jsonl", passages(shared_data, 200))
+    options = [*SMALL[:-1], f"sources.local.path={tmp_path / 'a.jsonl'}", "dedup=none", f"launcher.workers={workers}"]
+    options += ["shard_mb=1000"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "src" / "prepare_data.py"), *options, f"output={stopped}"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        # The kernel refuses files above this size, as it does on a full disk.
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
+        timeout=200,
+    )
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ") and "File too large" in last
+    assert not (stopped / "manifest.json").exists() and "Traceback" not in done.stderr
+    assert not [path for path in stopped.rglob("*") if path.suffix in (".parquet", ".idx", ".bin")]
+    for output in (whole, stopped):
+        done = prepare(*options, f"output={output}")
+        assert done.returncode == 0, done.stderr
+    assert digests(whole) == digests(stopped)
+
+
+@pytest.mark.parametrize("megabytes", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_one_line_of_many_megabytes_is_a_document_like_any_other(megabytes, shared_data, tmp_path) -> None:
+    texts = passages(shared_data, 60)
+    size = sum(map(len, texts))
+    large = "\n".join(texts * (megabytes * 10**6 // size + 1))
+    write_lines(tmp_path / "a.jsonl", [large, *texts])
+    options = [*SMALL, f"sources.local.path={tmp_path / 'a.jsonl'}", f"output={tmp_path / 'out'}"]
+    done = prepare(*options, "validation_every=3")
+    assert done.returncode == 0, done.stderr
+    found = read_documents(tmp_path / "out") + read_documents(tmp_path / "out", split="validation")
+    assert large in found
