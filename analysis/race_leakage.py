@@ -2,8 +2,8 @@
 
     python analysis/race_leakage.py
 
-Exact Jaccard similarity of word 5-grams, at least 0.7, candidates by MinHash (section 4.1's measure of a duplicate). Data
-sets are read from $LMSCALE_DATA or ../shared/data. Prints the pairs and writes a record that lists them by id.
+Exact Jaccard similarity of word 5-grams, at least 0.7, candidates by MinHash: section 4.1's measure of a duplicate.
+Data sets are read from $LMSCALE_DATA or ../shared/data. Prints the pairs and writes a record that lists them by id.
 """
 
 import argparse
