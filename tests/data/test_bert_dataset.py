@@ -1,5 +1,7 @@
 """BERT's samples: statistics of the masks, and that every choice is a pure function of (seed, epoch, index)."""
 
+import pickle
+
 import numpy as np
 import pytest
 from corpora import SyntheticBERTCorpus, prepare_texts
@@ -84,7 +86,7 @@ def test_sentences_are_swapped_half_the_time(samples) -> None:
 
 
 def test_a_short_target_is_drawn_with_its_probability(tmp_path) -> None:
-    pairs = make(SyntheticBERTCorpus(tmp_path, 600, 60, 11), 3, seq_length=128, short_seq_probability=0.1).pairs
+    pairs = make(SyntheticBERTCorpus(tmp_path, 600, 60, 11), 3, seq_length=128, short_seq_probability=0.1).pairs.rows
     assert within_three_standard_errors(int((pairs[:, 2] < 125).sum()), len(pairs), 0.1 * 123 / 124)
 
 
@@ -124,7 +126,7 @@ def test_a_swapped_pair_has_the_later_sentence_first(tmp_path) -> None:
     for index in range(len(dataset)):
         s = sample(dataset, 0, index)
         original = np.where(s["labels"] != -100, s["labels"], s["tokens"])
-        first, end, _ = dataset.pairs[index]
+        first, end, _ = dataset.pairs.rows[index]
         text = dataset.dataset.tokens[5 * first : 5 * end]
         body = original[original >= 5]
         swapped = int(s["sop_labels"])
@@ -135,7 +137,7 @@ def test_a_swapped_pair_has_the_later_sentence_first(tmp_path) -> None:
 
 
 def test_no_sentence_is_in_two_samples_and_documents_do_not_mix(dataset) -> None:
-    pairs, documents = dataset.pairs.astype(np.int64), dataset.dataset.document_indices
+    pairs, documents = dataset.pairs.rows.astype(np.int64), dataset.dataset.document_indices
     assert (pairs[1:, 0] >= pairs[:-1, 1]).all()
     assert (pairs[:, 1] - pairs[:, 0] >= 2).all()
     assert (
@@ -166,6 +168,14 @@ def test_spans_never_overlap_and_never_cut_a_word() -> None:
         assert covered.sum() <= 7
         for start, end in zip(borders[:-1], borders[1:], strict=True):
             assert covered[start:end].all() or not covered[start:end].any()
+
+
+def test_a_dataset_travels_to_a_loader_process_as_names(dataset) -> None:
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 100_000 < dataset.pairs.rows.nbytes + dataset.dataset.tokens.nbytes
+    again = pickle.loads(pickled)
+    for key, value in sample(dataset, 1, 7).items():
+        assert np.array_equal(value, sample(again, 1, 7)[key])
 
 
 def test_a_corpus_without_pairs_and_a_short_sequence_are_refused(tmp_path) -> None:

@@ -24,7 +24,7 @@ def _ask(folder: Path, results) -> None:
         time.sleep(0.5)  # long enough for the others to ask
         _build(file)
 
-    results.put(cached_index(folder / "indices", "gpt", ("fact",), build).tolist())
+    results.put(cached_index(folder / "indices", "gpt", ("fact",), build).rows.tolist())
 
 
 def _hang(folder: Path) -> None:
@@ -59,18 +59,18 @@ def test_a_killed_builder_neither_blocks_nor_leaves_anything(tmp_path) -> None:
     assert len(list((tmp_path / "indices").glob(".*unfinished*"))) == 1
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    assert np.array_equal(cached_index(tmp_path / "indices", "gpt", ("fact",), _build), VALUES)
+    assert np.array_equal(cached_index(tmp_path / "indices", "gpt", ("fact",), _build).rows, VALUES)
     assert not list((tmp_path / "indices").glob(".*unfinished*"))
 
 
 def test_other_facts_are_another_file_and_the_same_ones_are_read_from_the_disk(tmp_path) -> None:
-    first = cached_index(tmp_path, "gpt", ("a", 1), _build)
+    first = cached_index(tmp_path, "gpt", ("a", 1), _build).rows
     assert isinstance(first, np.memmap) and not first.flags.writeable
 
     def refuse(file) -> None:
         raise AssertionError("built again")
 
-    assert np.array_equal(cached_index(tmp_path, "gpt", ("a", 1), refuse), VALUES)
+    assert np.array_equal(cached_index(tmp_path, "gpt", ("a", 1), refuse).rows, VALUES)
     for kind, facts in (("gpt", ("a", 2)), ("bert", ("a", 1))):
         with pytest.raises(AssertionError, match="built again"):
             cached_index(tmp_path, kind, facts, refuse)

@@ -196,6 +196,16 @@ def test_the_file_that_the_bad_ones_were_made_from_is_good(tmp_path) -> None:
     assert content(tmp_path / "a") == [[[257, 257]], [[], [257, 257, 257]]]
 
 
+def test_a_dataset_found_good_is_looked_at_again_when_it_changes(tmp_path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\x01" * 10)
+    (tmp_path / "a.idx").write_bytes(GOOD)
+    os.utime(tmp_path / "a.idx", (1, 1))
+    assert IndexedDataset(tmp_path / "a").num_documents == IndexedDataset(tmp_path / "a").num_documents == 2
+    (tmp_path / "a.idx").write_bytes(header() + SIZES + struct.pack("<3q", 0, 4, 6) + BORDERS)
+    with pytest.raises(ValueError, match="2 is at byte 6 and not 4"):
+        IndexedDataset(tmp_path / "a")
+
+
 @pytest.mark.parametrize("missing", ["bin", "idx"])
 def test_a_missing_file_is_named(tmp_path, missing) -> None:
     prefix = write_dataset(tmp_path / "a", DOCUMENTS)

@@ -59,13 +59,13 @@ class BERTDataset:
             (part.identity, part.first, part.last, lengths),
             lambda file: write_pairs(file, self.dataset, part.first, part.last, lengths),
         )
-        if len(self.pairs) == 0:
+        if len(self.pairs.rows) == 0:
             raise ValueError(f"the {name} part must have a document of at least 2 sentences, but has none")
         self._shuffles: dict[int, Permutation] = {}
 
     def __len__(self) -> int:
         """Samples of an epoch."""
-        return len(self.pairs)
+        return len(self.pairs.rows)
 
     def order(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Epochs and indices of this dataset's samples number `places` in a blend, both int64 as shaped."""
@@ -95,7 +95,7 @@ class BERTDataset:
             "labels": np.full((size, length), IGNORE_LABEL),
             "sop_labels": np.empty(size, dtype=np.int64),
         }
-        rows = self.pairs[indices].astype(np.int64)
+        rows = self.pairs.rows[indices].astype(np.int64)
         borders = self.dataset.sequence_starts(rows[:, :2])
         text = read_stretches(self.dataset, borders[:, 0], borders[:, 1] - borders[:, 0], self.vocab_size)
         end = 0

@@ -101,7 +101,7 @@ class ShuffledGPTDataset(GPTDataset):
 
     def batch(self, epochs: np.ndarray, indices: np.ndarray) -> dict[str, np.ndarray]:
         """As of the base class; a window may take tokens of any number of documents."""
-        begins, ends = (self.windows[rows].astype(np.int64) for rows in (indices, indices + 1))
+        begins, ends = (self.windows.rows[which].astype(np.int64) for which in (indices, indices + 1))
         counts = ends[:, 0] - begins[:, 0] + 1  # documents a window touches
         last = np.cumsum(counts) - 1
         documents = self.part.first + self.shuffle.documents_at(ranges(begins[:, 0], counts))

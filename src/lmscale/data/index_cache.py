@@ -15,8 +15,23 @@ INDEX_VERSION = 1  # raised when the same facts give another index
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
-def cached_index(folder: Path, kind: str, facts: tuple, build: Callable[[IO[bytes]], None]) -> np.ndarray:
-    """The array that `build` writes for these facts, memory-mapped; built only where no process has done so before.
+class StoredIndex:
+    """An array on the disk, memory-mapped; to another process it travels as its name.
+
+    Args:
+        path: of a file in NumPy's format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows = np.load(path, mmap_mode="r")
+
+    def __reduce__(self) -> tuple:
+        return StoredIndex, (self.path,)
+
+
+def cached_index(folder: Path, kind: str, facts: tuple, build: Callable[[IO[bytes]], None]) -> StoredIndex:
+    """The array that `build` writes for these facts; built only where no process has done so before.
 
     The kernel gives a builder's lock to the next one however the builder ends, so a killed one blocks nobody; what it
     left is removed by the next.
@@ -39,7 +54,7 @@ def cached_index(folder: Path, kind: str, facts: tuple, build: Callable[[IO[byte
                 _take(lock)
                 if not path.is_file():
                     _build(path, build)
-        return np.load(path, mmap_mode="r")
+        return StoredIndex(path)
     except OSError as error:
         reason = f"the sample index {path} cannot be written or read: {error.strerror or error}"
         raise ValueError(f"`data.cache_dir` must be a folder with room, but {reason}") from None

@@ -9,6 +9,7 @@ Source: the format of Megatron-LM's `data/indexed_dataset.py`, as written by its
 
 import os
 import struct
+import time
 from functools import cached_property
 from pathlib import Path
 
@@ -20,6 +21,10 @@ VERSION = 1
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 HEADER = struct.Struct("<9sQBQQ")
 CHUNK = 1 << 22  # entries looked at together
+# Indices this process has found good, by name, sizes and time of change, and whether a sequence is a document in each:
+# the parts of a run open the same dataset several times, and a large index takes seconds to look through.
+_GOOD: dict[tuple, bool] = {}
+_SETTLED_S = 2.0  # a file changed more recently may change again within one tick of the file system's clock
 
 
 class IndexedDataset:
@@ -44,8 +49,15 @@ class IndexedDataset:
         self.sizes = self._map("<i4", start, num_sequences)
         self.pointers = self._map("<i8", start + 4 * num_sequences, num_sequences)
         self.document_indices = self._map("<i8", start + 12 * num_sequences, num_indices)
+        status = os.stat(f"{self.prefix}.idx")
+        key = os.path.abspath(self.prefix), status.st_size, status.st_mtime_ns, status.st_ino, self._num_bytes
+        if key in _GOOD:
+            self._is_sequence_a_document = _GOOD[key]
+            return
         self._check_sequences()
-        self._check_documents()
+        self._is_sequence_a_document = self._check_documents()
+        if time.time() - status.st_mtime > _SETTLED_S:
+            _GOOD[key] = self._is_sequence_a_document
 
     def __reduce__(self) -> tuple:
         return IndexedDataset, (self.prefix,)
@@ -153,18 +165,20 @@ class IndexedDataset:
         if end != self._num_bytes:
             raise ValueError(f"{self.prefix}.bin must have the {end} bytes of its .idx, but has {self._num_bytes}")
 
-    def _check_documents(self) -> None:
+    def _check_documents(self) -> bool:
+        """The document index goes from 0 to n and does not fall; returns whether each document is one sequence."""
         indices, count = self.document_indices, len(self.sizes)
         if len(indices) == 0 or indices[0] != 0 or indices[-1] != count:
             ends = "is empty" if len(indices) == 0 else f"goes from {indices[0]} to {indices[-1]}"
             raise ValueError(f"{self.prefix}.idx: the document index must go from 0 to {count}, but {ends}")
-        self._is_sequence_a_document = True
+        is_one_each = True
         for start in range(0, len(indices) - 1, CHUNK):
             counts = np.diff(indices[start : start + CHUNK + 1])
             if counts.min() < 0:
                 place = start + int(np.argmax(counts < 0))
                 raise ValueError(f"{self.prefix}.idx: the document index must not fall, but does behind entry {place}")
-            self._is_sequence_a_document &= bool(counts.min() == counts.max() == 1)
+            is_one_each &= bool(counts.min() == counts.max() == 1)
+        return is_one_each
 
 
 def _mapped(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
