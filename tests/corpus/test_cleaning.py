@@ -80,7 +80,7 @@ ODD = "aé “”‘’ʼ&lt;&AMP;#<\n\r\x00\x1b[0m\x85\x9dÃÂâ€™œ¡°ﬁ
 @example("â€œquoteâ€\x9d\n“fine”")
 @example("“e\u0301”")
 @example("’’Â\n’ ’")
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=800, deadline=None)
 def test_any_text_is_repaired_as_ftfy_repairs_it(text) -> None:
     assert repair_text(text) == ftfy.fix_text(text)
 
@@ -135,7 +135,7 @@ def test_lines_broken_inside_a_paragraph_are_joined_and_paragraphs_stay() -> Non
 
 
 @given(st.text(alphabet="aé_.\n \t5", max_size=30))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 def test_lines_are_joined_by_the_rule(text) -> None:
     assert join_story_lines(text) == joined_by_hand(text)
 
@@ -186,7 +186,7 @@ def test_the_shortcut_agrees_with_counting_the_tokens(tokenizer_files, name) -> 
     @given(st.text(alphabet=ODD_WORDS, max_size=40) | st.text(max_size=20))
     @example("the the the the the the the the")
     @example("a\x0bb a\x1cb \u0301 \u200b !\x1c! 1\u0301 2")
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=250, deadline=None)
     def check(text: str) -> None:
         # A text of rows has no surrogates: the reader replaces them.
         text = text.encode("utf-8", "replace").decode()
