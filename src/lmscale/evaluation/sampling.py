@@ -10,12 +10,12 @@ Legend: b rows, v padded vocabulary, p tensor-parallel size.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..generate_config import Sampling
 from ..parallel import ParallelContext
 
 FIRST_CANDIDATES, MORE_CANDIDATES = 128, 8  # of a rank, sent for top-p at first, and times as many where too few
@@ -24,38 +24,6 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _COLUMN = 0xD1B54A32D192ED03 - 2**64
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen.
-
-    Args:
-        temperature: scores are divided by it; 0 takes the most probable token.
-        top_k: only so many of the most probable tokens are drawn from; None: all.
-        top_p: then only the fewest of the most probable whose probabilities add up to it; 1: all (Holtzman et al.
-            2019, "nucleus").
-
-    Raises:
-        ValueError: a value outside its range, or a limit beside temperature 0, where nothing is drawn.
-
-    Source: order and meaning as in transformers' `generate`; equally probable tokens count in the order of their ids.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"`temperature` must be at least 0 and finite, but is {self.temperature!r}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"`top_k` must be null or at least 1, but is {self.top_k!r}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"`top_p` must be above 0 and at most 1, but is {self.top_p!r}")
-        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
-            name, value = ("top_k", self.top_k) if self.top_k is not None else ("top_p", self.top_p)
-            raise ValueError(f"`{name}` must be left alone with temperature=0, which draws nothing, but is {value!r}")
 
 
 def sample_key(seed: int, prompt: Sequence[int], sample: int) -> int:
@@ -88,20 +56,23 @@ def choose_tokens(
     scores = logits.double() / sampling.temperature
     if sampling.top_k is not None or sampling.top_p < 1:
         scores = _keep_most_probable(scores, sampling, context)
-    return _argmax(scores + gumbel_noise(keys, positions, first_id, logits.shape[-1]), first_id, context)
+        rows, columns = scores.isfinite().nonzero(as_tuple=True)  # noise for those that are left: far fewer
+        scores[rows, columns] += gumbel_noise(keys[rows], positions[rows], columns + first_id)
+    else:
+        ids = torch.arange(first_id, first_id + scores.shape[-1], device=scores.device)
+        scores = scores + gumbel_noise(keys[:, None], positions[:, None], ids)
+    return _argmax(scores, first_id, context)
 
 
-def gumbel_noise(keys: Tensor, positions: Tensor, first_id: int, num_ids: int) -> Tensor:
-    """Independent numbers with the Gumbel distribution for `num_ids` tokens from `first_id` on.
+def gumbel_noise(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Independent numbers with the Gumbel distribution, a pure function of a key, a position and a token's id.
 
     Shapes:
-        keys, positions int64 [b]; returns fp64 [b, num_ids].
+        keys, positions, ids int64, of shapes that broadcast; returns fp64 of their common shape.
 
     Source: Gumbel 1954; Maddison et al. 2014, "A* sampling", for argmax(score + noise) as a draw from the softmax.
     """
-    ids = torch.arange(first_id, first_id + num_ids, device=keys.device)
-    rows = _mix(_mix(keys) + positions * _GOLDEN)  # [b]
-    bits = _mix(rows[:, None] ^ _mix(ids * _COLUMN))  # [b, num_ids]
+    bits = _mix(_mix(_mix(keys) + positions * _GOLDEN) ^ _mix(ids * _COLUMN))
     # 52 bits and a half: fp64 holds it exactly, and it is neither 0 nor 1.
     uniform = ((bits & (2**52 - 1)).double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))
@@ -116,8 +87,7 @@ def _mix(x: Tensor) -> Tensor:
 
 def _argmax(scores: Tensor, first_id: int, context: ParallelContext) -> Tensor:
     """The id of the largest score of each row over all ranks, the smallest such id; [b, v/p] to int64 [b]."""
-    value = scores.amax(dim=-1)  # NaN where there is one
-    index = (scores == value[:, None]).int().argmax(dim=-1)  # of equal ones the first
+    value, index = scores.max(dim=-1)  # of equal ones the first; NaN where there is one
     best = _gather(torch.stack((value.double(), (index + first_id).double())), context)  # [p, 2, b]; ids are exact
     values, ids = best[:, 0], best[:, 1]
     largest = values.amax(dim=0)
@@ -146,6 +116,7 @@ def _keep_most_probable(scores: Tensor, sampling: Sampling, context: ParallelCon
     on_ranks = _gather(is_border.sum(dim=-1), context)  # [p, b]
     room = room - on_ranks[: context.tp_rank].sum(dim=0)
     keep = (scores > border) | (is_border & (is_border.cumsum(dim=-1) <= room[:, None]))
+    keep |= scores.isnan()  # to be refused
     return scores.masked_fill(~keep, float("-inf"))
 
 

@@ -1,0 +1,135 @@
+"""Prompts of a generation: read, tokenized, and refused where they do not fit, before the model is asked for anything.
+
+A row is one sample of one prompt.
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..config import TransformerConfig
+from ..data.tokenizer import END_OF_TEXT, Tokenizer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to go on from.
+
+    Args:
+        name: for messages: `prompt`, or the file and its line.
+        ids: what the model is given: the text's tokens, or for an empty text the end-of-text token, after which a
+            document begins.
+        num_new: tokens to add at most.
+        first_sample: number of its first sample among those of the same ids.
+    """
+
+    text: str
+    name: str
+    ids: tuple[int, ...]
+    num_new: int
+    first_sample: int
+
+
+@dataclass
+class Row:
+    """One sample of a prompt: its number, the ids added so far, and why it ended (None: it has not)."""
+
+    prompt: Prompt
+    sample: int
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+
+
+def read_prompts(path: str | Path) -> list[tuple[str, str]]:
+    """The (name, text) of each prompt of a file: a line of text, or of JSONL (by the suffix) the field `prompt`.
+
+    Lines end with LF or CR LF. An empty line is an empty prompt.
+
+    Raises:
+        ValueError: no file, no prompt, bytes that are not UTF-8, a line of JSONL without a text `prompt`.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"`file` must be a file that can be read, but {path}: {error.strerror}") from None
+    if not lines[-1]:
+        lines.pop()  # behind the last line end
+    if not lines:
+        raise ValueError(f"`file` must have a prompt on each line, but {path} is empty")
+    found = []
+    for number, line in enumerate(lines, start=1):
+        name = f"{path.name}, line {number}"
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"`file` must be UTF-8, but {name} has the byte {line[error.start]:#04x}") from None
+        found.append((name, _prompt_of_json(text, name) if path.suffix == ".jsonl" else text))
+    return found
+
+
+def _prompt_of_json(line: str, name: str) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"`file` must have JSON on each line, but {name}: {error}") from None
+    if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
+        raise ValueError(f'`file` must have {{"prompt": text}} on each line, but {name} has not')
+    return value["prompt"]
+
+
+class PromptReader:
+    """Makes prompts of texts and refuses those that do not fit, before the model is asked for anything.
+
+    Args:
+        max_new_tokens: None takes as many as the positions allow.
+        num_samples: of each prompt; they are counted on where the same ids come again, so that no two samples of a
+            session are the same by their key.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, config: TransformerConfig, max_new_tokens: int | None, num_samples: int = 1
+    ) -> None:
+        self.tokenizer, self.config = tokenizer, config
+        self.max_new_tokens, self.num_samples = max_new_tokens, num_samples
+        self._samples: Counter[tuple[int, ...]] = Counter()
+
+    def read(self, text: str, name: str) -> Prompt:
+        """The prompt of a text.
+
+        Raises:
+            ValueError: a text that is not Unicode, an empty one where the tokenizer has no end-of-text token, an id
+                the model has no row for, or a prompt that leaves no room for the new tokens.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            bad = text[error.start]
+            raise ValueError(f"{name}: a prompt must be valid Unicode, but has {bad!r} at {error.start}") from None
+        ids = tuple(self.tokenizer.encode_batch([text])[0]) or (self.tokenizer.id_of(END_OF_TEXT),)
+        if max(ids) >= self.config.vocab_size:
+            raise ValueError(
+                f"{name}: the tokenizer's ids must be below the model's `vocab_size` ({self.config.vocab_size}), "
+                f"but one is {max(ids)}"
+            )
+        room = self.config.max_position_embeddings - len(ids)
+        num_new = room if self.max_new_tokens is None else self.max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f"{name}: a prompt must be shorter than the model's positions "
+                f"({self.config.max_position_embeddings}), but is {len(ids)} tokens"
+            )
+        if num_new > room:
+            raise ValueError(
+                f"{name}: `max_new_tokens` must be at most {room} (the model's positions, "
+                f"{self.config.max_position_embeddings}, less the prompt's {len(ids)} tokens), but is {num_new}"
+            )
+        first = self._samples[ids]
+        self._samples[ids] += self.num_samples
+        self._samples[ids] += self.num_samples
+        return Prompt(text, name, ids, num_new, first)
+
+    def rows(self, prompt: Prompt) -> list[Row]:
+        """A row for each sample of a prompt."""
+        return [Row(prompt, prompt.first_sample + i) for i in range(self.num_samples)]
