@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import itertools
 from pathlib import Path
 
 import pytest
@@ -53,8 +52,9 @@ def test_every_choice_of_every_group_builds_the_typed_configuration(group: str, 
     assert run.name == values["model"]["name"]
 
 
-@pytest.mark.parametrize("model, recipe", list(itertools.product(GROUPS["model"], GROUPS["recipe"])))
-def test_every_model_composes_with_every_recipe(model: str, recipe: str) -> None:
+@pytest.mark.parametrize("model", GROUPS["model"])
+@pytest.mark.parametrize("recipe", ["gpt_tiny", "bert_tiny", "gpt_8.3b", "bert_3.9b"])  # one of each base and size
+def test_every_model_composes_with_every_kind_of_recipe(model: str, recipe: str) -> None:
     run, sizes = build(compose_train(f"model={model}", f"recipe={recipe}"))
     assert run.name == model
     assert run.data.seq_length == sizes.max_position_embeddings
