@@ -34,6 +34,7 @@ def test_the_table_says_where_each_window_of_the_laid_out_documents_begins(num_s
 def test_no_more_epochs_are_taken_than_the_samples_need() -> None:
     """82 tokens are 16 windows of 5 an epoch; two epochs 32, because one window spans the border; three 49."""
     assert [order(n).num_epochs for n in (1, 16, 17, 32, 33, 49, 50)] == [1, 1, 2, 2, 3, 3, 4]
+    assert [order(n, s=41).num_epochs for n in (1, 2)] == [1, 2]  # two windows of 41 need the token behind them
 
 
 def test_a_last_epoch_is_apart_below_four_fifths_of_an_epochs_samples() -> None:
@@ -47,6 +48,8 @@ def test_every_epoch_has_every_document_once_where_the_last_is_apart() -> None:
     assert sorted(documents[:10]) == sorted(documents[10:]) == list(range(10))
     windows = made.windows_at(np.arange(made.num_windows))
     assert sorted(windows[:16]) == list(range(16)) and sorted(windows[16:]) == list(range(16, 32))
+    assert len({tuple(documents[:10]), tuple(documents[10:]), tuple(range(10))}) == 3
+    assert len({tuple(windows[:16]), tuple(windows[16:] - 16), tuple(range(16))}) == 3
 
 
 def test_epochs_shuffled_together_mix_and_hold_every_document_as_often() -> None:

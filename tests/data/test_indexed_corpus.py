@@ -1,6 +1,7 @@
 """Binary datasets as a run's corpus: windows, blends, splits, and every refusal."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,13 +59,13 @@ def module_of(prepared, num_steps: int = 20, num_validation: int | None = None) 
     return PretrainDataModule(prepared, config, BatchConfig(3, 6, 1), 7, num_steps, num_validation)
 
 
-@pytest.mark.parametrize(("sequences", "num_samples"), [(1, 30), (1, 400), (3, 400)])
-def test_windows_are_cut_from_the_shuffled_documents_laid_end_to_end(tmp_path, sequences, num_samples) -> None:
+@pytest.mark.parametrize(("sequences", "num_samples", "first"), [(1, 30, 0), (1, 400, 7), (3, 400, 0), (3, 30, 11)])
+def test_windows_are_cut_from_the_shuffled_documents_laid_end_to_end(tmp_path, sequences, num_samples, first) -> None:
     documents = [sum(sequences, []) for sequences in random_documents(50, 3, sequences)]
-    part = whole(write_dataset(tmp_path / "a", random_documents(50, 3, sequences)))
+    part = replace(whole(write_dataset(tmp_path / "a", random_documents(50, 3, sequences))), first=first)
     dataset = ShuffledGPTDataset(part, VOCAB, 16, "train", 1, num_samples, tmp_path / "indices")
-    order = dataset.shuffle.documents_at(np.arange(50 * dataset.shuffle.num_epochs))
-    stream = np.concatenate([np.array(documents[i], dtype=np.int64) for i in order])
+    order = dataset.shuffle.documents_at(np.arange((50 - first) * dataset.shuffle.num_epochs))
+    stream = np.concatenate([np.array(documents[first + i], dtype=np.int64) for i in order])
     assert len(dataset) == (len(stream) - 1) // 16 >= num_samples
     indices = np.random.default_rng(0).permutation(len(dataset))
     batch = dataset.batch(np.zeros_like(indices), indices)
@@ -251,6 +252,7 @@ def test_bert_reads_sentences_and_says_which_documents_it_leaves_out(tmp_path, t
     assert len(module.train_samples[0]) == 16  # three sentences make one sample
     references = module.sampler().references(0, 40)
     assert [sorted(references[epoch * 16 : epoch * 16 + 16, 2].tolist()) for epoch in (0, 1)] == [list(range(16))] * 2
+    assert references[:16, 2].tolist() != references[16:32, 2].tolist()
     assert references[:, 1].tolist() == [0] * 16 + [1] * 16 + [2] * 8
     batch = next(iter_steps(module))
     assert batch["tokens"].shape == (6, 16) and (batch["labels"] != -100).any(axis=1).all()

@@ -267,13 +267,13 @@ def _find_tokenizer(
 
 def _counts(parts: tuple[CorpusPart, ...], datasets: dict[str, IndexedDataset]) -> dict:
     """What the record of a run says of a split."""
-    sources, identities = {}, []
+    sources, identities = [], []
     for part in parts:
         start, end = datasets[part.prefix].document_starts(np.array([part.first, part.last])).tolist()
-        counts = {"documents": part.last - part.first, "tokens": end - start, "weight": part.weight}
-        sources[part.prefix] = counts
+        counts = {"documents": part.last - part.first, "tokens": end - start}
+        sources.append(counts | {"prefix": part.prefix, "weight": part.weight})
         identities.append((part.identity, part.first, part.last, part.weight))
-    totals = {key: sum(counts[key] for counts in sources.values()) for key in ("documents", "tokens")}
+    totals = {key: sum(source[key] for source in sources) for key in ("documents", "tokens")}
     return totals | {"sources": sources, "sha256": hashlib.sha256(repr(identities).encode()).hexdigest()}
 
 
