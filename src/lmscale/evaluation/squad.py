@@ -1,0 +1,196 @@
+"""SQuAD's exact match and F1, equal to the official evaluation scripts of versions 1.1 and 2.0."""
+
+import math
+import re
+import string
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+class AllNullWarning(UserWarning):
+    """A SQuAD 2.0 score is what a system gets that never answers."""
+
+
+@dataclass(frozen=True)
+class NullThreshold:
+    """A question is answered where its null score is at most `value`; the score that gives, in percent."""
+
+    value: float
+    score: float
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case without punctuation, articles and doubled spaces: what exact match compares.
+
+    Source: the official evaluation scripts (Rajpurkar et al. 2016, 2018).
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(prediction: str, answer: str) -> float:
+    """1 where both are the same after `normalize_answer`, else 0."""
+    return float(normalize_answer(prediction) == normalize_answer(answer))
+
+
+def f1(prediction: str, answer: str, both_empty: float = 1.0) -> float:
+    """Harmonic mean of precision and recall over the words that both have, counted with repetition.
+
+    Args:
+        both_empty: the score of two answers without words: 1 in version 2.0 of the script, 0 in 1.1.
+    """
+    predicted, expected = normalize_answer(prediction).split(), normalize_answer(answer).split()
+    if not predicted and not expected:
+        return both_empty
+    common = sum((Counter(predicted) & Counter(expected)).values())
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(predicted), common / len(expected)
+    return 2 * precision * recall / (precision + recall)
+
+
+def score(dataset: Mapping[str, Any], predictions: Mapping[str, str]) -> dict[str, float]:
+    """Exact match and F1 of predicted answers, in percent, to the last digit those of the official scripts.
+
+    A question without prediction scores 0. (The script of 2.0 leaves such a question out of its total and then fails;
+    that of 1.1 does as this.)
+
+    Args:
+        dataset: the official JSON, `{"version", "data": [...]}`. It is of version 2.0 where a question has
+            `is_impossible` or the version says so.
+        predictions: answer text by question id; "" is "no answer".
+
+    Returns:
+        `exact_match`, `f1`, `total` and `missing` (questions without prediction); of 2.0 also `HasAns_exact`,
+        `HasAns_f1`, `HasAns_total` and the same with `NoAns`, as far as there are such questions.
+
+    Raises:
+        ValueError: a dataset of another form, without questions or with an id twice; a prediction that is no text.
+
+    Warns:
+        AllNullWarning: a 2.0 score equal to the share of questions without answer.
+
+    Source: evaluate-v1.1.py and evaluate-v2.0.py of https://rajpurkar.github.io/SQuAD-explorer.
+    """
+    questions = _questions(dataset)
+    second = is_version_2(dataset)
+    exact, overlap, missing = {}, {}, 0
+    for name, answers in questions.items():
+        if name not in predictions:
+            exact[name], overlap[name], missing = 0.0, 0.0, missing + 1
+            continue
+        exact[name], overlap[name] = _score_one(predictions[name], answers, second, name)
+    scores = _means(exact, overlap, list(questions))
+    if second:
+        for label, wanted in (("HasAns_", True), ("NoAns_", False)):
+            names = [name for name, answers in questions.items() if bool(answers) is wanted]
+            if names:
+                part = _means(exact, overlap, names)
+                scores |= {f"{label}exact": part["exact_match"], f"{label}f1": part["f1"]}
+                scores[f"{label}total"] = part["total"]
+    scores["missing"] = missing
+    alarm = all_null_alarm(scores)
+    if alarm is not None:
+        warnings.warn(alarm, AllNullWarning, stacklevel=2)
+    return scores
+
+
+def all_null_alarm(scores: Mapping[str, float]) -> str | None:
+    """What is suspicious about a 2.0 score: it is the share of questions without answer, so nothing was answered.
+
+    Args:
+        scores: of `score`; those of 1.1 never raise the alarm.
+    """
+    if "HasAns_total" not in scores and "NoAns_total" not in scores:
+        return None
+    share = 100.0 * scores.get("NoAns_total", 0) / scores["total"]
+    if not math.isclose(scores["f1"], share, abs_tol=1e-9) or not math.isclose(scores["exact_match"], share):
+        return None
+    return (
+        f"the SQuAD 2.0 score ({share:.4f}) is the share of questions without answer: a system that never answers "
+        "gets the same; look for a bug in the null answers"
+    )
+
+
+def best_null_threshold(
+    dataset: Mapping[str, Any], predictions: Mapping[str, str], null_scores: Mapping[str, float]
+) -> NullThreshold:
+    """The threshold above which "no answer" is said, chosen for the best F1 on a development set.
+
+    Args:
+        predictions: the best answer of each question, empty only where there is none at all.
+        null_scores: by question, higher where "no answer" is likelier.
+
+    Returns:
+        of equally good thresholds the lowest; -infinity where it is best never to answer.
+
+    Raises:
+        ValueError: as `score`; a question without prediction or null score.
+
+    Source: `find_best_thresh` of evaluate-v2.0.py.
+    """
+    questions = _questions(dataset)
+    absent = [name for name in questions if name not in predictions or name not in null_scores]
+    if absent:
+        raise ValueError(f"`predictions` and `null_scores` must have every question, but lack {absent[0]!r}")
+    # One question after the other, the likeliest answer first, goes from "no answer" to its prediction.
+    current = float(sum(not answers for answers in questions.values()))
+    best = NullThreshold(-math.inf, 100.0 * current / len(questions))
+    ordered = sorted(questions, key=lambda name: null_scores[name])
+    for place, name in enumerate(ordered):
+        answers, said = questions[name], _score_one(predictions[name], questions[name], True, name)[1]
+        current += said if answers else (0.0 if predictions[name] else 1.0) - 1.0
+        is_last_of_equals = place + 1 == len(ordered) or null_scores[ordered[place + 1]] > null_scores[name]
+        value = 100.0 * current / len(questions)
+        if is_last_of_equals and value > best.score + 1e-12:
+            best = NullThreshold(null_scores[name], value)
+    return best
+
+
+def is_version_2(dataset: Mapping[str, Any]) -> bool:
+    """Whether questions of the official JSON may have no answer."""
+    if str(dataset.get("version", "")).lower().lstrip("v").startswith("2"):
+        return True
+    return any("is_impossible" in qa for a in dataset["data"] for p in a["paragraphs"] for qa in p["qas"])
+
+
+def _questions(dataset: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Answers of each question in the order of the file."""
+    try:
+        questions: dict[str, list[str]] = {}
+        for article in dataset["data"]:
+            for paragraph in article["paragraphs"]:
+                for qa in paragraph["qas"]:
+                    if qa["id"] in questions:
+                        raise ValueError(f"the ids of `dataset` must differ, but {qa['id']!r} is there twice")
+                    questions[qa["id"]] = [answer["text"] for answer in qa["answers"]]
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"`dataset` must be SQuAD's official JSON, but fails with {error!r}") from None
+    if not questions:
+        raise ValueError("`dataset` must have a question at least, but has none")
+    return questions
+
+
+def _score_one(prediction: str, answers: list[str], second: bool, name: str) -> tuple[float, float]:
+    """Exact match and F1 of one prediction, each the best over the answers."""
+    if not isinstance(prediction, str):
+        raise ValueError(f"`predictions` must be texts, but that of {name!r} is {prediction!r}")
+    if second:  # answers that are nothing but articles and punctuation do not count
+        answers = [answer for answer in answers if normalize_answer(answer)] or [""]
+    both_empty = 1.0 if second else 0.0
+    exact = max((exact_match(prediction, answer) for answer in answers), default=0.0)
+    return exact, max((f1(prediction, answer, both_empty) for answer in answers), default=0.0)
+
+
+def _means(exact: dict[str, float], overlap: dict[str, float], names: list[str]) -> dict[str, float]:
+    total = len(names)
+    return {
+        "exact_match": 100.0 * sum(exact[name] for name in names) / total,
+        "f1": 100.0 * sum(overlap[name] for name in names) / total,
+        "total": total,
+    }

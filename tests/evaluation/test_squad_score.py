@@ -1,0 +1,114 @@
+"""SQuAD's scores against those that the official scripts gave to published predictions."""
+
+import json
+import warnings
+
+import pytest
+
+from lmscale.evaluation.squad import AllNullWarning, all_null_alarm, best_null_threshold, f1, normalize_answer, score
+
+OFFICIAL = {
+    "v1.1-bert_ensemble": (86.13698630136986, 92.36836157555327),
+    "v1.1-match_lstm_ensemble": (67.37899543378995, 76.78010195236371),
+    "v1.1-logistic_regression": (41.71689497716895, 52.3024335767101),
+    "v2.0-bert_single": (78.97334649555775, 81.8263553319829),
+    "v2.0-nlnet_single": (76.39025995393222, 79.25737675069165),
+}
+PARTS = {
+    "v2.0-bert_single": (75.39518900343643, 81.35415385147489, 82.26010101010101),
+    "v2.0-nlnet_single": (72.40549828178695, 78.39392985934829, 80.05050505050505),
+}
+
+
+def read(folder, name: str) -> dict:
+    return json.loads((folder / "squad" / f"{name}.shared.json").read_text(encoding="utf-8"))
+
+
+def dataset(*questions: tuple[str, list[str]], version: str = "v2.0") -> dict:
+    qas = [{"id": name, "question": "?", "answers": [{"text": a} for a in answers]} for name, answers in questions]
+    return {"version": version, "data": [{"title": "t", "paragraphs": [{"context": "c", "qas": qas}]}]}
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_published_predictions_get_their_official_scores_to_the_last_digit(shared_data, name: str) -> None:
+    scores = score(read(shared_data, f"dev-{name.split('-')[0]}"), read(shared_data, f"predictions-{name}"))
+    assert (scores["exact_match"], scores["f1"]) == OFFICIAL[name]
+    if name in PARTS:
+        assert (scores["HasAns_exact"], scores["HasAns_f1"], scores["NoAns_exact"]) == PARTS[name]
+        assert scores["NoAns_f1"] == PARTS[name][2]
+        assert (scores["HasAns_total"], scores["NoAns_total"], scores["total"]) == (2910, 3168, 6078)
+    else:
+        assert not any(key.startswith(("HasAns", "NoAns")) for key in scores)
+
+
+def test_ids_without_prediction_score_0_and_are_counted(shared_data) -> None:
+    scores = score(read(shared_data, "dev-v1.1"), read(shared_data, "predictions-v1.1-logistic_regression"))
+    assert (scores["missing"], scores["total"]) == (10, 5475)
+
+
+def test_answers_are_compared_without_case_punctuation_and_articles() -> None:
+    assert normalize_answer(" The  Cat,\nand an owl's (A) ") == "cat and owls"
+    assert f1("the cat sat sat", "a cat sat down") == pytest.approx(2 * (2 / 3) * (2 / 3) / (4 / 3))
+
+
+def test_never_answering_raises_the_alarm_and_gets_the_share_of_unanswerable_questions(shared_data) -> None:
+    questions = read(shared_data, "dev-v2.0")
+    names = [qa["id"] for a in questions["data"] for p in a["paragraphs"] for qa in p["qas"]]
+    with pytest.warns(AllNullWarning, match="never answers"):
+        scores = score(questions, dict.fromkeys(names, ""))
+    assert scores["f1"] == scores["exact_match"] == pytest.approx(100 * 3168 / 6078)
+    assert all_null_alarm(scores) is not None
+
+
+def test_real_predictions_do_not_raise_the_alarm(shared_data) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        score(read(shared_data, "dev-v2.0"), read(shared_data, "predictions-v2.0-bert_single"))
+        score(dataset(("1", ["x"]), version="1.1"), {"1": ""})
+
+
+def test_the_empty_answer_is_right_only_where_version_2_has_none() -> None:
+    with pytest.warns(AllNullWarning):
+        assert score(dataset(("1", []), ("2", ["x"])), {"1": "", "2": "y"})["f1"] == 50.0
+    assert score(dataset(("1", [".", "x"]), ("2", ["x"]), version="1.1"), {"1": "", "2": "x"})["f1"] == 50.0
+
+
+def test_the_threshold_is_the_one_a_search_over_all_values_finds(shared_data) -> None:
+    questions = read(shared_data, "dev-v2.0")
+    questions["data"] = questions["data"][:2]
+    said = read(shared_data, "predictions-v2.0-nlnet_single")
+    answers = {qa["id"]: qa["answers"] for a in questions["data"] for p in a["paragraphs"] for qa in p["qas"]}
+    predictions = {name: said[name] or "something" for name in answers}
+    # A null score that is right more often than not, with ties.
+    nulls = {name: round((not said[name]) + len(name + predictions[name]) % 7 / 5, 1) for name in answers}
+    best = best_null_threshold(questions, predictions, nulls)
+
+    def at(threshold: float) -> float:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AllNullWarning)
+            chosen = {name: text if nulls[name] <= threshold else "" for name, text in predictions.items()}
+            return score(questions, chosen)["f1"]
+
+    tried = {value: at(value) for value in {-float("inf"), *nulls.values()}}
+    assert best.score == pytest.approx(max(tried.values()), abs=1e-9)
+    assert at(best.value) == pytest.approx(best.score, abs=1e-9)
+    assert best.score > at(float("inf")) + 1  # the threshold serves something here
+
+
+@pytest.mark.parametrize(
+    "data, predictions, message",
+    [
+        ({"rows": []}, {}, "official JSON"),
+        ({"version": "1.1", "data": []}, {}, "a question at least"),
+        (dataset(("1", ["x"]), ("1", ["y"])), {}, "there twice"),
+        (dataset(("1", ["x"])), {"1": None}, "must be texts"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(data, predictions, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        score(data, predictions)
+
+
+def test_a_threshold_needs_every_question() -> None:
+    with pytest.raises(ValueError, match="lack '2'"):
+        best_null_threshold(dataset(("1", ["x"]), ("2", [])), {"1": "x", "2": "y"}, {"1": 0.0})
