@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ USER_ERROR = 2
 _CONF = Path(__file__).resolve().parents[2] / "conf"
 _WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")  # before `open_door` sets it for Hydra
 _task_is_running = False
+_literals: dict[str, str] = {}  # texts of the command line by what Hydra reads in their place
 
 
-def open_door(main: Callable[[], None], short: Mapping[str, str] | None = None) -> None:
+def open_door(main: Callable[[], None], short: Mapping[str, str] | None = None, literal: Collection[str] = ()) -> None:
     """Run a `@hydra.main` function; mistakes in overrides and configuration become `error: ...` and exit code 2.
 
     HYDRA_FULL_ERROR=1 in the environment shows the traceback instead.
@@ -40,10 +41,13 @@ def open_door(main: Callable[[], None], short: Mapping[str, str] | None = None) 
     Args:
         short: groups that may be given a value (`resume=auto`), with the key it is short for (`resume.path`). Hydra
             would put the value in the group's place.
+        literal: keys whose value is any text and is taken as it stands: with commas, quotes, brackets, `=`, `$`, line
+            ends, or as `null`. Neither Hydra's grammar nor OmegaConf's (`${`, `???`) gets to see it.
     """
     _keep_quiet_on_other_ranks()
     for group, key in (short or {}).items():
         sys.argv[1:] = [re.sub(f"^{group}=", f"{key}=", arg) for arg in sys.argv[1:]]
+    _set_aside(literal)
     # Hydra's parser takes -m only before or after all overrides; a sweep is easily written with it in the middle.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda arg: arg not in ("-m", "--multirun"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own account
@@ -71,6 +75,7 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig) -> None:
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         values["run_dir"] = str(Path(hydra_config.runtime.output_dir).absolute())
         values["overrides"] = list(hydra_config.overrides.task)
+        values = _put_back(values)
         _task_is_running = True
         task(values)
         _task_is_running = False
@@ -117,11 +122,31 @@ class SweepCheck(Callback):
                     run_dir = Path(config.hydra.sweep.dir, job.hydra.sweep.subdir).absolute()
                     del job["hydra"]
                 values = OmegaConf.to_container(job, resolve=True, throw_on_missing=True)
-                check(values | {"run_dir": str(run_dir), "overrides": list(overrides)})
+                check(_put_back(values | {"run_dir": str(run_dir), "overrides": list(overrides)}))
             except (ValueError, HydraException, OmegaConfBaseException) as error:
                 if _WANTS_TRACEBACK:
                     raise
                 _exit(error, f"job {number} of the sweep ({' '.join(overrides)}): ")
+
+
+def _set_aside(keys: Collection[str]) -> None:
+    for i, arg in enumerate(sys.argv):
+        key, equals, text = arg.partition("=")
+        if equals and key in keys:
+            stand_in = f"__literal_{i}__"
+            sys.argv[i], _literals[stand_in] = f"{key}={stand_in}", text
+
+
+def _put_back(value: Any) -> Any:
+    """`value` with the texts that `_set_aside` took, in overrides too."""
+    if isinstance(value, dict):
+        return {key: _put_back(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_put_back(item) for item in value]
+    if not isinstance(value, str) or not _literals:
+        return value
+    key, equals, text = value.rpartition("=")
+    return key + equals + _literals.get(text, text)
 
 
 def _name_of_job(hydra_config: DictConfig) -> str:
