@@ -127,7 +127,6 @@ class PromptReader:
             )
         first = self._samples[ids]
         self._samples[ids] += self.num_samples
-        self._samples[ids] += self.num_samples
         return Prompt(text, name, ids, num_new, first)
 
     def rows(self, prompt: Prompt) -> list[Row]:

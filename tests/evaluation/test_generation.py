@@ -1,0 +1,363 @@
+"""Generation: the cache against full recomputation, batches against single rows, ours against transformers."""
+
+import io
+import itertools
+import json
+
+import pytest
+import torch
+from ranks import make_context, run_ranks
+from sharding import random_model, small_config
+from tokenizers import Tokenizer as InnerTokenizer
+from torch import Tensor
+
+from lmscale.checkpoint import CheckpointReader
+from lmscale.checkpoint.hugging_face import export_hugging_face
+from lmscale.config import TransformerConfig
+from lmscale.data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
+from lmscale.evaluation.generation import Display, Generator, as_json, in_batches
+from lmscale.evaluation.prompts import Prompt, PromptReader, Row, read_prompts
+from lmscale.generate_config import Sampling
+from lmscale.models import GPT
+from lmscale.models.attention import KeyValueCache
+from lmscale.parallel import ParallelContext
+
+PLAIN = ParallelContext()
+FORMS = list(itertools.product(("pre", "post"), ("sdpa", "exact")))
+GREEDY = Sampling(0)
+PROMPTS = [(5, 98, 3), (7,), (1, 2, 3, 4, 5, 6, 7, 8), (7, 7), (50, 60, 70, 80, 90)]
+
+
+def longer(**changes) -> TransformerConfig:
+    return small_config("gpt", max_position_embeddings=24, **changes)
+
+
+def varied_model(config: TransformerConfig, context: ParallelContext) -> GPT:
+    """A random model whose most probable token changes from position to position."""
+    model = random_model(config, context).eval()
+    with torch.no_grad():
+        model.transformer.position_embedding.mul_(8.0)
+    return model
+
+
+def make_rows(prompts=PROMPTS, num_new: int = 12, num_samples: int = 1) -> list[Row]:
+    made = [Prompt("", f"line {i}", ids, num_new, 0) for i, ids in enumerate(prompts)]
+    return [Row(prompt, sample) for prompt in made for sample in range(num_samples)]
+
+
+def lengthened(model: GPT, rows: list[Row], sampling: Sampling = GREEDY, end_id: int | None = None) -> list[Row]:
+    Generator(model, sampling, end_id, seed=3).lengthen(rows)
+    return rows
+
+
+def tokens_of(rows: list[Row]) -> list[list[int]]:
+    return [row.tokens for row in rows]
+
+
+@torch.inference_mode()
+def full_logits(model: GPT, ids: list[int]) -> Tensor:
+    """Of what follows `ids`, everything computed anew."""
+    return model(torch.tensor([ids]))[0, -1]
+
+
+@pytest.mark.parametrize("norm_order, attention", FORMS)
+def test_the_cache_gives_what_full_recomputation_gives(norm_order: str, attention: str) -> None:
+    model = varied_model(longer(norm_order=norm_order, attention=attention), PLAIN)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 99, (4, 24), generator=generator)
+    cache = KeyValueCache(model.config, PLAIN, 3, 24, torch.float64)
+    # Several tokens at once, of different numbers, on rows that already have different lengths; then one by one.
+    lengths, order, worst = [0, 0, 0], [0, 1, 2], 0.0
+    for counts in ([4, 1, 3], [1, 5, 2], "repeat row 1", [2, 2, 1, 3], *[[1, 1, 1, 1]] * 9):
+        if counts == "repeat row 1":
+            cache.select(torch.tensor([2, 1, 0, 1]))
+            lengths, order = [lengths[i] for i in (2, 1, 0, 1)], [2, 1, 0, 1]
+            continue
+        tokens = torch.full((len(counts), max(counts)), 77)
+        for row, count in enumerate(counts):
+            tokens[row, :count] = ids[order[row], lengths[row] : lengths[row] + count]
+        with torch.inference_mode():
+            logits = model.next_token_logits(tokens, torch.tensor(counts), cache)
+        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+        assert cache.lengths.tolist() == lengths
+        for row, length in enumerate(lengths):
+            expected = full_logits(model, ids[order[row], :length].tolist())
+            worst = max(worst, (logits[row, :99] - expected[:99]).abs().max().item())
+            assert torch.isinf(logits[row, 99:]).all()
+    assert worst < 1e-12
+
+
+def test_a_cache_is_never_overrun() -> None:
+    model = varied_model(longer(), PLAIN)
+    with pytest.raises(ValueError, match=r"`capacity` must be at most `max_position_embeddings` \(24\), but is 25"):
+        KeyValueCache(model.config, PLAIN, 1, 25, torch.float64)
+    cache = KeyValueCache(model.config, PLAIN, 1, 3, torch.float64)
+    with pytest.raises(ValueError, match=r"at most `capacity` \(3\) tokens long, but would be 4"):
+        model.next_token_logits(torch.ones(1, 4, dtype=torch.int64), torch.tensor([4]), cache)
+
+
+@pytest.mark.parametrize("norm_order, attention", FORMS)
+def test_greedy_rows_are_those_of_full_recomputation(norm_order: str, attention: str) -> None:
+    model = varied_model(longer(norm_order=norm_order, attention=attention), PLAIN)
+    rows = lengthened(model, make_rows())
+    for row in rows:
+        ids = list(row.prompt.ids)
+        for _ in range(row.prompt.num_new):
+            ids.append(int(full_logits(model, ids).argmax()))
+        assert row.tokens == ids[len(row.prompt.ids) :] and row.finish == "length"
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.5), Sampling(1.0, 9, 0.9)])
+def test_a_batch_gives_each_row_what_it_gets_alone(sampling: Sampling) -> None:
+    model = varied_model(longer(), PLAIN)
+    together = tokens_of(lengthened(model, make_rows(num_samples=2), sampling, end_id=13))
+    alone, pairs = make_rows(num_samples=2), make_rows(num_samples=2)[::-1]
+    for row in alone:
+        lengthened(model, [row], sampling, end_id=13)
+    for batch in in_batches(pairs, 3):
+        lengthened(model, batch, sampling, end_id=13)
+    assert tokens_of(alone) == together == tokens_of(pairs)[::-1]
+    assert len({len(tokens) for tokens in together}) > 1 or sampling.temperature == 0  # some ended before others
+
+
+def test_samples_of_a_prompt_differ_and_come_again_with_their_seed() -> None:
+    model = varied_model(longer(), PLAIN)
+    first, again = (tokens_of(lengthened(model, make_rows(num_samples=3), Sampling(1.0))) for _ in range(2))
+    assert first == again and len({tuple(tokens) for tokens in first}) == 15
+    other = make_rows(num_samples=3)
+    Generator(model, Sampling(1.0), None, seed=4).lengthen(other)
+    assert all(a != b for a, b in zip(first, tokens_of(other), strict=True))
+
+
+def test_end_of_text_ends_a_row_and_is_not_part_of_it() -> None:
+    model = varied_model(longer(), PLAIN)
+    whole = lengthened(model, make_rows())[2].tokens
+    end = whole[4]
+    row = lengthened(model, make_rows(), end_id=end)[2]
+    assert row.tokens == whole[: whole.index(end)] and row.finish == "end_of_text"
+
+
+def test_every_position_of_the_model_can_be_used() -> None:
+    model = varied_model(longer(), PLAIN)
+    row = lengthened(model, make_rows([(4, 2)], num_new=22))[0]
+    assert len(row.tokens) == 22
+    assert row.tokens[-1] == int(full_logits(model, [4, 2, *row.tokens[:-1]]).argmax())
+
+
+def _lengthen_sharded(rank: int, tp_size: int) -> list:
+    context = make_context(tp_size)
+    found = []
+    for norm_order, sampling in itertools.product(("pre", "post"), (GREEDY, Sampling(1.2, 20, 0.95))):
+        model = varied_model(longer(norm_order=norm_order), context)
+        found.append(tokens_of(lengthened(model, make_rows(num_samples=2), sampling)))
+    return found
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_every_layout_gives_the_same_tokens_on_every_rank(tp_size: int) -> None:
+    expected = []
+    for norm_order, sampling in itertools.product(("pre", "post"), (GREEDY, Sampling(1.2, 20, 0.95))):
+        model = varied_model(longer(norm_order=norm_order), PLAIN)
+        expected.append(tokens_of(lengthened(model, make_rows(num_samples=2), sampling)))
+    assert run_ranks(_lengthen_sharded, tp_size, tp_size) == [expected] * tp_size
+
+
+def _load(path, context: ParallelContext) -> GPT:
+    """The checkpoint's model in fp64."""
+    from lmscale.models import build_model
+
+    with CheckpointReader(path) as reader:
+        config = TransformerConfig(**reader.metadata.model)
+        model = build_model(config, context, seed=None, dtype=torch.float64).eval()
+        for name, param in model.named_parameters():
+            reader.read_into(f"model/{name}", param.data, context.tp_rank)
+    return model
+
+
+def _lengthen_checkpoint(rank: int, path, end_id: int | None) -> tuple[list, list]:
+    rows = lengthened(_load(path, make_context(2)), make_rows(), end_id=end_id)
+    return tokens_of(rows), [row.finish for row in rows]
+
+
+def test_greedy_output_is_that_of_transformers_on_the_exported_model(tmp_path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    path = save_checkpoint(tmp_path / "ours", longer(num_layers=3))
+    export_hugging_face(path, tmp_path / "theirs")
+    theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "theirs", dtype=torch.float64).eval()
+    expected, margins = [], []
+    for ids in PROMPTS:
+        output = theirs.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=12,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        expected.append(output.sequences[0, len(ids) :].tolist())
+        best = torch.stack(output.logits)[:, 0].topk(2).values
+        margins.append((best[:, 0] - best[:, 1]).min().item())
+    assert min(margins) > 1e-6  # far above fp64's rounding: no tie decides
+    assert len({token for tokens in expected for token in tokens}) > 8
+    end = expected[2][3]
+    model = _load(path, PLAIN)
+    assert tokens_of(lengthened(model, make_rows())) == expected
+    assert run_ranks(_lengthen_checkpoint, 2, path, None)[1][0] == expected
+    # With an end-of-text token theirs ends with it, ours before it.
+    cut = [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in expected]
+    assert tokens_of(lengthened(model, make_rows(), end_id=end)) == cut != expected
+
+
+def save_checkpoint(folder, config: TransformerConfig):
+    """A random model as a checkpoint of ours, at two ranks."""
+    from lmscale.checkpoint import CheckpointMetadata, TensorEntry, write_offline
+
+    model = varied_model(config, PLAIN).float()
+    tensors = {}
+    for name, param in model.named_parameters():
+        value = param.detach().clone()
+        if value.shape[0] == config.padded_vocab_size:
+            value[config.vocab_size :] = 0.0
+        tensors[f"model/{name}"] = value
+    specs = {f"model/{name}": param.shard.shard_dim for name, param in model.named_parameters()}
+    entries = {key: TensorEntry(tuple(t.shape), t.dtype, specs[key]) for key, t in tensors.items()}
+    metadata = CheckpointMetadata(0, {"tp_size": 2, "dp_size": 1}, config.to_dict(), entries, {}, {}, {}, {})
+    return write_offline(folder, metadata, 2, sorted(tensors.items()))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    inner = train_tokenizer(["a small text, and a small text again: αβγ 漢字"] * 3, "gpt", 300, "vocab_size")
+    inner.encode_special_tokens = True
+    return Tokenizer(inner)
+
+
+def read_one(tokenizer: Tokenizer, text: str, max_new_tokens: int | None = 4, positions: int = 24) -> Prompt:
+    config = small_config("gpt", vocab_size=tokenizer.vocab_size, max_position_embeddings=positions)
+    return PromptReader(tokenizer, config, max_new_tokens).read(text, "line 3")
+
+
+def test_an_empty_prompt_begins_a_document(tokenizer) -> None:
+    assert read_one(tokenizer, "").ids == (tokenizer.id_of(END_OF_TEXT),)
+    written_out = read_one(tokenizer, END_OF_TEXT, positions=64).ids
+    assert len(written_out) > 1 and tokenizer.id_of(END_OF_TEXT) not in written_out
+
+
+def test_new_tokens_may_fill_the_positions_and_no_more(tokenizer) -> None:
+    text = "漢字漢字"
+    length = len(tokenizer.encode_batch([text])[0])
+    assert read_one(tokenizer, text, None).num_new == 24 - length
+    assert read_one(tokenizer, text, 24 - length).num_new == 24 - length
+    with pytest.raises(ValueError, match=rf"line 3: `max_new_tokens` must be at most {24 - length} \(.*, but is 24$"):
+        read_one(tokenizer, text, 24)
+    with pytest.raises(
+        ValueError, match=rf"line 3: a prompt must be shorter than .* \({length}\), but is {length} tok"
+    ):
+        read_one(tokenizer, text, None, positions=length)
+    with pytest.raises(ValueError, match="must be valid Unicode"):
+        read_one(tokenizer, "a\udcffb")
+
+
+def test_samples_are_counted_on_where_a_prompt_comes_again(tokenizer) -> None:
+    config = small_config("gpt", vocab_size=tokenizer.vocab_size, max_position_embeddings=24)
+    reader = PromptReader(tokenizer, config, 4, num_samples=2)
+    samples = [[row.sample for row in reader.rows(reader.read(text, "x"))] for text in ("a", "b", "a")]
+    assert samples == [[0, 1], [0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("empty.txt", b"", "must have a prompt on each line, but .* is empty"),
+        ("latin.txt", "good\ncaf\xe9\n".encode("latin-1"), "must be UTF-8, but latin.txt, line 2 has the byte 0xe9"),
+        (
+            "a.jsonl",
+            b'{"prompt": "x"}\n{"prompt": 3}\n',
+            'must have {"prompt": text} on each line, but a.jsonl, line 2',
+        ),
+        ("a.jsonl", b'{"prompt": "x"}\n\n', "must have JSON on each line, but a.jsonl, line 2"),
+    ],
+)
+def test_a_bad_file_of_prompts_is_refused_with_its_line(tmp_path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_prompts(tmp_path / name)
+
+
+def test_prompts_are_lines_or_json_whatever_is_in_them(tmp_path) -> None:
+    lines = ["plain", "", "  spaces  ", "a\u2028b\x0cc", "null", "${x}", "\ufeffbom inside"]
+    (tmp_path / "p.txt").write_bytes("\ufeff".encode() + "\r\n".join(lines).encode())
+    assert [text for _, text in read_prompts(tmp_path / "p.txt")] == lines
+    texts = ["two\nlines", "", 'quotes " and \\ and =', "漢字\x00"]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": t, "id": 1}) + "\n" for t in texts))
+    assert read_prompts(tmp_path / "p.jsonl") == [(f"p.jsonl, line {i + 1}", t) for i, t in enumerate(texts)]
+
+
+class Terminal(io.StringIO):
+    """Keeps what was written call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.writes.append(text)
+        return super().write(text)
+
+
+def test_streamed_text_is_whole_characters_and_adds_up(tokenizer) -> None:
+    text = "naïve 漢字 👩‍👩‍👧 🏳️‍🌈 é́ end 👍🏽"
+    ids = tokenizer.encode_batch([text])[0]
+    assert len(ids) > len(text)  # characters of several tokens
+    row, terminal = Row(Prompt("", "p", (0,), 99, 0), 0), Terminal()
+    display = Display([row], tokenizer, terminal, heading=False)
+    for token in ids:
+        row.tokens.append(token)
+        display.update()
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(terminal.writes)
+    assert "".join(terminal.writes) == text and len([w for w in terminal.writes if w]) > 20
+    row.tokens.append(tokenizer.encode_batch(["字"])[0][0])  # ends inside a character
+    row.finish = "length"
+    display.update()
+    assert terminal.getvalue() == text + "\N{REPLACEMENT CHARACTER}\n"
+
+
+def test_rows_are_shown_one_after_the_other_while_all_grow(tokenizer) -> None:
+    rows = [Row(Prompt(f"p{i}:", f"line {i}", (0,), 9, 0), 0) for i in range(2)]
+    terminal = Terminal()
+    display = Display(rows, tokenizer, terminal, heading=True)
+    for step, token in enumerate(tokenizer.encode_batch(["abc"])[0]):
+        for row in rows:
+            row.tokens.append(token)
+        rows[0].finish = "length" if step == 1 else rows[0].finish
+        display.update()
+        assert ("line 1" in terminal.getvalue()) == (step >= 1)
+        if rows[0].finish:
+            rows[0].tokens = rows[0].tokens[:2]
+    assert terminal.getvalue() == "--- line 0, sample 0\np0:ab\n--- line 1, sample 0\np1:abc"
+
+
+def test_a_result_is_one_line_of_json(tokenizer) -> None:
+    row = Row(Prompt("two\nlines", "p", (1,), 9, 0), 3, tokenizer.encode_batch(["漢\n"])[0], "length")
+    line = as_json(row, tokenizer)
+    assert "\n" not in line
+    assert json.loads(line) == {
+        "prompt": "two\nlines",
+        "sample": 3,
+        "text": "漢\n",
+        "tokens": row.tokens,
+        "finish": "length",
+    }
+
+
+def test_published_and_trained_tokenizers_give_text_back(shared_data, tokenizer) -> None:
+    from lmscale.data.tokenizer import load_published_tokenizer
+    from lmscale.data_config import TokenizerConfig
+
+    published = load_published_tokenizer(TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt")
+    assert isinstance(published.inner, InnerTokenizer) and published.id_of(END_OF_TEXT) == 50256
+    for one in (published, tokenizer):
+        prompt = PromptReader(one, longer(vocab_size=50257, vocab_multiple=1), 1).read("Hello, w\n=漢", "p")
+        assert one.decode(prompt.ids) == "Hello, w\n=漢"
