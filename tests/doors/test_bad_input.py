@@ -35,7 +35,7 @@ BAD = {
     ),
     "unknown model": (["model=gpt_9b"], "`model` must be one of bert_1.3b, bert_3.9b"),
     "unknown precision": (["precision=fp4"], "`precision` must be one of"),
-    "unknown data": (["data=webtext"], "`data` must be one of embedded, huggingface, local, but is 'webtext'"),
+    "unknown data": (["data=webtext"], "`data` must be one of embedded, huggingface, indexed, local, but is 'webtext'"),
     "unknown key": (["trainer.max_stps=3"], "`trainer.max_stps` is not a known key"),
     "appended key": (["+wings=2"], "`wings` is not a known key"),
     "appended key of the model": (["+model.wings=2"], "`model.wings` is not a known key; known here: architecture"),

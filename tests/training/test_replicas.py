@@ -30,7 +30,8 @@ def test_mean_of_means_depends_on_the_micro_batch_where_token_mean_does_not(tmp_
     for reduction in ("token_mean", "mean_of_means"):
         for size in (1, 4):
             folder = tmp_path / f"{reduction}{size}"
-            run = tiny_run("bert", folder, loss_reduction=reduction, micro_batch_size=size, trainer__max_steps=2)
+            settings = {"loss_reduction": reduction, "micro_batch_size": size, "trainer__max_steps": 2}
+            run = tiny_run("bert", folder, data__short_seq_probability=0.9, **settings)
             pretrain(prepare_job(run))
             losses[reduction, size] = read_rows(folder)[0]["train/loss"]
     assert losses["token_mean", 1] == pytest.approx(losses["token_mean", 4], rel=1e-12)
