@@ -2,7 +2,7 @@
 
 import re
 
-from ..config import Recompute, TransformerConfig
+from ..config import NormOrder, Recompute, TransformerConfig
 
 TERA = 1e12
 
@@ -82,6 +82,40 @@ def hardware_flops_per_step(config: TransformerConfig, seq_length: int, global_b
         num_products = 1 if config.attention == "exact" else 2
         return flops + num_products * 2 * global_batch_size * seq_length**2 * config.num_layers * config.hidden_size
     return flops
+
+
+def rank_flops_per_micro_batch(config: TransformerConfig, tp_size: int, micro_batch_size: int, seq_length: int) -> int:
+    """FLOPs one tensor rank does in the forward and backward pass of a micro-batch, to the last product.
+
+    What `hardware_flops_per_step` counts, over `tp_size`; besides, BERT's heads, which every rank computes whole:
+    masked-LM dense 6 b s h^2, pooler 6 b h^2, sentence order 12 b h; and full recomputation without the last linear
+    of a layer, 2 b s f h / p, where nothing that follows it needs its result.
+
+    Args:
+        micro_batch_size: sequences b.
+        seq_length: tokens s.
+
+    Raises:
+        ValueError: `tp_size` does not divide the model.
+
+    Source: Narayanan et al. 2021, equation 3; the rest is counted in the traced world.
+    """
+    config.check_tensor_parallel(tp_size)
+    h, num_tokens = config.hidden_size, micro_batch_size * seq_length
+    cut = hardware_flops_per_step(config, seq_length, micro_batch_size)
+    if config.recompute is Recompute.FULL and not recomputes_whole_layer(config):
+        cut -= config.num_layers * 2 * num_tokens * config.ffn_size * h
+    whole = 6 * num_tokens * h * h + 6 * micro_batch_size * h * (h + 2) if config.architecture == "bert" else 0
+    return cut // tp_size + whole
+
+
+def recomputes_whole_layer(config: TransformerConfig) -> bool:
+    """Whether full recomputation repeats a layer to its end.
+
+    torch's checkpoint stops once it has what the backward pass needs. Behind the last linear that is the dropout's
+    mask, or in a post-norm layer the LayerNorm's input; without either the last product and its all-reduce are spared.
+    """
+    return config.hidden_dropout > 0 or config.norm_order is NormOrder.POST
 
 
 def _forward_flops(config: TransformerConfig, seq_length: int, global_batch_size: int) -> tuple[int, int]:
