@@ -12,6 +12,7 @@ from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, Slurm
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
+from ..data.tokenizer import DEFAULT_VOCAB_SIZE
 from .cleaning import DropShort, JoinStoryLines, KeepLanguage, RepairText
 from .collecting import ScatterDocuments, SortShard
 from .deduplicating import CompareCandidates, FindCandidates, ResolveDuplicates, ShingleCandidates
@@ -51,7 +52,7 @@ def stages(plan: Plan) -> list[Stage]:
             Stage("resolve", 1, [ResolveDuplicates(root, shards)]),
         ]
     if config.tokenizer.kind == "trained":
-        size = config.tokenizer.vocab_size
+        size = config.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
         found.append(
             Stage("tokenizer", 1, [TrainTokenizer(root, shards, config.architecture, size, config.validation_every)])
         )

@@ -62,6 +62,17 @@ def open_indexed(
     )
 
 
+def check_indexed(data: DataConfig) -> None:
+    """Refuse datasets whose files are not there, without reading any.
+
+    Raises:
+        ValueError: in that case.
+    """
+    if data.kind == "indexed":
+        for key in ("path", "validation_path") if data.validation_path is not None else ("path",):
+            _Sources(getattr(data, key), key)
+
+
 def sequence_of(architecture: str) -> str:
     """What a sequence of an indexed dataset is, as in upstream's file names."""
     return "document" if architecture == "gpt" else "sentence"

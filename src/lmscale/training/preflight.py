@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ..config import ParallelConfig, TransformerConfig
+from ..data.indexed_corpus import check_indexed
 from ..data.sources import check_corpus
 from ..data.tokenizer import check_tokenizer
 from ..perf.memory import estimate_memory, smallest_layout
@@ -42,6 +43,7 @@ def check_run(run: RunConfig) -> tuple[str, ParallelConfig, str | None]:
     check_host(run, layout, world)
     check_memory(provisional, run, layout, world, accelerator)
     check_corpus(run.data)
+    check_indexed(run.data)
     check_tokenizer(run.tokenizer, provisional.architecture)
     return accelerator, layout, find_checkpoint(run)
 
