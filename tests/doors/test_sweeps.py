@@ -50,11 +50,15 @@ def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
             ["data=local", "data.path=README.md,gone.txt"],
             "job 1 of the sweep (data=local data.path=gone.txt): `data.path` must exist, but gone.txt does not",
         ),
+        (
+            ["data=indexed", "data.path=gone,README.md"],
+            "job 0 of the sweep (data=indexed data.path=gone): `data.path` must be a folder of prepare_data.py or",
+        ),
         (["resume=none,gone"], "job 1 of the sweep (resume.path=gone): `resume` must be none, auto or the path"),
         (["trainer.num_threads=1,9999"], "job 1 of the sweep (trainer.num_threads=9999): `trainer.num_threads` must"),
         (["seed=1,two"], "job 1 of the sweep (seed=two): `seed` must be a whole number, but is 'two'"),
     ],
-    ids=["size", "model", "key", "schedule", "path", "resume", "threads", "type"],
+    ids=["size", "model", "key", "schedule", "path", "dataset", "resume", "threads", "type"],
 )
 def test_a_bad_job_is_named_before_the_first_one_starts(tmp_path, sweep, message) -> None:
     done = train("-m", *sweep, f"hydra.sweep.dir={tmp_path}/sweep")
