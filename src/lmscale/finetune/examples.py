@@ -1,0 +1,87 @@
+"""Examples of the benchmarks, whatever file they came from, and an account of rows that are not usable."""
+
+from dataclasses import dataclass, field
+
+_MAX_LISTED = 10  # row numbers in a message
+
+
+@dataclass(frozen=True)
+class PairExample:
+    """Two sentences and the number of their class; None where it is not known (test sets)."""
+
+    id: str
+    first: str
+    second: str
+    label: int | None
+
+
+@dataclass(frozen=True)
+class ChoiceExample:
+    """A question on an article with its options and the number of the right one; `group` is the level."""
+
+    id: str
+    group: str
+    article: str
+    question: str
+    options: tuple[str, ...]
+    label: int | None
+
+
+@dataclass(frozen=True)
+class SpanExample:
+    """A question whose answer is a part of the context: (text, first character) of each annotator; none: no answer."""
+
+    id: str
+    title: str
+    context: str
+    question: str
+    answers: tuple[tuple[str, int], ...]
+    is_labelled: bool
+
+
+Example = PairExample | ChoiceExample | SpanExample
+
+
+@dataclass
+class RowAccount:
+    """What was wrong with rows of one file: counted with their places, or refused.
+
+    Args:
+        source: name of the file or data set, for messages.
+        skipped: places of the rows that were left out, by reason.
+        refused: by rule, the places and the first offending value.
+    """
+
+    source: str
+    skipped: dict[str, list[str]] = field(default_factory=dict)
+    refused: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
+
+    def skip(self, reason: str, place: str) -> None:
+        """Leave a row out."""
+        self.skipped.setdefault(reason, []).append(place)
+
+    def refuse(self, rule: str, value: object, place: str) -> None:
+        """A row breaks a rule; `check` will say so, with all others that do."""
+        self.refused.setdefault(rule, (repr(value)[:80], []))[1].append(place)
+
+    def check(self) -> None:
+        """Raise what was refused.
+
+        Raises:
+            ValueError: one line with the rule, the first value and the rows.
+        """
+        for rule, (value, places) in self.refused.items():
+            more = f"; {len(places)} such rows: {_listed(places)}" if len(places) > 1 else ""
+            raise ValueError(f"{self.source} {places[0]}: {rule}, but is {value}{more}")
+
+    def notes(self) -> list[str]:
+        """A line for each reason why rows were left out."""
+        return [
+            f"{self.source}: {len(places)} rows left out, {reason}: {_listed(places)}"
+            for reason, places in self.skipped.items()
+        ]
+
+
+def _listed(places: list[str]) -> str:
+    more = f" and {len(places) - _MAX_LISTED} more" if len(places) > _MAX_LISTED else ""
+    return ", ".join(places[:_MAX_LISTED]) + more

@@ -1,0 +1,90 @@
+"""Encoded inputs of one set: token ids end to end in a few arrays, kept in a folder."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Features:
+    """Inputs of the model for one set. An *item* is what is trained on and scored: a pair, a question of RACE with its
+    `num_choices` sequences, a window of SQuAD; an *example* is a row of the data.
+
+    Shapes:
+        n items, c choices of an item, t tokens of all sequences together. tokens int32 [t]; starts int64 [n c + 1],
+        where each sequence begins; second_starts int32 [n c], tokens of a sequence before its second text; labels int64
+        [n], or [n, 2] with first and last position of the answer; -1 where not known. SQuAD: offsets int32 [t, 2],
+        first and last character (excluded) of a token of the context, else -1; window_examples int32 [n], number of the
+        example; window_starts int32 [n], number in the context of the window's first token.
+
+    Args:
+        ids: of the examples.
+        facts: what scoring needs besides: `groups`, or SQuAD's `dataset` in the official form.
+        notes: on rows that were left out, a line each.
+        identity: hash of everything they were made from.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    second_starts: np.ndarray
+    labels: np.ndarray
+    ids: list[str]
+    num_choices: int = 1
+    offsets: np.ndarray | None = None
+    window_examples: np.ndarray | None = None
+    window_starts: np.ndarray | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    identity: str = ""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def is_labelled(self) -> bool:
+        """Whether every item has its label."""
+        return bool((self.labels >= 0).all())
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each item's longest sequence, int64 [n]."""
+        return np.diff(self.starts).reshape(len(self), self.num_choices).max(axis=1)
+
+    def first(self, count: int | None) -> "Features":
+        """The first `count` items, all of them where that is None; for training only."""
+        if count is None or count >= len(self):
+            return self
+        sequences = count * self.num_choices
+        return Features(
+            tokens=self.tokens[: self.starts[sequences]],
+            starts=self.starts[: sequences + 1],
+            second_starts=self.second_starts[:sequences],
+            labels=self.labels[:count],
+            ids=self.ids,
+            num_choices=self.num_choices,
+            identity=f"{self.identity}/{count}",
+        )
+
+
+_ARRAYS = ("tokens", "starts", "second_starts", "labels", "offsets", "window_examples", "window_starts")
+_VALUES = ("ids", "num_choices", "facts", "notes")
+
+
+def load_features(folder: Path) -> Features:
+    """What `save_features` has written; arrays are mapped, not read."""
+    arrays = {
+        name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS if (folder / f"{name}.npy").is_file()
+    }
+    values = json.loads((folder / "features.json").read_text(encoding="utf-8"))
+    return Features(**arrays, **values, identity=folder.name)
+
+
+def save_features(features: Features, folder: Path) -> None:
+    """Write the arrays and values into a folder that is there."""
+    for name in _ARRAYS:
+        if getattr(features, name) is not None:
+            np.save(folder / f"{name}.npy", getattr(features, name))
+    values = {name: getattr(features, name) for name in _VALUES}
+    (folder / "features.json").write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")

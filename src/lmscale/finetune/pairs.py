@@ -1,0 +1,91 @@
+"""Inputs of classification and multiple choice: [CLS] A [SEP] B [SEP]."""
+
+import re
+
+import numpy as np
+
+from ..data.tokenizer import Tokenizer
+from ..finetune_config import TaskConfig
+from .examples import ChoiceExample, PairExample
+from .features import Features
+
+
+def clean_text(text: str) -> str:
+    """Line ends and runs of white space as one space, " . " as ". ".
+
+    Source: Megatron-LM v1.0, `tasks/data_utils.py`: three passes, because neighbours overlap.
+    """
+    text = re.sub(r"\s+", " ", text)
+    for _ in range(3):
+        text = text.replace(" . ", ". ")
+    return text
+
+
+def join_pair(first: list[int], second: list[int], cls: int, sep: int, max_length: int) -> tuple[list[int], int]:
+    """Ids of [CLS] A [SEP] B [SEP], and how many come before B.
+
+    An input that is too long loses its tail (that of B, and of A where A alone is too long) and ends in [SEP] again.
+
+    Source: Megatron-LM v1.0, `build_tokens_types_paddings_from_ids`.
+    """
+    ids = [cls, *first, sep, *second]
+    if len(ids) >= max_length:
+        ids = ids[: max_length - 1]
+    ids.append(sep)
+    return ids, min(len(first) + 2, len(ids))
+
+
+def encode_pairs(task: TaskConfig, examples: list[PairExample], tokenizer: Tokenizer, notes: list[str]) -> Features:
+    """MNLI and QQP: one sequence an example."""
+    cls, sep = tokenizer.id_of("[CLS]"), tokenizer.id_of("[SEP]")
+    firsts = tokenizer.encode_batch([clean_text(e.first) for e in examples])
+    seconds = tokenizer.encode_batch([clean_text(e.second) for e in examples])
+    joined = [join_pair(a, b, cls, sep, task.max_seq_length) for a, b in zip(firsts, seconds, strict=True)]
+    return Features(
+        **pack(joined),
+        labels=np.array([-1 if e.label is None else e.label for e in examples], dtype=np.int64),
+        ids=[e.id for e in examples],
+        notes=notes,
+    )
+
+
+def encode_choices(task: TaskConfig, examples: list[ChoiceExample], tokenizer: Tokenizer, notes: list[str]) -> Features:
+    """RACE: a sequence an option, A = question and option, at most `max_qa_length` tokens, B = article.
+
+    A question with a gap, "_", takes the option in its place; another has it behind.
+
+    Source: Megatron-LM v1.0, `tasks/race/data.py`.
+    """
+    cls, sep = tokenizer.id_of("[CLS]"), tokenizer.id_of("[SEP]")
+    texts = [clean_text(join_option(e.question, option)) for e in examples for option in e.options]
+    asked = [ids[: task.max_qa_length] for ids in tokenizer.encode_batch(texts)]
+    articles = {article: clean_text(article) for article in {e.article: None for e in examples}}
+    encoded = dict(zip(articles, tokenizer.encode_batch(list(articles.values())), strict=True))
+    num_choices = len(examples[0].options)
+    joined = [
+        join_pair(ids, encoded[examples[i // num_choices].article], cls, sep, task.max_seq_length)
+        for i, ids in enumerate(asked)
+    ]
+    return Features(
+        **pack(joined),
+        labels=np.array([-1 if e.label is None else e.label for e in examples], dtype=np.int64),
+        ids=[e.id for e in examples],
+        num_choices=num_choices,
+        facts={"groups": [e.group for e in examples]},
+        notes=notes,
+    )
+
+
+def join_option(question: str, option: str) -> str:
+    """The question with the option in its gaps, or behind it where it has none."""
+    return question.replace("_", option) if "_" in question else f"{question} {option}"
+
+
+def pack(sequences: list[tuple[list[int], int]]) -> dict[str, np.ndarray]:
+    """(ids, tokens before the second text) of each sequence as the arrays of `Features`."""
+    lengths = [len(ids) for ids, _ in sequences]
+    return {
+        "tokens": np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in sequences]),
+        "starts": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        "second_starts": np.array([start for _, start in sequences], dtype=np.int32),
+    }

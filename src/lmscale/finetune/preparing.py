@@ -1,0 +1,62 @@
+"""From a file of a benchmark to encoded inputs, once: kept on disk under the hash of everything that made them."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import tokenizers
+
+from ..data.tokenizer import Tokenizer
+from ..finetune_config import TaskConfig
+from .examples import Example
+from .features import Features, save_features
+from .pairs import encode_choices, encode_pairs
+from .sources import fingerprint
+from .tasks import read_examples
+from .windows import encode_windows
+
+FEATURES_VERSION = 1  # raised when the same rows give other features
+ENCODERS = {
+    "mnli": encode_pairs,
+    "qqp": encode_pairs,
+    "race": encode_choices,
+    "squad_v1": encode_windows,
+    "squad_v2": encode_windows,
+}
+_SETTINGS = ("name", "max_seq_length", "max_qa_length", "doc_stride", "max_query_length")
+
+
+def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_dir: Path) -> Path:
+    """Folder with the features of a place, read and encoded unless that was done before.
+
+    Returns:
+        the folder, for `load_features`.
+
+    Raises:
+        ValueError: the rows cannot be used; see `read_examples`.
+    """
+    settings = [getattr(task, name) for name in _SETTINGS]
+    facts = (FEATURES_VERSION, tokenizers.__version__, tokenizer.fingerprint, settings, fingerprint(task, place))
+    folder = cache_dir / f"{task.name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}"
+    if folder.is_dir():
+        return folder
+    examples, account = read_examples(task, place)
+    features = encode(task, examples, tokenizer, account.notes())
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=cache_dir))
+        save_features(features, temporary)
+        try:
+            os.rename(temporary, folder)
+        except OSError:  # another process was first
+            shutil.rmtree(temporary)
+    except OSError as error:
+        raise ValueError(f"`cache_dir` must be a folder with room, but {cache_dir}: {error}") from None
+    return folder
+
+
+def encode(task: TaskConfig, examples: list[Example], tokenizer: Tokenizer, notes: list[str]) -> Features:
+    """Features of examples of one task."""
+    return ENCODERS[task.name](task, examples, tokenizer, notes)

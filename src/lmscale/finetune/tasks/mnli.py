@@ -1,0 +1,46 @@
+"""MultiNLI in GLUE's layout: a premise, a hypothesis, and one of three relations."""
+
+from pathlib import Path
+
+from ...finetune_config import TaskConfig
+from ..examples import PairExample, RowAccount
+from ..sources import check_columns, hub_rows, is_on_hub, tsv_rows
+
+LABELS = ("contradiction", "entailment", "neutral")  # numbered as in Megatron-LM
+_HUB_LABELS = ("entailment", "neutral", "contradiction")  # as nyu-mll/glue numbers them
+_RULE = f"`gold_label` must be one of {', '.join(LABELS)}"
+
+
+def read_mnli(task: TaskConfig, place: str, account: RowAccount) -> list[PairExample]:
+    """Pairs of a `train.tsv`, `dev_*.tsv` (16 columns), `test_*.tsv` (no labels), or of a hub split.
+
+    The id is the column `index`, the number in the submitted file.
+
+    Raises:
+        ValueError: columns are missing.
+    """
+    return list(_from_hub(task, place, account) if is_on_hub(place) else _from_tsv(place, account))
+
+
+def _from_tsv(place: str, account: RowAccount):
+    header, rows = tsv_rows(Path(place))
+    check_columns(place, header, ("index", "sentence1", "sentence2"))
+    index, first, second = (header.index(name) for name in ("index", "sentence1", "sentence2"))
+    gold = header.index("gold_label") if "gold_label" in header else None
+    for where, cells in rows:
+        if len(cells) != len(header):
+            account.refuse(f"a row must have {len(header)} columns", len(cells), where)
+        elif gold is not None and cells[gold] not in LABELS:
+            account.refuse(_RULE, cells[gold], where)
+        else:
+            label = None if gold is None else LABELS.index(cells[gold])
+            yield PairExample(cells[index], cells[first], cells[second], label)
+
+
+def _from_hub(task: TaskConfig, place: str, account: RowAccount):
+    for where, row in hub_rows(task, place, ("premise", "hypothesis", "label", "idx")):
+        if row["label"] not in (-1, 0, 1, 2):  # -1: a test set
+            account.refuse("`label` must be one of 0, 1, 2, or -1 where it is not known", row["label"], where)
+            continue
+        label = None if row["label"] == -1 else LABELS.index(_HUB_LABELS[row["label"]])
+        yield PairExample(str(row["idx"]), row["premise"], row["hypothesis"], label)

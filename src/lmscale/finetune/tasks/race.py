@@ -1,0 +1,79 @@
+"""RACE: multiple choice on articles of English examinations, middle and high school."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...finetune_config import TaskConfig
+from ..examples import ChoiceExample, RowAccount
+from ..sources import hub_rows, is_on_hub, jsonl_rows
+
+LETTERS = "ABCD"
+LEVELS = ("middle", "high")
+
+
+def read_race(task: TaskConfig, place: str, account: RowAccount) -> list[ChoiceExample]:
+    """Questions of a folder (`middle/*.txt` and `high/*.txt`, an article each), a JSONL file or a hub split.
+
+    An object has `article`, `questions`, `options`, `id` and, but for test sets, `answers`; its level is the folder's,
+    or the field `level`, or what the id begins with. The id of a question is the article's and its number.
+
+    Raises:
+        ValueError: a field is missing, or a folder has no such files.
+    """
+    examples: list[ChoiceExample] = []
+    passages = _from_hub(task, place) if is_on_hub(place) else _from_files(Path(place))
+    for where, level, passage in passages:
+        examples += _questions(where, level, passage, account)
+    return examples
+
+
+def _from_files(path: Path) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
+    if path.is_file():
+        for where, passage in jsonl_rows(path):
+            yield where, passage.get("level"), passage
+        return
+    files = sorted(path.rglob("*.txt"), key=lambda file: (file.parent, len(file.name), file.name))
+    if not files:
+        raise ValueError(f"{path} must hold files like middle/1.txt and high/1.txt, but has none")
+    for file in files:
+        level = next((part for part in file.relative_to(path.parent).parts[:-1][::-1] if part in LEVELS), None)
+        for where, passage in jsonl_rows(file):
+            yield f"{file.relative_to(path).as_posix()} {where}", level, passage
+
+
+def _from_hub(task: TaskConfig, place: str) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
+    for where, row in hub_rows(task, place, ("example_id", "article", "question", "options", "answer")):
+        one = {"questions": [row["question"]], "options": [row["options"]], "answers": [row["answer"]]}
+        yield where, None, {"id": row["example_id"], "article": row["article"], "number": int(where.split()[1]), **one}
+
+
+def _questions(where: str, level: str | None, passage: dict[str, Any], account: RowAccount) -> list[ChoiceExample]:
+    lacks = [name for name in ("article", "questions", "options", "id") if name not in passage]
+    if lacks:
+        raise ValueError(f"{account.source} {where} must have article, questions, options and id, but lacks {lacks[0]}")
+    level = level or next((name for name in LEVELS if str(passage["id"]).startswith(name)), None)
+    if level not in LEVELS:
+        account.refuse("the level must be middle or high, by folder, field or id", level, where)
+        return []
+    questions, options, answers = passage["questions"], passage["options"], passage.get("answers")
+    lists = [questions, options] if answers is None else [questions, options, answers]
+    if not all(isinstance(values, list) and len(values) == len(questions) for values in lists):
+        sizes = [len(values) if isinstance(values, list) else values for values in lists]
+        account.refuse("`questions`, `options` and `answers` must be lists of one length", sizes, where)
+        return []
+    found = []
+    for number, (question, choices) in enumerate(zip(questions, options, strict=True), start=1):
+        spot = where if "number" in passage else f"{where} question {number}"
+        letter = None if answers is None else answers[number - 1]
+        if not isinstance(question, str) or not question.strip():
+            account.refuse("a question must not be empty", question, spot)
+        elif not isinstance(choices, list) or len(choices) != len(LETTERS):
+            account.refuse("`options` must be four texts", choices, spot)
+        elif letter is not None and (not isinstance(letter, str) or len(letter) != 1 or letter not in LETTERS):
+            account.refuse("`answers` must be A, B, C or D", letter, spot)
+        else:
+            name = f"{passage['id']}-{passage.get('number', number - 1)}"
+            label = None if letter is None else LETTERS.index(letter)
+            found.append(ChoiceExample(name, level, passage["article"], question, tuple(choices), label))
+    return found

@@ -1,0 +1,206 @@
+"""What one finetuning is asked to do: the typed form of `conf/finetune.yaml` and its tasks."""
+
+from dataclasses import dataclass, field
+
+from .config import require_fraction, require_positive
+from .from_plain import build, to_plain
+from .run_config import ParallelRequest
+from .training_config import OptimizerConfig, PrecisionConfig, ScheduleConfig
+
+TASKS = ("mnli", "qqp", "squad_v1", "squad_v2", "race")
+FROM_HUB = "hub:"  # before the name of a split; everything else is a path
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """`task=`: one benchmark, where its rows are and how they become inputs of the model.
+
+    Args:
+        name: one of `TASKS`.
+        train: file or folder in the official layout, or `hub:<split>`; None where nothing is trained.
+        validation, test: sets to score by name, each such a place or null; `test` needs no labels. Other sets than
+            `validation` choose nothing: no threshold, no checkpoint.
+        hub_name, hub_subset: data set on the Hugging Face hub, for places that begin with `hub:`.
+        max_seq_length: tokens of an input, [CLS] and [SEP] included; what is longer loses the tail of its second text
+            (SQuAD: goes over to further windows).
+        max_qa_length: RACE: tokens of question and option together; what is longer loses its tail.
+        doc_stride, max_query_length: SQuAD: tokens from the start of a window to the start of the next; tokens of a
+            question.
+        max_answer_length, num_best: SQuAD: longest answer in tokens; candidates that are kept for each question.
+        table_6: what Table 6 says for this task by size of the model; conf/finetune.yaml takes the chosen one's.
+
+    Raises:
+        ValueError: an unknown name, lengths that leave no room, a stride that would leave tokens out.
+    """
+
+    name: str
+    train: str | None
+    validation: dict
+    test: dict
+    hub_name: str
+    max_seq_length: int
+    hub_subset: str | None = None
+    max_qa_length: int | None = None
+    doc_stride: int | None = None
+    max_query_length: int | None = None
+    max_answer_length: int | None = None
+    num_best: int | None = None
+    table_6: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name not in TASKS:
+            raise ValueError(f"`name` must be one of {', '.join(TASKS)}, but is {self.name!r}")
+        if not isinstance(self.max_seq_length, int) or self.max_seq_length < 8:
+            raise ValueError(f"`max_seq_length` must be at least 8, but is {self.max_seq_length!r}")
+        if self.name == "race":
+            require_positive(self, "max_qa_length")
+        if self.name.startswith("squad"):
+            require_positive(self, "doc_stride", "max_query_length", "max_answer_length", "num_best")
+            room = self.max_seq_length - self.max_query_length - 3
+            if self.doc_stride > room:
+                raise ValueError(
+                    f"`doc_stride` must be at most {room} (max_seq_length - max_query_length - 3), or windows would "
+                    f"leave tokens out, but is {self.doc_stride}"
+                )
+        for sets in (self.validation, self.test):
+            wrong = [place for place in sets.values() if place is not None and not isinstance(place, str)]
+            if wrong:
+                raise ValueError(f"`validation` and `test` must be paths by name, but hold {wrong[0]!r}")
+        twice = sorted(set(self.validation) & set(self.test))
+        if twice:
+            raise ValueError(f"`test` must have other names than `validation`, but both have {twice[0]!r}")
+
+    def scored_sets(self) -> dict[str, str]:
+        """Place of every set to score by name, validation first."""
+        return {name: place for name, place in (self.validation | self.test).items() if place is not None}
+
+    def chosen_on(self) -> list[str]:
+        """Names of the sets that may choose thresholds and checkpoints."""
+        return [name for name, place in self.validation.items() if place is not None]
+
+
+@dataclass(frozen=True)
+class TokenizerPath:
+    """`tokenizer=`: the checkpoint's own unless `path` (tokenizer.json, vocab.txt, or a folder) says another."""
+
+    path: str | None = None
+
+
+@dataclass(frozen=True)
+class FinetuneTrainer:
+    """`trainer=`: length and machine of a finetuning.
+
+    Args:
+        num_epochs: passes over the training set; 0 scores the checkpoint as it is.
+        warmup_fraction: part of all updates in which the learning rate rises; it then falls to 0.
+        max_train_examples: the first so many examples of the training set; None: all. Meant for trials.
+        score_every_epoch: score after each epoch, or only at the end.
+        pool_batches: batches are made of examples of similar length out of so many times a batch; 1: in the order of
+            the shuffle.
+        scoring_batch_size: sequences of a rank's forward pass while scoring.
+        max_skipped_steps: steps in a row without a finite gradient before the run fails.
+        save: write a checkpoint at the end.
+        log_every_steps: steps between rows of metrics.csv.
+        num_threads: CPU threads of a rank; None: the cores over the local ranks.
+    """
+
+    num_epochs: int
+    warmup_fraction: float
+    max_train_examples: int | None = None
+    score_every_epoch: bool = True
+    pool_batches: int = 64
+    scoring_batch_size: int = 64
+    max_skipped_steps: int = 10
+    save: bool = True
+    log_every_steps: int = 10
+    accelerator: str = "auto"
+    num_threads: int | None = None
+    progress_bar: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_epochs < 0:
+            raise ValueError(f"`num_epochs` must be at least 0, but is {self.num_epochs}")
+        require_fraction(self, "warmup_fraction")
+        require_positive(self, "pool_batches", "scoring_batch_size", "log_every_steps")
+        if self.max_skipped_steps < 0:
+            raise ValueError(f"`max_skipped_steps` must be at least 0, but is {self.max_skipped_steps}")
+        for name in ("max_train_examples", "num_threads"):
+            if getattr(self, name) is not None:
+                require_positive(self, name)
+        if self.accelerator not in ("auto", "cpu", "gpu"):
+            raise ValueError(f"`accelerator` must be one of auto, cpu, gpu, but is {self.accelerator!r}")
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """One finetuning of a BERT.
+
+    Args:
+        name, run_dir: of the run in its record; Hydra's folder.
+        ckpt: checkpoint of ours at any layout (pretrained, imported or finetuned), or a folder with `step_*.ckpt`.
+        size: row of Table 6.
+        from_scratch: draw all weights from the seed; the checkpoint gives sizes and tokenizer. A control.
+        new_pooler: draw the pooler from the seed where the checkpoint has none that was trained.
+        micro_batch_size, global_batch_size: examples (questions of RACE, windows of SQuAD) of a rank's forward pass
+            and of a step over all ranks. The last step of an epoch has what is left.
+        cache_dir: of encoded inputs.
+        hidden_dropout, attention_dropout: None: the checkpoint's.
+        head_dropout: before the head; None: the hidden one.
+        seed: of the head, the order and dropout.
+        objective: metric that the run returns to a searching sweeper; None: the task's own.
+    """
+
+    name: str
+    run_dir: str
+    ckpt: str
+    task: TaskConfig
+    size: str
+    tokenizer: TokenizerPath
+    parallel: ParallelRequest
+    trainer: FinetuneTrainer
+    optimizer: OptimizerConfig
+    precision: PrecisionConfig
+    micro_batch_size: int
+    global_batch_size: int
+    cache_dir: str
+    from_scratch: bool = False
+    new_pooler: bool = False
+    hidden_dropout: float | None = None
+    attention_dropout: float | None = None
+    head_dropout: float | None = None
+    attention: str = "sdpa"
+    recompute: str = "none"
+    seed: int = 1234
+    objective: str | None = None
+    overrides: list = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        require_positive(self, "micro_batch_size", "global_batch_size")
+        for name in ("hidden_dropout", "attention_dropout", "head_dropout"):
+            if getattr(self, name) is not None:
+                require_fraction(self, name)
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
+        if self.trainer.num_epochs and self.task.train is None:
+            raise ValueError("`task.train` must be given where `trainer.num_epochs` is above 0, but is null")
+        if not self.task.scored_sets():
+            raise ValueError("`task.validation` or `task.test` must have a set to score, but both have none")
+        if self.trainer.num_epochs and not self.task.chosen_on():
+            raise ValueError("`task.validation` must have a set where something is trained, but has none")
+
+    def schedule(self, num_steps: int) -> ScheduleConfig:
+        """Warm-up over its part of the updates, then a straight line to 0."""
+        return ScheduleConfig("linear", round(self.trainer.warmup_fraction * num_steps), max(1, num_steps))
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "FinetuneConfig":
+        """Build from nested plain values.
+
+        Raises:
+            ValueError: an unknown key, a missing one, or a value that cannot be, with its dotted name.
+        """
+        return build(cls, values, "")
+
+    def to_dict(self) -> dict:
+        """Nested plain values; `from_dict` gives an equal configuration back."""
+        return to_plain(self)

@@ -1,0 +1,237 @@
+"""Readers of the official layouts, and what they say about rows that cannot be used."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from finetuning import make_task, squad_json, write_task
+
+from lmscale.finetune.sources import fingerprint
+from lmscale.finetune.tasks import read_examples
+
+
+def tsv(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+QQP = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
+MNLI = "index\tsentence1\tsentence2\tgold_label"
+
+
+def test_the_real_files_are_read_whole(shared_data) -> None:
+    counts = {}
+    for task, place in (
+        ("mnli", "mnli/train.shared.tsv"),
+        ("mnli", "mnli/glue_columns.shared.tsv"),
+        ("mnli", "mnli/dev_mismatched.shared.tsv"),
+        ("qqp", "qqp/train.shared.tsv"),
+        ("qqp", "qqp/with_ids.shared.tsv"),
+        ("race", "race/race_dev.jsonl.gz"),
+        ("squad_v1", "squad/dev-v1.1.shared.json"),
+        ("squad_v2", "squad/dev-v2.0.shared.json"),
+    ):
+        examples, account = read_examples(make_task(task), str(shared_data / place))
+        assert account.notes() == []
+        counts[place.split("/")[1].split(".")[0]] = len(examples)
+    assert counts == {
+        "train": 8999,  # of both tasks
+        "glue_columns": 254,
+        "dev_mismatched": 531,
+        "with_ids": 669,
+        "race_dev": 4887,
+        "dev-v1": 5475,
+        "dev-v2": 6078,
+    }
+
+
+def test_labels_are_numbered_as_in_megatron(shared_data) -> None:
+    examples, _ = read_examples(make_task("mnli"), str(shared_data / "mnli/dev_matched.shared.tsv"))
+    labels = [example.label for example in examples]
+    assert [labels.count(number) for number in range(3)] == [155, 178, 164]  # contradiction, entailment, neutral
+    pairs, _ = read_examples(make_task("qqp"), str(shared_data / "qqp/with_ids.shared.tsv"))
+    assert sum(pair.label for pair in pairs) == 259 and pairs[0].id == "712"
+
+
+def test_race_is_read_from_folders_and_from_lines(shared_data, tmp_path) -> None:
+    folder = shared_data / "race/sample-original-layout/dev"
+    from_folder, _ = read_examples(make_task("race"), str(folder))
+    assert {e.group for e in from_folder} == {"middle", "high"} and len(from_folder) > 100
+    lines = [file.read_text(encoding="utf-8").strip() for file in sorted(folder.rglob("*.txt"))]
+    with gzip.open(tmp_path / "dev.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write("\n".join(lines))
+    from_lines, _ = read_examples(make_task("race"), str(tmp_path / "dev.jsonl.gz"))
+    assert sorted(from_folder, key=lambda e: e.id) == sorted(from_lines, key=lambda e: e.id)
+
+
+def test_one_level_alone_can_be_scored(shared_data) -> None:
+    examples, _ = read_examples(make_task("race"), str(shared_data / "race/sample-original-layout/dev/high"))
+    assert {e.group for e in examples} == {"high"}
+
+
+def test_a_test_file_needs_no_labels(tmp_path) -> None:
+    place = tsv(tmp_path / "test.tsv", "index\tsentence1\tsentence2", "0\ta\tb")
+    assert read_examples(make_task("mnli"), place)[0][0].label is None
+    place = tsv(tmp_path / "qqp.tsv", "id\tquestion1\tquestion2", "0\ta\tb")
+    assert read_examples(make_task("qqp"), place)[0][0].label is None
+
+
+def test_malformed_rows_of_qqp_are_left_out_and_counted(tmp_path) -> None:
+    rows = ["1\t0\t0\twhy\twhat\t1", "2\t0\t0\t\twhat\t0", "3\t0\t0\twhy", "4\t0\t0\twhy\t \t1", "5\t0\t0\ta\tb\t0"]
+    examples, account = read_examples(make_task("qqp"), tsv(tmp_path / "t.tsv", QQP, *rows))
+    assert [e.id for e in examples] == ["1", "5"]
+    assert account.skipped == {"an empty question": ["line 3", "line 5"], "not 6 columns": ["line 4"]}
+    assert len(account.notes()) == 2 and "2 rows left out" in account.notes()[0]
+
+
+@pytest.mark.parametrize(
+    "task, lines, message",
+    [
+        (
+            "qqp",
+            [QQP, "1\t0\t0\ta\tb\t1", "2\t0\t0\ta\tb\tyes", "3\t0\t0\ta\tb\t7"],
+            "line 3: .*0 or 1, but is 'yes'; 2",
+        ),
+        ("qqp", ["id\tquestion1\tquestion2\tqid1", "1\ta\tb\tc"], "lacks qid2, is_duplicate"),
+        ("mnli", [MNLI, "1\ta\tb\tmaybe"], "line 2: `gold_label` must be one of contradiction.*'maybe'"),
+        ("mnli", [MNLI, "1\ta\tb"], "line 2: a row must have 4 columns, but is 3"),
+        ("mnli", ["index\tsentence1", "1\ta"], "lacks sentence2"),
+        ("mnli", [MNLI], "an example at least"),
+        ("mnli", [MNLI, "1\ta\tb\tneutral", "1\tc\td\tneutral"], "'1' is there twice"),
+        ("mnli", [""], "begin with a line of column names"),
+    ],
+)
+def test_tables_that_cannot_be_used_are_refused_with_their_rows(tmp_path, task, lines, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_examples(make_task(task), tsv(tmp_path / "t.tsv", *lines))
+
+
+GOOD = {"id": "high1.txt", "article": "a", "questions": ["q", "r"], "options": [["a"] * 4] * 2, "answers": ["A", "B"]}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"answers": ["A", "E"]}, "line 1 question 2: `answers` must be A, B, C or D, but is 'E'"),
+        ({"questions": ["", "r"]}, "line 1 question 1: a question must not be empty"),
+        ({"options": [["a"] * 4, ["a"] * 3]}, "question 2: `options` must be four texts"),
+        ({"answers": ["A"]}, r"lists of one length, but is \[2, 2, 1\]"),
+        ({"id": "1.txt"}, "the level must be middle or high"),
+        ({"article": None, "id": "x", "level": "low"}, "level must be middle or high.* 'low'"),
+    ],
+)
+def test_race_passages_that_cannot_be_used_are_refused_with_their_rows(tmp_path, changes, message) -> None:
+    path = tmp_path / "race.jsonl"
+    path.write_text(json.dumps(GOOD | changes), encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        read_examples(make_task("race"), str(path))
+
+
+def test_lines_and_folders_that_are_not_race_are_refused(tmp_path) -> None:
+    for text, message in (
+        ("{", "line 1 must be JSON"),
+        ("[1]", "must be a JSON object"),
+        ('{"id": "high1"}', "lacks art"),
+    ):
+        (tmp_path / "race.jsonl").write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=message):
+            read_examples(make_task("race"), str(tmp_path / "race.jsonl"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="middle/1.txt"):
+        read_examples(make_task("race"), str(tmp_path / "empty"))
+
+
+def squad_with(tmp_path: Path, name: str, **changes) -> str:
+    data = squad_json(name, 4)
+    data["data"][0]["paragraphs"][2]["qas"][0].update(changes)
+    (tmp_path / "squad.json").write_text(json.dumps(data), encoding="utf-8")
+    return str(tmp_path / "squad.json")
+
+
+@pytest.mark.parametrize(
+    "task, changes, message",
+    [
+        (
+            "squad_v1",
+            {"answers": [{"text": "zebra", "answer_start": 0}]},
+            r"\[2\].qas\[0\]: an answer must stand in its",
+        ),
+        ("squad_v1", {"answers": [{"text": "zebra", "answer_start": -3}]}, "answer_start"),
+        ("squad_v1", {"answers": []}, "a question of SQuAD 1.1 must have an answer"),
+        ("squad_v1", {"question": " "}, "must not be empty"),
+        ("squad_v1", {"answers": [{"text": "zebra"}]}, "official JSON"),
+        ("squad_v2", {"is_impossible": True}, "not both"),
+    ],
+)
+def test_squad_questions_that_cannot_be_used_are_refused_with_their_place(tmp_path, task, changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_examples(make_task(task), squad_with(tmp_path, task, **changes))
+
+
+def test_the_hub_gives_the_same_examples_as_local_files(tmp_path, shared_data) -> None:
+    import pandas as pd
+
+    local = {
+        name: read_examples(make_task(name), str(write_task(tmp_path, name, 9)))[0]
+        for name in ("mnli", "qqp", "race", "squad_v1", "squad_v2")
+    }
+    order = ["entailment", "neutral", "contradiction"]
+    names = ["contradiction", "entailment", "neutral"]
+    tables = {
+        "mnli": [
+            {"premise": e.first, "hypothesis": e.second, "label": order.index(names[e.label]), "idx": int(e.id)}
+            for e in local["mnli"]
+        ],
+        "qqp": [
+            {"question1": e.first, "question2": e.second, "label": e.label, "idx": int(e.id)} for e in local["qqp"]
+        ],
+        "race": [
+            {
+                "example_id": e.id[:-2],
+                "article": e.article,
+                "question": e.question,
+                "options": list(e.options),
+                "answer": "ABCD"[e.label],
+            }
+            for e in local["race"]
+        ],
+    }
+    for name in ("squad_v1", "squad_v2"):
+        tables[name] = [
+            {
+                "id": e.id,
+                "title": e.title,
+                "context": e.context,
+                "question": e.question,
+                "answers": {"text": [t for t, _ in e.answers], "answer_start": [s for _, s in e.answers]},
+            }
+            for e in local[name]
+        ]
+    for name, rows in tables.items():
+        folder = tmp_path / "hub" / name
+        folder.mkdir(parents=True)
+        pd.DataFrame(rows).to_parquet(folder / "validation.parquet")
+        found, _ = read_examples(make_task(name, hub_name=str(folder)), "hub:validation")
+        strip = name == "race"  # the hub numbers questions by row
+        if strip:
+            assert [(e.article, e.question, e.options, e.label, e.group) for e in found] == [
+                (e.article, e.question, e.options, e.label, e.group) for e in local[name]
+            ]
+        else:
+            assert found == local[name]
+
+
+def test_a_data_set_that_the_hub_does_not_have_is_named() -> None:
+    with pytest.raises(ValueError, match="`task.hub_name` must be a data set.*nobody/nothing/validation"):
+        read_examples(make_task("mnli", hub_name="nobody/nothing"), "hub:validation")
+
+
+def test_the_fingerprint_of_a_place_follows_its_bytes(tmp_path) -> None:
+    task = make_task("race")
+    (tmp_path / "high").mkdir()
+    (tmp_path / "high/1.txt").write_text("x", encoding="utf-8")
+    first = fingerprint(task, str(tmp_path))
+    assert fingerprint(task, str(tmp_path)) == first
+    (tmp_path / "high/1.txt").write_text("y", encoding="utf-8")
+    assert fingerprint(task, str(tmp_path)) != first
