@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from .config import require_positive
 from .from_plain import build
+from .training_config import PrecisionConfig
 
-PRECISIONS = ("fp32", "fp64", "bf16", "fp16")
 ACCELERATORS = ("auto", "cpu", "gpu")
 
 
@@ -55,14 +55,22 @@ class GenerateParallel:
 
 @dataclass(frozen=True)
 class GenerateTokenizer:
-    """`tokenizer=`: the tokenizer of a checkpoint that has none beside it.
+    """`tokenizer=`: `gpt2` reads published files instead of those beside the checkpoint.
 
     Args:
+        kind: `gpt2`; None where the group is not chosen.
         path: a tokenizer.json, or a folder with it, with encoder.json and vocab.bpe, or with vocab.json and merges.txt;
-            None takes the files beside the checkpoint.
+            alone it means the same as with `tokenizer=gpt2`.
+        name: on the Hugging Face hub, where `tokenizer=gpt2` is chosen without a path.
     """
 
+    kind: str | None = None
     path: str | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in (None, "gpt2"):
+            raise ValueError(f"`tokenizer` must be gpt2, or left alone for the checkpoint's own, but is {self.kind}")
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,7 @@ class GenerateConfig:
         max_new_tokens: of a sample; None takes as many as the model's positions allow.
         temperature, top_k, top_p: see `Sampling`.
         micro_batch_size: samples that are lengthened together.
+        precision: its `dtype` is that of weights and arithmetic.
 
     Raises:
         ValueError: a value that cannot be; none or several of the three.
@@ -96,7 +105,7 @@ class GenerateConfig:
     top_p: float = 1.0
     seed: int = 1234
     micro_batch_size: int = 8
-    precision: str = "fp32"
+    precision: PrecisionConfig = PrecisionConfig("fp32")
     accelerator: str = "auto"
     parallel: GenerateParallel = GenerateParallel()
     tokenizer: GenerateTokenizer = GenerateTokenizer()
@@ -116,9 +125,8 @@ class GenerateConfig:
             raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
         if not self.stream and (self.out is None or self.interactive):
             raise ValueError("`stream` must be true where the text would go nowhere else, but is false")
-        for name, choices in (("precision", PRECISIONS), ("accelerator", ACCELERATORS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, but is {getattr(self, name)!r}")
+        if self.accelerator not in ACCELERATORS:
+            raise ValueError(f"`accelerator` must be one of {', '.join(ACCELERATORS)}, but is {self.accelerator!r}")
         _ = self.sampling  # its rules
 
     @property

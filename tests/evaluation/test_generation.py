@@ -312,7 +312,7 @@ def test_streamed_text_is_whole_characters_and_adds_up(tokenizer) -> None:
     ids = tokenizer.encode_batch([text])[0]
     assert len(ids) > len(text)  # characters of several tokens
     row, terminal = Row(Prompt("", "p", (0,), 99, 0), 0), Terminal()
-    display = Display([row], tokenizer, terminal, heading=False)
+    display = Display([row], tokenizer, terminal, heading=False, with_prompt=False)
     for token in ids:
         row.tokens.append(token)
         display.update()
@@ -327,7 +327,7 @@ def test_streamed_text_is_whole_characters_and_adds_up(tokenizer) -> None:
 def test_rows_are_shown_one_after_the_other_while_all_grow(tokenizer) -> None:
     rows = [Row(Prompt(f"p{i}:", f"line {i}", (0,), 9, 0), 0) for i in range(2)]
     terminal = Terminal()
-    display = Display(rows, tokenizer, terminal, heading=True)
+    display = Display(rows, tokenizer, terminal, heading=True, with_prompt=True)
     for step, token in enumerate(tokenizer.encode_batch(["abc"])[0]):
         for row in rows:
             row.tokens.append(token)

@@ -107,11 +107,15 @@ class Display:
     A character is written when it is whole: the tokens of byte-level BPE may end inside one, which decodes to U+FFFD.
 
     Args:
-        heading: whether each row has a line above it, and its prompt in front; otherwise only what is new is written.
+        heading: whether each row has a line above it that names it.
+        with_prompt: whether its prompt stands in front of what is new.
     """
 
-    def __init__(self, rows: Sequence[Row], tokenizer: Tokenizer, out: TextIO, heading: bool) -> None:
-        self._rows, self._tokenizer, self._out, self._heading = list(rows), tokenizer, out, heading
+    def __init__(
+        self, rows: Sequence[Row], tokenizer: Tokenizer, out: TextIO, heading: bool, with_prompt: bool
+    ) -> None:
+        self._rows, self._tokenizer, self._out = list(rows), tokenizer, out
+        self._heading, self._with_prompt = heading, with_prompt
         self._written: int | None = None  # characters of the row being written; None: nothing of it, no heading either
 
     def update(self) -> None:
@@ -120,7 +124,8 @@ class Display:
             row = self._rows[0]
             if self._written is None:
                 if self._heading:
-                    self._out.write(f"--- {row.prompt.name}, sample {row.sample}\n{row.prompt.text}")
+                    self._out.write(f"--- {row.prompt.name}, sample {row.sample}\n")
+                self._out.write(row.prompt.text if self._with_prompt else "")
                 self._written = 0
             text = self._tokenizer.decode(row.tokens)
             if row.finish is None:

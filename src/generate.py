@@ -1,0 +1,34 @@
+"""Text from a GPT: `python src/generate.py ckpt=... prompt="Once upon a time"`; every key: conf/generate.yaml."""
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from lmscale.door import open_door, run_task
+from lmscale.generate_config import GenerateConfig
+
+
+def generate(values: dict) -> None:
+    """Check everything, then start the ranks (or join those that torchrun or srun started)."""
+    config = GenerateConfig.from_dict(values)
+    # torch takes seconds to import: not before the cheap checks above.
+    from lmscale.evaluation import generate_job
+    from lmscale.training.launch import launch, world_from_outside
+
+    world, tp_size = world_from_outside(), config.parallel.tp_size
+    if world is not None and world.size != tp_size:
+        raise ValueError(f"`parallel.tp_size` must be the number of ranks ({world.size}), but is {tp_size}")
+    job = generate_job.prepare(config)
+    sys.stdout.reconfigure(errors="replace")  # a terminal may lack some letters
+    launch(generate_job.generate, job, tp_size)
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="generate")
+def main(cfg: DictConfig) -> None:
+    """Entry of Hydra, once for each job of a sweep."""
+    run_task(generate, cfg)
+
+
+if __name__ == "__main__":
+    open_door(main, literal=("ckpt", "prompt", "file", "out", "tokenizer.path"))
