@@ -1,0 +1,179 @@
+"""What one training job costs on one cluster: bytes, FLOPs, messages, seconds, days, energy."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from ..config import BatchConfig, ParallelConfig, Recompute, TransformerConfig
+from .cluster import Cluster
+from .communication import AllReduce, step_all_reduces
+from .flops import hardware_flops_per_step, model_flops_per_step
+from .memory import GIB, MemoryEstimate, estimate_memory
+from .params import count_parameters
+from .step_time import AS_TRAINED, StepTime, Techniques, predict_step_time
+
+DAY_S = 86400
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and for how long; the layout is not part of it.
+
+    Args:
+        config: the model, with its recomputation.
+        global_batch_size: sequences of a step.
+        seq_length: tokens.
+        dtype: of weights, activations and gradients.
+        num_steps: optimizer steps of the run.
+    """
+
+    config: TransformerConfig
+    global_batch_size: int
+    seq_length: int
+    dtype: str
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks share a job: grid, micro-batch and recomputation."""
+
+    tp_size: int
+    dp_size: int
+    micro_batch_size: int
+    recompute: Recompute
+
+    @property
+    def overrides(self) -> str:
+        """As it is typed for `train.py` and `plan.py`."""
+        return (
+            f"parallel.tp_size={self.tp_size} parallel.dp_size={self.dp_size} "
+            f"micro_batch_size={self.micro_batch_size} model.recompute={self.recompute.value}"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cost of a job in one layout on one cluster.
+
+    Args:
+        num_micro_batches: forward passes of a rank in a step.
+        num_parameters, rank_parameters: of the model and of one rank.
+        memory: bytes of a rank by recomputation mode; `usable_bytes` is what a device has for them.
+        model_flops, hardware_flops: of a step, all ranks together.
+        all_reduces: of one rank in a step.
+        time: seconds of a step, modelled.
+        mfu: model FLOPs over what the devices' dense peaks would do in the time.
+    """
+
+    job: Job
+    layout: Layout
+    cluster: Cluster
+    num_micro_batches: int
+    num_parameters: int
+    rank_parameters: int
+    memory: dict[Recompute, MemoryEstimate]
+    usable_bytes: int
+    model_flops: int
+    hardware_flops: int
+    all_reduces: tuple[AllReduce, ...]
+    time: StepTime
+    mfu: float
+
+    @property
+    def num_devices(self) -> int:
+        """tp_size x dp_size."""
+        return self.layout.tp_size * self.layout.dp_size
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory of a rank in this layout's recomputation mode."""
+        return self.memory[self.layout.recompute].total
+
+    @property
+    def missing_bytes(self) -> int:
+        """By how much a rank does not fit its device; 0 or less where it does."""
+        return self.needed_bytes - self.usable_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all devices together."""
+        return self.job.global_batch_size * self.job.seq_length / self.time.total
+
+    @property
+    def days(self) -> float:
+        """Of the whole run, its steps alone: no validation, no checkpoints, no restarts."""
+        return self.job.num_steps * self.time.total / DAY_S
+
+    @property
+    def energy_mwh(self) -> float | None:
+        """Of the whole run; None where the cluster does not say what a device draws."""
+        if self.cluster.watts is None:
+            return None
+        return self.cluster.watts * self.num_devices * self.days * 24 / 1e6
+
+
+def make_plan(job: Job, layout: Layout, cluster: Cluster, techniques: Techniques = AS_TRAINED) -> Plan:
+    """Work out what `job` costs; a rank that does not fit its device is not refused here, see `Plan.missing_bytes`.
+
+    Where a GPU has no fused attention the scores pass through memory and are kept for the backward pass, so attention
+    counts as `exact` there.
+
+    Raises:
+        ValueError: more devices than the cluster has; a grid that does not divide the model or the batch; a type that
+            the devices do not have.
+    """
+    grid = ParallelConfig(layout.tp_size, layout.dp_size)
+    if grid.world_size > cluster.num_devices:
+        raise ValueError(
+            f"`tp_size` x `dp_size` must be at most the {cluster.num_devices:,} devices of {cluster.name}, "
+            f"but is {layout.tp_size} x {layout.dp_size}"
+        )
+    batch = BatchConfig(layout.micro_batch_size, job.global_batch_size, layout.dp_size)
+    config = job.config
+    if cluster.is_gpu and not cluster.calibration.fused_attention:
+        config = dataclasses.replace(config, attention="exact")
+    by_mode = {mode: dataclasses.replace(config, recompute=mode) for mode in Recompute}
+    config = by_mode[layout.recompute]
+    memory = {
+        mode: estimate_memory(
+            changed, grid.tp_size, batch.micro_batch_size, job.seq_length, job.dtype, grid.dp_size, cluster.is_gpu
+        )
+        for mode, changed in by_mode.items()
+    }
+    time = predict_step_time(
+        config,
+        grid,
+        batch.micro_batch_size,
+        batch.num_micro_batches,
+        job.seq_length,
+        job.dtype,
+        cluster,
+        techniques,
+    )
+    parameters = count_parameters(config, grid.tp_size)
+    model_flops = model_flops_per_step(config, job.seq_length, job.global_batch_size)
+    return Plan(
+        job=dataclasses.replace(job, config=config),
+        layout=layout,
+        cluster=cluster,
+        num_micro_batches=batch.num_micro_batches,
+        num_parameters=parameters.total,
+        rank_parameters=parameters.per_rank,
+        memory=memory,
+        usable_bytes=cluster.usable_bytes,
+        model_flops=model_flops,
+        hardware_flops=hardware_flops_per_step(config, job.seq_length, job.global_batch_size),
+        all_reduces=step_all_reduces(
+            config, grid, batch.micro_batch_size, batch.num_micro_batches, job.seq_length, job.dtype
+        ),
+        time=time,
+        mfu=model_flops / (time.total * grid.world_size * cluster.peak_flops_per_s(job.dtype)),
+    )
+
+
+def describe_shortage(plan: Plan) -> str:
+    """Why a rank does not fit, in words, with both sizes and the difference."""
+    return (
+        f"a rank needs {plan.needed_bytes / GIB:.1f} GiB, {plan.missing_bytes / GIB:.1f} more than the "
+        f"{plan.usable_bytes / GIB:.1f} a {plan.cluster.device} leaves"
+    )

@@ -1,0 +1,165 @@
+"""Plans for people and for programs: a table of one, a ranking of several, plain values."""
+
+from ..config import Recompute
+from .memory import GIB
+from .plan import Plan
+from .search import Ranking
+
+_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
+    """Plain values of everything a table shows, ready for JSON; every quantity's unit is in its name."""
+    time = plan.time
+    return {
+        "layout": {
+            "tp_size": plan.layout.tp_size,
+            "dp_size": plan.layout.dp_size,
+            "num_devices": plan.num_devices,
+            "micro_batch_size": plan.layout.micro_batch_size,
+            "num_micro_batches": plan.num_micro_batches,
+            "global_batch_size": plan.job.global_batch_size,
+            "seq_length": plan.job.seq_length,
+            "dtype": plan.job.dtype,
+            "recompute": plan.layout.recompute.value,
+        },
+        "parameters": {"model": plan.num_parameters, "rank": plan.rank_parameters},
+        "rank_memory_bytes": {
+            mode.value: {name: getattr(estimate, name) for name in estimate.__dataclass_fields__}
+            | {"total": estimate.total}
+            for mode, estimate in plan.memory.items()
+        },
+        "usable_bytes": plan.usable_bytes,
+        "step_flops": {"model": plan.model_flops, "hardware": plan.hardware_flops},
+        "all_reduces": [
+            {name: getattr(a, name) for name in ("what", "group", "phase", "count", "num_bytes", "total_bytes")}
+            for a in plan.all_reduces
+        ],
+        "step_time_s": {name: getattr(time, name) for name in (*time.__dataclass_fields__, "total")},
+        "mfu": plan.mfu,
+        "tokens_per_s": plan.tokens_per_s,
+        "num_steps": plan.job.num_steps,
+        "days": plan.days,
+        "energy_mwh": plan.energy_mwh,
+        "cluster": plan.cluster.name,
+        "evidence": {"counts": "exact", "memory": "counted, from below", "time": plan.cluster.calibration.evidence},
+        "notes": notes,
+    }
+
+
+def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
+    """A table of one plan, for the terminal."""
+    layout, cluster, time = plan.layout, plan.cluster, plan.time
+    lines = [
+        f"{name} on {plan.num_devices:,} of {cluster.name} ({cluster.device})",
+        f"  {layout.overrides}",
+        f"  {plan.job.dtype}, {plan.num_micro_batches} micro-batch(es) a rank and step, "
+        f"global batch {plan.job.global_batch_size:,} x {plan.job.seq_length:,} tokens",
+        "",
+        f"  {'parameters':<32}{plan.num_parameters:>20,}   a rank {plan.rank_parameters:,}",
+        f"  {'FLOPs a step, model':<32}{short_number(plan.model_flops):>20}",
+        f"  {'FLOPs a step, hardware':<32}{short_number(plan.hardware_flops):>20}",
+        "",
+        *_memory_lines(plan),
+        "",
+        f"  {'all-reduces of a rank and step':<52}{'group':>8}{'count':>8}{'MiB each':>11}{'GiB':>10}",
+        *(
+            f"    {a.phase + ': ' + a.what:<50}{a.group:>8}{a.count:>8,}{a.num_bytes / 2**20:>11,.3f}"
+            f"{a.total_bytes / GIB:>10,.3f}"
+            for a in plan.all_reduces
+        ),
+    ]
+    if not plan.all_reduces:
+        lines.append("    none: one rank")
+    kind = cluster.calibration.evidence
+    lines += ["", f"  step time ({_EVIDENCE[kind]})"]
+    rows = {
+        "matrix products": time.matmul,
+        "element-wise work": time.elementwise,
+        "overhead of layers": time.overhead,
+        "tensor-parallel all-reduces": time.tensor,
+        "data-parallel all-reduce": time.data,
+        "optimizer": time.optimizer,
+        "step": time.total,
+    }
+    lines += [f"    {row:<30}{seconds * 1e3:>20,.1f} ms {seconds / time.total:>8.1%}" for row, seconds in rows.items()]
+    energy = "unknown" if plan.energy_mwh is None else f"{plan.energy_mwh:,.3f} MWh"
+    lines += [
+        "",
+        f"  {'MFU of the dense peak':<32}{plan.mfu:>20.1%}",
+        f"  {'tokens/s':<32}{plan.tokens_per_s:>20,.0f}",
+        f"  {f'days for {plan.job.num_steps:,} steps':<32}{plan.days:>20,.2f}",
+        f"  {'energy':<32}{energy:>20}",
+        *(f"  note: {note}" for note in notes),
+    ]
+    return "\n".join(lines)
+
+
+_EVIDENCE = {
+    "fitted": "modelled; constants fitted to published step times",
+    "measured": "modelled; constants from measurements of such a machine",
+    "modelled": "modelled; constants carried over from published figures of others",
+}
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    """A rank's bytes by part, a column for each recomputation mode; the plan's own is marked."""
+    title = f"memory of a rank, GiB ({plan.usable_bytes / GIB:.1f} usable)"
+    heads = [mode.value + ("*" if mode is plan.layout.recompute else "") for mode in Recompute]
+    lines = [f"  {title:<44}" + "".join(f"{head:>12}" for head in heads)]
+    estimates = [plan.memory[mode] for mode in Recompute]
+    for part in (*estimates[0].__dataclass_fields__, "total"):
+        values = "".join(f"{getattr(estimate, part) / GIB:>12.3f}" for estimate in estimates)
+        lines.append(f"    {part.replace('_', ' '):<42}{values}")
+    verdicts = [plan.usable_bytes - estimate.total for estimate in estimates]
+    words = [f"{spare / GIB:.1f} spare" if spare >= 0 else f"{-spare / GIB:.1f} short" for spare in verdicts]
+    return [*lines, "    " + " " * 42 + "".join(f"{word:>12}" for word in words)]
+
+
+def ranking_to_dict(ranking: Ranking, top: int, notes: list[str]) -> dict:
+    """Plain values of a ranking, ready for JSON."""
+    return {
+        "fitting": [plan_to_dict(plan, []) for plan in ranking.fitting[:top]],
+        "num_fitting": len(ranking.fitting),
+        "too_large": [
+            {"layout": plan_to_dict(plan, [])["layout"], "missing_bytes": plan.missing_bytes}
+            for plan in ranking.too_large
+        ],
+        "notes": notes,
+    }
+
+
+def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> str:
+    """The fastest layouts that fit, and by how much the sizes miss that do not."""
+    first = (ranking.fitting or ranking.too_large)[0]
+    lines = [
+        f"{name} on {first.num_devices:,} of {first.cluster.name} ({first.cluster.device}), "
+        f"{len(ranking.fitting):,} layouts fit; step times {_EVIDENCE[first.cluster.calibration.evidence]}",
+        f"{'':>4}{'tp':>5}{'dp':>7}{'micro':>7}{'recompute':>11}{'GiB':>8}{'s/step':>10}{'MFU':>8}{'tokens/s':>13}"
+        f"{'days':>9}",
+    ]
+    for number, plan in enumerate(ranking.fitting[:top], start=1):
+        layout = plan.layout
+        lines.append(
+            f"{number:>4}{layout.tp_size:>5}{layout.dp_size:>7}{layout.micro_batch_size:>7}"
+            f"{layout.recompute.value:>11}{plan.needed_bytes / GIB:>8.1f}{plan.time.total:>10.3f}{plan.mfu:>8.1%}"
+            f"{plan.tokens_per_s:>13,.0f}{plan.days:>9.2f}"
+        )
+    for plan in ranking.too_large:
+        lines.append(
+            f"   refused: tp {plan.layout.tp_size} x dp {plan.layout.dp_size} needs at least "
+            f"{plan.needed_bytes / GIB:.1f} GiB a rank, {plan.missing_bytes / GIB:.1f} more than the "
+            f"{plan.usable_bytes / GIB:.1f} there are (micro_batch_size={plan.layout.micro_batch_size}, "
+            f"recompute={plan.layout.recompute.value})"
+        )
+    if ranking.fitting:
+        lines.append(f"best: {ranking.fitting[0].layout.overrides}")
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+
+
+def short_number(value: float) -> str:
+    """Four digits and a prefix: 1.234 P."""
+    for size, prefix in _UNITS:
+        if value >= size:
+            return f"{value / size:,.4g} {prefix}" if value < 1000 * size else f"{value / size:,.0f} {prefix}"
+    return f"{value:,.4g}"

@@ -1,0 +1,139 @@
+"""Layouts of a job on a cluster: all that are possible, ranked by step time, and the nearest one that works."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from ..config import Recompute
+from .cluster import Cluster
+from .memory import GIB
+from .plan import Job, Layout, Plan, make_plan
+
+LARGEST_MICRO_BATCH = 64
+_MODES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Layouts of a job that use all of a number of devices.
+
+    Args:
+        fitting: plans whose ranks fit their devices, fastest first.
+        too_large: for each `tp_size` that nothing fits at, the plan that misses by least.
+    """
+
+    fitting: tuple[Plan, ...]
+    too_large: tuple[Plan, ...]
+
+
+def tensor_sizes(job: Job, largest: int) -> list[int]:
+    """Every `tp_size` up to `largest` that cuts the model into equal shards, ascending."""
+    sizes = []
+    for tp_size in range(1, min(largest, job.config.num_attention_heads) + 1):
+        try:
+            job.config.check_tensor_parallel(tp_size)
+        except ValueError:
+            continue
+        sizes.append(tp_size)
+    return sizes
+
+
+def micro_batch_sizes(job: Job, dp_size: int) -> list[int]:
+    """Powers of two that divide a data rank's share of the batch, and the share itself where it is small; ascending."""
+    if job.global_batch_size % dp_size:
+        return []
+    share = job.global_batch_size // dp_size
+    powers = {2**n for n in range(int(math.log2(LARGEST_MICRO_BATCH)) + 1) if share % 2**n == 0}
+    return sorted(powers | ({share} if share <= LARGEST_MICRO_BATCH else set()))
+
+
+def rank_layouts(job: Job, cluster: Cluster, num_devices: int) -> Ranking:
+    """Plan every tp x dp = `num_devices`, micro-batch and recomputation mode.
+
+    Raises:
+        ValueError: no grid of `num_devices` divides model and batch; the message has the nearest number that does.
+    """
+    fitting, too_large = [], []
+    for tp_size in tensor_sizes(job, num_devices):
+        if num_devices % tp_size:
+            continue
+        plans = [
+            make_plan(job, Layout(tp_size, num_devices // tp_size, b, mode), cluster)
+            for b in micro_batch_sizes(job, num_devices // tp_size)
+            for mode in _MODES
+        ]
+        fits = [plan for plan in plans if plan.missing_bytes <= 0]
+        fitting += fits
+        if plans and not fits:
+            too_large.append(min(plans, key=lambda plan: plan.missing_bytes))
+    if not fitting and not too_large:
+        possible = _possible_numbers(job, cluster)
+        near = min(possible, key=lambda n: (abs(math.log(n / num_devices)), n))
+        raise ValueError(
+            f"`num_devices` must be a `tp_size` that divides the model times a `dp_size` that divides the batch of "
+            f"{job.global_batch_size:,}, but is {num_devices:,}; the nearest number that is one is {near:,}"
+        )
+    return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), tuple(too_large))
+
+
+def _possible_numbers(job: Job, cluster: Cluster) -> set[int]:
+    """Numbers of devices that some grid uses all of; 1 is always one."""
+    sizes = tensor_sizes(job, cluster.num_devices)
+    divisors = [
+        d for d in range(1, min(job.global_batch_size, cluster.num_devices) + 1) if job.global_batch_size % d == 0
+    ]
+    return {p * d for p in sizes for d in divisors if p * d <= cluster.num_devices}
+
+
+def nearest_layout(job: Job, wanted: Layout, cluster: Cluster) -> Plan | None:
+    """The layout that works and changes least of `wanted`; None where the cluster has none.
+
+    The number of devices changes least, then `tp_size`, then the micro-batch, then the recomputation.
+    """
+    if smallest_need(job, cluster).missing_bytes > 0:
+        return None
+
+    def distance(layout: Layout) -> tuple[float, float, float, int]:
+        return (
+            abs(math.log2(layout.tp_size * layout.dp_size / (wanted.tp_size * wanted.dp_size))),
+            abs(math.log2(layout.tp_size / wanted.tp_size)),
+            abs(math.log2(layout.micro_batch_size / wanted.micro_batch_size)),
+            abs(_MODES.index(layout.recompute) - _MODES.index(wanted.recompute)),
+        )
+
+    for layout in sorted(_layouts(job, cluster), key=distance):
+        plan = make_plan(job, layout, cluster)
+        if plan.missing_bytes <= 0:
+            return plan
+    return None
+
+
+def _layouts(job: Job, cluster: Cluster) -> list[Layout]:
+    """Every layout that divides model, batch and cluster."""
+    return [
+        Layout(tp_size, dp_size, b, mode)
+        for tp_size in tensor_sizes(job, cluster.num_devices)
+        for dp_size in range(1, cluster.num_devices // tp_size + 1)
+        for b in micro_batch_sizes(job, dp_size)
+        for mode in _MODES
+    ]
+
+
+def smallest_need(job: Job, cluster: Cluster) -> Plan:
+    """Of all layouts on the cluster the one whose rank needs least memory: largest `tp_size`, one sequence, full
+    recomputation, no data ranks."""
+    largest = tensor_sizes(job, cluster.num_devices)[-1]
+    one = dataclasses.replace(job, global_batch_size=1)
+    return make_plan(one, Layout(largest, 1, 1, Recompute.FULL), cluster)
+
+
+def way_out(job: Job, wanted: Layout, cluster: Cluster) -> str:
+    """For messages: the nearest layout that works, or what the model needs at least."""
+    near = nearest_layout(job, wanted, cluster)
+    if near is not None:
+        return f"the nearest layout that works is {near.layout.overrides}"
+    least = smallest_need(job, cluster)
+    return (
+        f"no layout works: at the largest tp_size that divides the model, {least.layout.tp_size}, with one sequence "
+        f"and full recomputation, a rank still needs {least.needed_bytes / GIB:.1f} GiB"
+    )

@@ -1,0 +1,206 @@
+"""What the planner is asked: the typed form of `conf/plan.yaml`."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import Recompute, TransformerConfig, require_positive
+from .from_plain import build, keys_of
+from .perf.cluster import Cluster
+from .perf.plan import Job, Layout, Plan, describe_shortage, make_plan
+from .perf.search import tensor_sizes, way_out
+from .run_config import STAND_IN_VOCAB_SIZE, ParallelRequest
+from .training_config import PrecisionConfig
+
+# Groups a recipe fills that cost nothing: a command line of train.py can be planned as it is.
+_OF_TRAINING_ALONE = ("optimizer", "schedule", "checkpoint", "logger", "run_dir", "overrides")
+_HALF = ("bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """`data=`: as much of it as costs something."""
+
+    seq_length: int
+
+    def __post_init__(self) -> None:
+        require_positive(self, "seq_length")
+
+
+@dataclass(frozen=True)
+class PlanTrainer:
+    """`trainer=`: as much of it as costs something."""
+
+    max_steps: int
+
+    def __post_init__(self) -> None:
+        require_positive(self, "max_steps")
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """One question to the planner.
+
+    Args:
+        model: the fields of `TransformerConfig`, and `name`.
+        parallel: sizes or `auto`: the smallest tp_size that fits; the largest dp_size the devices and the batch allow.
+        cluster: where it would run.
+        num_devices: of a search, and at most of `auto`; None: all that the cluster has.
+        best: rank all layouts instead of planning one.
+        top: layouts a ranking shows.
+        find_recompute: where the model does not fit as it is, take the first mode that recomputes more and does fit.
+        json: print JSON instead of a table.
+    """
+
+    name: str
+    model: dict
+    parallel: ParallelRequest
+    cluster: Cluster
+    precision: PrecisionConfig
+    data: PlanData
+    trainer: PlanTrainer
+    micro_batch_size: int
+    global_batch_size: int
+    num_devices: int | None = None
+    best: bool = False
+    top: int = 10
+    find_recompute: bool = True
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive(self, "micro_batch_size", "global_batch_size", "top")
+        if self.num_devices is not None:
+            require_positive(self, "num_devices")
+            if self.num_devices > self.cluster.num_devices:
+                raise ValueError(
+                    f"`num_devices` must be at most the {self.cluster.num_devices:,} of {self.cluster.name}, "
+                    f"but is {self.num_devices:,}"
+                )
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "PlanConfig":
+        """Build from nested plain values; what a recipe says of training alone is left out.
+
+        Raises:
+            ValueError: an unknown key, a missing key or a value of another type, with its dotted name.
+        """
+        values = {key: value for key, value in values.items() if key not in _OF_TRAINING_ALONE}
+        if isinstance(values.get("cluster"), dict):
+            path = values["cluster"].get("path")
+            values["cluster"] = _without_path(values["cluster"] if path is None else read_cluster(Path(path)))
+        for group, cls_of_group in (("data", PlanData), ("trainer", PlanTrainer)):
+            kept = {spec.name for spec in dataclasses.fields(cls_of_group)}
+            if isinstance(values.get(group), dict):
+                values[group] = {key: value for key, value in values[group].items() if key in kept}
+        return build(cls, values, "")
+
+    @property
+    def devices(self) -> int:
+        """Devices of a search, and at most of `auto`."""
+        return self.cluster.num_devices if self.num_devices is None else self.num_devices
+
+    def job(self) -> tuple[Job, list[str]]:
+        """What is to be trained, and notes on what was filled in.
+
+        Raises:
+            ValueError: a model that cannot be, a sequence longer than its positions, a type the devices do not have.
+        """
+        notes, sizes = [], {key: value for key, value in self.model.items() if key != "name"}
+        if sizes.get("vocab_size") is None:
+            sizes["vocab_size"] = STAND_IN_VOCAB_SIZE
+            notes.append(f"model.vocab_size is the tokenizer's: planned with {STAND_IN_VOCAB_SIZE:,} ids")
+        config = build(TransformerConfig, sizes, "model.")
+        if self.data.seq_length > config.max_position_embeddings:
+            raise ValueError(
+                f"`data.seq_length` must be at most `model.max_position_embeddings` "
+                f"({config.max_position_embeddings}), but is {self.data.seq_length}"
+            )
+        dtype = self.precision.dtype
+        if dtype in _HALF and dtype not in self.cluster.dtypes:
+            other = next((half for half in _HALF if half in self.cluster.dtypes), dtype)  # as many bytes
+            if other != dtype:
+                notes.append(f"a {self.cluster.device} has no {dtype}: planned with precision={other}")
+            dtype = other
+        self.cluster.peak_flops_per_s(dtype)
+        return Job(config, self.global_batch_size, self.data.seq_length, dtype, self.trainer.max_steps), notes
+
+    def plan(self) -> tuple[Plan, list[str]]:
+        """The one plan asked for, with notes.
+
+        Raises:
+            ValueError: a layout that cannot be or does not fit, with the nearest one that works.
+        """
+        job, notes = self.job()
+        layout = self._layout(job)
+        try:
+            with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
+                plan = make_plan(job, layout, self.cluster)
+        except ValueError as error:
+            raise ValueError(f"{error}; {way_out(job, layout, self.cluster)}") from None
+        if plan.missing_bytes > 0 and self.find_recompute:
+            modes = list(Recompute)
+            for mode in modes[modes.index(layout.recompute) + 1 :]:
+                other = make_plan(job, dataclasses.replace(layout, recompute=mode), self.cluster)
+                if other.missing_bytes <= 0:
+                    notes.append(
+                        f"with model.recompute={layout.recompute.value} {describe_shortage(plan)}: "
+                        f"planned with model.recompute={mode.value}"
+                    )
+                    return other, notes
+        if plan.missing_bytes > 0:
+            raise ValueError(
+                f"the memory a rank needs must be at most what its device has, but with {layout.overrides} "
+                f"{describe_shortage(plan)}; {way_out(job, layout, self.cluster)}"
+            )
+        return plan, notes
+
+    def _layout(self, job: Job) -> Layout:
+        """The layout asked for, with `auto` filled in."""
+        tp_size, dp_size, mode = self.parallel.tp_size, self.parallel.dp_size, job.config.recompute
+
+        def filled(tp: int) -> Layout:
+            return Layout(tp, self._dp_size(tp) if dp_size == "auto" else dp_size, self.micro_batch_size, mode)
+
+        if tp_size != "auto":
+            return filled(tp_size)
+        least = Recompute.FULL if self.find_recompute else mode
+        for tp in tensor_sizes(job, self.devices):
+            layout = filled(tp)
+            try:
+                if make_plan(job, dataclasses.replace(layout, recompute=least), self.cluster).missing_bytes <= 0:
+                    return layout
+            except ValueError:  # more devices than there are, or the batch does not divide
+                continue
+        raise ValueError(
+            "`parallel.tp_size`=auto found none that divides the model and fits; "
+            f"{way_out(job, filled(1), self.cluster)}"
+        )
+
+    def _dp_size(self, tp_size: int) -> int:
+        """The largest number of data ranks with a device and whole micro-batches each; 1 where there is none."""
+        whole = self.global_batch_size // self.micro_batch_size
+        return next((dp for dp in range(max(1, self.devices // tp_size), 1, -1) if whole % dp == 0), 1)
+
+
+def read_cluster(path: Path) -> dict:
+    """The keys of a cluster file of one's own, as those in conf/cluster.
+
+    Raises:
+        ValueError: no such file, or not YAML with keys.
+    """
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"`cluster.path` must be a file that can be read, but is {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = f" line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+        raise ValueError(f"`cluster.path` must be a YAML file, but {path}{where} is not") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"`cluster.path` must be a YAML file of keys as in conf/cluster, but is {path}")
+    return values
+
+
+def _without_path(values: dict) -> dict:
+    return {key: value for key, value in values.items() if key != "path"}
