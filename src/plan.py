@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from lmscale.door import open_door, run_task
 from lmscale.perf.plan import Layout, describe_shortage
 from lmscale.perf.plan_table import format_plan, format_ranking, plan_to_dict, ranking_to_dict
-from lmscale.perf.search import rank_layouts, way_out
+from lmscale.perf.search import largest_number, rank_layouts, way_out
 from lmscale.plan_config import PlanConfig
 
 
@@ -18,12 +18,13 @@ def plan(values: dict) -> None:
     config = PlanConfig.from_dict(values)
     if config.best:
         job, notes = config.job()
-        ranking = rank_layouts(job, config.cluster, config.devices)
+        num_devices = config.num_devices or largest_number(job, config.cluster)
+        ranking = rank_layouts(job, config.cluster, num_devices)
         if not ranking.fitting:
-            layout = Layout(1, config.devices, 1, job.config.recompute)
+            layout = Layout(1, num_devices, 1, job.config.recompute)
             closest = min(ranking.too_large, key=lambda plan: plan.missing_bytes)
             raise ValueError(
-                f"`num_devices` must be a number of devices on which some layout fits, but on {config.devices:,} even "
+                f"`num_devices` must be a number of devices on which some layout fits, but on {num_devices:,} even "
                 f"{closest.layout.overrides} does not: {describe_shortage(closest)}; "
                 f"{way_out(job, layout, config.cluster)}"
             )

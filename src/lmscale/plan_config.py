@@ -45,7 +45,7 @@ class PlanConfig:
         model: the fields of `TransformerConfig`, and `name`.
         parallel: sizes or `auto`: the smallest tp_size that fits; the largest dp_size the devices and the batch allow.
         cluster: where it would run.
-        num_devices: of a search, and at most of `auto`; None: all that the cluster has.
+        num_devices: of a search, and at most of `auto`; None: as many of the cluster's as the job can use.
         best: rank all layouts instead of planning one.
         top: layouts a ranking shows.
         find_recompute: where the model does not fit as it is, take the first mode that recomputes more and does fit.

@@ -76,6 +76,11 @@ def rank_layouts(job: Job, cluster: Cluster, num_devices: int) -> Ranking:
     return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), tuple(too_large))
 
 
+def largest_number(job: Job, cluster: Cluster) -> int:
+    """The most devices of the cluster that some grid uses all of."""
+    return max(_possible_numbers(job, cluster))
+
+
 def _possible_numbers(job: Job, cluster: Cluster) -> set[int]:
     """Numbers of devices that some grid uses all of; 1 is always one."""
     sizes = tensor_sizes(job, cluster.num_devices)
