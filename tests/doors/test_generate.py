@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -189,6 +190,18 @@ def test_a_person_sees_where_to_type_and_text_as_it_comes(published, tmp_path) -
     os.close(terminal)
     expected = generate(f"ckpt={published}", "prompt=some text", *settings[2:], cwd=tmp_path).stdout
     assert "some text" + seen.decode().removesuffix("> ") == expected
+
+
+def test_a_reader_that_leaves_ends_it_quietly(published, tmp_path) -> None:
+    command = [sys.executable, DOOR, f"ckpt={published}", "prompt=a", "max_new_tokens=60", "num_samples=20"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout.read(3) == b"---"
+        process.stdout.close()
+        said = process.stderr.read().decode()
+        assert process.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert said.startswith("compared with transformers") and said.count("\n") == 1, said
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,7 +106,8 @@ def generate(job: GenerateJob) -> int:
     """Generate on this rank; the first one writes.
 
     Returns:
-        exit code: 0, or with several ranks `MISTAKE`, after the line that says what is wrong.
+        exit code: 0; 128 + SIGPIPE where nobody reads the text any more; with several ranks `MISTAKE`, after the line
+        that says what is wrong.
 
     Raises:
         ValueError: with one rank, weights that cannot be loaded or used, a file that cannot be written.
@@ -115,12 +117,14 @@ def generate(job: GenerateJob) -> int:
     torch.set_num_threads(max(1, cores // config.parallel.tp_size))
     device = _device(config)
     context = evaluation_groups(config.parallel.tp_size, 1, device.type)
-    if context.tp_size == 1:
-        _generate(job, context, device)
-        return 0
     try:
         _generate(job, context, device)
+    except BrokenPipeError:  # whoever reads the text has read enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python would still write at its end
+        return 128 + signal.SIGPIPE
     except ValueError as error:  # on every rank: what is wrong was decided together
+        if context.tp_size == 1:
+            raise
         if context.tp_rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return MISTAKE
