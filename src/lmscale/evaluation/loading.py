@@ -30,6 +30,7 @@ from ..checkpoint import (
     find_damage,
     read_metadata,
 )
+from ..checkpoint.hf_config import config_from_hf, read_hf_config
 from ..checkpoint.hugging_face import import_hugging_face
 from ..checkpoint.reshard import find_checkpoint
 from ..config import TransformerConfig
@@ -138,6 +139,18 @@ def find_config(path: str | Path) -> TransformerConfig | None:
     if not (checkpoint / METADATA).is_file() and _is_hugging_face(Path(path)):
         return None
     return _config_of(checkpoint, read_metadata(checkpoint))
+
+
+def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
+    """The model at `path`, without reading its weights, and the folder where its tokenizer would be.
+
+    Raises:
+        CheckpointError: see `load_model`, as far as the metadata tell.
+    """
+    config, checkpoint = find_config(path), find_checkpoint(path)
+    if config is None:
+        return config_from_hf(read_hf_config(checkpoint / "config.json"), None), checkpoint
+    return config, checkpoint.parent / TOKENIZER_FOLDER
 
 
 def find_tokenizer_beside(folder: Path, config: TransformerConfig) -> Tokenizer | None:

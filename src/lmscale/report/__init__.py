@@ -1,1 +1,1 @@
-"""From records and the paper's numbers to tables and figures: the paper beside ours, the difference, the kind of evidence."""
+"""Tables beside the paper's: its numbers as data, records of ours, and what differs. No torch."""

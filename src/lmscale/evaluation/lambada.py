@@ -1,0 +1,103 @@
+"""LAMBADA's passages: read, split from their last words, and tokenized; no torch."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..data.tokenizer import Tokenizer
+from .text_files import TextFile
+
+# Function words of English: what a model often expects next, while a passage of LAMBADA seldom ends in one (37 of 2,577
+# lines). The list is ours; Radford et al. 2019 (section 3.3) do not print theirs.
+STOP_WORDS = frozenset(
+    """
+    a about above across after again against all almost along already also although always am among an and another any
+    anyone anything are around as at away back be because been before behind being below beneath beside between beyond
+    both but by can cannot could despite did do does doing done down during each either else enough even ever every
+    everyone everything few for from further had has have having he hence her here hers herself him himself his how
+    however i if in inside instead into is it its itself just least less many may me might mine more most much must my
+    myself near neither never no nobody none nor not nothing now of off often on once one only onto or other others
+    ought our ours ourselves out outside over own perhaps quite rather really same shall she should since so some
+    someone something sometimes soon still such than that the their theirs them themselves then there therefore these
+    they this those though through throughout thus till to together too toward towards under unless until up upon us
+    very was we were what whatever when where whether which while who whom whose why will with within without would yet
+    you your yours yourself yourselves
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One item: the number of its line, what is read, and the tokens of the word to predict."""
+
+    line: int
+    context: tuple[int, ...]
+    word: tuple[int, ...]
+
+
+def read_passages(file: TextFile, form: str) -> list[tuple[str, str]]:
+    """The (passage, last word) of each line; the text is not changed, but for blanks around the passage.
+
+    Args:
+        form: `openai` (JSON lines with `text`: written text, as GPT-2's authors published it) or `original` (a
+            passage a line, cut into words and in lower case).
+
+    Raises:
+        ValueError: a line of another form, or without two words.
+    """
+    found = []
+    for number, line in enumerate(file.text.removesuffix("\n").split("\n"), start=1):
+        where = f"{file.name}, line {number}"
+        is_json = line.lstrip().startswith("{")
+        if line.strip() and is_json != (form == "openai"):
+            other = "openai" if is_json else "original"
+            raise ValueError(f"`task.form` must suit the file, but is {form}, and {where} looks like {other}")
+        text = _text_of_json(line, where) if is_json else line
+        words = text.rsplit(None, 1)
+        if len(words) < 2:
+            raise ValueError(f"`task.path` must have a passage of two words or more on each line, but {where} has not")
+        found.append((words[0].strip(), words[1]))
+    return found
+
+
+def encode_passages(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[Passage]:
+    """Tokens of the items: of the passage, and of its last word with a blank before it.
+
+    Source: NVIDIA/Megatron-LM v1.0, `tasks/zeroshot_gpt2/datasets.py`. Where the tokens of the whole text are others
+        (2 of 2,577 lines of the data set), this is what counts.
+    """
+    contexts = tokenizer.encode_batch([passage for passage, _ in pairs])
+    words = tokenizer.encode_batch([f" {word}" for _, word in pairs])
+    items = enumerate(zip(contexts, words, strict=True), start=1)
+    return [Passage(line, tuple(context), tuple(word)) for line, (context, word) in items]
+
+
+def check_lengths(passages: Sequence[Passage], max_positions: int, name: str) -> None:
+    """Refuse an item that the model cannot read whole.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    for passage in passages:
+        length = len(passage.context) + len(passage.word) - 1
+        if length > max_positions:
+            raise ValueError(
+                f"a passage must be at most the model's positions ({max_positions}) long, but {name}, line "
+                f"{passage.line} has {length} tokens to read"
+            )
+
+
+def stop_word_ids(tokenizer: Tokenizer) -> list[int]:
+    """Ids of the tokens that are a stop word, with a blank before it, by themselves."""
+    forms = [f" {form}" for word in sorted(STOP_WORDS) for form in (word, word.capitalize())]
+    return sorted(ids[0] for ids in tokenizer.encode_batch(forms) if len(ids) == 1)
+
+
+def _text_of_json(line: str, where: str) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"`task.path` must have JSON on each line, but {where}: {error}") from None
+    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+        raise ValueError(f'`task.path` must have {{"text": ...}} on each line, but {where} has not')
+    return value["text"]

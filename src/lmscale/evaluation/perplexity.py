@@ -1,0 +1,118 @@
+"""Perplexity of a text under a GPT, a word at a time although the model reads subwords.
+
+Source: section 5.2 and appendix E.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..models import GPT
+from ..parallel.collectives import sum_over_data_ranks
+from .scoring import score_places
+from .windows import Windows
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """What a text cost a model.
+
+    Args:
+        loss_sum: nats of all targets.
+        num_targets: T, subwords predicted.
+        num_words: T_o, words of the raw text.
+    """
+
+    loss_sum: float
+    num_targets: int
+    num_words: int
+
+    @classmethod
+    def of(cls, losses: Sequence[float], num_targets: int, num_words: int) -> "Perplexity":
+        """From the losses of parts of the text, added exactly: their order does not matter."""
+        loss_sum = math.inf if math.inf in losses else math.fsum(losses)
+        return cls(loss_sum, num_targets, num_words)
+
+    @property
+    def paper(self) -> float:
+        """exp(loss / T_o), the formula of appendix E."""
+        return _exp(self.loss_sum / self.num_words)
+
+    @property
+    def megatron(self) -> float:
+        """exp(loss / (T_o - 1)), which Megatron-LM's code computes; infinite for one word. (That code also caps the
+        exponent at 20.)"""
+        return _exp(self.loss_sum / (self.num_words - 1)) if self.num_words > 1 else math.inf
+
+    @property
+    def token(self) -> float:
+        """exp(loss / T), of the subwords; depends on the tokenizer."""
+        return _exp(self.loss_sum / self.num_targets)
+
+
+def measure_losses(
+    model: GPT,
+    tokens: Sequence[int],
+    windows: Windows,
+    micro_batch_tokens: int,
+    hear: Callable[[int], None] = lambda number: None,
+) -> Tensor:
+    """The loss of each window's scored targets, in nats.
+
+    Batches are the same at every layout, and each is one data rank's: what is measured does not depend on `dp_size`.
+
+    Args:
+        tokens: the whole stream, T + 1 ids.
+        micro_batch_tokens: of a forward pass, at most, unless one window has more.
+        hear: called with the number of windows each batch of this rank has done.
+
+    Shapes:
+        returns fp64 [number of windows], equal on all ranks.
+
+    Raises:
+        ValueError: a loss that is not a number.
+
+    Communicates:
+        over the tensor group, see `score_places`; over the data group one all-reduce of all losses.
+    """
+    context, device = model.context, model.transformer.position_embedding.device
+    stream = torch.as_tensor(tokens, dtype=torch.int64)
+    losses = torch.zeros(len(windows), dtype=torch.float64, device=device)
+    batches = _batches(windows, max(1, micro_batch_tokens // windows.window))
+    for batch in batches[context.dp_rank :: context.dp_size]:
+        _, num_read, num_scored = windows[batch[0]]
+        starts = torch.tensor([windows[index][0] for index in batch])
+        inputs = stream[starts[:, None] + torch.arange(num_read)]  # [b, s]
+        columns = torch.arange(num_read - num_scored, num_read)
+        targets = stream[starts[:, None] + columns + 1]  # [b, scored]
+        rows = torch.arange(len(batch)).repeat_interleave(num_scored)
+        places = (inputs, rows, columns.repeat(len(batch)), targets.flatten())
+        found, _, _ = score_places(model, *(part.to(device) for part in places))
+        losses[batch[0] : batch[-1] + 1] = found.view(len(batch), num_scored).sum(dim=-1)
+        hear(len(batch))
+    sum_over_data_ranks(losses, context)
+    if bool(losses.isnan().any()):
+        window = int(losses.isnan().int().argmax())
+        raise ValueError(f"the loss of every window must be a number, but that of window {window} is nan")
+    return losses
+
+
+def _batches(windows: Windows, size: int) -> list[range]:
+    """Neighbouring windows of one shape, at most `size` together; only the first and the last have other shapes."""
+    batches, first = [], 0
+    for index in range(1, len(windows) + 1):
+        full = index == len(windows) or windows[index][1:] != windows[first][1:] or index - first == size
+        if full:
+            batches.append(range(first, index))
+            first = index
+    return batches
+
+
+def _exp(exponent: float) -> float:
+    try:
+        return math.exp(exponent)
+    except OverflowError:  # above e^709
+        return math.inf

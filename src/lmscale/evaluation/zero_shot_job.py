@@ -1,0 +1,232 @@
+"""One zero-shot evaluation from its configuration to its record: checks before ranks start, and each rank's work."""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ..config import TransformerConfig
+from ..data.tokenizer import Tokenizer
+from ..parallel import ParallelContext
+from ..report.ledger import GPT_MODELS, PAPER_STEPS
+from ..results import new_record, write_record
+from ..zero_shot_config import ZeroShotConfig
+from .cloze import Answer, answer_passages
+from .lambada import check_lengths, stop_word_ids
+from .loading import LoadedModel, describe_checkpoint, evaluation_groups, find_tokenizer_beside, load_model
+from .perplexity import Perplexity, measure_losses
+from .tokenizer_choice import choose_tokenizer, open_given
+from .zero_shot_task import Lambada, WikiText103, read_task
+
+MISTAKE = 2  # exit code of a rank that met what the user must mend, as in the door
+RECORD, ANSWERS = "record.json", "answers.jsonl"
+SECONDS_BETWEEN_NEWS = 30.0
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+Metrics = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ZeroShotJob:
+    """What every rank gets: all decided, nothing of it read twice.
+
+    Args:
+        banned: ids that may not begin an answer; empty without the stop-word filter.
+    """
+
+    config: ZeroShotConfig
+    task: WikiText103 | Lambada
+    tokenizer: dict[str, Any]
+    banned: list[int]
+
+
+def prepare(config: ZeroShotConfig) -> ZeroShotJob:
+    """Check everything that can be without the weights.
+
+    Raises:
+        ValueError: a checkpoint that is missing, damaged or no GPT, or that `tp_size` does not divide; a tokenizer that
+            is missing or not the model's; a file that cannot be scored; windows longer than the model's positions.
+    """
+    given = open_given(config.tokenizer)
+    model, beside = describe_checkpoint(config.ckpt)
+    if model.architecture != "gpt":
+        raise ValueError(f"`ckpt` must be a GPT, which predicts the next token, but {config.ckpt} is a BERT")
+    model.check_tensor_parallel(config.parallel.tp_size)
+    if config.accelerator == "gpu" and not torch.cuda.is_available():
+        raise ValueError("`accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
+    tokenizer = choose_tokenizer(given, find_tokenizer_beside(beside, model), model, config.ckpt)
+    task = read_task(config.task, tokenizer)
+    _check_fit(task, model)
+    banned = stop_word_ids(tokenizer) if isinstance(task, Lambada) and config.task.stop_word_filter else []
+    about = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
+    return ZeroShotJob(config, task, about, banned)
+
+
+def count(config: ZeroShotConfig) -> dict[str, int]:
+    """What would be scored; a checkpoint serves for its tokenizer alone.
+
+    Raises:
+        ValueError: no tokenizer, or a file that cannot be scored.
+    """
+    tokenizer: Tokenizer | None = open_given(config.tokenizer)
+    if config.ckpt is not None:
+        model, beside = describe_checkpoint(config.ckpt)
+        tokenizer = choose_tokenizer(tokenizer, find_tokenizer_beside(beside, model), model, config.ckpt)
+    if tokenizer is None:
+        raise ValueError("`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER) where `ckpt` is not")
+    return read_task(config.task, tokenizer).counts
+
+
+def _check_fit(task: WikiText103 | Lambada, model: TransformerConfig) -> None:
+    positions = model.max_position_embeddings
+    if isinstance(task, Lambada):
+        check_lengths(task.passages, positions, task.file_name)
+    elif task.windows.window > positions:
+        raise ValueError(
+            f"`task.window` must be at most the model's positions ({positions}), but is {task.windows.window}"
+        )
+
+
+@record
+def evaluate(job: ZeroShotJob) -> int:
+    """Evaluate on this rank; the first one writes.
+
+    Returns:
+        exit code: 0, or with several ranks `MISTAKE`, after the line that says what is wrong.
+
+    Raises:
+        ValueError: with one rank, weights that cannot be loaded or used, a record that cannot be written.
+    """
+    layout = job.config.parallel
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if layout.world_size > 1 else 1
+    torch.set_num_threads(max(1, cores // local_size))
+    use_gpu = job.config.accelerator != "cpu" and torch.cuda.is_available()
+    context = evaluation_groups(layout.tp_size, layout.dp_size, "cuda" if use_gpu else "cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
+    if layout.world_size == 1:
+        _evaluate(job, context, device)
+        return 0
+    try:
+        _evaluate(job, context, device)
+    except ValueError as error:  # on every rank: what is wrong was decided together
+        if context.tp_rank == context.dp_rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return MISTAKE
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _evaluate(job: ZeroShotJob, context: ParallelContext, device: torch.device) -> None:
+    started = time.time()
+    is_first = context.tp_rank == context.dp_rank == 0
+    config, task = job.config, job.task
+    loaded = load_model(config.ckpt, context, _DTYPES[config.precision.dtype], device)
+    if is_first:
+        counts = ", ".join(f"{name} = {number}" for name, number in task.counts.items())
+        print(f"checkpoint {loaded.path}: {loaded.checkpoint_id}, step {loaded.step}")
+        print(f"tokenizer {job.tokenizer['sha256'][:16]}, {job.tokenizer['vocab_size']} ids")
+        print(f"{config.task.name}, {task.file_name} ({task.split}): {counts}", flush=True)
+    news = _News(config.task.name, context) if is_first else _ignore
+    answers = []
+    if isinstance(task, Lambada):
+        answers = answer_passages(loaded.model, task.passages, config.micro_batch_tokens, job.banned, news)
+        metrics = _lambada_metrics(task, answers, with_filter=bool(job.banned))
+    else:
+        losses = measure_losses(loaded.model, task.tokens, task.windows, config.micro_batch_tokens, news)
+        metrics = _wikitext_metrics(task, losses.tolist())
+    if is_first:
+        metrics["evaluation_time"] = {"value": time.time() - started, "unit": "s"}
+        for name, entry in metrics.items():
+            print(f"{name} = {entry['value']:.10g} {entry['unit']}")
+        _write(job, loaded, metrics, answers, device, started)
+
+
+def _wikitext_metrics(task: WikiText103, losses: list[float]) -> Metrics:
+    perplexity = Perplexity.of(losses, task.windows.num_targets, task.num_words)
+    return {
+        "wikitext103/perplexity": {"value": perplexity.paper, "unit": "exp(loss / T_o)"},
+        "wikitext103/perplexity_megatron": {"value": perplexity.megatron, "unit": "exp(loss / (T_o - 1))"},
+        "wikitext103/perplexity_token": {"value": perplexity.token, "unit": "exp(loss / T)"},
+        "wikitext103/loss": {"value": perplexity.loss_sum / perplexity.num_targets, "unit": "nats/token"},
+    } | {f"wikitext103/{name}": {"value": number, "unit": "count"} for name, number in task.counts.items()}
+
+
+def _lambada_metrics(task: Lambada, answers: list[Answer], with_filter: bool) -> Metrics:
+    name, number = f"lambada_{task.form}", len(answers)
+    shares = {
+        "accuracy_last_word": sum(answer.right for answer in answers),
+        "accuracy_last_token": sum(answer.last_token_right for answer in answers),
+    }
+    if with_filter:
+        shares["accuracy_last_word_no_stop_words"] = sum(answer.right_filtered for answer in answers)
+    loss_sum = -sum(answer.log_likelihood for answer in answers)
+    perplexity = Perplexity(loss_sum, number, number)
+    return (
+        {f"{name}/{share}": {"value": 100 * right / number, "unit": "%"} for share, right in shares.items()}
+        | {f"{name}/perplexity_last_word": {"value": perplexity.paper, "unit": "exp(nats/word)"}}
+        | {f"{name}/right": {"value": shares["accuracy_last_word"], "unit": "count"}}
+        | {f"{name}/{key}": {"value": value, "unit": "count"} for key, value in task.counts.items()}
+    )
+
+
+def _write(
+    job: ZeroShotJob, loaded: LoadedModel, metrics: Metrics, answers: list[Answer], device: torch.device, started: float
+) -> None:
+    """The record, and for LAMBADA a line of JSON an answer, in the order of the file."""
+    folder, task = Path(job.config.run_dir), job.task
+    model = loaded.config
+    size = (model.num_layers, model.hidden_size, model.num_attention_heads)
+    paper_size = next((name for name, paper in GPT_MODELS.items() if paper.size == size), None)
+    as_in_paper = task.split == "test" and loaded.step == PAPER_STEPS and paper_size is not None
+    if isinstance(task, WikiText103):
+        as_in_paper = as_in_paper and (task.windows.window, task.windows.stride) == (1024, 32)
+    about = {
+        "zero_shot": job.config.to_dict(),
+        "model": model.to_dict(),
+        "paper_size": paper_size,
+        "checkpoint": {"path": str(loaded.path), "id": loaded.checkpoint_id, "step": loaded.step},
+        "tokenizer": job.tokenizer,
+        "file": {"name": task.file_name, "sha256": task.file_sha256, "split": task.split},
+        "detokenizer": "megatron_v1" if isinstance(task, WikiText103) else "none",
+    }
+    layout = asdict(job.config.parallel) | {"threads_per_rank": torch.get_num_threads()}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    kind = "run" if as_in_paper else "scaled_down"
+    result = new_record(
+        f"zero_shot_{job.config.task.name}", kind, about, None, metrics, device=name, layout=layout, started=started
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if answers:
+            lines = "".join(json.dumps(asdict(answer)) + "\n" for answer in answers)
+            (folder / ANSWERS).write_text(lines, encoding="utf-8")
+        write_record(result, folder / RECORD)
+    except OSError as error:
+        raise ValueError(f"`hydra.run.dir` must be a folder that can be written, but {error}") from None
+    print(f"record: {folder / RECORD}")
+
+
+class _News:
+    """Says on standard error from time to time how far the first rank is; the others have as much to do."""
+
+    def __init__(self, name: str, context: ParallelContext) -> None:
+        self.name, self.dp_size = name, context.dp_size
+        self.done, self.last = 0, time.monotonic()
+
+    def __call__(self, number: int) -> None:
+        self.done += number
+        if time.monotonic() - self.last > SECONDS_BETWEEN_NEWS:
+            self.last = time.monotonic()
+            print(f"{self.name}: about {self.done * self.dp_size} done", file=sys.stderr, flush=True)
+
+
+def _ignore(number: int) -> None:
+    """Heard on ranks that say nothing."""

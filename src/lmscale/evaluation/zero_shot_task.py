@@ -1,0 +1,89 @@
+"""What a zero-shot evaluation scores: its file read and tokenized, its counts; no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..data.tokenizer import Tokenizer
+from ..zero_shot_config import LambadaConfig, WikiText103Config
+from .lambada import Passage, encode_passages, read_passages
+from .text_files import read_text_file
+from .wikitext import count_words, detokenize
+from .windows import Windows
+
+# T_o of the published WikiText-103 files, and the number of LAMBADA's passages: how a whole file is told from a part.
+WIKITEXT_WORDS = {"test": 245_566, "validation": 217_642}
+LAMBADA_PASSAGES = 5_153
+
+
+@dataclass(frozen=True)
+class WikiText103:
+    """A WikiText file as a stream of subwords.
+
+    Args:
+        num_words: T_o, of the raw text.
+        tokens: of the whole detokenized file as one string.
+        windows: over the T = len(tokens) - 1 targets.
+    """
+
+    file_name: str
+    file_sha256: str
+    num_words: int
+    tokens: Sequence[int]
+    windows: Windows
+
+    @property
+    def split(self) -> str:
+        """Which published file this is by its T_o: `test`, `validation` or `other`."""
+        return next((name for name, words in WIKITEXT_WORDS.items() if words == self.num_words), "other")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """T_o, T and the windows, which the perplexity depends on."""
+        windows = self.windows
+        return {
+            "T_o": self.num_words,
+            "T": windows.num_targets,
+            "windows": len(windows),
+            "windows_megatron": windows.num_megatron,
+            "window": windows.window,
+            "stride": windows.stride,
+        }
+
+
+@dataclass(frozen=True)
+class Lambada:
+    """Passages with the tokens of their last words."""
+
+    file_name: str
+    file_sha256: str
+    form: str
+    passages: Sequence[Passage]
+
+    @property
+    def split(self) -> str:
+        """`test` for a file of all 5,153 passages, else `other`."""
+        return "test" if len(self.passages) == LAMBADA_PASSAGES else "other"
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Passages, those whose word is several tokens, and the most tokens of one passage with its word."""
+        return {
+            "passages": len(self.passages),
+            "words_of_several_tokens": sum(len(passage.word) > 1 for passage in self.passages),
+            "longest": max(len(passage.context) + len(passage.word) for passage in self.passages),
+        }
+
+
+def read_task(config: WikiText103Config | LambadaConfig, tokenizer: Tokenizer) -> WikiText103 | Lambada:
+    """Read and tokenize a task's file.
+
+    Raises:
+        ValueError: a file that cannot be scored; see `read_text_file`, `Windows` and `read_passages`.
+    """
+    file = read_text_file(config.path)
+    if isinstance(config, LambadaConfig):
+        passages = encode_passages(read_passages(file, config.form), tokenizer)
+        return Lambada(file.name, file.sha256, config.form, passages)
+    tokens = tokenizer.encode_batch([detokenize(file.text).text])[0]
+    windows = Windows(len(tokens) - 1, config.window, config.stride)
+    return WikiText103(file.name, file.sha256, count_words(file.text), tokens, windows)

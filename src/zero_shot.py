@@ -1,0 +1,37 @@
+"""Zero-shot evaluation (Table 3): `python src/zero_shot.py task=lambada ckpt=...`; every key: conf/zero_shot.yaml."""
+
+import hydra
+from omegaconf import DictConfig
+
+from lmscale.door import open_door, run_task
+from lmscale.zero_shot_config import ZeroShotConfig
+
+
+def evaluate(values: dict) -> None:
+    """Check everything, then start the ranks (or join those that torchrun started)."""
+    config = ZeroShotConfig.from_dict(values)
+    # torch takes seconds to import: not before the cheap checks above.
+    from lmscale.evaluation import zero_shot_job
+
+    if config.count_only:
+        print(*(f"{name} = {number}" for name, number in zero_shot_job.count(config).items()), sep="\n")
+        return
+    from lmscale.training.launch import launch, world_from_outside
+
+    world, layout = world_from_outside(), config.parallel
+    if world is not None and world.size != layout.world_size:
+        raise ValueError(
+            f"the number of ranks ({world.size}) must be `parallel.tp_size` x `parallel.dp_size`, "
+            f"but that is {layout.tp_size} x {layout.dp_size}"
+        )
+    launch(zero_shot_job.evaluate, zero_shot_job.prepare(config), layout.world_size)
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="zero_shot")
+def main(cfg: DictConfig) -> None:
+    """Entry of Hydra, once for each job of a sweep."""
+    run_task(evaluate, cfg)
+
+
+if __name__ == "__main__":
+    open_door(main)
