@@ -28,6 +28,7 @@ GROUPS = {
 TRAIN_GROUPS = ["model", "data", "tokenizer", "parallel", "optimizer", "schedule", "trainer", "precision"]
 TRAIN_GROUPS += ["checkpoint", "logger", "recipe"]
 PREPARE_GROUPS = ["corpus", "tokenizer", "cleaning", "dedup", "evaluation", "launcher"]
+OTHER_GROUPS = {"cluster": ("plan", "cluster"), "task": ("zero_shot", "task")}  # group: door, how it is chosen
 CHOICES = [(group, choice) for group in TRAIN_GROUPS for choice in GROUPS[group]]
 
 
@@ -61,7 +62,14 @@ def test_every_model_composes_with_every_kind_of_recipe(model: str, recipe: str)
 
 
 def test_no_group_is_left_out_of_these_tests() -> None:
-    assert sorted(GROUPS) == sorted({*TRAIN_GROUPS, *PREPARE_GROUPS})
+    assert sorted(GROUPS) == sorted({*TRAIN_GROUPS, *PREPARE_GROUPS, *OTHER_GROUPS})
+
+
+@pytest.mark.parametrize("group, choice", [(group, choice) for group in OTHER_GROUPS for choice in GROUPS[group]])
+def test_every_choice_of_the_other_doors_composes(group: str, choice: str) -> None:
+    root, override = OTHER_GROUPS[group]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        assert compose(root, [f"{override}={choice}"])
 
 
 @pytest.mark.parametrize("group, choice", [(group, choice) for group in PREPARE_GROUPS for choice in GROUPS[group]])
