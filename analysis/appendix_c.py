@@ -99,13 +99,11 @@ def markdown(record: dict) -> str:
         "parameters and read 157 billion tokens (300,000 steps of 512 x 1,024).",
         "",
         f"Temperature {config['temperature']}, top-p {config['top_p']}, at most {NUM_NEW} tokens, seed {SEED}, "
-        "sample 0 of each prompt (bold). Nothing was chosen or left out.",
+        "sample 0 of each prompt (in brackets). Nothing was chosen or left out.",
     ]
     for number, one in enumerate(record["samples"], start=1):
-        text = one["text"].strip("\n")
-        quoted = f"**{one['prompt']}**{text}".replace("**\n", "**  \n").replace("\n", "  \n> ")
         end = "end of text" if one["finish"] == "end_of_text" else f"cut at {one['num_tokens']} tokens"
-        lines += ["", f"## {number}", "", f"> {quoted}", "", f"({end})"]
+        lines += ["", f"## {number}", "", "```text", f"[{one['prompt']}]{one['text']}", "```", "", f"({end})"]
     return "\n".join(lines) + "\n"
 
 
