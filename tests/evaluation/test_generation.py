@@ -153,7 +153,7 @@ def _lengthen_sharded(rank: int, tp_size: int) -> list:
     return found
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_layout_gives_the_same_tokens_on_every_rank(tp_size: int) -> None:
     expected = []
     for norm_order, sampling in itertools.product(("pre", "post"), (GREEDY, Sampling(1.2, 20, 0.95))):

@@ -91,7 +91,7 @@ def test_one_rank_chooses_what_sorting_the_whole_row_gives(expected) -> None:
     assert len({token for tokens in found for token in tokens}) > 25  # the comparison is of something
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("tp_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_every_tensor_rank_chooses_the_same_token_as_one_rank(expected, tp_size: int) -> None:
     assert run_ranks(_choose_all, tp_size, tp_size) == [expected] * tp_size
 
