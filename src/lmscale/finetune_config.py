@@ -27,6 +27,8 @@ class TaskConfig:
         doc_stride, max_query_length: SQuAD: tokens from the start of a window to the start of the next; tokens of a
             question.
         max_answer_length, num_best: SQuAD: longest answer in tokens; candidates that are kept for each question.
+        null_threshold: SQuAD 2.0: "no answer" is said where it scores above the best answer by more than this; None:
+            by what is best on the first validation set.
         table_6: what Table 6 says for this task by size of the model; conf/finetune.yaml takes the chosen one's.
 
     Raises:
@@ -45,6 +47,7 @@ class TaskConfig:
     max_query_length: int | None = None
     max_answer_length: int | None = None
     num_best: int | None = None
+    null_threshold: float | None = None
     table_6: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,7 +96,7 @@ class FinetuneTrainer:
     Args:
         num_epochs: passes over the training set; 0 scores the checkpoint as it is.
         warmup_fraction: part of all updates in which the learning rate rises; it then falls to 0.
-        max_train_examples: the first so many examples of the training set; None: all. Meant for trials.
+        max_train_examples: the first so many examples (SQuAD: windows) of the training set; None: all. For trials.
         score_every_epoch: score after each epoch, or only at the end.
         pool_batches: batches are made of examples of similar length out of so many times a batch; 1: in the order of
             the shuffle.
@@ -115,7 +118,6 @@ class FinetuneTrainer:
     log_every_steps: int = 10
     accelerator: str = "auto"
     num_threads: int | None = None
-    progress_bar: bool = True
 
     def __post_init__(self) -> None:
         if self.num_epochs < 0:

@@ -1,0 +1,54 @@
+"""Finetune a BERT: `python finetune/run.py task=mnli ckpt=...`; see conf/finetune.yaml for every key."""
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from lmscale.door import hydra_files, open_door, run_task
+
+
+def finetune(values: dict, files: dict[str, str]) -> None:
+    """Check everything, then start the ranks (or join those that torchrun or srun started).
+
+    Args:
+        files: what goes into the run folder as the training starts, texts by path.
+    """
+    from lmscale.finetune_config import FinetuneConfig
+
+    run = FinetuneConfig.from_dict(values)
+    # torch and Lightning take seconds to import: not before the cheap checks above.
+    from lmscale.finetune import finetuning
+    from lmscale.training.launch import launch
+
+    job = dataclasses.replace(finetuning.prepare_job(run), files=files)
+    launch(finetuning.finetune, job, job.layout.world_size)
+
+
+def objective(cfg: DictConfig) -> float | None:
+    """The figure of the run's record that a searching sweeper wants; None on ranks that have no record."""
+    from lmscale.finetune.scoring import OBJECTIVES
+
+    path = Path(HydraConfig.get().runtime.output_dir) / "record.json"
+    if not path.is_file():
+        return None
+    metrics = json.loads(path.read_text(encoding="utf-8"))["metrics"]
+    name = cfg.objective or OBJECTIVES[cfg.task.name]
+    if name not in metrics:
+        raise ValueError(f"`objective` must be one of {', '.join(metrics)}, but is {name!r}")
+    return metrics[name]["value"]
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="finetune")
+def main(cfg: DictConfig) -> float | None:
+    """Entry of Hydra, once for each job of a sweep."""
+    run_task(partial(finetune, files=hydra_files(cfg)), cfg)
+    return objective(cfg)
+
+
+if __name__ == "__main__":
+    open_door(main, short={"task": "finetune_task@task"})

@@ -1,0 +1,284 @@
+"""One finetuning from its configuration to its record."""
+
+import gc
+import logging
+import platform
+import shutil
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ..checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished
+from ..config import ParallelConfig
+from ..finetune_config import FinetuneConfig
+from ..results import new_record, write_record
+from ..training.exit_codes import DONE, USER_ERROR
+from ..training.launch import cluster_environment, resolve_accelerator, share_cores, world_from_outside
+from ..training.metrics_file import MetricsFile
+from ..training.run_lock import RunLock
+from ..training.strategy import TensorParallelStrategy
+from ..training.watchdog import Watchdog
+from .batches import ScoringBatches, TrainingSteps
+from .features import Features, load_features
+from .module import FinetuneModule
+from .outputs import write_outputs
+from .preparing import prepare_features
+from .sources import check_place
+from .starting_point import StartingPoint, check_starting_point
+
+logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
+RECORD = "record.json"
+
+
+@dataclass(frozen=True)
+class FinetuneJob:
+    """A finetuning that has passed every check: what each rank is given. Picklable, without the data."""
+
+    run: FinetuneConfig
+    start: StartingPoint
+    layout: ParallelConfig
+    accelerator: str
+    train: Path | None
+    sets: dict[str, Path]
+    files: dict[str, str] = field(default_factory=dict)  # texts by path, for the run folder
+
+    def training_features(self) -> Features | None:
+        """What is trained on; None where nothing is."""
+        if self.train is None:
+            return None
+        return load_features(self.train).first(self.run.trainer.max_train_examples)
+
+    def scored_features(self) -> dict[str, Features]:
+        """What is scored, by set."""
+        return {name: load_features(folder) for name, folder in self.sets.items()}
+
+
+def prepare_job(run: FinetuneConfig) -> FinetuneJob:
+    """Check a finetuning from cheap to dear: machine, checkpoint, files; then read and encode the data.
+
+    Raises:
+        ValueError: anything that cannot work, in one line.
+    """
+    accelerator, task = resolve_accelerator(run.trainer.accelerator), run.task
+    places = dict(task.scored_sets())
+    if run.trainer.num_epochs:
+        check_place(task.train, "task.train")
+    for name, place in places.items():
+        check_place(place, f"task.{'validation' if name in task.validation else 'test'}.{name}")
+    start, tokenizer = check_starting_point(run)
+    layout = _layout(run, accelerator)
+    start.config.check_tensor_parallel(layout.tp_size)
+    cache = Path(run.cache_dir)
+    train = prepare_features(task, task.train, tokenizer, cache) if run.trainer.num_epochs else None
+    sets = {name: prepare_features(task, place, tokenizer, cache) for name, place in places.items()}
+    job = FinetuneJob(run, start, layout, accelerator, train, sets)
+    must_have = {f"task.validation.{name}": load_features(sets[name]) for name in task.chosen_on()}
+    must_have |= {"task.train": load_features(train)} if train is not None else {}
+    for key, features in must_have.items():
+        if not features.is_labelled:
+            raise ValueError(f"`{key}` must have a label for every example, but has not")
+    if task.name == "squad_v2" and not task.chosen_on() and task.null_threshold is None:
+        raise ValueError("`task.null_threshold` must be given where `task.validation` has no set, but is null")
+    return job
+
+
+def _layout(run: FinetuneConfig, accelerator: str) -> ParallelConfig:
+    """The grid of ranks; `dp_size=auto` is what the world leaves, or one (a GPU's) where lmscale starts the ranks."""
+    tp_size, dp_size, world = run.parallel.tp_size, run.parallel.dp_size, world_from_outside()
+    if tp_size == "auto":
+        raise ValueError("`parallel.tp_size` must be a whole number for finetuning, but is 'auto'")
+    devices = torch.cuda.device_count() if accelerator == "gpu" else None
+    if dp_size == "auto":
+        size = world.size if world is not None else devices or tp_size
+        dp_size = max(1, size // tp_size)
+    layout = ParallelConfig(tp_size, dp_size)
+    if world is not None and layout.world_size != world.size:
+        raise ValueError(
+            f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "
+            f"but {world.size} ranks were started"
+        )
+    if world is None and devices is not None and layout.world_size > devices:
+        raise ValueError(
+            f"`parallel.tp_size` x `parallel.dp_size` must be at most the {devices} GPUs here, but is "
+            f"{layout.world_size}"
+        )
+    return layout
+
+
+@record
+def finetune(job: FinetuneJob) -> int:
+    """Finetune and score on this rank; rank 0 writes scores, predictions and the record into the run folder.
+
+    Returns:
+        how the job ends; see `training.exit_codes`. The same on all ranks.
+    """
+    run = job.run
+    environment, local_size, num_nodes = cluster_environment()
+    strategy = TensorParallelStrategy(job.layout, run.parallel.timeout_minutes)
+    features = job.training_features()
+    steps_per_epoch = -(-len(features) // run.global_batch_size) if features is not None else 0
+    num_steps = steps_per_epoch * run.trainer.num_epochs
+    trainer = L.Trainer(
+        accelerator=job.accelerator,
+        devices=local_size,
+        num_nodes=num_nodes,
+        strategy=strategy,
+        plugins=[environment],
+        max_epochs=-1,
+        max_steps=num_steps,
+        val_check_interval=steps_per_epoch if run.trainer.score_every_epoch and num_steps else num_steps + 1,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        logger=False,
+        log_every_n_steps=1,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    # Lightning's handler for SIGTERM talks to the other ranks, wherever they happen to be.
+    trainer._signal_connector.register_signal_handlers = lambda: None
+    watchdog, lock = Watchdog(environment.global_rank(), 60 * run.parallel.timeout_minutes), RunLock()
+    watchdog.start()
+    try:
+        strategy.setup_environment()
+        num_threads = share_cores(local_size, run.trainer.num_threads)
+        run_dir = strategy.broadcast(Path(run.run_dir))  # under torchrun every rank has its own: rank 0's counts
+        problem = _prepare_folder(job, run_dir, lock) if trainer.is_global_zero else None
+        problem = strategy.first_answer(problem)
+        if problem is not None:
+            raise CheckpointError(problem)
+        module = FinetuneModule(
+            run, job.start, job.scored_features(), num_steps, steps_per_epoch, run_dir, watchdog, num_threads
+        )
+        return _run(job, trainer, module, features, num_threads)
+    except CheckpointError as error:  # the same on every rank
+        if trainer.is_global_zero:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    finally:
+        watchdog.stop()
+        lock.release()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # the next job of a sweep in this process finds the memory free
+
+
+def _prepare_folder(job: FinetuneJob, run_dir: Path, lock: RunLock) -> str | None:
+    """On rank 0: take the run folder and write what is known now; returns why that cannot be, or None."""
+    try:
+        checkpoints = run_dir / "checkpoints"
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        in_use = lock.take(run_dir)
+        if in_use is not None:
+            return in_use
+        remove_unfinished(checkpoints)
+        for name, text in job.files.items():
+            (run_dir / name).parent.mkdir(exist_ok=True)
+            (run_dir / name).write_text(text, encoding="utf-8")
+        for name in ("scores.jsonl", RECORD):
+            (run_dir / name).unlink(missing_ok=True)
+        source, target = Path(job.start.tokenizer_path), checkpoints / TOKENIZER_FOLDER
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            target.mkdir(exist_ok=True)
+            shutil.copyfile(source, target / ("vocab.txt" if source.suffix == ".txt" else "tokenizer.json"))
+    except OSError as error:
+        return f"the run folder {run_dir} cannot be used: {error}"
+    return None
+
+
+def _run(
+    job: FinetuneJob, trainer: L.Trainer, module: FinetuneModule, features: Features | None, num_threads: int
+) -> int:
+    run, context = job.run, trainer.strategy.parallel
+    scoring = ScoringBatches(module.sets, run.trainer.scoring_batch_size, context.dp_rank, context.dp_size)
+    if trainer.is_global_zero:
+        _announce(job, module, features)
+    if features is not None:
+        training = TrainingSteps(
+            features,
+            run.global_batch_size,
+            run.micro_batch_size,
+            run.trainer.num_epochs,
+            run.seed,
+            run.trainer.pool_batches,
+            context.dp_rank,
+            context.dp_size,
+        )
+        metrics = MetricsFile(module.run_dir / "metrics.csv")
+        metrics.resume_at(0)
+        trainer.loggers = [metrics]
+        trainer.fit(module, training, scoring)
+    if module.exit_code == DONE and module.scored_at != module.completed_steps:
+        trainer.validate(module, scoring, verbose=False)
+    if module.exit_code != DONE:
+        if trainer.is_global_zero:
+            print(
+                f"error: the training has diverged at step {module.completed_steps}: more than "
+                f"{run.trainer.max_skipped_steps} steps in a row without a finite gradient, or scores not finite",
+                file=sys.stderr,
+                flush=True,
+            )
+        return module.exit_code
+    if trainer.is_global_zero:
+        write_outputs(module.run_dir / "predictions", run.task, module.sets, module.predictions, module.logits)
+        _write_record(job, module, features, num_threads)
+    return DONE
+
+
+def _announce(job: FinetuneJob, module: FinetuneModule, features: Features | None) -> None:
+    run, layout = job.run, job.layout
+    size = f"{len(features):,} items" if features is not None else "nothing"
+    print(
+        f"{run.name}: {run.task.name} from {job.start.path}{' (sizes only)' if run.from_scratch else ''}; trains on "
+        f"{size} x {run.trainer.num_epochs} epochs, batch {run.global_batch_size}, lr {run.optimizer.lr:g}; scores "
+        + ", ".join(f"{name} ({len(found.ids):,})" for name, found in module.sets.items())
+        + f"\nranks: {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}, {run.precision.dtype}; run "
+        f"folder: {module.run_dir}",
+        flush=True,
+    )
+    for found in [*([features] if features is not None else []), *module.sets.values()]:
+        for note in found.notes:
+            print(f"note: {note}", flush=True)
+
+
+def _write_record(job: FinetuneJob, module: FinetuneModule, features: Features | None, num_threads: int) -> None:
+    """The run's JSON record, and the last line on the terminal."""
+    run = job.run
+    metrics = {
+        name: {"value": value, "unit": "logits" if name.endswith("null_threshold") else "%"}
+        for name, value in module.metrics.items()
+    }
+    metrics["steps"] = {"value": module.completed_steps, "unit": "steps"}
+    if module.training_seconds:
+        metrics["train_time"] = {"value": module.training_seconds, "unit": "s"}
+        throughput = module.items_trained / module.training_seconds
+        metrics["items_per_s"] = {"value": throughput, "unit": "items/s"}
+    sets = {name: {"examples": len(f.ids), "items": len(f), "notes": f.notes} for name, f in module.sets.items()}
+    if features is not None:
+        sets["train"] = {"examples": len(features.ids), "items": len(features), "notes": features.notes}
+    on_gpu = job.accelerator == "gpu"
+    found = new_record(
+        name=run.name,
+        kind="run",
+        config=run.to_dict() | {"model": job.start.config.to_dict(), "sets": sets},
+        seed=run.seed,
+        metrics=metrics,
+        device=torch.cuda.get_device_name() if on_gpu else platform.processor() or "cpu",
+        layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
+        steps=[0, module.completed_steps],
+        started=time.time() - module.training_seconds,
+    )
+    write_record(found, module.run_dir / RECORD)
+    print(f"record: {module.run_dir / RECORD}", flush=True)

@@ -1,0 +1,115 @@
+"""BERT's encoder under the heads of the tasks: sequence classification, multiple choice, span."""
+
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import TransformerConfig
+from ..models import build_model
+from ..parallel import ParallelContext, ReplicatedLinear, counter_dropout, initialize_parameters
+
+
+class HeadKind(str, Enum):
+    """What a task predicts: a class of a pair, one of several sequences, first and last token of an answer."""
+
+    CLASSIFICATION = "classification"
+    CHOICE = "choice"
+    SPAN = "span"
+
+
+class FinetuneModel(nn.Module):
+    """The encoder, the pooler (not for spans) and one linear layer, which is replicated like the pooler.
+
+    classification: dropout(tanh(pooler(hidden of [CLS]))) -> h x k
+    choice:         the same with k = 1 for each of a question's c sequences; softmax over the c
+    span:           hidden of every token -> h x 2, first and last token of the answer; padding is -inf
+
+    Parameters are called as in `BERT` (`transformer.`, `pooler.`); the layer is `head.`.
+
+    Shapes:
+        tokens, token_types int64 [b, s]; attention_mask bool [b, s] or None; sample_keys int32 [b], needed in training
+        with dropout. Returns [b, k], [b/c, c] or [b, 2, s]; fp32 for half types.
+
+    Communicates:
+        over the tensor group what the transformer does; the heads nothing.
+
+    Source: section 5.3; Devlin et al. 2018, section 4; Megatron-LM v1.0 for the dropout before the layer.
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        pooler: nn.Module | None,
+        kind: HeadKind,
+        num_outputs: int,
+        head_dropout: float,
+        context: ParallelContext,
+    ) -> None:
+        super().__init__()
+        config: TransformerConfig = transformer.config
+        self.kind, self.num_outputs, self.head_dropout = kind, num_outputs, head_dropout
+        self.dropout_site = 1 + 3 * config.num_layers  # after those of the embedding and of every layer
+        self.transformer = transformer
+        if kind is not HeadKind.SPAN:
+            self.pooler = pooler
+        width = {HeadKind.CLASSIFICATION: num_outputs, HeadKind.CHOICE: 1, HeadKind.SPAN: 2}[kind]
+        self.head = ReplicatedLinear(config.hidden_size, width, context, config.initializer_std)
+
+    def forward(
+        self, tokens: Tensor, token_types: Tensor, attention_mask: Tensor | None, sample_keys: Tensor | None = None
+    ) -> Tensor:
+        hidden = self.transformer(tokens, token_types, attention_mask, sample_keys)
+        if self.kind is HeadKind.SPAN:
+            logits = _wide(self.head(hidden)).transpose(1, 2)  # [b, 2, s]
+            return logits if attention_mask is None else logits.masked_fill(~attention_mask[:, None], -torch.inf)
+        pooled = self.pooler(hidden[:, 0]).tanh()
+        if self.training and self.head_dropout > 0.0:
+            pooled = counter_dropout(pooled[:, None], self.head_dropout, sample_keys, self.dropout_site)[:, 0]
+        logits = _wide(self.head(pooled))
+        return logits.view(-1, self.num_outputs) if self.kind is HeadKind.CHOICE else logits
+
+    def item_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of each item in nats, [items]; of a span the mean of first and last token's.
+
+        Shapes:
+            logits as `forward` returns them; labels int64 [items], or [items, 2] for spans.
+        """
+        losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+        return losses.view(-1, 2).mean(dim=1) if self.kind is HeadKind.SPAN else losses
+
+
+def build_finetune_model(
+    config: TransformerConfig,
+    kind: HeadKind,
+    num_outputs: int,
+    head_dropout: float,
+    context: ParallelContext,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    draw_encoder: bool,
+    draw_pooler: bool,
+) -> FinetuneModel:
+    """This rank's shard of a model for finetuning.
+
+    Args:
+        num_outputs: classes, or choices of a question; unused for spans.
+        seed: of the head, of everything where `draw_encoder`, of the pooler where `draw_pooler`; the rest is left for a
+            checkpoint.
+
+    Raises:
+        ValueError: `tp_size` does not divide the model.
+    """
+    bert = build_model(config, context, seed=seed if draw_encoder else None, dtype=dtype, device=device)
+    with torch.device(device):
+        model = FinetuneModel(bert.transformer, bert.pooler, kind, num_outputs, head_dropout, context)
+    model.head.to(dtype)
+    drawn = {"head": model.head} | ({"pooler": model.pooler} if draw_pooler and kind is not HeadKind.SPAN else {})
+    initialize_parameters(nn.ModuleDict(drawn), seed, context)  # a parameter's numbers depend on its whole name
+    return model
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

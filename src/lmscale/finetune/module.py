@@ -1,0 +1,273 @@
+"""The Lightning module of finetuning: every task, one optimizer step a batch, every item scored once."""
+
+import json
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..checkpoint import CheckpointError, CheckpointReader, checkpoint_name
+from ..finetune_config import FinetuneConfig
+from ..parallel import ParallelContext, sample_dropout_keys, seed_rank_generator
+from ..parallel.collectives import sum_over_data_ranks
+from ..training.exit_codes import DIVERGED, DONE
+from ..training.module import DTYPES
+from ..training.optimizer import MixedPrecisionAdamW
+from ..training.schedule import learning_rate_of_update
+from ..training.watchdog import Watchdog
+from .batches import Batch
+from .features import Features
+from .heads import FinetuneModel, HeadKind, build_finetune_model
+from .scoring import Predictions, predict_sets
+from .starting_point import KINDS, NUM_OUTPUTS, StartingPoint
+
+
+class FinetuneModule(L.LightningModule):
+    """Finetuning of one BERT. A Lightning batch is the list of this data rank's micro-batches of one step.
+
+    The loss is the mean of the items of the global batch, however it is cut over ranks and micro-batches, also in the
+    last, smaller step of an epoch.
+
+    Args:
+        run: the configuration.
+        start: the checkpoint.
+        sets: features to score, by name.
+        num_steps: of the whole training.
+        steps_per_epoch: for the account of the scores.
+        run_dir: where scores and the checkpoint go.
+        watchdog: is told where the training is.
+        num_threads: CPU threads of this rank.
+
+    Communicates:
+        a step: the gradients over the data group (DDP; of half types in fp32, by the optimizer); where it is logged,
+        the loss. A scoring: every rank's logits to all, the metrics from rank 0.
+    """
+
+    def __init__(
+        self,
+        run: FinetuneConfig,
+        start: StartingPoint,
+        sets: dict[str, Features],
+        num_steps: int,
+        steps_per_epoch: int,
+        run_dir: Path,
+        watchdog: Watchdog,
+        num_threads: int,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.run, self.start, self.config = run, start, start.config
+        self.sets, self.run_dir, self.watchdog = sets, run_dir, watchdog
+        self.schedule, self.steps_per_epoch = run.schedule(num_steps), steps_per_epoch
+        self.num_threads = num_threads
+        self.model: FinetuneModel | None = None
+        self.completed_steps = 0
+        self.exit_code = DONE
+        self.scored_at = -1
+        self.metrics: dict[str, float] = {}  # of the last scoring, on every rank
+        self.predictions: dict[str, Predictions] = {}  # the same, on rank 0
+        self.logits: dict[str, list[np.ndarray]] = {}
+        self.items_trained, self.training_seconds = 0, 0.0
+        self._found: list[tuple[str, np.ndarray, list[np.ndarray]]] = []
+        self._since = 0.0
+
+    @property
+    def parallel(self) -> ParallelContext:
+        """This rank's place, from the strategy."""
+        return self.trainer.strategy.parallel
+
+    def configure_model(self) -> None:
+        """Build this rank's shard on its device and read the checkpoint's part of it."""
+        torch.set_num_threads(self.num_threads)  # Lightning's launcher has just set its own number
+        if self.model is not None:
+            return
+        run, context, name = self.run, self.parallel, self.run.task.name
+        drop = self.config.hidden_dropout if run.head_dropout is None else run.head_dropout
+        self.model = build_finetune_model(
+            self.config,
+            KINDS[name],
+            NUM_OUTPUTS[name],
+            drop,
+            context,
+            run.seed,
+            DTYPES[run.precision.dtype],
+            self.trainer.strategy.root_device,
+            draw_encoder=run.from_scratch,
+            draw_pooler=run.new_pooler,
+        )
+        self._read(lambda reader, key, param: reader.read_into(key, param.detach(), context.tp_rank))
+
+    def configure_optimizers(self) -> MixedPrecisionAdamW:
+        """AdamW over the shard; fp32 masters as exact as the checkpoint."""
+        optimizer = MixedPrecisionAdamW(
+            self.model.named_parameters(), self.run.optimizer, self.run.precision, self.parallel
+        )
+        masters = optimizer.fp32_masters()
+        if masters:
+            rank = self.parallel.tp_rank
+            self._read(lambda reader, key, _: reader.read_into(key, masters[key.removeprefix("model/")], rank))
+        return optimizer
+
+    def _read(self, read: Any) -> None:
+        """Call `read(reader, key, parameter)` for every parameter that the checkpoint gives."""
+        if self.run.from_scratch:
+            return
+        drawn = ("pooler.",) if self.run.new_pooler else ()
+        drawn += () if self.start.has_head else ("head.",)
+        with CheckpointReader(self.start.path) as reader:
+            for name, param in self.model.named_parameters():
+                if not name.startswith(drawn):
+                    self.watchdog.mark(f"reading {name}")
+                    read(reader, f"model/{name}", param)
+
+    def state_for_checkpoint(self) -> dict[str, Any]:
+        """What a checkpoint says of the finetuning: the task, whose head can be taken up again, and the scores."""
+        return {"finetune": {"task": self.run.task.name, "metrics": _for_json(self.metrics)}}
+
+    def stop(self, exit_code: int) -> None:
+        """End the training after this step, on every rank."""
+        self.exit_code = exit_code
+        self.trainer.fit_loop.epoch_loop.max_steps = self.trainer.global_step
+
+    def training_step(self, batch: list[Batch], batch_idx: int) -> None:
+        """One optimizer step."""
+        step = self.completed_steps + 1
+        started = time.perf_counter()
+        wrapped = self.optimizers()
+        optimizer: MixedPrecisionAdamW = wrapped.optimizer
+        optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, micro_batch in enumerate(batch):
+            loss += self._accumulate(micro_batch, number, step, optimizer.loss_scale.value, number == len(batch) - 1)
+        lr = learning_rate_of_update(optimizer.num_updates + 1, self.schedule, self.run.optimizer.lr)
+        optimizer.set_learning_rate(lr)
+        self.watchdog.mark(f"step {step}, optimizer")
+        optimizer.reduce_gradients()
+        wrapped.step()
+        self.completed_steps = step
+        self.items_trained += batch[0]["step_items"]
+        if step % self.run.trainer.log_every_steps == 0 or step == self.trainer.max_steps:
+            row = {"train/loss": sum_over_data_ranks(loss, self.parallel).item(), "lr": lr}
+            row |= {"grad_norm": optimizer.grad_norm, "num_skipped": optimizer.num_skipped}
+            row |= {"epoch": step / self.steps_per_epoch, "step_s": time.perf_counter() - started}
+            for logger in self.loggers:
+                logger.log_metrics(row, step)
+        if optimizer.skipped_in_a_row > self.run.trainer.max_skipped_steps:
+            self.stop(DIVERGED)
+
+    def _accumulate(self, batch: Batch, number: int, step: int, loss_scale: float, last: bool) -> Tensor:
+        """Forward and backward of one micro-batch; returns its part of the step's mean loss, fp64."""
+        context, wrapper = self.parallel, self.trainer.strategy.model
+        seed_rank_generator(self.run.seed, step, number, context.dp_rank, context.tp_rank)
+        self.watchdog.mark(f"step {step}, micro-batch {number + 1}")
+        logits = self._forward(batch, self._dropout_keys(batch["numbers"]))
+        losses = self.model.item_losses(logits, batch["labels"])
+        loss = (losses * batch["weights"].to(losses.dtype)).sum() / batch["step_items"]
+        is_wrapped = isinstance(wrapper, DistributedDataParallel)
+        # DDP averages over the data ranks; the parts of the global mean must be added.
+        scaled = loss * (loss_scale * (context.dp_size if is_wrapped else 1))
+        with wrapper.no_sync() if is_wrapped and not last else nullcontext():
+            self.manual_backward(scaled)
+        return loss.detach().double()
+
+    def _forward(self, batch: Batch, keys: Tensor | None) -> Tensor:
+        return self.model(batch["tokens"], batch["token_types"], batch["attention_mask"], keys)
+
+    def _dropout_keys(self, numbers: Tensor) -> Tensor:
+        """A key for each sequence: those of a question's choices follow each other."""
+        if self.model.kind is HeadKind.CHOICE:
+            choices = self.model.num_outputs
+            numbers = (numbers[:, None] * choices + torch.arange(choices, device=numbers.device)).flatten()
+        return sample_dropout_keys(self.run.seed, numbers)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Keep the logits of one batch's items."""
+        self.watchdog.mark(f"scoring after step {self.completed_steps}")
+        logits = self._forward(batch, None).detach().cpu().double().numpy().astype(np.float32)
+        rows = list(logits)
+        if self.model.kind is HeadKind.SPAN:
+            rows = [row[:, :length].copy() for row, length in zip(rows, batch["lengths"], strict=True)]
+        self._found.append((batch["set"], batch["items"], rows))
+
+    def on_validation_epoch_end(self) -> None:
+        """Bring all logits together and score them on rank 0."""
+        strategy = self.trainer.strategy
+        parts = strategy.gather(self._found if self.parallel.tp_rank == 0 else [])
+        self._found = []
+        answer: dict[str, float] | None = {}
+        if self.trainer.is_global_zero:
+            self.logits = _assemble(self.sets, [part for of_rank in parts for part in of_rank])
+            answer = self._score()
+        answer = strategy.broadcast(answer)
+        if answer is None:
+            self.stop(DIVERGED)
+        self.metrics = answer or {}
+        self.scored_at = self.completed_steps
+
+    def _score(self) -> dict[str, float] | None:
+        """Predictions and metrics of all sets; None where scores are not finite."""
+        task = self.run.task
+        for name, rows in self.logits.items():
+            if not all(np.isfinite(row).all() for row in rows):
+                print(f"error: the scores of set {name} are not finite: the training has diverged", file=sys.stderr)
+                return None
+        self.predictions, metrics = predict_sets(task, self.sets, self.logits, task.chosen_on())
+        line = {"step": self.completed_steps, "epoch": self.completed_steps / max(1, self.steps_per_epoch)}
+        with open(self.run_dir / "scores.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(line | _for_json(metrics)) + "\n")
+        shown = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items())
+        print(f"step {self.completed_steps}: {shown}", flush=True)
+        for found in self.predictions.values():
+            for alarm in found.alarms:
+                print(f"WARNING: {alarm}", flush=True)
+        return metrics
+
+    def on_train_start(self) -> None:
+        """The clock of the throughput."""
+        self._since = time.perf_counter()
+
+    def on_validation_start(self) -> None:
+        """Scoring is not training time."""
+        if self._since:
+            self.training_seconds += time.perf_counter() - self._since
+
+    def on_validation_end(self) -> None:
+        """Training goes on."""
+        self._since = time.perf_counter() if self._since else 0.0
+
+    def on_train_end(self) -> None:
+        """Write the checkpoint, where that is wanted and there is a good one."""
+        self._since = 0.0
+        if not self.run.trainer.save or self.exit_code != DONE:
+            return
+        self.watchdog.mark("saving")
+        strategy = self.trainer.strategy
+        strategy.begin_save(self.run_dir / "checkpoints" / checkpoint_name(self.completed_steps))
+        problem = strategy.finish_save()
+        if problem is not None:
+            raise CheckpointError(problem)
+
+
+def _assemble(
+    sets: dict[str, Features], parts: list[tuple[str, np.ndarray, list[np.ndarray]]]
+) -> dict[str, list[np.ndarray]]:
+    """Logits of every item of every set, in the order of the set."""
+    found: dict[str, dict[int, np.ndarray]] = {name: {} for name in sets}
+    for name, items, rows in parts:
+        for item, row in zip(items.tolist(), rows, strict=True):
+            assert item not in found[name], f"item {item} of {name} was scored twice"
+            found[name][item] = row
+    for name, features in sets.items():
+        assert len(found[name]) == len(features), f"{len(features) - len(found[name])} items of {name} were not scored"
+    return {name: [found[name][item] for item in range(len(found[name]))] for name in sets}
+
+
+def _for_json(metrics: dict[str, float]) -> dict[str, float | str]:
+    return {name: value if np.isfinite(value) else str(value) for name, value in metrics.items()}

@@ -1,0 +1,58 @@
+"""What a run leaves for each scored set: predictions in the benchmark's form, and all that an ensemble needs."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..finetune_config import TaskConfig
+from ..from_plain import build, to_plain
+from .features import Features, load_features, save_features
+from .scoring import Predictions, write_predictions
+
+LOGITS, TASK, FEATURES = "logits.npy", "task.json", "features"
+
+
+@dataclass(frozen=True)
+class SetOutputs:
+    """Logits of one set with what they belong to."""
+
+    task: TaskConfig
+    features: Features
+    logits: list[np.ndarray]
+
+
+def write_outputs(
+    folder: Path,
+    task: TaskConfig,
+    sets: dict[str, Features],
+    predictions: dict[str, Predictions],
+    logits: dict[str, list[np.ndarray]],
+) -> None:
+    """`folder/<set>/`: predictions; `logits.npy`, fp32 [n, classes] or for spans [2, t]; the features themselves."""
+    for name, features in sets.items():
+        place = folder / name
+        write_predictions(place, task, name, predictions[name])
+        joined = np.concatenate(logits[name], axis=1) if features.offsets is not None else np.stack(logits[name])
+        np.save(place / LOGITS, joined)
+        (place / TASK).write_text(json.dumps(to_plain(task), indent=1), encoding="utf-8")
+        (place / FEATURES).mkdir(exist_ok=True)
+        save_features(features, place / FEATURES)
+
+
+def read_outputs(folder: Path) -> SetOutputs:
+    """What `write_outputs` left for one set.
+
+    Raises:
+        ValueError: it is not such a folder.
+    """
+    try:
+        task = build(TaskConfig, json.loads((folder / TASK).read_text(encoding="utf-8")), "task.")
+        features = load_features(folder / FEATURES)
+        joined = np.load(folder / LOGITS)
+    except (OSError, LookupError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder} must hold the outputs of a finetuning, but fails with {error}") from None
+    if features.offsets is not None:
+        return SetOutputs(task, features, np.split(joined, features.starts[1:-1], axis=1))
+    return SetOutputs(task, features, list(joined))

@@ -1,0 +1,165 @@
+"""From logits to predictions, metrics and files in the benchmarks' own formats."""
+
+import json
+import math
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..evaluation.classification import accuracy, accuracy_by_group, binary_f1
+from ..evaluation.squad import AllNullWarning, NullThreshold, all_null_alarm, best_null_threshold, score
+from ..finetune_config import TaskConfig
+from .answers import decode_answers
+from .features import Features
+from .tasks import mnli, qqp, race
+
+LABELS = {"mnli": mnli.LABELS, "qqp": qqp.LABELS, "race": tuple(race.LETTERS)}
+OBJECTIVES = {
+    "mnli": "mnli/accuracy",
+    "qqp": "qqp/accuracy",
+    "race": "race/accuracy",
+    "squad_v1": "squad_v1/f1",
+    "squad_v2": "squad_v2/f1",
+}
+
+
+@dataclass
+class Predictions:
+    """What a model says about one set.
+
+    Args:
+        answers: class names or answer texts by id, in the order of the set.
+        metrics: plain names to percent; empty where the labels are not known.
+        null_odds: SQuAD 2.0: how much likelier "no answer" is than `texts`, the best answer that is not empty.
+        alarms: what a reader must know.
+    """
+
+    answers: dict[str, str]
+    metrics: dict[str, float] = field(default_factory=dict)
+    null_odds: dict[str, float] | None = None
+    alarms: list[str] = field(default_factory=list)
+
+
+def predict_sets(
+    task: TaskConfig, sets: dict[str, Features], logits: dict[str, list[np.ndarray]], chosen_on: list[str]
+) -> tuple[dict[str, Predictions], dict[str, float]]:
+    """Predictions for every set, and the metrics of all by full name.
+
+    Args:
+        logits: of each item: [classes], [choices], or [2, tokens] of a window.
+        chosen_on: sets that may choose the null threshold of SQuAD 2.0, the first does; without one it is the task's.
+
+    Returns:
+        predictions by set; metrics as `<task>/<metric>` for a set called dev and for all validation sets together,
+        `<task>/<metric>_<set>` for others.
+
+    Raises:
+        ValueError: SQuAD 2.0 with neither a validation set nor a threshold.
+    """
+    if task.name.startswith("squad"):
+        predictions, metrics = _predict_spans(task, sets, logits, chosen_on)
+    else:
+        predictions = {name: _predict_classes(task, features, logits[name]) for name, features in sets.items()}
+        metrics = _pooled(task, sets, logits, chosen_on)
+    for name, found in predictions.items():
+        suffix = "" if name == "dev" else f"_{name}"
+        metrics |= {f"{task.name}/{metric}{suffix}": value for metric, value in found.metrics.items()}
+    return predictions, metrics
+
+
+def _predict_classes(task: TaskConfig, features: Features, logits: list[np.ndarray]) -> Predictions:
+    chosen = [int(np.argmax(row)) for row in logits]
+    answers = {name: LABELS[task.name][c] for name, c in zip(features.ids, chosen, strict=True)}
+    if not features.is_labelled:
+        return Predictions(answers)
+    return Predictions(answers, _class_metrics(task.name, chosen, features.labels.tolist(), features.facts))
+
+
+def _class_metrics(task_name: str, chosen: list[int], labels: list[int], facts: dict[str, Any]) -> dict[str, float]:
+    if task_name == "race":
+        found = accuracy_by_group(chosen, labels, facts["groups"])
+        return {"accuracy" if group == "all" else f"accuracy_{group}": value for group, value in found.items()}
+    metrics = {"accuracy": accuracy(chosen, labels)}
+    if task_name == "qqp":
+        metrics["f1"] = binary_f1(chosen, labels)
+    return metrics
+
+
+def _pooled(
+    task: TaskConfig, sets: dict[str, Features], logits: dict[str, list[np.ndarray]], chosen_on: list[str]
+) -> dict[str, float]:
+    """Metrics of all labelled validation sets as one (MNLI: matched and mismatched)."""
+    names = [name for name in chosen_on if sets[name].is_labelled]
+    if not names or names == ["dev"]:
+        return {}
+    chosen = [int(np.argmax(row)) for name in names for row in logits[name]]
+    labels = [label for name in names for label in sets[name].labels.tolist()]
+    groups = [group for name in names for group in sets[name].facts.get("groups", [])]
+    found = _class_metrics(task.name, chosen, labels, {"groups": groups})
+    return {f"{task.name}/{metric}": value for metric, value in found.items()}
+
+
+def _predict_spans(
+    task: TaskConfig, sets: dict[str, Features], logits: dict[str, list[np.ndarray]], chosen_on: list[str]
+) -> tuple[dict[str, Predictions], dict[str, float]]:
+    candidates = {
+        name: decode_answers(features, logits[name], task.num_best, task.max_answer_length)
+        for name, features in sets.items()
+    }
+    threshold, metrics = None, {}
+    if task.name == "squad_v2":
+        threshold = task.null_threshold
+        if threshold is None:
+            if not chosen_on:
+                raise ValueError("`task.null_threshold` must be given where `task.validation` has no set, but is null")
+            name = chosen_on[0]
+            texts = {key: found.text for key, found in candidates[name].items()}
+            odds = {key: found.null_odds for key, found in candidates[name].items()}
+            best: NullThreshold = best_null_threshold(sets[name].facts["dataset"], texts, odds)
+            threshold = best.value
+        metrics["squad_v2/null_threshold"] = threshold
+    predictions = {}
+    for name, found in candidates.items():
+        # Not "odds > threshold" alone: a threshold of -infinity refuses every answer.
+        answers = {
+            key: "" if threshold is not None and not best.null_odds <= threshold else best.text
+            for key, best in found.items()
+        }
+        odds = {key: best.null_odds for key, best in found.items()} if threshold is not None else None
+        predictions[name] = Predictions(answers, null_odds=odds)
+        if sets[name].is_labelled:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", AllNullWarning)  # it goes into `alarms`
+                scores = score(sets[name].facts["dataset"], answers)
+            alarm = all_null_alarm(scores)
+            predictions[name].alarms = [alarm] if alarm else []
+            predictions[name].metrics = {k: v for k, v in scores.items() if not k.endswith(("total", "missing"))}
+    return predictions, metrics
+
+
+def write_predictions(folder: Path, task: TaskConfig, set_name: str, predictions: Predictions) -> Path:
+    """A set's predictions in the form in which the benchmark takes them.
+
+    GLUE: `MNLI-m.tsv`, `MNLI-mm.tsv`, `QQP.tsv` with index and prediction; SQuAD: `predictions.json` of id and text,
+    2.0 also `null_odds.json`; RACE, which has no such form: `predictions.json` of id and letter.
+
+    Returns:
+        the file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if task.name in ("mnli", "qqp"):
+        mnli_name = "MNLI-mm.tsv" if "mismatched" in set_name else "MNLI-m.tsv"
+        path = folder / (mnli_name if task.name == "mnli" else "QQP.tsv")
+        rows = ["index\tprediction", *(f"{key}\t{value}" for key, value in predictions.answers.items())]
+        path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+        return path
+    path = folder / "predictions.json"
+    path.write_text(json.dumps(predictions.answers, indent=1, ensure_ascii=False), encoding="utf-8")
+    if predictions.null_odds is not None:
+        # JSON has no infinity; where there is no other answer, "no answer" is as sure as can be.
+        odds = {key: value if math.isfinite(value) else 1e9 for key, value in predictions.null_odds.items()}
+        (folder / "null_odds.json").write_text(json.dumps(odds, indent=1), encoding="utf-8")
+    return path
