@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lmscale import config as config_module
-from lmscale import corpus_config, generate_config, plan_config, run_config, zero_shot_config
+from lmscale import corpus_config, generate_config, run_config, zero_shot_config
 from lmscale.config import TransformerConfig
 from lmscale.corpus_config import PrepareConfig
 from lmscale.run_config import RunConfig
@@ -174,7 +174,7 @@ def test_every_key_is_read_by_something() -> None:
         if dataclasses.is_dataclass(cls) and cls.__module__.endswith(("run_config", "data_config", "training_config"))
     }
     classes["TransformerConfig"] = TransformerConfig
-    for module in (corpus_config, generate_config, zero_shot_config, plan_config):
+    for module in (corpus_config, generate_config, zero_shot_config):
         classes |= {name: cls for name, cls in vars(module).items() if dataclasses.is_dataclass(cls)}
     read = set().union(*(read_attributes(path, set(classes)) for path in (ROOT / "src").rglob("*.py")))
     for name, reads in properties_reading(TransformerConfig).items():
