@@ -13,6 +13,15 @@ from .params import count_parameters
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 FP32_BYTES = 4
 GIB = 2**30
+PARTS = (  # of a `MemoryEstimate`, for tables
+    "weights",
+    "gradients",
+    "optimizer_state",
+    "activations",
+    "logits",
+    "recomputed_layer",
+    "gradient_copy",
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,10 @@ class MemoryEstimate:
         logits: largest sum of the tensors of size [b, s, v/p] that live together.
         recomputed_layer: activations of the one layer under full recomputation; the logits are gone by then.
         gradient_copy: gradient of the word embedding on its way, into DDP's bucket or of half types into the fp32 sum.
+        early_gradients: of the gradients, what is there before the backward pass begins.
+        first_layer: activations of one layer, and the mask of the embedding: what is left when the backward pass has
+            come to the first layer.
+        gradient_in_flight: of the widest tensor in a layer, b s f e / p.
     """
 
     weights: int
@@ -36,16 +49,24 @@ class MemoryEstimate:
     logits: int
     recomputed_layer: int
     gradient_copy: int
+    early_gradients: int
+    first_layer: int
+    gradient_in_flight: int
 
     @property
     def total(self) -> int:
-        """Bytes at the fullest moment, which is in the backward pass."""
-        kept = self.weights + self.gradients + self.optimizer_state
-        return kept + self.activations + self.gradient_copy + max(self.logits, self.recomputed_layer)
+        """Bytes at the fullest moment: in the backward pass of the loss, of the last layer or of the first.
+
+        Between the layers activations go as gradients come, so one of the ends is the fullest.
+        """
+        last_layer = self.recomputed_layer + self.gradient_in_flight
+        at_end = self.early_gradients + self.activations + max(self.logits, last_layer)
+        at_start = self.gradients + self.first_layer + self.gradient_in_flight
+        return self.weights + self.optimizer_state + self.gradient_copy + max(at_end, at_start)
 
     def format(self) -> str:
         """A table, one part a line, in GiB."""
-        rows = [(name.replace("_", " "), getattr(self, name)) for name in self.__dataclass_fields__]
+        rows = [(name.replace("_", " "), getattr(self, name)) for name in PARTS]
         rows.append(("total at the fullest moment", self.total))
         return "\n".join(f"{name:<28}{value / GIB:>10.3f} GiB" for name, value in rows)
 
@@ -58,6 +79,7 @@ def estimate_memory(
     dtype: str,
     dp_size: int = 1,
     on_gpu: bool = True,
+    accumulates: bool = True,
 ) -> MemoryEstimate:
     """Bytes a rank needs for one training step, from below.
 
@@ -83,6 +105,8 @@ def estimate_memory(
         dtype: of weights, activations and gradients: fp64, fp32, bf16 or fp16.
         dp_size: data-parallel ranks. DDP's buckets are the gradients themselves, so they add nothing.
         on_gpu: a GPU has a flash kernel with attention dropout and LayerNorms in half types, a CPU neither.
+        accumulates: a step has several micro-batches, so gradients are there before the last backward pass. With one,
+            on one data rank, those of fp32 and fp64 are made as the backward pass frees activations.
 
     Raises:
         ValueError: `tp_size` does not divide the model.
@@ -98,15 +122,19 @@ def estimate_memory(
     if is_half and not on_gpu:  # the input of a LayerNorm in fp32
         around += b * s * h * (FP32_BYTES - e) * (2 if config.architecture == "bert" else 1)
     is_full = config.recompute is Recompute.FULL
+    gradients = num_parameters * max(e, FP32_BYTES)
     logit_bytes = e + 2 * FP32_BYTES if is_half else 2 * e
     return MemoryEstimate(
         weights=num_parameters * e,
-        gradients=num_parameters * max(e, FP32_BYTES),
+        gradients=gradients,
         optimizer_state=num_parameters * (3 * FP32_BYTES if is_half else 2 * e),
         activations=around + config.num_layers * (b * s * h * e if is_full else layer),
         logits=b * s * config.padded_vocab_size // tp_size * logit_bytes,
         recomputed_layer=layer - b * s * h * e if is_full else 0,
         gradient_copy=config.padded_vocab_size // tp_size * h * e if is_half or dp_size > 1 else 0,
+        early_gradients=gradients if is_half or dp_size > 1 or accumulates else 0,
+        first_layer=layer + mask,
+        gradient_in_flight=b * s * config.ffn_size * e // tp_size,
     )
 
 

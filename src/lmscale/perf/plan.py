@@ -136,7 +136,14 @@ def make_plan(job: Job, layout: Layout, cluster: Cluster, techniques: Techniques
     config = by_mode[layout.recompute]
     memory = {
         mode: estimate_memory(
-            changed, grid.tp_size, batch.micro_batch_size, job.seq_length, job.dtype, grid.dp_size, cluster.is_gpu
+            changed,
+            grid.tp_size,
+            batch.micro_batch_size,
+            job.seq_length,
+            job.dtype,
+            grid.dp_size,
+            cluster.is_gpu,
+            accumulates=batch.num_micro_batches > 1,
         )
         for mode, changed in by_mode.items()
     }

@@ -1,7 +1,7 @@
 """Plans for people and for programs: a table of one, a ranking of several, plain values."""
 
 from ..config import Recompute
-from .memory import GIB
+from .memory import GIB, PARTS
 from .plan import Plan
 from .search import Ranking
 
@@ -108,7 +108,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     heads = [mode.value + ("*" if mode is plan.layout.recompute else "") for mode in Recompute]
     lines = [f"  {title:<44}" + "".join(f"{head:>12}" for head in heads)]
     estimates = [plan.memory[mode] for mode in Recompute]
-    for part in (*estimates[0].__dataclass_fields__, "total"):
+    for part in (*PARTS, "total"):
         values = "".join(f"{getattr(estimate, part) / GIB:>12.3f}" for estimate in estimates)
         lines.append(f"    {part.replace('_', ' '):<42}{values}")
     verdicts = [plan.usable_bytes - estimate.total for estimate in estimates]
