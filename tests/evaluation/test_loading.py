@@ -1,0 +1,228 @@
+"""Models loaded for evaluation: exactly the weights that are there, at any layout, or none."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from crafted import save_gpt
+from ranks import make_context, run_ranks
+from safetensors.torch import load_file, save_file
+from sharding import random_model, small_config
+
+from lmscale.checkpoint import METADATA, CheckpointError, read_metadata
+from lmscale.checkpoint.hugging_face import export_hugging_face
+from lmscale.config import TransformerConfig
+from lmscale.data.tokenizer import Tokenizer, train_tokenizer
+from lmscale.evaluation.loading import describe_checkpoint, evaluation_groups, load_model
+from lmscale.evaluation.tokenizer_choice import choose_tokenizer, open_given
+from lmscale.generate_config import GenerateTokenizer
+from lmscale.models import BERT, GPT
+from lmscale.parallel import ParallelContext
+
+PLAIN = ParallelContext()
+TEXTS = ["some text to fit a tokenizer, one, two, three and more words of many kinds"] * 5
+
+
+def trained(vocab_size: int) -> Tokenizer:
+    inner = train_tokenizer(TEXTS, "gpt", vocab_size, "size")
+    inner.encode_special_tokens = True
+    return Tokenizer(inner)
+
+
+def gpt(config: TransformerConfig | None = None) -> torch.nn.Module:
+    model = random_model(config or small_config("gpt"), PLAIN)
+    with torch.no_grad():
+        model.transformer.word_embedding.weight[model.config.vocab_size :] = 0.0
+    return model
+
+
+def same_weights(loaded: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """Bit for bit what was saved, in fp32."""
+    ours, theirs = dict(loaded.named_parameters()), dict(model.named_parameters())
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n].float().to(ours[n].dtype)) for n in ours)
+
+
+@pytest.mark.parametrize("architecture, kind", [("gpt", GPT), ("bert", BERT)])
+@pytest.mark.parametrize("norm_order", ["pre", "post"])
+def test_every_weight_is_that_of_the_checkpoint_whatever_its_layout(tmp_path, architecture, kind, norm_order) -> None:
+    model = random_model(small_config(architecture, norm_order=norm_order, attention_dropout=0.3), PLAIN)
+    for tp_size in (1, 2, 4):
+        path = save_gpt(tmp_path / str(tp_size), model, tp_size=tp_size)
+        loaded = load_model(path, PLAIN, torch.float64)
+        assert isinstance(loaded.model, kind) and same_weights(loaded.model, model)
+        assert not loaded.model.training and not any(p.requires_grad for p in loaded.model.parameters())
+        assert (loaded.step, loaded.tokenizer, loaded.path) == (7, None, path)
+
+
+def test_a_run_folder_means_its_newest_checkpoint_and_brings_its_tokenizer(tmp_path) -> None:
+    tokenizer = trained(300)
+    save_gpt(tmp_path, gpt(), tokenizer, step=9)
+    newest = random_model(small_config("gpt"), PLAIN, seed=8)
+    path = save_gpt(tmp_path, newest, tokenizer, step=11)
+    (tmp_path / "config.json").write_text('{"name": "of the run, not of transformers"}')
+    loaded = load_model(tmp_path, PLAIN)
+    assert loaded.path == path and same_weights(loaded.model, newest)
+    assert loaded.tokenizer.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+
+
+def test_a_hugging_face_folder_gives_the_same_model_tokenizer_and_identity(tmp_path) -> None:
+    tokenizer = trained(300)
+    model = gpt(small_config("gpt", vocab_size=tokenizer.vocab_size, vocab_multiple=1024))
+    path = save_gpt(tmp_path / "ours", model, tokenizer)
+    published = export_hugging_face(path, tmp_path / "published")
+    ours, theirs = load_model(path, PLAIN, torch.float64), load_model(published, PLAIN, torch.float64)
+    assert same_weights(theirs.model, ours.model)
+    assert theirs.tokenizer.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+    assert (theirs.path, theirs.step, theirs.checkpoint_id) == (published, 0, ours.checkpoint_id)
+
+
+def test_the_identity_is_that_of_the_weights_not_of_the_place(tmp_path) -> None:
+    path = save_gpt(tmp_path / "one", gpt())
+    moved = shutil.copytree(path, tmp_path / "two" / path.name)
+    other = save_gpt(tmp_path / "three", random_model(small_config("gpt"), PLAIN, seed=8))
+    ids = [load_model(each, PLAIN).checkpoint_id for each in (path, moved, other)]
+    assert ids[0] == ids[1] != ids[2]
+
+
+def loaded_shards(rank: int, path: str, published: str) -> list[bool]:
+    os.environ["LOCAL_RANK"] = str(rank)  # one of them converts for all
+    found = []
+    for tp_size, dp_size, sources in ((2, 2, (path, published)), (4, 1, (path,)), (1, 4, (path,))):
+        context = make_context(tp_size, dp_size)
+        for source in sources:
+            loaded = load_model(source, context, torch.float64)
+            expected = random_model(loaded.config, context)
+            names = [n for n, p in expected.named_parameters() if "word_embedding" not in n]
+            ours, theirs = dict(loaded.model.named_parameters()), dict(expected.named_parameters())
+            found += [torch.equal(ours[name], theirs[name].float().double()) for name in names]
+    for broken, message in ((f"{path}/none", "must be a checkpoint, a run folder or"), (f"{path}_bad", "is damaged")):
+        with pytest.raises(CheckpointError, match=message):
+            load_model(broken, context)
+    return found
+
+
+def test_ranks_load_their_shards_and_refuse_damage_together(tmp_path) -> None:
+    model = gpt(small_config("gpt", vocab_multiple=1024))
+    path = save_gpt(tmp_path, model, tp_size=4)
+    published = export_hugging_face(path, tmp_path / "published")
+    bad = shutil.copytree(path, path.with_name(f"{path.name}_bad"))
+    file = sorted(bad.glob("*.safetensors"))[2]  # of one rank's share
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    for found in run_ranks(loaded_shards, 4, str(path), str(published)):
+        assert len(found) > 100 and all(found)
+
+
+def change_metadata(path, change) -> None:
+    """Rewrite the metadata with a checksum that is right again: a mistake of a program, not of a disk."""
+    from lmscale.checkpoint import metadata as module
+
+    values = json.loads((path / METADATA).read_text())
+    values.pop("checksum")
+    change(values)
+    text = json.dumps({"checksum": module._checksum(values)} | values)
+    (path / METADATA).write_text(text)
+    read_metadata(path)
+
+
+def rename(values: dict) -> None:
+    values["model"]["num_layers"] = 3
+
+
+def narrow(values: dict) -> None:
+    values["model"]["max_position_embeddings"] = 12
+
+
+def forget(values: dict) -> None:
+    del values["tensors"]["model/transformer.final_norm.weight"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (rename, r"lacks transformer.layers.2.attention.output.bias \(12 such tensors\)"),
+        (narrow, r"transformer.position_embedding must be \(12, 24\), cut along None, but is \(13, 24\)"),
+        (forget, r"lacks transformer.final_norm.weight \(1 such tensors\)"),
+        (lambda values: values["model"].update(norm_order="post"), "lacks transformer.embedding_norm.bias"),
+        (lambda values: values["model"].update(num_layers=1), "has no place for transformer.layers.1.attention.output"),
+        (lambda values: values["model"].update(hidden_size=25), "names a model that cannot be"),
+    ],
+)
+def test_a_checkpoint_that_does_not_match_its_model_is_refused(tmp_path, change, message: str) -> None:
+    path = save_gpt(tmp_path, gpt())
+    change_metadata(path, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(path, PLAIN)
+
+
+def test_what_is_no_model_is_refused(tmp_path) -> None:
+    (tmp_path / "file.bin").write_bytes(b"weights")
+    (tmp_path / "empty").mkdir()
+    for name, message in (("none", "is not"), ("file.bin", "is a file"), ("empty", "no checkpoint")):
+        with pytest.raises(CheckpointError, match=message):
+            load_model(tmp_path / name, PLAIN)
+
+
+def test_a_damaged_newest_checkpoint_is_not_replaced_by_an_older_one(tmp_path) -> None:
+    save_gpt(tmp_path, gpt(), step=3)
+    path = save_gpt(tmp_path, gpt(), step=5)
+    next(path.glob("*.safetensors")).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="step_5.ckpt.*must have .* bytes, but is 0"):
+        load_model(tmp_path, PLAIN)
+
+
+def test_a_published_model_with_a_tensor_missing_is_refused(tmp_path) -> None:
+    published = export_hugging_face(save_gpt(tmp_path / "ours", gpt()), tmp_path / "published")
+    tensors = load_file(published / "model.safetensors")
+    del tensors["transformer.h.1.mlp.c_fc.weight"]
+    save_file(tensors, published / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="lacks transformer.h.1.mlp.c_fc.weight"):
+        load_model(published, PLAIN)
+
+
+def test_the_model_is_described_without_its_weights(tmp_path) -> None:
+    path = save_gpt(tmp_path / "ours", gpt(), trained(300))
+    published = export_hugging_face(save_gpt(tmp_path / "plain", gpt()), tmp_path / "published")
+    for file in (*path.glob("*.safetensors"), published / "model.safetensors"):
+        file.write_bytes(b"\0" * file.stat().st_size)
+    assert describe_checkpoint(path) == (small_config("gpt"), path.parent / "tokenizer")
+    config, folder = describe_checkpoint(published)
+    assert (config.num_layers, config.vocab_size, folder) == (2, 99, published)
+
+
+def test_a_world_of_another_size_is_refused(monkeypatch) -> None:
+    assert evaluation_groups(1, 1) == PLAIN
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match=r"must be `parallel.tp_size` x `parallel.dp_size` \(2 x 2\), but 3 ranks"):
+        evaluation_groups(2, 2)
+
+
+def test_a_tokenizer_must_be_that_of_the_checkpoint(tmp_path) -> None:
+    own, other = trained(300), trained(290)
+    model = small_config("gpt", vocab_size=own.vocab_size)
+    assert choose_tokenizer(None, own, model, "ckpt") is own
+    assert choose_tokenizer(own, None, model, "ckpt") is own
+    assert choose_tokenizer(trained(300), own, model, "ckpt").fingerprint == own.fingerprint
+    with pytest.raises(ValueError, match="`tokenizer` must be given .* none lies beside ckpt"):
+        choose_tokenizer(None, None, model, "ckpt")
+    with pytest.raises(ValueError, match="`tokenizer` must be that of the checkpoint, but another one lies beside"):
+        choose_tokenizer(other, own, model, "ckpt")
+    large = small_config("gpt", vocab_size=50_257)
+    with pytest.raises(ValueError, match=f"whose model has 50257 ids, but it has {own.vocab_size}"):
+        choose_tokenizer(own, None, large, "ckpt")
+    with pytest.raises(ValueError, match=f"whose model has 99 ids, but it has {own.vocab_size}"):
+        choose_tokenizer(own, None, small_config("gpt"), "ckpt")
+
+
+def test_the_same_tokenizer_in_another_kind_of_file_is_the_same(shared_data, tmp_path) -> None:
+    given = open_given(GenerateTokenizer(path=str(shared_data / "gpt2-bpe")))
+    assert open_given(GenerateTokenizer()) is None
+    given.inner.save(str(tmp_path / "tokenizer.json"))
+    saved = open_given(GenerateTokenizer(path=str(tmp_path)))
+    model = small_config("gpt", vocab_size=50_257)
+    assert choose_tokenizer(given, saved, model, "ckpt") is given
+    with pytest.raises(ValueError, match="`tokenizer.path` must be a file or a folder, but .*none does not exist"):
+        open_given(GenerateTokenizer(path=str(tmp_path / "none")))

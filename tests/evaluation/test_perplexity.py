@@ -1,0 +1,165 @@
+"""Perplexity against brute force, known models, other layouts and plain transformers code."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from crafted import oracle, save_gpt, zero_model
+from ranks import make_context, run_ranks
+from sharding import random_model, small_config
+from transformers import AutoModelForCausalLM
+
+from lmscale.checkpoint.hugging_face import export_hugging_face
+from lmscale.evaluation.loading import load_model
+from lmscale.evaluation.perplexity import Perplexity, measure_losses
+from lmscale.evaluation.windows import Windows
+from lmscale.parallel import ParallelContext
+
+SHAPES = [(13, 5), (13, 1), (13, 13), (7, 3), (1, 1), (12, 4)]
+WORLD = 4
+
+
+def stream(num_tokens: int, vocab_size: int = 99) -> list[int]:
+    return random.Random(5).choices(range(vocab_size), k=num_tokens)
+
+
+def context_of(target: int, window: int, stride: int) -> int:
+    """The first token that is read for a target, said in another way than `Windows` does: the window grows at the start
+    of the text and then jumps by `stride` as soon as the target no longer fits."""
+    first = 0
+    while target >= first + window:
+        first += stride
+    return first
+
+
+@torch.inference_mode()
+def brute_force(model, tokens: list[int], window: int, stride: int) -> list[float]:
+    """The loss of each target from a forward pass of its own over its whole context."""
+    losses = []
+    for target in range(len(tokens) - 1):
+        inputs = torch.tensor([tokens[context_of(target, window, stride) : target + 1]])
+        losses.append(-model(inputs)[0, -1].log_softmax(dim=-1)[tokens[target + 1]].item())
+    return losses
+
+
+def losses_of(model, tokens: list[int], window: int, stride: int, micro_batch_tokens: int = 40) -> list[float]:
+    windows = Windows(len(tokens) - 1, window, stride)
+    return measure_losses(model, tokens, windows, micro_batch_tokens).tolist()
+
+
+@pytest.mark.parametrize("window, stride", SHAPES)
+@pytest.mark.parametrize("norm_order", ["pre", "post"])
+def test_the_loss_of_a_text_is_that_of_every_token_by_itself(window: int, stride: int, norm_order: str) -> None:
+    model = random_model(small_config("gpt", norm_order=norm_order), ParallelContext()).eval()
+    tokens = stream(47)
+    expected = math.fsum(brute_force(model, tokens, window, stride))
+    assert math.fsum(losses_of(model, tokens, window, stride)) == pytest.approx(expected, rel=1e-13)
+
+
+@pytest.mark.parametrize("num_targets", [1, 2, 12, 13, 14, 17, 18, 19, 100])
+@pytest.mark.parametrize("window, stride", SHAPES)
+def test_windows_score_every_target_once_with_the_longest_context(num_targets: int, window: int, stride: int) -> None:
+    windows = Windows(num_targets, window, stride)
+    scored = []
+    for first, num_read, num_scored in (windows[index] for index in range(len(windows))):
+        assert 1 <= num_scored <= num_read <= window
+        scored += [(target, first) for target in range(first + num_read - num_scored, first + num_read)]
+    assert scored == [(target, context_of(target, window, stride)) for target in range(num_targets)]
+
+
+def test_windows_of_published_texts_are_as_many_as_megatron_and_the_paper_count() -> None:
+    validation, test = Windows(236_891, 1024, 32), Windows(270_329, 1024, 32)
+    assert (len(validation), validation.num_megatron, test.num_megatron) == (7_372, 7_403, 8_448)
+
+
+@pytest.mark.parametrize("window, stride", [(13, 5), (7, 7)])
+def test_a_uniform_model_has_the_vocabulary_to_the_power_of_targets_a_word(window: int, stride: int) -> None:
+    model = zero_model(small_config("gpt", vocab_size=61))  # 64 rows: padded ones must not count
+    perplexity = Perplexity.of(losses_of(model, stream(38, 61), window, stride), 37, 11)
+    assert perplexity.paper == pytest.approx(61 ** (37 / 11), rel=1e-12)
+    assert perplexity.megatron == pytest.approx(61 ** (37 / 10), rel=1e-12)
+    assert perplexity.token == pytest.approx(61, rel=1e-12)
+
+
+def test_an_oracle_has_perplexity_one() -> None:
+    cycle = list(range(1, 24)) + [0]
+    losses = losses_of(oracle(cycle), [index % 24 for index in range(71)], 13, 5)
+    assert Perplexity.of(losses, 70, 9).paper == 1.0
+
+
+def test_an_oracle_of_another_text_has_an_infinite_perplexity_that_is_no_error() -> None:
+    losses = losses_of(oracle(list(range(1, 24)) + [0]), [0, 2, 4] * 9, 13, 5)
+    assert Perplexity.of(losses, 26, 9).paper == math.inf
+
+
+def test_the_formulas_are_those_of_the_paper_and_of_its_code() -> None:
+    perplexity = Perplexity.of([2.0, 3.5, 0.25], num_targets=5, num_words=4)
+    assert perplexity.paper == math.exp(5.75 / 4)
+    as_in_code = math.exp(5.75 / 5 * (5 / 3))  # loss a target, times targets a word less one
+    assert perplexity.megatron == pytest.approx(as_in_code, rel=1e-14)
+    assert perplexity.token == math.exp(5.75 / 5)
+    assert Perplexity(1.0, 1, 1).megatron == math.inf  # no formula for a single word
+
+
+def test_a_loss_that_is_no_number_is_refused_with_its_window() -> None:
+    model = random_model(small_config("gpt"), ParallelContext()).eval()
+    with torch.no_grad():
+        model.transformer.word_embedding.weight[3] = math.nan
+    with pytest.raises(ValueError, match="must be a number, but that of window 0 is nan"):
+        losses_of(model, [3] * 40, 13, 5)
+
+
+def layout_losses(rank: int, window: int, stride: int) -> list[list[float]]:
+    found = []
+    for tp_size in (1, 2, 4):
+        context = make_context(tp_size, WORLD // tp_size)
+        model = random_model(small_config("gpt"), context).eval()
+        found.append(losses_of(model, stream(97), window, stride))
+    return found
+
+
+def test_losses_are_the_same_at_every_layout_and_on_every_rank() -> None:
+    expected = losses_of(random_model(small_config("gpt"), ParallelContext()).eval(), stream(97), 13, 5)
+    by_rank = run_ranks(layout_losses, WORLD, 13, 5)
+    assert all(found == by_rank[0] for found in by_rank)
+    assert by_rank[0][0] == expected  # data ranks: the same batches, so the same bits
+    for found in by_rank[0][1:]:
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 26, 10_000])
+def test_losses_do_not_depend_on_the_batches(micro_batch_tokens: int) -> None:
+    model = random_model(small_config("gpt"), ParallelContext()).eval()
+    expected = losses_of(model, stream(97), 13, 5)
+    assert losses_of(model, stream(97), 13, 5, micro_batch_tokens) == pytest.approx(expected, rel=1e-12)
+
+
+@torch.inference_mode()
+def transformers_loss(folder, tokens: list[int], window: int, stride: int) -> float:
+    """The usual strided evaluation with a published model: labels of what was scored before are left out."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    total, end = 0.0, 0
+    for begin in itertools.count(0, stride):
+        stop = min(begin + window, len(tokens) - 1)
+        chunk = torch.tensor([tokens[begin : stop + 1]])
+        logits = model(chunk[:, :-1]).logits[0]
+        losses = torch.nn.functional.cross_entropy(logits, chunk[0, 1:], reduction="none")
+        total += losses[end - begin :].sum().item()
+        end = stop
+        if end == len(tokens) - 1:
+            return total
+
+
+def test_plain_transformers_code_finds_the_same_loss_for_the_exported_model(tmp_path) -> None:
+    model = random_model(small_config("gpt"), ParallelContext())
+    with torch.no_grad():
+        model.transformer.word_embedding.weight[99:] = 0.0
+    path = save_gpt(tmp_path / "ours", model, tp_size=2)
+    published = export_hugging_face(path, tmp_path / "published")
+    tokens = stream(201)
+    for source in (path, published):
+        loaded = load_model(source, ParallelContext(), torch.float64)
+        ours = math.fsum(losses_of(loaded.model, tokens, 13, 4))
+        assert ours == pytest.approx(transformers_loss(published, tokens, 13, 4), rel=1e-12)

@@ -1,0 +1,117 @@
+"""WikiText's detokenizer and counts, on the published validation file and on difficult pieces."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmscale.data.tokenizer import load_published_tokenizer
+from lmscale.data_config import TokenizerConfig
+from lmscale.evaluation.text_files import read_text_file
+from lmscale.evaluation.wikitext import count_words, detokenize
+from lmscale.evaluation.zero_shot_task import read_task
+from lmscale.zero_shot_config import WikiText103Config
+
+# Pieces that rules look for, so that they meet in every order.
+PIECES = [
+    "s '",
+    " 's",
+    "'",
+    '"',
+    " @-@ ",
+    " @,@ ",
+    " @.@ ",
+    " , ",
+    " . ",
+    "(",
+    ")",
+    "[ ",
+    " ]",
+    "{",
+    "}",
+    "= ",
+    " =",
+    " ",
+]
+PIECES += ["\n", " \n", " N ", " ° ", " ; ", " : ", " ! ", " ? ", "word", "5", "<unk>", "\u00a0", "é", "\\1", "\\"]
+
+
+def test_the_validation_file_has_the_published_counts(shared_data) -> None:
+    tokenizer = load_published_tokenizer(TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt")
+    path = str(shared_data / "wikitext" / "wikitext-103.wiki.valid.tokens")
+    task = read_task(WikiText103Config("wikitext103", path), tokenizer)
+    assert task.counts == {
+        "T_o": 217_642,
+        "T": 236_891,
+        "windows": 7_372,
+        "windows_megatron": 7_403,
+        "window": 1024,
+        "stride": 32,
+    }
+    assert task.split == "validation" and len(task.tokens) == 236_892
+
+
+def test_the_other_vocabulary_of_the_same_articles_has_its_published_count(shared_data) -> None:
+    tokenizer = load_published_tokenizer(TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt")
+    path = str(shared_data / "wikitext" / "wikitext-2.wiki.valid.tokens")
+    assert len(read_task(WikiText103Config("wikitext103", path), tokenizer).tokens) == 243_597
+
+
+def test_the_validation_file_comes_back_to_the_letter(shared_data) -> None:
+    text = read_text_file(shared_data / "wikitext" / "wikitext-103.wiki.valid.tokens").text
+    detokenized = detokenize(text)
+    assert len(detokenized.text) < 0.97 * len(text)
+    assert detokenized.restore() == text
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
+def test_any_text_comes_back_to_the_letter(text: str) -> None:
+    assert detokenize(text).restore() == text
+
+
+@pytest.mark.parametrize(
+    "tokenized, written",
+    [
+        ("1 @,@ 000 @.@ 5 well @-@ known", "1,000.5 well-known"),
+        ("he said : yes ; no , no . So ! Why ? Ah", "he said: yes; no, no. So! Why? Ah"),
+        ("the dog 's and the dogs ' bones", "the dog's and the dogs' bones"),
+        (
+            'he said " hello there " to ( some [ one ] ) and { more }',
+            'he said "hello there" to (some [one]) and {more}',
+        ),
+        (" \n = = = Life = = = \n \n He was born . \n", "\n=== Life ===\n\nHe was born.\n"),
+        ("it is 20 ° C in N years", "it is 20°C in 1 years"),
+        ('a " quote \n over lines " ends', 'a "quote\nover lines" ends'),
+    ],
+)
+def test_artefacts_go(tokenized: str, written: str) -> None:
+    assert detokenize(tokenized).text == written
+
+
+def test_words_are_what_single_blanks_separate() -> None:
+    assert count_words(" \n = Title = \n \n He  ran . \n") == len(["=", "Title", "=", "\n", "\n", "He", "", "ran", "."])
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (b"", "must be a file with text, but .* is empty"),
+        (b" \n \n", "must be a file with text, but .* is empty"),
+        (b"good line\nl\xe9tat\n", "must be UTF-8, but .*, line 2 has the byte 0xe9"),
+        ("words\n".encode("utf-16"), "without a byte-order mark, but .* begins with UTF-16"),
+        (b"\xef\xbb\xbfwords\n", "without a byte-order mark"),
+        ("words\n".encode("utf-16-le"), "line 1 has a zero byte"),
+        (b"one\ntwo\r\n", "with LF line ends, but .*, line 2 has a carriage return"),
+        (b"one\ntwo and a ha", "must end with a line end, but .*, line 2 is cut off"),
+    ],
+)
+def test_a_file_that_would_change_the_counts_is_refused(tmp_path, data: bytes, message: str) -> None:
+    path = tmp_path / "file.tokens"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=f"`task.path` .*{message}"):
+        read_text_file(path)
+
+
+def test_a_missing_file_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="must be a file that can be read, but .*: No such file"):
+        read_text_file(tmp_path / "none.tokens")
