@@ -1,0 +1,301 @@
+"""The scaling study, scaled down and run on what is there: strong, weak, heads, and recomputation.
+
+    python analysis/measure_scaling.py                     # gloo, one thread a rank, up to two ranks
+    python analysis/measure_scaling.py --device cuda       # NCCL, a GPU a rank; one GPU: batch and recompute sweeps
+
+Every row is measured here and says on what machine, with how many threads, and how busy it was; next to it stands the
+cost model's figure for the same row. Rows of a CPU are about that CPU: they are not GPU scaling.
+"""
+
+import argparse
+import dataclasses
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext, sample_dropout_keys
+from lmscale.perf.flops import model_flops_per_step
+from lmscale.perf.memory import estimate_memory
+from lmscale.perf.params import count_parameters
+from lmscale.results import new_record, write_record
+from lmscale.training.optimizer import MixedPrecisionAdamW
+from lmscale.training_config import OptimizerConfig, PrecisionConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WIDTH, LAYERS, VOCAB, SEQUENCE, BATCH = 384, 4, 8192, 128, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row: a study, a model, a layout; `attention_dropout` is 0 so that a CPU keeps its fused kernel."""
+
+    study: str
+    label: str
+    config: TransformerConfig
+    tp_size: int
+    dp_size: int
+    micro_batch_size: int
+    dtype: str = "fp32"
+
+
+def small_gpt(num_layers: int, hidden_size: int, heads: int, recompute: str = "full") -> TransformerConfig:
+    """A GPT of the study, scaled down."""
+    return TransformerConfig(
+        architecture="gpt",
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=heads,
+        vocab_size=VOCAB,
+        max_position_embeddings=SEQUENCE,
+        attention_dropout=0.0,
+        recompute=recompute,
+    )
+
+
+def cpu_cases(largest: int) -> list[Case]:
+    """The study for up to `largest` ranks of one thread."""
+    sizes = [n for n in (1, 2, 4) if n <= largest]
+    fixed = small_gpt(LAYERS, WIDTH, 8)
+    cases = [Case("strong", f"tp {n}", fixed, n, 1, BATCH) for n in sizes]
+    weak = {1: small_gpt(4, 384, 8), 2: small_gpt(5, 480, 8), 4: small_gpt(6, 624, 8)}
+    cases += [Case("weak, tp", f"tp {n}", weak[n], n, 1, BATCH) for n in sizes]
+    cases += [Case("weak, dp", f"dp {n}", fixed, 1, n, BATCH) for n in sizes]
+    heads = [
+        Case("heads", f"{n} heads, tp {largest}", small_gpt(LAYERS, WIDTH, n), largest, 1, BATCH) for n in (4, 8, 16)
+    ]
+    modes = [
+        Case("recompute", mode, small_gpt(LAYERS, WIDTH, 8, mode), 1, 1, BATCH)
+        for mode in ("none", "selective", "full")
+    ]
+    return cases + heads + modes
+
+
+def gpu_cases(num_gpus: int) -> list[Case]:
+    """On GPUs: batch and recompute sweeps of three models of the paper on one, strong scaling over more."""
+    sizes = {"gpt_355m": (24, 1024, 16, 1024), "gpt_1.2b": (40, 1536, 16, 1024), "bert_336m": (24, 1024, 16, 512)}
+    cases = []
+    for name, (layers, hidden, heads, seq_length) in sizes.items():
+        architecture = name.split("_")[0]
+        vocab = 50257 if architecture == "gpt" else 30522
+        for mode in ("none", "selective", "full"):
+            config = TransformerConfig(architecture, layers, hidden, heads, vocab, seq_length, recompute=mode)
+            for b in (4, 8, 16):
+                cases.append(Case("sweep", f"{name}, {mode}, b {b}", config, 1, 1, b, "bf16"))
+        for tp_size in (2, 4, 8):
+            if tp_size <= num_gpus:
+                cases.append(Case("strong", f"{name}, tp {tp_size}", config, tp_size, 1, 8, "bf16"))
+    return cases
+
+
+class Clock:
+    """Seconds of a step, and of them what goes into collectives: each is waited for before and after."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.communication = device, 0.0
+        self._original = dist.all_reduce
+
+    def now(self) -> float:
+        """Seconds, once the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def __enter__(self) -> "Clock":
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = self.now()
+            result = self._original(*args, **kwargs)
+            self.communication += self.now() - start
+            return result
+
+        dist.all_reduce = timed
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        dist.all_reduce = self._original
+
+
+def measure_case(case: Case, context: ParallelContext, device: torch.device, steps: int) -> dict[str, float]:
+    """Median and best seconds a step of this rank, the share spent in collectives, and peak memory on a GPU."""
+    model = build_model(case.config, context, seed=1, dtype=DTYPES[case.dtype]).to(device)
+    optimizer = MixedPrecisionAdamW(
+        model.named_parameters(), OptimizerConfig(lr=1e-4), PrecisionConfig(case.dtype), context
+    )
+    b, s = case.micro_batch_size, case.config.max_position_embeddings
+    tokens = (torch.arange(b * s, device=device) * 7919 % case.config.vocab_size).view(b, s)
+    keys = sample_dropout_keys(seed=1, sample_numbers=torch.arange(b)).to(device)
+    seconds, waits = [], []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with Clock(device) as clock:
+        for _ in range(steps + 1):  # the first allocates
+            if context.dp_size * context.tp_size > 1:
+                dist.barrier()
+            clock.communication, start = 0.0, clock.now()
+            optimizer.zero_grad()
+            one_pass(model, tokens, keys).backward()
+            add_gradients(model, optimizer, context)
+            optimizer.step()
+            seconds.append(clock.now() - start)
+            waits.append(clock.communication)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    middle = statistics.median(seconds[1:])
+    best = min(range(1, steps + 1), key=seconds.__getitem__)
+    return {"median_s": middle, "best_s": seconds[best], "best_communication_s": waits[best], "peak_bytes": peak}
+
+
+def one_pass(model: torch.nn.Module, tokens: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Mean loss of one micro-batch, for either architecture."""
+    if model.config.architecture == "gpt":
+        return model(tokens, tokens, keys).mean()
+    losses, order = model(tokens, torch.zeros_like(tokens), None, tokens, keys)
+    return losses.mean() + order.float().mean()
+
+
+def add_gradients(model: torch.nn.Module, optimizer: MixedPrecisionAdamW, context: ParallelContext) -> None:
+    """Over the data ranks: the optimizer's own way for half types, one flat message for fp32, as DDP's buckets."""
+    optimizer.reduce_gradients()
+    if context.dp_size > 1 and not optimizer.holds_masters:
+        flat = torch.cat([param.grad.flatten() for param in model.parameters()])
+        dist.all_reduce(flat, group=context.dp_group)
+
+
+def rank_worker(rank: int, case: Case, folder: str, device_kind: str, steps: int, rounds: int) -> None:
+    """One rank of one case; rank 0 writes the result."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("medium")
+    world = case.tp_size * case.dp_size
+    device = torch.device(device_kind, rank) if device_kind == "cuda" else torch.device("cpu")
+    context = ParallelContext()
+    if world > 1:
+        if device_kind == "cuda":
+            torch.cuda.set_device(device)
+        store = dist.FileStore(os.path.join(folder, "store"), world)
+        backend = "nccl" if device_kind == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=world, store=store)
+        mesh = init_device_mesh(device_kind, (case.dp_size, case.tp_size), mesh_dim_names=("data", "tensor"))
+        context = ParallelContext(
+            tp_rank=mesh.get_local_rank("tensor"),
+            tp_size=case.tp_size,
+            dp_rank=mesh.get_local_rank("data"),
+            dp_size=case.dp_size,
+            tp_group=mesh.get_group("tensor"),
+            dp_group=mesh.get_group("data"),
+        )
+    results = [measure_case(case, context, device, steps) for _ in range(rounds)]
+    if rank == 0:
+        torch.save(min(results, key=lambda result: result["best_s"]), Path(folder) / "result")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def run_case(case: Case, device_kind: str, steps: int, rounds: int) -> dict[str, float]:
+    """Fresh processes for a case; the round with the best step."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (case, folder, device_kind, steps, rounds)
+        mp.spawn(rank_worker, arguments, nprocs=case.tp_size * case.dp_size, join=True)
+        return torch.load(Path(folder) / "result", weights_only=True)
+
+
+def row(case: Case, result: dict[str, float], first: tuple[Case, dict] | None) -> dict[str, Any]:
+    """A row of the table: what was run, how long it took, what went to messages, how it scales from `first`."""
+    world = case.tp_size * case.dp_size
+    s, batch = case.config.max_position_embeddings, case.micro_batch_size * case.dp_size
+    estimate = estimate_memory(
+        case.config,
+        case.tp_size,
+        case.micro_batch_size,
+        s,
+        case.dtype,
+        case.dp_size,
+        on_gpu=result["peak_bytes"] > 0,
+        accumulates=False,
+    )
+    found = {
+        "study": case.study,
+        "label": case.label,
+        "evidence": "measured",
+        "layout": dataclasses.asdict(ParallelConfig(case.tp_size, case.dp_size)),
+        "parameters": count_parameters(case.config).total,
+        "step_s": result["best_s"],
+        "median_step_s": result["median_s"],
+        "communication_s": result["best_communication_s"],
+        "compute_s": result["best_s"] - result["best_communication_s"],
+        "model_flops_per_s": model_flops_per_step(case.config, s, batch) / result["best_s"],
+        "predicted_rank_bytes": estimate.total,
+        "measured_peak_bytes": result["peak_bytes"] or None,
+    }
+    if first is not None:
+        other, other_result = first
+        work = (
+            found["parameters"]
+            * batch
+            / (count_parameters(other.config).total * other.micro_batch_size * other.dp_size)
+        )
+        found["percent_of_linear"] = 100 * work / world * other_result["best_s"] / result["best_s"]
+    return found
+
+
+def main() -> int:
+    """Run every case, print the table, write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, default=None, help="most ranks; default: 2 on a CPU, all GPUs")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", default=None, help="a study: strong, weak, heads, recompute, sweep")
+    parser.add_argument("--record", type=Path, default=None, help="default: outputs/measure_scaling/<time>.json")
+    options = parser.parse_args()
+    ranks = options.ranks or (torch.cuda.device_count() if options.device == "cuda" else 2)
+    cases = gpu_cases(ranks) if options.device == "cuda" else cpu_cases(ranks)
+    cases = [case for case in cases if options.only is None or case.study.startswith(options.only)]
+    name = torch.cuda.get_device_name(0) if options.device == "cuda" else "cpu"
+    threads, rows, first, started = 1, [], {}, time.time()
+    loads = [os.getloadavg()[0]]
+    for case in cases:
+        result = run_case(case, options.device, options.steps, options.rounds)
+        rows.append(row(case, result, first.get(case.study)))
+        first.setdefault(case.study, (case, result))
+        loads.append(os.getloadavg()[0])
+        rows[-1] |= {"machine": name, "threads_a_rank": threads, "load_average": loads[-1]}
+        share = rows[-1]["communication_s"] / rows[-1]["step_s"]
+        percent = rows[-1].get("percent_of_linear", 100.0)
+        print(
+            f"{case.study:<12}{case.label:<24}{rows[-1]['step_s'] * 1e3:>10.1f} ms  messages {share:>6.1%}  "
+            f"{percent:>6.1f} % of linear  load {loads[-1]:.1f}  measured",
+            flush=True,
+        )
+    record = new_record(
+        f"measured_scaling_{options.device}",
+        "scaled_down",
+        {"rows": rows, "steps": options.steps, "rounds": options.rounds, "load_average_at_start": loads[0]},
+        1,
+        {
+            f"{r['study']}/{r['label']}/{key}": {"value": r[key], "unit": unit}
+            for r in rows
+            for key, unit in (("step_s", "s"), ("communication_s", "s"), ("percent_of_linear", "% of linear"))
+            if key in r
+        },
+        device=name,
+        layout={"threads_per_rank": threads},
+        started=started,
+    )
+    path = options.record or ROOT / "outputs" / "measure_scaling" / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.json"
+    write_record(record, path)
+    print(f"record: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
