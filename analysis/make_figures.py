@@ -1,0 +1,145 @@
+"""Figures 1 and 5: the paper's bars beside the cost model's, with the kind of evidence in the legend.
+
+    python analysis/make_figures.py                 # outputs/figures/figure_1.png, figure_5.png
+
+The model's constants were fitted to half of the cells (analysis/fit_cost_model.py); hatched bars were not in the fit.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # files, no window
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import seaborn as sns
+
+from lmscale.from_plain import build
+from lmscale.perf.cluster import Cluster
+from lmscale.perf.flops import hardware_flops_per_step
+from lmscale.report.scaling import (
+    BASELINE_FLOPS_PER_S,
+    CELLS,
+    MICRO_BATCH,
+    PETAFLOPS_512,
+    SEQ_LENGTH,
+    SIZES,
+    Cell,
+    predict_cell,
+    study_model,
+    study_time,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "analysis" / "results" / "cost_model.json"
+PAPER, OURS = "paper", "lmscale, modelled"
+
+
+def fitted_cluster(record: Path = RECORD) -> Cluster:
+    """The anchored cluster of a cost-model record."""
+    values = json.loads(record.read_text(encoding="utf-8"))["config"]["cluster"]
+    return build(Cluster, values, "cluster.")
+
+
+def figure_5_rows(cluster: Cluster) -> pd.DataFrame:
+    """Weak scaling, % of linear: the paper's value, the model's, the difference and the role of every cell.
+
+    The one-GPU cell is 100 by definition.
+    """
+    first = Cell("Figure 5", "MP, 1 GPU", "1.2B", 16, 1, 1, 100.0, "text", "baseline")
+    rows = []
+    for cell in (first, *(cell for cell in CELLS if cell.table == "Figure 5")):
+        ours = predict_cell(cell, cluster)
+        rows.append(
+            {
+                "panel": "model parallel" if cell.dp_size == 1 else "model + data parallel",
+                "GPUs": cell.tp_size * cell.dp_size,
+                PAPER: cell.paper,
+                OURS: ours,
+                "difference": ours - cell.paper,
+                "role": cell.role,
+                "certainty": cell.certainty,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def figure_1_rows(cluster: Cluster) -> pd.DataFrame:
+    """PFLOP/s sustained: one V100, and the study's models with 64-way data parallelism.
+
+    The paper prints two of them, 39 TFLOP/s on one GPU and 15.1 PFLOP/s on 512; the others are its Figure 5 times the
+    one-GPU figure, by parameters.
+    """
+    rows = [{"GPUs": 1, PAPER: BASELINE_FLOPS_PER_S / 1e15, OURS: BASELINE_FLOPS_PER_S / 1e15, "certainty": "text"}]
+    for cell in CELLS:
+        if cell.table != "Figure 5" or cell.dp_size == 1:
+            continue
+        layers, hidden, _ = SIZES[cell.size]
+        config, num_gpus = study_model(layers, hidden, cell.heads), cell.tp_size * cell.dp_size
+        seconds = study_time(config, cell.tp_size, cell.dp_size, cluster).total
+        ours = hardware_flops_per_step(config, SEQ_LENGTH, MICRO_BATCH * cell.dp_size) / seconds / 1e15
+        printed = num_gpus == 512
+        paper = PETAFLOPS_512 if printed else cell.paper / 100 * num_gpus * BASELINE_FLOPS_PER_S / 1e15
+        rows.append({"GPUs": num_gpus, PAPER: paper, OURS: ours, "certainty": "text" if printed else "figure"})
+    table = pd.DataFrame(rows)
+    table["difference"] = table[OURS] / table[PAPER] - 1
+    return table
+
+
+def draw_figure_5(rows: pd.DataFrame, path: Path) -> None:
+    """Two panels of bars, as in the paper."""
+    sns.set_theme(style="whitegrid")
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for axis, (panel, part) in zip(axes, rows.groupby("panel", sort=False), strict=True):
+        tall = part.melt(id_vars=["GPUs", "role"], value_vars=[PAPER, OURS], var_name="source", value_name="percent")
+        sns.barplot(tall, x="GPUs", y="percent", hue="source", ax=axis, palette="deep")
+        axis.set(title=f"{panel} (V100)", ylabel="% of linear scaling", ylim=(0, 110))
+        for container in axis.containers:
+            axis.bar_label(container, fmt="%.0f", fontsize=8)
+        for bar, role in zip(axis.containers[1], part["role"], strict=True):
+            bar.set_hatch("//" if role in ("held out", "outlier") else "")
+        axis.legend(loc="lower left", title="hatched: not in the fit")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_figure_1(rows: pd.DataFrame, path: Path) -> None:
+    """Both sources and linear scaling over the number of GPUs."""
+    sns.set_theme(style="whitegrid")
+    figure, axis = plt.subplots(figsize=(6, 4))
+    tall = rows.melt(id_vars=["GPUs"], value_vars=[PAPER, OURS], var_name="source", value_name="PFLOP/s")
+    sns.lineplot(tall, x="GPUs", y="PFLOP/s", hue="source", style="source", markers=True, ax=axis)
+    linear = rows["GPUs"] * BASELINE_FLOPS_PER_S / 1e15
+    axis.plot(rows["GPUs"], linear, color="grey", linestyle=":", label="linear")
+    axis.set(xscale="log", yscale="log", title="Sustained on V100, 64-way data parallel above one GPU")
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> int:
+    """Draw both and print their rows."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--record", type=Path, default=RECORD)
+    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "figures")
+    options = parser.parse_args()
+    cluster = fitted_cluster(options.record)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for number, rows, draw in (
+        (1, figure_1_rows(cluster), draw_figure_1),
+        (5, figure_5_rows(cluster), draw_figure_5),
+    ):
+        draw(rows, options.folder / f"figure_{number}.png")
+        print(f"Figure {number} (paper; ours modelled)\n{rows.round(3).to_string(index=False)}\n")
+    print(f"figures: {options.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
