@@ -25,9 +25,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
+from lmscale.perf.cluster import Cluster
 from lmscale.perf.flops import model_flops_per_step
 from lmscale.perf.memory import estimate_memory
 from lmscale.perf.params import count_parameters
+from lmscale.perf.step_time import predict_step_time
+from lmscale.plan_config import load_cluster
 from lmscale.results import new_record, write_record
 from lmscale.training.optimizer import MixedPrecisionAdamW
 from lmscale.training_config import OptimizerConfig, PrecisionConfig
@@ -171,7 +174,7 @@ def add_gradients(model: torch.nn.Module, optimizer: MixedPrecisionAdamW, contex
         dist.all_reduce(flat, group=context.dp_group)
 
 
-def rank_worker(rank: int, case: Case, folder: str, device_kind: str, steps: int, rounds: int) -> None:
+def rank_worker(rank: int, case: Case, folder: str, device_kind: str, steps: int) -> None:
     """One rank of one case; rank 0 writes the result."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium")
@@ -193,22 +196,50 @@ def rank_worker(rank: int, case: Case, folder: str, device_kind: str, steps: int
             tp_group=mesh.get_group("tensor"),
             dp_group=mesh.get_group("data"),
         )
-    results = [measure_case(case, context, device, steps) for _ in range(rounds)]
+    result = measure_case(case, context, device, steps)
     if rank == 0:
-        torch.save(min(results, key=lambda result: result["best_s"]), Path(folder) / "result")
+        torch.save(result, Path(folder) / "result")
     if world > 1:
         dist.destroy_process_group()
 
 
-def run_case(case: Case, device_kind: str, steps: int, rounds: int) -> dict[str, float]:
-    """Fresh processes for a case; the round with the best step."""
+def run_case(case: Case, device_kind: str, steps: int) -> dict[str, float]:
+    """One round of a case in fresh processes, and how busy the machine was when it ended."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (case, folder, device_kind, steps, rounds)
-        mp.spawn(rank_worker, arguments, nprocs=case.tp_size * case.dp_size, join=True)
-        return torch.load(Path(folder) / "result", weights_only=True)
+        mp.spawn(rank_worker, (case, folder, device_kind, steps), nprocs=case.tp_size * case.dp_size, join=True)
+        return torch.load(Path(folder) / "result", weights_only=True) | {"load_average": os.getloadavg()[0]}
 
 
-def row(case: Case, result: dict[str, float], first: tuple[Case, dict] | None) -> dict[str, Any]:
+def run_rounds(cases: list[Case], device_kind: str, steps: int, rounds: int) -> dict[Case, dict[str, float]]:
+    """For each case the round with the fastest step. Rounds go over all cases in turn, so that what else the machine
+    does falls on all of them alike."""
+    best: dict[Case, dict[str, float]] = {}
+    for number in range(rounds):
+        for case in cases:
+            result = run_case(case, device_kind, steps)
+            print(f"round {number + 1}: {case.study}, {case.label}: {result['best_s'] * 1e3:.1f} ms", flush=True)
+            if case not in best or result["best_s"] < best[case]["best_s"]:
+                best[case] = result
+    return best
+
+
+def modelled_step_s(case: Case, machine: Cluster | None) -> float | None:
+    """The cost model's seconds for a case; None where no cluster stands for the machine."""
+    if machine is None:
+        return None
+    layout, s = ParallelConfig(case.tp_size, case.dp_size), case.config.max_position_embeddings
+    return predict_step_time(case.config, layout, case.micro_batch_size, 1, s, case.dtype, machine).total
+
+
+def cluster_of(device_name: str) -> Cluster | None:
+    """The cluster of conf/cluster that stands for this device, if any."""
+    name = {"cpu": "cpu", "NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100"}.get(device_name)
+    return None if name is None else load_cluster(ROOT / "conf" / "cluster" / f"{name}.yaml")
+
+
+def row(
+    case: Case, result: dict[str, float], first: tuple[Case, dict] | None, machine: Cluster | None
+) -> dict[str, Any]:
     """A row of the table: what was run, how long it took, what went to messages, how it scales from `first`."""
     world = case.tp_size * case.dp_size
     s, batch = case.config.max_position_embeddings, case.micro_batch_size * case.dp_size
@@ -232,6 +263,8 @@ def row(case: Case, result: dict[str, float], first: tuple[Case, dict] | None) -
         "median_step_s": result["median_s"],
         "communication_s": result["best_communication_s"],
         "compute_s": result["best_s"] - result["best_communication_s"],
+        "modelled_step_s": modelled_step_s(case, machine),
+        "load_average": result["load_average"],
         "model_flops_per_s": model_flops_per_step(case.config, s, batch) / result["best_s"],
         "predicted_rank_bytes": estimate.total,
         "measured_peak_bytes": result["peak_bytes"] or None,
@@ -245,6 +278,17 @@ def row(case: Case, result: dict[str, float], first: tuple[Case, dict] | None) -
         )
         found["percent_of_linear"] = 100 * work / world * other_result["best_s"] / result["best_s"]
     return found
+
+
+def describe(found: dict[str, Any]) -> str:
+    """A row of the table for the terminal."""
+    modelled = found["modelled_step_s"]
+    return (
+        f"{found['study']:<12}{found['label']:<24}measured {found['step_s'] * 1e3:>8.1f} ms, messages "
+        f"{found['communication_s'] / found['step_s']:>6.1%}, {found.get('percent_of_linear', 100.0):>6.1f} % of "
+        f"linear, load {found['load_average']:.1f}; modelled "
+        + ("-" if modelled is None else f"{modelled * 1e3:.1f} ms")
+    )
 
 
 def main() -> int:
@@ -261,25 +305,17 @@ def main() -> int:
     cases = gpu_cases(ranks) if options.device == "cuda" else cpu_cases(ranks)
     cases = [case for case in cases if options.only is None or case.study.startswith(options.only)]
     name = torch.cuda.get_device_name(0) if options.device == "cuda" else "cpu"
-    threads, rows, first, started = 1, [], {}, time.time()
-    loads = [os.getloadavg()[0]]
+    threads, rows, first, started, load = 1, [], {}, time.time(), os.getloadavg()[0]
+    best, machine = run_rounds(cases, options.device, options.steps, options.rounds), cluster_of(name)
     for case in cases:
-        result = run_case(case, options.device, options.steps, options.rounds)
-        rows.append(row(case, result, first.get(case.study)))
-        first.setdefault(case.study, (case, result))
-        loads.append(os.getloadavg()[0])
-        rows[-1] |= {"machine": name, "threads_a_rank": threads, "load_average": loads[-1]}
-        share = rows[-1]["communication_s"] / rows[-1]["step_s"]
-        percent = rows[-1].get("percent_of_linear", 100.0)
-        print(
-            f"{case.study:<12}{case.label:<24}{rows[-1]['step_s'] * 1e3:>10.1f} ms  messages {share:>6.1%}  "
-            f"{percent:>6.1f} % of linear  load {loads[-1]:.1f}  measured",
-            flush=True,
-        )
+        rows.append(row(case, best[case], first.get(case.study), machine))
+        first.setdefault(case.study, (case, best[case]))
+        rows[-1] |= {"machine": name, "threads_a_rank": threads}
+        print(describe(rows[-1]))
     record = new_record(
         f"measured_scaling_{options.device}",
         "scaled_down",
-        {"rows": rows, "steps": options.steps, "rounds": options.rounds, "load_average_at_start": loads[0]},
+        {"rows": rows, "steps": options.steps, "rounds": options.rounds, "load_average_at_start": load},
         1,
         {
             f"{r['study']}/{r['label']}/{key}": {"value": r[key], "unit": unit}

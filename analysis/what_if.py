@@ -13,16 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lmscale.config import ParallelConfig, Recompute, TransformerConfig
-from lmscale.from_plain import build
 from lmscale.perf.cluster import Cluster
 from lmscale.perf.memory import GIB
 from lmscale.perf.params import count_parameters
 from lmscale.perf.plan import Job, Layout, make_plan
 from lmscale.perf.search import rank_layouts, smallest_need
 from lmscale.perf.step_time import Techniques, predict_step_time
+from lmscale.plan_config import load_cluster
 from lmscale.results import new_record, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,8 +46,7 @@ PUBLISHED = (
 
 def cluster(name: str) -> Cluster:
     """A cluster of conf/cluster."""
-    values = yaml.safe_load((ROOT / "conf" / "cluster" / f"{name}.yaml").read_text(encoding="utf-8"))
-    return build(Cluster, {key: value for key, value in values.items() if key != "path"}, "cluster.")
+    return load_cluster(ROOT / "conf" / "cluster" / f"{name}.yaml")
 
 
 def gpt(num_layers: int, hidden_size: int, heads: int, **changes: Any) -> TransformerConfig:

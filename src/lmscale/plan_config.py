@@ -87,7 +87,8 @@ class PlanConfig:
         values = {key: value for key, value in values.items() if key not in _OF_TRAINING_ALONE}
         if isinstance(values.get("cluster"), dict):
             path = values["cluster"].get("path")
-            values["cluster"] = _without_path(values["cluster"] if path is None else read_cluster(Path(path)))
+            values["cluster"] = values["cluster"] if path is None else _read_cluster(Path(path))
+            values["cluster"] = {key: value for key, value in values["cluster"].items() if key != "path"}
         for group, cls_of_group in (("data", PlanData), ("trainer", PlanTrainer)):
             kept = {spec.name for spec in dataclasses.fields(cls_of_group)}
             if isinstance(values.get(group), dict):
@@ -182,13 +183,18 @@ class PlanConfig:
         return next((dp for dp in range(max(1, self.devices // tp_size), 1, -1) if whole % dp == 0), 1)
 
 
-def read_cluster(path: Path) -> dict:
-    """The keys of a cluster file of one's own, as those in conf/cluster.
+def load_cluster(path: Path) -> Cluster:
+    """The cluster of a file, of conf/cluster or of one's own.
 
     Raises:
-        ValueError: no such file, or not YAML with keys.
+        ValueError: no such file, not YAML with keys, or a key or value that cannot be.
     """
-    import yaml
+    values = _read_cluster(path)
+    return build(Cluster, {key: value for key, value in values.items() if key != "path"}, "cluster.")
+
+
+def _read_cluster(path: Path) -> dict:
+    import yaml  # for a file of one's own alone: Hydra has read the others
 
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -200,7 +206,3 @@ def read_cluster(path: Path) -> dict:
     if not isinstance(values, dict):
         raise ValueError(f"`cluster.path` must be a YAML file of keys as in conf/cluster, but is {path}")
     return values
-
-
-def _without_path(values: dict) -> dict:
-    return {key: value for key, value in values.items() if key != "path"}

@@ -1,25 +1,36 @@
 """The cost model against the paper and against the tables of 2020: the bounds it is held to."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
+from door import environment
 
-from lmscale.from_plain import build
 from lmscale.perf.cluster import Cluster
-from lmscale.report.scaling import CELLS, TRAINING_DAYS, baseline, predict_days, study_time
+from lmscale.plan_config import load_cluster
+from lmscale.report.scaling import (
+    CELLS,
+    TRAINING_DAYS,
+    anchor,
+    baseline,
+    predict_cell,
+    predict_days,
+    study_time,
+    with_constants,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "analysis"))
 
 import fit_cost_model  # noqa: E402
+import make_figures  # noqa: E402
+import what_if  # noqa: E402
 
 
 def shipped(name: str) -> Cluster:
-    values = yaml.safe_load((ROOT / "conf" / "cluster" / f"{name}.yaml").read_text(encoding="utf-8"))
-    return build(Cluster, {key: value for key, value in values.items() if key != "path"}, "cluster.")
+    return load_cluster(ROOT / "conf" / "cluster" / f"{name}.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +114,78 @@ def test_the_committed_record_is_what_the_script_computes_now(figures: dict[str,
 
 def test_a_constant_at_the_wrong_value_would_be_noticed(fitted: Cluster) -> None:
     """The bounds bite: without the work that does not shrink, the held-out cells are missed."""
-    from lmscale.report.scaling import anchor, predict_cell, with_constants
-
     without = anchor(with_constants(fitted, layer_overhead_ms=0.0))
     worst = max(abs(predict_cell(cell, without) - cell.paper) for cell in CELLS if cell.role == "held out")
     assert worst > 5
+
+
+def test_figure_5_has_every_bar_of_the_paper_with_its_role(tmp_path) -> None:
+    rows = make_figures.figure_5_rows(make_figures.fitted_cluster())
+    assert rows["GPUs"].tolist() == [1, 2, 4, 8, 64, 128, 256, 512]
+    assert rows["paper"].tolist() == [100, 95, 82, 77, 96, 83, 79, 74]
+    assert (rows["difference"] - (rows["lmscale, modelled"] - rows["paper"])).abs().max() < 1e-9
+    assert rows.set_index("GPUs")["role"].to_dict() == {
+        1: "baseline",
+        2: "held out",
+        4: "fit",
+        8: "held out",
+        64: "fit",
+        128: "outlier",
+        256: "held out",
+        512: "fit",
+    }
+    make_figures.draw_figure_5(rows, tmp_path / "figure_5.png")
+    assert (tmp_path / "figure_5.png").stat().st_size > 10_000
+
+
+def test_figure_1_rests_on_the_two_printed_figures(tmp_path) -> None:
+    rows = make_figures.figure_1_rows(make_figures.fitted_cluster()).set_index("GPUs")
+    assert rows["paper"][1] == 0.039 and rows["paper"][512] == 15.1
+    assert rows["certainty"].to_dict() == {1: "text", 64: "figure", 128: "figure", 256: "figure", 512: "text"}
+    assert rows["difference"].drop(128).abs().max() < 0.07
+    make_figures.draw_figure_1(rows.reset_index(), tmp_path / "figure_1.png")
+    assert (tmp_path / "figure_1.png").stat().st_size > 10_000
+
+
+def test_the_carried_over_constants_meet_the_throughputs_they_come_from_within_12_percent() -> None:
+    rows = what_if.published()
+    assert len(rows) == 5
+    assert max(abs(row["difference %"]) for row in rows) < 12
+
+
+def test_every_what_if_table_says_that_it_is_modelled() -> None:
+    tables = what_if.tables()
+    assert len(tables) == 9
+    for title, rows in tables.items():
+        assert what_if.format_table(title, rows).splitlines()[0] == f"{title} (modelled)"
+
+
+def test_tensor_parallelism_loses_across_the_node_where_a_ring_has_one_link() -> None:
+    gains = {row["tp"]: row for row in what_if.beyond_a_node("h100")}
+    assert gains[8]["gain of doubling, one link"] > 1.5
+    assert gains[16]["gain of doubling, one link"] < 1 < gains[16]["gain of doubling, all links"]
+    shares = [row["messages %, all links"] for row in gains.values()]
+    assert shares == sorted(shares)
+
+
+def test_a_trillion_parameters_fit_one_h200_cluster_and_no_h100_one() -> None:
+    rows = {
+        (row["cluster"], row["model"], row["GPUs"]): row for name in ("h100", "h200") for row in what_if.largest(name)
+    }
+    assert rows["h200", "1T", 16384]["layout"].startswith("tp 256")
+    assert "short" in rows["h100", "1T", 16384]["layout"]
+
+
+@pytest.mark.slow
+def test_scaling_is_measured_on_real_ranks_and_says_so(tmp_path) -> None:
+    command = [sys.executable, str(ROOT / "analysis" / "measure_scaling.py"), "--only", "strong"]
+    command += ["--steps", "1", "--rounds", "1", "--record", str(tmp_path / "record.json")]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert record["kind"] == "scaled_down"
+    one, two = record["config"]["rows"]
+    assert {row["evidence"] for row in (one, two)} == {"measured"}
+    assert (one["machine"], one["threads_a_rank"], two["layout"]) == ("cpu", 1, {"tp_size": 2, "dp_size": 1})
+    assert one["communication_s"] == 0 < two["communication_s"] < two["step_s"]
+    assert two["percent_of_linear"] > 0
