@@ -41,9 +41,9 @@ def choose_tokenizer(
         raise ValueError(
             f"`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER), because none lies beside {ckpt}"
         )
-    # A model may have a few rows more than its tokenizer has ids, up to a round number.
-    multiple = max(model.vocab_multiple, 1024)
-    if not tokenizer.vocab_size <= model.vocab_size < tokenizer.vocab_size + multiple:
+    # A model may have been given a few ids more than its tokenizer has, up to a round number (50,304; 51,200).
+    spare = model.vocab_size - tokenizer.vocab_size
+    if spare != 0 and not (0 < spare < 1024 and model.vocab_size % 64 == 0):
         raise ValueError(
             f"the tokenizer must be that of the checkpoint, whose model has {model.vocab_size} ids, "
             f"but it has {tokenizer.vocab_size}"

@@ -1,0 +1,224 @@
+"""`python src/zero_shot.py` as a person uses it: counts, records, layouts, and mistakes in one line."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import warm
+from door import REPOSITORY, environment
+from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
+
+from lmscale.data.tokenizer import train_tokenizer
+from lmscale.results import load_records
+
+DOOR = str(REPOSITORY / "src" / "zero_shot.py")
+WIKI = " \n = Lobsters = \n \n The lobster is a large , blue crustacean of the sea . \n" * 6
+TEXTS = [
+    "The lobster is a large, blue crustacean of the sea.",
+    "He said that the lobsters of the sea are large and blue",
+]
+
+
+def zero_shot(*overrides: str, cwd: Path) -> subprocess.CompletedProcess:
+    return warm.run([DOOR, *overrides], cwd, environment(), timeout=300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A working directory with a small published GPT-2, its tokenizer, and a file for each task."""
+    root = tmp_path_factory.mktemp("zero_shot")
+    inner = train_tokenizer(TEXTS * 5, "gpt", 301, "x")
+    torch.manual_seed(3)
+    sizes = {"n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=inner.get_vocab_size(), bos_token_id=0, eos_token_id=0))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(std=0.2)
+    model.save_pretrained(root / "gpt2")
+    inner.save(str(root / "gpt2" / "tokenizer.json"))
+    (root / "wiki.tokens").write_text(WIKI, encoding="utf-8")
+    rows = [{"text": " ".join(TEXTS[i % 2].split()[: 3 + i % 7])} for i in range(13)]
+    (root / "lambada.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (root / "original.txt").write_text("the lobster is blue\nhe said that , '' he said\n", encoding="utf-8")
+    return root
+
+
+WIKITEXT = ("task=wikitext103", "task.path=wiki.tokens", "task.window=16", "task.stride=5", "precision=fp64")
+LAMBADA = ("task=lambada", "task.path=lambada.jsonl", "precision=fp64")
+
+
+def metrics_of(run_dir: Path) -> dict[str, float]:
+    record = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
+    return {name: entry["value"] for name, entry in record["metrics"].items()}
+
+
+def test_counts_need_no_checkpoint(folder: Path, shared_data: Path) -> None:
+    gpt2 = ("tokenizer=gpt2", f"tokenizer.path={shared_data / 'gpt2-bpe'}", "count_only=true")
+    path = shared_data / "wikitext" / "wikitext-103.wiki.valid.tokens"
+    run = zero_shot("task=wikitext103", f"task.path={path}", *gpt2, cwd=folder)
+    assert run.returncode == 0 and run.stderr == ""
+    counts = "T_o = 217642\nT = 236891\nwindows = 7372\nwindows_megatron = 7403\nwindow = 1024\nstride = 32\n"
+    assert run.stdout == counts
+    path = shared_data / "lambada" / "lambada_test.shared.jsonl"
+    run = zero_shot("task=lambada", f"task.path={path}", *gpt2, cwd=folder)
+    assert run.stdout == "passages = 2577\nwords_of_several_tokens = 550\nlongest = 224\n"
+    run = zero_shot(*WIKITEXT, "task.stride=16", "ckpt=gpt2", "count_only=true", cwd=folder)  # its own tokenizer
+    assert run.returncode == 0 and "stride = 16" in run.stdout
+
+
+def test_the_perplexity_is_in_the_record_with_all_it_depends_on(folder: Path) -> None:
+    run = zero_shot(*WIKITEXT, "ckpt=gpt2", "hydra.run.dir=wiki", cwd=folder)
+    assert run.returncode == 0, run.stderr
+    found = metrics_of(folder / "wiki")
+    num_words, num_targets = len(WIKI.strip().split(" ")), found["wikitext103/T"]
+    assert (found["wikitext103/T_o"], found["wikitext103/window"], found["wikitext103/stride"]) == (num_words, 16, 5)
+    assert found["wikitext103/windows"] == 1 + math.ceil((num_targets - 16) / 5)
+    loss_sum = found["wikitext103/loss"] * num_targets
+    assert found["wikitext103/perplexity"] == pytest.approx(math.exp(loss_sum / num_words))
+    assert found["wikitext103/perplexity_megatron"] == pytest.approx(math.exp(loss_sum / (num_words - 1)))
+    record = json.loads((folder / "wiki" / "record.json").read_text(encoding="utf-8"))
+    about = record["config"]
+    assert record["kind"] == "scaled_down" and record["name"] == "zero_shot_wikitext103"
+    assert about["file"]["name"] == "wiki.tokens" and len(about["file"]["sha256"]) == 64
+    assert about["file"]["split"] == "other" and about["detokenizer"] == "megatron_v1"
+    assert len(about["tokenizer"]["sha256"]) == 64 and len(about["checkpoint"]["id"]) == 16
+    assert about["model"]["num_layers"] == 2 and about["zero_shot"]["task"]["stride"] == 5
+    for text in (f"T_o = {num_words}", about["checkpoint"]["id"], about["tokenizer"]["sha256"][:16], "stride = 5"):
+        assert text in run.stdout
+    assert len(load_records(folder / "wiki")) == 1
+
+
+def test_the_answers_are_kept_one_a_line(folder: Path) -> None:
+    run = zero_shot(*LAMBADA, "task.stop_word_filter=true", "ckpt=gpt2", "hydra.run.dir=cloze", cwd=folder)
+    assert run.returncode == 0, run.stderr
+    found = metrics_of(folder / "cloze")
+    answers = [json.loads(line) for line in (folder / "cloze" / "answers.jsonl").read_text().splitlines()]
+    assert [answer["line"] for answer in answers] == list(range(1, 14))
+    for name, key in (("last_word", "right"), ("last_token", "last_token_right")):
+        share = 100 * sum(answer[key] for answer in answers) / 13
+        assert found[f"lambada_openai/accuracy_{name}"] == share
+    assert "lambada_openai/accuracy_last_word_no_stop_words" in found
+    original = (*LAMBADA[:1], "task.path=original.txt", "task.form=original", "ckpt=gpt2", "hydra.run.dir=original")
+    assert zero_shot(*original, cwd=folder).returncode == 0
+    assert metrics_of(folder / "original")["lambada_original/passages"] == 2
+
+
+@pytest.mark.parametrize("task, layout", [(WIKITEXT, "parallel.tp_size=2"), (LAMBADA, "parallel.dp_size=2")])
+def test_ranks_of_our_own_give_the_same_numbers(folder: Path, task: tuple[str, ...], layout: str) -> None:
+    plain = zero_shot(*task, "ckpt=gpt2", "hydra.run.dir=plain", cwd=folder)
+    assert plain.returncode == 0, plain.stderr
+    run = zero_shot(*task, "ckpt=gpt2", layout, "hydra.run.dir=ranks", cwd=folder)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("checkpoint gpt2") == 1  # one rank speaks
+    expected, found = metrics_of(folder / "plain"), metrics_of(folder / "ranks")
+    for name in expected.keys() - {"evaluation_time"}:
+        assert found[name] == pytest.approx(expected[name], rel=1e-12), name
+
+
+@pytest.mark.slow
+def test_torchrun_is_joined(folder: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", DOOR, *LAMBADA]
+    command += ["ckpt=gpt2", "parallel.dp_size=2", "hydra.run.dir=torchrun"]
+    run = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert metrics_of(folder / "torchrun")["lambada_openai/passages"] == 13
+    run = zero_shot(*LAMBADA, "ckpt=gpt2", "hydra.run.dir=alone", cwd=folder)
+    same = ("torchrun", "alone")
+    assert len({(folder / name / "answers.jsonl").read_bytes() for name in same}) == 1
+
+
+def test_a_path_with_a_sign_of_equality_works_in_quotes_and_without_them_is_told_to_have_some(folder: Path) -> None:
+    shutil.copytree(folder / "gpt2", folder / "step=3, new", dirs_exist_ok=True)
+    run = zero_shot(*LAMBADA, 'ckpt="step=3, new"', "hydra.run.dir=quoted", cwd=folder)
+    assert run.returncode == 0, run.stderr
+    run = zero_shot(*LAMBADA, "ckpt=step=3", "hydra.run.dir=unquoted", cwd=folder)
+    assert run.returncode == 2 and "with quotes around what is special, but is 'ckpt=step=3'" in run.stderr
+
+
+def test_a_sweep_over_checkpoints_writes_a_record_each(folder: Path) -> None:
+    shutil.copytree(folder / "gpt2", folder / "other", dirs_exist_ok=True)
+    run = zero_shot(*LAMBADA, "-m", "ckpt=gpt2,other", "hydra.sweep.dir=swept", cwd=folder)
+    assert run.returncode == 0, run.stderr
+    assert len(load_records(folder / "swept")) == 2
+
+
+@pytest.fixture(scope="module")
+def bad_inputs(folder: Path) -> Path:
+    """Files and models that cannot be used, beside those that can."""
+    (folder / "empty.tokens").write_text("")
+    (folder / "latin.tokens").write_bytes("l'été\n".encode("latin-1"))
+    (folder / "cut.tokens").write_text(WIKI[:-20])
+    (folder / "cut.jsonl").write_text((folder / "lambada.jsonl").read_text()[:-20] + "\n")
+    (folder / "long.jsonl").write_text(json.dumps({"text": "lobster " * 70 + "end"}) + "\n")
+    (folder / "one.tokens").write_text("a\n")
+    torch.manual_seed(3)
+    BertForPreTraining(
+        BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=30)
+    ).save_pretrained(folder / "bert")
+    shutil.copytree(folder / "gpt2", folder / "no_weights", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(folder / "gpt2", folder / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree(folder / "gpt2", folder / "wrong_tokenizer")
+    train_tokenizer(["other words of another text, quite another"] * 9, "gpt", 290, "x").save(
+        str(folder / "wrong_tokenizer" / "tokenizer.json")
+    )
+    (folder / "no_model").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ((*LAMBADA,), "`ckpt` must be given, unless count_only=true"),
+        ((*LAMBADA, "ckpt=none"), "checkpoint none does not exist"),
+        ((*LAMBADA, "ckpt=no_model"), "no_model is no checkpoint, it has no metadata.json"),
+        ((*LAMBADA, "ckpt=no_weights"), "has a config.json but neither model.safetensors nor pytorch_model.bin"),
+        ((*LAMBADA, "ckpt=bert"), "`ckpt` must be a GPT, which predicts the next token, but bert is a BERT"),
+        ((*LAMBADA, "ckpt=no_tokenizer"), "`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER)"),
+        ((*LAMBADA, "ckpt=wrong_tokenizer"), "the tokenizer must be that of the checkpoint, whose model has"),
+        ((*LAMBADA, "ckpt=gpt2", "tokenizer=gpt2", "tokenizer.path=wrong_tokenizer"), "must be that of the checkpoint"),
+        ((*LAMBADA, "ckpt=gpt2", "tokenizer=bert"), "`tokenizer` must be gpt2, or left alone for the checkpoint's own"),
+        ((*LAMBADA, "ckpt=gpt2", "tokenizer.path=none"), "`tokenizer.path` must be a file or a folder"),
+        ((*LAMBADA, "count_only=true"), "`tokenizer` must be given"),
+        ((*LAMBADA, "ckpt=gpt2", "task.path=none.jsonl"), "`task.path` must be a file that can be read"),
+        ((*LAMBADA, "ckpt=gpt2", "task.path=cut.jsonl"), "must have JSON on each line, but cut.jsonl, line 13"),
+        ((*LAMBADA, "ckpt=gpt2", "task.path=original.txt"), "`task.form` must suit the file"),
+        ((*LAMBADA, "ckpt=gpt2", "task.form=new"), "`task.form` must be one of openai, original, but is 'new'"),
+        ((*LAMBADA, "ckpt=gpt2", "task.path=long.jsonl"), "must be at most the model's positions (64) long, but"),
+        ((*LAMBADA, "ckpt=gpt2", "parallel.tp_size=3"), "`num_attention_heads` must be a multiple of `tp_size` (3)"),
+        ((*LAMBADA, "ckpt=gpt2", "parallel.dp_size=0"), "`parallel.dp_size` must be a whole number of at least 1"),
+        ((*LAMBADA, "ckpt=gpt2", "accelerator=tpu"), "`accelerator` must be one of auto, cpu, gpu"),
+        ((*LAMBADA, "ckpt=gpt2", "micro_batch_tokens=0"), "`micro_batch_tokens` must be a whole number of at least 1"),
+        ((*LAMBADA, "ckpt=gpt2", "task.stride=3"), "`task.stride` is not a known key"),
+        ((*WIKITEXT, "ckpt=gpt2", "task.stride=17"), "`task.stride` must be at most `task.window` (16), but is 17"),
+        ((*WIKITEXT, "ckpt=gpt2", "task.window=65"), "`task.window` must be at most the model's positions (64)"),
+        ((*WIKITEXT, "ckpt=gpt2", "task.path=empty.tokens"), "must be a file with text, but empty.tokens is empty"),
+        (
+            (*WIKITEXT, "ckpt=gpt2", "task.path=latin.tokens"),
+            "must be UTF-8, but latin.tokens, line 1 has the",
+        ),
+        ((*WIKITEXT, "ckpt=gpt2", "task.path=cut.tokens"), "must end with a line end, but cut.tokens, line 24 is cut"),
+        ((*WIKITEXT, "ckpt=gpt2", "task.path=."), "`task.path` must be a file that can be read"),
+        (("task=imagenet", "ckpt=gpt2"), "`task` must be one of lambada, wikitext103, but is 'imagenet'"),
+        (("ckpt=gpt2",), "You must specify 'task'"),
+        (("task=lambada", "ckpt=gpt2"), "`task.path` must be given"),
+    ],
+)
+def test_a_mistake_is_one_line(bad_inputs: Path, overrides: tuple[str, ...], message: str) -> None:
+    run = zero_shot(*overrides, "hydra.run.dir=bad", cwd=bad_inputs)
+    assert run.returncode == 2, run.stderr
+    assert run.stderr.startswith("error: ") and run.stderr.count("\n") == 1 and message in run.stderr
+    assert run.stdout == "" and not (bad_inputs / "bad" / "record.json").exists()
+
+
+def test_damage_is_one_line_from_several_ranks_too(bad_inputs: Path) -> None:
+    broken = shutil.copytree(bad_inputs / "gpt2", bad_inputs / "broken", dirs_exist_ok=True)
+    (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:-50])
+    for layout in ((), ("parallel.dp_size=2",)):
+        run = zero_shot(*LAMBADA, "ckpt=broken", "hydra.run.dir=bad", *layout, cwd=bad_inputs)
+        assert run.returncode == 2
+        assert run.stderr.startswith("error: ") and run.stderr.count("\n") == 1 and "model.safetensors" in run.stderr
