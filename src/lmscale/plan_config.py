@@ -45,7 +45,8 @@ class PlanConfig:
         model: the fields of `TransformerConfig`, and `name`.
         parallel: sizes or `auto`: the smallest tp_size that fits; the largest dp_size the devices and the batch allow.
         cluster: where it would run.
-        num_devices: of a search, and at most of `auto`; None: as many of the cluster's as the job can use.
+        num_devices: the job may use; None: all of the cluster. A search uses exactly as many, with None as many as any
+            layout can.
         best: rank all layouts instead of planning one.
         top: layouts a ranking shows.
         find_recompute: where the model does not fit as it is, take the first mode that recomputes more and does fit.
@@ -96,9 +97,11 @@ class PlanConfig:
         return build(cls, values, "")
 
     @property
-    def devices(self) -> int:
-        """Devices of a search, and at most of `auto`."""
-        return self.cluster.num_devices if self.num_devices is None else self.num_devices
+    def machine(self) -> Cluster:
+        """As much of the cluster as the job may use."""
+        if self.num_devices is None:
+            return self.cluster
+        return dataclasses.replace(self.cluster, num_devices=self.num_devices)
 
     def job(self) -> tuple[Job, list[str]]:
         """What is to be trained, and notes on what was filled in.
@@ -135,13 +138,13 @@ class PlanConfig:
         layout = self._layout(job)
         try:
             with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
-                plan = make_plan(job, layout, self.cluster)
+                plan = make_plan(job, layout, self.machine)
         except ValueError as error:
-            raise ValueError(f"{error}; {way_out(job, layout, self.cluster)}") from None
+            raise ValueError(f"{error}; {way_out(job, layout, self.machine)}") from None
         if plan.missing_bytes > 0 and self.find_recompute:
             modes = list(Recompute)
             for mode in modes[modes.index(layout.recompute) + 1 :]:
-                other = make_plan(job, dataclasses.replace(layout, recompute=mode), self.cluster)
+                other = make_plan(job, dataclasses.replace(layout, recompute=mode), self.machine)
                 if other.missing_bytes <= 0:
                     notes.append(
                         f"with model.recompute={layout.recompute.value} {describe_shortage(plan)}: "
@@ -151,7 +154,7 @@ class PlanConfig:
         if plan.missing_bytes > 0:
             raise ValueError(
                 f"the memory a rank needs must be at most what its device has, but with {layout.overrides} "
-                f"{describe_shortage(plan)}; {way_out(job, layout, self.cluster)}"
+                f"{describe_shortage(plan)}; {way_out(job, layout, self.machine)}"
             )
         return plan, notes
 
@@ -165,22 +168,23 @@ class PlanConfig:
         if tp_size != "auto":
             return filled(tp_size)
         least = Recompute.FULL if self.find_recompute else mode
-        for tp in tensor_sizes(job, self.devices):
+        for tp in tensor_sizes(job, self.machine.num_devices):
             layout = filled(tp)
             try:
-                if make_plan(job, dataclasses.replace(layout, recompute=least), self.cluster).missing_bytes <= 0:
+                if make_plan(job, dataclasses.replace(layout, recompute=least), self.machine).missing_bytes <= 0:
                     return layout
             except ValueError:  # more devices than there are, or the batch does not divide
                 continue
         raise ValueError(
             "`parallel.tp_size`=auto found none that divides the model and fits; "
-            f"{way_out(job, filled(1), self.cluster)}"
+            f"{way_out(job, filled(1), self.machine)}"
         )
 
     def _dp_size(self, tp_size: int) -> int:
         """The largest number of data ranks with a device and whole micro-batches each; 1 where there is none."""
         whole = self.global_batch_size // self.micro_batch_size
-        return next((dp for dp in range(max(1, self.devices // tp_size), 1, -1) if whole % dp == 0), 1)
+        largest = min(whole, self.machine.num_devices // tp_size)
+        return next((dp for dp in range(largest, 1, -1) if whole % dp == 0), 1)
 
 
 def load_cluster(path: Path) -> Cluster:

@@ -181,6 +181,11 @@ def test_a_cluster_of_ones_own_is_read_from_its_file(tmp_path) -> None:
         (["best=true", "num_devices=7"], ["`num_devices` must be", "but is 7", "the nearest number that is one is 8"]),
         (["best=true", "num_devices=2"], ["`num_devices` must be", "GiB", "parallel.tp_size=8 parallel.dp_size=1"]),
         (["num_devices=1024"], ["`num_devices` must be at most the 512 of dgx2h_v100, but is 1,024"]),
+        (["num_devices=4", "parallel.tp_size=8", "parallel.dp_size=1"], ["at most the 4 devices", "but is 8 x 1"]),
+        (
+            ["global_batch_size=1", "parallel.tp_size=auto"],
+            ["auto found none", "parallel.tp_size=8 parallel.dp_size=1"],
+        ),
         (["find_recompute=false", *PAPER], ["5.7 more than the 31.0", "model.recompute=selective"]),
         (["precision=fp32", "cluster.peaks.fp32=null"], ["`precision.dtype` must be one of fp64, fp16 on dgx2h_v100"]),
         (["data.seq_length=2048"], ["`data.seq_length` must be at most `model.max_position_embeddings` (1024)"]),
