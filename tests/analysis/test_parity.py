@@ -51,7 +51,9 @@ def test_two_ranks_of_either_kind_train_as_one_process(tmp_path) -> None:
     assert 1e-6 < metrics["gpt/fp64/attention_sdpa/tp2_dp1/loss"]["value"] < 1e-2
 
 
-@pytest.mark.parametrize(("mutant", "tp_size", "dp_size"), [("seed", "2", "1"), ("lr", "1", "2")])
+@pytest.mark.parametrize(
+    ("mutant", "tp_size", "dp_size"), [pytest.param("seed", "2", "1", marks=pytest.mark.slow), ("lr", "1", "2")]
+)
 def test_a_layout_that_trains_another_run_fails(tmp_path, mutant, tp_size, dp_size) -> None:
     small = (*SMALL, "--tp", tp_size, "--dp", dp_size, "--steps", "2", "--dropout", "none")
     done, record = run_card(tmp_path, *small, "--mutant", mutant)

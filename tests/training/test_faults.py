@@ -343,7 +343,10 @@ def test_a_rank_that_hangs_ends_the_job_within_the_time_limit(tmp_path) -> None:
 
 
 @linux_only
-@pytest.mark.parametrize(("number", "tp_size"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 2), (signal.SIGUSR1, 1)])
+@pytest.mark.parametrize(
+    ("number", "tp_size"),
+    [(signal.SIGTERM, 2), pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.slow), (signal.SIGUSR1, 1)],
+)
 def test_a_scheduler_s_signal_saves_at_the_next_step_and_the_run_goes_on_as_if_nothing_were(
     tmp_path, number, tp_size
 ) -> None:
