@@ -20,6 +20,7 @@ from lmscale.report.scaling import (
     study_time,
     with_constants,
 )
+from lmscale.report.scaling_tables import scaling_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "analysis"))
@@ -174,6 +175,24 @@ def test_a_trillion_parameters_fit_one_h200_cluster_and_no_h100_one() -> None:
     }
     assert rows["h200", "1T", 16384]["layout"].startswith("tp 256")
     assert "short" in rows["h100", "1T", 16384]["layout"]
+
+
+def test_tables_1_2_7_and_8_stand_beside_the_papers_values(fitted: Cluster) -> None:
+    tables = scaling_tables(fitted)
+    assert {name: len(rows) for name, rows in tables.items()} == {
+        "Table 1": 4,
+        "Table 2": 6,
+        "Table 7": 3,
+        "Table 8": 3,
+    }
+    for rows in tables.values():
+        assert (rows["difference"] - (rows["ours"] - rows["paper"])).abs().max() < 1e-9
+    assert tables["Table 1"]["ours"].tolist() == [1213.479936, 2490.40896, 4199.10912, 8317.04064]
+    assert tables["Table 8"]["paper"].tolist() == pytest.approx([1.64, 2.34, 2.98])
+    assert tables["Table 7"]["evidence"].tolist() == ["modelled, fit", "modelled, held out", "modelled, held out"]
+    days = tables["Table 2"][tables["Table 2"]["unit"] == "days an epoch"]
+    assert days["paper"].tolist() == [0.86, 2.27, 2.10]
+    assert (days["difference"] / days["paper"]).between(-0.13, 0).all()
 
 
 @pytest.mark.slow
