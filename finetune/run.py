@@ -30,17 +30,15 @@ def finetune(values: dict, files: dict[str, str]) -> None:
 
 
 def objective(cfg: DictConfig) -> float | None:
-    """The figure of the run's record that a searching sweeper wants; None on ranks that have no record."""
+    """The figure of the run's record that a searching sweeper wants; None on ranks without a record."""
     from lmscale.finetune.scoring import OBJECTIVES
 
     path = Path(HydraConfig.get().runtime.output_dir) / "record.json"
     if not path.is_file():
         return None
     metrics = json.loads(path.read_text(encoding="utf-8"))["metrics"]
-    name = cfg.objective or OBJECTIVES[cfg.task.name]
-    if name not in metrics:
-        raise ValueError(f"`objective` must be one of {', '.join(metrics)}, but is {name!r}")
-    return metrics[name]["value"]
+    found = metrics.get(cfg.objective or OBJECTIVES[cfg.task.name])  # none where no set has labels
+    return None if found is None else found["value"]
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="finetune")

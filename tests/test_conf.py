@@ -28,7 +28,13 @@ GROUPS = {
 TRAIN_GROUPS = ["model", "data", "tokenizer", "parallel", "optimizer", "schedule", "trainer", "precision"]
 TRAIN_GROUPS += ["checkpoint", "logger", "recipe"]
 PREPARE_GROUPS = ["corpus", "tokenizer", "cleaning", "dedup", "evaluation", "launcher"]
-OTHER_GROUPS = {"cluster": ("plan", "cluster"), "task": ("zero_shot", "task")}  # group: door, how it is chosen
+# group: door, how it is chosen
+OTHER_GROUPS = {
+    "cluster": ("plan", "cluster"),
+    "task": ("zero_shot", "task"),
+    "finetune_task": ("finetune", "finetune_task@task"),
+    "sweep": ("finetune", "sweep"),
+}
 CHOICES = [(group, choice) for group in TRAIN_GROUPS for choice in GROUPS[group]]
 
 

@@ -13,9 +13,8 @@ LENGTHS = {
     "squad_v1": {"max_seq_length": 40, "doc_stride": 8, "max_query_length": 12},
     "squad_v2": {"max_seq_length": 40, "doc_stride": 8, "max_query_length": 12},
 }
-WORDS = (
-    "the cat dog owl fox sat ran slept sang on under by near a red blue green old small house tree river hill".split()
-)
+WORDS = "some cat dog owl fox sat ran slept sang on under by near".split()
+WORDS += "one red blue green old small house tree river hill".split()
 
 
 def make_task(name: str, **changes) -> TaskConfig:

@@ -30,6 +30,7 @@ from .features import Features, load_features
 from .module import FinetuneModule
 from .outputs import write_outputs
 from .preparing import prepare_features
+from .scoring import metric_names
 from .sources import check_place
 from .starting_point import StartingPoint, check_starting_point
 
@@ -88,6 +89,10 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
             raise ValueError(f"`{key}` must have a label for every example, but has not")
     if task.name == "squad_v2" and not task.chosen_on() and task.null_threshold is None:
         raise ValueError("`task.null_threshold` must be given where `task.validation` has no set, but is null")
+    if run.objective is not None:
+        names = metric_names(task, job.scored_features(), task.chosen_on())
+        if run.objective not in names:
+            raise ValueError(f"`objective` must be one of {', '.join(names)}, but is {run.objective!r}")
     return job
 
 

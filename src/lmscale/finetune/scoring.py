@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,8 @@ def predict_sets(
         chosen_on: sets that may choose the null threshold of SQuAD 2.0, the first does; without one it is the task's.
 
     Returns:
-        predictions by set; metrics as `<task>/<metric>` for a set called dev and for all validation sets together,
-        `<task>/<metric>_<set>` for others.
+        predictions by set; metrics as `<task>/<metric>` for all validation sets of classes together, or else for a
+        set called dev, and `<task>/<metric>_<set>` for the others.
 
     Raises:
         ValueError: SQuAD 2.0 with neither a validation set nor a threshold.
@@ -63,10 +64,11 @@ def predict_sets(
         predictions, metrics = _predict_spans(task, sets, logits, chosen_on)
     else:
         predictions = {name: _predict_classes(task, features, logits[name]) for name, features in sets.items()}
-        metrics = _pooled(task, sets, logits, chosen_on)
+        chosen = {name: [int(np.argmax(row)) for row in rows] for name, rows in logits.items()}
+        metrics = _pooled(task, sets, chosen, chosen_on)
+    pooled = set(metrics)
     for name, found in predictions.items():
-        suffix = "" if name == "dev" else f"_{name}"
-        metrics |= {f"{task.name}/{metric}{suffix}": value for metric, value in found.metrics.items()}
+        metrics |= {_full_name(task, metric, name, pooled): value for metric, value in found.metrics.items()}
     return predictions, metrics
 
 
@@ -88,14 +90,33 @@ def _class_metrics(task_name: str, chosen: list[int], labels: list[int], facts: 
     return metrics
 
 
+def metric_names(task: TaskConfig, sets: dict[str, Features], chosen_on: list[str]) -> list[str]:
+    """The names that `predict_sets` will give its metrics, known before a model has been run."""
+    labelled = {name: features for name, features in sets.items() if features.is_labelled}
+    if task.name.startswith("squad"):
+        names = ["squad_v2/null_threshold"] if task.name == "squad_v2" else []
+        found = {name: _span_metrics(features.facts["dataset"], {})[0] for name, features in labelled.items()}
+    else:
+        right = {name: features.labels.tolist() for name, features in labelled.items()}
+        names = list(_pooled(task, sets, right, chosen_on))
+        found = {name: _class_metrics(task.name, right[name], right[name], sets[name].facts) for name in labelled}
+    return names + [_full_name(task, metric, name, names) for name, metrics in found.items() for metric in metrics]
+
+
+def _full_name(task: TaskConfig, metric: str, set_name: str, pooled: Collection[str]) -> str:
+    """The plain name for dev, unless it says what several sets have together."""
+    plain = f"{task.name}/{metric}"
+    return plain if set_name == "dev" and plain not in pooled else f"{plain}_{set_name}"
+
+
 def _pooled(
-    task: TaskConfig, sets: dict[str, Features], logits: dict[str, list[np.ndarray]], chosen_on: list[str]
+    task: TaskConfig, sets: dict[str, Features], chosen_classes: dict[str, list[int]], chosen_on: list[str]
 ) -> dict[str, float]:
     """Metrics of all labelled validation sets as one (MNLI: matched and mismatched)."""
     names = [name for name in chosen_on if sets[name].is_labelled]
     if not names or names == ["dev"]:
         return {}
-    chosen = [int(np.argmax(row)) for name in names for row in logits[name]]
+    chosen = [choice for name in names for choice in chosen_classes[name]]
     labels = [label for name in names for label in sets[name].labels.tolist()]
     groups = [group for name in names for group in sets[name].facts.get("groups", [])]
     found = _class_metrics(task.name, chosen, labels, {"groups": groups})
@@ -131,13 +152,17 @@ def _predict_spans(
         odds = {key: best.null_odds for key, best in found.items()} if threshold is not None else None
         predictions[name] = Predictions(answers, null_odds=odds)
         if sets[name].is_labelled:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", AllNullWarning)  # it goes into `alarms`
-                scores = score(sets[name].facts["dataset"], answers)
-            alarm = all_null_alarm(scores)
+            predictions[name].metrics, alarm = _span_metrics(sets[name].facts["dataset"], answers)
             predictions[name].alarms = [alarm] if alarm else []
-            predictions[name].metrics = {k: v for k, v in scores.items() if not k.endswith(("total", "missing"))}
     return predictions, metrics
+
+
+def _span_metrics(dataset: dict[str, Any], answers: dict[str, str]) -> tuple[dict[str, float], str | None]:
+    """The scores of a set in percent, and the alarm where all answers are null."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AllNullWarning)  # it is returned
+        scores = score(dataset, answers)
+    return {k: v for k, v in scores.items() if not k.endswith(("total", "missing"))}, all_null_alarm(scores)
 
 
 def write_predictions(folder: Path, task: TaskConfig, set_name: str, predictions: Predictions) -> Path:

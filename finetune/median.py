@@ -1,0 +1,34 @@
+"""Settings of a sweep by their median development score: `python finetune/median.py multirun/finetune_race/TIME`.
+
+For a sweep over seeds the one line is the figure of Table 5, and the run named is the one whose checkpoint the protocol
+takes to the test set:
+
+    python finetune/run.py task=race ckpt=THAT_RUN trainer.num_epochs=0 '+task.test.test=RACE/test'
+"""
+
+import argparse
+import sys
+
+from lmscale.finetune.protocol import read_settings
+
+
+def main() -> int:
+    """Read, sort, print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", help="a sweep's folder, or any with run folders below it")
+    parser.add_argument("--metric", default=None, help="default: the task's accuracy, or F1 for SQuAD")
+    options = parser.parse_args()
+    try:
+        settings = read_settings(options.folder, options.metric)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for setting in settings:
+        values = " ".join(f"{key}={value}" for key, value in setting.differing.items()) or "one setting"
+        scores = ", ".join(f"{score:.2f}" for score in sorted(setting.scores.values()))
+        print(f"{setting.median:.2f}  {values}  of {len(setting.scores)}: {scores}  median: {setting.median_run}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Several finetunings as one: classes and choices by their mean probability, spans by their mean logits."""
+
+from pathlib import Path
+
+import numpy as np
+
+from .outputs import SetOutputs, read_outputs
+from .scoring import Predictions, predict_sets, write_predictions
+
+
+def ensemble(runs: list[Path], out: Path) -> dict[str, float]:
+    """Combine the outputs that runs have left for each set, score them, and write the predictions.
+
+    Classification and choice: the mean of the members' probabilities. Spans: the mean of their logits, token by token
+    in the same windows, so that an answer no member has first can win; SQuAD 2.0's threshold is tuned again.
+
+    Args:
+        runs: run folders of one task.
+        out: folder for `<set>/` with the predictions.
+
+    Returns:
+        metrics by name, as a run has them.
+
+    Raises:
+        ValueError: fewer than two runs or one twice; another task, set, id, label or (spans) window than the first's.
+
+    Source: section 5.3 (ensembles of five); Megatron-LM v1.0's `ensemble_classifier.py` averages probabilities, too;
+        for spans nothing was published.
+    """
+    if len(runs) < 2 or len({run.resolve() for run in runs}) < len(runs):
+        raise ValueError(f"an ensemble must have at least two runs, each once, but has {', '.join(map(str, runs))}")
+    names = [_sets_of(run) for run in runs]
+    for run, found in zip(runs, names, strict=True):
+        if found != names[0]:
+            raise ValueError(
+                f"{run} must have the sets of {runs[0]}, {', '.join(names[0])}, but has {', '.join(found)}"
+            )
+    members = {name: [read_outputs(run / "predictions" / name) for run in runs] for name in names[0]}
+    for name, outputs in members.items():
+        for run, member in zip(runs, outputs, strict=True):
+            _check_member(member, outputs[0], f"{run}, set {name},", runs[0])
+    task = next(iter(members.values()))[0].task
+    sets = {name: outputs[0].features for name, outputs in members.items()}
+    logits = {name: _combine(outputs) for name, outputs in members.items()}
+    chosen_on = [name for name in task.chosen_on() if name in sets]
+    predictions, metrics = predict_sets(task, sets, logits, chosen_on)
+    found: dict[str, Predictions] = predictions
+    for name, prediction in found.items():
+        write_predictions(out / name, task, name, prediction)
+    return metrics
+
+
+def _sets_of(run: Path) -> list[str]:
+    folder = run / "predictions"
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    if not names:
+        raise ValueError(f"{run} must be the folder of a finetuning that has ended, but has no predictions")
+    return names
+
+
+def _check_member(member: SetOutputs, first: SetOutputs, who: str, first_run: Path) -> None:
+    """Every member must have scored the same things in the same order."""
+    if member.task.name != first.task.name:
+        raise ValueError(f"{who} must be of the task of {first_run}, {first.task.name}, but is of {member.task.name}")
+    ours, theirs = member.features, first.features
+    if ours.ids != theirs.ids:
+        place = next((i for i, (a, b) in enumerate(zip(ours.ids, theirs.ids, strict=False)) if a != b), None)
+        what = f"{len(ours.ids)} ids" if place is None else f"{ours.ids[place]!r} in place {place}"
+        there = f"{len(theirs.ids)} ids" if place is None else repr(theirs.ids[place])
+        raise ValueError(f"{who} must have the ids of {first_run} ({there}), but has {what}")
+    same = ours.labels.shape == theirs.labels.shape and (ours.labels == theirs.labels).all()
+    if ours.offsets is not None:
+        same = same and ours.offsets.shape == theirs.offsets.shape and (ours.offsets == theirs.offsets).all()
+        same = same and (ours.window_starts == theirs.window_starts).all()
+    if not same:
+        what = "windows (task.max_seq_length, task.doc_stride, tokenizer)" if ours.offsets is not None else "labels"
+        raise ValueError(f"{who} must have the {what} of {first_run}, but has others")
+
+
+def _combine(members: list[SetOutputs]) -> list[np.ndarray]:
+    """Logits of the ensemble for each item."""
+    of_items = list(zip(*(member.logits for member in members), strict=True))
+    if members[0].features.offsets is not None:
+        return [np.mean(np.stack(rows).astype(np.float64), axis=0) for rows in of_items]
+    return [np.log(np.mean([_softmax(row) for row in rows], axis=0)) for rows in of_items]
+
+
+def _softmax(row: np.ndarray) -> np.ndarray:
+    powers = np.exp(row.astype(np.float64) - row.max())
+    return powers / powers.sum()

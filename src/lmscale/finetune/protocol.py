@@ -1,0 +1,86 @@
+"""The paper's protocol over many runs: the best setting of a search, the median of several seeds."""
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .scoring import OBJECTIVES
+
+RECORD = "record.json"
+# What differs between runs of one setting, or follows from the seed or the place.
+_NOT_A_SETTING = {"seed", "run_dir", "overrides", "cache_dir", "sets", "objective"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runs that differ in their seed alone.
+
+    Args:
+        differing: the keys in which the settings of a folder differ, with this one's values.
+        scores: development score by run folder.
+    """
+
+    differing: dict[str, Any]
+    scores: dict[Path, float]
+
+    @property
+    def median(self) -> float:
+        """Median development score."""
+        return statistics.median(self.scores.values())
+
+    @property
+    def median_run(self) -> Path:
+        """The run whose score is the median; of an even number of runs the lower of the two in the middle."""
+        return sorted(self.scores, key=lambda run: (self.scores[run], str(run)))[(len(self.scores) - 1) // 2]
+
+
+def read_settings(folder: str | Path, metric: str | None = None) -> list[Setting]:
+    """The settings of all finetunings below a folder, best median first.
+
+    Args:
+        metric: which is compared; None: the task's own (accuracy, or F1 for SQuAD).
+
+    Raises:
+        ValueError: no records, records of several tasks, a metric that one lacks, or two runs of one seed.
+    """
+    runs = {path.parent: _read(path) for path in sorted(Path(folder).rglob(RECORD))}
+    runs = {run: record for run, record in runs.items() if "task" in record.get("config", {})}
+    if not runs:
+        raise ValueError(f"{folder} must have records of finetunings below it, but has none")
+    tasks = sorted({record["config"]["task"]["name"] for record in runs.values()})
+    if len(tasks) > 1:
+        raise ValueError(f"the runs of {folder} must be of one task, but are of {', '.join(tasks)}")
+    name = metric or OBJECTIVES[tasks[0]]
+    flat = {run: _flat(record["config"]) for run, record in runs.items()}
+    keys = {key for values in flat.values() for key in values}
+    differing = sorted(key for key in keys if len({repr(values.get(key)) for values in flat.values()}) > 1)
+    found: dict[str, Setting] = {}
+    seeds: dict[tuple[str, int], Path] = {}
+    for run, record in runs.items():
+        if record["metrics"].get(name, {}).get("value") is None:
+            raise ValueError(f"{run / RECORD} must have the metric {name}, but has {', '.join(record['metrics'])}")
+        values = {key: flat[run].get(key) for key in differing}
+        twin = seeds.setdefault((repr(values), record["seed"]), run)
+        if twin != run:
+            raise ValueError(f"runs of one setting must differ in their seed, but {twin} and {run} both have it")
+        setting = found.setdefault(repr(values), Setting(values, {}))
+        setting.scores[run] = record["metrics"][name]["value"]
+    return sorted(found.values(), key=lambda setting: -setting.median)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} must be a record, but fails with {error}") from None
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if not prefix and key in _NOT_A_SETTING:
+            continue
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

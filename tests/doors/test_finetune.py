@@ -1,0 +1,131 @@
+"""`python finetune/run.py`, `ensemble.py` and `median.py` as a user starts them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import warm
+from door import REPOSITORY, environment
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lmscale.finetune_config import TASKS, FinetuneConfig
+
+sys.path.insert(0, str(REPOSITORY / "tests" / "finetune"))
+from finetune_runs import make_checkpoint  # noqa: E402
+from finetuning import write_task  # noqa: E402
+
+SMALL = (
+    "trainer.num_epochs=1",
+    "trainer.num_threads=1",
+    "trainer.accelerator=cpu",
+    "task.max_seq_length=32",
+    "micro_batch_size=4",
+    "global_batch_size=8",
+)
+
+
+def door(script: str, *arguments: str) -> subprocess.CompletedProcess:
+    return warm.run([str(REPOSITORY / "finetune" / script), *arguments], REPOSITORY, environment(), timeout=300)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
+    """A folder, and the overrides that name a checkpoint and files of QQP in it."""
+    folder = tmp_path_factory.mktemp("door")
+    ckpt = make_checkpoint(folder / "ckpt")
+    train, dev = write_task(folder, "qqp", 16), write_task(folder, "qqp", 9, first=1000)
+    data = (f"task.train={train}", f"task.validation.dev={dev}", f"cache_dir={folder / 'cache'}")
+    return folder, ("task=qqp", f"ckpt={ckpt}", *data, *SMALL)
+
+
+def test_a_command_trains_scores_and_saves_at_two_tensor_ranks(places) -> None:
+    folder, overrides = places
+    done = door("run.py", *overrides, "parallel.tp_size=2", f"hydra.run.dir={folder / 'tp'}")
+    assert done.returncode == 0, done.stderr
+    record = json.loads((folder / "tp/record.json").read_text())
+    assert record["layout"]["tp_size"] == 2 and record["metrics"]["steps"]["value"] == 2
+    assert (folder / "tp/checkpoints/step_2.ckpt/metadata.json").is_file()
+    assert (folder / "tp/checkpoints/tokenizer/tokenizer.json").is_file()
+    assert (folder / "tp/.hydra/overrides.yaml").is_file()
+    # and what was written at two ranks is scored by one
+    scored = door(
+        "run.py", *overrides, f"ckpt={folder / 'tp'}", "trainer.num_epochs=0", f"hydra.run.dir={folder / 'one'}"
+    )
+    assert scored.returncode == 0, scored.stderr
+    again = json.loads((folder / "one/record.json").read_text())
+    assert again["metrics"]["qqp/accuracy"] == record["metrics"]["qqp/accuracy"]
+
+
+def test_five_seeds_have_a_median_and_make_an_ensemble(places) -> None:
+    folder, overrides = places
+    sweep = folder / "seeds"
+    done = door("run.py", *overrides, "sweep=five_seeds", "trainer.save=false", f"hydra.sweep.dir={sweep}")
+    assert done.returncode == 0, done.stderr
+    runs = [str(sweep / str(number)) for number in range(5)]
+    scores = {run: json.loads(Path(run, "record.json").read_text())["metrics"]["qqp/accuracy"]["value"] for run in runs}
+    found = door("median.py", str(sweep))
+    assert found.returncode == 0, found.stderr
+    median = sorted(scores.values())[2]
+    assert found.stdout.startswith(f"{median:.2f}  one setting") and scores[found.stdout.split()[-1]] == median
+    combined = door("ensemble.py", *runs, "--out", str(folder / "ensemble"))
+    assert combined.returncode == 0, combined.stderr
+    assert len((folder / "ensemble/dev/QQP.tsv").read_text().splitlines()) == 10
+    assert "qqp/accuracy" in json.loads((folder / "ensemble/record.json").read_text())["metrics"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (("task=sst2",), "must be one of mnli, qqp, race, squad_v1, squad_v2, but is 'sst2'"),
+        (("ckpt=/nowhere",), "/nowhere does not exist"),
+        (("task.train=/nowhere",), "`task.train` must be a file or folder"),
+        (("task.hub=x",), "`task.hub` is not a known key"),
+        (("micro_batch_size=0",), "`micro_batch_size` must be a whole number of at least 1"),
+        (("-m", "micro_batch_size=4,0"), "job 1 of the sweep"),
+        (("objective=nothing",), "`objective` must be one of qqp/accuracy"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(places, changes, message: str) -> None:
+    folder, overrides = places
+    done = door("run.py", *overrides, *changes, f"hydra.run.dir={folder / 'x'}", f"hydra.sweep.dir={folder / 'y'}")
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert not list(folder.glob("[xy]/**/record.json")), "it was refused after the work"
+
+
+def test_the_other_doors_say_what_they_miss(tmp_path) -> None:
+    for script, arguments in (("median.py", [str(tmp_path)]), ("ensemble.py", [str(tmp_path), "--out", "x"])):
+        done = door(script, *arguments)
+        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", ["336m", "1.3b", "3.9b"])
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_composes_with_every_row_of_table_6(task: str, size: str) -> None:
+    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        composed = compose("finetune", [f"finetune_task@task={task}", f"size={size}", "ckpt=x"])
+    values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    run = FinetuneConfig.from_dict({**values, "run_dir": "/somewhere"})
+    table = {
+        "mnli": ((128, 1e-5), (128, 1e-5), (128, 1e-5), 10),
+        "qqp": ((128, 5e-5), (128, 3e-5), (256, 4e-5), 12),
+        "squad_v1": ((64, 3e-5), (48, 3e-5), (48, 1e-5), 2),
+        "squad_v2": ((48, 3e-5), (64, 3e-5), (48, 1e-5), 2),
+        "race": ((32, 2e-5), (16, 1e-5), (32, 2e-5), 3),
+    }[task]
+    row = table[["336m", "1.3b", "3.9b"].index(size)]
+    assert (run.global_batch_size, run.optimizer.lr, run.trainer.num_epochs) == (*row, table[3])
+    assert run.task.name == task and run.to_dict()["task"]["table_6"][size]["lr"] == row[1]
+
+
+@pytest.mark.parametrize("sweep, jobs", [("finetune_search", 25), ("five_seeds", 5)])
+def test_sweeps_are_grids_of_the_protocol(sweep: str, jobs: int) -> None:
+    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        composed = compose("finetune", [f"sweep={sweep}", "ckpt=x"], return_hydra_config=True)
+    count = 1
+    for values in composed.hydra.sweeper.params.values():
+        count *= len(str(values).split(","))
+    assert count == jobs and composed.hydra.mode.name == "MULTIRUN"

@@ -1,0 +1,136 @@
+"""Tiny checkpoints and finetunings for tests: jobs made as the door makes them, on real ranks."""
+
+import csv
+import gc
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from finetuning import LENGTHS, make_tokenizer, write_task
+from ranks import free_port, run_ranks
+
+from lmscale.checkpoint import CheckpointMetadata, TensorEntry, write_offline
+from lmscale.config import TransformerConfig
+from lmscale.finetune.finetuning import FinetuneJob, finetune, prepare_job
+from lmscale.finetune_config import FinetuneConfig
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext
+
+
+def make_checkpoint(folder: Path, tp_size: int = 1, state: dict | None = None, without: str = "-", **changes) -> Path:
+    """A random 2-layer BERT in fp64 with the tokenizer of the tests beside it; the folder that holds both.
+
+    Args:
+        without: leave out tensors whose names begin with this.
+    """
+    tokenizer = make_tokenizer()
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 48}
+    config = TransformerConfig(
+        **{"architecture": "bert", "vocab_size": tokenizer.vocab_size, "vocab_multiple": 64, **sizes, **changes}
+    )
+    model = build_model(config, ParallelContext(), seed=5, dtype=torch.float64)
+    tensors, entries = {}, {}
+    for name, param in model.named_parameters():
+        if not name.startswith(without):
+            tensors[f"model/{name}"] = param.detach()
+            entries[f"model/{name}"] = TensorEntry(tuple(param.shape), param.dtype, param.shard.shard_dim)
+    layout = {"tp_size": tp_size, "dp_size": 1}
+    metadata = CheckpointMetadata(3, layout, config.to_dict(), entries, {}, {}, {"name": "test"}, state or {})
+    folder.mkdir(parents=True, exist_ok=True)
+    write_offline(folder, metadata, tp_size, sorted(tensors.items()))
+    (folder / "tokenizer").mkdir()
+    tokenizer.inner.save(str(folder / "tokenizer" / "tokenizer.json"))
+    return folder
+
+
+def make_run(name: str, folder: Path, ckpt: Path, count: int = 22, run: str = "run", **changes) -> FinetuneConfig:
+    """One epoch on `count` examples of a task, scored on nine others; `changes` by dotted key with `__`."""
+    train, dev = write_task(folder, name, count), write_task(folder, name, 9, first=1000)
+    task = {"name": name, "train": str(train), "validation": {"dev": str(dev)}, "test": {}, "hub_name": "none"}
+    task |= LENGTHS[name] | ({"max_answer_length": 8, "num_best": 5} if name.startswith("squad") else {})
+    values = {
+        "name": f"finetune_{name}",
+        "run_dir": str(folder / run),
+        "ckpt": str(ckpt),
+        "task": task,
+        "size": "336m",
+        "tokenizer": {},
+        "parallel": {"tp_size": 1, "dp_size": 1},
+        "trainer": {
+            "num_epochs": 1,
+            "warmup_fraction": 0.1,
+            "log_every_steps": 1,
+            "accelerator": "cpu",
+            "num_threads": 1,
+            "pool_batches": 2,
+            "scoring_batch_size": 4,
+            "save": False,
+        },
+        "optimizer": {"lr": 1e-3},
+        "precision": {"dtype": "fp64"},
+        "micro_batch_size": 3,
+        "global_batch_size": 8,
+        "cache_dir": str(folder / "cache"),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    for key, value in changes.items():
+        *groups, last = key.split("__")
+        target = values
+        for group in groups:
+            target = target[group]
+        target[last] = value
+    return FinetuneConfig.from_dict(values)
+
+
+def run_finetunings(runs: list[FinetuneConfig], world_size: int) -> None:
+    """Every run, one after the other, on the same `world_size` processes as torchrun would start them."""
+    jobs = [prepare_job(run) for run in runs]
+    assert all(job.layout.world_size == world_size for job in jobs)
+    run_ranks(_finetune_all, world_size, jobs)
+
+
+def run_here(run: FinetuneConfig) -> int:
+    """One run in this process; how it ended."""
+    return finetune(prepare_job(run))
+
+
+def _finetune_all(rank: int, jobs: list[FinetuneJob]) -> None:
+    import torch.distributed as dist
+
+    gc.freeze()
+    world_size = dist.get_world_size()
+    ports = [[free_port() for _ in range(len(jobs) + 1)]]
+    dist.broadcast_object_list(ports, src=0)
+    dist.barrier()
+    dist.destroy_process_group()
+    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size}
+    names |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    for job, port in zip(jobs, ports[0][:-1], strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        assert finetune(job) == 0
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0][-1]}", rank=rank, world_size=world_size)
+
+
+def read_rows(run: FinetuneConfig) -> list[dict[str, float]]:
+    """metrics.csv as numbers; empty cells are left out."""
+    with open(Path(run.run_dir) / "metrics.csv", encoding="utf-8", newline="") as file:
+        return [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+
+
+def read_record(run: FinetuneConfig) -> dict:
+    """The run's record."""
+    return json.loads((Path(run.run_dir) / "record.json").read_text(encoding="utf-8"))
+
+
+def read_metrics(run: FinetuneConfig) -> dict[str, float]:
+    """Values of the record's metrics."""
+    return {name: entry["value"] for name, entry in read_record(run)["metrics"].items()}
+
+
+def read_logits(run: FinetuneConfig, name: str = "dev") -> np.ndarray:
+    """Logits of a scored set, fp32."""
+    return np.load(Path(run.run_dir) / "predictions" / name / "logits.npy")

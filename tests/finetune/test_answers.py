@@ -1,0 +1,103 @@
+"""Answers against a search over every span of every window."""
+
+import numpy as np
+import pytest
+from finetuning import make_task, make_tokenizer, write_task
+
+from lmscale.finetune.answers import decode_answers
+from lmscale.finetune.features import load_features
+from lmscale.finetune.preparing import prepare_features
+from lmscale.finetune.scoring import predict_sets
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("answers")
+    place = write_task(folder, "squad_v2", 30)
+    return load_features(prepare_features(make_task("squad_v2"), str(place), make_tokenizer(), folder / "cache"))
+
+
+def random_logits(features, seed: int = 0) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    lengths = np.diff(features.starts)
+    return [generator.normal(size=(2, length)).astype(np.float32) for length in lengths]
+
+
+def all_spans(features, logits, example: int, longest: int):
+    """Every allowed span of an example's windows as (score, text), by the rules as they are written."""
+    dataset = features.facts["dataset"]["data"][0]["paragraphs"]
+    context = [p["context"] for p in dataset for _ in p["qas"]][example]
+    windows = np.flatnonzero(features.window_examples == example)
+    spans = []
+    for window in windows:
+        offsets = features.offsets[features.starts[window] : features.starts[window + 1]]
+        tokens = np.flatnonzero(offsets[:, 0] >= 0)
+        for first in tokens:
+            mine = context_of(features, window, features.window_starts[window] + first - tokens[0])
+            others = [
+                context_of(features, other, features.window_starts[window] + first - tokens[0]) for other in windows
+            ]
+            if mine < max(others) or others.index(max(others)) != list(windows).index(window):
+                continue
+            for last in tokens[(tokens >= first) & (tokens < first + longest)]:
+                score = float(logits[window][0, first]) + float(logits[window][1, last])
+                spans.append((score, context[offsets[first, 0] : offsets[last, 1]]))
+    return sorted(spans, reverse=True)
+
+
+def context_of(features, window: int, token: int) -> float:
+    """How much context a token of the document has in a window; -1 where it is not in it."""
+    length = features.starts[window + 1] - features.starts[window] - features.second_starts[window] - 1
+    place = token - features.window_starts[window]
+    return min(place, length - 1 - place) + 0.01 * length if 0 <= place < length else -1.0
+
+
+def test_the_best_answers_are_those_of_a_search_over_all_spans(features) -> None:
+    logits = random_logits(features)
+    found = decode_answers(features, logits, num_best=40, max_answer_length=6)
+    several = 0
+    for example, name in enumerate(features.ids):
+        spans = all_spans(features, logits, example, 6)
+        assert found[name].text == spans[0][1]
+        assert found[name].answers[0][1] == pytest.approx(spans[0][0], abs=1e-6)
+        texts = list(dict.fromkeys(text for _, text in spans))[:5]
+        assert [text for text, _ in found[name].answers[:5]] == texts
+        windows = np.flatnonzero(features.window_examples == example)
+        several += len(windows) > 1
+        assert found[name].null_score == pytest.approx(min(float(logits[w][0, 0] + logits[w][1, 0]) for w in windows))
+    assert several > 5
+
+
+def test_a_right_model_gets_every_question_right(features) -> None:
+    logits = random_logits(features)
+    for window, row in enumerate(logits):
+        first, last = features.labels[window]
+        row[0, first] += 20.0
+        row[1, last] += 20.0
+    predictions, metrics = predict_sets(make_task("squad_v2"), {"dev": features}, {"dev": logits}, ["dev"])
+    assert metrics["squad_v2/f1"] == metrics["squad_v2/exact_match"] == 100.0
+    assert metrics["squad_v2/HasAns_exact"] == metrics["squad_v2/NoAns_exact"] == 100.0
+    assert predictions["dev"].alarms == [] and np.isfinite(metrics["squad_v2/null_threshold"])
+
+
+def test_a_model_that_never_answers_raises_the_alarm(features) -> None:
+    logits = random_logits(features)
+    for row in logits:
+        row[:, 0] += 100.0
+    task = make_task("squad_v2", null_threshold=0.0)
+    predictions, metrics = predict_sets(task, {"dev": features}, {"dev": logits}, ["dev"])
+    assert set(predictions["dev"].answers.values()) == {""}
+    assert metrics["squad_v2/f1"] == pytest.approx(100 / 3)
+    assert "never answers" in predictions["dev"].alarms[0]
+
+
+def test_the_threshold_of_the_development_set_serves_the_other_sets(features) -> None:
+    logits, others = random_logits(features), random_logits(features, seed=1)
+    task = make_task("squad_v2", validation={"dev": "x"}, test={"held": "y"})
+    sets = {"dev": features, "held": features}
+    _, metrics = predict_sets(task, sets, {"dev": logits, "held": others}, ["dev"])
+    given = make_task("squad_v2", null_threshold=metrics["squad_v2/null_threshold"])
+    _, alone = predict_sets(given, {"held": features}, {"held": others}, [])
+    assert alone["squad_v2/f1_held"] == metrics["squad_v2/f1_held"]
+    with pytest.raises(ValueError, match="null_threshold"):
+        predict_sets(make_task("squad_v2"), {"held": features}, {"held": others}, [])

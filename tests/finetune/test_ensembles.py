@@ -1,0 +1,154 @@
+"""Ensembles against means by hand, and what they refuse; medians over seeds."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from finetune_runs import make_checkpoint, make_run, run_here
+
+from lmscale.finetune.answers import decode_answers
+from lmscale.finetune.ensembling import ensemble
+from lmscale.finetune.outputs import read_outputs
+from lmscale.finetune.protocol import read_settings
+
+
+@pytest.fixture(scope="module")
+def members(tmp_path_factory) -> dict[str, list[Path]]:
+    """Three runs of a task of each kind, with other seeds."""
+    folder = tmp_path_factory.mktemp("members")
+    ckpt, made = make_checkpoint(folder / "ckpt"), {}
+    for name in ("qqp", "race", "squad_v1"):
+        runs = [make_run(name, folder, ckpt, run=f"{name}/{seed}", seed=seed) for seed in (1, 2, 3)]
+        for run in runs:
+            assert run_here(run) == 0
+        made[name] = [Path(run.run_dir) for run in runs]
+    return made
+
+
+@pytest.mark.parametrize("name", ["qqp", "race"])
+def test_classes_and_choices_have_the_mean_probability(members, tmp_path, name: str) -> None:
+    metrics = ensemble(members[name], tmp_path)
+    logits = [np.load(run / "predictions/dev/logits.npy").astype(np.float64) for run in members[name]]
+    powers = [np.exp(rows) / np.exp(rows).sum(axis=1, keepdims=True) for rows in logits]
+    chosen = np.mean(powers, axis=0).argmax(axis=1)
+    features = read_outputs(members[name][0] / "predictions/dev").features
+    assert metrics[f"{name}/accuracy"] == pytest.approx(100 * (chosen == features.labels).mean())
+    written = (tmp_path / "dev" / ("QQP.tsv" if name == "qqp" else "predictions.json")).read_text()
+    answers = json.loads(written).values() if name == "race" else [r.split("\t")[1] for r in written.split("\n")[1:-1]]
+    assert list(answers) == [("ABCD" if name == "race" else "01")[c] for c in chosen]
+
+
+def test_spans_have_the_mean_of_the_logits(members, tmp_path) -> None:
+    ensemble(members["squad_v1"], tmp_path)
+    outputs = [read_outputs(run / "predictions/dev") for run in members["squad_v1"]]
+    mean = [np.mean(rows, axis=0) for rows in zip(*(output.logits for output in outputs), strict=True)]
+    expected = decode_answers(outputs[0].features, mean, 5, 8)
+    written = json.loads((tmp_path / "dev/predictions.json").read_text())
+    assert written == {name: found.text for name, found in expected.items()}
+
+
+def test_an_ensemble_of_a_run_with_itself_is_the_run(members, tmp_path) -> None:
+    twin = tmp_path / "twin"
+    shutil.copytree(members["squad_v1"][0], twin)
+    ensemble([members["squad_v1"][0], twin], tmp_path / "out")
+    alone = (twin / "predictions/dev/predictions.json").read_text()
+    assert (tmp_path / "out/dev/predictions.json").read_text() == alone
+
+
+def changed(members, tmp_path, name: str, change) -> list[Path]:
+    """The first member, and the second with its outputs changed."""
+    other = tmp_path / "changed"
+    shutil.copytree(members[name][1], other)
+    change(other / "predictions/dev")
+    return [members[name][0], other]
+
+
+def edit_json(file: str, change):
+    def apply(folder: Path) -> None:
+        values = json.loads((folder / file).read_text())
+        change(values)
+        (folder / file).write_text(json.dumps(values))
+
+    return apply
+
+
+def edit_array(file: str, change):
+    def apply(folder: Path) -> None:
+        array = np.load(folder / file)
+        change(array)
+        np.save(folder / file, array)
+
+    return apply
+
+
+IDS = "features/features.json"
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("qqp", edit_json(IDS, lambda v: v["ids"].__setitem__(3, "x")), "must have the ids of .*'x' in place 3"),
+        ("qqp", edit_json(IDS, lambda v: v["ids"].pop()), r"\(9 ids\), but has 8 ids"),
+        ("squad_v1", edit_json(IDS, lambda v: v["ids"].reverse()), "must have the ids"),
+        ("race", edit_array("features/labels.npy", lambda a: a.__setitem__(0, (a[0] + 1) % 4)), "must have the labels"),
+        ("squad_v1", edit_array("features/offsets.npy", lambda a: a.__setitem__((5, 0), 99)), "must have the windows"),
+        ("race", edit_json("task.json", lambda v: v.__setitem__("name", "mnli")), "must be of the task"),
+        ("race", lambda folder: (folder / "logits.npy").unlink(), "must hold the outputs of a finetuning"),
+        ("race", lambda folder: folder.rename(folder.with_name("other")), "must have the sets of .*dev, but has other"),
+    ],
+)
+def test_members_that_scored_something_else_are_refused(members, tmp_path, name, change, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        ensemble(changed(members, tmp_path, name, change), tmp_path / "out")
+
+
+def test_an_ensemble_needs_two_runs_that_have_ended(members, tmp_path) -> None:
+    first = members["qqp"][0]
+    for runs in ([first], [first, first]):
+        with pytest.raises(ValueError, match="at least two runs, each once"):
+            ensemble(runs, tmp_path / "out")
+    with pytest.raises(ValueError, match="has no predictions"):
+        ensemble([first, tmp_path], tmp_path / "out")
+
+
+def record(folder: Path, seed: int, accuracy: float, **config) -> None:
+    values = {"task": {"name": "qqp"}, "seed": seed, "run_dir": str(folder), "optimizer": {"lr": 1e-5}} | config
+    folder.mkdir(parents=True)
+    text = json.dumps({"seed": seed, "metrics": {"qqp/accuracy": {"value": accuracy}}, "config": values})
+    (folder / "record.json").write_text(text)
+
+
+def test_the_median_of_five_seeds_names_its_run(tmp_path) -> None:
+    for seed, accuracy in zip((1, 2, 3, 4, 5), (80.0, 91.0, 85.0, 84.0, 99.0), strict=True):
+        record(tmp_path / str(seed), seed, accuracy)
+    (setting,) = read_settings(tmp_path)
+    assert setting.median == 85.0 and setting.median_run == tmp_path / "3" and setting.differing == {}
+
+
+def test_a_search_is_sorted_by_the_median_of_each_setting(tmp_path) -> None:
+    for lr, scores in ((1e-5, (70.0, 90.0, 71.0)), (3e-5, (80.0, 60.0, 81.0)), (5e-5, (75.0, 10.0, 20.0))):
+        for seed, accuracy in enumerate(scores):
+            record(tmp_path / f"{lr}_{seed}", seed, accuracy, optimizer={"lr": lr})
+    settings = read_settings(tmp_path)
+    assert [(s.differing["optimizer.lr"], s.median) for s in settings] == [(3e-5, 80.0), (1e-5, 71.0), (5e-5, 20.0)]
+
+
+def test_runs_that_do_not_belong_together_are_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="must have records of finetunings"):
+        read_settings(tmp_path)
+    record(tmp_path / "a", 1, 80.0)
+    record(tmp_path / "b", 1, 81.0)
+    with pytest.raises(ValueError, match="must differ in their seed"):
+        read_settings(tmp_path)
+    with pytest.raises(ValueError, match="must have the metric qqp/f1, but has qqp/accuracy"):
+        read_settings(tmp_path, "qqp/f1")
+    record(tmp_path / "c", 2, 80.0, task={"name": "race"})
+    with pytest.raises(ValueError, match="must be of one task, but are of qqp, race"):
+        read_settings(tmp_path)
+
+
+def test_records_of_real_runs_are_one_setting(members) -> None:
+    (setting,) = read_settings(members["race"][0].parent)
+    assert len(setting.scores) == 3 and setting.differing == {}

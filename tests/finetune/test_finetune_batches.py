@@ -1,0 +1,92 @@
+"""Nothing is dropped or repeated: the items of steps and scorings at every layout."""
+
+import numpy as np
+import pytest
+import torch
+from finetuning import make_task, make_tokenizer, write_task
+
+from lmscale.finetune.batches import ScoringBatches, TrainingSteps, collate, epoch_steps
+from lmscale.finetune.features import load_features
+from lmscale.finetune.preparing import prepare_features
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sets")
+    made = {}
+    for name in ("qqp", "race", "squad_v1"):
+        place = write_task(folder, name, 23)
+        made[name] = load_features(prepare_features(make_task(name), str(place), make_tokenizer(), folder / "cache"))
+    return made
+
+
+@pytest.mark.parametrize("count, batch, pool", [(23, 4, 64), (23, 4, 2), (23, 5, 1), (7, 8, 4), (24, 8, 3), (1, 1, 2)])
+def test_an_epoch_has_every_item_once_and_the_last_step_what_is_left(count, batch, pool) -> None:
+    lengths = np.arange(count) * 17 % 11
+    for epoch in range(3):
+        steps = epoch_steps(lengths, batch, pool, seed=3, epoch=epoch)
+        assert sorted(np.concatenate(steps).tolist()) == list(range(count))
+        sizes = sorted((len(step) for step in steps), reverse=True)
+        assert len(steps) == -(-count // batch) and sizes[:-1] == [batch] * (len(steps) - 1)
+
+
+def test_steps_are_of_similar_length_and_come_in_another_order_each_epoch() -> None:
+    lengths = np.random.default_rng(0).integers(5, 200, 4000)
+    spread = {
+        pool: np.mean([np.ptp(lengths[step]) for step in epoch_steps(lengths, 32, pool, 1, 0)]) for pool in (1, 64)
+    }
+    assert spread[64] < spread[1] / 10
+    first, second = (np.concatenate(epoch_steps(lengths, 32, 64, 1, epoch)) for epoch in (0, 1))
+    assert (first != second).mean() > 0.9
+    means = [lengths[step].mean() for step in epoch_steps(lengths, 32, 64, 1, 0)]
+    assert abs(np.corrcoef(np.arange(len(means)), means)[0, 1]) < 0.3  # short and long ones mixed
+
+
+@pytest.mark.parametrize("name", ["qqp", "race", "squad_v1"])
+@pytest.mark.parametrize("dp_size, micro", [(1, 3), (2, 3), (3, 2), (5, 8)])
+def test_every_layout_deals_out_the_same_steps(sets, name, dp_size, micro) -> None:
+    features = sets[name]
+    whole = list(TrainingSteps(features, 4, 4, 2, seed=7, pool_batches=3))
+    ranks = [list(TrainingSteps(features, 4, micro, 2, 7, 3, rank, dp_size)) for rank in range(dp_size)]
+    assert all(len(steps) == len(whole) for steps in ranks)
+    seen = []
+    for number, step in enumerate(whole):
+        parts = [batch for steps in ranks for batch in steps[number]]
+        assert all(len(steps[number]) >= 1 for steps in ranks)
+        numbers = torch.cat([part["numbers"][part["weights"] > 0] for part in parts])
+        assert sorted(numbers.tolist()) == sorted(step[0]["numbers"].tolist())
+        labels = {int(n): row.tolist() for p in parts for n, row in zip(p["numbers"], p["labels"], strict=True)}
+        expected = zip(step[0]["numbers"], step[0]["labels"], strict=True)
+        assert labels == {int(n): row.tolist() for n, row in expected}
+        assert all(part["step_items"] == len(step[0]["numbers"]) for part in parts)
+        seen += numbers.tolist()
+    assert sorted(seen) == list(range(2 * len(features)))
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 40])
+@pytest.mark.parametrize("num_sequences", [1, 7, 64])
+def test_every_item_is_scored_once_over_the_ranks(sets, dp_size, num_sequences) -> None:
+    batches = [batch for rank in range(dp_size) for batch in ScoringBatches(sets, num_sequences, rank, dp_size)]
+    for name, features in sets.items():
+        items = np.concatenate([batch["items"] for batch in batches if batch["set"] == name])
+        assert sorted(items.tolist()) == list(range(len(features)))
+
+
+@pytest.mark.parametrize("name", ["qqp", "race", "squad_v1"])
+def test_a_batch_is_its_sequences_padded_to_the_longest(sets, name) -> None:
+    features, items = sets[name], np.array([4, 0, 11])
+    batch = collate(features, items)
+    rows = [item * features.num_choices + choice for item in items for choice in range(features.num_choices)]
+    longest = max(features.starts[row + 1] - features.starts[row] for row in rows)
+    assert batch["tokens"].shape == (len(rows), longest)
+    for place, row in enumerate(rows):
+        ids = features.tokens[features.starts[row] : features.starts[row + 1]].tolist()
+        kept = batch["attention_mask"][place]
+        assert batch["tokens"][place][kept].tolist() == ids and kept.sum() == len(ids) and kept[: len(ids)].all()
+        types = [int(i >= features.second_starts[row]) for i in range(len(ids))]
+        assert batch["token_types"][place][kept].tolist() == types
+    assert batch["labels"].tolist() == features.labels[items].tolist()
+
+
+def test_a_batch_without_padding_has_no_mask(sets) -> None:
+    assert collate(sets["qqp"], np.array([3]))["attention_mask"] is None

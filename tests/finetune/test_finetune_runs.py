@@ -1,0 +1,248 @@
+"""Whole finetunings of tiny checkpoints: learned by heart, equal at every layout, refused where they cannot work."""
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from finetune_runs import (
+    make_checkpoint,
+    make_run,
+    read_logits,
+    read_metrics,
+    read_record,
+    read_rows,
+    run_finetunings,
+    run_here,
+)
+
+from lmscale.evaluation.squad import AllNullWarning, score
+from lmscale.finetune.finetuning import prepare_job
+from lmscale.finetune.scoring import OBJECTIVES
+from lmscale.finetune_config import FinetuneConfig
+
+
+@pytest.fixture(scope="module")
+def ckpt(tmp_path_factory) -> Path:
+    """A checkpoint written at two tensor ranks."""
+    return make_checkpoint(tmp_path_factory.mktemp("ckpt"), tp_size=2)
+
+
+@pytest.mark.parametrize(
+    "name, num_epochs, lr",
+    [
+        ("mnli", 60, 2e-3),
+        ("qqp", 50, 2e-3),
+        pytest.param("race", 100, 1.5e-3, marks=pytest.mark.slow),
+        pytest.param("squad_v1", 70, 2e-3, marks=pytest.mark.slow),
+        pytest.param("squad_v2", 70, 2e-3, marks=pytest.mark.slow),
+    ],
+)
+def test_32_examples_are_learned_by_heart(tmp_path, ckpt, name: str, num_epochs: int, lr: float) -> None:
+    trainer = {"trainer__num_epochs": num_epochs, "trainer__score_every_epoch": False}
+    run = make_run(
+        name,
+        tmp_path,
+        ckpt,
+        count=32,
+        precision__dtype="fp32",
+        optimizer__lr=lr,
+        micro_batch_size=8,
+        **trainer,
+    )
+    run = make_run_on_its_training_set(run)
+    assert run_here(run) == 0
+    objective = OBJECTIVES[name]
+    assert read_metrics(run)[objective] == 100.0
+    assert read_rows(run)[0]["train/loss"] > 0.6
+
+
+def make_run_on_its_training_set(run):
+    values = run.to_dict()
+    values["task"]["validation"] = {"dev": values["task"]["train"]}
+    return type(run).from_dict(values)
+
+
+def test_losses_and_scores_do_not_depend_on_the_layout(tmp_path, ckpt) -> None:
+    layouts = {"here": {}, "tp": {"parallel__tp_size": 2}, "dp": {"parallel__dp_size": 2}}
+    layouts["dp_odd"] = {"parallel__dp_size": 2, "micro_batch_size": 8, "trainer__scoring_batch_size": 64}
+    # 17 examples in batches of 8: the last step has one, which leaves a data rank with none.
+    runs = {
+        (name, layout): make_run(
+            name,
+            tmp_path,
+            ckpt,
+            run=f"{name}_{layout}",
+            trainer__max_train_examples=17,
+            hidden_dropout=0.1,  # not in the attention, whose mask depends on the length of the batch
+            **changes,
+        )
+        for name in ("mnli", "race", "squad_v1")
+        for layout, changes in layouts.items()
+    }
+    for (_, layout), run in runs.items():
+        if layout == "here":
+            assert run_here(run) == 0
+    run_finetunings([run for (_, layout), run in runs.items() if layout != "here"], 2)
+    for (name, layout), run in runs.items():
+        plain = runs[name, "here"]
+        rows, expected = read_rows(run), read_rows(plain)
+        assert len(rows) == len(expected) == 3
+        for key in ("train/loss", "grad_norm", "lr"):
+            found = np.array([row[key] for row in rows])
+            assert np.abs(found - [row[key] for row in expected]).max() < 1e-12, (name, layout, key)
+        assert np.abs(read_logits(run) - read_logits(plain))[np.isfinite(read_logits(plain))].max() < 1e-6
+        same = {k: v for k, v in read_metrics(run).items() if k.startswith(name)}
+        assert same == {k: v for k, v in read_metrics(plain).items() if k.startswith(name)}
+
+
+def test_a_run_leaves_predictions_scores_and_a_record(tmp_path, ckpt) -> None:
+    run = make_run("squad_v2", tmp_path, ckpt, trainer__num_epochs=2)
+    assert run_here(run) == 0
+    folder = Path(run.run_dir)
+    answers = json.loads((folder / "predictions/dev/predictions.json").read_text())
+    dataset = json.loads(Path(run.task.validation["dev"]).read_text())
+    odds = json.loads((folder / "predictions/dev/null_odds.json").read_text())
+    metrics = read_metrics(run)
+    assert set(answers) == set(odds) == {f"q{n}" for n in range(1000, 1009)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AllNullWarning)
+        scores = score(dataset, answers)
+    assert metrics["squad_v2/f1"] == scores["f1"] and metrics["squad_v2/HasAns_f1"] == scores["HasAns_f1"]
+    lines = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [1.0, 2.0]
+    record = read_record(run)
+    assert record["seed"] == 1234 and record["metrics"]["squad_v2/f1"]["unit"] == "%"
+    assert record["config"]["sets"]["dev"]["examples"] == 9
+    assert record["metrics"]["items_per_s"]["value"] > 0
+
+
+@pytest.mark.parametrize("objective", ["squad_v2/HasAns_f1", "mnli/accuracy_mismatched", "race/accuracy_high"])
+def test_an_objective_is_known_before_the_run(tmp_path, ckpt, objective: str) -> None:
+    values = make_run(objective.partition("/")[0], tmp_path, ckpt).to_dict()
+    values["task"]["validation"] |= {"mismatched": values["task"]["train"]} if "mnli" in objective else {}
+    run = FinetuneConfig.from_dict(values | {"objective": objective})
+    assert run_here(run) == 0
+    names = sorted(set(read_metrics(run)) - {"steps", "train_time", "items_per_s"})
+    with pytest.raises(ValueError, match="`objective` must be one of .*, but is 'nothing'") as raised:
+        prepare_job(FinetuneConfig.from_dict(values | {"objective": "nothing"}))
+    assert sorted(str(raised.value).partition("one of ")[2].partition(", but")[0].split(", ")) == names
+
+
+@pytest.mark.parametrize("name, file", [("mnli", "MNLI-m.tsv"), ("qqp", "QQP.tsv"), ("race", "predictions.json")])
+def test_predictions_are_in_the_form_of_the_benchmark(tmp_path, ckpt, name: str, file: str) -> None:
+    run = make_run(name, tmp_path, ckpt, count=8)
+    assert run_here(run) == 0
+    text = (Path(run.run_dir) / "predictions/dev" / file).read_text()
+    if name == "race":
+        found = json.loads(text)
+        assert set(found.values()) <= set("ABCD") and list(found) == [
+            f"{('middle', 'high')[n % 2]}{n}.txt-0" for n in range(1000, 1009)
+        ]
+        return
+    header, *rows = text.splitlines()
+    labels = {"mnli": {"entailment", "neutral", "contradiction"}, "qqp": {"0", "1"}}[name]
+    assert header == "index\tprediction" and [row.split("\t")[0] for row in rows] == [str(n) for n in range(1000, 1009)]
+    assert {row.split("\t")[1] for row in rows} <= labels
+
+
+def test_a_finetuned_checkpoint_is_scored_as_it_was(tmp_path, ckpt) -> None:
+    trained = make_run("race", tmp_path, ckpt, trainer__save=True)
+    assert run_here(trained) == 0
+    again = make_run("race", tmp_path, Path(trained.run_dir), run="again", trainer__num_epochs=0)
+    assert run_here(again) == 0
+    assert np.array_equal(read_logits(again), read_logits(trained))
+    assert read_metrics(again)["race/accuracy"] == read_metrics(trained)["race/accuracy"]
+    assert {"race/accuracy_middle", "race/accuracy_high"} <= read_metrics(again).keys()
+
+
+def test_mnli_has_its_two_sets_and_both_together(tmp_path, ckpt) -> None:
+    run = make_run("mnli", tmp_path, ckpt)
+    values = run.to_dict()
+    values["task"]["validation"] = {"matched": run.task.validation["dev"], "mismatched": run.task.train}
+    run = type(run).from_dict(values)
+    assert run_here(run) == 0
+    metrics = read_metrics(run)
+    matched, mismatched = metrics["mnli/accuracy_matched"], metrics["mnli/accuracy_mismatched"]
+    assert metrics["mnli/accuracy"] == pytest.approx((9 * matched + 22 * mismatched) / 31)
+    assert (Path(run.run_dir) / "predictions/mismatched/MNLI-mm.tsv").is_file()
+
+
+def test_the_seed_decides_the_run_and_nothing_else_does(tmp_path, ckpt) -> None:
+    changes = {"count": 8, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    runs = [make_run("qqp", tmp_path, ckpt, run=f"{i}", seed=seed, **changes) for i, seed in enumerate((1, 1, 2))]
+    for run in runs:
+        assert run_here(run) == 0
+    logits = [read_logits(run) for run in runs]
+    assert np.array_equal(logits[0], logits[1]) and not np.array_equal(logits[0], logits[2])
+
+
+def test_half_precision_trains(tmp_path, ckpt) -> None:
+    run = make_run("qqp", tmp_path, ckpt, precision__dtype="bf16", trainer__num_epochs=2)
+    assert run_here(run) == 0
+    plain = make_run("qqp", tmp_path, ckpt, run="plain", trainer__num_epochs=2)
+    assert run_here(plain) == 0
+    losses = [[row["train/loss"] for row in read_rows(r)] for r in (run, plain)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02) and losses[0] != losses[1]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"task__max_seq_length": 49}, "max_seq_length` must be at most the 48 positions"),
+        ({"parallel__tp_size": 3}, "must be a multiple of `tp_size`"),
+        ({"parallel__tp_size": "auto"}, "tp_size` must be a whole number"),
+        ({"trainer__num_epochs": 0}, "must have been finetuned on qqp .* not finetuned"),
+        ({"task__train": "/nowhere.tsv"}, "`task.train` must be a file or folder"),
+        ({"task__validation": {"dev": "/nowhere.tsv"}}, "`task.validation.dev` must be a file"),
+        ({"task__train": None}, "`task.train` must be given"),
+        ({"task__validation": {"dev": None}}, "must have a set to score"),
+        ({"task__validation": {"dev": None}, "task__test": {"x": "y"}}, "`task.validation` must have a set"),
+        ({"task__name": "sst2"}, "`task.name` must be one of mnli"),
+        ({"head_dropout": 1.0}, "`head_dropout` must be at least 0 and below 1"),
+        ({"trainer__num_epochs": -1}, "`trainer.num_epochs` must be at least 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(tmp_path, ckpt, changes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare_job(make_run("qqp", tmp_path, ckpt, **changes))
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path) -> None:
+    gpt = make_checkpoint(tmp_path / "gpt", architecture="gpt")
+    with pytest.raises(ValueError, match="`ckpt` must be of a BERT, but .* of a gpt"):
+        prepare_job(make_run("qqp", tmp_path, gpt))
+    bare = make_checkpoint(tmp_path / "bare", without="pooler")
+    with pytest.raises(ValueError, match="must have a trained pooler .* new_pooler=true"):
+        prepare_job(make_run("qqp", tmp_path, bare))
+    assert run_here(make_run("qqp", tmp_path, bare, new_pooler=True)) == 0
+    assert run_here(make_run("squad_v1", tmp_path, bare)) == 0
+    with pytest.raises(ValueError, match="does not exist"):
+        prepare_job(make_run("qqp", tmp_path, tmp_path / "nothing"))
+
+
+def test_another_tokenizer_is_refused(tmp_path, ckpt, shared_data) -> None:
+    other = str(shared_data / "bert-uncased")
+    with pytest.raises(ValueError, match="`tokenizer.path` must be the checkpoint's tokenizer"):
+        prepare_job(make_run("qqp", tmp_path, ckpt, tokenizer__path=other))
+    lonely = make_checkpoint(tmp_path / "lonely")
+    (lonely / "tokenizer").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="`tokenizer.path` must be given"):
+        prepare_job(make_run("qqp", tmp_path, lonely))
+    with pytest.raises(ValueError, match="must be the one the checkpoint was trained with"):
+        prepare_job(make_run("qqp", tmp_path, lonely, tokenizer__path=other))
+    assert prepare_job(make_run("qqp", tmp_path, lonely, tokenizer__path=str(tmp_path / "moved")))
+
+
+def test_sets_without_labels_may_only_be_tested_on(tmp_path, ckpt) -> None:
+    unlabelled = tmp_path / "test.tsv"
+    unlabelled.write_text("id\tquestion1\tquestion2\n7\tcat\tdog\n8\tfox\towl\n")
+    for key in ("task__train", "task__validation"):
+        value = str(unlabelled) if key == "task__train" else {"dev": str(unlabelled)}
+        with pytest.raises(ValueError, match="must have a label for every example"):
+            prepare_job(make_run("qqp", tmp_path, ckpt, **{key: value}))
+    run = make_run("qqp", tmp_path, ckpt, task__test={"final": str(unlabelled)})
+    assert run_here(run) == 0
+    assert len((Path(run.run_dir) / "predictions/final/QQP.tsv").read_text().splitlines()) == 3
+    assert not any("final" in name for name in read_metrics(run))

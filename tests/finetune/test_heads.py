@@ -1,0 +1,162 @@
+"""The three heads against transformers' own, and over tensor ranks against one process."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from ranks import make_context, run_ranks
+
+from lmscale.config import TransformerConfig
+from lmscale.finetune.heads import FinetuneModel, HeadKind, build_finetune_model
+from lmscale.parallel import ParallelContext, sample_dropout_keys
+
+KINDS = list(HeadKind)
+OUTPUTS = {HeadKind.CLASSIFICATION: 3, HeadKind.CHOICE: 4, HeadKind.SPAN: 2}
+
+
+def small(norm_order: str, **changes) -> TransformerConfig:
+    sizes = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "vocab_size": 61, "vocab_multiple": 64}
+    sizes |= {"max_position_embeddings": 19, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return TransformerConfig(**{"architecture": "bert", "norm_order": norm_order, **sizes, **changes})
+
+
+def build(config, kind, context=None, head_dropout=0.0) -> FinetuneModel:
+    context, cpu = context or ParallelContext(), torch.device("cpu")
+    model = build_finetune_model(config, kind, OUTPUTS[kind], head_dropout, context, 3, torch.float64, cpu, True, False)
+    with torch.no_grad():  # zero biases and unit norms hide mistakes
+        for name, param in model.named_parameters():
+            if param.shard.replicated:
+                generator = torch.Generator().manual_seed(sum(name.encode()))
+                param += 0.1 * torch.randn(param.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def batch(kind: HeadKind) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, 61, (8, 13), generator=generator)
+    mask = torch.arange(13) < torch.tensor([13, 5, 9, 2, 13, 7, 11, 3])[:, None]
+    labels = torch.tensor([1, 0, 2, 1, 0, 1, 2, 2])
+    labels = {HeadKind.CHOICE: torch.tensor([2, 0]), HeadKind.CLASSIFICATION: labels}.get(kind)
+    if labels is None:
+        labels = torch.tensor([[3, 5], [1, 4], [0, 0], [1, 1], [12, 12], [2, 6], [0, 0], [1, 2]])
+    types = (torch.arange(13) > torch.tensor([4, 1, 6, 0, 11, 2, 5, 1])[:, None]).long() * mask
+    return [tokens, types, mask, labels]
+
+
+def theirs(kind: HeadKind, model: FinetuneModel, config: TransformerConfig):
+    """transformers' model of the kind with our weights."""
+    from lmscale.checkpoint.hf_config import config_to_hf
+    from lmscale.checkpoint.hf_names import family_of
+
+    published = config_to_hf(config, "float64", {"pad_token_id": 0})
+    published.num_labels, published._attn_implementation = OUTPUTS[kind], "eager"
+    task = {HeadKind.CLASSIFICATION: "SequenceClassification", HeadKind.CHOICE: "MultipleChoice"}
+    prefix = "MegatronBert" if config.norm_order.value == "pre" else "Bert"
+    other = getattr(transformers, f"{prefix}For{task.get(kind, 'QuestionAnswering')}")(published).double().eval()
+    state, weights = other.state_dict(), dict(model.named_parameters())
+    for row in family_of(config).rows(config):
+        if row.ours in weights and row.theirs in state:
+            state[row.theirs].copy_(row.to_theirs(weights[row.ours].detach(), config))
+    head = "qa_outputs" if kind is HeadKind.SPAN else "classifier"
+    state[f"{head}.weight"].copy_(weights["head.weight"].detach())
+    state[f"{head}.bias"].copy_(weights["head.bias"].detach())
+    return other
+
+
+@pytest.mark.parametrize("norm_order", ["pre", "post"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_loss_are_those_of_transformers(kind: HeadKind, norm_order: str) -> None:
+    config = small(norm_order)
+    model = build(config, kind).eval()
+    tokens, types, mask, labels = batch(kind)
+    logits = model(tokens, types, mask)
+    other = theirs(kind, model, config)
+    inputs = {"input_ids": tokens, "token_type_ids": types, "attention_mask": mask.long()}
+    if kind is HeadKind.CHOICE:
+        inputs = {name: value.view(2, 4, 13) for name, value in inputs.items()}
+    with torch.no_grad():
+        found = other(**inputs)
+    if kind is HeadKind.SPAN:
+        for place, expected in enumerate((found.start_logits, found.end_logits)):
+            assert (logits[:, place] - expected)[mask].abs().max() < 1e-12
+            assert (logits[:, place][~mask] == -torch.inf).all()  # theirs leaves padding to take part
+        expected_loss = (
+            F.cross_entropy(found.start_logits.masked_fill(~mask, -torch.inf), labels[:, 0])
+            + F.cross_entropy(found.end_logits.masked_fill(~mask, -torch.inf), labels[:, 1])
+        ) / 2
+    else:
+        assert (logits - found.logits).abs().max() < 1e-12
+        expected_loss = F.cross_entropy(found.logits, labels)
+    assert (model.item_losses(logits, labels).mean() - expected_loss).abs() < 1e-12
+
+
+def losses_and_gradients(rank: int, kind: HeadKind, norm_order: str, tp_size: int):
+    config = small(norm_order, hidden_dropout=0.1, attention_dropout=0.1, attention="exact")
+    model = build(config, kind, make_context(tp_size) if tp_size > 1 else None, head_dropout=0.3).train()
+    tokens, types, mask, labels = batch(kind)
+    keys = sample_dropout_keys(5, torch.arange(8))
+    losses = model.item_losses(model(tokens, types, mask, keys), labels)
+    losses.mean().backward()
+    shards = {name: (param.grad, param.shard.shard_dim) for name, param in model.named_parameters()}
+    return losses.detach(), shards
+
+
+def all_losses_and_gradients(rank: int, tp_size: int) -> dict:
+    cases = [(kind, norm_order) for kind in KINDS for norm_order in ("pre", "post")]
+    return {case: losses_and_gradients(rank, *case, tp_size) for case in cases}
+
+
+def test_two_tensor_ranks_give_the_losses_and_gradients_of_one() -> None:
+    ranks = run_ranks(all_losses_and_gradients, 2, 2)
+    for case, (losses, gradients) in all_losses_and_gradients(0, 1).items():
+        for found in ranks:
+            assert (found[case][0] - losses).abs().max() < 1e-12, case
+        for name, (whole, dim) in gradients.items():
+            parts = [found[case][1][name][0] for found in ranks]
+            joined = parts[0] if dim is None else torch.cat(parts, dim=dim)
+            assert joined.shape == whole.shape and (joined - whole).abs().max() < 1e-12, (case, name)
+            assert dim is not None or torch.equal(parts[0], parts[1]), (case, name)
+
+
+def test_the_dropout_of_the_head_is_independent_of_the_layers() -> None:
+    model = build(small("pre"), HeadKind.CLASSIFICATION, head_dropout=0.5).train()
+    tokens, types, mask, _ = batch(HeadKind.CLASSIFICATION)
+    keys = sample_dropout_keys(5, torch.arange(8))
+    first, again = model(tokens, types, mask, keys), model(tokens, types, mask, keys)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, model(tokens, types, mask, keys + 1))
+    assert not torch.equal(first, model.eval()(tokens, types, mask))
+
+
+def test_padding_changes_no_item() -> None:
+    for kind in KINDS:
+        model = build(small("post"), kind).eval()
+        tokens, types, mask, labels = batch(kind)
+        padded = [F.pad(value, (0, 4)) for value in (tokens, types, mask)]
+        losses = model.item_losses(model(tokens, types, mask), labels)
+        assert (model.item_losses(model(*padded), labels) - losses).abs().max() < 1e-12
+
+
+def test_a_span_model_has_no_parameter_that_gets_no_gradient() -> None:
+    for kind in KINDS:
+        _, shards = losses_and_gradients(0, kind, "post", 1)
+        assert all(gradient is not None for gradient, _ in shards.values())
+        assert any(name.startswith("pooler") for name in shards) is (kind is not HeadKind.SPAN)
+
+
+def test_head_and_new_pooler_are_drawn_apart() -> None:
+    model = build_finetune_model(
+        small("pre"),
+        HeadKind.CLASSIFICATION,
+        24,
+        0.0,
+        ParallelContext(),
+        3,
+        torch.float32,
+        torch.device("cpu"),
+        False,
+        True,
+    )
+    head, pooler = model.head.weight.detach().flatten().numpy(), model.pooler.weight.detach().flatten().numpy()
+    assert np.std(pooler) == pytest.approx(0.02, rel=0.2) and abs(np.corrcoef(head, pooler)[0, 1]) < 0.2
