@@ -41,6 +41,12 @@ def test_torch_is_held_to_the_versions_the_study_was_made_with() -> None:
     assert conda_requirements()["pytorch-gpu"] == ">=2.11,<2.14"
 
 
+def test_lm_eval_is_asked_for_by_an_extra_of_its_own() -> None:
+    extras = read_pyproject()["optional-dependencies"]
+    assert [split_requirement(line)[0] for line in extras["lm_eval"]] == ["lm_eval"]
+    assert not any("lm_eval" in line for line in extras["dev"])
+
+
 def test_apex_comes_from_conda_forge_under_its_own_name_and_never_from_pip() -> None:
     assert "nvidia-apex" in conda_requirements() and "apex" not in conda_requirements()
     project = read_pyproject()

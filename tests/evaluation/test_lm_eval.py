@@ -1,7 +1,7 @@
 """EleutherAI's lm_eval accepts an exported model and finds our answers, row by row.
 
-lm_eval is no dependency: `pip install lmscale[lm_eval]`, or `pip install --target FOLDER lm_eval` and the folder in
-LMSCALE_LM_EVAL, which is looked up behind the environment's own packages.
+lm_eval is in an extra of its own, or in a folder (`pip install --target`) that LMSCALE_LM_EVAL names.
+It is looked up behind the environment's own packages. CONTRIBUTING.md has the commands.
 """
 
 import importlib.util
