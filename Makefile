@@ -1,11 +1,11 @@
-# make setup | demo | test | test-slow | lint | format | clean      (another Python: make setup PYTHON=python3.12)
+# make setup | demo | test | test-slow | tables | lint | format | clean      (another Python: make setup PYTHON=python3.12)
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 REAL_BERT := .venv/.real_bert
 
-.PHONY: setup demo test test-slow lint format clean
+.PHONY: setup demo test test-slow tables lint format clean
 
 setup: $(INSTALLED)
 
@@ -30,6 +30,10 @@ test: setup $(REAL_BERT)
 
 test-slow: setup $(REAL_BERT)
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# The paper's tables beside ours, from the committed records.
+tables: setup
+	$(BIN)/python analysis/make_tables.py
 
 lint: setup
 	$(BIN)/ruff check

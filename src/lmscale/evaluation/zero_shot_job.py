@@ -15,7 +15,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..config import TransformerConfig
 from ..data.tokenizer import Tokenizer
 from ..parallel import ParallelContext
-from ..report.ledger import GPT_MODELS, PAPER_STEPS
 from ..results import new_record, write_record
 from ..zero_shot_config import ZeroShotConfig
 from .cloze import Answer, answer_passages
@@ -23,7 +22,7 @@ from .lambada import check_lengths, stop_word_ids
 from .loading import LoadedModel, describe_checkpoint, evaluation_groups, find_tokenizer_beside, load_model
 from .perplexity import Perplexity, measure_losses
 from .tokenizer_choice import choose_tokenizer, open_given
-from .zero_shot_task import Lambada, WikiText103, read_task
+from .zero_shot_task import Lambada, WikiText103, find_evidence, read_task
 
 MISTAKE = 2  # exit code of a rank that met what the user must mend, as in the door
 RECORD, ANSWERS = "record.json", "answers.jsonl"
@@ -182,15 +181,10 @@ def _write(
 ) -> None:
     """The record, and for LAMBADA a line of JSON an answer, in the order of the file."""
     folder, task = Path(job.config.run_dir), job.task
-    model = loaded.config
-    size = (model.num_layers, model.hidden_size, model.num_attention_heads)
-    paper_size = next((name for name, paper in GPT_MODELS.items() if paper.size == size), None)
-    as_in_paper = task.split == "test" and loaded.step == PAPER_STEPS and paper_size is not None
-    if isinstance(task, WikiText103):
-        as_in_paper = as_in_paper and (task.windows.window, task.windows.stride) == (1024, 32)
+    kind, paper_size = find_evidence(task, loaded.config, loaded.step)
     about = {
         "zero_shot": job.config.to_dict(),
-        "model": model.to_dict(),
+        "model": loaded.config.to_dict(),
         "paper_size": paper_size,
         "checkpoint": {"path": str(loaded.path), "id": loaded.checkpoint_id, "step": loaded.step},
         "tokenizer": job.tokenizer,
@@ -199,7 +193,6 @@ def _write(
     }
     layout = asdict(job.config.parallel) | {"threads_per_rank": torch.get_num_threads()}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    kind = "run" if as_in_paper else "scaled_down"
     result = new_record(
         f"zero_shot_{job.config.task.name}", kind, about, None, metrics, device=name, layout=layout, started=started
     )

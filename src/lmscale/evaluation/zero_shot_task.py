@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..config import TransformerConfig
 from ..data.tokenizer import Tokenizer
+from ..report.ledger import GPT_MODELS, PAPER_STEPS
 from ..zero_shot_config import LambadaConfig, WikiText103Config
 from .lambada import Passage, encode_passages, read_passages
 from .text_files import read_text_file
@@ -13,6 +15,7 @@ from .windows import Windows
 # T_o of the published WikiText-103 files, and the number of LAMBADA's passages: how a whole file is told from a part.
 WIKITEXT_WORDS = {"test": 245_566, "validation": 217_642}
 LAMBADA_PASSAGES = 5_153
+PAPER_TARGETS = 270_329  # T of the test file with GPT-2's tokenizer, appendix E
 
 
 @dataclass(frozen=True)
@@ -87,3 +90,21 @@ def read_task(config: WikiText103Config | LambadaConfig, tokenizer: Tokenizer) -
     tokens = tokenizer.encode_batch([detokenize(file.text).text])[0]
     windows = Windows(len(tokens) - 1, config.window, config.stride)
     return WikiText103(file.name, file.sha256, count_words(file.text), tokens, windows)
+
+
+def find_evidence(task: WikiText103 | Lambada, model: TransformerConfig, step: int) -> tuple[str, str | None]:
+    """What a record of this evaluation may say of itself.
+
+    Returns:
+        `run` where the model's size, its steps, the file and the protocol are those of Table 3, else `scaled_down`; and
+        the paper's name of the model's size, None where it has none.
+    """
+    shape = (model.num_layers, model.hidden_size, model.num_attention_heads)
+    paper_size = next((name for name, paper in GPT_MODELS.items() if paper.size == shape), None)
+    if isinstance(task, WikiText103):
+        windows = task.windows
+        as_in_paper = (windows.num_targets, windows.window, windows.stride) == (PAPER_TARGETS, 1024, 32)
+    else:
+        as_in_paper = task.form == "openai"  # the raw text, section 5.2
+    is_run = as_in_paper and task.split == "test" and step == PAPER_STEPS and paper_size is not None
+    return "run" if is_run else "scaled_down", paper_size

@@ -1,0 +1,104 @@
+"""The paper's tables beside ours, from the committed records: `analysis/tables/table_<n>.md`.
+
+    python analysis/make_tables.py          # or: make tables
+
+Writes what the records give and nothing else; a test holds the committed files to it. To add a table, give `TABLES` its
+title and `render_all` its rows, with the columns that the others have.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+from lmscale.from_plain import build
+from lmscale.perf.cluster import Cluster
+from lmscale.report.scaling_tables import scaling_tables
+from lmscale.report.zero_shot import table_3
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, TABLES_FOLDER = ROOT / "analysis" / "results", ROOT / "analysis" / "tables"
+_MODELLED = (
+    "`exact` is counted. `modelled` comes from the cost model of `analysis/results/cost_model.json`, with whether the "
+    "cell was in its fit; nothing was run on GPUs."
+)
+# name: title, what its reader must know
+TABLES = {
+    "Table 1": ("parameters of the scaling study", _MODELLED),
+    "Table 2": ("GPT-2 models and their days an epoch", _MODELLED),
+    "Table 3": (
+        "zero-shot results of GPT-2 models",
+        "`reproduced`: the paper's size, 300,000 steps, test file and protocol. `scaled down`: another model or file, "
+        "so there is no printed value beside it. `not run`: we have none. Perplexity is exp(loss / T_o), accuracy is "
+        "of the whole last word; the records have the other variants, T, T_o, windows and hashes.",
+    ),
+    "Table 7": ("effect of the number of attention heads on scaling", _MODELLED),
+    "Table 8": ("strong scaling of the 1.2 B model", _MODELLED),
+}
+
+
+def read_records(folder: Path) -> dict[str, dict]:
+    """The records below a folder by their path in it; other JSON files are left alone.
+
+    Raises:
+        ValueError: there is no record.
+    """
+    paths = sorted(folder.rglob("*.json")) if folder.is_dir() else []
+    found = {path.relative_to(folder).as_posix(): json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    records = {
+        name: record for name, record in found.items() if isinstance(record, dict) and "record_version" in record
+    }
+    if "cost_model.json" not in records:
+        raise ValueError(f"`--records` must have cost_model.json (analysis/fit_cost_model.py), but {folder} has not")
+    return records
+
+
+def render_all(records: dict[str, dict]) -> dict[str, str]:
+    """The Markdown of every table by its name."""
+    cluster = build(Cluster, records["cost_model.json"]["config"]["cluster"], "cluster.")
+    rows = scaling_tables(cluster)
+    rows["Table 3"] = table_3(records)
+    return {name: _page(name, *TABLES[name], rows[name]) for name in TABLES}
+
+
+def _page(name: str, title: str, note: str, rows: pd.DataFrame) -> str:
+    """A heading, the note, and the rows as a Markdown table; cells without a value are empty."""
+    numbers = [column for column in rows.columns if pd.api.types.is_numeric_dtype(rows[column])]
+    lines = [" | ".join(rows.columns), " | ".join("---:" if column in numbers else "---" for column in rows.columns)]
+    lines += [" | ".join(_cell(value) for value in row) for row in rows.itertuples(index=False)]
+    table = "\n".join(f"| {line} |" for line in lines)
+    return f"# {name}: {title}\n\n<!-- made by analysis/make_tables.py -->\n\n{note}\n\n{table}\n"
+
+
+def _cell(value: object) -> str:
+    """Text as it is, numbers to four digits."""
+    if value is None or value != value:  # nan
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def main() -> int:
+    """Write every table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--records", type=Path, default=RESULTS, help="folder of records")
+    parser.add_argument("--output", type=Path, default=TABLES_FOLDER, help="folder of the Markdown files")
+    options = parser.parse_args()
+    try:
+        pages = render_all(read_records(options.records))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    options.output.mkdir(parents=True, exist_ok=True)
+    for name, page in pages.items():
+        path = options.output / f"{name.lower().replace(' ', '_')}.md"
+        path.write_text(page, encoding="utf-8")
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""The committed tables are those of the committed records, and Table 3 says what kind of evidence each value is."""
+
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from lmscale.config import TransformerConfig
+from lmscale.evaluation.windows import Windows
+from lmscale.evaluation.zero_shot_task import Lambada, WikiText103, find_evidence
+from lmscale.report.ledger import GPT_MODELS, PAPER_STEPS
+from lmscale.report.zero_shot import table_3
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "analysis"))
+
+import make_tables  # noqa: E402
+
+SMALL = TransformerConfig("gpt", 3, 24, 4, 301, 64)
+
+
+def gpt(size: str) -> TransformerConfig:
+    return TransformerConfig("gpt", *GPT_MODELS[size].size, 50_257, 1024)
+
+
+def zero_shot_record(task: str, kind: str, value: float | None, model: TransformerConfig = SMALL, **about) -> dict:
+    metric = {"wikitext103": "wikitext103/perplexity", "lambada": "lambada_openai/accuracy_last_word"}[task]
+    config = {"model": model.to_dict(), "paper_size": None, "checkpoint": {"step": 70}}
+    config["file"] = {"name": "some.tokens", "split": "validation"}
+    entry = (
+        {"value": value, "unit": "any"} if value is not None else {"value": None, "non_finite": "inf", "unit": "any"}
+    )
+    return {"record_version": 1, "name": f"zero_shot_{task}", "kind": kind, "metrics": {metric: entry}} | {
+        "config": config | about
+    }
+
+
+def rows_of(table: pd.DataFrame, evidence: str) -> list[tuple]:
+    part = table[table["evidence"] == evidence]
+    return list(part[["configuration", "paper", "ours", "difference"]].itertuples(index=False, name=None))
+
+
+def test_the_committed_tables_are_those_of_the_committed_records() -> None:
+    pages = make_tables.render_all(make_tables.read_records(make_tables.RESULTS))
+    committed = {path.name: path.read_text(encoding="utf-8") for path in make_tables.TABLES_FOLDER.glob("*.md")}
+    assert committed == {f"{name.lower().replace(' ', '_')}.md": page for name, page in pages.items()}
+
+
+def test_without_records_every_value_of_table_3_is_there_and_not_run() -> None:
+    table = table_3({})
+    assert set(table["evidence"]) == {"not run"} and table["ours"].isna().all()
+    assert list(table["paper"]) == [19.31, 12.76, 10.81, 15.79, 45.18, 61.73, 66.51, 63.24]
+
+
+def test_a_run_of_the_papers_model_stands_beside_the_printed_value() -> None:
+    run = zero_shot_record("lambada", "run", 46.0, gpt("355M"), paper_size="355M")
+    table = table_3({"b.json": run, "a.json": {"name": "speed", "kind": "run"}})
+    ((configuration, paper, ours, difference),) = rows_of(table, "reproduced")
+    assert (configuration, paper, ours) == ("355M", 45.18, 46.0) and difference == pytest.approx(0.82)
+    missing = table[(table["evidence"] == "not run") & (table["unit"] == "LAMBADA accuracy, %")]
+    assert list(missing["configuration"]) == ["2.5B", "8.3B", "previous best, as printed"]
+    assert list(table["record"].dropna()) == ["b.json"]
+
+
+def test_a_scaled_down_record_has_no_printed_value_beside_it() -> None:
+    small = zero_shot_record("wikitext103", "scaled_down", 333.25)
+    early = zero_shot_record("wikitext103", "scaled_down", None, gpt("355M"), paper_size="355M")
+    table = table_3({"small.json": small, "early.json": early})
+    (first, second) = rows_of(table, "scaled down")
+    assert first[0] == "24 x 1024, 355.8 M parameters, step 70; validation file" and first[2] == float("inf")
+    assert second[0].startswith("3 x 24, 0.0 M") and second[2] == 333.25
+    assert all(pd.isna(row[1]) and pd.isna(row[3]) for row in (first, second))
+    assert "355M" in {row[0] for row in rows_of(table, "not run")}
+
+
+def test_a_paper_size_that_table_3_lacks_is_refused() -> None:
+    run = zero_shot_record("lambada", "run", 46.0, gpt("355M"), paper_size="5B")
+    with pytest.raises(ValueError, match="`paper_size` must be one of 355M, 2.5B, 8.3B, but is '5B' in x.json"):
+        table_3({"x.json": run})
+
+
+def wikitext(num_words: int = 245_566, num_targets: int = 270_329, window: int = 1024, stride: int = 32) -> WikiText103:
+    return WikiText103("wiki", "0", num_words, (), Windows(num_targets, window, stride))
+
+
+def lambada(form: str = "openai", number: int = 5_153) -> Lambada:
+    return Lambada("lambada", "0", form, [None] * number)
+
+
+@pytest.mark.parametrize("task", [wikitext(), lambada()])
+def test_the_papers_whole_setting_is_a_run(task: WikiText103 | Lambada) -> None:
+    assert find_evidence(task, gpt("2.5B"), PAPER_STEPS) == ("run", "2.5B")
+    assert find_evidence(task, gpt("2.5B"), PAPER_STEPS - 1) == ("scaled_down", "2.5B")
+    assert find_evidence(task, SMALL, PAPER_STEPS) == ("scaled_down", None)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        wikitext(num_words=217_642),
+        wikitext(num_targets=270_330),  # another tokenizer
+        wikitext(window=512),
+        wikitext(stride=64),
+        lambada(form="original"),
+        lambada(number=2_577),
+    ],
+)
+def test_any_other_file_or_protocol_is_scaled_down(task: WikiText103 | Lambada) -> None:
+    assert find_evidence(task, gpt("8.3B"), PAPER_STEPS) == ("scaled_down", "8.3B")
+
+
+def test_records_without_the_cost_model_are_refused_in_one_line(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_tables.py", "--records", str(tmp_path), "--output", str(tmp_path / "out")])
+    assert make_tables.main() == 2
+    assert capsys.readouterr().err.startswith("error: `--records` must have cost_model.json")
+    assert not (tmp_path / "out").exists()
