@@ -105,6 +105,7 @@ class FinetuneTrainer:
         save: write a checkpoint at the end.
         log_every_steps: steps between rows of metrics.csv.
         num_threads: CPU threads of a rank; None: the cores over the local ranks.
+        matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
     """
 
     num_epochs: int
@@ -118,6 +119,7 @@ class FinetuneTrainer:
     log_every_steps: int = 10
     accelerator: str = "auto"
     num_threads: int | None = None
+    matmul_precision: str = "medium"
 
     def __post_init__(self) -> None:
         if self.num_epochs < 0:
@@ -131,6 +133,10 @@ class FinetuneTrainer:
                 require_positive(self, name)
         if self.accelerator not in ("auto", "cpu", "gpu"):
             raise ValueError(f"`accelerator` must be one of auto, cpu, gpu, but is {self.accelerator!r}")
+        if self.matmul_precision not in ("highest", "high", "medium"):
+            raise ValueError(
+                f"`matmul_precision` must be one of highest, high, medium, but is {self.matmul_precision!r}"
+            )
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,7 @@ def finetune(job: FinetuneJob) -> int:
     """
     run = job.run
     environment, local_size, num_nodes = cluster_environment()
+    torch.set_float32_matmul_precision(run.trainer.matmul_precision)
     strategy = TensorParallelStrategy(job.layout, run.parallel.timeout_minutes)
     features = job.training_features()
     steps_per_epoch = -(-len(features) // run.global_batch_size) if features is not None else 0
