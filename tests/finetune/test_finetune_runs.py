@@ -1,6 +1,7 @@
 """Whole finetunings of tiny checkpoints: learned by heart, equal at every layout, refused where they cannot work."""
 
 import json
+import time
 import warnings
 from pathlib import Path
 
@@ -116,6 +117,15 @@ def test_a_run_leaves_predictions_scores_and_a_record(tmp_path, ckpt) -> None:
     assert record["seed"] == 1234 and record["metrics"]["squad_v2/f1"]["unit"] == "%"
     assert record["config"]["sets"]["dev"]["examples"] == 9
     assert record["metrics"]["items_per_s"]["value"] > 0
+
+
+@pytest.mark.parametrize("every_epoch", [True, False])
+def test_the_time_of_training_is_that_of_its_steps(tmp_path, ckpt, every_epoch: bool) -> None:
+    run = make_run("qqp", tmp_path, ckpt, trainer__num_epochs=2, trainer__score_every_epoch=every_epoch)
+    started = time.perf_counter()
+    assert run_here(run) == 0
+    steps = sum(row["step_s"] for row in read_rows(run))
+    assert steps <= read_metrics(run)["train_time"] < time.perf_counter() - started
 
 
 @pytest.mark.parametrize("objective", ["squad_v2/HasAns_f1", "mnli/accuracy_mismatched", "race/accuracy_high"])

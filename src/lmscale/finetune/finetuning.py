@@ -26,6 +26,7 @@ from ..training.run_lock import RunLock
 from ..training.strategy import TensorParallelStrategy
 from ..training.watchdog import Watchdog
 from .batches import ScoringBatches, TrainingSteps
+from .evidence import find_evidence
 from .features import Features, load_features
 from .module import FinetuneModule
 from .outputs import write_outputs
@@ -275,10 +276,11 @@ def _write_record(job: FinetuneJob, module: FinetuneModule, features: Features |
     if features is not None:
         sets["train"] = {"examples": len(features.ids), "items": len(features), "notes": features.notes}
     on_gpu = job.accelerator == "gpu"
+    kind, paper_size = find_evidence(run, job.start.config, {name: len(f.ids) for name, f in module.sets.items()})
     found = new_record(
         name=run.name,
-        kind="run",
-        config=run.to_dict() | {"model": job.start.config.to_dict(), "sets": sets},
+        kind=kind,
+        config=run.to_dict() | {"model": job.start.config.to_dict(), "sets": sets, "paper_size": paper_size},
         seed=run.seed,
         metrics=metrics,
         device=torch.cuda.get_device_name() if on_gpu else platform.processor() or "cpu",

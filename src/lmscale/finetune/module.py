@@ -235,16 +235,20 @@ class FinetuneModule(L.LightningModule):
 
     def on_validation_start(self) -> None:
         """Scoring is not training time."""
-        if self._since:
-            self.training_seconds += time.perf_counter() - self._since
+        self._stop_clock()
 
     def on_validation_end(self) -> None:
         """Training goes on."""
-        self._since = time.perf_counter() if self._since else 0.0
+        if self.trainer.state.fn == "fit":
+            self._since = time.perf_counter()
+
+    def _stop_clock(self) -> None:
+        self.training_seconds += time.perf_counter() - self._since if self._since else 0.0
+        self._since = 0.0
 
     def on_train_end(self) -> None:
         """Write the checkpoint, where that is wanted and there is a good one."""
-        self._since = 0.0
+        self._stop_clock()
         if not self.run.trainer.save or self.exit_code != DONE:
             return
         self.watchdog.mark("saving")

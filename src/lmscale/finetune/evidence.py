@@ -1,0 +1,36 @@
+"""What a record of a finetuning may say of itself: the paper's run, or something smaller."""
+
+from collections.abc import Mapping
+
+from ..config import TransformerConfig
+from ..finetune_config import FinetuneConfig
+from ..report.ledger import BERT_MODELS
+
+# Examples of the published sets that Table 5 is about.
+SCORED = {
+    "mnli": {"matched": 9_815, "mismatched": 9_832},
+    "qqp": {"dev": 40_430},
+    "squad_v1": {"dev": 10_570},
+    "squad_v2": {"dev": 11_873},
+    "race": {"test": 4_934},
+}
+
+
+def find_evidence(
+    run: FinetuneConfig, model: TransformerConfig, num_examples: Mapping[str, int]
+) -> tuple[str, str | None]:
+    """The kind of evidence of a run, and the paper's name of its model's size.
+
+    Args:
+        num_examples: scored examples by set.
+
+    Returns:
+        `run` where size and norm order are those of Table 4, the sets those of Table 5 and nothing was trimmed, else
+        `scaled_down`; and the size, None where the paper has none.
+    """
+    shape = (model.num_layers, model.hidden_size, model.num_attention_heads)
+    size = next((name for name, paper in BERT_MODELS.items() if paper.size == shape), None)
+    whole = all(num_examples.get(name) == count for name, count in SCORED[run.task.name].items())
+    trimmed = run.from_scratch or run.trainer.max_train_examples is not None
+    is_run = size is not None and model.norm_order == "pre" and whole and not trimmed
+    return "run" if is_run else "scaled_down", size
