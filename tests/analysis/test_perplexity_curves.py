@@ -1,0 +1,114 @@
+"""Figure 6 from any runs: the numbers are those of metrics.csv, and the curves can be told apart in grey."""
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "analysis"))
+
+import perplexity_curves  # noqa: E402
+
+SHAPES = ((2, 24, 4), (3, 32, 4), (5, 40, 8), (7, 48, 8))
+
+
+def make_run(folder: Path, perplexities: dict[int, float], shape=SHAPES[0], architecture: str = "gpt", **data) -> Path:
+    """A run folder with a row for each of the first 30 steps, some of them validated."""
+    folder.mkdir()
+    rows = [f"{step},5.0,{perplexities.get(step, '')}" for step in range(1, max([30, *perplexities]) + 1)]
+    (folder / "metrics.csv").write_text("\n".join(["step,train/loss,val/perplexity", *rows]) + "\n")
+    model = dict(zip(("num_layers", "hidden_size", "num_attention_heads"), shape, strict=True))
+    config = {"name": "small", "model": model | {"architecture": architecture}, "tokenizer": {"vocab_size": 400}}
+    config |= {"data": {"path": "a.txt", "seq_length": 16} | data, "global_batch_size": 6}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def run_main(monkeypatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["perplexity_curves.py", *map(str, arguments)])
+    return perplexity_curves.main()
+
+
+@pytest.fixture
+def figure(tmp_path: Path) -> Figure:
+    runs = [make_run(tmp_path / str(i), {10: 90.0 - i, 20: 50.0 - i, 30: 30.0 - i}, SHAPES[i]) for i in range(4)]
+    figure = perplexity_curves.draw([perplexity_curves.read_curve(run) for run in runs])
+    yield figure
+    plt.close(figure)
+
+
+def test_only_validated_steps_are_points_and_tokens_are_those_of_training(tmp_path: Path) -> None:
+    curve = perplexity_curves.read_curve(make_run(tmp_path / "a", {7: 80.5, 30: 41.25}))
+    assert curve.label == "small, 2 x 24"
+    assert curve.points.to_dict("list") == {"steps": [7, 30], "perplexity": [80.5, 41.25], "tokens": [7 * 96, 30 * 96]}
+
+
+def test_curves_hold_the_numbers_that_were_read(figure: Figure) -> None:
+    lines = [line for line in figure.axes[0].get_lines() if len(line.get_xdata())]
+    assert [list(line.get_xdata()) for line in lines] == [[10, 20, 30]] * 4
+    assert [list(line.get_ydata()) for line in lines] == [[90 - i, 50 - i, 30 - i] for i in range(4)]
+
+
+def test_curves_differ_without_colour(figure: Figure) -> None:
+    lines = [line for line in figure.axes[0].get_lines() if len(line.get_xdata())]
+    greys = sorted(sum(w * c for w, c in zip((0.299, 0.587, 0.114), to_rgb(x.get_color()), strict=True)) for x in lines)
+    assert min(b - a for a, b in zip(greys, greys[1:], strict=False)) > 0.08 and greys[-1] < 0.75
+    assert len({str(line.get_marker()) for line in lines}) == 4
+    assert len({str(line._dash_pattern) for line in lines}) == 4
+
+
+def test_the_picture_has_a_columns_width_and_letters_of_seven_points(figure: Figure) -> None:
+    axis = figure.axes[0]
+    assert figure.get_figwidth() == 3.3
+    texts = [axis.xaxis.label, axis.yaxis.label, *axis.get_xticklabels(), *axis.get_legend().get_texts()]
+    assert min(text.get_fontsize() for text in texts) >= 7
+    assert axis.get_ylabel() == "validation perplexity" and axis.get_xlabel() == "iterations"
+
+
+def test_the_record_names_what_was_read(tmp_path: Path, monkeypatch, capsys) -> None:
+    runs = [make_run(tmp_path / "a", {10: 90.0, 20: 50.0}), make_run(tmp_path / "b", {30: 20.0}, SHAPES[1])]
+    picture = tmp_path / "pictures" / "curves.png"
+    assert run_main(monkeypatch, *runs, "--x", "tokens", "--output", picture) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG") and capsys.readouterr().err == ""
+    record = json.loads(picture.with_suffix(".json").read_text())
+    assert record["kind"] == "scaled_down" and record["config"]["x"] == "tokens"
+    read = record["config"]["runs"]
+    assert [(one["label"], one["points"]) for one in read] == [("small, 2 x 24", 2), ("small, 3 x 32", 1)]
+    assert len({one["metrics_sha256"] for one in read}) == 2
+    assert record["metrics"]["small, 2 x 24/best_perplexity"] == {"value": 50.0, "unit": "perplexity"}
+
+
+def test_a_run_of_the_papers_size_and_length_is_known(tmp_path: Path) -> None:
+    points = {300_000: 10.0}
+    whole = perplexity_curves.read_curve(make_run(tmp_path / "a", points, (24, 1024, 16)))
+    other = perplexity_curves.read_curve(make_run(tmp_path / "b", {20: 10.0}, (24, 1024, 16)))
+    assert perplexity_curves.is_papers(whole) and not perplexity_curves.is_papers(other)
+
+
+def test_runs_on_other_text_are_drawn_with_a_warning(tmp_path: Path, monkeypatch, capsys) -> None:
+    runs = [make_run(tmp_path / "a", {10: 9.0}), make_run(tmp_path / "b", {10: 8.0}, path="b.txt")]
+    assert run_main(monkeypatch, *runs, "--labels", "one", "two", "--output", tmp_path / "c.png") == 0
+    assert capsys.readouterr().err == "warning: the runs differ in `data`: their perplexities may not compare\n"
+
+
+def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    good, never = make_run(tmp_path / "a", {10: 9.0}), make_run(tmp_path / "never", {})
+    bert, broken = make_run(tmp_path / "bert", {10: 9.0}, SHAPES[1], "bert"), make_run(tmp_path / "broken", {10: 9.0})
+    (broken / "metrics.csv").write_text("step\n1\n")
+    for arguments, message in (
+        ((tmp_path / "none",), "none has no metrics.csv"),
+        ((never,), "a run must have been validated"),
+        ((broken,), "cannot be read as one"),
+        ((good, good), "must name every run differently, but 'small, 2 x 24' is there twice"),
+        ((good, bert), "must be of one architecture, but are of bert and gpt"),
+        ((good, "--labels", "a", "b"), "`--labels` must be as many as the runs (1), but are 2"),
+    ):
+        assert run_main(monkeypatch, *arguments, "--output", tmp_path / "picture.png") == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    assert not (tmp_path / "picture.png").exists()
