@@ -108,7 +108,9 @@ def test_the_answers_are_kept_one_a_line(folder: Path) -> None:
     assert metrics_of(folder / "original")["lambada_original/passages"] == 2
 
 
-@pytest.mark.parametrize("task, layout", [(WIKITEXT, "parallel.tp_size=2"), (LAMBADA, "parallel.dp_size=2")])
+@pytest.mark.parametrize(
+    "task, layout", [(WIKITEXT, "parallel.tp_size=2"), (LAMBADA + ("micro_batch_tokens=20",), "parallel.dp_size=3")]
+)
 def test_ranks_of_our_own_give_the_same_numbers(folder: Path, task: tuple[str, ...], layout: str) -> None:
     plain = zero_shot(*task, "ckpt=gpt2", "hydra.run.dir=plain", cwd=folder)
     assert plain.returncode == 0, plain.stderr
@@ -155,7 +157,10 @@ def bad_inputs(folder: Path) -> Path:
     (folder / "cut.tokens").write_text(WIKI[:-20])
     (folder / "cut.jsonl").write_text((folder / "lambada.jsonl").read_text()[:-20] + "\n")
     (folder / "long.jsonl").write_text(json.dumps({"text": "lobster " * 70 + "end"}) + "\n")
-    (folder / "one.tokens").write_text("a\n")
+    (folder / "half.jsonl").write_text('{"text": "the lobster \\ud800 of the sea"}\n')
+    for encoding in ("utf-16", "utf-16-le"):  # with and without a byte-order mark
+        (folder / f"{encoding}.tokens").write_bytes(WIKI.encode(encoding))
+    (folder / "lines.tokens").write_bytes(WIKI.replace("\n", "\r\n").encode())
     torch.manual_seed(3)
     BertForPreTraining(
         BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=30)
@@ -203,6 +208,12 @@ def bad_inputs(folder: Path) -> Path:
         ),
         ((*WIKITEXT, "ckpt=gpt2", "task.path=cut.tokens"), "must end with a line end, but cut.tokens, line 24 is cut"),
         ((*WIKITEXT, "ckpt=gpt2", "task.path=."), "`task.path` must be a file that can be read"),
+        ((*WIKITEXT, "ckpt=gpt2", "task.path=utf-16.tokens"), "but utf-16.tokens begins with UTF-16"),
+        ((*WIKITEXT, "ckpt=gpt2", "task.path=utf-16-le.tokens"), "but utf-16-le.tokens, line 1 has a zero byte"),
+        ((*WIKITEXT, "ckpt=gpt2", "task.path=lines.tokens"), "but lines.tokens, line 1 has a carriage return"),
+        ((*WIKITEXT, "ckpt=gpt2", "task.path=lambada.jsonl"), "must be a WikiText file, but lambada.jsonl has JSON"),
+        ((*LAMBADA, "ckpt=gpt2", "task.path=half.jsonl"), "but half.jsonl, line 1 has half a surrogate pair"),
+        ((*LAMBADA, "ckpt=gpt2", "task.path=empty.tokens"), "must be a file with text, but empty.tokens is empty"),
         (("task=imagenet", "ckpt=gpt2"), "`task` must be one of lambada, wikitext103, but is 'imagenet'"),
         (("ckpt=gpt2",), "You must specify 'task'"),
         (("task=lambada", "ckpt=gpt2"), "`task.path` must be given"),

@@ -100,4 +100,7 @@ def _text_of_json(line: str, where: str) -> str:
         raise ValueError(f"`task.path` must have JSON on each line, but {where}: {error}") from None
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise ValueError(f'`task.path` must have {{"text": ...}} on each line, but {where} has not')
-    return value["text"]
+    text = value["text"]
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON can name halves of letters
+        raise ValueError(f"`task.path` must have valid Unicode on each line, but {where} has half a surrogate pair")
+    return text
