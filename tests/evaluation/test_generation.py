@@ -272,6 +272,7 @@ def test_samples_are_counted_on_where_a_prompt_comes_again(tokenizer) -> None:
     [
         ("empty.txt", b"", "must have a prompt on each line, but .* is empty"),
         ("latin.txt", "good\ncaf\xe9\n".encode("latin-1"), "must be UTF-8, but latin.txt, line 2 has the byte 0xe9"),
+        ("wide.txt", "good\n".encode("utf-16-le"), "must be plain text, but wide.txt, line 1 has a zero byte"),
         (
             "a.jsonl",
             b'{"prompt": "x"}\n{"prompt": 3}\n',

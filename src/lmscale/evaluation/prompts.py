@@ -47,7 +47,7 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
     Lines end with LF or CR LF. An empty line is an empty prompt.
 
     Raises:
-        ValueError: no file, no prompt, bytes that are not UTF-8, a line of JSONL without a text `prompt`.
+        ValueError: no file, no prompt, bytes that are not UTF-8 or zero, a line of JSONL without a text `prompt`.
     """
     path = Path(path)
     try:
@@ -65,6 +65,8 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\r")
         except UnicodeDecodeError as error:
             raise ValueError(f"`file` must be UTF-8, but {name} has the byte {line[error.start]:#04x}") from None
+        if "\0" in text:  # UTF-16 without a byte-order mark
+            raise ValueError(f"`file` must be plain text, but {name} has a zero byte")
         found.append((name, _prompt_of_json(text, name) if path.suffix == ".jsonl" else text))
     return found
 
