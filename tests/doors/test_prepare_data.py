@@ -182,6 +182,7 @@ BAD = {
     "evaluation file": (["evaluation=lambada", "evaluation_sets.lambada.path=/no.jsonl"], "/no.jsonl"),
     "evaluation hub": (["evaluation=wikitext103"], "evaluation=none leaves test sets in"),
     "tokenizer": (["tokenizer=bert"], "`tokenizer` must suit the model (gpt), but is bert"),
+    "tokenizer size": (["tokenizer.vocab_size=100"], "`tokenizer.vocab_size` must be above 256"),
 }
 
 
@@ -231,6 +232,60 @@ def test_bad_content_is_named_and_nothing_looks_complete(name, tmp_path) -> None
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ") and message in last
     assert not (out / "manifest.json").exists() and not list(out.glob("*.idx"))
+
+
+def test_bert_needs_documents_of_two_sentences(tmp_path) -> None:
+    local = write_lines(tmp_path / "a.jsonl", [f"Only one sentence, number {n}" for n in range(300)])
+    options = [*SMALL, f"sources.local.path={local}", f"output={tmp_path / 'out'}", "cleaning=none", "dedup=none"]
+    done = prepare(*options, "architecture=bert")
+    assert done.returncode == 2 and "must have documents of two sentences or more" in done.stderr
+
+
+def test_an_output_inside_the_input_is_refused(tmp_path) -> None:
+    write_lines(tmp_path / "in" / "a.jsonl", ["some text"])
+    done = prepare(*SMALL, f"sources.local.path={tmp_path / 'in'}", f"output={tmp_path / 'in' / 'out'}")
+    assert done.returncode == 2 and "`output` must be outside `sources.local.path`" in done.stderr
+    assert not (tmp_path / "in" / "out").exists()
+
+
+def test_files_that_change_between_two_attempts_are_noticed(shared_data, tmp_path) -> None:
+    local = write_lines(tmp_path / "a.jsonl", passages(shared_data, 40))
+    test_set = tmp_path / "test.tokens"
+    bpe = shutil.copytree(shared_data / "gpt2-bpe", tmp_path / "bpe")
+    options = ["shard_mb=1", "launcher.workers=1", f"sources.local.path={local}", f"output={tmp_path / 'out'}"]
+    options += ["tokenizer=gpt2", f"tokenizer.path={bpe}", "evaluation=wikitext103"]
+    options += [f"evaluation_sets.wikitext103.path={test_set}", "validation_every=1000000"]
+    test_set.write_text("An article without its heading .\n")
+    done = prepare(*options)
+    assert done.returncode == 2 and "begin with a line ` = Title = `" in done.stderr
+    test_set.write_text(" = Title = \n\n An article .\n")
+    done = prepare(*options)  # gets to the end, where nothing is held out, and leaves its work
+    assert done.returncode == 2 and "must hold out at least one document" in done.stderr
+    test_set.write_text(" = Title = \n\n Another article .\n")
+    done = prepare(*options)
+    assert done.returncode == 2 and "was begun with other evaluation texts" in done.stderr
+    test_set.write_text(" = Title = \n\n An article .\n")
+    merges = (bpe / "vocab.bpe").read_text(encoding="utf-8").splitlines()
+    (bpe / "vocab.bpe").write_text("\n".join(merges[:-1]) + "\n", encoding="utf-8")
+    done = prepare(*options)
+    assert done.returncode == 2 and "was begun with another tokenizer" in done.stderr
+
+
+def test_an_attempt_that_ended_between_the_two_files_of_a_part_goes_on(shared_data, tmp_path) -> None:
+    local = write_lines(tmp_path / "a.jsonl", passages(shared_data, 60))
+    given = ["sources.local.path", "output", "validation_every"]
+    out = tmp_path / "out"
+    options = [*SMALL, *(f"{k}={v}" for k, v in zip(given, (local, out, 4), strict=True)), "keep_work=true"]
+    assert prepare(*options).returncode == 0
+    whole = digests(out)
+    (out / "manifest.json").unlink()
+    joined = out / ".work" / "joined"
+    joined.mkdir(exist_ok=True)
+    (out / "local_train_text_document.idx").rename(joined / "local_train_text_document.idx")
+    shutil.rmtree(out / ".work" / "logs" / "finish")
+    done = prepare(*options)
+    assert done.returncode == 0, done.stderr
+    assert digests(out) == whole
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -33,13 +33,17 @@ class EvaluationTexts:
         return EvaluationIndex(self.read(), ngram)
 
 
-def collect_evaluation_texts(sets: dict[str, EvaluationSetConfig], path: Path) -> EvaluationTexts:
-    """Read every evaluation set and write the items to `path`.
+def read_evaluation_sets(sets: dict[str, EvaluationSetConfig]) -> dict[str, list[str]]:
+    """Texts of the items of every evaluation set.
 
     Raises:
-        ValueError: a set that cannot be read or is empty, with its key.
+        ValueError: a set that cannot be read, is empty or has another form, with its key.
     """
-    items = {name: _read_items(f"evaluation_sets.{name}", config) for name, config in sets.items()}
+    return {name: _read_items(f"evaluation_sets.{name}", config) for name, config in sets.items()}
+
+
+def keep_evaluation_texts(items: dict[str, list[str]], path: Path) -> EvaluationTexts:
+    """Write the items to `path`, for every task to read."""
     with complete_file(path) as temporary:
         temporary.write_text(json.dumps(items, ensure_ascii=False), encoding="utf-8")
     return EvaluationTexts(str(path))
@@ -63,7 +67,7 @@ def _read_items(key: str, config: EvaluationSetConfig) -> list[str]:
             ) from None
         except UnicodeDecodeError as error:
             raise ValueError(f"`{key}.path` must be UTF-8, but {config.path}: {error}") from None
-        found = articles(text)
+        found = _articles(key, text)
     else:
         kind = "huggingface" if config.path is None else "local"
         data = DataConfig(
@@ -82,7 +86,15 @@ def _read_items(key: str, config: EvaluationSetConfig) -> list[str]:
                 f"; {key}.path takes a local file, evaluation=none leaves test sets in" if config.path is None else ""
             )
             raise ValueError(str(error).replace("`data.", f"`{key}.") + hint) from None
-        found = articles("".join(texts)) if config.form == "wikitext" else texts
+        found = _articles(key, "".join(texts)) if config.form == "wikitext" else texts
     if not found:
         raise ValueError(f"`{key}` must hold evaluation text, but is empty")
     return found
+
+
+def _articles(key: str, text: str) -> list[str]:
+    if text.strip() and not _HEADING.search(text):
+        raise ValueError(
+            f"`{key}` must hold articles that begin with a line ` = Title = ` (form wikitext), but has none"
+        )
+    return articles(text)

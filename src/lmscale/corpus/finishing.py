@@ -101,15 +101,19 @@ class FinishDataset(PipelineStep):
         """The only task.
 
         Raises:
-            ValueError: a source of which nothing is left, or no document held out.
+            ValueError: a source of which nothing is left, or for BERT no document of two sentences, or no document held
+            out.
         """
-        output = self.plan.output
+        output, joined = self.plan.output, self.folder.path("joined")
+        for index in joined.glob("*.idx"):  # an earlier attempt ended between moving its .bin and itself
+            if not index.with_suffix(".bin").is_file():
+                os.replace(index, output / index.name)
         tokenizer = read_tokenizer(self.folder.path(TOKENIZER))
         sources = self._describe_sources()
         stages = self._stages()
         self._check_left(sources, stages)
         reports = self._write_reports(output / REPORTS)
-        for file in sorted(self.folder.path("joined").glob("*")):
+        for file in sorted(joined.glob("*")):
             os.replace(file, output / file.name)
         shutil.copyfile(self.folder.path(TOKENIZER), output / TOKENIZER)
         facts = json.loads(self.folder.path("plan.json").read_text(encoding="utf-8"))["facts"]
@@ -148,6 +152,9 @@ class FinishDataset(PipelineStep):
                 "tokens": dataset.num_tokens,
                 "sha256": digest,
             }
+            if self.plan.config.architecture == "bert":  # of a document of one sentence no pair can be made
+                pairs = int((np.diff(dataset.document_indices) > 1).sum())
+                found[source][split]["documents_with_a_pair"] = pairs
         for name, held in found.items():
             given = self.plan.config.sources[name].weight
             held["weight"] = given if given is not None else float(held.get("train", {}).get("tokens", 0))
@@ -163,6 +170,12 @@ class FinishDataset(PipelineStep):
         )
         if empty:
             raise ValueError(f"`sources.{empty[0]}` must have documents left to train on, but has none ({counts})")
+        for name, held in sources.items():
+            if held["train"].get("documents_with_a_pair") == 0:
+                raise ValueError(
+                    f"`sources.{name}` must have documents of two sentences or more for architecture=bert, but all "
+                    f"{held['train']['documents']} have one"
+                )
         if not any("validation" in held for held in sources.values()):
             raise ValueError(
                 f"`validation_every` must hold out at least one document, but {self.plan.config.validation_every} held "

@@ -1,19 +1,20 @@
 """What a preparation will do, fixed before it starts: inputs, shards, tokenizer, evaluation texts."""
 
+import hashlib
 import json
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from ..corpus_config import PrepareConfig
-from ..data.tokenizer import check_tokenizer, load_published_tokenizer
+from ..data.tokenizer import Tokenizer, check_tokenizer, load_published_tokenizer
 from ..from_plain import to_plain
-from .evaluation import EvaluationTexts, collect_evaluation_texts
+from .evaluation import EvaluationTexts, keep_evaluation_texts, read_evaluation_sets
 from .reading import InputFile, list_inputs
-from .tokenizing import TOKENIZER
+from .tokenizing import save_tokenizer
 from .work_folder import WorkFolder, complete_file
 
-FORMAT = 1  # of the work: raised when the same input gives another result
+FORMAT = 2  # of the work: raised when the same input gives another result
 MAX_TASKS = 1000  # of the first stage
 # Keys that change how the work is done, and not what comes out.
 FREE_KEYS = ("launcher", "shard_mb", "keep_work", "output")
@@ -64,9 +65,17 @@ def make_plan(config: PrepareConfig) -> Plan:
                 f"`corpus` must not have {name} with architecture={config.architecture}: it is for "
                 f"{', '.join(source.architectures)} only"
             )
+        path = Path(source.path).resolve() if source.path is not None else None
+        if path is not None and path.is_dir() and output.resolve().is_relative_to(path):
+            raise ValueError(
+                f"`output` must be outside `sources.{name}.path` ({source.path}), but is {config.output}"
+            )
     inputs = tuple(list_inputs(config.sources))
     folder = WorkFolder(output / ".work")
-    facts = _facts(config, inputs)
+    trains = config.tokenizer.kind == "trained"
+    tokenizer = None if trains else load_published_tokenizer(config.tokenizer, config.architecture)
+    items = read_evaluation_sets(config.evaluation_sets)
+    facts = _facts(config, inputs, tokenizer, items)
     _check_output(output, folder.root, facts)
     size = sum(file.num_bytes for file in inputs)
     num_shards = _kept(folder.root, "num_shards") or max(1, -(-size // (config.shard_mb * 10**6)))
@@ -75,24 +84,27 @@ def make_plan(config: PrepareConfig) -> Plan:
         folder.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"`output` must be a folder that can be made, but {output}: {error.strerror}") from None
-    if config.tokenizer.kind != "trained":
-        tokenizer = load_published_tokenizer(config.tokenizer, config.architecture)
-        with complete_file(folder.path(TOKENIZER)) as path:
-            tokenizer.inner.save(str(path))
-    evaluation = None
-    if config.evaluation_sets:
-        evaluation = collect_evaluation_texts(config.evaluation_sets, folder.path("evaluation.json"))
+    if tokenizer is not None:
+        save_tokenizer(tokenizer.inner, folder)
+    evaluation = keep_evaluation_texts(items, folder.path("evaluation.json")) if items else None
     with complete_file(folder.path("plan.json")) as path:
         path.write_text(json.dumps({"facts": facts, "num_shards": num_shards}, indent=1), encoding="utf-8")
     return Plan(config, folder.root, inputs, num_tasks, num_shards, evaluation)
 
 
-def _facts(config: PrepareConfig, inputs: tuple[InputFile, ...]) -> dict:
+def _facts(
+    config: PrepareConfig, inputs: tuple[InputFile, ...], tokenizer: Tokenizer | None, items: dict[str, list[str]]
+) -> dict:
     """All that decides the result, as plain values."""
     values = {key: value for key, value in to_plain(config).items() if key not in FREE_KEYS}
     versions = {name: version(name) for name in ("datatrove", "tokenizers", "ftfy", "numpy")}
     files = [[file.source, file.name, file.num_bytes, file.modified_ns] for file in inputs]
-    return json.loads(json.dumps({"format": FORMAT, "config": values, "inputs": files, "versions": versions}))
+    contents = {  # of the files that config names: they may change while their names do not
+        "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
+        "evaluation": hashlib.sha256(json.dumps(items, sort_keys=True).encode()).hexdigest(),
+    }
+    facts = {"format": FORMAT, "config": values, "inputs": files, "contents": contents, "versions": versions}
+    return json.loads(json.dumps(facts))
 
 
 def _kept(root: Path, name: str) -> int | None:
@@ -122,6 +134,8 @@ def _difference(before: dict, now: dict, prefix: str = "") -> str:
         old, new = before.get(key), now.get(key)
         if old == new:
             continue
+        if key == "contents":
+            return "another tokenizer" if old["tokenizer"] != new["tokenizer"] else "other evaluation texts"
         if isinstance(old, dict) and isinstance(new, dict):
             return _difference(old, new, f"{prefix}{key}.".removeprefix("config."))
         if key == "inputs":

@@ -7,6 +7,7 @@ from types import TracebackType
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import tokenizers
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
@@ -32,6 +33,20 @@ CONTAMINATED = pa.schema(
         ("place", pa.int64()),  # in its batch
     ]
 )
+
+
+def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: WorkFolder) -> None:
+    """Put a tokenizer into the work folder.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    path = folder.path(TOKENIZER)
+    try:
+        with complete_file(path) as temporary:
+            tokenizer.save(str(temporary))
+    except Exception as error:  # the library raises bare Exception where a disk is full
+        raise ValueError(f"{path} cannot be written: {error}") from None
 
 
 def split_of(key: bytes, validation_every: int) -> str:
@@ -96,8 +111,7 @@ class TrainTokenizer(PipelineStep):
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         """The only task."""
         trained = train_tokenizer(list(self._texts()), self.architecture, self.vocab_size, "tokenizer.vocab_size")
-        with complete_file(self.folder.path(TOKENIZER)) as path:
-            trained.save(str(path))
+        save_tokenizer(trained, self.folder)
 
     def _texts(self) -> Iterator[str]:
         characters = 0

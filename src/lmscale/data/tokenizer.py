@@ -19,6 +19,7 @@ END_OF_TEXT = "<|endoftext|>"
 BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 DEFAULT_VOCAB_SIZE = 2000
 TRAINING_VERSION = 2  # raised when the same text gives another tokenizer, so that cached ones are made again
+NUM_BYTES = 256  # the alphabet of a byte-level BPE
 MAX_LETTERS = 200  # WordPiece: rarer letters of the corpus are unknown
 HUB_NAMES = {"gpt2": "openai-community/gpt2", "bert": "google-bert/bert-base-uncased"}
 
@@ -140,11 +141,17 @@ def train_tokenizer(texts: list[str], architecture: str, vocab_size: int, key: s
 
 
 def check_tokenizer(config: TokenizerConfig, architecture: str) -> None:
-    """Refuse, before anything is read, a published tokenizer of the other architecture or with a path that is missing.
+    """Refuse, before anything is read, a published tokenizer of the other architecture or with a path that is missing,
+    and a size too small for every byte.
 
     Raises:
-        ValueError: in either case.
+        ValueError: in each case.
     """
+    size = config.vocab_size
+    if config.kind == "trained" and architecture == "gpt" and size is not None and size <= NUM_BYTES:
+        raise ValueError(
+            f"`tokenizer.vocab_size` must be above {NUM_BYTES} (all bytes and {END_OF_TEXT}), but is {size}"
+        )
     if config.kind != "trained" and config.kind != {"gpt": "gpt2", "bert": "bert"}[architecture]:
         raise ValueError(f"`tokenizer` must suit the model ({architecture}), but is {config.kind}")
     if config.kind != "trained" and config.path is not None and not Path(config.path).exists():
@@ -164,8 +171,8 @@ def _trained_name(config: TokenizerConfig, architecture: str, model_vocab_size: 
 
 def _train_bpe(texts: list[str], vocab_size: int, key: str) -> tokenizers.Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size <= len(alphabet):
-        raise ValueError(f"`{key}` must be above {len(alphabet)} (all bytes and {END_OF_TEXT}), but is {vocab_size}")
+    if vocab_size <= NUM_BYTES:
+        raise ValueError(_too_small(key, vocab_size))
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -174,6 +181,10 @@ def _train_bpe(texts: list[str], vocab_size: int, key: str) -> tokenizers.Tokeni
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+def _too_small(key: str, vocab_size: int) -> str:
+    return f"`{key}` must be above {NUM_BYTES} (all bytes and {END_OF_TEXT}), but is {vocab_size}"
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int, key: str) -> tokenizers.Tokenizer:
