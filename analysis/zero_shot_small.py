@@ -18,7 +18,7 @@ from lmscale.results import write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "analysis" / "results"
-TRAINED_ON = "the 25,137 articles of RACE's training set (40 MB of English for learners)"
+TRAINED_ON = "2 million tokens of the 25,137 articles of RACE's training set (40 MB of English for learners)"
 TRAINING = (
     "name=gpt_race",
     "model.num_layers=4",

@@ -74,6 +74,13 @@ def test_a_scaled_down_record_has_no_printed_value_beside_it() -> None:
     assert "355M" in {row[0] for row in rows_of(table, "not run")}
 
 
+def test_a_part_of_lambada_is_told_from_the_whole_by_its_passages() -> None:
+    record = zero_shot_record("lambada", "scaled_down", 0.0, file={"name": "half.jsonl", "split": "other"})
+    record["metrics"]["lambada_openai/passages"] = {"value": 2577, "unit": "count"}
+    ((configuration, _, ours, _),) = rows_of(table_3({"half.json": record}), "scaled down")
+    assert configuration == "3 x 24, 0.0 M parameters, step 70; half.jsonl, 2,577 passages" and ours == 0.0
+
+
 def test_a_paper_size_that_table_3_lacks_is_refused() -> None:
     run = zero_shot_record("lambada", "run", 46.0, gpt("355M"), paper_size="5B")
     with pytest.raises(ValueError, match="`paper_size` must be one of 355M, 2.5B, 8.3B, but is '5B' in x.json"):

@@ -67,7 +67,7 @@ def _measurement(name: str, record: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"`paper_size` must be one of {', '.join(GPT_MODELS)}, but is {size!r} in {name}")
     value = metrics[metric]["value"]
     return {
-        "configuration": size or _describe(about, metric),
+        "configuration": size or _describe(about, metric, metrics),
         "ours": float(metrics[metric]["non_finite"]) if value is None else value,
         "unit": unit,
         "evidence": EVIDENCE[record["kind"]],
@@ -76,11 +76,13 @@ def _measurement(name: str, record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _describe(about: dict[str, Any], metric: str) -> str:
+def _describe(about: dict[str, Any], metric: str, metrics: dict[str, dict[str, Any]]) -> str:
     """A model and a file that are not the paper's, in words."""
     model, file = TransformerConfig(**about["model"]), about["file"]
     millions = count_parameters(model).total / 1e6
     which = file["name"] if file["split"] == "other" else f"{file['split']} file"
-    form = " in its original form" if metric.startswith("lambada_original") else ""
-    step = f"step {about['checkpoint']['step']}"
-    return f"{model.num_layers} x {model.hidden_size}, {millions:.1f} M parameters, {step}; {which}{form}"
+    if metric.startswith("lambada"):
+        which += f", {metrics[metric.split('/')[0] + '/passages']['value']:,} passages"
+        which += " in the original form" if metric.startswith("lambada_original") else ""
+    step = f"step {about['checkpoint']['step']:,}"
+    return f"{model.num_layers} x {model.hidden_size}, {millions:.1f} M parameters, {step}; {which}"
