@@ -68,6 +68,10 @@ def train_theirs(task: str, side: str, outputs: Path) -> dict[str, float]:
 
 def _run(arguments: list[str]) -> subprocess.CompletedProcess:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {
+        "LRU_CACHE_CAPACITY": "128",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    }  # as finetune/run.py has them
     return subprocess.run(
         [sys.executable, *arguments], check=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
     )

@@ -215,7 +215,7 @@ def test_every_python_command_of_the_readme_runs(tmp_path) -> None:
     small = [o for o in TINY if not o.startswith(("tokenizer", "data.seq"))] + ["micro_batch_size=1"]
     count = 0
     for number, line in enumerate(line for line in lines if line):
-        words = line.replace("=outputs/", f"={tmp_path}/").split()
+        words = line.replace("outputs/", f"{tmp_path}/").split()
         if words[0] == "make":
             assert f"\n{words[1]}:" in makefile, line
             continue
