@@ -14,11 +14,14 @@ def prepare(values: dict) -> None:
     config = PrepareConfig.from_dict(values)
     # datatrove and pyarrow take seconds to import: only after the cheap checks.
     from lmscale.corpus.planning import make_plan
+    from lmscale.corpus.reading import passed_over
     from lmscale.corpus.running import run_plan
     from lmscale.corpus.summary import summary
 
     try:
         plan = make_plan(config)
+        for note in passed_over(config.sources):
+            print(f"note: {note}", flush=True)
         if not run_plan(plan):
             print(f"submitted; {plan.output / 'manifest.json'} appears when the last job is done")
             return

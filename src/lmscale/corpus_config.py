@@ -189,7 +189,8 @@ class PrepareConfig:
         validation_every: one document of so many is held out, 30 for the paper's 29:1.
         max_bad_rows: rows of one file that cannot be read (invalid JSON, no text) before it is refused.
         duplicate_ids: `count` documents that share an id, or `refuse` them.
-        shard_mb: size of a shard of the work, in MB of input; it changes no result.
+        shard_mb: size of a shard of the work, in MB of input as it is stored; it changes no result. A task holds a
+            shard's text in memory two to four times over, and packed files unfold to about three times their size.
         keep_work: leave the intermediate files, several times the size of the corpus.
 
     Raises:

@@ -43,7 +43,7 @@ class DataConfig:
         text_field: field of a JSONL line, parquet row or dataset row that holds the text.
         undecodable: `refuse` bytes that are not UTF-8, with their count, or `replace` them by U+FFFD and count them.
         seq_length: tokens of a sample.
-        short_seq_probability, mask_probability, max_ngram: BERT samples (anchors: 0.1, 0.15, 3).
+        short_seq_probability, mask_probability, max_ngram: BERT samples (Megatron-LM v1.0: 0.1, 0.15, 3).
         cache_dir: where trained tokenizers and token files are kept; None means $LMSCALE_CACHE or ~/.cache/lmscale.
         num_workers: loader processes a rank, at most four for each core of the machine.
     """

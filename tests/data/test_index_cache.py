@@ -88,3 +88,14 @@ def test_a_full_disk_and_a_folder_that_cannot_be_made_are_errors_of_one_line(tmp
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be written or read"):
         cached_index(tmp_path / "file", "gpt", (), _build)
+
+
+@pytest.mark.parametrize("size", [0, 90, 200])
+def test_an_index_that_ends_too_early_is_named(tmp_path, size: int) -> None:
+    def build(file) -> None:
+        np.save(file, np.arange(64))
+
+    path = cached_index(tmp_path, "gpt", ("fact",), build).path
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=f"{path.name} is damaged; remove it"):
+        cached_index(tmp_path, "gpt", ("fact",), build)

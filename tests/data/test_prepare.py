@@ -210,6 +210,12 @@ def test_sentences(text, sentences) -> None:
     assert split_sentences(text) == sentences
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("piece", [".", "a", "ab1", "a.", "'", '."', ". [", "\n "])
+def test_odd_lines_of_a_megabyte_take_no_longer_than_others(piece) -> None:
+    split_sentences(piece * (10**6 // len(piece)) + "é. B")  # trying each place anew would take hours
+
+
 def test_sentences_of_real_text_keep_every_word(shared_data) -> None:
     with gzip.open(shared_data / "running-text" / "docs.shared.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]

@@ -248,6 +248,21 @@ def test_an_output_inside_the_input_is_refused(tmp_path) -> None:
     assert not (tmp_path / "in" / "out").exists()
 
 
+def test_what_is_passed_over_is_said_and_a_higher_limit_of_bad_rows_goes_on(shared_data, tmp_path) -> None:
+    folder = tmp_path / "in"
+    write_lines(folder / "a.jsonl", passages(shared_data, 60))
+    write_lines(folder / "b.jsonl", ["more text"])
+    with open(folder / "b.jsonl", "a") as file:
+        file.write("no json\n")
+    (folder / "scan.pdf").write_text("x")
+    options = [*SMALL, f"sources.local.path={folder}", f"output={tmp_path / 'out'}", "validation_every=4"]
+    done = prepare(*options)
+    assert done.returncode == 2 and "b.jsonl, row 2" in done.stderr
+    assert "1 files of other kinds or linked folders are passed over" in done.stdout and "scan.pdf" in done.stdout
+    done = prepare(*options, "max_bad_rows=1")
+    assert done.returncode == 0, done.stderr
+
+
 def test_files_that_change_between_two_attempts_are_noticed(shared_data, tmp_path) -> None:
     local = write_lines(tmp_path / "a.jsonl", passages(shared_data, 40))
     test_set = tmp_path / "test.tokens"

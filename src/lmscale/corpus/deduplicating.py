@@ -10,6 +10,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from .collecting import PLACE, batches
 from .duplicates import candidate_pairs, causes, choose_survivors, clusters, exact_jaccard
+from .overlap import distinct
 from .progress import Meter
 from .shingles import shingle_sets
 from .work_folder import WorkFolder, complete_file, save_array
@@ -41,7 +42,7 @@ class FindCandidates(PipelineStep):
         first = self.folder.first_documents(self.num_shards)
         pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
         of_first = np.searchsorted(pairs[:, 0], first)
-        members = _distinct(pairs.ravel())
+        members = distinct(pairs.ravel())
         of_members = np.searchsorted(members, first)
         for shard in shards:
             here = pairs[of_first[shard] : of_first[shard + 1]]
@@ -65,7 +66,7 @@ class ShingleCandidates(PipelineStep):
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         """Task `rank` reads shard `rank`."""
         files = sorted(self.folder.path("members", rank).glob("[0-9]*.npy"))
-        members = _distinct(np.concatenate([np.empty(0, dtype=np.int64), *map(np.load, files)]))
+        members = distinct(np.concatenate([np.empty(0, dtype=np.int64), *map(np.load, files)]))
         first = self.folder.first_documents(self.num_shards)[rank]
         texts = pq.read_table(self.folder.shard_file("sorted", rank, "parquet"), columns=["text"])["text"]
         values, counts = [np.empty(0, dtype=np.uint64)], [np.zeros(1, dtype=np.int64)]
@@ -96,12 +97,12 @@ class CompareCandidates(PipelineStep):
         files = sorted(self.folder.path("pairs", rank).glob("[0-9]*.npy"))
         pairs = np.concatenate([np.empty((0, 2), dtype=np.int64), *map(np.load, files)])
         first = self.folder.first_documents(self.num_shards)
-        pairs = np.stack(np.divmod(_distinct(pairs[:, 0] * first[-1] + pairs[:, 1]), first[-1] or 1), axis=1)
+        pairs = np.stack(np.divmod(distinct(pairs[:, 0] * first[-1] + pairs[:, 1]), first[-1] or 1), axis=1)
         similar, similarities = [np.empty((0, 2), dtype=np.int64)], [np.empty(0)]
         with Meter(self.folder, "compare", rank) as meter:
             for start in range(0, len(pairs), PAIRS_AT_ONCE):
                 some = pairs[start : start + PAIRS_AT_ONCE]
-                documents = _distinct(some.ravel())
+                documents = distinct(some.ravel())
                 values, offsets = self._sets(documents, first)
                 jaccard = exact_jaccard(values, offsets, np.searchsorted(documents, some))
                 enough = jaccard >= self.threshold
@@ -147,7 +148,7 @@ class ResolveDuplicates(PipelineStep):
         pairs = np.concatenate([np.load(self.folder.shard_file("similar", s, "pairs.npy")) for s in shards])
         jaccard = np.concatenate([np.load(self.folder.shard_file("similar", s, "jaccard.npy")) for s in shards])
         # Only documents with a partner take part: their places in `documents` stand for their numbers from here on.
-        documents = _distinct(pairs.ravel())
+        documents = distinct(pairs.ravel())
         local = np.searchsorted(documents, pairs)
         lengths = np.concatenate([np.load(self.folder.shard_file("lengths", s)) for s in shards])[documents]
         labels = clusters(len(documents), local)
@@ -188,11 +189,3 @@ class ResolveDuplicates(PipelineStep):
             table = pq.read_table(self.folder.shard_file("sorted", shard, "parquet"), columns=["key", *PLACE])
             tables.append(table.take(pa.array(wanted)))
         return pa.concat_tables(tables)
-
-
-def _distinct(values: np.ndarray) -> np.ndarray:
-    """`np.unique` of integers by sorting, which is many times faster than numpy's hash table for millions."""
-    values = np.sort(values)
-    is_first = np.ones(len(values), dtype=bool)
-    is_first[1:] = values[1:] != values[:-1]
-    return values[is_first]

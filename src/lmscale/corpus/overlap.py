@@ -70,7 +70,7 @@ class EvaluationIndex:
         places, ngrams = self._find(values)
         documents = np.searchsorted(offsets, places, side="right") - 1
         # An n-gram that a document repeats counts once.
-        keys = _distinct(documents * len(self.ngrams) + ngrams)
+        keys = distinct(documents * len(self.ngrams) + ngrams)
         documents, ngrams = np.divmod(keys, max(len(self.ngrams), 1))
         found = [(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))]
         for start, end in self._blocks(documents, ngrams):
@@ -118,7 +118,7 @@ class EvaluationIndex:
         """Items of each n-gram, where each n-gram's begin, and how many distinct n-grams each item has."""
         num_items = len(self.names)
         items = np.repeat(np.arange(num_items), np.diff(self._offsets))
-        keys = _distinct(self._positions * max(num_items, 1) + items)
+        keys = distinct(self._positions * max(num_items, 1) + items)
         ngrams, items = np.divmod(keys, max(num_items, 1))
         first = np.searchsorted(ngrams, np.arange(len(self.ngrams) + 1))
         return items, first, np.bincount(items, minlength=num_items)
@@ -156,7 +156,7 @@ class EvaluationIndex:
         return document[enough], item[enough], share[enough]
 
 
-def _distinct(keys: np.ndarray) -> np.ndarray:
+def distinct(keys: np.ndarray) -> np.ndarray:
     """`np.unique`, which since numpy 2.3 hashes integers and is many times slower on millions of them."""
     keys = np.sort(keys)
     return keys[_is_first(keys)]

@@ -17,7 +17,7 @@ from .work_folder import WorkFolder, complete_file
 FORMAT = 2  # of the work: raised when the same input gives another result
 MAX_TASKS = 1000  # of the first stage
 # Keys that change how the work is done, and not what comes out.
-FREE_KEYS = ("launcher", "shard_mb", "keep_work", "output")
+FREE_KEYS = ("launcher", "shard_mb", "keep_work", "output", "max_bad_rows")
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,7 @@ def make_plan(config: PrepareConfig) -> Plan:
             )
         path = Path(source.path).resolve() if source.path is not None else None
         if path is not None and path.is_dir() and output.resolve().is_relative_to(path):
-            raise ValueError(
-                f"`output` must be outside `sources.{name}.path` ({source.path}), but is {config.output}"
-            )
+            raise ValueError(f"`output` must be outside `sources.{name}.path` ({source.path}), but is {config.output}")
     inputs = tuple(list_inputs(config.sources))
     folder = WorkFolder(output / ".work")
     trains = config.tokenizer.kind == "trained"

@@ -96,6 +96,22 @@ def list_inputs(sources: dict[str, SourceConfig]) -> list[InputFile]:
     return sorted(found, key=lambda file: (file.source, file.name))
 
 
+def passed_over(sources: dict[str, SourceConfig]) -> list[str]:
+    """What lies in the sources' folders and is not read: files of other kinds, and linked folders; a line a source."""
+    notes = []
+    for source, config in sources.items():
+        if config.kind != "local" or not Path(config.path).is_dir():
+            continue
+        others = [p for p in Path(config.path).rglob("*") if p.is_file() and not format_of(p.name)]
+        others += [p for p in Path(config.path).rglob("*") if p.is_dir() and p.is_symlink()]
+        if others:
+            notes.append(
+                f"sources.{source}.path: {len(others)} files of other kinds or linked folders are passed over, "
+                f"{min(others)} the first; the kinds are {', '.join(SUFFIXES)}"
+            )
+    return notes
+
+
 def _list_files(source: str, path: Path) -> list[InputFile]:
     key = f"sources.{source}.path"
     if path.is_dir():

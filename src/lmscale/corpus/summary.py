@@ -8,6 +8,7 @@ from .finishing import MANIFEST
 _LABELS = {
     "clean": "cleaned",
     "sort": "sorted",
+    "candidates": "candidates",
     "resolve": "near-duplicates",
     "tokenize": "tokenized",
 }
@@ -28,6 +29,9 @@ def summary(output: Path) -> str:
                 part = held[split]
                 lines.append(f"  {name} {split}: {part['documents']:,} documents, {part['tokens']:,} tokens")
     for name, held in manifest["reports"].get("leakage", {}).items():
-        text = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in held.items())
+        text = ", ".join(
+            f"{key.replace('_', ' ')} {value:.4g}" if isinstance(value, float) else f"{key.replace('_', ' ')} {value:,}"
+            for key, value in held.items()
+        )
         lines.append(f"  leakage of {name}: {text}")
     return "\n".join(lines)

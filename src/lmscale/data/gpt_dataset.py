@@ -26,7 +26,7 @@ class GPTDataset:
     Raises:
         ValueError: the part is shorter than one window.
 
-    Source: section 4.2 and Megatron-LM's GPT dataset (anchors: documents and end-of-text, windows overlapping by one).
+    Source: section 4.2 and Megatron-LM's GPT dataset: documents closed by end-of-text, windows overlapping by one.
     """
 
     def __init__(self, part: CorpusPart, vocab_size: int, seq_length: int, name: str) -> None:

@@ -54,10 +54,17 @@ def cached_index(folder: Path, kind: str, facts: tuple, build: Callable[[IO[byte
                 _take(lock)
                 if not path.is_file():
                     _build(path, build)
-        return StoredIndex(path)
+        return _open(path)
     except OSError as error:
         reason = f"the sample index {path} cannot be written or read: {error.strerror or error}"
         raise ValueError(f"`data.cache_dir` must be a folder with room, but {reason}") from None
+
+
+def _open(path: Path) -> StoredIndex:
+    try:
+        return StoredIndex(path)
+    except (ValueError, EOFError):  # numpy's words for a file that ends too early
+        raise ValueError(f"{path} is damaged; remove it, and it will be made again") from None
 
 
 def _take(lock: IO[bytes]) -> None:

@@ -1,6 +1,7 @@
 """A sentence splitter that needs no download: rules, in place of the trained punkt model of NLTK."""
 
 import re
+import string
 
 import numpy as np
 import tokenizers
@@ -21,8 +22,9 @@ _ABBREVIATIONS = frozenset(
 )
 _PARAGRAPH = re.compile(r"\n[ \t]*\n")
 # A stop, with what closes after it, then space, then something a sentence may begin with.
-_BORDER = re.compile(r"""[.!?]+["'”’)\]]* (?=["'“‘(\[]*[A-Z0-9`*:\[])""")
-_LAST_WORD = re.compile(r"([A-Za-z][A-Za-z.]*)$")
+# The look behind it keeps a line of 100,000 dots from being tried at every dot.
+_BORDER = re.compile(r"""(?<![.!?])[.!?]+["'”’)\]]* (?=["'“‘(\[]*[A-Z0-9`*:\[])""")
+_LETTERS = string.ascii_letters + "."
 
 
 def split_sentences(text: str) -> list[str]:
@@ -60,11 +62,8 @@ def _is_abbreviation(text: str, start: int, stop: int) -> bool:
     # From the last space on: a search from the start of a long sentence would cost more than all the rest.
     word = text[max(start, text.rfind(" ", start, stop) + 1) : stop]
     if not (word.isascii() and word.isalpha()):
-        match = _LAST_WORD.search(word)
-        if match is None:
-            return False
-        word = match.group(1)
-    if len(word) == 1:
+        word = word[len(word.rstrip(_LETTERS)) :].lstrip(".")  # (e.g and "e.g are e.g
+    if len(word) <= 1:
         return word.isupper() and word != "I"
     return "." in word or word.lower() in _ABBREVIATIONS
 
