@@ -1,0 +1,57 @@
+"""The script behind Table 3's scaled-down rows: its settings are keys of the door, and nothing is run twice."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lmscale.run_config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "analysis"))
+
+import zero_shot_small  # noqa: E402
+
+
+def test_the_settings_of_the_training_are_keys_of_the_door() -> None:
+    overrides = [o for o in zero_shot_small.TRAINING if not o.startswith("resume=")]  # short for a key, by the door
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        composed = compose("train", ["data=local", "data.path=a.jsonl", "data.validation_path=b.jsonl", *overrides])
+    run = RunConfig.from_dict({**OmegaConf.to_container(composed, resolve=True), "run_dir": "/somewhere"})
+    tokens = run.trainer.max_steps * run.global_batch_size * run.data.seq_length
+    assert tokens == 2_048_000 and zero_shot_small.TRAINED_ON.startswith("2 million tokens")
+    assert set(zero_shot_small.KEPT) <= set(run.to_dict())
+
+
+def test_articles_become_lines_of_text(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "race.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write('{"article": "two\\nlines", "id": "1"}\n{"article": "naïve", "id": "2"}\n')
+    zero_shot_small.write_articles(tmp_path / "race.jsonl.gz", tmp_path / "race.jsonl")
+    lines = (tmp_path / "race.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [{"text": "two\nlines"}, {"text": "naïve"}]
+
+
+@pytest.fixture
+def finished(tmp_path: Path, monkeypatch) -> Path:
+    """A folder in which everything was run; a door that is asked for nevertheless is an error."""
+    metrics = {name: {"value": 5.0, "unit": "any"} for name in ("val/loss", "val/perplexity", "train_time", "other")}
+    config = {name: {"of": name} for name in zero_shot_small.KEPT} | {"logger": {}}
+    for name, record in {
+        "gpt_race": {"metrics": metrics, "config": config},
+        "lambada": {"metrics": {"right": {"value": 3, "unit": "count"}}, "config": {"model": {}}},
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "record.json").write_text(json.dumps(record))
+    monkeypatch.setattr(zero_shot_small, "run_door", lambda *words: pytest.fail(f"{words} is done already"))
+    return tmp_path
+
+
+def test_a_finished_evaluation_is_completed_by_what_the_model_was_trained_on(finished: Path) -> None:
+    run = zero_shot_small.train(Path("nowhere"), finished, num_threads=1)
+    record = zero_shot_small.evaluate("lambada", Path("nowhere"), run, finished)
+    assert set(record["metrics"]) == {"right", "training/val/loss", "training/val/perplexity", "training/train_time"}
+    assert set(record["config"]["training"]) == {*zero_shot_small.KEPT, "trained_on"}
