@@ -1,0 +1,70 @@
+"""Table 5 has every printed value once, ours beside it where a record is the paper's run, and small runs apart."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from lmscale.config import TransformerConfig
+from lmscale.finetune.evidence import SCORED, find_evidence
+from lmscale.finetune_config import FinetuneConfig
+from lmscale.report.downstream import table_5
+from lmscale.report.ledger import BERT_MODELS, TABLE_5_METRICS
+
+SMALL = TransformerConfig("bert", 3, 24, 4, 301, 64)
+PAPER = TransformerConfig("bert", *BERT_MODELS["1.3B"].size, 30_522, 512)
+
+
+def finetune_record(kind: str, value: float, size: str | None, metric: str = "qqp/accuracy") -> dict:
+    metrics = {metric: {"value": value, "unit": "%"}}
+    return {"name": "finetune_qqp", "kind": kind, "metrics": metrics, "config": {"paper_size": size}}
+
+
+def qqp_run(**trainer) -> FinetuneConfig:
+    task = {"name": "qqp", "train": "hub:train", "validation": {"dev": "hub:validation"}, "test": {}}
+    values = {"name": "finetune_qqp", "run_dir": "run", "ckpt": "ckpt", "size": "1.3b", "tokenizer": {}}
+    values |= {"task": task | {"hub_name": "nyu-mll/glue", "max_seq_length": 512}}
+    values |= {"parallel": {}, "trainer": {"num_epochs": 12, "warmup_fraction": 0.1} | trainer}
+    values |= {"optimizer": {"lr": 3e-5}, "precision": {"dtype": "fp16"}, "cache_dir": str(Path("cache"))}
+    return FinetuneConfig.from_dict(values | {"micro_batch_size": 8, "global_batch_size": 128})
+
+
+def test_without_records_every_printed_value_is_there_and_not_run() -> None:
+    table = table_5({})
+    printed = sum(value is not None for model in BERT_MODELS.values() for value in model.table_5)
+    assert len(table) == printed == 73 and set(table["evidence"]) == {"not run"}
+    row = table[(table["configuration"] == "3.9B") & (table["unit"] == "SQuAD 2.0 F1, %")]
+    assert list(row["paper"]) == [91.2]
+    assert all(len(model.table_5) == len(TABLE_5_METRICS) for model in BERT_MODELS.values())
+
+
+def test_runs_of_the_papers_model_give_their_median() -> None:
+    records = {f"{n}.json": finetune_record("run", value, "1.3B") for n, value in enumerate((92.0, 93.0, 92.5))}
+    records["small.json"] = finetune_record("scaled_down", 80.0, "1.3B")
+    records["other.json"] = {"name": "speed", "kind": "run", "metrics": {}, "config": {}}
+    table = table_5(records)
+    (row,) = table[table["evidence"] != "not run"].to_dict("records")
+    assert (row["configuration"], row["paper"], row["ours"], row["record"]) == ("1.3B", 92.6, 92.5, "0.json")
+    assert row["difference"] == pytest.approx(-0.1)
+    assert row["evidence"] == "reproduced, median of 3 (the paper: of 5)"
+
+
+def test_the_small_bert_stands_apart_from_printed_values() -> None:
+    metrics = {}
+    for task in ("mnli", "qqp", "race", "squad_v1"):
+        metrics |= {f"{task}/{kind}/median": {"value": 50.0} for kind in ("pretrained", "from_scratch")}
+        metrics[f"{task}/scored"] = {"value": 1234}
+    record = {"name": "finetune_small", "kind": "scaled_down", "metrics": metrics, "config": {"seeds": [1, 2, 3]}}
+    table = table_5({"finetune_small.json": record})
+    small = table[table["evidence"] == "scaled down, median of 3"]
+    assert len(small) == 8 and small["paper"].isna().all() and set(small["ours"]) == {50.0}
+    assert "1,234 examples" in small["configuration"].iloc[0]
+
+
+def test_only_the_papers_size_on_the_whole_set_is_a_run() -> None:
+    assert find_evidence(qqp_run(), PAPER, SCORED["qqp"]) == ("run", "1.3B")
+    assert find_evidence(qqp_run(), SMALL, SCORED["qqp"]) == ("scaled_down", None)
+    assert find_evidence(qqp_run(), PAPER, {"dev": 669}) == ("scaled_down", "1.3B")
+    assert find_evidence(qqp_run(max_train_examples=100), PAPER, SCORED["qqp"])[0] == "scaled_down"
+    post = dataclasses.replace(PAPER, norm_order="post")
+    assert find_evidence(qqp_run(), post, SCORED["qqp"])[0] == "scaled_down"
