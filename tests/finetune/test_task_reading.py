@@ -117,7 +117,10 @@ GOOD = {"id": "high1.txt", "article": "a", "questions": ["q", "r"], "options": [
         ({"questions": ["", "r"]}, "line 1 question 1: a question must not be empty"),
         ({"options": [["a"] * 4, ["a"] * 3]}, "question 2: `options` must be four texts"),
         ({"answers": ["A"]}, r"lists of one length, but is \[2, 2, 1\]"),
+        ({"options": [["a"] * 4, ["a", "b", None, 4]]}, "question 2: `options` must be four texts"),
         ({"id": "1.txt"}, "the level must be middle or high"),
+        ({"article": None}, "line 1: `article` must be a text, but is None"),
+        ({"article": "\ud800"}, "line 1: `article` must be a text"),
         ({"article": None, "id": "x", "level": "low"}, "level must be middle or high.* 'low'"),
     ],
 )
@@ -126,6 +129,14 @@ def test_race_passages_that_cannot_be_used_are_refused_with_their_rows(tmp_path,
     path.write_text(json.dumps(GOOD | changes), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         read_examples(make_task("race"), str(path))
+
+
+@pytest.mark.parametrize("name", ["mnli", "race", "squad_v1"])
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path, name: str) -> None:
+    path = write_task(tmp_path, name, 3)
+    expected = read_examples(make_task(name), str(path))[0]
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_examples(make_task(name), str(path))[0] == expected
 
 
 def test_lines_and_folders_that_are_not_race_are_refused(tmp_path) -> None:
@@ -160,7 +171,12 @@ def squad_with(tmp_path: Path, name: str, **changes) -> str:
         ("squad_v1", {"answers": [{"text": "zebra", "answer_start": -3}]}, "answer_start"),
         ("squad_v1", {"answers": []}, "a question of SQuAD 1.1 must have an answer"),
         ("squad_v1", {"question": " "}, "must not be empty"),
-        ("squad_v1", {"answers": [{"text": "zebra"}]}, "official JSON"),
+        ("squad_v1", {"answers": [{"text": "zebra"}]}, r"\[2\].qas\[0\]: an answer must stand"),
+        ("squad_v1", {"answers": [{"text": "a", "answer_start": "0"}]}, r"\[2\].qas\[0\]: an answer must stand"),
+        ("squad_v1", {"answers": [{"text": 5, "answer_start": 0}]}, "an answer must stand"),
+        ("squad_v1", {"answers": None}, r"\[2\].qas\[0\]: `answers` must be a list of objects"),
+        ("squad_v1", {"id": 7}, r"\[2\].qas\[0\]: `id` must be a text, but is 7"),
+        ("squad_v1", {"question": "\udfff"}, r"\[2\].qas\[0\]: a question must not be empty, and a text"),
         ("squad_v2", {"is_impossible": True}, "not both"),
     ],
 )

@@ -42,6 +42,17 @@ class SpanExample:
 Example = PairExample | ChoiceExample | SpanExample
 
 
+def is_text(value: object) -> bool:
+    """Whether it is a string that a tokenizer takes: JSON can hold halves of surrogate pairs."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass
 class RowAccount:
     """What was wrong with rows of one file: counted with their places, or refused.

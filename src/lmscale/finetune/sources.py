@@ -28,14 +28,14 @@ def check_place(place: str, key: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Text of a file, unpacked where its name ends in .gz.
+    """Text of a file, unpacked where its name ends in .gz, without a byte order mark.
 
     Raises:
         ValueError: it cannot be read or is not UTF-8.
     """
     try:
         data = gzip.open(path).read() if path.suffix == ".gz" else path.read_bytes()
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} must be readable as UTF-8 text, but fails with {error}") from None
 

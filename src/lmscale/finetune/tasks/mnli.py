@@ -42,5 +42,8 @@ def _from_hub(task: TaskConfig, place: str, account: RowAccount):
         if row["label"] not in (-1, 0, 1, 2):  # -1: a test set
             account.refuse("`label` must be one of 0, 1, 2, or -1 where it is not known", row["label"], where)
             continue
+        if row["premise"] is None or row["hypothesis"] is None:
+            account.refuse("`premise` and `hypothesis` must be texts", None, where)
+            continue
         label = None if row["label"] == -1 else LABELS.index(_HUB_LABELS[row["label"]])
         yield PairExample(str(row["idx"]), row["premise"], row["hypothesis"], label)

@@ -43,7 +43,7 @@ def _from_hub(task: TaskConfig, place: str, account: RowAccount):
     for where, row in hub_rows(task, place, ("question1", "question2", "label", "idx")):
         if row["label"] not in (-1, 0, 1):
             account.refuse("`label` must be 0 or 1, or -1 where it is not known", row["label"], where)
-        elif not row["question1"].strip() or not row["question2"].strip():
+        elif not (row["question1"] or "").strip() or not (row["question2"] or "").strip():
             account.skip("an empty question", where)
         else:
             label = None if row["label"] == -1 else row["label"]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ...finetune_config import TaskConfig
-from ..examples import ChoiceExample, RowAccount
+from ..examples import ChoiceExample, RowAccount, is_text
 from ..sources import hub_rows, is_on_hub, jsonl_rows
 
 LETTERS = "ABCD"
@@ -56,6 +56,9 @@ def _questions(where: str, level: str | None, passage: dict[str, Any], account: 
     if level not in LEVELS:
         account.refuse("the level must be middle or high, by folder, field or id", level, where)
         return []
+    if not is_text(passage["article"]):
+        account.refuse("`article` must be a text", passage["article"], where)
+        return []
     questions, options, answers = passage["questions"], passage["options"], passage.get("answers")
     lists = [questions, options] if answers is None else [questions, options, answers]
     if not all(isinstance(values, list) and len(values) == len(questions) for values in lists):
@@ -66,9 +69,9 @@ def _questions(where: str, level: str | None, passage: dict[str, Any], account: 
     for number, (question, choices) in enumerate(zip(questions, options, strict=True), start=1):
         spot = where if "number" in passage else f"{where} question {number}"
         letter = None if answers is None else answers[number - 1]
-        if not isinstance(question, str) or not question.strip():
-            account.refuse("a question must not be empty", question, spot)
-        elif not isinstance(choices, list) or len(choices) != len(LETTERS):
+        if not is_text(question) or not question.strip():
+            account.refuse("a question must not be empty, and a text", question, spot)
+        elif not isinstance(choices, list) or len(choices) != len(LETTERS) or not all(map(is_text, choices)):
             account.refuse("`options` must be four texts", choices, spot)
         elif letter is not None and (not isinstance(letter, str) or len(letter) != 1 or letter not in LETTERS):
             account.refuse("`answers` must be A, B, C or D", letter, spot)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ...finetune_config import TaskConfig
-from ..examples import RowAccount, SpanExample
+from ..examples import RowAccount, SpanExample, is_text
 from ..sources import hub_rows, is_on_hub, json_file
 
 
@@ -41,19 +41,35 @@ def _example(
     task: TaskConfig, title: str, context: str, qa: dict[str, Any], where: str, account: RowAccount
 ) -> list[SpanExample]:
     """The question, or none where it is refused."""
-    is_labelled = "answers" in qa
-    answers = tuple((answer["text"], answer["answer_start"]) for answer in qa.get("answers", ()))
-    if not isinstance(qa["question"], str) or not qa["question"].strip():
-        account.refuse("a question must not be empty", (qa["id"], qa["question"]), where)
+    name, question, found = qa.get("id"), qa.get("question"), qa.get("answers", [])
+    if not is_text(name) or not name:
+        account.refuse("`id` must be a text", name, where)
         return []
+    if not is_text(question) or not question.strip():
+        account.refuse("a question must not be empty, and a text", (name, question), where)
+        return []
+    if not is_text(context):
+        account.refuse("a context must be a text", (name, context), where)
+        return []
+    if not isinstance(found, list) or not all(isinstance(answer, dict) for answer in found):
+        account.refuse("`answers` must be a list of objects", (name, found), where)
+        return []
+    is_labelled = "answers" in qa
+    answers = tuple((answer.get("text"), answer.get("answer_start")) for answer in found)
     for text, start in answers:
-        if not text or not 0 <= start <= len(context) - len(text) or context[start : start + len(text)] != text:
-            account.refuse("an answer must stand in its context at `answer_start`", (text, start, qa["id"]), where)
+        if not _stands_in(context, text, start):
+            account.refuse("an answer must stand in its context at `answer_start`", (text, start, name), where)
             return []
     if task.name == "squad_v1" and is_labelled and not answers:
-        account.refuse("a question of SQuAD 1.1 must have an answer (task=squad_v2 takes such)", qa["id"], where)
+        account.refuse("a question of SQuAD 1.1 must have an answer (task=squad_v2 takes such)", name, where)
         return []
     if task.name == "squad_v2" and bool(qa.get("is_impossible", not answers)) != (not answers) and is_labelled:
-        account.refuse("a question must have answers or `is_impossible`, not both", qa["id"], where)
+        account.refuse("a question must have answers or `is_impossible`, not both", name, where)
         return []
-    return [SpanExample(qa["id"], title, context, qa["question"], answers, is_labelled)]
+    return [SpanExample(name, title, context, question, answers, is_labelled)]
+
+
+def _stands_in(context: str, text: Any, start: Any) -> bool:
+    if not isinstance(text, str) or not text.strip() or type(start) is not int:
+        return False
+    return 0 <= start and context[start : start + len(text)] == text
