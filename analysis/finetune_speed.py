@@ -26,10 +26,10 @@ from lmscale.finetune.features import Features, load_features
 from lmscale.results import new_record, write_record
 
 SIDES = ("ours", "trainer", "trainer_grouped")
-ITEMS = {"qqp": 3_200, "squad_v1": 480}  # of a training
+ITEMS = {"qqp": 2_560, "squad_v1": 240}  # of a training
 BATCH = {"qqp": 32, "squad_v1": 16}
 LR, WEIGHT_DECAY, WARMUP, SEED = 5e-5, 0.01, 0.1, 1
-LOG_EVERY, ROUNDS = 10, 5
+LOG_EVERY, ROUNDS = 5, 3
 
 
 def train_ours(task: str, bert: Path, data: tuple[str, ...], outputs: Path) -> dict[str, float]:
