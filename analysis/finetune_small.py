@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "analysis" / "results"
 SEEDS = (1, 2, 3)
 KINDS = ("pretrained", "from_scratch")
-RACE_TRAIN_STRIDE, RACE_DEV_STRIDE, SQUAD_DEV_STRIDE = 80, 4, 5
-# No dropout: trainings this short have no use for it. Without dropout `exact` attention is the faster on a CPU.
-PLAIN = ("hidden_dropout=0", "attention_dropout=0", "attention=exact")
+RACE_TRAIN_STRIDE, RACE_DEV_STRIDE, SQUAD_DEV_STRIDE = 50, 4, 5
+# Trainings this short have no use for dropout. Without it `exact` attention is the faster on a CPU.
+PLAIN = ("trainer.num_epochs=1", "hidden_dropout=0", "attention_dropout=0", "attention=exact")
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,11 @@ class Case:
     overrides: tuple[str, ...]
 
 
-SENTENCES = ("task.max_seq_length=128", "trainer.num_epochs=1")
-HALF = ("trainer.num_epochs=1", "precision=bf16")  # half types, because the inputs are long
 CASES = {
-    "qqp": Case("qqp/accuracy", 82.0, 32, ("optimizer.lr=1e-4", *SENTENCES)),
-    "mnli": Case("mnli/accuracy", 64.0, 32, ("optimizer.lr=2e-4", *SENTENCES)),
-    "squad_v1": Case("squad_v1/f1", 40.0, 16, ("optimizer.lr=1.5e-4", "trainer.max_train_examples=1600", *HALF)),
-    "race": Case(
-        "race/accuracy", 32.0, 16, ("optimizer.lr=3e-4", "task.max_seq_length=128", "task.max_qa_length=64", *HALF)
-    ),
+    "qqp": Case("qqp/accuracy", 82.0, 32, ("optimizer.lr=1e-4", "task.max_seq_length=128")),
+    "mnli": Case("mnli/accuracy", 64.0, 32, ("optimizer.lr=2e-4", "task.max_seq_length=128")),
+    "squad_v1": Case("squad_v1/f1", 40.0, 8, ("optimizer.lr=1.5e-4", "trainer.max_train_examples=2000")),
+    "race": Case("race/accuracy", 32.0, 16, ("optimizer.lr=1e-4", "task.max_seq_length=128", "task.max_qa_length=64")),
 }
 
 
