@@ -5,11 +5,24 @@ the benchmark's form, and `record.json`.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from lmscale.finetune.ensembling import ensemble
 from lmscale.results import new_record, write_record
+
+
+def evidence(runs: list[Path]) -> tuple[str, str | None]:
+    """What the members' records say of themselves: the paper's runs of one size, or something smaller."""
+    about = set()
+    for run in runs:
+        path = run / "record.json"
+        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"kind": "scaled_down"}
+        about.add((record["kind"], record.get("config", {}).get("paper_size")))
+    kinds, sizes = {kind for kind, _ in about}, {size for _, size in about}
+    size = sizes.pop() if len(sizes) == 1 else None
+    return ("run" if kinds == {"run"} and size else "scaled_down"), (f"{size} ensemble" if size else None)
 
 
 def main() -> int:
@@ -27,8 +40,9 @@ def main() -> int:
         name: {"value": value, "unit": "logits" if name.endswith("null_threshold") else "%"}
         for name, value in metrics.items()
     }
-    members = {"members": [str(run) for run in options.runs]}
-    record = new_record("finetune_ensemble", "run", config=members, seed=None, metrics=figures, device="cpu")
+    kind, paper_size = evidence(options.runs)
+    members = {"members": [str(run) for run in options.runs], "paper_size": paper_size}
+    record = new_record("finetune_ensemble", kind, config=members, seed=None, metrics=figures, device="cpu")
     write_record(record, options.out / "record.json")
     for name, value in metrics.items():
         print(f"{name} {value:.4f}")

@@ -74,7 +74,17 @@ def test_five_seeds_have_a_median_and_make_an_ensemble(places) -> None:
     combined = door("ensemble.py", *runs, "--out", str(folder / "ensemble"))
     assert combined.returncode == 0, combined.stderr
     assert len((folder / "ensemble/dev/QQP.tsv").read_text().splitlines()) == 10
-    assert "qqp/accuracy" in json.loads((folder / "ensemble/record.json").read_text())["metrics"]
+    record = json.loads((folder / "ensemble/record.json").read_text())
+    assert "qqp/accuracy" in record["metrics"] and record["kind"] == "scaled_down"
+    # Members that say they are the paper's make an ensemble of the paper's.
+    for run in runs:
+        path = Path(run, "record.json")
+        about = json.loads(path.read_text())
+        about["kind"], about["config"]["paper_size"] = "run", "3.9B"
+        path.write_text(json.dumps(about))
+    assert door("ensemble.py", *runs, "--out", str(folder / "ensemble")).returncode == 0
+    record = json.loads((folder / "ensemble/record.json").read_text())
+    assert record["kind"] == "run" and record["config"]["paper_size"] == "3.9B ensemble"
 
 
 @pytest.mark.parametrize(
