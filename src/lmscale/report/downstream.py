@@ -67,6 +67,8 @@ def _small_rows(file: str, record: dict[str, Any]) -> list[dict[str, Any]]:
     """The small BERT's medians, from published weights and from random ones."""
     rows, seeds = [], len(record["config"]["seeds"])
     for task, unit in _SMALL.items():
+        if f"{task}/scored" not in record["metrics"]:
+            continue
         for kind, words in (("pretrained", "published weights"), ("from_scratch", "random weights, the control")):
             model = f"6 x 384, {words}; {record['metrics'][f'{task}/scored']['value']:,} examples"
             row = {"configuration": model, "ours": record["metrics"][f"{task}/{kind}/median"]["value"], "unit": unit}
