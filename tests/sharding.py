@@ -12,6 +12,7 @@ from lmscale.parallel import (
     global_gradient_norm,
     initialize_parameters,
     sample_dropout_keys,
+    sum_partial_gradients,
 )
 
 SMALL = {
@@ -60,9 +61,9 @@ def total_loss(model: nn.Module, batch: dict[str, Tensor], seed: int = 11) -> Te
     """Summed loss of a batch, both terms for BERT."""
     keys = sample_dropout_keys(seed, batch["sample_numbers"])
     if model.config.architecture == "gpt":
-        return model(batch["tokens"], batch["labels"], keys).sum()
-    losses, order = model(batch["tokens"], batch["token_types"], batch["attention_mask"], batch["labels"], keys)
-    return losses.sum() + nn.functional.cross_entropy(order, batch["sop_labels"], reduction="sum")
+        return model(batch["tokens"], batch["labels"], keys)
+    loss, order = model(batch["tokens"], batch["token_types"], batch["attention_mask"], batch["labels"], keys)
+    return loss + nn.functional.cross_entropy(order, batch["sop_labels"], reduction="sum")
 
 
 def local_part(full: Tensor, param: Tensor, context: ParallelContext) -> Tensor:
@@ -80,6 +81,7 @@ def differences_from_plain(config: TransformerConfig, context: ParallelContext) 
     losses = [total_loss(model, batch) for model in (plain, sharded)]
     for loss in losses:
         loss.backward()
+    sum_partial_gradients(sharded.parameters(), context)
     whole = dict(plain.named_parameters())
     gradients = max(
         ((param.grad - local_part(whole[name].grad, param, context)).abs().max() / whole[name].grad.abs().max()).item()

@@ -188,15 +188,25 @@ class TransformerConfig:
 class ParallelConfig:
     """The grid of ranks: `tp_size` neighbours share one model, `dp_size` such groups share the batch (Figure 8).
 
+    Args:
+        sequence_parallel: the tensor ranks share the work outside the parallel region too, each on its own positions
+            (Korthikanti et al. 2022); with one tensor rank there is nothing to share.
+
     Raises:
         ValueError: a size below 1.
     """
 
     tp_size: int = 1
     dp_size: int = 1
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         require_positive(self, "tp_size", "dp_size")
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether tensors outside the parallel region are cut over the sequence."""
+        return self.sequence_parallel and self.tp_size > 1
 
     @property
     def world_size(self) -> int:

@@ -184,6 +184,8 @@ class FinetuneConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "global_batch_size")
+        if self.parallel.sequence_parallel:  # batches are as long as their longest input
+            raise ValueError("`parallel.sequence_parallel` must be false for a finetuning, but is true")
         for name in ("hidden_dropout", "attention_dropout", "head_dropout"):
             if getattr(self, name) is not None:
                 require_fraction(self, name)

@@ -163,7 +163,8 @@ class PlanConfig:
         tp_size, dp_size, mode = self.parallel.tp_size, self.parallel.dp_size, job.config.recompute
 
         def filled(tp: int) -> Layout:
-            return Layout(tp, self._dp_size(tp) if dp_size == "auto" else dp_size, self.micro_batch_size, mode)
+            dp = self._dp_size(tp) if dp_size == "auto" else dp_size
+            return Layout(tp, dp, self.micro_batch_size, mode, self.parallel.sequence_parallel)
 
         if tp_size != "auto":
             return filled(tp_size)

@@ -27,11 +27,13 @@ STAND_IN_VOCAB_SIZE = 2000  # ids, for sizes that are wanted before the tokenize
 @dataclass(frozen=True)
 class ParallelRequest:
     """`parallel=`: sizes, or `auto`. tp `auto`: the smallest power of two that fits the device and divides the model;
-    dp `auto`: what is left of the world (one where lmscale starts the ranks itself on a CPU)."""
+    dp `auto`: what is left of the world (one where lmscale starts the ranks itself on a CPU). `sequence_parallel`: see
+    `ParallelConfig`."""
 
     tp_size: int | str = 1
     dp_size: int | str = "auto"
     timeout_minutes: float = 30.0
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "dp_size"):
@@ -138,6 +140,11 @@ class RunConfig:
             config = dataclasses.replace(config, vocab_multiple=tp_size)
         with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
             config.check_tensor_parallel(tp_size)
+            if self.parallel.sequence_parallel and self.data.seq_length % tp_size:
+                raise ValueError(
+                    f"`data.seq_length` must be a multiple of `tp_size` ({tp_size}) with `sequence_parallel`, "
+                    f"but is {self.data.seq_length}"
+                )
             return BatchConfig(self.micro_batch_size, self.global_batch_size, dp_size)
 
     def transformer_config(self, tokenizer_vocab_size: int) -> TransformerConfig:

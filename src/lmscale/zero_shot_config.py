@@ -87,6 +87,8 @@ class ZeroShotConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_tokens")
+        if self.parallel.sequence_parallel:  # windows and passages are of any length
+            raise ValueError("`parallel.sequence_parallel` must be false for an evaluation, but is true")
         if self.accelerator not in ACCELERATORS:
             raise ValueError(f"`accelerator` must be one of {', '.join(ACCELERATORS)}, but is {self.accelerator!r}")
         if self.ckpt is None and not self.count_only:

@@ -18,7 +18,7 @@ from lmscale.training.trace import CollectiveRecorder
 from lmscale.training_config import OptimizerConfig, PrecisionConfig
 
 NUM_LAYERS = 3
-HIDDEN, TOKENS = (5, 13, 24), (5, 13)  # [b, s, h] and [b, s]
+HIDDEN = (5, 13, 24)  # [b, s, h]
 CASES = list(
     itertools.product(("gpt", "bert"), ("pre", "post"), ("none", "selective", "full"), (0.0, 0.2), ("sdpa", "exact"))
 )
@@ -67,6 +67,12 @@ def all_reduces(*shapes: tuple[int, ...]) -> list[tuple]:
     return [("allreduce_", "tensor", shape) for shape in shapes]
 
 
+def scored_rows(architecture: str) -> int:
+    """Rows that are projected on the vocabulary: of a GPT all of [b, s], of a BERT the scored ones."""
+    labels = random_batch(small_config(architecture))["labels"]
+    return labels.numel() if architecture == "gpt" else int((labels != -100).sum())
+
+
 @pytest.fixture(scope="module")
 def recorded() -> dict[tuple, dict[str, list]]:
     """What rank 0 sent in each case, after making sure that rank 1 sent the same."""
@@ -79,24 +85,26 @@ def recorded() -> dict[tuple, dict[str, list]]:
 def test_forward_sends_one_for_the_embedding_two_a_layer_and_three_small_ones_for_the_loss(
     recorded, architecture: str, norm_order: str
 ) -> None:
-    expected = all_reduces(HIDDEN, *[HIDDEN] * (2 * NUM_LAYERS), TOKENS, TOKENS, TOKENS)
+    expected = all_reduces(HIDDEN, *[HIDDEN] * (2 * NUM_LAYERS), *[(scored_rows(architecture),)] * 3)
     found = [phases["forward"] for case, phases in recorded.items() if case[:2] == (architecture, norm_order)]
     assert found == [expected] * 12  # recomputation, dropout and the form of attention add nothing
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_backward_sends_one_for_the_tied_projection_and_two_a_layer(recorded, recompute: str) -> None:
-    expected = all_reduces(HIDDEN, *[HIDDEN] * (2 * NUM_LAYERS))
-    found = [phases["backward"] for case, phases in recorded.items() if case[2] == recompute]
-    assert found == [expected] * 16
+    for architecture in ("gpt", "bert"):
+        expected = all_reduces((scored_rows(architecture), HIDDEN[-1]), *[HIDDEN] * (2 * NUM_LAYERS))
+        found = [p["backward"] for case, p in recorded.items() if case[0] == architecture and case[2] == recompute]
+        assert found == [expected] * 8
 
 
 def test_full_recomputation_repeats_the_forward_ones_a_backward_pass_needs(recorded) -> None:
     for case, phases in recorded.items():
-        _, norm_order, recompute, dropout, _ = case
+        architecture, norm_order, recompute, dropout, _ = case
         if recompute == "full":
             a_layer = 2 + REPEATED[norm_order, dropout > 0]
-            assert phases["backward"] == all_reduces(HIDDEN, *[HIDDEN] * (a_layer * NUM_LAYERS)), case
+            projection = (scored_rows(architecture), HIDDEN[-1])
+            assert phases["backward"] == all_reduces(projection, *[HIDDEN] * (a_layer * NUM_LAYERS)), case
 
 
 def test_the_optimizer_sends_three_numbers(recorded) -> None:
@@ -105,7 +113,7 @@ def test_the_optimizer_sends_three_numbers(recorded) -> None:
 
 def test_nothing_is_as_large_as_the_logits(recorded) -> None:
     config = make_config(CASES[0])
-    logits = math.prod(TOKENS) * config.padded_vocab_size // 2
+    logits = math.prod(HIDDEN[:2]) * config.padded_vocab_size // 2
     sizes = {math.prod(shape) for p in recorded.values() for phase in p.values() for _, _, shape in phase}
     assert max(sizes) == math.prod(HIDDEN) < logits
 

@@ -1,5 +1,6 @@
 """The models cut over 2 and 4 real processes equal one process, with every norm order, recomputation and dropout."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -8,7 +9,7 @@ from ranks import make_context, run_ranks
 from sharding import differences_from_plain, random_batch, random_model, small_config, total_loss
 
 from lmscale.config import TransformerConfig
-from lmscale.parallel import ParallelContext, seed_rank_generator
+from lmscale.parallel import ParallelContext, seed_rank_generator, sum_partial_gradients
 
 BOUND = 1e-12
 ARCHITECTURES, NORM_ORDERS, RECOMPUTES = ("gpt", "bert"), ("pre", "post"), ("none", "selective", "full")
@@ -19,12 +20,12 @@ RANDOMNESS = [
     {"attention": "exact", "hidden_dropout": 0.2, "attention_dropout": 0.2},
 ]
 CONFIGS = [
-    small_config(architecture, norm_order=norm_order, recompute=recompute, **changes)
+    small_config(architecture, norm_order=norm_order, recompute=recompute, max_position_embeddings=12, **changes)
     for architecture, norm_order, recompute in itertools.product(ARCHITECTURES, NORM_ORDERS, RECOMPUTES)
     for changes in RANDOMNESS
 ] + [
     # 50 ids in 104 rows: the last rank, or the last two of four, hold nothing but padding
-    small_config(architecture, vocab_size=50, vocab_multiple=104)
+    small_config(architecture, vocab_size=50, vocab_multiple=104, max_position_embeddings=12)
     for architecture in ARCHITECTURES
 ]
 
@@ -32,20 +33,24 @@ CONFIGS = [
 def _replicated_gradients(config: TransformerConfig, context: ParallelContext) -> dict[str, torch.Tensor]:
     model = random_model(config, context).float()  # fp32 rounds more, so a difference shows sooner
     total_loss(model, random_batch(config)).backward()
+    sum_partial_gradients(model.parameters(), context)
     return {name: p.grad for name, p in model.named_parameters() if p.shard.replicated}
 
 
-def _run_all(rank: int, tp_size: int) -> tuple[list, list]:
-    context = make_context(tp_size)
+def _run_all(rank: int, tp_size: int, sequence_parallel: bool) -> tuple[list, list]:
+    context = dataclasses.replace(make_context(tp_size), sequence_parallel=sequence_parallel)
     differences = [differences_from_plain(config, context) for config in CONFIGS]
     dropping = [config for config in CONFIGS if config.attention_dropout > 0]
     return differences, [_replicated_gradients(config, context) for config in dropping]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=lambda tp_size: f"tp{tp_size}")
+LAYOUTS = {"tp2": (2, False), "tp4": (4, False), "tp2 sequence": (2, True), "tp4 sequence": (4, True)}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
 def results_by_rank(request) -> list[tuple[list, list]]:
     """All models in one start of the processes, which costs more than the models."""
-    return run_ranks(_run_all, request.param, request.param)
+    return run_ranks(_run_all, LAYOUTS[request.param][0], *LAYOUTS[request.param])
 
 
 def test_loss_gradients_and_norm_equal_those_of_one_process(results_by_rank) -> None:

@@ -44,10 +44,10 @@ def our_outputs(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[Tensor
     """(logits [b, s, v] and for BERT order logits [b, 2]; mean loss, for BERT the sum of two means)."""
     num_scored = (batch["labels"] != -100).sum()
     if model.config.architecture == "gpt":
-        return [model(batch["tokens"])], model(batch["tokens"], batch["labels"]).sum() / num_scored
+        return [model(batch["tokens"])], model(batch["tokens"], batch["labels"]) / num_scored
     inputs = batch["tokens"], batch["token_types"], batch["attention_mask"]
-    losses, order_logits = model(*inputs, batch["labels"])
-    loss = losses.sum() / num_scored + F.cross_entropy(order_logits, batch["sop_labels"])
+    summed, order_logits = model(*inputs, batch["labels"])
+    loss = summed / num_scored + F.cross_entropy(order_logits, batch["sop_labels"])
     return list(model(*inputs)), loss
 
 

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
+from lmscale.perf.flops import scored_tokens
 from lmscale.perf.memory import estimate_memory
 from lmscale.training.optimizer import MixedPrecisionAdamW
 from lmscale.training_config import OptimizerConfig, PrecisionConfig
@@ -59,15 +60,16 @@ def tracked_peak(config: TransformerConfig, b: int, s: int, dtype: str, num_micr
     )
     tokens = torch.arange(b * s).view(b, s) % config.vocab_size
     keys = sample_dropout_keys(seed=1, sample_numbers=torch.arange(b))
+    scored = torch.arange(b * scored_tokens(config, s))
 
     def step() -> None:
         optimizer.zero_grad()
         for _ in range(num_micro_batches):
             if config.architecture == "gpt":
-                model(tokens, tokens, keys).mean().backward()
+                (model(tokens, tokens, keys) / tokens.numel()).backward()
             else:
-                losses, order = model(tokens, torch.zeros_like(tokens), None, tokens, keys)
-                (losses.mean() + order.float().mean()).backward()
+                loss, order = model(tokens, torch.zeros_like(tokens), None, tokens, keys, scored)
+                (loss / tokens.numel() + order.float().mean()).backward()
         optimizer.step()
 
     step()

@@ -1,5 +1,6 @@
 """A world of 512 ranks in one process, against the paper's formulas and against real processes."""
 
+import dataclasses
 import resource
 from fractions import Fraction
 
@@ -10,7 +11,7 @@ from ranks import make_context, run_ranks
 from sharding import random_batch, random_model, small_config, total_loss
 
 from lmscale.config import ParallelConfig, TransformerConfig
-from lmscale.perf.flops import hardware_flops_per_step
+from lmscale.perf.flops import hardware_flops_per_step, scored_tokens
 from lmscale.training.trace import CollectiveRecorder, trace_step
 
 # Table 1's largest row: 8-way model parallel, 64-way data parallel, batch 512, so 8 sequences a rank.
@@ -39,7 +40,7 @@ def test_gpt_8_3b_over_512_ranks_with_full_recomputation() -> None:
     assert report.model_parameters == 8_317_040_640
     assert report.rank_parameters == 1_043_549_184
     assert WITH_RECOMPUTATION == LAYOUT.tp_size * report.flops == 571_780_406_181_888
-    # 6 a layer of [b, s, h], 1 of the embedding, 1 of the output projection; 3 of [b, s] in the loss, in fp32.
+    # 6 a layer of [b, s, h], 1 of the embedding, 1 of the output projection; 3 of [b s] in the loss, in fp32.
     large, small = 2 * B * S * H, 4 * B * S
     assert report.num_collectives == (6 * L + 2) + 3 == 437
     assert report.num_bytes == (6 * L + 2) * large + 3 * small
@@ -47,8 +48,9 @@ def test_gpt_8_3b_over_512_ranks_with_full_recomputation() -> None:
     sent = {(c.phase, c.shape, c.num_bytes): n for c, n in report.count().items()}
     assert sent == {
         ("forward", (B, S, H), large): 2 * L + 1,
-        ("forward", (B, S), small): 3,
-        ("backward", (B, S, H), large): 4 * L + 1,
+        ("forward", (B * S,), small): 3,
+        ("backward", (B, S, H), large): 4 * L,
+        ("backward", (B * S, H), large): 1,
     }
     assert {(c.kind, c.group) for c in report.collectives} == {("allreduce_", "tensor")}
     assert report.seconds < 60
@@ -92,25 +94,27 @@ def test_bert_is_counted_with_its_heads() -> None:
         recompute="full",
     )
     report = trace_step(config, ParallelConfig(tp_size=p, dp_size=32), b, s)
-    cut = 96 * b * s * layers * h**2 * (1 + Fraction(s, 6 * h) + Fraction(v, 16 * layers * h))
-    masked_lm_dense, pooler, order = 6 * b * s * h**2, 6 * b * h**2, 6 * b * h * 2  # whole on every rank
+    m = 77 * b  # 15 % of 512
+    cut = 96 * b * s * layers * h**2 * (1 + Fraction(s, 6 * h)) + 6 * m * h * v
+    masked_lm_dense, pooler, order = 6 * m * h**2, 6 * b * h**2, 6 * b * h * 2  # whole on every rank
     assert report.flops == cut / p + masked_lm_dense + pooler + order
     assert report.num_collectives == 6 * layers + 2 + 3
 
 
 CASES = [
     {"architecture": architecture, "norm_order": norm_order, "recompute": recompute, "hidden_dropout": dropout}
+    | {"max_position_embeddings": 12}
     for architecture, norm_order in (("gpt", "pre"), ("bert", "post"))
     for recompute in ("none", "full")
     for dropout in (0.0, 0.2)
 ]
 
 
-def _record_real(rank: int) -> list:
-    context, recorded = make_context(tp_size=2), []
+def _record_real(rank: int, sequence_parallel: bool) -> list:
+    context, recorded = dataclasses.replace(make_context(tp_size=2), sequence_parallel=sequence_parallel), []
     for case in CASES:
         config = small_config(**case)
-        model, batch = random_model(config, context), random_batch(config)
+        model, batch = random_model(config, context), scored_as_counted(random_batch(config), config)
         with CollectiveRecorder(context) as recorder:
             loss = total_loss(model, batch)
             recorder.phase = "backward"
@@ -119,9 +123,19 @@ def _record_real(rank: int) -> list:
     return recorded
 
 
-def test_the_fake_world_sends_what_two_real_processes_send() -> None:
-    traced = [trace_step(small_config(**c), ParallelConfig(tp_size=2), 5, 13, torch.float64).collectives for c in CASES]
-    assert run_ranks(_record_real, 2) == [traced, traced]
+def scored_as_counted(batch: dict, config: TransformerConfig) -> dict:
+    """A BERT's batch with as many scored places as the arithmetic takes."""
+    if config.architecture == "bert":
+        batch["labels"] = batch["tokens"].clone()
+        batch["labels"][:, scored_tokens(config, batch["labels"].shape[1]) :] = -100
+    return batch
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_fake_world_sends_what_two_real_processes_send(sequence_parallel: bool) -> None:
+    layout = ParallelConfig(tp_size=2, sequence_parallel=sequence_parallel)
+    traced = [trace_step(small_config(**c), layout, 5, 12, torch.float64).collectives for c in CASES]
+    assert run_ranks(_record_real, 2, sequence_parallel) == [traced, traced]
 
 
 def test_a_size_that_does_not_fit_is_refused_and_no_process_group_stays_behind() -> None:

@@ -93,11 +93,13 @@ class SelfAttention(nn.Module):
     The fused QKV weight has rows in the order [head, (q, k, v), d]; a contiguous cut is then whole heads.
 
     Shapes:
-        x [b, s, h]; attention_mask bool [b, 1, 1, s], True where a key may be seen, or None; sample_keys int32 [b] or
-        None; returns [b, s, h] before dropout. With a cache the s tokens go on its rows.
+        x [b, s, h], with sequence parallelism [b, s/p, h]; attention_mask bool [b, 1, 1, s], True where a key may be
+        seen, or None; sample_keys int32 [b] or None; returns the shape of x, before dropout. With a cache the s tokens
+        go on its rows.
 
     Communicates:
-        forward one all-reduce of [b, s, h] (g of the projection), backward one (f of QKV), over the tensor group.
+        forward one all-reduce of [b, s, h] (g of the projection), backward one (f of QKV), over the tensor group; with
+        sequence parallelism see `column_linear`.
 
     Source: section 3, Figure 3 b.
     """
@@ -127,8 +129,7 @@ class SelfAttention(nn.Module):
         sample_keys: Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        b, s, _ = x.shape
-        qkv = self.qkv(x).view(b, s, self.num_local_heads, 3, self.head_size)
+        qkv = self.qkv(x).unflatten(-1, (self.num_local_heads, 3, self.head_size))  # [b, s, n/p, 3, d]
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each [b, n/p, s, d]
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
@@ -138,7 +139,7 @@ class SelfAttention(nn.Module):
             context_vectors = checkpoint(core, q, k, v, attention_mask, sample_keys, use_reentrant=False)
         else:
             context_vectors = core(q, k, v, attention_mask, sample_keys)  # [b, n/p, s, d]
-        return self.output(context_vectors.transpose(1, 2).reshape(b, s, -1))
+        return self.output(context_vectors.transpose(1, 2).flatten(2))
 
     def _sdpa_core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sample_keys: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from ..config import NormOrder, TransformerConfig
-from ..parallel import LayerNorm, ParallelContext, counter_dropout
+from ..parallel import LayerNorm, ParallelContext, counter_dropout, first_position
 from .attention import KeyValueCache, SelfAttention
 from .mlp import MLP
 
@@ -19,17 +19,20 @@ class TransformerLayer(nn.Module):
     The parameters are the same in both orders. Each layer has three dropout sites of its own.
 
     Shapes:
-        x [b, s, h]; attention_mask bool [b, 1, 1, s] or None; sample_keys int32 [b], needed in training when a counter
-        mask is drawn; returns [b, s, h]. With a cache the s tokens go on its rows.
+        x [b, s, h], with sequence parallelism [b, s/p, h]; attention_mask bool [b, 1, 1, s] or None; sample_keys int32
+        [b], needed in training when a counter mask is drawn; returns the shape of x. With a cache the s tokens go on
+        its rows.
 
     Communicates:
-        over the tensor group, all-reduces of [b, s, h]: two forward (g), two backward (f).
+        over the tensor group, all-reduces of [b, s, h]: two forward (g), two backward (f); with sequence parallelism
+        all-gathers and reduce-scatters in their place, see `column_linear`.
 
     Source: sections 3 and 5.3, Figure 7.
     """
 
     def __init__(self, config: TransformerConfig, context: ParallelContext, index: int) -> None:
         super().__init__()
+        self.context = context
         self.pre_norm = config.norm_order is NormOrder.PRE
         self.dropout = config.hidden_dropout
         first_site = EMBEDDING_DROPOUT_SITE + 1 + 3 * index
@@ -57,4 +60,4 @@ class TransformerLayer(nn.Module):
     def _drop(self, x: Tensor, sample_keys: Tensor | None, site: int) -> Tensor:
         if not self.training or self.dropout == 0.0:
             return x
-        return counter_dropout(x, self.dropout, sample_keys, site)
+        return counter_dropout(x, self.dropout, sample_keys, site, first_position(x, self.context))

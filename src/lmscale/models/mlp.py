@@ -14,10 +14,12 @@ class MLP(nn.Module):
     """h -> 4h -> GELU -> h; the GELU works on the rank's own columns, so no communication stands between the linears.
 
     Shapes:
-        x [b, s, h]; returns [b, s, h] before dropout; between them [b, s, 4h/p].
+        x [b, s, h], with sequence parallelism [b, s/p, h]; returns the shape of x, before dropout; between them
+        [b, s, 4h/p].
 
     Communicates:
-        forward one all-reduce of [b, s, h] (g), backward one (f), over the tensor group.
+        forward one all-reduce of [b, s, h] (g), backward one (f), over the tensor group; with sequence parallelism see
+        `column_linear`.
 
     Source: section 3, Figure 3 a.
     """

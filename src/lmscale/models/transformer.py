@@ -4,7 +4,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import NormOrder, Recompute, TransformerConfig
-from ..parallel import LayerNorm, ParallelContext, VocabParallelEmbedding, counter_dropout, embedding_lookup, parameter
+from ..parallel import (
+    LayerNorm,
+    ParallelContext,
+    VocabParallelEmbedding,
+    counter_dropout,
+    embedding_lookup,
+    first_position,
+    gather_sequence,
+    parameter,
+    sequence_shard,
+)
 from .attention import KeyValueCache
 from .layer import EMBEDDING_DROPOUT_SITE, TransformerLayer
 
@@ -27,11 +37,12 @@ class Transformer(nn.Module):
 
     Communicates:
         over the tensor group, forward one all-reduce of [b, s, h] for the embedding and two a layer; backward two a
-        layer; full recompute repeats a layer's forward ones.
+        layer; full recompute repeats a layer's forward ones. With sequence parallelism all-gathers and reduce-scatters
+        in their place (`TransformerLayer`), and forward one all-gather at the end.
 
     Raises:
-        ValueError: a sequence longer than `max_position_embeddings` or than the cache has room for; training with
-            dropout and no `sample_keys`.
+        ValueError: a sequence longer than `max_position_embeddings` or than the cache has room for, or with sequence
+            parallelism not a multiple of `tp_size`; training with dropout and no `sample_keys`.
 
     Source: sections 2.2 and 3; Figure 7.
     """
@@ -40,11 +51,12 @@ class Transformer(nn.Module):
         super().__init__()
         config.check_tensor_parallel(context.tp_size)
         std, hidden = config.initializer_std, config.hidden_size
-        self.config = config
+        self.config, self.context = config, context
         self.word_embedding = VocabParallelEmbedding(config.vocab_size, config.padded_vocab_size, hidden, context, std)
-        self.position_embedding = parameter(context, (config.max_position_embeddings, hidden), init="normal", std=std)
+        table = {"init": "normal", "std": std, "sees_shard": context.sequence_parallel}
+        self.position_embedding = parameter(context, (config.max_position_embeddings, hidden), **table)
         if config.architecture == "bert":
-            self.token_type_embedding = parameter(context, (NUM_TOKEN_TYPES, hidden), init="normal", std=std)
+            self.token_type_embedding = parameter(context, (NUM_TOKEN_TYPES, hidden), **table)
         if config.norm_order is NormOrder.POST:
             self.embedding_norm = LayerNorm(hidden, config.norm_eps, context)
         self.layers = nn.ModuleList(TransformerLayer(config, context, i) for i in range(config.num_layers))
@@ -72,7 +84,9 @@ class Transformer(nn.Module):
                 x = checkpoint(layer, x, attention_mask, sample_keys, use_reentrant=False)
             else:
                 x = layer(x, attention_mask, sample_keys, cache)
-        return self.final_norm(x) if config.norm_order is NormOrder.PRE else x
+        if config.norm_order is NormOrder.PRE:
+            x = self.final_norm(x)
+        return gather_sequence(x, self.context)
 
     def embed(
         self,
@@ -84,10 +98,12 @@ class Transformer(nn.Module):
         """Sum of word, position and (BERT) token-type embeddings, with the norm order's LayerNorm and dropout.
 
         Shapes:
-            as in `forward`; positions int64 [b, s], or None for 0 to s - 1; returns [b, s, h].
+            as in `forward`; positions int64 [b, s], or None for 0 to s - 1; returns [b, s, h], with sequence
+            parallelism [b, s/p, h].
 
         Communicates:
-            one all-reduce of [b, s, h] over the tensor group, forward only.
+            one all-reduce of [b, s, h] over the tensor group, forward only; with sequence parallelism a reduce-scatter,
+            and backward an all-gather.
         """
         s = tokens.shape[1]
         if s > self.config.max_position_embeddings:
@@ -95,13 +111,20 @@ class Transformer(nn.Module):
                 f"a sequence must be at most `max_position_embeddings` ({self.config.max_position_embeddings}) "
                 f"tokens long, but is {s}"
             )
-        x = self.word_embedding(tokens) + self.position_embedding[slice(s) if positions is None else positions]
+        if self.context.sequence_parallel and s % self.context.tp_size:
+            raise ValueError(
+                f"a sequence must be a multiple of `tp_size` ({self.context.tp_size}) tokens long with "
+                f"`sequence_parallel`, but is {s}"
+            )
+        x = self.word_embedding(tokens)
+        first = first_position(x, self.context)
+        x = x + self.position_embedding[slice(first, first + x.shape[1]) if positions is None else positions]
         if token_types is not None:
-            x = x + embedding_lookup(token_types, self.token_type_embedding)
+            x = x + embedding_lookup(sequence_shard(token_types, self.context), self.token_type_embedding)
         if self.config.norm_order is NormOrder.POST:
             x = self.embedding_norm(x)
         if self.training and self.config.input_dropout > 0.0:
-            x = counter_dropout(x, self.config.input_dropout, sample_keys, EMBEDDING_DROPOUT_SITE)
+            x = counter_dropout(x, self.config.input_dropout, sample_keys, EMBEDDING_DROPOUT_SITE, first)
         return x
 
     def compile_layers(self) -> None:

@@ -1,10 +1,21 @@
 """Tensor parallelism as in section 3 of the paper, by hand on plain tensors; imports torch and nothing of lmscale."""
 
-from .collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from .collectives import (
+    copy_to_tensor_parallel_region,
+    first_position,
+    gather_sequence,
+    reduce_from_tensor_parallel_region,
+    sequence_shard,
+)
 from .context import ParallelContext
-from .cross_entropy import IGNORE_LABEL, vocab_parallel_cross_entropy
+from .cross_entropy import (
+    IGNORE_LABEL,
+    linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_logits,
+)
 from .fingerprint import fingerprint, first_difference
-from .grad_norm import GradientNorm, global_gradient_norm
+from .grad_norm import GradientNorm, global_gradient_norm, sum_partial_gradients
 from .init import initialize_parameters
 from .layers import (
     ColumnParallelLinear,
@@ -13,7 +24,6 @@ from .layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     embedding_lookup,
-    vocab_parallel_logits,
 )
 from .rng import counter_dropout, counter_keep_mask, sample_dropout_keys, seed_rank_generator
 from .shard_spec import ShardSpec, parameter
@@ -34,12 +44,17 @@ __all__ = [
     "embedding_lookup",
     "fingerprint",
     "first_difference",
+    "first_position",
+    "gather_sequence",
     "global_gradient_norm",
     "initialize_parameters",
+    "linear_cross_entropy",
     "parameter",
     "reduce_from_tensor_parallel_region",
     "sample_dropout_keys",
     "seed_rank_generator",
+    "sequence_shard",
+    "sum_partial_gradients",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logits",
 ]

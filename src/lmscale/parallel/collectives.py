@@ -1,10 +1,19 @@
-"""The conjugate operators f and g of the paper's Figure 3, as autograd functions."""
+"""The conjugate operators f and g of the paper's Figure 3, and their two halves for sequence parallelism.
+
+With sequence parallelism a tensor of [b, s, h] outside the parallel region is cut over the sequence: rank r holds
+positions r s/p to (r + 1) s/p. f becomes an all-gather, g a reduce-scatter: together the bytes of one all-reduce.
+"""
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from .context import ParallelContext
+
+# torch 2.13 has given them new names and warns of the old ones.
+_all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class _CopyToTensorParallelRegion(torch.autograd.Function):
@@ -37,6 +46,132 @@ class _ReduceFromTensorParallelRegion(torch.autograd.Function):
         return grad_output, None
 
 
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, context: ParallelContext) -> Tensor:
+        ctx.context = context
+        return _all_gather(x, context)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
+        return sequence_shard(grad_output, ctx.context), None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, context: ParallelContext) -> Tensor:
+        ctx.context = context
+        return _reduce_scatter(x, context)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad_output, ctx.context), None
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """f and the linear behind it, so that f's communication runs while the weight's gradient is computed."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, context: ParallelContext) -> Tensor:
+        ctx.context = context
+        ctx.save_for_backward(x, weight)
+        whole = _all_gather(x, context) if context.sequence_parallel else x
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        context = ctx.context
+        if context.sequence_parallel:  # the whole input is not kept: it comes again while its gradient is computed
+            parts, arrived = _begin_all_gather(x, context)
+        d_whole = grad_output @ weight
+        if context.sequence_parallel:
+            d_x, summed = _begin_reduce_scatter(d_whole, context)
+            arrived.wait()
+            x = _join_sequence(parts)
+        else:
+            d_x, summed = d_whole, dist.all_reduce(d_whole, group=context.tp_group, async_op=True)
+        rows = grad_output.flatten(0, -2)
+        d_weight, d_bias = rows.t() @ x.flatten(0, -2), rows.sum(dim=0)
+        summed.wait()
+        return d_x, d_weight, d_bias, None
+
+
+def _begin_all_gather(x: Tensor, context: ParallelContext) -> tuple[Tensor, dist.Work]:
+    parts = x.new_empty(context.tp_size, *x.shape)
+    return parts, _all_gather_tensor(parts.flatten(0, 1), x.contiguous(), group=context.tp_group, async_op=True)
+
+
+def _begin_reduce_scatter(x: Tensor, context: ParallelContext) -> tuple[Tensor, dist.Work]:
+    b, s, h = x.shape
+    parts = x.view(b, context.tp_size, s // context.tp_size, h).transpose(0, 1).contiguous()  # [p, b, s/p, h]
+    total = torch.empty_like(parts[0])
+    return total, _reduce_scatter_tensor(total, parts.flatten(0, 1), group=context.tp_group, async_op=True)
+
+
+def _join_sequence(parts: Tensor) -> Tensor:
+    """[p, b, s/p, h] to [b, s, h]."""
+    return parts.transpose(0, 1).flatten(1, 2)
+
+
+def _all_gather(x: Tensor, context: ParallelContext) -> Tensor:
+    """[b, s/p, h] of every rank to [b, s, h]."""
+    parts, arrived = _begin_all_gather(x, context)
+    arrived.wait()
+    return _join_sequence(parts)
+
+
+def _reduce_scatter(x: Tensor, context: ParallelContext) -> Tensor:
+    """The sum of all ranks' [b, s, h], this rank's positions of it, [b, s/p, h]."""
+    total, summed = _begin_reduce_scatter(x.contiguous(), context)
+    summed.wait()
+    return total
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor, context: ParallelContext) -> Tensor:
+    """f, or its all-gather, and the linear behind it.
+
+    Shapes:
+        x [..., in] equal on all tensor ranks, or with sequence parallelism [b, s/p, in], this rank's positions;
+        weight [out/p, in]; bias [out/p]; returns [..., out/p] or [b, s, out/p].
+
+    Communicates:
+        over the tensor group. Forward nothing; backward one all-reduce of [..., in], during the weight's gradient. With
+        sequence parallelism, forward one all-gather of [b, s, in]; backward the same again, during the input's
+        gradient, and one reduce-scatter of [b, s, in] during the weight's.
+
+    Source: section 3, Figure 3; Korthikanti et al. 2022, section 4.2.2, for the cut over the sequence.
+    """
+    if context.tp_size == 1:
+        return F.linear(x, weight, bias)
+    return _ColumnLinear.apply(x, weight, bias, context)
+
+
+def gather_sequence(x: Tensor, context: ParallelContext) -> Tensor:
+    """All positions on every rank, for what follows the parallel region; without sequence parallelism `x` as it is.
+
+    Shapes:
+        x [b, s/p, h]; returns [b, s, h], whose gradient every rank must have whole.
+
+    Communicates:
+        forward one all-gather of [b, s, h] over the tensor group; backward nothing.
+    """
+    return _GatherSequence.apply(x, context) if context.sequence_parallel else x
+
+
+def sequence_shard(x: Tensor, context: ParallelContext) -> Tensor:
+    """This rank's positions of [b, s, ...], where the model is cut over the sequence; otherwise `x` as it is."""
+    if not context.sequence_parallel:
+        return x
+    part = x.shape[1] // context.tp_size
+    return x.narrow(1, context.tp_rank * part, part)
+
+
+def first_position(x: Tensor, context: ParallelContext) -> int:
+    """Where this rank's positions [b, s/p, ...] begin; 0 where it has all."""
+    return context.tp_rank * x.shape[1] if context.sequence_parallel else 0
+
+
 def copy_to_tensor_parallel_region(x: Tensor, context: ParallelContext) -> Tensor:
     """f: enter the parallel region, where every rank works on its own columns from the same input.
 
@@ -55,13 +190,17 @@ def reduce_from_tensor_parallel_region(x: Tensor, context: ParallelContext) -> T
     """g: leave the parallel region by adding the partial results of all ranks.
 
     Shapes:
-        x: [..., h], this rank's partial sum; returns the total, equal on all tensor ranks.
+        x: [..., h], this rank's partial sum; returns the total, equal on all tensor ranks; with sequence parallelism
+        [b, s, h] to [b, s/p, h], this rank's positions of the total.
 
     Communicates:
-        forward one all-reduce (sum) of [..., h] over the tensor group; backward nothing.
+        forward one all-reduce (sum) of [..., h] over the tensor group; backward nothing. With sequence parallelism
+        forward one reduce-scatter, backward one all-gather.
 
-    Source: section 3, Figure 3.
+    Source: section 3, Figure 3; Korthikanti et al. 2022, section 4.2.2.
     """
+    if context.sequence_parallel:
+        return _ScatterSequence.apply(x, context)
     return x if context.tp_size == 1 else _ReduceFromTensorParallelRegion.apply(x, context.tp_group)
 
 

@@ -15,6 +15,9 @@ class ParallelContext:
     The default is one process with no group. A context with tp_size > 1 and no group has the shapes of one rank of
     many and must not communicate; it serves counting and tests.
 
+    Args:
+        sequence_parallel: outside the parallel region the tensors are cut over the sequence; needs tp_size > 1.
+
     Source: section 3 and appendix B.1.
     """
 
@@ -24,6 +27,7 @@ class ParallelContext:
     dp_size: int = 1
     tp_group: ProcessGroup | None = None
     dp_group: ProcessGroup | None = None
+    sequence_parallel: bool = False
 
     def shard(self, size: int) -> int:
         """Length of this rank's part of a dimension of `size`.

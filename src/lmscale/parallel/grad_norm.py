@@ -1,4 +1,4 @@
-"""The global gradient norm of a model whose parameters are partly sharded and partly replicated."""
+"""Gradients of a model whose parameters are partly sharded and partly replicated: their last sum, and their norm."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +16,26 @@ class GradientNorm:
 
     norm: float
     finite: bool
+
+
+@torch.no_grad()
+def sum_partial_gradients(parameters: Iterable[nn.Parameter], context: ParallelContext) -> None:
+    """Add the gradients of parameters that each tensor rank has used on its own positions (`ShardSpec.sees_shard`).
+
+    Args:
+        parameters: with `.shard` and, where they took part, `.grad`, which is changed in place.
+
+    Communicates:
+        one all-reduce of all such gradients over the tensor group; nothing where there are none.
+
+    Source: Korthikanti et al. 2022, section 4.2.2.
+    """
+    partial = [param.grad for param in parameters if param.shard.sees_shard and param.grad is not None]
+    if not partial:
+        return
+    total = sum_over_tensor_ranks(torch.cat([grad.flatten() for grad in partial]), context)
+    parts = total.split([grad.numel() for grad in partial])
+    torch._foreach_copy_(partial, [part.view_as(grad) for part, grad in zip(parts, partial, strict=True)])
 
 
 def global_gradient_norm(parameters: Iterable[nn.Parameter], context: ParallelContext) -> GradientNorm:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from .collectives import column_linear, reduce_from_tensor_parallel_region
 from .context import ParallelContext
 from .shard_spec import parameter
 
@@ -16,10 +16,11 @@ class ColumnParallelLinear(nn.Module):
     """Y_i = f(X) A_i + b_i: the weight cut by columns of A, each rank making its own part of the output.
 
     Shapes:
-        weight [out/p, in] and bias [out/p] (torch stores A transposed); x [..., in]; returns [..., out/p].
+        weight [out/p, in] and bias [out/p] (torch stores A transposed); x [..., in], with sequence parallelism
+        [b, s/p, in]; returns [..., out/p].
 
     Communicates:
-        forward nothing; backward one all-reduce of [..., in] over the tensor group (f).
+        as `column_linear` (f).
 
     Source: section 3, Figure 3.
     """
@@ -31,8 +32,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = parameter(context, (out_features,), shard_dim=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = copy_to_tensor_parallel_region(x, self.context)
-        return F.linear(x, self.weight, self.bias)
+        return column_linear(x, self.weight, self.bias, self.context)
 
 
 class RowParallelLinear(nn.Module):
@@ -41,10 +41,10 @@ class RowParallelLinear(nn.Module):
     The bias is replicated and added once, after g; inside, it would count p times.
 
     Shapes:
-        weight [out, in/p], bias [out]; x [..., in/p]; returns [..., out].
+        weight [out, in/p], bias [out]; x [..., in/p]; returns [..., out], with sequence parallelism [b, s/p, out].
 
     Communicates:
-        forward one all-reduce of [..., out] over the tensor group (g); backward nothing.
+        as `reduce_from_tensor_parallel_region` (g).
 
     Source: section 3, Figure 3.
     """
@@ -53,7 +53,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.context = context
         self.weight = parameter(context, (out_features, in_features), shard_dim=1, init="normal", std=init_std)
-        self.bias = parameter(context, (out_features,))
+        self.bias = parameter(context, (out_features,), sees_shard=context.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.reduce(self.multiply(x))
@@ -89,13 +89,17 @@ class LayerNorm(nn.Module):
     Shapes:
         weight and bias [h]; x [..., h]; returns [..., h]. Statistics and the gradients' sums over rows are in fp32 for
         half types.
+
+    Args:
+        sees_shard: with sequence parallelism it works on a rank's own positions, and its gradients are partial.
     """
 
-    def __init__(self, hidden_size: int, eps: float, context: ParallelContext) -> None:
+    def __init__(self, hidden_size: int, eps: float, context: ParallelContext, sees_shard: bool = True) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = parameter(context, (hidden_size,), init="ones")
-        self.bias = parameter(context, (hidden_size,))
+        sees_shard = sees_shard and context.sequence_parallel
+        self.weight = parameter(context, (hidden_size,), init="ones", sees_shard=sees_shard)
+        self.bias = parameter(context, (hidden_size,), sees_shard=sees_shard)
 
     def forward(self, x: Tensor) -> Tensor:
         if _sums_in_half(x):
@@ -108,10 +112,10 @@ class VocabParallelEmbedding(nn.Module):
     """Word embedding cut over the vocabulary: a rank looks up its own ids, gives zero for others, and g adds.
 
     Shapes:
-        weight [v/p, h]; tokens int64 [b, s]; returns [b, s, h].
+        weight [v/p, h]; tokens int64 [b, s]; returns [b, s, h], with sequence parallelism [b, s/p, h].
 
     Communicates:
-        forward one all-reduce of [b, s, h] over the tensor group (g); backward nothing.
+        as `reduce_from_tensor_parallel_region` (g), of [b, s, h].
 
     Source: section 3 (input embedding).
     """
@@ -161,26 +165,3 @@ def _sums_in_half(x: Tensor) -> bool:
     Source: pytorch, `ATen/native/cuda/Embedding.cu`, `embedding_backward_feature_kernel`.
     """
     return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
-
-
-def vocab_parallel_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int, context: ParallelContext
-) -> Tensor:
-    """Scores of this rank's part of the vocabulary from the tied word embedding; padded columns are -inf.
-
-    Shapes:
-        hidden [..., h]; weight [v/p, h]; bias [v/p] or None; returns [..., v/p].
-
-    Communicates:
-        forward nothing; backward one all-reduce of [..., h] over the tensor group (f). The logits are never gathered.
-
-    Source: section 3 (output embedding). Masking the padded columns departs from Megatron-LM, which lets them compete.
-    """
-    hidden = copy_to_tensor_parallel_region(hidden, context)
-    logits = F.linear(hidden, weight, bias)
-    rows = weight.shape[0]
-    used = min(max(vocab_size - context.tp_rank * rows, 0), rows)
-    if used < rows:
-        padded = torch.arange(rows, device=logits.device) >= used
-        logits = logits.masked_fill(padded, float("-inf"))
-    return logits

@@ -67,16 +67,19 @@ def counter_keep_mask(
     return bits >= int(probability * 2**32) - 2**31
 
 
-def counter_dropout(x: Tensor, probability: float, sample_keys: Tensor, site: int) -> Tensor:
+def counter_dropout(x: Tensor, probability: float, sample_keys: Tensor, site: int, first_position: int = 0) -> Tensor:
     """Dropout outside the parallel region: the same elements on every tensor rank and at every layout.
 
     Shapes:
         x [b, s, h]; sample_keys int32 [b]; returns [b, s, h], scaled by 1 / (1 - probability).
 
+    Args:
+        first_position: of `x` in its sequences, where this rank holds a part of them.
+
     Source: appendix B.2, with a counter in place of the paper's shared generator state (design: stateless masks
     survive activation checkpointing, restarts and changes of layout).
     """
-    keep = counter_keep_mask(sample_keys, site, x.shape[1], x.shape[2], probability)
+    keep = counter_keep_mask(sample_keys, site, x.shape[1], x.shape[2], probability, first_position)
     return torch.where(keep, x * (1.0 / (1.0 - probability)), 0.0)
 
 

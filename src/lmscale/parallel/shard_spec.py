@@ -18,6 +18,8 @@ class ShardSpec:
         init: `normal`, `zeros` or `ones`.
         std: standard deviation of `normal`.
         used_rows: rows (dimension 0) that are part of the model; the padded rows after them are zero.
+        sees_shard: a replicated parameter that each tensor rank uses on its own positions (sequence parallelism), so
+            that its gradients must be added over the tensor ranks.
     """
 
     full_shape: tuple[int, ...]
@@ -25,6 +27,7 @@ class ShardSpec:
     init: str
     std: float = 0.0
     used_rows: int | None = None
+    sees_shard: bool = False
 
     @property
     def replicated(self) -> bool:
@@ -40,12 +43,13 @@ def parameter(
     init: str = "zeros",
     std: float = 0.0,
     used_rows: int | None = None,
+    sees_shard: bool = False,
 ) -> nn.Parameter:
     """An uninitialised parameter with this rank's shape, of the current default device and dtype.
 
     Args:
         full_shape: shape of the logical tensor.
-        shard_dim, init, std, used_rows: see `ShardSpec`.
+        shard_dim, init, std, used_rows, sees_shard: see `ShardSpec`.
 
     Raises:
         ValueError: `tp_size` does not divide the sharded dimension.
@@ -54,5 +58,5 @@ def parameter(
     if shard_dim is not None:
         shape[shard_dim] = context.shard(shape[shard_dim])
     param = nn.Parameter(torch.empty(shape))
-    param.shard = ShardSpec(tuple(full_shape), shard_dim, init, std, used_rows)
+    param.shard = ShardSpec(tuple(full_shape), shard_dim, init, std, used_rows, sees_shard)
     return param

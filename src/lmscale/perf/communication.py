@@ -1,13 +1,14 @@
-"""What the ranks send one another in a step, by formula: every all-reduce, its group, its count and its bytes.
+"""What the ranks send one another in a step, by formula: every collective, its group, its count and its bytes.
 
 Legend: b micro-batch, s sequence, h hidden, L layers, N parameters of the rank, e bytes of a weight.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
-from .flops import recomputes_whole_layer
-from .memory import BYTES, FP32_BYTES
+from .flops import recomputes_whole_layer, scored_tokens
+from .memory import BYTES, FP32_BYTES, LOGITS_AT_ONCE
 from .params import count_parameters
 
 GRADIENT_ALL_REDUCE_ELEMENTS = 2**26  # fp32 gradients are added over the data ranks in pieces of at most this many
@@ -15,18 +16,20 @@ _GRADIENT_NORM_BYTES = 24  # sums of squares of sharded and replicated gradients
 
 
 @dataclass(frozen=True)
-class AllReduce:
-    """Equal all-reduces of one rank.
+class Collective:
+    """Equal collectives of one rank.
 
     Args:
-        what: is added up.
+        what: is sent.
+        kind: `all_reduce`, `all_gather` or `reduce_scatter`.
         group: `tensor` or `data`.
         phase: `forward`, `backward` (with the recomputation), `gradients` or `optimizer`.
         count: how often in one micro-batch or step, see the function that made it.
-        num_bytes: of the rank's tensor in one of them: the payload, not what a ring algorithm sends for it.
+        num_bytes: of the whole tensor that goes in or comes out: the payload, not what a ring algorithm sends for it.
     """
 
     what: str
+    kind: str
     group: str
     phase: str
     count: int
@@ -38,15 +41,19 @@ class AllReduce:
         return self.count * self.num_bytes
 
 
-def micro_batch_all_reduces(
-    config: TransformerConfig, tp_size: int, micro_batch_size: int, seq_length: int, dtype: str
-) -> tuple[AllReduce, ...]:
-    """All-reduces over the tensor group in the forward and backward pass of one micro-batch; none for one rank.
+def micro_batch_collectives(
+    config: TransformerConfig, layout: ParallelConfig, micro_batch_size: int, seq_length: int, dtype: str
+) -> tuple[Collective, ...]:
+    """What the tensor ranks send in the forward and backward pass of one micro-batch; nothing where there is one rank.
 
-    Forward: 2 a layer (g after attention and MLP) and 1 of the embedding; backward: 2 a layer (f) and 1 of the output
-    projection; all of b s h e bytes. Full recomputation repeats the forward's, except that without hidden dropout
-    torch's checkpoint stops once it has what the backward pass needs: in a pre-norm layer that is before the last
-    all-reduce. The loss: 3 of b s numbers in fp32 (maximum, picked logit, sum), never of b s v.
+    Forward: 2 all-reduces a layer (g after attention and MLP) and 1 of the embedding; backward: 2 a layer (f) and 1 of
+    the output projection; all of b s h e bytes, the last for BERT of m h e, m its scored tokens. Full recomputation
+    repeats the forward's, except that without hidden dropout torch's checkpoint stops once it has what the backward
+    pass needs: in a pre-norm layer that is before the last all-reduce. The loss: 3 of b s (BERT: m) numbers in fp32
+    (maximum, sum, picked logit), never of b s v, in pieces of LOGITS_AT_ONCE logits of the rank.
+
+    With sequence parallelism each g is a reduce-scatter and, backward, an all-gather; each f an all-gather and,
+    backward, the same all-gather again and a reduce-scatter; and one all-gather follows the last layer.
 
     Args:
         micro_batch_size: sequences b.
@@ -54,41 +61,76 @@ def micro_batch_all_reduces(
         dtype: of the activations: fp64, fp32, bf16 or fp16.
 
     Raises:
-        ValueError: `tp_size` does not divide the model.
+        ValueError: `layout.tp_size` does not divide the model.
 
-    Source: section 3, Figures 3 and 4; the recomputation's part is counted in the traced world.
+    Source: section 3, Figures 3 and 4; Korthikanti et al. 2022, section 4.2.2; the recomputation's part is counted in
+    the traced world.
     """
-    config.check_tensor_parallel(tp_size)
-    if tp_size == 1:
+    config.check_tensor_parallel(layout.tp_size)
+    if layout.tp_size == 1:
         return ()
-    num_tokens, num_layers = micro_batch_size * seq_length, config.num_layers
-    large = num_tokens * config.hidden_size * BYTES[dtype]
+    large = micro_batch_size * seq_length * config.hidden_size * BYTES[dtype]
+    num_scored = micro_batch_size * scored_tokens(config, seq_length)
+    scored = num_scored * config.hidden_size * BYTES[dtype]
+    columns = config.padded_vocab_size // layout.tp_size
+    return (
+        *(_sequence_collectives if layout.cuts_sequence else _plain_collectives)(config, large),
+        *_loss_all_reduces(num_scored, columns, max(FP32_BYTES, BYTES[dtype])),
+        Collective("gradient of the output projection", "all_reduce", "tensor", "backward", 1, scored),
+    )
+
+
+def _plain_collectives(config: TransformerConfig, num_bytes: int) -> list[Collective]:
+    def all_reduces(what: str, phase: str, count: int) -> Collective:
+        return Collective(what, "all_reduce", "tensor", phase, count, num_bytes)
+
     found = [
-        AllReduce("embedding", "tensor", "forward", 1, large),
-        AllReduce("attention and MLP outputs", "tensor", "forward", 2 * num_layers, large),
-        AllReduce("loss", "tensor", "forward", 3, num_tokens * max(FP32_BYTES, BYTES[dtype])),
-        AllReduce("gradient of the output projection", "tensor", "backward", 1, large),
-        AllReduce("gradients of attention and MLP inputs", "tensor", "backward", 2 * num_layers, large),
+        all_reduces("embedding", "forward", 1),
+        all_reduces("attention and MLP outputs", "forward", 2 * config.num_layers),
+        all_reduces("gradients of attention and MLP inputs", "backward", 2 * config.num_layers),
     ]
     if config.recompute is Recompute.FULL:
-        repeated = num_layers * (2 if recomputes_whole_layer(config) else 1)
-        found.append(AllReduce("attention and MLP outputs, recomputed", "tensor", "backward", repeated, large))
-    return tuple(found)
+        repeated = config.num_layers * (2 if recomputes_whole_layer(config) else 1)
+        found.append(all_reduces("attention and MLP outputs, recomputed", "backward", repeated))
+    return found
 
 
-def step_all_reduces(
+def _sequence_collectives(config: TransformerConfig, num_bytes: int) -> list[Collective]:
+    def some(what: str, kind: str, phase: str, count: int) -> Collective:
+        return Collective(what, kind, "tensor", phase, count, num_bytes)
+
+    twice = 2 * config.num_layers
+    found = [
+        some("embedding", "reduce_scatter", "forward", 1),
+        some("attention and MLP inputs", "all_gather", "forward", twice),
+        some("attention and MLP outputs", "reduce_scatter", "forward", twice),
+        some("output of the last layer", "all_gather", "forward", 1),
+        some("gradients of attention and MLP outputs", "all_gather", "backward", twice),
+        some("attention and MLP inputs, again", "all_gather", "backward", twice),
+        some("gradients of attention and MLP inputs", "reduce_scatter", "backward", twice),
+        some("gradient of the embedding", "all_gather", "backward", 1),
+    ]
+    if config.recompute is Recompute.FULL:
+        outputs = config.num_layers * (2 if recomputes_whole_layer(config) else 1)
+        found.append(some("attention and MLP inputs, recomputed", "all_gather", "backward", twice))
+        found.append(some("attention and MLP outputs, recomputed", "reduce_scatter", "backward", outputs))
+    return found
+
+
+def step_collectives(
     config: TransformerConfig,
     layout: ParallelConfig,
     micro_batch_size: int,
     num_micro_batches: int,
     seq_length: int,
     dtype: str,
-) -> tuple[AllReduce, ...]:
-    """All-reduces of one rank in one optimizer step.
+) -> tuple[Collective, ...]:
+    """What one rank sends in one optimizer step.
 
-    Those of every micro-batch; 4 N bytes of gradients over the data group for half types (added in fp32), N e for
-    others (in DDP's buckets, counted here as one); the gradient norm over the tensor group. Left out: the few numbers
-    of loss counts, of the watchdog and of the replica check.
+    That of every micro-batch; 4 N bytes of gradients over the data group for half types (added in fp32), N e for
+    others (in DDP's buckets, counted here as one); with sequence parallelism the gradients of the `partial_parameters`
+    over the tensor group; the gradient norm over the tensor group. Left out: the few numbers of loss counts, of the
+    watchdog and of the replica check.
 
     Args:
         num_micro_batches: forward passes of a step.
@@ -96,18 +138,42 @@ def step_all_reduces(
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
     """
-    once = micro_batch_all_reduces(config, layout.tp_size, micro_batch_size, seq_length, dtype)
-    found = [AllReduce(a.what, a.group, a.phase, a.count * num_micro_batches, a.num_bytes) for a in once]
+    once = micro_batch_collectives(config, layout, micro_batch_size, seq_length, dtype)
+    found = [dataclasses.replace(c, count=c.count * num_micro_batches) for c in once]
+    if layout.cuts_sequence:
+        num_bytes = partial_parameters(config) * max(FP32_BYTES, BYTES[dtype])
+        found.append(Collective("gradients of sequence shards", "all_reduce", "tensor", "gradients", 1, num_bytes))
     if layout.dp_size > 1:
         found += _gradient_all_reduces(count_parameters(config, layout.tp_size).per_rank, dtype)
     if layout.tp_size > 1:
-        found.append(AllReduce("gradient norm", "tensor", "optimizer", 1, _GRADIENT_NORM_BYTES))
+        found.append(Collective("gradient norm", "all_reduce", "tensor", "optimizer", 1, _GRADIENT_NORM_BYTES))
     return tuple(found)
 
 
-def _gradient_all_reduces(num_parameters: int, dtype: str) -> list[AllReduce]:
+def partial_parameters(config: TransformerConfig) -> int:
+    """Replicated parameters that with sequence parallelism each tensor rank uses on its own positions alone.
+
+    Of a layer two LayerNorms and two row biases, 6 h; around them the LayerNorm, 2 h, and the position and type
+    embeddings.
+    """
+    h = config.hidden_size
+    types = 2 * h if config.architecture == "bert" else 0
+    return config.num_layers * 6 * h + 2 * h + config.max_position_embeddings * h + types
+
+
+def _loss_all_reduces(num_rows: int, num_columns: int, num_bytes: int) -> list[Collective]:
+    at_once = max(1, LOGITS_AT_ONCE // num_columns)
+    pieces = [(num_rows // at_once, at_once), (1, num_rows % at_once)]
+    return [
+        Collective("loss", "all_reduce", "tensor", "forward", 3 * n, rows * num_bytes) for n, rows in pieces if n * rows
+    ]
+
+
+def _gradient_all_reduces(num_parameters: int, dtype: str) -> list[Collective]:
     if BYTES[dtype] >= FP32_BYTES:
-        return [AllReduce("gradients", "data", "gradients", 1, num_parameters * BYTES[dtype])]
-    whole, rest = divmod(num_parameters, GRADIENT_ALL_REDUCE_ELEMENTS)
-    sizes = [(whole, GRADIENT_ALL_REDUCE_ELEMENTS), (1, rest)]
-    return [AllReduce("gradients", "data", "gradients", n, size * FP32_BYTES) for n, size in sizes if n and size]
+        pieces = [(1, num_parameters)]
+    else:
+        whole, rest = divmod(num_parameters, GRADIENT_ALL_REDUCE_ELEMENTS)
+        pieces = [(whole, GRADIENT_ALL_REDUCE_ELEMENTS), (1, rest)]
+    size = max(FP32_BYTES, BYTES[dtype])
+    return [Collective("gradients", "all_reduce", "data", "gradients", n, m * size) for n, m in pieces if n * m]

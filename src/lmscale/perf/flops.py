@@ -5,6 +5,7 @@ import re
 from ..config import NormOrder, Recompute, TransformerConfig
 
 TERA = 1e12
+MASKED_SHARE = 0.15
 
 # Dense peaks in TFLOP/s, never the figure with structured sparsity, which is twice as high. Columns: fp16 and bf16 with
 # fp32 accumulation on tensor cores; TF32; plain fp32; fp64 (on tensor cores where there are any). None: the device
@@ -51,8 +52,8 @@ def model_flops_per_step(config: TransformerConfig, seq_length: int, global_batc
 
     With f = 4h this is 72 B s L h^2 (1 + s / 6h + V / 12 L h), V = `padded_vocab_size`. Matrix products alone count, a
     multiply-add as two; attention is counted dense, all s^2 scores, although a causal kernel may skip half of them. The
-    same definition serves BERT, with its output projection on all positions; pooler, sentence order and the masked-LM
-    dense layer (h^2 a token, below 0.4 % of any paper size) are left out, as in the paper.
+    same definition serves BERT, with its output projection on the `scored_tokens` alone, as it is computed; pooler,
+    sentence order and the masked-LM dense layer (h^2 a scored token) are left out, as in the paper.
 
     Args:
         seq_length: tokens s of a sequence.
@@ -84,12 +85,22 @@ def hardware_flops_per_step(config: TransformerConfig, seq_length: int, global_b
     return flops
 
 
+def scored_tokens(config: TransformerConfig, seq_length: int) -> int:
+    """Positions of a sequence whose logits a training step needs: GPT all, BERT the masked ones, 15 % of s.
+
+    How many are masked differs from sequence to sequence with the length of its text; 15 % is the most of a full one.
+
+    Source: section 4.1 for GPT; Devlin et al. 2018.
+    """
+    return seq_length if config.architecture == "gpt" else max(1, round(MASKED_SHARE * seq_length))
+
+
 def rank_flops_per_micro_batch(config: TransformerConfig, tp_size: int, micro_batch_size: int, seq_length: int) -> int:
     """FLOPs one tensor rank does in the forward and backward pass of a micro-batch, to the last product.
 
     What `hardware_flops_per_step` counts, over `tp_size`; besides, BERT's heads, which every rank computes whole:
-    masked-LM dense 6 b s h^2, pooler 6 b h^2, sentence order 12 b h; and full recomputation without the last linear
-    of a layer, 2 b s f h / p, where nothing that follows it needs its result.
+    masked-LM dense 6 m h^2 for m scored tokens, pooler 6 b h^2, sentence order 12 b h; and full recomputation without
+    the last linear of a layer, 2 b s f h / p, where nothing that follows it needs its result.
 
     Args:
         micro_batch_size: sequences b.
@@ -105,7 +116,8 @@ def rank_flops_per_micro_batch(config: TransformerConfig, tp_size: int, micro_ba
     cut = hardware_flops_per_step(config, seq_length, micro_batch_size)
     if config.recompute is Recompute.FULL and not recomputes_whole_layer(config):
         cut -= config.num_layers * 2 * num_tokens * config.ffn_size * h
-    whole = 6 * num_tokens * h * h + 6 * micro_batch_size * h * (h + 2) if config.architecture == "bert" else 0
+    num_scored = micro_batch_size * scored_tokens(config, seq_length)
+    whole = 6 * num_scored * h * h + 6 * micro_batch_size * h * (h + 2) if config.architecture == "bert" else 0
     return cut // tp_size + whole
 
 
@@ -123,7 +135,8 @@ def _forward_flops(config: TransformerConfig, seq_length: int, global_batch_size
     h, num_tokens = config.hidden_size, global_batch_size * seq_length
     linears = 8 * h * h + 4 * h * config.ffn_size  # QKV 6 h^2, attention output 2 h^2, both MLP linears
     scores = 4 * seq_length * h  # QK^T and its product with V
-    return num_tokens * config.num_layers * (linears + scores), num_tokens * 2 * h * config.padded_vocab_size
+    num_scored = global_batch_size * scored_tokens(config, seq_length)
+    return num_tokens * config.num_layers * (linears + scores), num_scored * 2 * h * config.padded_vocab_size
 
 
 def dense_peak_flops_per_s(device_name: str, dtype: str, matmul_precision: str = "highest") -> float | None:

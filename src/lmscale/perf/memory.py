@@ -8,11 +8,13 @@ wastes, the temporaries of single kernels.
 from dataclasses import dataclass
 
 from ..config import Recompute, TransformerConfig
+from .flops import scored_tokens
 from .params import count_parameters
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 FP32_BYTES = 4
 GIB = 2**30
+LOGITS_AT_ONCE = 50 * 2**20  # of a rank, see `parallel.linear_cross_entropy`
 PARTS = (  # of a `MemoryEstimate`, for tables
     "weights",
     "gradients",
@@ -33,9 +35,10 @@ class MemoryEstimate:
         gradients: N e; of half types summed in fp32, 4 N.
         optimizer_state: two moments, 2 N e; for half types in fp32 with masters, 12 N.
         activations: what the forward pass keeps for the backward pass until the end of a micro-batch.
-        logits: largest sum of the tensors of size [b, s, v/p] that live together.
+        logits: of the rows that are projected together, with the sum of the projection's gradient, [v/p, h].
         recomputed_layer: activations of the one layer under full recomputation; the logits are gone by then.
         gradient_copy: gradient of the word embedding on its way, into DDP's bucket or of half types into the fp32 sum.
+        projection_gradient: of the word embedding as the loss leaves it, until the embedding's own joins it.
         early_gradients: of the gradients, what is there before the backward pass begins.
         first_layer: activations of one layer, and the mask of the embedding: what is left when the backward pass has
             come to the first layer.
@@ -49,6 +52,7 @@ class MemoryEstimate:
     logits: int
     recomputed_layer: int
     gradient_copy: int
+    projection_gradient: int
     early_gradients: int
     first_layer: int
     gradient_in_flight: int
@@ -59,10 +63,10 @@ class MemoryEstimate:
 
         Between the layers activations go as gradients come, so one of the ends is the fullest.
         """
-        last_layer = self.recomputed_layer + self.gradient_in_flight
+        last_layer = self.projection_gradient + self.recomputed_layer + self.gradient_in_flight
         at_end = self.early_gradients + self.activations + max(self.logits, last_layer)
-        at_start = self.gradients + self.first_layer + self.gradient_in_flight
-        return self.weights + self.optimizer_state + self.gradient_copy + max(at_end, at_start)
+        at_start = self.gradients + self.gradient_copy + self.first_layer + self.gradient_in_flight
+        return self.weights + self.optimizer_state + max(at_end, at_start)
 
     def format(self) -> str:
         """A table, one part a line, in GiB."""
@@ -80,6 +84,7 @@ def estimate_memory(
     dp_size: int = 1,
     on_gpu: bool = True,
     accumulates: bool = True,
+    cuts_sequence: bool = False,
 ) -> MemoryEstimate:
     """Bytes a rank needs for one training step, from below.
 
@@ -94,10 +99,11 @@ def estimate_memory(
     Full recomputation keeps only the layer's input, b s h e. Selective recomputation drops the scores and the output of
     the GELU, f b s e / p.
 
-    Around the layers: input and output of the LayerNorm outside them, dropout mask of the embedding, for BERT three
-    tensors of the masked-LM head: b s h (2 e + 1), or b s h (5 e + 1).
+    Around the layers: input of the LayerNorm outside them, dropout mask of the embedding, gradient of the rows that are
+    projected: b s h (e + 1) + m h e for m scored tokens; for BERT three tensors of the masked-LM head more, 3 m h e.
 
-    Logits: for half types the logits, their fp32 copy and the fp32 softmax, (e + 8) b s v / p; else 2 e b s v / p.
+    Logits: of at most LOGITS_AT_ONCE / (v / p) rows, the logits, the wide gradient and its copy in a half type, 8 bytes
+    each, or 2 e; with the projection's gradient, summed in fp32 at least, and a piece's part of it.
 
     Args:
         micro_batch_size: sequences b of one forward pass.
@@ -107,6 +113,7 @@ def estimate_memory(
         on_gpu: a GPU has a flash kernel with attention dropout and LayerNorms in half types, a CPU neither.
         accumulates: a step has several micro-batches, so gradients are there before the last backward pass. With one,
             on one data rank, those of fp32 and fp64 are made as the backward pass frees activations.
+        cuts_sequence: sequence parallelism: what is replicated in a layer is cut over p too.
 
     Raises:
         ValueError: `tp_size` does not divide the model.
@@ -116,37 +123,49 @@ def estimate_memory(
     e, b, s, h = BYTES[dtype], micro_batch_size, seq_length, config.hidden_size
     num_parameters = count_parameters(config, tp_size).per_rank
     is_half = e < FP32_BYTES
-    layer = _layer_bytes(config, tp_size, b, s, e, on_gpu)
-    mask = b * s * h if config.input_dropout > 0 else 0
-    around = b * s * h * e * (5 if config.architecture == "bert" else 2) + mask
+    own = b * s // tp_size if cuts_sequence else b * s  # positions of a rank outside the parallel region
+    layer = _layer_bytes(config, tp_size, b, s, own, e, on_gpu)
+    mask = own * h if config.input_dropout > 0 else 0
+    num_scored, is_bert = b * scored_tokens(config, s), config.architecture == "bert"
+    around = own * h * e + num_scored * h * e * (4 if is_bert else 1) + mask
     if is_half and not on_gpu:  # the input of a LayerNorm in fp32
-        around += b * s * h * (FP32_BYTES - e) * (2 if config.architecture == "bert" else 1)
+        around += (own + (num_scored if is_bert else 0)) * h * (FP32_BYTES - e)
     is_full = config.recompute is Recompute.FULL
     gradients = num_parameters * max(e, FP32_BYTES)
-    logit_bytes = e + 2 * FP32_BYTES if is_half else 2 * e
+    columns = config.padded_vocab_size // tp_size
     return MemoryEstimate(
         weights=num_parameters * e,
         gradients=gradients,
         optimizer_state=num_parameters * (3 * FP32_BYTES if is_half else 2 * e),
-        activations=around + config.num_layers * (b * s * h * e if is_full else layer),
-        logits=b * s * config.padded_vocab_size // tp_size * logit_bytes,
-        recomputed_layer=layer - b * s * h * e if is_full else 0,
-        gradient_copy=config.padded_vocab_size // tp_size * h * e if is_half or dp_size > 1 else 0,
+        activations=around + config.num_layers * (own * h * e if is_full else layer),
+        logits=_loss_bytes(num_scored, columns, h, e),
+        recomputed_layer=layer - own * h * e if is_full else 0,
+        gradient_copy=columns * h * e if is_half or dp_size > 1 else 0,
+        projection_gradient=columns * h * e,
         early_gradients=gradients if is_half or dp_size > 1 or accumulates else 0,
         first_layer=layer + mask,
         gradient_in_flight=b * s * config.ffn_size * e // tp_size,
     )
 
 
-def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int, on_gpu: bool) -> int:
+def _loss_bytes(num_rows: int, columns: int, h: int, e: int) -> int:
+    """The fullest moment of `linear_cross_entropy`, without the gradient of the rows."""
+    wide = max(e, FP32_BYTES)
+    piece = min(num_rows, max(1, LOGITS_AT_ONCE // columns)) * columns
+    as_gradient = piece * (e + wide + (e if e < wide else 0))  # the logits, their gradient, and that in the half type
+    as_product = piece * 2 * e + columns * h * e
+    return columns * h * wide + max(as_gradient, as_product)
+
+
+def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: int, e: int, on_gpu: bool) -> int:
     """Activations one layer keeps where it is not recomputed as a whole."""
     h, f, n = config.hidden_size, config.ffn_size, config.num_attention_heads
     mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
-    num_bytes = 4 * b * s * h * e + (4 * h + mlp_width) * b * s * e // tp_size
+    num_bytes = 4 * own * h * e + (4 * h + mlp_width) * b * s * e // tp_size
     if e < FP32_BYTES and not on_gpu:
-        num_bytes += 2 * b * s * h * (FP32_BYTES - e)
+        num_bytes += 2 * own * h * (FP32_BYTES - e)
     if config.hidden_dropout > 0:
-        num_bytes += 2 * b * s * h  # masks, one byte an element
+        num_bytes += 2 * own * h  # masks, one byte an element
     if config.recompute is Recompute.SELECTIVE:
         return num_bytes
     if config.attention == "sdpa" and config.attention_dropout > 0 and not on_gpu:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..config import BatchConfig, ParallelConfig, Recompute, TransformerConfig
 from .cluster import Cluster
-from .communication import AllReduce, step_all_reduces
+from .communication import Collective, step_collectives
 from .flops import hardware_flops_per_step, model_flops_per_step
 from .memory import GIB, MemoryEstimate, estimate_memory
 from .params import count_parameters
@@ -35,12 +35,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks share a job: grid, micro-batch and recomputation."""
+    """How the ranks share a job: grid, micro-batch, recomputation and what is cut over the sequence."""
 
     tp_size: int
     dp_size: int
     micro_batch_size: int
     recompute: Recompute
+    sequence_parallel: bool = False
 
     @property
     def overrides(self) -> str:
@@ -48,6 +49,7 @@ class Layout:
         return (
             f"parallel.tp_size={self.tp_size} parallel.dp_size={self.dp_size} "
             f"micro_batch_size={self.micro_batch_size} model.recompute={self.recompute.value}"
+            + (" parallel.sequence_parallel=true" if self.sequence_parallel else "")
         )
 
 
@@ -60,7 +62,7 @@ class Plan:
         num_parameters, rank_parameters: of the model and of one rank.
         memory: bytes of a rank by recomputation mode; `usable_bytes` is what a device has for them.
         model_flops, hardware_flops: of a step, all ranks together.
-        all_reduces: of one rank in a step.
+        collectives: of one rank in a step.
         time: seconds of a step, modelled.
         mfu: model FLOPs over what the devices' dense peaks would do in the time.
     """
@@ -75,7 +77,7 @@ class Plan:
     usable_bytes: int
     model_flops: int
     hardware_flops: int
-    all_reduces: tuple[AllReduce, ...]
+    collectives: tuple[Collective, ...]
     time: StepTime
     mfu: float
 
@@ -122,7 +124,7 @@ def make_plan(job: Job, layout: Layout, cluster: Cluster, techniques: Techniques
         ValueError: more devices than the cluster has; a grid that does not divide the model or the batch; a type that
             the devices do not have.
     """
-    grid = ParallelConfig(layout.tp_size, layout.dp_size)
+    grid = ParallelConfig(layout.tp_size, layout.dp_size, layout.sequence_parallel)
     if grid.world_size > cluster.num_devices:
         raise ValueError(
             f"`tp_size` x `dp_size` must be at most the {cluster.num_devices:,} devices of {cluster.name}, "
@@ -144,6 +146,7 @@ def make_plan(job: Job, layout: Layout, cluster: Cluster, techniques: Techniques
             grid.dp_size,
             cluster.is_gpu,
             accumulates=batch.num_micro_batches > 1,
+            cuts_sequence=grid.cuts_sequence,
         )
         for mode, changed in by_mode.items()
     }
@@ -170,7 +173,7 @@ def make_plan(job: Job, layout: Layout, cluster: Cluster, techniques: Techniques
         usable_bytes=cluster.usable_bytes,
         model_flops=model_flops,
         hardware_flops=hardware_flops_per_step(config, job.seq_length, job.global_batch_size),
-        all_reduces=step_all_reduces(
+        collectives=step_collectives(
             config, grid, batch.micro_batch_size, batch.num_micro_batches, job.seq_length, job.dtype
         ),
         time=time,

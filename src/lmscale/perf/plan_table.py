@@ -1,5 +1,7 @@
 """Plans for people and for programs: a table of one, a ranking of several, plain values."""
 
+import dataclasses
+
 from ..config import Recompute
 from .memory import GIB, PARTS
 from .plan import Plan
@@ -31,10 +33,7 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
         },
         "usable_bytes": plan.usable_bytes,
         "step_flops": {"model": plan.model_flops, "hardware": plan.hardware_flops},
-        "all_reduces": [
-            {name: getattr(a, name) for name in ("what", "group", "phase", "count", "num_bytes", "total_bytes")}
-            for a in plan.all_reduces
-        ],
+        "collectives": [dataclasses.asdict(c) | {"total_bytes": c.total_bytes} for c in plan.collectives],
         "step_time_s": {name: getattr(time, name) for name in (*time.__dataclass_fields__, "total")},
         "mfu": plan.mfu,
         "tokens_per_s": plan.tokens_per_s,
@@ -66,10 +65,10 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         *(
             f"    {a.phase + ': ' + a.what:<50}{a.group:>8}{a.count:>8,}{a.num_bytes / 2**20:>11,.3f}"
             f"{a.total_bytes / GIB:>10,.3f}"
-            for a in plan.all_reduces
+            for a in plan.collectives
         ),
     ]
-    if not plan.all_reduces:
+    if not plan.collectives:
         lines.append("    none: one rank")
     kind = cluster.calibration.evidence
     lines += ["", f"  step time ({_EVIDENCE[kind]})"]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
 from .cluster import Calibration, Cluster
-from .communication import micro_batch_all_reduces
+from .communication import micro_batch_collectives
+from .flops import scored_tokens
 from .memory import BYTES, FP32_BYTES
 from .params import count_parameters
 
@@ -67,14 +68,11 @@ class Techniques:
     """What the paper did not do, for what-if tables; the defaults are what this project does.
 
     Args:
-        sequence_parallel: LayerNorms, dropouts and residuals over the tensor ranks (Korthikanti et al. 2022): each
-            all-reduce becomes a reduce-scatter and an all-gather, which send the same bytes.
         tensor_overlap: share of the tensor group's time that runs behind products, 0 to 1.
         hides_gradients: the gradients' all-reduce runs behind the last backward pass as far as that lasts.
         gradient_bytes: of one gradient on its way; None: 4 of half types, else e.
     """
 
-    sequence_parallel: bool = False
     tensor_overlap: float = 0.0
     hides_gradients: bool = False
     gradient_bytes: int | None = None
@@ -101,8 +99,9 @@ def predict_step_time(
 
     Products: their FLOPs, widths in whole tiles, over `matmul_share` of the peak. Element-wise work: counted bytes
     times `elementwise_factor` over the memory's bandwidth. Overhead: `layer_overhead_ms` a layer, 3/4 of it where the
-    backward pass does not repeat the forward. All-reduces: 2 (p - 1) / p of their bytes over the bandwidth, and a
-    latency each. AdamW: bytes read and written, 48 N for half types. Nothing overlaps unless `techniques` says so.
+    backward pass does not repeat the forward. Collectives: 2 (p - 1) / p of an all-reduce's bytes over the bandwidth,
+    half of that for the others, and a latency each. AdamW: bytes read and written, 48 N for half types. Nothing
+    overlaps unless `techniques` says so.
 
     Args:
         micro_batch_size: sequences b of one forward pass.
@@ -120,11 +119,11 @@ def predict_step_time(
     constants, tp_size = cluster.calibration, layout.tp_size
     rate = cluster.peak_flops_per_s(dtype) * constants.matmul_share
     flops = _tiled_flops(config, tp_size, micro_batch_size, seq_length)
-    num_bytes = _elementwise_bytes(config, tp_size, micro_batch_size, seq_length, dtype, constants, techniques)
+    num_bytes = _elementwise_bytes(config, layout, micro_batch_size, seq_length, dtype, constants)
     memory_rate = MEMORY_SHARE * cluster.memory_bandwidth_gb_s * 1e9
     repeats = 1.0 if config.recompute is Recompute.FULL else 0.75  # forward, forward again, backward twice as long
-    messages = micro_batch_all_reduces(config, tp_size, micro_batch_size, seq_length, dtype)
-    tensor = sum(a.count * _all_reduce_s(a.num_bytes, tp_size, cluster, tp_size) for a in messages)
+    messages = micro_batch_collectives(config, layout, micro_batch_size, seq_length, dtype)
+    tensor = sum(m.count * _collective_s(m.kind, m.num_bytes, tp_size, cluster, tp_size) for m in messages)
     num_parameters = count_parameters(config, tp_size).per_rank
     micro_batch = StepTime(
         matmul=flops / rate,
@@ -135,7 +134,7 @@ def predict_step_time(
         optimizer=0.0,
     )
     each_gradient = techniques.gradient_bytes or max(BYTES[dtype], FP32_BYTES)
-    data = _all_reduce_s(each_gradient * num_parameters, layout.dp_size, cluster, layout.world_size)
+    data = _collective_s("all_reduce", each_gradient * num_parameters, layout.dp_size, cluster, layout.world_size)
     if techniques.hides_gradients:  # only the last micro-batch's: earlier sums are not whole
         data = max(0.0, data - micro_batch.compute * BACKWARD_SHARE)
     is_half = BYTES[dtype] < FP32_BYTES
@@ -150,11 +149,12 @@ def predict_step_time(
     )
 
 
-def _all_reduce_s(num_bytes: int, num_ranks: int, cluster: Cluster, span: int) -> float:
-    """Seconds of one all-reduce of a ring whose ranks lie within `span` neighbouring devices."""
+def _collective_s(kind: str, num_bytes: int, num_ranks: int, cluster: Cluster, span: int) -> float:
+    """Seconds of one collective of a ring whose ranks lie within `span` neighbouring devices."""
     if num_ranks == 1:
         return 0.0
-    return 2 * (num_ranks - 1) / num_ranks * num_bytes / cluster.bandwidth(span) + cluster.latency_us * 1e-6
+    rounds = 2 if kind == "all_reduce" else 1  # it is a reduce-scatter and an all-gather
+    return rounds * (num_ranks - 1) / num_ranks * num_bytes / cluster.bandwidth(span) + cluster.latency_us * 1e-6
 
 
 def _tiled_flops(config: TransformerConfig, tp_size: int, b: int, s: int) -> float:
@@ -163,11 +163,12 @@ def _tiled_flops(config: TransformerConfig, tp_size: int, b: int, s: int) -> flo
     width, mlp = _tiles(h / tp_size), _tiles(config.ffn_size / tp_size)
     linears = 2 * num_tokens * h * (_tiles(3 * h / tp_size) + width + 2 * mlp)
     scores = 4 * b * s * s * (h / tp_size) * (1 + HEAD_PENALTY / config.head_size)
-    logits = 2 * num_tokens * h * _tiles(config.padded_vocab_size / tp_size)
+    num_scored = b * scored_tokens(config, s)
+    logits = 2 * num_scored * h * _tiles(config.padded_vocab_size / tp_size)
     forward = config.num_layers * (linears + scores)
     core = config.num_layers * scores * (0.5 if config.attention == "exact" else 1.0)  # see `hardware_flops_per_step`
     again = {Recompute.NONE: 0.0, Recompute.SELECTIVE: core, Recompute.FULL: forward}[config.recompute]
-    heads = 6 * num_tokens * h * h if config.architecture == "bert" else 0
+    heads = 6 * num_scored * h * h if config.architecture == "bert" else 0
     return 3 * (forward + logits) + again + heads
 
 
@@ -176,10 +177,10 @@ def _tiles(width: float) -> int:
 
 
 def _elementwise_bytes(
-    config: TransformerConfig, tp_size: int, b: int, s: int, dtype: str, constants: Calibration, techniques: Techniques
+    config: TransformerConfig, layout: ParallelConfig, b: int, s: int, dtype: str, constants: Calibration
 ) -> float:
     """Bytes of a rank's micro-batch that element-wise work reads and writes."""
-    e, h = BYTES[dtype], config.hidden_size
+    e, h, tp_size = BYTES[dtype], config.hidden_size, layout.tp_size
     runs_again = {Recompute.NONE: 0, Recompute.SELECTIVE: 0, Recompute.FULL: 1}[config.recompute]
     scores_again = 0 if config.recompute is Recompute.NONE else 1
 
@@ -188,8 +189,9 @@ def _elementwise_bytes(
 
     stays_on_chip = constants.fused_attention and config.attention == "sdpa"
     scores = 0 if stays_on_chip else passes(SCORE_PASSES, scores_again)
-    whole_ranks = tp_size if techniques.sequence_parallel else 1
+    whole_ranks = tp_size if layout.cuts_sequence else 1
     layer = scores * b * config.num_attention_heads * s * s / tp_size
     layer += passes(WHOLE_PASSES, runs_again) * b * s * h / whole_ranks
     layer += passes(SPLIT_PASSES, runs_again) * b * s * h / tp_size
-    return e * (config.num_layers * layer + LOGIT_PASSES * b * s * config.padded_vocab_size / tp_size)
+    logits = LOGIT_PASSES * b * scored_tokens(config, s) * config.padded_vocab_size / tp_size
+    return e * (config.num_layers * layer + logits)

@@ -1,9 +1,12 @@
 """Pretraining BERT: masked language model and sentence order."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..models import scored_positions
 from ..parallel import IGNORE_LABEL
 from .module import PretrainModule
 
@@ -24,9 +27,14 @@ class BERTModule(PretrainModule):
 
     def sum_terms(self, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
         """Summed cross-entropies in nats, [2]."""
-        losses, order_logits = self.model(
-            batch["tokens"], batch["token_types"], batch["attention_mask"], batch["labels"], sample_keys
-        )
-        wide = order_logits.to(losses.dtype)  # fp32 for half types, like the token losses
+        inputs = batch["tokens"], batch["token_types"], batch["attention_mask"], batch["labels"]
+        masked, order_logits = self.model(*inputs, sample_keys, batch["scored"])
+        wide = order_logits.to(masked.dtype)  # fp32 for half types, like the token losses
         order = F.cross_entropy(wide, batch["sop_labels"], reduction="sum")
-        return torch.stack([losses.sum(), order])
+        return torch.stack([masked, order])
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Note the scored positions of each micro-batch while the labels are still the host's."""
+        for micro_batch in batch if isinstance(batch, list) else [batch]:
+            micro_batch["scored"] = scored_positions(micro_batch["labels"])
+        return batch

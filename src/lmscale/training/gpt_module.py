@@ -21,4 +21,4 @@ class GPTModule(PretrainModule):
 
     def sum_terms(self, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
         """Summed cross-entropy in nats, [1]."""
-        return self.model(batch["tokens"], batch["labels"], sample_keys).sum().unsqueeze(0)
+        return self.model(batch["tokens"], batch["labels"], sample_keys).unsqueeze(0)

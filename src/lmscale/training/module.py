@@ -105,7 +105,7 @@ class PretrainModule(L.LightningModule):
                     self.watchdog.mark(f"reading {name}")
                     reader.read_into(f"model/{name}", param.detach(), self.parallel.tp_rank)
         if self.run.compile:
-            self.model.transformer.compile_layers()
+            self.model.compile_layers()
         self.timer = PhaseTimer(device)
 
     def configure_optimizers(self) -> MixedPrecisionAdamW:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parallel import ParallelContext, global_gradient_norm
+from ..parallel import ParallelContext, global_gradient_norm, sum_partial_gradients
 from ..parallel.collectives import sum_over_data_ranks
 from ..training_config import OptimizerConfig, PrecisionConfig
 
@@ -138,11 +138,14 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
             param.register_post_accumulate_grad_hook(partial(_move_gradient, master))
 
     def reduce_gradients(self) -> None:
-        """Add the gradients of half types over the data ranks, in fp32; those of other types are DDP's business.
+        """Add what the ranks have of a gradient: of half types over the data ranks, in fp32 (those of other types are
+        DDP's business); with sequence parallelism, of the parameters that saw a rank's own positions alone.
 
         Communicates:
-            all-reduces of together N fp32 numbers over the data group, N the parameters of the rank.
+            all-reduces of together N fp32 numbers over the data group, N the parameters of the rank; with sequence
+            parallelism one over the tensor group, of the LayerNorms, row biases, position and type embeddings.
         """
+        sum_partial_gradients(self.masters, self.context)
         if self._flat_gradient is not None and self.context.dp_size > 1:
             for part in self._flat_gradient.split(_ALL_REDUCE_ELEMENTS):
                 sum_over_data_ranks(part, self.context)

@@ -108,7 +108,7 @@ def resolve_layout(
             )
     if dp_size == "auto":
         dp_size = 1 if devices is None else max(1, devices // tp_size)
-    layout = ParallelConfig(tp_size, dp_size)
+    layout = ParallelConfig(tp_size, dp_size, request.sequence_parallel)
     if world is not None and layout.world_size != world.size:
         raise ValueError(
             f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "
@@ -135,7 +135,16 @@ def check_memory(
     """
     dtype, seq_length = run.precision.dtype, run.data.seq_length
     on_gpu = accelerator == "gpu"
-    estimate = estimate_memory(config, layout.tp_size, run.micro_batch_size, seq_length, dtype, layout.dp_size, on_gpu)
+    estimate = estimate_memory(
+        config,
+        layout.tp_size,
+        run.micro_batch_size,
+        seq_length,
+        dtype,
+        layout.dp_size,
+        on_gpu,
+        cuts_sequence=layout.cuts_sequence,
+    )
     sharing = 1
     if accelerator == "cpu":
         sharing = world.local_size if world is not None else layout.world_size

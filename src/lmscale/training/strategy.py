@@ -83,6 +83,7 @@ class TensorParallelStrategy(DDPStrategy):
             dp_size=self.layout.dp_size,
             tp_group=mesh.get_group("tensor"),
             dp_group=mesh.get_group("data"),
+            sequence_parallel=self.layout.cuts_sequence,
         )
         # Without its own group DDP would overwrite every shard with rank 0's.
         self._ddp_kwargs["process_group"] = self.parallel.dp_group

@@ -25,8 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..config import ParallelConfig, TransformerConfig
 from ..models import build_model
 from ..parallel import ParallelContext, sample_dropout_keys
+from ..perf.flops import scored_tokens
 
-_ALL_REDUCE = torch.ops.c10d.allreduce_.default
+_GROUP_PLACES = {"allreduce_": 1, "_allgather_base_": 2, "_reduce_scatter_base_": 2}  # of the group in the arguments
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ class CollectiveRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, Tensor)]
+            # Of an all-gather or a reduce-scatter the larger of what goes in and what comes out.
+            given = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args]
+            tensors = max(given, key=lambda some: sum(t.numel() for t in some))
             self.collectives.append(
                 Collective(
                     kind=func.overloadpacket.__name__,
@@ -76,9 +79,10 @@ class CollectiveRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _group_name(self, func: Any, args: tuple) -> str:
-        if func is not _ALL_REDUCE:
+        if func.overloadpacket.__name__ not in _GROUP_PLACES:
             return "other"
-        return self._names.get(dist.ProcessGroup.unbox(args[1]).group_name, "other")
+        group = args[_GROUP_PLACES[func.overloadpacket.__name__]]
+        return self._names.get(dist.ProcessGroup.unbox(group).group_name, "other")
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ def trace_step(
             dp_size=layout.dp_size,
             tp_group=mesh.get_group("tensor"),
             dp_group=mesh.get_group("data"),
+            sequence_parallel=layout.cuts_sequence,
         )
         # The counter sees the matrix products of plain attention, not those inside torch's fused kernel for CPUs.
         with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH):
@@ -181,7 +186,8 @@ def _micro_batch_loss(model: nn.Module, micro_batch_size: int, seq_length: int) 
     tokens = torch.zeros(micro_batch_size, seq_length, dtype=torch.int64)
     keys = sample_dropout_keys(0, torch.arange(micro_batch_size))
     if model.config.architecture == "gpt":
-        return model(tokens, tokens, keys).sum()
+        return model(tokens, tokens, keys)
     is_real = torch.ones_like(tokens, dtype=torch.bool)
-    losses, order_logits = model(tokens, tokens, is_real, tokens, keys)
-    return losses.sum() + F.cross_entropy(order_logits.float(), tokens[:, 0], reduction="sum")
+    scored = torch.zeros(micro_batch_size * scored_tokens(model.config, seq_length), dtype=torch.int64)
+    loss, order_logits = model(tokens, tokens, is_real, tokens, keys, scored)
+    return loss + F.cross_entropy(order_logits.float(), tokens[:, 0], reduction="sum")

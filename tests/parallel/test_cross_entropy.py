@@ -1,0 +1,111 @@
+"""The projection and its loss, a piece at a time, against torch's on whole logits; over one process and two."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import make_context, run_ranks
+from torch import Tensor
+
+from lmscale.parallel import ParallelContext, cross_entropy, linear_cross_entropy, vocab_parallel_cross_entropy
+
+N, H, V, USED = 23, 8, 40, 33  # rows, hidden, padded and real vocabulary
+
+
+def make_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows, weight, bias and labels, of which some are not scored."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((N, H), (V, H), (V,))
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    labels = torch.randint(0, USED, (N,), generator=generator)
+    labels[::4] = -100
+    return (*(x.requires_grad_() for x in inputs), labels)
+
+
+def gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss * 0.25, inputs)]
+
+
+def expected() -> list[Tensor]:
+    """Loss and gradients of rows, weight and bias from whole logits, on one process."""
+    rows, weight, bias, labels = make_inputs()
+    logits = (rows @ weight.t() + bias)[:, :USED]
+    return gradients(F.cross_entropy(logits, labels, reduction="sum"), rows, weight, bias)
+
+
+def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("at_once", [1, 3 * V, 11 * V + 5, 100 * V])
+def test_pieces_of_any_size_give_the_loss_and_gradients_of_whole_logits(at_once: int, monkeypatch) -> None:
+    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", at_once)
+    rows, weight, bias, labels = make_inputs()
+    loss = linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext())
+    assert largest_error(gradients(loss, rows, weight, bias), expected()) < 1e-13
+
+
+def _on_a_rank(rank: int) -> float:
+    cross_entropy.LOGITS_AT_ONCE = 7 * V // 2  # several pieces
+    context = make_context(tp_size=2)
+    rows, weight, bias, labels = make_inputs()
+    part = slice(rank * V // 2, (rank + 1) * V // 2)
+    mine = [x[part].detach().requires_grad_() for x in (weight, bias)]
+    found = gradients(linear_cross_entropy(rows, *mine, labels, USED, context), rows, *mine)
+    loss, d_rows, d_weight, d_bias = expected()
+    return largest_error(found, [loss, d_rows, d_weight[part], d_bias[part]])
+
+
+def test_two_ranks_with_half_of_the_vocabulary_each_give_the_same() -> None:
+    assert max(run_ranks(_on_a_rank, 2)) < 1e-13
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
+def test_half_types_are_as_exact_as_their_products(dtype: torch.dtype, bound: float, monkeypatch) -> None:
+    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 5 * V)
+    rows, weight, bias, labels = make_inputs(dtype)
+    found = gradients(linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext()), rows, weight, bias)
+    assert found[0].dtype == torch.float32 and found[1].dtype == dtype
+    assert largest_error([x.double() for x in found], expected()) < bound
+
+
+def test_the_whole_logits_never_exist(monkeypatch) -> None:
+    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 2 * V)
+    sizes = []
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda *inputs: sizes.append(len(inputs[0])) or linear(*inputs))
+    rows, weight, bias, labels = make_inputs()
+    linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext()).backward()
+    assert max(sizes) == 2 and len(sizes) == math.ceil(N / 2)
+
+
+def test_rows_none_of_which_is_scored_have_no_loss_and_no_gradient() -> None:
+    rows, weight, bias, labels = make_inputs()
+    for some in (rows[:0], rows):
+        loss = linear_cross_entropy(some, weight, bias, torch.full((len(some),), -100), USED, ParallelContext())
+        assert loss == 0 and all((g == 0).all() for g in gradients(loss, some, weight, bias))
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    rows, weight, bias, labels = make_inputs()
+    loss = linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="runs once"):
+        loss.backward()
+
+
+def test_the_loss_of_each_row_is_torchs() -> None:
+    rows, weight, bias, labels = make_inputs()
+    logits = (rows @ weight.t() + bias).detach()
+    wanted = F.cross_entropy(logits, labels, reduction="none")
+    found = vocab_parallel_cross_entropy(logits, labels, ParallelContext())
+    assert (found - wanted).abs().max() < 1e-13
+
+
+@pytest.mark.slow
+def test_compiled_passes_give_the_same(monkeypatch) -> None:
+    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 9 * V)
+    rows, weight, bias, labels = make_inputs()
+    loss = linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext(), compiled=True)
+    assert largest_error(gradients(loss, rows, weight, bias), expected()) < 1e-12

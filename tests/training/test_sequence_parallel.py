@@ -1,0 +1,66 @@
+"""Runs whose tensor ranks share every sequence equal those of one process (fp64, 1e-12), and checkpoints go both ways."""
+
+import pytest
+from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
+
+LAYOUTS = ((1, 1), (2, 1), (2, 2))  # (tp_size, dp_size)
+BOUND = 1e-12
+DROPPING = {"model__hidden_dropout": 0.2, "model__attention_dropout": 0.2, "model__attention": "exact"}
+CASES = {
+    "gpt-pre": ("gpt", {"micro_batch_size": 2, **DROPPING}),
+    "gpt-post-full": ("gpt", {"model__norm_order": "post", "model__recompute": "full"}),
+    "bert-pre-selective": ("bert", {"model__recompute": "selective"}),
+    "bert-post": ("bert", {"model__norm_order": "post", "micro_batch_size": 2, **DROPPING}),
+}
+
+
+def run_of(name: str, tp_size: int, dp_size: int, root, **more):
+    architecture, changes = CASES[name]
+    return tiny_run(
+        architecture,
+        root / name / f"{tp_size}x{dp_size}",
+        data__seq_length=32,
+        parallel__tp_size=tp_size,
+        parallel__dp_size=dp_size,
+        parallel__sequence_parallel=True,
+        **changes,
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Every case at every layout."""
+    root = tmp_path_factory.mktemp("sequence")
+    for tp_size, dp_size in LAYOUTS:
+        run_jobs([run_of(name, tp_size, dp_size, root) for name in CASES], tp_size * dp_size)
+    return root
+
+
+@pytest.mark.parametrize("layout", ["2x1", "2x2"])
+@pytest.mark.parametrize("case", CASES)
+def test_losses_norms_and_weights_are_those_of_one_process(folder, case: str, layout: str) -> None:
+    plain, other = folder / case / "1x1", folder / case / layout
+    for row, other_row in zip(read_rows(plain), read_rows(other), strict=True):
+        for column in ("train/loss", "grad_norm"):
+            assert abs(other_row[column] / row[column] - 1) < BOUND, (column, row["step"])
+    values = [read_record(path)["metrics"]["val/loss"]["value"] for path in (plain, other)]
+    assert abs(values[1] / values[0] - 1) < BOUND
+    tensors, other_tensors = read_tensors(plain), read_tensors(other)
+    for key, tensor in tensors.items():
+        if key.startswith("model/"):
+            assert (other_tensors[key] - tensor).abs().max().item() < BOUND, key
+
+
+def test_half_types_add_the_gradients_of_all_positions(tmp_path) -> None:
+    for tp_size in (1, 2):
+        run_jobs([run_of("gpt-post-full", tp_size, 1, tmp_path, precision__dtype="bf16")], tp_size)
+    one, two = (read_rows(tmp_path / "gpt-post-full" / f"{tp_size}x1") for tp_size in (1, 2))
+    for row, other in zip(one, two, strict=True):
+        assert other["train/loss"] == pytest.approx(row["train/loss"], rel=2e-3)
+        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=2e-2)
+
+
+def test_a_sequence_that_the_ranks_cannot_share_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="`data.seq_length` must be a multiple of `parallel.tp_size` .2. with"):
+        tiny_run("gpt", tmp_path, parallel__tp_size=2, parallel__sequence_parallel=True)
