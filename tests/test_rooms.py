@@ -28,6 +28,8 @@ FORBIDDEN = {
     "evaluation": {"lightning", "hydra", "omegaconf", ".training"},
     "training": {"hydra", "omegaconf", ".door"},
     "finetune": {"hydra", "omegaconf", ".door"},
+    "bench": {"hydra", "omegaconf", ".door"},
+    "bench_config": {"torch", "hydra", "omegaconf", "lightning", ".parallel", ".models", ".data", ".training"},
     "report": {"torch", "lightning", "hydra", "omegaconf", ".parallel", ".models", ".data", ".training"},
     "perf": {"torch", "lightning", "hydra", "omegaconf", ".parallel", ".models", ".data", ".training"},
     "results": {"torch", "lightning", "hydra", "omegaconf"},

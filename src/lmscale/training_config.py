@@ -82,6 +82,7 @@ class TrainerConfig:
         check_replicas_every_steps: how often the ranks compare hashes of what must be equal on them; 0: never.
         num_threads: CPU threads a rank, at most the machine's cores; None shares them between the local ranks.
         matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
+        profiler: `torch` writes a trace of steps 4 to 6 into the run folder's `profile`; None: no profile.
         progress_bar: the live bar in the terminal.
     """
 
@@ -94,6 +95,7 @@ class TrainerConfig:
     accelerator: str = "auto"
     num_threads: int | None = None
     matmul_precision: str = "medium"
+    profiler: str | None = None
     progress_bar: bool = True
 
     def __post_init__(self) -> None:
@@ -101,6 +103,8 @@ class TrainerConfig:
         for name in ("stop_after_steps", "num_validation_samples", "num_threads"):
             if getattr(self, name) is not None:
                 require_positive(self, name)
+        if self.profiler not in (None, "torch"):
+            raise ValueError(f"`trainer.profiler` must be torch or null, but is {self.profiler!r}")
         if self.stop_after_steps is not None and self.stop_after_steps > self.max_steps:
             raise ValueError(
                 f"`trainer.stop_after_steps` must be at most `trainer.max_steps` ({self.max_steps}), "

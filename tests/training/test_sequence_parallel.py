@@ -1,4 +1,4 @@
-"""Runs whose tensor ranks share every sequence equal those of one process (fp64, 1e-12), and checkpoints go both ways."""
+"""Runs whose tensor ranks share every sequence equal those of one process (fp64, 1e-12)."""
 
 import pytest
 from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run

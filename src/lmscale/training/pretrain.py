@@ -31,6 +31,7 @@ from .launch import cluster_environment, share_cores
 from .metrics_file import MetricsFile
 from .module import PretrainModule
 from .preflight import check_run
+from .profiling import StepProfiler
 from .resuming import (
     CHECKPOINTS,
     ScheduleDiffersError,
@@ -219,6 +220,8 @@ def _train(
     trainer.loggers = [metrics, *_optional_loggers(run, run_dir)]
     if run.trainer.check_replicas_every_steps:
         trainer.callbacks.append(ReplicaSentinel(run.trainer.check_replicas_every_steps))
+    if run.trainer.profiler is not None:
+        trainer.callbacks.append(StepProfiler(run_dir / "profile"))
     trainer.callbacks.append(Checkpointing(checkpoints, run.checkpoint, interruption))
     start = None
     if not start_step:

@@ -1,0 +1,81 @@
+"""A plain Lightning loop around Hugging Face's model, asked for one step at a time."""
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..bench_config import BenchConfig
+from .contenders import MAX_NORM, Batch, Contender, hugging_face_model
+
+
+class LightningLoop(Contender):
+    """`L.Trainer.fit` in a thread of its own, which waits between the steps.
+
+    Lightning's automatic optimization with its own precision plugin and clipping; no logger, no checkpoints, no bar.
+    """
+
+    def __init__(self, bench: BenchConfig, device: torch.device) -> None:
+        self.batches: queue.Queue = queue.Queue(1)
+        self.losses: queue.Queue = queue.Queue(1)
+        trainer = L.Trainer(
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            devices=1,
+            precision="bf16-mixed" if bench.precision.dtype == "bf16" else "32-true",
+            max_epochs=1,
+            gradient_clip_val=MAX_NORM,
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+        )
+        module = _Module(bench, self.losses)
+        num_steps = bench.warm_up_steps + bench.rounds * bench.steps_per_round
+        loader = DataLoader(_Batches(self.batches, num_steps), batch_size=None)
+        threads = torch.get_num_threads()
+
+        def fit() -> None:
+            torch.set_num_threads(threads)  # a thread of its own has a setting of its own
+            trainer.fit(module, loader)
+
+        # A daemon: a comparison that fails elsewhere does not wait for it.
+        self.thread = threading.Thread(target=fit, daemon=True)
+        self.thread.start()
+
+    def step(self, batch: Batch, number: int) -> Tensor:
+        self.batches.put(batch)
+        return self.losses.get()
+
+
+class _Batches(IterableDataset):
+    """What is put into the queue. It has a length, or Lightning would wait for a second batch before the first step."""
+
+    def __init__(self, source: queue.Queue, num_batches: int) -> None:
+        self.source, self.num_batches = source, num_batches
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self.source.get() for _ in range(self.num_batches))
+
+
+class _Module(L.LightningModule):
+    def __init__(self, bench: BenchConfig, losses: queue.Queue) -> None:
+        super().__init__()
+        self.bench, self.losses = bench, losses
+        self.model = hugging_face_model(bench)
+        self.run = torch.compile(self.model) if bench.compiles else self.model
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.bench.lr, weight_decay=0.01, fused=True)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.run(input_ids=batch["tokens"], labels=batch["unshifted"]).loss
+
+    def on_train_batch_end(self, outputs: dict, batch: Batch, batch_idx: int) -> None:
+        self.losses.put(outputs["loss"].detach())

@@ -1,0 +1,100 @@
+"""What a comparison of training steps is asked to do: the typed form of `conf/bench.yaml`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .config import TransformerConfig, require_positive
+from .from_plain import build, to_plain
+from .training_config import PrecisionConfig
+
+PADDED_VOCABULARIES = {"gpt": 51_200, "bert": 30_720}
+PEERS = ("hf_eager", "hf_compiled", "lightning", "megatron_core", "file")
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """One comparison.
+
+    Args:
+        model: the fields of `TransformerConfig`, and `name`; a `vocab_size` of null is the paper's padded one.
+        peers: some of `PEERS`: Hugging Face's model as it is and compiled, it in a plain Lightning loop, GPT of
+            megatron-core with the local spec, a model file in nanoGPT's form (`GPT`, `GPTConfig`).
+        file: the model file of the peer `file`.
+        micro_batch_size: sequences of a step.
+        seq_length: tokens of a sequence.
+        compiles: compile our layers, and the model of the peers `lightning` and `file`.
+        steps_per_round, rounds: steps of a contender before the next one's turn; turns of each.
+        warm_up_steps: of each contender, not timed, with compilation in the first.
+        lr: of AdamW, the same for all.
+        max_loss_difference: relative, between ours and a peer's mean loss over the timed steps; more is an error.
+        record: path of the record; None writes none.
+    """
+
+    model: dict
+    precision: PrecisionConfig
+    micro_batch_size: int
+    peers: list = field(default_factory=lambda: ["hf_compiled"])
+    file: str | None = None
+    seq_length: int | None = None
+    compiles: bool = True
+    steps_per_round: int = 3
+    rounds: int = 5
+    warm_up_steps: int = 2
+    lr: float = 1e-4
+    max_loss_difference: float = 0.02
+    seed: int = 1234
+    accelerator: str = "auto"
+    num_threads: int | None = None
+    record: str | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, "micro_batch_size", "steps_per_round", "rounds", "warm_up_steps")
+        for name in ("seq_length", "num_threads"):
+            if getattr(self, name) is not None:
+                require_positive(self, name)
+        unknown = [peer for peer in self.peers if peer not in PEERS]
+        if unknown or not self.peers:
+            raise ValueError(f"`peers` must be some of {', '.join(PEERS)}, but is {self.peers!r}")
+        if ("file" in self.peers) != (self.file is not None):
+            raise ValueError("`file` must be given where `peers` has file, and only there")
+        if self.file is not None and not Path(self.file).is_file():
+            raise ValueError(f"`file` must be a file, but {self.file} is not")
+        if self.precision.dtype not in ("fp32", "bf16"):
+            raise ValueError(f"`precision` must be fp32 or bf16 for a comparison, but is {self.precision.dtype}")
+        config = self.transformer_config()
+        if config.architecture == "bert" and {"file", "megatron_core", "lightning"} & set(self.peers):
+            raise ValueError(f"`peers` of a BERT must be hf_eager or hf_compiled, but are {', '.join(self.peers)}")
+        if self.length > config.max_position_embeddings:
+            raise ValueError(
+                f"`seq_length` must be at most `model.max_position_embeddings` ({config.max_position_embeddings}), "
+                f"but is {self.length}"
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence: `seq_length`, or the model's positions."""
+        return self.seq_length or self.transformer_config().max_position_embeddings
+
+    def transformer_config(self) -> TransformerConfig:
+        """The model.
+
+        Raises:
+            ValueError: an unknown key of `model`, a missing one, or a value that cannot be.
+        """
+        values = {key: value for key, value in self.model.items() if key != "name"}
+        if values.get("vocab_size") is None:
+            values["vocab_size"] = PADDED_VOCABULARIES.get(values.get("architecture"))
+        return build(TransformerConfig, values, "model.")
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "BenchConfig":
+        """Build from nested plain values.
+
+        Raises:
+            ValueError: an unknown key, a missing one, or a value that cannot be, with its dotted name.
+        """
+        return build(cls, {k: v for k, v in values.items() if k not in ("overrides", "run_dir")}, "")
+
+    def to_dict(self) -> dict:
+        """Nested plain values."""
+        return to_plain(self)

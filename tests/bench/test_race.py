@@ -1,0 +1,138 @@
+"""The comparison of training steps: same work for all, honest losses, clear refusals."""
+
+import json
+
+import pytest
+import torch
+import warm
+from door import REPOSITORY, environment
+
+from lmscale.bench.contenders import Ours, make_batches
+from lmscale.bench.race import race
+from lmscale.bench_config import BenchConfig
+
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "vocab_size": 300,
+    "vocab_multiple": 4,
+    "max_position_embeddings": 24,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+NANO = '''
+from dataclasses import dataclass
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+@dataclass
+class GPTConfig:
+    block_size: int = 8
+    vocab_size: int = 8
+    n_layer: int = 1
+    n_head: int = 1
+    n_embd: int = 8
+    dropout: float = 0.0
+    bias: bool = True
+
+class GPT(nn.Module):
+    """A bigram model in nanoGPT's form."""
+    def __init__(self, config):
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, config.vocab_size)
+        nn.init.zeros_(self.table.weight)
+
+    def forward(self, tokens, targets=None):
+        logits = self.table(tokens)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+'''
+
+
+def bench_of(architecture: str = "gpt", **changes) -> BenchConfig:
+    values = {
+        "model": {"architecture": architecture, **SIZES},
+        "precision": {"dtype": "fp32"},
+        "micro_batch_size": 3,
+        "compiles": False,
+        "rounds": 2,
+        "steps_per_round": 2,
+        "warm_up_steps": 1,
+        "lr": 1e-3,
+        "accelerator": "cpu",
+        "num_threads": 1,
+    }
+    return BenchConfig.from_dict(values | changes)
+
+
+def values_of(record: dict) -> dict[str, float]:
+    return {name: entry["value"] for name, entry in record["metrics"].items()}
+
+
+@pytest.mark.parametrize("architecture, peers", [("gpt", ["hf_eager", "lightning"]), ("bert", ["hf_eager"])])
+def test_all_train_on_the_same_and_have_the_same_losses(architecture: str, peers: list[str]) -> None:
+    found = values_of(race(bench_of(architecture, peers=peers, max_loss_difference=5e-4)))
+    for peer in peers:
+        assert found[f"{peer}/loss"] == pytest.approx(found["ours/loss"], rel=1e-4)
+        assert found[f"{peer}/ratio"] == pytest.approx(found[f"{peer}/step"] / found["ours/step"])
+    assert found["ours/step_least"] <= found["ours/step_p10"] <= found["ours/step"] <= found["ours/step_p90"]
+
+
+def test_bf16_stays_within_the_bound_of_losses() -> None:
+    race(bench_of(peers=["hf_eager"], precision={"dtype": "bf16"}, max_loss_difference=2e-3))
+
+
+def test_a_model_file_is_a_peer_and_one_that_computes_something_else_is_refused(tmp_path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(NANO)
+    found = values_of(race(bench_of(peers=["file"], file=str(path), max_loss_difference=0.5)))
+    assert found["file/loss"] > 0
+    with pytest.raises(ValueError, match="`max_loss_difference` must be at least 0.* for file, whose mean loss"):
+        race(bench_of(peers=["file"], file=str(path), max_loss_difference=1e-6))
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "megatron.core", None)
+    with pytest.raises(ValueError, match="`peers` must not have megatron_core where it is not installed"):
+        race(bench_of(peers=["megatron_core"]))
+
+
+def test_our_step_trains() -> None:
+    bench = bench_of(lr=1e-2)
+    ours, device = Ours(bench, torch.device("cpu")), torch.device("cpu")
+    batch = make_batches(bench.transformer_config(), bench, 1, device)[0]
+    losses = [float(ours.step(batch, number)) for number in range(20)]
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (["peers=[nobody]"], "`peers` must be some of hf_eager"),
+        (["peers=[file]"], "`file` must be given where `peers` has file"),
+        (["peers=[file]", "file=/nowhere.py"], "`file` must be a file, but /nowhere.py is not"),
+        (["precision=fp16"], "`precision` must be fp32 or bf16 for a comparison"),
+        (["model=bert_tiny", "peers=[lightning]"], "`peers` of a BERT must be hf_eager or hf_compiled"),
+        (["seq_length=4096"], "`seq_length` must be at most `model.max_position_embeddings` (128)"),
+        (["rounds=0"], "`rounds` must be a whole number of at least 1"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(changes: list[str], message: str) -> None:
+    script = str(REPOSITORY / "analysis" / "bench.py")
+    done = warm.run([script, *changes], REPOSITORY, environment(), timeout=100)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_door_writes_a_record(tmp_path) -> None:
+    small = [f"model.{key}={value}" for key, value in SIZES.items()]
+    numbers = ["rounds=1", "steps_per_round=1", "warm_up_steps=1", "compiles=false", "num_threads=1", "accelerator=cpu"]
+    path = tmp_path / "bench.json"
+    script = str(REPOSITORY / "analysis" / "bench.py")
+    done = warm.run(
+        [script, *small, *numbers, "peers=[hf_eager]", f"record={path}"], REPOSITORY, environment(), timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    assert record["metrics"]["hf_eager/ratio"]["unit"] == "their time / ours" and record["kind"] == "run"
