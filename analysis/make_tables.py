@@ -38,8 +38,8 @@ TABLES = {
     "Table 5": (
         "finetuned BERT models",
         "`reproduced`: a size of Table 4 on the whole published set. `scaled down`: a published post-norm BERT of "
-        "22.7 M parameters on parts of the sets (`analysis/finetune_small.py`), so there is no printed value beside it. "
-        "`not run`: we have none. RACE is of the test set, the rest of the development sets.",
+        "22.7 M parameters on parts of the sets (`analysis/finetune_small.py`), so there is no printed value beside "
+        "it. `not run`: we have none. RACE is of the test set, the rest of the development sets.",
     ),
     "Table 7": ("effect of the number of attention heads on scaling", _MODELLED),
     "Table 8": ("strong scaling of the 1.2 B model", _MODELLED),
