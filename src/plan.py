@@ -19,7 +19,7 @@ def plan(values: dict) -> None:
     if config.best:
         job, notes = config.job()
         num_devices = config.num_devices or largest_number(job, config.cluster)
-        ranking = rank_layouts(job, config.cluster, num_devices)
+        ranking = rank_layouts(job, config.cluster, num_devices, config.parallel.sequence_parallel)
         if not ranking.fitting:
             layout = Layout(1, num_devices, 1, job.config.recompute)
             closest = min(ranking.too_large, key=lambda plan: plan.missing_bytes)

@@ -85,9 +85,15 @@ class PlanConfig:
         Raises:
             ValueError: an unknown key, a missing key or a value of another type, with its dotted name.
         """
+        overrides = values.get("overrides") or []
         values = {key: value for key, value in values.items() if key not in _OF_TRAINING_ALONE}
         if isinstance(values.get("cluster"), dict):
             path = values["cluster"].get("path")
+            beside = [o for o in overrides if o.lstrip("+").startswith("cluster.") and "cluster.path" not in o]
+            if path is not None and beside:
+                raise ValueError(
+                    f"`cluster.path` must be alone, its file is the whole cluster, but there is {beside[0]}"
+                )
             values["cluster"] = values["cluster"] if path is None else _read_cluster(Path(path))
             values["cluster"] = {key: value for key, value in values["cluster"].items() if key != "path"}
         for group, cls_of_group in (("data", PlanData), ("trainer", PlanTrainer)):

@@ -35,7 +35,8 @@ def printed(*overrides: str) -> str:
         composed = compose("plan", list(overrides))
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        door_of_plan.plan(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        door_of_plan.plan(values | {"overrides": list(overrides)})
     return output.getvalue()
 
 
@@ -216,3 +217,32 @@ def test_a_refusal_is_one_line_and_exit_code_2(overrides, words, tmp_path) -> No
     done = cold("src/plan.py", *overrides, *folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {words}") and done.stderr.count("\n") == 1
+
+
+def test_auto_layouts_are_a_choice_of_the_group() -> None:
+    layout = planned("model=gpt_8.3b", "parallel=auto")["layout"]
+    assert (layout["tp_size"], layout["dp_size"]) == (8, 64)
+
+
+def test_a_search_takes_the_most_devices_that_a_layout_fits_on() -> None:
+    best = planned("model=gpt_8.3b", "best=true", "global_batch_size=511")["fitting"][0]["layout"]
+    assert (best["tp_size"], best["dp_size"]) == (32, 7)  # 511 devices divide the batch, but hold no shard
+
+
+def test_a_search_keeps_the_cut_over_the_sequence() -> None:
+    options = ["model=gpt_2.5b", "cluster=h100", "num_devices=12", "global_batch_size=12", "data.seq_length=1000"]
+    assert "parallel.sequence_parallel=true" in printed(*options, "best=true", "parallel.sequence_parallel=true")
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["cluster.path=conf/cluster/h100.yaml", "cluster.num_devices=4"], "`cluster.path` must be alone"),
+        (
+            ["parallel.tp_size=4", "parallel.sequence_parallel=true", "data.seq_length=1022", "cluster=h200"],
+            "`data.seq_length` must be a multiple of `parallel.tp_size` (4)",
+        ),
+    ],
+)
+def test_what_was_passed_over_is_refused(overrides: list[str], message: str) -> None:
+    assert message in refusal("model=gpt_2.5b", *overrides)

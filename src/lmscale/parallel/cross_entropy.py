@@ -127,6 +127,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 d_weight += d_logits.t() @ rows
                 if d_bias is not None:
                     d_bias += d_logits.sum(dim=0, dtype=wide)
+                del d_logits
+            del logits  # or the next piece would be made beside this one
         if trains:
             ctx.gradients = [d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype)]
         return total

@@ -15,6 +15,15 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 FP32_BYTES = 4
 GIB = 2**30
 LOGITS_AT_ONCE = 50 * 2**20  # of a rank, see `parallel.linear_cross_entropy`
+# Tensors of the scores' size, in fp32, that the backward pass of an attention core holds besides what was kept, without
+# and with attention dropout: counted as in `tests/perf/test_peak_memory.py`, at 384 positions.
+SCORES_IN_FLIGHT = {
+    ("fp32", False): 2.0,
+    ("fp32", True): 2.75,
+    ("half", False): 1.4,
+    ("half", True): 3.1,
+    ("sdpa", True): 1.0,
+}
 PARTS = (  # of a `MemoryEstimate`, for tables
     "weights",
     "gradients",
@@ -36,13 +45,14 @@ class MemoryEstimate:
         optimizer_state: two moments, 2 N e; for half types in fp32 with masters, 12 N.
         activations: what the forward pass keeps for the backward pass until the end of a micro-batch.
         logits: of the rows that are projected together, with the sum of the projection's gradient, [v/p, h].
-        recomputed_layer: activations of the one layer under full recomputation; the logits are gone by then.
+        recomputed_layer: what is made again at a time, the activations of one layer or of one attention core; the
+            logits are gone by then.
         gradient_copy: gradient of the word embedding on its way, into DDP's bucket or of half types into the fp32 sum.
         projection_gradient: of the word embedding as the loss leaves it, until the embedding's own joins it.
         early_gradients: of the gradients, what is there before the backward pass begins.
         first_layer: activations of one layer, and the mask of the embedding: what is left when the backward pass has
             come to the first layer.
-        gradient_in_flight: of the widest tensor in a layer, b s f e / p.
+        gradient_in_flight: in a layer, of its widest tensors.
     """
 
     weights: int
@@ -131,6 +141,9 @@ def estimate_memory(
     if is_half and not on_gpu:  # the input of a LayerNorm in fp32
         around += (own + (num_scored if is_bert else 0)) * h * (FP32_BYTES - e)
     is_full = config.recompute is Recompute.FULL
+    recomputed = layer - own * h * e if is_full else 0
+    if config.recompute is Recompute.SELECTIVE:
+        recomputed = _core_bytes(config, tp_size, b, s, e, on_gpu)
     gradients = num_parameters * max(e, FP32_BYTES)
     columns = config.padded_vocab_size // tp_size
     return MemoryEstimate(
@@ -139,12 +152,12 @@ def estimate_memory(
         optimizer_state=num_parameters * (3 * FP32_BYTES if is_half else 2 * e),
         activations=around + config.num_layers * (own * h * e if is_full else layer),
         logits=_loss_bytes(num_scored, columns, h, e),
-        recomputed_layer=layer - own * h * e if is_full else 0,
+        recomputed_layer=recomputed,
         gradient_copy=columns * h * e if is_half or dp_size > 1 else 0,
         projection_gradient=columns * h * e,
         early_gradients=gradients if is_half or dp_size > 1 or accumulates else 0,
         first_layer=layer + mask,
-        gradient_in_flight=b * s * config.ffn_size * e // tp_size,
+        gradient_in_flight=_in_flight_bytes(config, tp_size, b, s, own, e, on_gpu),
     )
 
 
@@ -159,26 +172,44 @@ def _loss_bytes(num_rows: int, columns: int, h: int, e: int) -> int:
 
 def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: int, e: int, on_gpu: bool) -> int:
     """Activations one layer keeps where it is not recomputed as a whole."""
-    h, f, n = config.hidden_size, config.ffn_size, config.num_attention_heads
+    h, f = config.hidden_size, config.ffn_size
     mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
     num_bytes = 4 * own * h * e + (4 * h + mlp_width) * b * s * e // tp_size
     if e < FP32_BYTES and not on_gpu:
         num_bytes += 2 * own * h * (FP32_BYTES - e)
     if config.hidden_dropout > 0:
         num_bytes += 2 * own * h  # masks, one byte an element
-    if config.recompute is Recompute.SELECTIVE:
-        return num_bytes
-    if config.attention == "sdpa" and config.attention_dropout > 0 and not on_gpu:
-        wide = max(e, FP32_BYTES)  # half types are widened, Q, K and V too
-        num_bytes += (b * n * s * s * 3 * wide + 3 * b * s * h * (wide - e)) // tp_size
-    if config.attention == "exact":
-        a_score = max(e, FP32_BYTES)
-        if config.attention_dropout > 0:
-            a_score += 1 + e
-        elif e < FP32_BYTES:
-            a_score += e
-        num_bytes += b * n * s * s * a_score // tp_size
-    return num_bytes
+    kept = 0 if config.recompute is Recompute.SELECTIVE else _core_bytes(config, tp_size, b, s, e, on_gpu)
+    return num_bytes + kept
+
+
+def _core_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int, on_gpu: bool) -> int:
+    """What the attention core of a layer keeps for its backward pass; nothing where its kernel is a flash one."""
+    h, n, wide = config.hidden_size, config.num_attention_heads, max(e, FP32_BYTES)
+    if config.attention == "sdpa":
+        if on_gpu or config.attention_dropout == 0:
+            return 0
+        return (b * n * s * s * 3 * wide + 3 * b * s * h * (wide - e)) // tp_size  # half types are widened, Q, K, V too
+    if config.attention_dropout > 0:
+        return b * n * s * s * (wide + 1 + e) // tp_size
+    return b * n * s * s * (wide if e == wide else wide + e) // tp_size
+
+
+def _in_flight_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: int, e: int, on_gpu: bool) -> int:
+    """Gradients on their way in the last layer at its fullest moment, beyond the activations of the whole layer.
+
+    In the MLP b s f e / p; in the attention core SCORES_IN_FLIGHT tensors of its scores in fp32, when what the MLP kept
+    is gone already.
+    """
+    h, f, wide = config.hidden_size, config.ffn_size, max(e, FP32_BYTES)
+    of_mlp = b * s * f * e // tp_size
+    if config.attention == "sdpa" and (on_gpu or config.attention_dropout == 0):
+        return of_mlp
+    kind = "sdpa" if config.attention == "sdpa" else "fp32" if e == wide else "half"
+    scores = SCORES_IN_FLIGHT[kind, config.attention_dropout > 0] * b * config.num_attention_heads * s * s * wide
+    mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
+    gone = 2 * own * h * e + mlp_width * b * s * e // tp_size + (own * h if config.hidden_dropout > 0 else 0)
+    return max(of_mlp, int(scores / tp_size) - gone)
 
 
 def smallest_layout(

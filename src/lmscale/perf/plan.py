@@ -130,6 +130,11 @@ def make_plan(job: Job, layout: Layout, cluster: Cluster, techniques: Techniques
             f"`tp_size` x `dp_size` must be at most the {cluster.num_devices:,} devices of {cluster.name}, "
             f"but is {layout.tp_size} x {layout.dp_size}"
         )
+    if grid.cuts_sequence and job.seq_length % grid.tp_size:
+        raise ValueError(
+            f"`data.seq_length` must be a multiple of `tp_size` ({grid.tp_size}) with `sequence_parallel`, "
+            f"but is {job.seq_length}"
+        )
     batch = BatchConfig(layout.micro_batch_size, job.global_batch_size, layout.dp_size)
     config = job.config
     if cluster.is_gpu and not cluster.calibration.fused_attention:

@@ -17,6 +17,7 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
         "layout": {
             "tp_size": plan.layout.tp_size,
             "dp_size": plan.layout.dp_size,
+            "sequence_parallel": plan.layout.sequence_parallel,
             "num_devices": plan.num_devices,
             "micro_batch_size": plan.layout.micro_batch_size,
             "num_micro_batches": plan.num_micro_batches,

@@ -47,18 +47,21 @@ def micro_batch_sizes(job: Job, dp_size: int) -> list[int]:
     return sorted(powers | ({share} if share <= LARGEST_MICRO_BATCH else set()))
 
 
-def rank_layouts(job: Job, cluster: Cluster, num_devices: int) -> Ranking:
+def rank_layouts(job: Job, cluster: Cluster, num_devices: int, sequence_parallel: bool = False) -> Ranking:
     """Plan every tp x dp = `num_devices`, micro-batch and recomputation mode.
+
+    Args:
+        sequence_parallel: of all layouts; a `tp_size` that does not divide the sequence is then left out.
 
     Raises:
         ValueError: no grid of `num_devices` divides model and batch; the message has the nearest number that does.
     """
     fitting, too_large = [], []
     for tp_size in tensor_sizes(job, num_devices):
-        if num_devices % tp_size:
+        if num_devices % tp_size or (sequence_parallel and job.seq_length % tp_size):
             continue
         plans = [
-            make_plan(job, Layout(tp_size, num_devices // tp_size, b, mode), cluster)
+            make_plan(job, Layout(tp_size, num_devices // tp_size, b, mode, sequence_parallel), cluster)
             for b in micro_batch_sizes(job, num_devices // tp_size)
             for mode in _MODES
         ]
@@ -77,8 +80,20 @@ def rank_layouts(job: Job, cluster: Cluster, num_devices: int) -> Ranking:
 
 
 def largest_number(job: Job, cluster: Cluster) -> int:
-    """The most devices of the cluster that some grid uses all of."""
-    return max(_possible_numbers(job, cluster))
+    """The most devices of the cluster that some layout which fits uses all of; where none fits, that some grid does."""
+    numbers = sorted(_possible_numbers(job, cluster), reverse=True)
+    return next((number for number in numbers if _fits_on(job, cluster, number)), numbers[0])
+
+
+def _fits_on(job: Job, cluster: Cluster, num_devices: int) -> bool:
+    """Whether the layouts that need least memory leave one that fits."""
+    for tp_size in tensor_sizes(job, num_devices):
+        sizes = [] if num_devices % tp_size else micro_batch_sizes(job, num_devices // tp_size)
+        if sizes:
+            layout = Layout(tp_size, num_devices // tp_size, sizes[0], Recompute.FULL)
+            if make_plan(job, layout, cluster).missing_bytes <= 0:
+                return True
+    return False
 
 
 def _possible_numbers(job: Job, cluster: Cluster) -> set[int]:
