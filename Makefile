@@ -1,11 +1,11 @@
-# make setup | demo | test | test-slow | tables | lint | format | clean      (another Python: make setup PYTHON=python3.12)
+# make setup | demo | test | test-slow | tables | figures | lint | format | clean      (another Python: make setup PYTHON=python3.12)
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 REAL_BERT := .venv/.real_bert
 
-.PHONY: setup demo test test-slow tables lint format clean
+.PHONY: setup demo test test-slow tables figures lint format clean
 
 setup: $(INSTALLED)
 
@@ -34,6 +34,10 @@ test-slow: setup $(REAL_BERT)
 # The paper's tables beside ours, from the committed records.
 tables: setup
 	$(BIN)/python analysis/make_tables.py
+
+# Figures 1 and 5: the paper's bars beside the cost model's.
+figures: setup
+	$(BIN)/python analysis/make_figures.py
 
 lint: setup
 	$(BIN)/ruff check

@@ -14,19 +14,21 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from scaling_cases import SCALING, Case, cpu_cases, gpu_cases
 from torch.distributed.device_mesh import init_device_mesh
 
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import ParallelConfig
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext, sample_dropout_keys
+from lmscale.parallel import ParallelContext, collectives, sample_dropout_keys
 from lmscale.perf.cluster import Cluster
-from lmscale.perf.flops import model_flops_per_step
+from lmscale.perf.flops import model_flops_per_step, scored_tokens
 from lmscale.perf.memory import estimate_memory
 from lmscale.perf.params import count_parameters
 from lmscale.perf.step_time import predict_step_time
@@ -37,77 +39,19 @@ from lmscale.training_config import OptimizerConfig, PrecisionConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WIDTH, LAYERS, VOCAB, SEQUENCE, BATCH = 384, 4, 8192, 128, 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One row: a study, a model, a layout; `attention_dropout` is 0 so that a CPU keeps its fused kernel."""
-
-    study: str
-    label: str
-    config: TransformerConfig
-    tp_size: int
-    dp_size: int
-    micro_batch_size: int
-    dtype: str = "fp32"
-
-
-def small_gpt(num_layers: int, hidden_size: int, heads: int, recompute: str = "full") -> TransformerConfig:
-    """A GPT of the study, scaled down."""
-    return TransformerConfig(
-        architecture="gpt",
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_attention_heads=heads,
-        vocab_size=VOCAB,
-        max_position_embeddings=SEQUENCE,
-        attention_dropout=0.0,
-        recompute=recompute,
-    )
-
-
-def cpu_cases(largest: int) -> list[Case]:
-    """The study for up to `largest` ranks of one thread."""
-    sizes = [n for n in (1, 2, 4) if n <= largest]
-    fixed = small_gpt(LAYERS, WIDTH, 8)
-    cases = [Case("strong", f"tp {n}", fixed, n, 1, BATCH) for n in sizes]
-    weak = {1: small_gpt(4, 384, 8), 2: small_gpt(5, 480, 8), 4: small_gpt(6, 624, 8)}
-    cases += [Case("weak, tp", f"tp {n}", weak[n], n, 1, BATCH) for n in sizes]
-    cases += [Case("weak, dp", f"dp {n}", fixed, 1, n, BATCH) for n in sizes]
-    heads = [
-        Case("heads", f"{n} heads, tp {largest}", small_gpt(LAYERS, WIDTH, n), largest, 1, BATCH) for n in (4, 8, 16)
-    ]
-    modes = [
-        Case("recompute", mode, small_gpt(LAYERS, WIDTH, 8, mode), 1, 1, BATCH)
-        for mode in ("none", "selective", "full")
-    ]
-    return cases + heads + modes
-
-
-def gpu_cases(num_gpus: int) -> list[Case]:
-    """On GPUs: batch and recompute sweeps of three models of the paper on one, strong scaling over more."""
-    sizes = {"gpt_355m": (24, 1024, 16, 1024), "gpt_1.2b": (40, 1536, 16, 1024), "bert_336m": (24, 1024, 16, 512)}
-    cases = []
-    for name, (layers, hidden, heads, seq_length) in sizes.items():
-        architecture = name.split("_")[0]
-        vocab = 50257 if architecture == "gpt" else 30522
-        for mode in ("none", "selective", "full"):
-            config = TransformerConfig(architecture, layers, hidden, heads, vocab, seq_length, recompute=mode)
-            for b in (4, 8, 16):
-                cases.append(Case("sweep", f"{name}, {mode}, b {b}", config, 1, 1, b, "bf16"))
-        for tp_size in (2, 4, 8):
-            if tp_size <= num_gpus:
-                cases.append(Case("strong", f"{name}, tp {tp_size}", config, tp_size, 1, 8, "bf16"))
-    return cases
 
 
 class Clock:
-    """Seconds of a step, and of them what goes into collectives: each is waited for before and after."""
+    """Seconds of a step, and of them what goes into collectives: each is waited for before and after.
+
+    Of a collective that runs beside the computation it is what begins it and what still has to be waited for.
+    """
+
+    PLACES = ((dist, "all_reduce"), (collectives, "_all_gather_tensor"), (collectives, "_reduce_scatter_tensor"))
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.communication = device, 0.0
-        self._original = dist.all_reduce
+        self._originals = [getattr(module, name) for module, name in self.PLACES]
 
     def now(self) -> float:
         """Seconds, once the device has done what it was given."""
@@ -116,17 +60,36 @@ class Clock:
         return time.perf_counter()
 
     def __enter__(self) -> "Clock":
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = self.now()
-            result = self._original(*args, **kwargs)
-            self.communication += self.now() - start
-            return result
-
-        dist.all_reduce = timed
+        for (module, name), original in zip(self.PLACES, self._originals, strict=True):
+            setattr(module, name, self._timed(original))
         return self
 
     def __exit__(self, *error: object) -> None:
-        dist.all_reduce = self._original
+        for (module, name), original in zip(self.PLACES, self._originals, strict=True):
+            setattr(module, name, original)
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = self.now()
+            result = function(*args, **kwargs)
+            self.communication += self.now() - start
+            return None if result is None else TimedWork(result, self)
+
+        return timed
+
+
+@dataclasses.dataclass
+class TimedWork:
+    """A collective under way, whose waiting counts."""
+
+    work: dist.Work
+    clock: Clock
+
+    def wait(self) -> None:
+        """Until it is done."""
+        start = self.clock.now()
+        self.work.wait()
+        self.clock.communication += self.clock.now() - start
 
 
 def measure_case(case: Case, context: ParallelContext, device: torch.device, steps: int) -> dict[str, float]:
@@ -136,6 +99,7 @@ def measure_case(case: Case, context: ParallelContext, device: torch.device, ste
         model.named_parameters(), OptimizerConfig(lr=1e-4), PrecisionConfig(case.dtype), context
     )
     b, s = case.micro_batch_size, case.config.max_position_embeddings
+    scored = torch.arange(b * scored_tokens(case.config, s), device=device)
     tokens = (torch.arange(b * s, device=device) * 7919 % case.config.vocab_size).view(b, s)
     keys = sample_dropout_keys(seed=1, sample_numbers=torch.arange(b)).to(device)
     seconds, waits = [], []
@@ -147,7 +111,7 @@ def measure_case(case: Case, context: ParallelContext, device: torch.device, ste
                 dist.barrier()
             clock.communication, start = 0.0, clock.now()
             optimizer.zero_grad()
-            one_pass(model, tokens, keys).backward()
+            one_pass(model, tokens, keys, scored).backward()
             add_gradients(model, optimizer, context)
             optimizer.step()
             seconds.append(clock.now() - start)
@@ -158,12 +122,12 @@ def measure_case(case: Case, context: ParallelContext, device: torch.device, ste
     return {"median_s": middle, "best_s": seconds[best], "best_communication_s": waits[best], "peak_bytes": peak}
 
 
-def one_pass(model: torch.nn.Module, tokens: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Mean loss of one micro-batch, for either architecture."""
+def one_pass(model: torch.nn.Module, tokens: torch.Tensor, keys: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
+    """Mean loss of one micro-batch, for either architecture; BERT's over the positions `scored`."""
     if model.config.architecture == "gpt":
-        return model(tokens, tokens, keys).mean()
-    losses, order = model(tokens, torch.zeros_like(tokens), None, tokens, keys)
-    return losses.mean() + order.float().mean()
+        return model(tokens, tokens, keys) / tokens.numel()
+    loss, order = model(tokens, torch.zeros_like(tokens), None, tokens, keys, scored)
+    return loss / len(scored) + order.float().mean()
 
 
 def add_gradients(model: torch.nn.Module, optimizer: MixedPrecisionAdamW, context: ParallelContext) -> None:
@@ -240,7 +204,8 @@ def cluster_of(device_name: str) -> Cluster | None:
 def row(
     case: Case, result: dict[str, float], first: tuple[Case, dict] | None, machine: Cluster | None
 ) -> dict[str, Any]:
-    """A row of the table: what was run, how long it took, what went to messages, how it scales from `first`."""
+    """A row of the table: what was run, how long it took, what went to messages, how it scales from `first`, if it is
+    a row of a scaling study."""
     world = case.tp_size * case.dp_size
     s, batch = case.config.max_position_embeddings, case.micro_batch_size * case.dp_size
     estimate = estimate_memory(
@@ -271,12 +236,10 @@ def row(
     }
     if first is not None:
         other, other_result = first
-        work = (
-            found["parameters"]
-            * batch
-            / (count_parameters(other.config).total * other.micro_batch_size * other.dp_size)
-        )
-        found["percent_of_linear"] = 100 * work / world * other_result["best_s"] / result["best_s"]
+        ranks = world / (other.tp_size * other.dp_size)
+        work = found["parameters"] * batch
+        work /= count_parameters(other.config).total * other.micro_batch_size * other.dp_size
+        found["percent_of_linear"] = 100 * work / ranks * other_result["best_s"] / result["best_s"]
     return found
 
 
@@ -285,8 +248,9 @@ def describe(found: dict[str, Any]) -> str:
     modelled = found["modelled_step_s"]
     return (
         f"{found['study']:<12}{found['label']:<24}measured {found['step_s'] * 1e3:>8.1f} ms, messages "
-        f"{found['communication_s'] / found['step_s']:>6.1%}, {found.get('percent_of_linear', 100.0):>6.1f} % of "
-        f"linear, load {found['load_average']:.1f}; modelled "
+        f"{found['communication_s'] / found['step_s']:>6.1%}, "
+        + (f"{found['percent_of_linear']:>6.1f} % of linear, " if "percent_of_linear" in found else " " * 20)
+        + f"load {found['load_average']:.1f}; modelled "
         + ("-" if modelled is None else f"{modelled * 1e3:.1f} ms")
     )
 
@@ -301,15 +265,25 @@ def main() -> int:
     parser.add_argument("--only", default=None, help="a study: strong, weak, heads, recompute, sweep")
     parser.add_argument("--record", type=Path, default=None, help="default: outputs/measure_scaling/<time>.json")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device must be cpu where there is no GPU, but is cuda")
+    for name in ("steps", "rounds", "ranks"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, but is {getattr(options, name)}")
     ranks = options.ranks or (torch.cuda.device_count() if options.device == "cuda" else 2)
     cases = gpu_cases(ranks) if options.device == "cuda" else cpu_cases(ranks)
     cases = [case for case in cases if options.only is None or case.study.startswith(options.only)]
+    if not cases:
+        parser.error(
+            f"--only must be strong, weak, heads, recompute or sweep, as far as there is one, but is {options.only}"
+        )
     name = torch.cuda.get_device_name(0) if options.device == "cuda" else "cpu"
     threads, rows, first, started, load = 1, [], {}, time.time(), os.getloadavg()[0]
     best, machine = run_rounds(cases, options.device, options.steps, options.rounds), cluster_of(name)
     for case in cases:
-        rows.append(row(case, best[case], first.get(case.study), machine))
-        first.setdefault(case.study, (case, best[case]))
+        rows.append(row(case, best[case], first.get((case.study, case.subject)), machine))
+        if case.study in SCALING:
+            first.setdefault((case.study, case.subject), (case, best[case]))
         rows[-1] |= {"machine": name, "threads_a_rank": threads}
         print(describe(rows[-1]))
     record = new_record(

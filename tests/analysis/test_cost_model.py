@@ -205,6 +205,30 @@ def test_scaling_is_measured_on_real_ranks_and_says_so(tmp_path) -> None:
     assert record["kind"] == "scaled_down"
     one, two = record["config"]["rows"]
     assert {row["evidence"] for row in (one, two)} == {"measured"}
-    assert (one["machine"], one["threads_a_rank"], two["layout"]) == ("cpu", 1, {"tp_size": 2, "dp_size": 1})
+    assert (one["machine"], one["threads_a_rank"], two["layout"]["tp_size"]) == ("cpu", 1, 2)
     assert one["communication_s"] == 0 < two["communication_s"] < two["step_s"]
     assert two["percent_of_linear"] > 0
+
+
+def test_scaling_is_measured_by_the_first_row_of_its_own_study_and_model(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "analysis"))
+    import measure_scaling
+    from scaling_cases import cpu_cases, gpu_cases
+
+    strong = [case for case in gpu_cases(8) if case.study == "strong" and case.subject == "gpt_1.2b"]
+    assert [case.tp_size for case in strong] == [1, 2, 4, 8]
+    ideal = {case: {"best_s": 8.0 / case.tp_size, "best_communication_s": 0.0, "median_s": 1.0} for case in strong}
+    rows = [
+        measure_scaling.row(case, found | {"peak_bytes": 0, "load_average": 0.0}, (strong[0], ideal[strong[0]]), None)
+        for case, found in ideal.items()
+    ]
+    assert [row["percent_of_linear"] for row in rows] == pytest.approx([100.0] * 4)
+    heads = [case for case in cpu_cases(2) if case.study == "heads"]
+    assert {case.tp_size for case in heads} == {2} and heads[0].study not in measure_scaling.SCALING
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--ranks", "0"], ["--only", "nonsense"]])
+def test_measuring_refuses_what_gives_no_row(arguments: list[str]) -> None:
+    command = [sys.executable, str(ROOT / "analysis" / "measure_scaling.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and f"{arguments[0]} must" in done.stderr
