@@ -3,7 +3,7 @@
 A door takes five seconds to import torch and Lightning; a few hundred tests start one. Each command still has a process
 of its own, with its own arguments, working directory and output; only the imports are shared. What a fork cannot have
 of its own is what libraries read from the environment as they are imported, so the fork server is used only for the
-environment it was started with. The README's commands and all ranks start cold.
+environment it was started with. The README's commands, but for those that are asked for help, and all ranks start cold.
 """
 
 import atexit
