@@ -124,6 +124,16 @@ def write_record(record: dict[str, Any], path: str | Path) -> None:
     os.replace(temporary, path)
 
 
+def refuse_other_record(folder: str | Path) -> None:
+    """Keep what an earlier run left.
+
+    Raises:
+        ValueError: the run folder holds a record.
+    """
+    if (Path(folder) / "record.json").exists():
+        raise ValueError(f"`hydra.run.dir` must be a folder without the record of another run, but {folder} has one")
+
+
 def load_records(folder: str | Path) -> "pandas.DataFrame":
     """All records below a folder, one row each, sorted by path; other JSON files are left alone.
 

@@ -112,14 +112,23 @@ def test_the_answers_are_kept_one_a_line(folder: Path) -> None:
     "task, layout", [(WIKITEXT, "parallel.tp_size=2"), (LAMBADA + ("micro_batch_tokens=20",), "parallel.dp_size=3")]
 )
 def test_ranks_of_our_own_give_the_same_numbers(folder: Path, task: tuple[str, ...], layout: str) -> None:
-    plain = zero_shot(*task, "ckpt=gpt2", "hydra.run.dir=plain", cwd=folder)
+    alone, shared = f"plain_{layout}", f"ranks_{layout}"
+    plain = zero_shot(*task, "ckpt=gpt2", f"hydra.run.dir='{alone}'", cwd=folder)
     assert plain.returncode == 0, plain.stderr
-    run = zero_shot(*task, "ckpt=gpt2", layout, "hydra.run.dir=ranks", cwd=folder)
+    run = zero_shot(*task, "ckpt=gpt2", layout, f"hydra.run.dir='{shared}'", cwd=folder)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("checkpoint gpt2") == 1  # one rank speaks
-    expected, found = metrics_of(folder / "plain"), metrics_of(folder / "ranks")
+    expected, found = metrics_of(folder / alone), metrics_of(folder / shared)
     for name in expected.keys() - {"evaluation_time"}:
         assert found[name] == pytest.approx(expected[name], rel=1e-12), name
+
+
+def test_the_record_of_another_run_is_kept(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "record.json").write_text("a training's")
+    run = zero_shot(*LAMBADA, "ckpt=gpt2", "hydra.run.dir=mine", cwd=folder)
+    assert run.returncode == 2 and "`hydra.run.dir` must be a folder without the record of another run" in run.stderr
+    assert (folder / "mine" / "record.json").read_text() == "a training's"
 
 
 @pytest.mark.slow

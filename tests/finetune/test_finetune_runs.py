@@ -136,7 +136,7 @@ def test_an_objective_is_known_before_the_run(tmp_path, ckpt, objective: str) ->
     assert run_here(run) == 0
     names = sorted(set(read_metrics(run)) - {"steps", "train_time", "items_per_s"})
     with pytest.raises(ValueError, match="`objective` must be one of .*, but is 'nothing'") as raised:
-        prepare_job(FinetuneConfig.from_dict(values | {"objective": "nothing"}))
+        prepare_job(FinetuneConfig.from_dict(values | {"objective": "nothing", "run_dir": str(tmp_path / "other")}))
     assert sorted(str(raised.value).partition("one of ")[2].partition(", but")[0].split(", ")) == names
 
 
@@ -227,9 +227,11 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="must have a trained pooler .* new_pooler=true"):
         prepare_job(make_run("qqp", tmp_path, bare))
     assert run_here(make_run("qqp", tmp_path, bare, new_pooler=True)) == 0
-    assert run_here(make_run("squad_v1", tmp_path, bare)) == 0
+    assert run_here(make_run("squad_v1", tmp_path, bare, run="squad")) == 0
     with pytest.raises(ValueError, match="does not exist"):
-        prepare_job(make_run("qqp", tmp_path, tmp_path / "nothing"))
+        prepare_job(make_run("qqp", tmp_path, tmp_path / "nothing", run="none"))
+    with pytest.raises(ValueError, match="`hydra.run.dir` must be a folder without the record of another run"):
+        prepare_job(make_run("qqp", tmp_path, bare, new_pooler=True))
 
 
 def test_another_tokenizer_is_refused(tmp_path, ckpt, shared_data) -> None:

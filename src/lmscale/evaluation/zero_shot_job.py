@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..config import TransformerConfig
 from ..data.tokenizer import Tokenizer
 from ..parallel import ParallelContext
-from ..results import new_record, write_record
+from ..results import new_record, refuse_other_record, write_record
 from ..zero_shot_config import ZeroShotConfig
 from .cloze import Answer, answer_passages
 from .lambada import check_lengths, stop_word_ids
@@ -49,9 +49,11 @@ def prepare(config: ZeroShotConfig) -> ZeroShotJob:
     """Check everything that can be without the weights.
 
     Raises:
-        ValueError: a checkpoint that is missing, damaged or no GPT, or that `tp_size` does not divide; a tokenizer that
-            is missing or not the model's; a file that cannot be scored; windows longer than the model's positions.
+        ValueError: a run folder with a record; a checkpoint that is missing, damaged or no GPT, or that `tp_size` does
+            not divide; a tokenizer that is missing or not the model's; a file that cannot be scored; windows longer
+            than the model's positions.
     """
+    refuse_other_record(config.run_dir)
     given = open_given(config.tokenizer)
     model, beside = describe_checkpoint(config.ckpt)
     if model.architecture != "gpt":

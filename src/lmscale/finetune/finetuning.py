@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished
 from ..config import ParallelConfig
 from ..finetune_config import FinetuneConfig
-from ..results import new_record, write_record
+from ..results import new_record, refuse_other_record, write_record
 from ..training.exit_codes import DONE, USER_ERROR
 from ..training.launch import cluster_environment, resolve_accelerator, share_cores, world_from_outside
 from ..training.metrics_file import MetricsFile
@@ -71,6 +71,7 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
         ValueError: anything that cannot work, in one line.
     """
     accelerator, task = resolve_accelerator(run.trainer.accelerator), run.task
+    refuse_other_record(run.run_dir)
     places = dict(task.scored_sets())
     if run.trainer.num_epochs:
         check_place(task.train, "task.train")
@@ -192,8 +193,7 @@ def _prepare_folder(job: FinetuneJob, run_dir: Path, lock: RunLock) -> str | Non
         for name, text in job.files.items():
             (run_dir / name).parent.mkdir(exist_ok=True)
             (run_dir / name).write_text(text, encoding="utf-8")
-        for name in ("scores.jsonl", RECORD):
-            (run_dir / name).unlink(missing_ok=True)
+        (run_dir / "scores.jsonl").unlink(missing_ok=True)  # of an attempt that did not come to its record
         source, target = Path(job.start.tokenizer_path), checkpoints / TOKENIZER_FOLDER
         if source.is_dir():
             shutil.copytree(source, target, dirs_exist_ok=True)
