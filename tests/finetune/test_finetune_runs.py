@@ -125,7 +125,9 @@ def test_the_time_of_training_is_that_of_its_steps(tmp_path, ckpt, every_epoch: 
     started = time.perf_counter()
     assert run_here(run) == 0
     steps = sum(row["step_s"] for row in read_rows(run))
-    assert steps <= read_metrics(run)["train_time"] < time.perf_counter() - started
+    metrics = read_metrics(run)
+    assert steps <= metrics["train_time"] < time.perf_counter() - started
+    assert 0 < metrics["train_cpu_time"] <= 1.1 * metrics["train_time"]  # one thread
 
 
 @pytest.mark.parametrize("objective", ["squad_v2/HasAns_f1", "mnli/accuracy_mismatched", "race/accuracy_high"])

@@ -268,9 +268,11 @@ def _write_record(job: FinetuneJob, module: FinetuneModule, features: Features |
         for name, value in module.metrics.items()
     }
     metrics["steps"] = {"value": module.completed_steps, "unit": "steps"}
-    if module.training_seconds:
-        metrics["train_time"] = {"value": module.training_seconds, "unit": "s"}
-        throughput = module.items_trained / module.training_seconds
+    watch = module.stopwatch
+    if watch.wall_s:
+        metrics["train_time"] = {"value": watch.wall_s, "unit": "s"}
+        metrics["train_cpu_time"] = {"value": watch.cpu_s, "unit": "s"}
+        throughput = module.items_trained / watch.wall_s
         metrics["items_per_s"] = {"value": throughput, "unit": "items/s"}
     sets = {name: {"examples": len(f.ids), "items": len(f), "notes": f.notes} for name, f in module.sets.items()}
     if features is not None:
@@ -286,7 +288,7 @@ def _write_record(job: FinetuneJob, module: FinetuneModule, features: Features |
         device=torch.cuda.get_device_name() if on_gpu else platform.processor() or "cpu",
         layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
         steps=[0, module.completed_steps],
-        started=time.time() - module.training_seconds,
+        started=time.time() - watch.wall_s,
     )
     write_record(found, module.run_dir / RECORD)
     print(f"record: {module.run_dir / RECORD}", flush=True)

@@ -27,6 +27,7 @@ from .features import Features
 from .heads import FinetuneModel, HeadKind, build_finetune_model
 from .scoring import Predictions, predict_sets
 from .starting_point import KINDS, NUM_OUTPUTS, StartingPoint
+from .stopwatch import Stopwatch
 
 
 class FinetuneModule(L.LightningModule):
@@ -74,9 +75,8 @@ class FinetuneModule(L.LightningModule):
         self.metrics: dict[str, float] = {}  # of the last scoring, on every rank
         self.predictions: dict[str, Predictions] = {}  # the same, on rank 0
         self.logits: dict[str, list[np.ndarray]] = {}
-        self.items_trained, self.training_seconds = 0, 0.0
+        self.items_trained, self.stopwatch = 0, Stopwatch()
         self._found: list[tuple[str, np.ndarray, list[np.ndarray]]] = []
-        self._since = 0.0
 
     @property
     def parallel(self) -> ParallelContext:
@@ -231,24 +231,20 @@ class FinetuneModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         """The clock of the throughput."""
-        self._since = time.perf_counter()
+        self.stopwatch.start()
 
     def on_validation_start(self) -> None:
         """Scoring is not training time."""
-        self._stop_clock()
+        self.stopwatch.stop()
 
     def on_validation_end(self) -> None:
         """Training goes on."""
         if self.trainer.state.fn == "fit":
-            self._since = time.perf_counter()
-
-    def _stop_clock(self) -> None:
-        self.training_seconds += time.perf_counter() - self._since if self._since else 0.0
-        self._since = 0.0
+            self.stopwatch.start()
 
     def on_train_end(self) -> None:
         """Write the checkpoint, where that is wanted and there is a good one."""
-        self._stop_clock()
+        self.stopwatch.stop()
         if not self.run.trainer.save or self.exit_code != DONE:
             return
         self.watchdog.mark("saving")
