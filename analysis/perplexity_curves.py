@@ -160,6 +160,9 @@ def main() -> int:
     try:
         if len(labels) != len(options.runs):
             raise ValueError(f"`--labels` must be as many as the runs ({len(options.runs)}), but are {len(labels)}")
+        known = sorted(plt.gcf().canvas.get_supported_filetypes())
+        if options.output.suffix[1:] not in known:
+            raise ValueError(f"`--output` must end in one of {', '.join(known)}, but is {options.output}")
         curves = [read_curve(folder, label) for folder, label in zip(options.runs, labels, strict=True)]
         warning = check_together(curves)
     except ValueError as error:
@@ -167,8 +170,12 @@ def main() -> int:
         return 2
     if warning is not None:
         print(f"warning: {warning}", file=sys.stderr)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    draw(curves, options.x).savefig(options.output, dpi=300)
+    try:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        draw(curves, options.x).savefig(options.output, dpi=300)
+    except OSError as error:
+        print(f"error: `--output` must be a file that can be written, but {error}", file=sys.stderr)
+        return 2
     record = make_record(options.runs, curves, options.x)
     write_record(record, options.output.with_suffix(".json"))
     print(*(f"{name} = {entry['value']:.6g} {entry['unit']}" for name, entry in record["metrics"].items()), sep="\n")

@@ -7,6 +7,7 @@ from .from_plain import build
 from .training_config import PrecisionConfig
 
 ACCELERATORS = ("auto", "cpu", "gpu")
+LEAST_TEMPERATURE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"`temperature` must be at least 0, but is {self.temperature!r}")
+        if not (self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE):  # smaller ones overflow the scores
+            raise ValueError(f"`temperature` must be 0 or at least {LEAST_TEMPERATURE}, but is {self.temperature!r}")
         if self.top_k is not None:
             require_positive(self, "top_k")
         if not 0 < self.top_p <= 1:

@@ -216,10 +216,13 @@ MISTAKES = {
     "no checkpoint": ([], "`ckpt` must be given"),
     "a checkpoint that is not there": (["ckpt=nowhere", "prompt=a"], "checkpoint nowhere does not exist"),
     "a BERT": (["ckpt=${bert}", "prompt=a"], "`ckpt` must be a GPT, which goes on from left to right, but"),
-    "no tokenizer": (["ckpt=${bare}", "prompt=a"], "`tokenizer.path` must be given, because no tokenizer lies in"),
+    "no tokenizer": (
+        ["ckpt=${bare}", "prompt=a"],
+        "`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER), because none lies beside",
+    ),
     "a wrong tokenizer": (
         ["ckpt=${bare}", "tokenizer.path=${published}", "prompt=a"],
-        "the tokenizer in ${published} must be that of the model, which has 5000 ids, but has 296",
+        "the tokenizer must be that of the checkpoint, whose model has 5000 ids, but it has 296",
     ),
     "BERT's tokenizer": (["ckpt=x", "prompt=a", "tokenizer=bert"], "`tokenizer` must be gpt2, or left alone for the"),
     "prompt and file": (["ckpt=${published}", "prompt=a", "file=b"], "`prompt` must be given, or `file`, or"),
@@ -231,7 +234,10 @@ MISTAKES = {
     "top_p above 1": (["ckpt=x", "prompt=a", "top_p=1.5"], "`top_p` must be above 0 and at most 1, but is 1.5"),
     "top_p of 0": (["ckpt=x", "prompt=a", "top_p=0"], "`top_p` must be above 0 and at most 1, but is 0"),
     "top_k of 0": (["ckpt=x", "prompt=a", "top_k=0"], "`top_k` must be a whole number of at least 1, but is 0"),
-    "a negative temperature": (["ckpt=x", "prompt=a", "temperature=-1"], "`temperature` must be at least 0, but is -1"),
+    "a negative temperature": (
+        ["ckpt=x", "prompt=a", "temperature=-1"],
+        "`temperature` must be 0 or at least 0.0001, but is -1",
+    ),
     "top_k without draws": (["ckpt=x", "prompt=a", "temperature=0", "top_k=3"], "`top_k` must be left alone with temp"),
     "an infinite temperature": (["ckpt=x", "prompt=a", "temperature=inf"], "`temperature` must be a finite number"),
     "a seed below 0": (["ckpt=x", "prompt=a", "seed=-1"], "`seed` must be at least 0 and below 2^63, but is -1"),

@@ -14,17 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..checkpoint import TOKENIZER_FOLDER
-from ..checkpoint.hf_config import config_from_hf, read_hf_config
-from ..checkpoint.reshard import find_checkpoint
-from ..config import TransformerConfig
-from ..data.tokenizer import END_OF_TEXT, Tokenizer, load_published_tokenizer
-from ..data_config import TokenizerConfig
-from ..generate_config import GenerateConfig, GenerateTokenizer
+from ..data.tokenizer import END_OF_TEXT, Tokenizer
+from ..generate_config import GenerateConfig
 from ..parallel import ParallelContext
 from .generation import Display, Generator, as_json, in_batches
-from .loading import evaluation_groups, find_config, find_tokenizer_beside, load_model
+from .loading import describe_checkpoint, evaluation_groups, find_tokenizer_beside, load_model
 from .prompts import Prompt, PromptReader, Row, read_prompts
+from .tokenizer_choice import choose_tokenizer, open_given
 
 MISTAKE = 2  # exit code of a rank that met what the user must mend, as in the door
 A_WEEK = timedelta(days=7)  # how long ranks wait for a person to type
@@ -51,13 +47,14 @@ def prepare(config: GenerateConfig) -> GenerateJob:
         ValueError: a checkpoint that is missing, damaged or no GPT, or that `tp_size` does not divide; a tokenizer that
             is missing or not the model's; a prompt that cannot be used; an `out` that exists or cannot be made.
     """
-    model, beside = _describe(config.ckpt)
+    given = open_given(config.tokenizer)
+    model, beside = describe_checkpoint(config.ckpt)
     if model.architecture != "gpt":
         raise ValueError(f"`ckpt` must be a GPT, which goes on from left to right, but {config.ckpt} is a BERT")
     model.check_tensor_parallel(config.parallel.tp_size)
     if config.accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("`accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
-    tokenizer = _open_tokenizer(config.tokenizer, beside, model)
+    tokenizer = choose_tokenizer(given, find_tokenizer_beside(beside, model), model, config.ckpt)
     reader = PromptReader(tokenizer, model, config.max_new_tokens, config.num_samples)
     if config.out is not None:
         _check_out(Path(config.out))
@@ -66,32 +63,6 @@ def prepare(config: GenerateConfig) -> GenerateJob:
         texts = [("prompt", config.prompt)] if config.file is None else read_prompts(config.file)
         prompts = [reader.read(text, name) for name, text in texts]
     return GenerateJob(config, reader, prompts)
-
-
-def _describe(ckpt: str) -> tuple[TransformerConfig, Path]:
-    """The model of a checkpoint, and the folder where its tokenizer would be."""
-    config, path = find_config(ckpt), find_checkpoint(ckpt)
-    if config is None:
-        return config_from_hf(read_hf_config(path / "config.json"), None), path
-    return config, path.parent / TOKENIZER_FOLDER
-
-
-def _open_tokenizer(asked: GenerateTokenizer, beside: Path, model: TransformerConfig) -> Tokenizer:
-    """The tokenizer that is asked for, else the one beside the checkpoint."""
-    if asked.kind is not None or asked.path is not None:
-        tokenizer = load_published_tokenizer(TokenizerConfig("gpt2", path=asked.path, name=asked.name), "gpt")
-    else:
-        tokenizer = find_tokenizer_beside(beside, model)
-    if tokenizer is None:
-        raise ValueError(f"`tokenizer.path` must be given, because no tokenizer lies in {beside}")
-    multiple = model.vocab_multiple
-    # A model may have been given a few ids more than its tokenizer has, to a round number.
-    if not model.padded_vocab_size - multiple < tokenizer.vocab_size <= model.vocab_size:
-        raise ValueError(
-            f"the tokenizer in {asked.path or asked.name or beside} must be that of the model, which has "
-            f"{model.vocab_size} ids, but has {tokenizer.vocab_size}"
-        )
-    return tokenizer
 
 
 def _check_out(path: Path) -> None:

@@ -56,8 +56,7 @@ def prepare(config: ZeroShotConfig) -> ZeroShotJob:
     refuse_other_record(config.run_dir)
     given = open_given(config.tokenizer)
     model, beside = describe_checkpoint(config.ckpt)
-    if model.architecture != "gpt":
-        raise ValueError(f"`ckpt` must be a GPT, which predicts the next token, but {config.ckpt} is a BERT")
+    _check_architecture(model, config.ckpt)
     model.check_tensor_parallel(config.parallel.tp_size)
     if config.accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("`accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
@@ -70,18 +69,27 @@ def prepare(config: ZeroShotConfig) -> ZeroShotJob:
 
 
 def count(config: ZeroShotConfig) -> dict[str, int]:
-    """What would be scored; a checkpoint serves for its tokenizer alone.
+    """What would be scored; of a checkpoint only sizes and tokenizer are looked at.
 
     Raises:
-        ValueError: no tokenizer, or a file that cannot be scored.
+        ValueError: no tokenizer, a file that cannot be scored, or a checkpoint that could not score it.
     """
     tokenizer: Tokenizer | None = open_given(config.tokenizer)
     if config.ckpt is not None:
         model, beside = describe_checkpoint(config.ckpt)
+        _check_architecture(model, config.ckpt)
         tokenizer = choose_tokenizer(tokenizer, find_tokenizer_beside(beside, model), model, config.ckpt)
     if tokenizer is None:
         raise ValueError("`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER) where `ckpt` is not")
-    return read_task(config.task, tokenizer).counts
+    task = read_task(config.task, tokenizer)
+    if config.ckpt is not None:
+        _check_fit(task, model)
+    return task.counts
+
+
+def _check_architecture(model: TransformerConfig, ckpt: str) -> None:
+    if model.architecture != "gpt":
+        raise ValueError(f"`ckpt` must be a GPT, which predicts the next token, but {ckpt} is a BERT")
 
 
 def _check_fit(task: WikiText103 | Lambada, model: TransformerConfig) -> None:
@@ -139,7 +147,7 @@ def _evaluate(job: ZeroShotJob, context: ParallelContext, device: torch.device) 
     answers = []
     if isinstance(task, Lambada):
         answers = answer_passages(loaded.model, task.passages, config.micro_batch_tokens, job.banned, news)
-        metrics = _lambada_metrics(task, answers, with_filter=bool(job.banned))
+        metrics = _lambada_metrics(task, answers, with_filter=config.task.stop_word_filter)
     else:
         losses = measure_losses(loaded.model, task.tokens, task.windows, config.micro_batch_tokens, news)
         metrics = _wikitext_metrics(task, losses.tolist())

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..config import TransformerConfig
+from ..config import NormOrder, TransformerConfig
 from ..data.tokenizer import Tokenizer
 from ..report.ledger import GPT_MODELS, PAPER_STEPS
 from ..zero_shot_config import LambadaConfig, WikiText103Config
@@ -16,6 +16,7 @@ from .windows import Windows
 WIKITEXT_WORDS = {"test": 245_566, "validation": 217_642}
 LAMBADA_PASSAGES = 5_153
 PAPER_TARGETS = 270_329  # T of the test file with GPT-2's tokenizer, appendix E
+PAPER_VOCABULARY = 50_257  # ids of GPT-2's tokenizer
 
 
 @dataclass(frozen=True)
@@ -108,5 +109,6 @@ def find_evidence(task: WikiText103 | Lambada, model: TransformerConfig, step: i
         as_in_paper = (windows.num_targets, windows.window, windows.stride) == (PAPER_TARGETS, 1024, 32)
     else:
         as_in_paper = task.form == "openai"  # the raw text, section 5.2
+    as_in_paper = as_in_paper and model.vocab_size == PAPER_VOCABULARY and model.norm_order is NormOrder.PRE
     is_run = as_in_paper and task.split == "test" and step == PAPER_STEPS and paper_size is not None
     return "run" if is_run else "scaled_down", paper_size
