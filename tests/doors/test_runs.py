@@ -208,13 +208,13 @@ def test_a_signal_ends_a_single_process_in_one_line(tmp_path, number, code) -> N
 
 
 def test_every_python_command_of_the_readme_runs(tmp_path) -> None:
-    """In their order, training with a tiny model and a few steps, `outputs/` elsewhere; what analysis/ has is asked for
-    help only (it has tests of its own); make targets exist; Slurm and conda lines are left alone."""
+    """In their order, training with a tiny model and a few steps, `outputs/` elsewhere, each script cold once; what
+    analysis/ has is asked for help only (it has tests of its own); make targets exist; Slurm, conda: not run."""
     blocks = (REPOSITORY / "README.md").read_text(encoding="utf-8").split("```bash\n")[1:]
     lines = [line.split("#")[0].strip() for block in blocks for line in block.split("```")[0].splitlines()]
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     small = [o for o in TINY if not o.startswith(("tokenizer", "data.seq"))] + ["micro_batch_size=1"]
-    count = 0
+    count, started = 0, set()
     for number, line in enumerate(line for line in lines if line):
         words = line.replace("outputs/", f"{tmp_path}/").split()
         if words[0] == "make":
@@ -231,9 +231,11 @@ def test_every_python_command_of_the_readme_runs(tmp_path) -> None:
             if "hydra.run.dir" not in given:
                 more.append(f"hydra.{'sweep' if '-m' in words else 'run'}.dir={tmp_path}/{number}")
         module = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
-        if more == ["--help"]:
-            done = warm.run([str(REPOSITORY / words[1]), *words[2:], *more], REPOSITORY, environment(), timeout=300)
+        script = words[1]
+        if words[0] == "python" and (more == ["--help"] or script in started):
+            done = warm.run([str(REPOSITORY / script), *words[2:], *more], REPOSITORY, environment(), timeout=300)
         else:
+            started.add(script)
             command = [sys.executable, *module, *words[1:], *more]
             done = subprocess.run(
                 command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=300

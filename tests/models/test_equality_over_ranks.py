@@ -47,7 +47,9 @@ def _run_all(rank: int, tp_size: int, sequence_parallel: bool) -> tuple[list, li
 LAYOUTS = {"tp2": (2, False), "tp4": (4, False), "tp2 sequence": (2, True), "tp4 sequence": (4, True)}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module", params=["tp2", "tp4", "tp2 sequence", pytest.param("tp4 sequence", marks=pytest.mark.slow)]
+)
 def results_by_rank(request) -> list[tuple[list, list]]:
     """All models in one start of the processes, which costs more than the models."""
     return run_ranks(_run_all, LAYOUTS[request.param][0], *LAYOUTS[request.param])

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..config import BatchConfig
 from ..data_config import DataConfig
-from .bert_dataset import BERTDataset
+from .bert_dataset import IGNORE_LABEL, BERTDataset
 from .blend import Blend
 from .gpt_dataset import GPTDataset, ShuffledGPTDataset
 from .prepared import CorpusPart, PreparedCorpus
@@ -75,8 +75,8 @@ class PretrainDataModule(L.LightningDataModule):
     are micro-batches; the first `num_validation_samples` sequences of the validation part, each on one data rank.
 
     A micro-batch is a dict of tensors: GPT `tokens`, `labels` int64 [b, s]; BERT also `token_types`, `attention_mask`
-    [b, s], `sop_labels` [b]; both `sample_numbers` int64 [b], counted over the whole run, and `sample_indices` int64
-    [b], places in the dataset.
+    [b, s], `sop_labels` [b] and, as it travels, `scored` [m], where the flattened labels are not -100; both
+    `sample_numbers` int64 [b], counted over the whole run, and `sample_indices` int64 [b], places in the dataset.
 
     Args:
         completed_steps, an attribute set by the training loop: where the next training loader begins. It is saved with
@@ -168,6 +168,14 @@ class PretrainDataModule(L.LightningDataModule):
             generator=torch.Generator().manual_seed(0),
             **kwargs,
         )
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Note a BERT's scored positions while the labels are still the host's: no GPU has to be waited for."""
+        for micro_batch in batch if isinstance(batch, list) else [batch]:
+            if "sop_labels" in micro_batch:
+                is_scored = micro_batch["labels"].flatten() != IGNORE_LABEL
+                micro_batch["scored"] = is_scored.nonzero().squeeze(1)
+        return batch
 
     def state_dict(self) -> dict[str, int]:
         """Sequences consumed so far; with the seed, the whole state of the data order."""

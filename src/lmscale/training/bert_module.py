@@ -1,12 +1,9 @@
 """Pretraining BERT: masked language model and sentence order."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models import scored_positions
 from ..parallel import IGNORE_LABEL
 from .module import PretrainModule
 
@@ -15,7 +12,8 @@ class BERTModule(PretrainModule):
     """Loss: cross-entropy of the masked tokens plus that of the sentence order, equally weighted (section 5.3).
 
     A micro-batch has `tokens`, `token_types` and `labels` (-100 where not masked), int64 [b, s]; `attention_mask` bool
-    [b, s]; `sop_labels` int64 [b], 1 where the sentences are swapped; `sample_numbers` int64 [b].
+    [b, s]; `sop_labels` int64 [b], 1 where the sentences are swapped; `scored` int64 [m], the places of the labels that
+    are not -100; `sample_numbers` int64 [b].
     """
 
     loss_terms = ("lm", "order")
@@ -32,9 +30,3 @@ class BERTModule(PretrainModule):
         wide = order_logits.to(masked.dtype)  # fp32 for half types, like the token losses
         order = F.cross_entropy(wide, batch["sop_labels"], reduction="sum")
         return torch.stack([masked, order])
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Note the scored positions of each micro-batch while the labels are still the host's."""
-        for micro_batch in batch if isinstance(batch, list) else [batch]:
-            micro_batch["scored"] = scored_positions(micro_batch["labels"])
-        return batch
