@@ -3,9 +3,11 @@
     python analysis/tokenize_cost.py
 
 Tokenizes real text (RACE passages; folder of the data sets in $LMSCALE_DATA or ../shared/data) in turn with the stage,
-from its parquet input to .bin and .idx files, and with the bare `tokenizers` library, which encodes the same texts in
-batches and keeps nothing: with GPT-2's and BERT's published vocabularies, on one core and on two (two tasks against
-two threads). Prints medians and writes a record: CPU time, of which a busy machine takes nothing away, and wall time.
+from its parquet input to .bin and .idx files, and with the bare `tokenizers` library, which encodes the same sequences
+in batches and keeps nothing: with GPT-2's and BERT's published vocabularies, on one core and on two (two tasks against
+two threads). BERT's sequences are sentences, which the stage finds and the bare library is given; `documents` is the
+bare library on BERT's documents, uncut. Prints medians and writes a record: CPU time, of which a busy machine takes
+less away, and wall time.
 """
 
 import argparse
@@ -20,8 +22,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARDS, ROUNDS, MEGABYTES = 2, 3, 20
+SHARDS, ROUNDS, MEGABYTES = 2, 3, 40
 CLOCKS = ("wall", "cpu")
+WAYS = {"gpt": ("bare", "stage"), "bert": ("bare", "documents", "stage")}
 VOCABULARIES = {"gpt": ("gpt2", "gpt2-bpe"), "bert": ("bert", "bert-uncased")}
 
 
@@ -84,27 +87,31 @@ def tokenize_stage(root: Path, architecture: str, shards: list[int]) -> tuple[fl
     return since(start)
 
 
-def tokenize_bare(root: Path, shards: list[int]) -> tuple[float, float]:
-    """Wall and CPU seconds that the bare library takes to encode the documents of `shards`, read beforehand."""
+def tokenize_bare(root: Path, way: str, architecture: str, shards: list[int]) -> tuple[float, float]:
+    """Wall and CPU seconds that the bare library takes to encode the sequences of `shards`, read and cut beforehand."""
     import pyarrow.parquet as pq
 
     from lmscale.corpus.tokenizing import TABLE_ROWS, TOKENIZER
     from lmscale.corpus.work_folder import WorkFolder
+    from lmscale.data.sentences import split_sentences
     from lmscale.data.tokenizer import read_tokenizer
 
     folder = WorkFolder(root)
     texts = [t for s in shards for t in pq.read_table(folder.shard_file("sorted", s, "parquet"))["text"].to_pylist()]
+    rows = [texts[first : first + TABLE_ROWS] for first in range(0, len(texts), TABLE_ROWS)]
+    if way == "bare" and architecture == "bert":
+        rows = [[sentence for text in some for sentence in split_sentences(text)] for some in rows]
     inner = read_tokenizer(folder.path(TOKENIZER)).inner
     start = clocks()
-    for first in range(0, len(texts), TABLE_ROWS):
-        inner.encode_batch_fast(texts[first : first + TABLE_ROWS], add_special_tokens=False)
+    for some in rows:
+        inner.encode_batch_fast(some, add_special_tokens=False)
     return since(start)
 
 
 def measure(root: Path, architecture: str, way: str, cores: int) -> tuple[float, float]:
     """Wall and CPU seconds of one way over the whole text, in fresh processes; a core is a task or a thread."""
     tasks = [[0], [1]] if (way, cores) == ("stage", 2) else [[0, 1]]
-    threads = str(cores if way == "bare" else 1)
+    threads = str(1 if way == "stage" else cores)
     settings = os.environ | {"RAYON_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": str(threads != "1").lower()}
     command = [sys.executable, __file__, "--measure", way, architecture, str(root)]
     started = [
@@ -122,10 +129,10 @@ def main() -> int:
     if sys.argv[1:2] == ["--measure"]:
         way, architecture, root, *shards = sys.argv[2:]
         numbers = [int(shard) for shard in shards]
-        found = (
-            tokenize_stage(Path(root), architecture, numbers) if way == "stage" else tokenize_bare(Path(root), numbers)
-        )
-        print(*found)
+        if way == "stage":
+            print(*tokenize_stage(Path(root), architecture, numbers))
+        else:
+            print(*tokenize_bare(Path(root), way, architecture, numbers))
         return 0
     from lmscale.results import new_record, write_record
 
@@ -143,7 +150,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             lay_out(Path(name), texts, architecture, data)
             for cores in (1, 2):
-                seconds: dict[str, list[tuple[float, float]]] = {"bare": [], "stage": []}
+                seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS[architecture]}
                 for _ in range(ROUNDS):
                     for way in seconds:
                         seconds[way].append(measure(Path(name), architecture, way, cores))
@@ -152,8 +159,9 @@ def main() -> int:
                     medians = {w: statistics.median(found[clock] for found in f) for w, f in seconds.items()}
                     for way, median in medians.items():
                         metrics[f"{key}/{way}/{CLOCKS[clock]}"] = {"value": size_mb / median, "unit": unit}
-                    ratio = {"value": medians["bare"] / medians["stage"], "unit": "stage / bare"}
-                    metrics[f"{key}/ratio/{CLOCKS[clock]}"] = ratio
+                    for way in WAYS[architecture][:-1]:
+                        ratio = {"value": medians[way] / medians["stage"], "unit": f"stage / {way}"}
+                        metrics[f"{key}/ratio_to_{way}/{CLOCKS[clock]}"] = ratio
     config = {"rounds": ROUNDS, "tasks": SHARDS, "vocabularies": VOCABULARIES}
     record = new_record("tokenize_cost", "run", config=config, seed=None, metrics=metrics, device="cpu")
     write_record(record, options.record)
