@@ -230,6 +230,8 @@ def test_every_python_command_of_the_readme_runs(tmp_path) -> None:
             more = [o for o in small if o.split("=")[0] not in given]
             if "hydra.run.dir" not in given:
                 more.append(f"hydra.{'sweep' if '-m' in words else 'run'}.dir={tmp_path}/{number}")
+        elif "finetune/run.py" in words:
+            more = [o for o in ("trainer.num_epochs=1", "trainer.max_train_examples=8") if o.split("=")[0] not in given]
         module = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
         script = words[1]
         if words[0] == "python" and (more == ["--help"] or script in started):
