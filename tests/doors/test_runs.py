@@ -207,6 +207,7 @@ def test_a_signal_ends_a_single_process_in_one_line(tmp_path, number, code) -> N
             process.kill()
 
 
+@pytest.mark.slow
 def test_every_python_command_of_the_readme_runs(tmp_path) -> None:
     """In their order, training with a tiny model and a few steps, `outputs/` elsewhere, each script cold once; what
     analysis/ has is asked for help only (it has tests of its own); make targets exist; Slurm, conda: not run."""
