@@ -15,9 +15,10 @@ from typing import Any
 
 from lmscale.config import ParallelConfig, Recompute, TransformerConfig
 from lmscale.perf.cluster import Cluster
+from lmscale.perf.job import Job, Layout
 from lmscale.perf.memory import GIB
 from lmscale.perf.params import count_parameters
-from lmscale.perf.plan import Job, Layout, make_plan
+from lmscale.perf.plan import make_plan
 from lmscale.perf.search import rank_layouts, smallest_need
 from lmscale.perf.step_time import Techniques, predict_step_time
 from lmscale.plan_config import load_cluster

@@ -7,7 +7,8 @@ import hydra
 from omegaconf import DictConfig
 
 from lmscale.door import open_door, run_task
-from lmscale.perf.plan import Layout, describe_shortage
+from lmscale.perf.job import Layout
+from lmscale.perf.plan import describe_shortage
 from lmscale.perf.plan_table import format_plan, format_ranking, plan_to_dict, ranking_to_dict
 from lmscale.perf.search import largest_number, rank_layouts, way_out
 from lmscale.plan_config import PlanConfig

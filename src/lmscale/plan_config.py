@@ -2,15 +2,17 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from .config import Recompute, TransformerConfig, require_positive
 from .from_plain import build, keys_of
 from .perf.cluster import Cluster
-from .perf.plan import Job, Layout, Plan, describe_shortage, make_plan
-from .perf.search import tensor_sizes, way_out
+from .perf.job import Job, Layout, smallest_layout
+from .perf.plan import Plan, describe_shortage, make_plan
+from .perf.search import way_out
 from .run_config import STAND_IN_VOCAB_SIZE, ParallelRequest
-from .training_config import PrecisionConfig
+from .training_config import PrecisionConfig, require_matmul_precision
 
 # Groups a recipe fills that cost nothing: a command line of train.py can be planned as it is.
 _OF_TRAINING_ALONE = ("optimizer", "schedule", "checkpoint", "logger", "run_dir", "overrides")
@@ -32,9 +34,11 @@ class PlanTrainer:
     """`trainer=`: as much of it as costs something."""
 
     max_steps: int
+    matmul_precision: str = "medium"
 
     def __post_init__(self) -> None:
         require_positive(self, "max_steps")
+        require_matmul_precision(self.matmul_precision)
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class PlanConfig:
 
     Args:
         model: the fields of `TransformerConfig`, and `name`.
-        parallel: sizes or `auto`: the smallest tp_size that fits; the largest dp_size the devices and the batch allow.
+        parallel: sizes or `auto`: the smallest power of two that fits, as in a run; the largest dp_size the devices and
+            the batch allow.
         cluster: where it would run.
         num_devices: the job may use; None: all of the cluster. A search uses exactly as many, with None as many as any
             layout can.
@@ -70,6 +75,10 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "global_batch_size", "top")
+        peaks = self.cluster.peaks
+        if peaks.tf32 is not None and self.trainer.matmul_precision != "highest":  # as the run multiplies
+            peaks = dataclasses.replace(peaks, fp32=peaks.tf32)
+            object.__setattr__(self, "cluster", dataclasses.replace(self.cluster, peaks=peaks))
         if self.num_devices is not None:
             require_positive(self, "num_devices")
             if self.num_devices > self.cluster.num_devices:
@@ -131,6 +140,11 @@ class PlanConfig:
             if other != dtype:
                 notes.append(f"a {self.cluster.device} has no {dtype}: planned with precision={other}")
             dtype = other
+        if self.cluster.is_gpu and not self.cluster.calibration.fused_attention and config.attention == "sdpa":
+            notes.append(
+                f"step times on {self.cluster.name} are of software whose attention passes its scores through memory, "
+                "bytes and FLOPs of model.attention=sdpa"
+            )
         self.cluster.peak_flops_per_s(dtype)
         return Job(config, self.global_batch_size, self.data.seq_length, dtype, self.trainer.max_steps), notes
 
@@ -166,24 +180,27 @@ class PlanConfig:
 
     def _layout(self, job: Job) -> Layout:
         """The layout asked for, with `auto` filled in."""
-        tp_size, dp_size, mode = self.parallel.tp_size, self.parallel.dp_size, job.config.recompute
+        tp_size, dp_size, asked = self.parallel.tp_size, self.parallel.dp_size, job.config.recompute
 
-        def filled(tp: int) -> Layout:
+        def filled(tp: int, mode: Recompute = asked) -> Layout:
             dp = self._dp_size(tp) if dp_size == "auto" else dp_size
             return Layout(tp, dp, self.micro_batch_size, mode, self.parallel.sequence_parallel)
 
+        def possible(tp: int, mode: Recompute) -> Layout | None:
+            layout = filled(tp, mode)
+            divides = self.global_batch_size % (self.micro_batch_size * layout.dp_size) == 0
+            divides = divides and not (layout.grid.cuts_sequence and job.seq_length % tp)
+            return layout if divides and layout.grid.world_size <= self.machine.num_devices else None
+
         if tp_size != "auto":
             return filled(tp_size)
-        least = Recompute.FULL if self.find_recompute else mode
-        for tp in tensor_sizes(job, self.machine.num_devices):
-            layout = filled(tp)
-            try:
-                if make_plan(job, dataclasses.replace(layout, recompute=least), self.machine).missing_bytes <= 0:
-                    return layout
-            except ValueError:  # more devices than there are, or the batch does not divide
-                continue
+        largest, usable, modes = self.machine.num_devices, self.machine.usable_bytes, list(Recompute)
+        for mode in modes[modes.index(asked) :] if self.find_recompute else [asked]:
+            found = smallest_layout(job, partial(possible, mode=mode), usable, self.cluster.is_gpu, largest)
+            if found is not None:
+                return filled(found.tp_size)
         raise ValueError(
-            "`parallel.tp_size`=auto found none that divides the model and fits; "
+            "`parallel.tp_size`=auto found none: no power of two divides the model and fits; "
             f"{way_out(job, filled(1), self.machine)}"
         )
 

@@ -117,10 +117,13 @@ class TrainerConfig:
                 raise ValueError(f"`trainer.{name}` must be at least 0, but is {getattr(self, name)}")
         if self.accelerator not in ("auto", "cpu", "gpu"):
             raise ValueError(f"`trainer.accelerator` must be one of auto, cpu, gpu, but is {self.accelerator!r}")
-        if self.matmul_precision not in ("highest", "high", "medium"):
-            raise ValueError(
-                f"`trainer.matmul_precision` must be one of highest, high, medium, but is {self.matmul_precision!r}"
-            )
+        require_matmul_precision(self.matmul_precision)
+
+
+def require_matmul_precision(value: str) -> None:
+    """Refuse what torch.set_float32_matmul_precision does not know."""
+    if value not in ("highest", "high", "medium"):
+        raise ValueError(f"`trainer.matmul_precision` must be one of highest, high, medium, but is {value!r}")
 
 
 @dataclass(frozen=True)

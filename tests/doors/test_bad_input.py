@@ -10,6 +10,7 @@ import pytest
 from door import TINY, train
 
 from lmscale.config import TransformerConfig
+from lmscale.perf.job import usable_bytes
 from lmscale.perf.memory import estimate_memory
 from lmscale.run_config import ParallelRequest
 from lmscale.training import preflight
@@ -285,10 +286,16 @@ def test_a_run_stopped_before_its_first_checkpoint_goes_on_only_when_told_to(fin
 def test_tp_size_auto_does_not_choose_what_the_host_cannot_hold(monkeypatch, dp_size) -> None:
     """On a CPU the ranks share the memory, so that more of them do not need less."""
     config = TransformerConfig("gpt", 2, 64, 4, 2000, 32)
+    num_ranks = 1 if dp_size == "auto" else dp_size
     run = SimpleNamespace(
-        micro_batch_size=2, data=SimpleNamespace(seq_length=32), precision=SimpleNamespace(dtype="fp32")
+        micro_batch_size=2,
+        global_batch_size=2 * num_ranks,
+        data=SimpleNamespace(seq_length=32),
+        precision=SimpleNamespace(dtype="fp32"),
+        trainer=SimpleNamespace(max_steps=1),
     )
-    needed = estimate_memory(config, 1, 2, 32, "fp32", 1, False).total * (1 if dp_size == "auto" else dp_size)
+    estimate = estimate_memory(config, 1, 2, 32, "fp32", num_ranks, False, accumulates=False)
+    needed = (estimate.total - usable_bytes(0, on_gpu=False)) * num_ranks
     request = ParallelRequest("auto", dp_size)
     monkeypatch.setattr(preflight, "host_memory_available", lambda: int(1.01 * needed))
     assert preflight.resolve_layout(request, config, run, None, "cpu").tp_size == 1

@@ -83,6 +83,8 @@ def test_recomputation_adds_to_the_hardware_count_alone() -> None:
     [
         ("Tesla V100-SXM3-32GB", "fp16", 125.0),
         ("Tesla V100-SXM2-16GB", "fp32", 15.7),
+        ("Tesla V100-SXM3-32GB", "fp16", 125.0),
+        ("Tesla V100-SXM3-32GB-H", "fp16", 130.0),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
         ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
         ("NVIDIA H100 PCIe", "fp16", 756.0),

@@ -1,14 +1,16 @@
+import dataclasses
 import itertools
 
 import pytest
 import torch
 from paper_models import paper_model
 
-from lmscale.config import TransformerConfig
+from lmscale.config import Recompute, TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
 from lmscale.perf.flops import scored_tokens
-from lmscale.perf.memory import GIB, estimate_memory, smallest_layout
+from lmscale.perf.job import Job, Layout, rank_memory, smallest_layout, usable_bytes
+from lmscale.perf.memory import GIB, estimate_memory
 from lmscale.perf.params import count_parameters
 from lmscale.training.optimizer import MixedPrecisionAdamW
 from lmscale.training_config import OptimizerConfig, PrecisionConfig
@@ -165,18 +167,39 @@ def test_the_table_shows_every_part_and_the_total() -> None:
     assert lines[-1].endswith(f"{estimate.total / GIB:.3f} GiB") and len(lines) == 8
 
 
+def smallest(config: TransformerConfig, b: int, dtype: str, usable: int, **more: object) -> int | None:
+    job = Job(config, b, 1024, dtype, 1)
+    found = smallest_layout(job, lambda tp: Layout(tp, 1, b, config.recompute), usable, on_gpu=True, **more)
+    return found and found.tp_size
+
+
 def test_the_smallest_layout_is_the_first_power_of_two_that_fits() -> None:
     config = paper_model("gpt_8.3b")
-    needs = {p: estimate_memory(config, p, 4, 1024, "bf16").total for p in (1, 2, 4, 8, 16, 32)}
-    assert smallest_layout(config, 4, 1024, "bf16", needs[1]) == 1
-    assert smallest_layout(config, 4, 1024, "bf16", needs[1] - 1) == 2
-    assert smallest_layout(config, 4, 1024, "bf16", needs[4]) == 4
-    assert smallest_layout(config, 4, 1024, "bf16", needs[32] - 1) is None
-    assert smallest_layout(config, 4, 1024, "bf16", 3 * needs[4], ranks_sharing_device=3) == 4
+    needs = {p: estimate_memory(config, p, 4, 1024, "bf16", accumulates=False).total for p in (1, 2, 4, 8, 16, 32)}
+    assert smallest(config, 4, "bf16", needs[1]) == 1
+    assert smallest(config, 4, "bf16", needs[1] - 1) == 2
+    assert smallest(config, 4, "bf16", needs[4]) == 4
+    assert smallest(config, 4, "bf16", needs[32] - 1) is None
+    assert smallest(config, 4, "bf16", needs[4], largest=3) is None
 
 
 def test_a_layout_that_does_not_divide_the_model_is_never_proposed() -> None:
     config = paper_model("gpt_2.5b")  # 20 heads
-    needs = estimate_memory(config, 4, 4, 1024, "bf16").total
-    assert smallest_layout(config, 4, 1024, "bf16", needs) == 4
-    assert smallest_layout(config, 4, 1024, "bf16", needs - 1) is None
+    needs = estimate_memory(config, 4, 4, 1024, "bf16", accumulates=False).total
+    assert smallest(config, 4, "bf16", needs) == 4
+    assert smallest(config, 4, "bf16", needs - 1) is None
+
+
+def test_ranks_that_share_a_device_have_a_part_of_it_and_a_framework_each() -> None:
+    assert usable_bytes(12 * GIB, on_gpu=False, num_ranks=3) == int(3.5 * GIB)
+    assert usable_bytes(12 * GIB, on_gpu=True) == 10 * GIB
+    assert usable_bytes(GIB, on_gpu=True) < 0
+
+
+@pytest.mark.parametrize("global_batch_size, dp_size, accumulates", [(8, 2, False), (16, 2, True), (8, 1, True)])
+def test_a_ranks_gradients_wait_where_it_accumulates(global_batch_size: int, dp_size: int, accumulates: bool) -> None:
+    config = paper_model("gpt_355m")
+    job = Job(config, global_batch_size, 1024, "fp32", 1)
+    found = rank_memory(job, Layout(1, dp_size, 4, Recompute.FULL), on_gpu=True)
+    config = dataclasses.replace(config, recompute="full")
+    assert found == estimate_memory(config, 1, 4, 1024, "fp32", dp_size, accumulates=accumulates)

@@ -7,8 +7,9 @@ from paper_models import paper_model
 from test_step_time import CLUSTER
 
 from lmscale.config import Recompute
+from lmscale.perf.job import Job, Layout
 from lmscale.perf.memory import estimate_memory
-from lmscale.perf.plan import Job, Layout, make_plan
+from lmscale.perf.plan import make_plan
 from lmscale.perf.search import (
     largest_number,
     micro_batch_sizes,
@@ -66,11 +67,12 @@ def test_a_plan_fits_exactly_when_the_memory_estimate_does() -> None:
     assert plan.missing_bytes == total - 39 * 2**30
 
 
-def test_without_fused_attention_the_scores_are_counted_in_memory() -> None:
+def test_what_a_rank_keeps_follows_its_attention_whatever_the_step_times_are_of() -> None:
     exact, sdpa = (
         make_plan(job(attention=kind), Layout(2, 2, 4, Recompute.NONE), CLUSTER) for kind in ("exact", "sdpa")
     )
-    assert sdpa.needed_bytes == exact.needed_bytes
+    assert not CLUSTER.calibration.fused_attention
+    assert sdpa.needed_bytes < exact.needed_bytes and sdpa.time.elementwise == exact.time.elementwise
 
 
 def test_the_nearest_layout_is_the_one_asked_for_where_that_works() -> None:

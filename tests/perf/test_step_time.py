@@ -168,13 +168,17 @@ def test_a_type_the_devices_lack_and_a_share_that_cannot_be_are_refused() -> Non
         ({"reserved_gib": 40.0}, r"`reserved_gib` must be at least 0 and below `memory_gib` \(40.0\), but is 40.0"),
         ({"latency_us": -1.0}, "`latency_us` must be at least 0, but is -1.0"),
         ({"watts": 0.0}, "`watts` must be above 0, but is 0.0"),
-        ({"peaks": Peaks(fp16=0.0)}, "`fp16` must be above 0, but is 0.0"),
         ({"peaks": Peaks()}, "`peaks` must name the rate of one type at least"),
     ],
 )
 def test_a_cluster_that_cannot_be_is_refused(changes, words) -> None:
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(CLUSTER, **changes)
+
+
+def test_a_peak_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="`tf32` must be above 0, but is 0.0"):
+        Peaks(fp16=1.0, tf32=0.0)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,20 @@ EVIDENCE = ("fitted", "measured", "modelled")
 
 @dataclass(frozen=True)
 class Peaks:
-    """Dense matrix-product peaks of one device in TFLOP/s; None where it has no such type."""
+    """Dense matrix-product peaks of one device in TFLOP/s; None where it has no such type.
+
+    Args:
+        tf32: of fp32 products where `trainer.matmul_precision` lets them run in TF32; no type of its own.
+    """
 
     fp64: float | None = None
     fp32: float | None = None
     bf16: float | None = None
     fp16: float | None = None
+    tf32: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_above_zero(self, *(spec.name for spec in fields(self) if getattr(self, spec.name) is not None))
 
 
 @dataclass(frozen=True)
@@ -101,9 +109,6 @@ class Cluster:
             raise ValueError(f"`latency_us` must be at least 0, but is {self.latency_us!r}")
         if self.watts is not None:
             _require_above_zero(self, "watts")
-        for spec in fields(Peaks):
-            if getattr(self.peaks, spec.name) is not None:
-                _require_above_zero(self.peaks, spec.name)
         if not self.dtypes:
             raise ValueError("`peaks` must name the rate of one type at least, but all are null")
 

@@ -13,6 +13,9 @@ MASKED_SHARE = 0.15
 # (MIG slice, laptop, "Ti") stays unknown. First match counts.
 #                  words               fp16    bf16    TF32    fp32   fp64
 _PEAKS: tuple[tuple[tuple[str, ...], tuple[float | None, ...]], ...] = (
+    # The V100 of 450 W in a DGX-2H, "V100-SXM3-32GB-H": 30 % of its peak are the paper's 39 TFLOP/s (section 5.1); the
+    # other types in the proportion of NVIDIA's data sheets
+    (("V100", "SXM3", "H"), (130.0, None, None, 16.4, 8.2)),
     # NVIDIA V100 data sheet, 2020
     (("V100", "SXM2"), (125.0, None, None, 15.7, 7.8)),
     (("V100", "SXM3"), (125.0, None, None, 15.7, 7.8)),

@@ -1,4 +1,4 @@
-"""Bytes one rank needs to train, by formula: what it certainly needs, before a byte is allocated.
+"""Bytes one rank needs to train, by formula, before a byte is allocated.
 
 Legend: b micro-batch, s sequence, h hidden, f MLP width, n heads, v padded vocabulary, L layers, p tensor ranks, N
 parameters of the rank, e bytes of a weight. Left out: the framework itself and its device context, what its allocator
@@ -96,7 +96,7 @@ def estimate_memory(
     accumulates: bool = True,
     cuts_sequence: bool = False,
 ) -> MemoryEstimate:
-    """Bytes a rank needs for one training step, from below.
+    """Bytes a rank needs for one training step: within 5 % of those of all its tensors at the fullest moment.
 
     A layer keeps, of replicated tensors, 4 b s h e: inputs of both LayerNorms, of QKV and of the MLP; and 2 b s h of
     dropout masks. Of tensors cut over p it keeps (4 h + 2 f) b s e / p: Q, K, V, input of the output projection, input
@@ -210,35 +210,3 @@ def _in_flight_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, ow
     mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
     gone = 2 * own * h * e + mlp_width * b * s * e // tp_size + (own * h if config.hidden_dropout > 0 else 0)
     return max(of_mlp, int(scores / tp_size) - gone)
-
-
-def smallest_layout(
-    config: TransformerConfig,
-    micro_batch_size: int,
-    seq_length: int,
-    dtype: str,
-    device_bytes: int,
-    ranks_sharing_device: int = 1,
-    on_gpu: bool = True,
-) -> int | None:
-    """The smallest power of two as `tp_size` that divides the model and whose rank fits the memory it has.
-
-    Args:
-        device_bytes: memory of one device.
-        ranks_sharing_device: ranks that live in it; 1 where each rank has a device of its own, the local ranks of a
-            CPU host otherwise.
-        on_gpu: see `estimate_memory`.
-
-    Returns:
-        None where no such size fits.
-    """
-    tp_size = 1
-    while tp_size <= config.num_attention_heads:
-        try:
-            estimate = estimate_memory(config, tp_size, micro_batch_size, seq_length, dtype, on_gpu=on_gpu)
-        except ValueError:  # does not divide, and so does no larger power of two
-            return None
-        if estimate.total * ranks_sharing_device <= device_bytes:
-            return tp_size
-        tp_size *= 2
-    return None

@@ -3,54 +3,16 @@
 import dataclasses
 from dataclasses import dataclass
 
-from ..config import BatchConfig, ParallelConfig, Recompute, TransformerConfig
+from ..config import BatchConfig, Recompute
 from .cluster import Cluster
 from .communication import Collective, step_collectives
 from .flops import hardware_flops_per_step, model_flops_per_step
-from .memory import GIB, MemoryEstimate, estimate_memory
+from .job import Job, Layout, rank_memory
+from .memory import GIB, MemoryEstimate
 from .params import count_parameters
 from .step_time import AS_TRAINED, StepTime, Techniques, predict_step_time
 
 DAY_S = 86400
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is trained, and for how long; the layout is not part of it.
-
-    Args:
-        config: the model, with its recomputation.
-        global_batch_size: sequences of a step.
-        seq_length: tokens.
-        dtype: of weights, activations and gradients.
-        num_steps: optimizer steps of the run.
-    """
-
-    config: TransformerConfig
-    global_batch_size: int
-    seq_length: int
-    dtype: str
-    num_steps: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the ranks share a job: grid, micro-batch, recomputation and what is cut over the sequence."""
-
-    tp_size: int
-    dp_size: int
-    micro_batch_size: int
-    recompute: Recompute
-    sequence_parallel: bool = False
-
-    @property
-    def overrides(self) -> str:
-        """As it is typed for `train.py` and `plan.py`."""
-        return (
-            f"parallel.tp_size={self.tp_size} parallel.dp_size={self.dp_size} "
-            f"micro_batch_size={self.micro_batch_size} model.recompute={self.recompute.value}"
-            + (" parallel.sequence_parallel=true" if self.sequence_parallel else "")
-        )
 
 
 @dataclass(frozen=True)
@@ -117,14 +79,13 @@ class Plan:
 def make_plan(job: Job, layout: Layout, cluster: Cluster, techniques: Techniques = AS_TRAINED) -> Plan:
     """Work out what `job` costs; a rank that does not fit its device is not refused here, see `Plan.missing_bytes`.
 
-    Where a GPU has no fused attention the scores pass through memory and are kept for the backward pass, so attention
-    counts as `exact` there.
+    Bytes and FLOPs are of this project's code, whatever software the cluster's step times are of.
 
     Raises:
         ValueError: more devices than the cluster has; a grid that does not divide the model or the batch; a type that
             the devices do not have.
     """
-    grid = ParallelConfig(layout.tp_size, layout.dp_size, layout.sequence_parallel)
+    grid = layout.grid
     if grid.world_size > cluster.num_devices:
         raise ValueError(
             f"`tp_size` x `dp_size` must be at most the {cluster.num_devices:,} devices of {cluster.name}, "
@@ -136,25 +97,9 @@ def make_plan(job: Job, layout: Layout, cluster: Cluster, techniques: Techniques
             f"but is {job.seq_length}"
         )
     batch = BatchConfig(layout.micro_batch_size, job.global_batch_size, layout.dp_size)
-    config = job.config
-    if cluster.is_gpu and not cluster.calibration.fused_attention:
-        config = dataclasses.replace(config, attention="exact")
-    by_mode = {mode: dataclasses.replace(config, recompute=mode) for mode in Recompute}
-    config = by_mode[layout.recompute]
-    memory = {
-        mode: estimate_memory(
-            changed,
-            grid.tp_size,
-            batch.micro_batch_size,
-            job.seq_length,
-            job.dtype,
-            grid.dp_size,
-            cluster.is_gpu,
-            accumulates=batch.num_micro_batches > 1,
-            cuts_sequence=grid.cuts_sequence,
-        )
-        for mode, changed in by_mode.items()
-    }
+    config = dataclasses.replace(job.config, recompute=layout.recompute)
+    by_mode = {mode: dataclasses.replace(layout, recompute=mode) for mode in Recompute}
+    memory = {mode: rank_memory(job, changed, cluster.is_gpu) for mode, changed in by_mode.items()}
     time = predict_step_time(
         config,
         grid,

@@ -42,7 +42,11 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
         "days": plan.days,
         "energy_mwh": plan.energy_mwh,
         "cluster": plan.cluster.name,
-        "evidence": {"counts": "exact", "memory": "counted, from below", "time": plan.cluster.calibration.evidence},
+        "evidence": {
+            "counts": "exact",
+            "memory": "counted, within 5 % of tracked tensors",
+            "time": plan.cluster.calibration.evidence,
+        },
         "notes": notes,
     }
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from ..config import Recompute
 from .cluster import Cluster
+from .job import Job, Layout
 from .memory import GIB
-from .plan import Job, Layout, Plan, make_plan
+from .plan import Plan, make_plan
 
 LARGEST_MICRO_BATCH = 64
 _MODES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)

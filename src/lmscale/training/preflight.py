@@ -1,16 +1,18 @@
 """Everything that can be refused before a process is started or a tensor allocated."""
 
+import dataclasses
 import importlib.util
 import os
 from pathlib import Path
 
 import torch
 
-from ..config import ParallelConfig, TransformerConfig
+from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..data.indexed_corpus import check_indexed
 from ..data.sources import check_corpus
 from ..data.tokenizer import check_tokenizer
-from ..perf.memory import estimate_memory, smallest_layout
+from ..perf.job import Job, Layout, rank_memory, smallest_layout, usable_bytes
+from ..perf.memory import GIB
 from ..run_config import STAND_IN_VOCAB_SIZE, ParallelRequest, RunConfig
 from .launch import World, resolve_accelerator, world_from_outside
 from .resuming import find_checkpoint
@@ -88,18 +90,17 @@ def resolve_layout(
     tp_size, dp_size = request.tp_size, request.dp_size
     devices = world.size if world is not None else torch.cuda.device_count() if accelerator == "gpu" else None
     if tp_size == "auto":
-        ranks = 1
-        if accelerator == "cpu":  # the local ranks share the host's memory
+        on_gpu, ranks = accelerator == "gpu", 1
+        if not on_gpu:  # the local ranks share the host's memory
             ranks = world.local_size if world is not None else 1 if dp_size == "auto" else dp_size
-        tp_size = smallest_layout(
-            config,
-            run.micro_batch_size,
-            run.data.seq_length,
-            run.precision.dtype,
-            device_memory(accelerator),
-            ranks,
-            on_gpu=accelerator == "gpu",
-        )
+
+        def layout_at(tp: int) -> Layout:
+            dp = max(1, (devices or 1) // tp) if dp_size == "auto" else dp_size
+            return Layout(tp, dp, run.micro_batch_size, config.recompute, request.sequence_parallel)
+
+        usable = usable_bytes(device_memory(accelerator), on_gpu, ranks)
+        found = smallest_layout(_job(config, run), layout_at, usable, on_gpu)
+        tp_size = None if found is None else found.tp_size
         # Where the ranks are started here, more of them need more of the one host's memory, never less.
         if tp_size is None or (tp_size > 1 and accelerator == "cpu" and world is None):
             raise ValueError(
@@ -133,39 +134,36 @@ def check_memory(
         ValueError: with the bytes needed a rank, the bytes there and the smallest tp_size that would fit devices of
             this size.
     """
-    dtype, seq_length = run.precision.dtype, run.data.seq_length
-    on_gpu = accelerator == "gpu"
-    estimate = estimate_memory(
-        config,
-        layout.tp_size,
-        run.micro_batch_size,
-        seq_length,
-        dtype,
-        layout.dp_size,
-        on_gpu,
-        cuts_sequence=layout.cuts_sequence,
-    )
+    on_gpu, job = accelerator == "gpu", _job(config, run)
+    asked = Layout(layout.tp_size, layout.dp_size, run.micro_batch_size, config.recompute, layout.sequence_parallel)
     sharing = 1
-    if accelerator == "cpu":
+    if not on_gpu:
         sharing = world.local_size if world is not None else layout.world_size
-    there = device_memory(accelerator)
-    if estimate.total * sharing <= there:
+    there, needed = device_memory(accelerator), rank_memory(job, asked, on_gpu).total
+    if needed <= usable_bytes(there, on_gpu, sharing):
         return
-    fits = smallest_layout(config, run.micro_batch_size, seq_length, dtype, there, 1, on_gpu)
-    device = "host" if accelerator == "cpu" else "GPU"
+    fits = smallest_layout(job, lambda tp: dataclasses.replace(asked, tp_size=tp), usable_bytes(there, on_gpu), on_gpu)
+    device = "GPU" if on_gpu else "host"
     way_out = (
-        f"the smallest layout that fits is parallel.tp_size={fits} on {fits} {device}s of this size"
-        if fits is not None and (fits > layout.tp_size or sharing > 1)
+        f"the smallest layout that fits is parallel.tp_size={fits.tp_size} parallel.dp_size={fits.dp_size} on "
+        f"{fits.grid.world_size} {device}s of this size"
+        if fits is not None and (fits.tp_size > layout.tp_size or sharing > 1)
         else "no tp_size that divides this model fits devices of this size"
     )
-    if run.model.get("recompute") != "full":
+    if config.recompute is not Recompute.FULL:
         way_out += "; model.recompute=full and a smaller micro_batch_size need less"
+    reserved = -usable_bytes(0, on_gpu)
     raise ValueError(
-        f"the memory a rank needs must be at most what its {device} has: {run.name} at {dtype}, "
-        f"tp_size {layout.tp_size}, micro_batch_size {run.micro_batch_size} needs {estimate.total:,} bytes "
-        f"({estimate.total / 2**30:.1f} GiB) a rank x {sharing} rank(s) on this {device}, which has {there:,} "
-        f"({there / 2**30:.1f} GiB); {way_out}"
+        f"the memory a rank needs must be at most what its {device} has: {run.name} at {job.dtype}, "
+        f"tp_size {layout.tp_size}, micro_batch_size {run.micro_batch_size} needs {needed:,} bytes "
+        f"({needed / GIB:.1f} GiB) and {reserved / GIB:.1f} GiB for the framework a rank x {sharing} rank(s) on this "
+        f"{device}, which has {there:,} ({there / GIB:.1f} GiB); {way_out}"
     )
+
+
+def _job(config: TransformerConfig, run: RunConfig) -> Job:
+    """The run as the planner sees it."""
+    return Job(config, run.global_batch_size, run.data.seq_length, run.precision.dtype, run.trainer.max_steps)
 
 
 def device_memory(accelerator: str) -> int:

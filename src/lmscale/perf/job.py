@@ -1,0 +1,105 @@
+"""What a rank of a job holds and what its device leaves for it: one path for the planner and for a run's own check."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..config import ParallelConfig, Recompute, TransformerConfig
+from .memory import GIB, MemoryEstimate, estimate_memory
+
+# Of a device, what framework, context and fragments take before a tensor is made: on a GPU an allowance, on a CPU the
+# 0.3 GiB of a process that has imported torch and Lightning, and some of its own.
+GPU_RESERVED_GIB, CPU_RESERVED_GIB = 2.0, 0.5
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and for how long; the layout is not part of it.
+
+    Args:
+        config: the model, with its recomputation.
+        global_batch_size: sequences of a step.
+        seq_length: tokens.
+        dtype: of weights, activations and gradients.
+        num_steps: optimizer steps of the run.
+    """
+
+    config: TransformerConfig
+    global_batch_size: int
+    seq_length: int
+    dtype: str
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks share a job: grid, micro-batch, recomputation and what is cut over the sequence."""
+
+    tp_size: int
+    dp_size: int
+    micro_batch_size: int
+    recompute: Recompute
+    sequence_parallel: bool = False
+
+    @property
+    def grid(self) -> ParallelConfig:
+        """The ranks."""
+        return ParallelConfig(self.tp_size, self.dp_size, self.sequence_parallel)
+
+    @property
+    def overrides(self) -> str:
+        """As it is typed for `train.py` and `plan.py`."""
+        return (
+            f"parallel.tp_size={self.tp_size} parallel.dp_size={self.dp_size} "
+            f"micro_batch_size={self.micro_batch_size} model.recompute={self.recompute.value}"
+            + (" parallel.sequence_parallel=true" if self.sequence_parallel else "")
+        )
+
+
+def rank_memory(job: Job, layout: Layout, on_gpu: bool) -> MemoryEstimate:
+    """Bytes of one rank, see `estimate_memory`, with the recomputation of `layout`.
+
+    Raises:
+        ValueError: `layout.tp_size` does not divide the model.
+    """
+    return estimate_memory(
+        dataclasses.replace(job.config, recompute=layout.recompute),
+        layout.tp_size,
+        layout.micro_batch_size,
+        job.seq_length,
+        job.dtype,
+        layout.dp_size,
+        on_gpu,
+        accumulates=job.global_batch_size > layout.micro_batch_size * layout.dp_size,
+        cuts_sequence=layout.grid.cuts_sequence,
+    )
+
+
+def usable_bytes(memory_bytes: int, on_gpu: bool, num_ranks: int = 1) -> int:
+    """What a device's memory leaves each of the ranks that share it for its tensors; below 0 where nothing is left."""
+    return memory_bytes // num_ranks - int((GPU_RESERVED_GIB if on_gpu else CPU_RESERVED_GIB) * GIB)
+
+
+def smallest_layout(
+    job: Job, layout_at: Callable[[int], Layout | None], usable: int, on_gpu: bool, largest: int | None = None
+) -> Layout | None:
+    """The layout with the smallest power of two as `tp_size` that divides the model and whose rank fits.
+
+    Args:
+        layout_at: the layout that a `tp_size` would be run in; None where there is none.
+        usable: bytes of a device for a rank's tensors.
+        largest: tp_size to try; None: as many as there are heads.
+
+    Returns:
+        None where no such size fits.
+    """
+    tp_size, largest = 1, min(largest or job.config.num_attention_heads, job.config.num_attention_heads)
+    while tp_size <= largest:
+        layout = layout_at(tp_size)
+        try:
+            if layout is not None and rank_memory(job, layout, on_gpu).total <= usable:
+                return layout
+        except ValueError:  # does not divide, and so does no larger power of two
+            return None
+        tp_size *= 2
+    return None
