@@ -11,12 +11,8 @@ from sharding import small_config
 from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, cross_entropy
-from lmscale.perf.communication import (
-    GRADIENT_ALL_REDUCE_ELEMENTS,
-    micro_batch_collectives,
-    partial_parameters,
-    step_collectives,
-)
+from lmscale.perf.buckets import GRADIENT_ALL_REDUCE_ELEMENTS
+from lmscale.perf.communication import micro_batch_collectives, partial_parameters, step_collectives
 from lmscale.perf.flops import hardware_flops_per_step, rank_flops_per_micro_batch
 from lmscale.perf.memory import LOGITS_AT_ONCE
 from lmscale.perf.params import count_parameters

@@ -4,14 +4,14 @@ Legend: b micro-batch, s sequence, h hidden, L layers, N parameters of the rank,
 """
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
+from .buckets import gradient_pieces
 from .flops import recomputes_whole_layer, scored_tokens
 from .memory import BYTES, FP32_BYTES, LOGITS_AT_ONCE
-from .params import count_parameters
 
-GRADIENT_ALL_REDUCE_ELEMENTS = 2**26  # fp32 gradients are added over the data ranks in pieces of at most this many
 _GRADIENT_NORM_BYTES = 24  # sums of squares of sharded and replicated gradients, and a flag, in fp64
 
 
@@ -128,7 +128,7 @@ def step_collectives(
     """What one rank sends in one optimizer step.
 
     That of every micro-batch; 4 N bytes of gradients over the data group for half types (added in fp32), N e for
-    others (in DDP's buckets, counted here as one); with sequence parallelism the gradients of the `partial_parameters`
+    others, in their `gradient_pieces`; with sequence parallelism the gradients of the `partial_parameters`
     over the tensor group; the gradient norm over the tensor group. Left out: the few numbers of loss counts, of the
     watchdog and of the replica check.
 
@@ -144,7 +144,11 @@ def step_collectives(
         num_bytes = partial_parameters(config) * max(FP32_BYTES, BYTES[dtype])
         found.append(Collective("gradients of sequence shards", "all_reduce", "tensor", "gradients", 1, num_bytes))
     if layout.dp_size > 1:
-        found += _gradient_all_reduces(count_parameters(config, layout.tp_size).per_rank, dtype)
+        pieces = Counter(gradient_pieces(config, layout.tp_size, dtype))
+        what = (
+            "gradients, pieces of DDP" if BYTES[dtype] >= FP32_BYTES else "gradients in fp32, pieces of the optimizer"
+        )
+        found += [Collective(what, "all_reduce", "data", "gradients", n, size) for size, n in pieces.items()]
     if layout.tp_size > 1:
         found.append(Collective("gradient norm", "all_reduce", "tensor", "optimizer", 1, _GRADIENT_NORM_BYTES))
     return tuple(found)
@@ -167,13 +171,3 @@ def _loss_all_reduces(num_rows: int, num_columns: int, num_bytes: int) -> list[C
     return [
         Collective("loss", "all_reduce", "tensor", "forward", 3 * n, rows * num_bytes) for n, rows in pieces if n * rows
     ]
-
-
-def _gradient_all_reduces(num_parameters: int, dtype: str) -> list[Collective]:
-    if BYTES[dtype] >= FP32_BYTES:
-        pieces = [(1, num_parameters)]
-    else:
-        whole, rest = divmod(num_parameters, GRADIENT_ALL_REDUCE_ELEMENTS)
-        pieces = [(whole, GRADIENT_ALL_REDUCE_ELEMENTS), (1, rest)]
-    size = max(FP32_BYTES, BYTES[dtype])
-    return [Collective("gradients", "all_reduce", "data", "gradients", n, m * size) for n, m in pieces if n * m]

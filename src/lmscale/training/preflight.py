@@ -156,7 +156,7 @@ def check_memory(
     raise ValueError(
         f"the memory a rank needs must be at most what its {device} has: {run.name} at {job.dtype}, "
         f"tp_size {layout.tp_size}, micro_batch_size {run.micro_batch_size} needs {needed:,} bytes "
-        f"({needed / GIB:.1f} GiB) and {reserved / GIB:.1f} GiB for the framework a rank x {sharing} rank(s) on this "
+        f"({needed / GIB:.1f} GiB) a rank, and {reserved / GIB:.1f} GiB the framework, x {sharing} rank(s) on this "
         f"{device}, which has {there:,} ({there / GIB:.1f} GiB); {way_out}"
     )
 
