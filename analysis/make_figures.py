@@ -17,26 +17,15 @@ matplotlib.use("Agg")  # files, no window
 import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
+from matplotlib.patches import Patch
 
 from lmscale.from_plain import build
 from lmscale.perf.cluster import Cluster
-from lmscale.perf.flops import hardware_flops_per_step
-from lmscale.report.scaling import (
-    BASELINE_FLOPS_PER_S,
-    CELLS,
-    MICRO_BATCH,
-    PETAFLOPS_512,
-    SEQ_LENGTH,
-    SIZES,
-    Cell,
-    predict_cell,
-    study_model,
-    study_time,
-)
+from lmscale.report.scaling import BASELINE_FLOPS_PER_S
+from lmscale.report.scaling_figures import OURS, PAPER, figure_1_rows, figure_5_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "analysis" / "results" / "cost_model.json"
-PAPER, OURS = "paper", "lmscale, modelled"
 
 
 def fitted_cluster(record: Path = RECORD) -> Cluster:
@@ -45,55 +34,10 @@ def fitted_cluster(record: Path = RECORD) -> Cluster:
     return build(Cluster, values, "cluster.")
 
 
-def figure_5_rows(cluster: Cluster) -> pd.DataFrame:
-    """Weak scaling, % of linear: the paper's value, the model's, the difference and the role of every cell.
-
-    The one-GPU cell is 100 by definition.
-    """
-    first = Cell("Figure 5", "MP, 1 GPU", "1.2B", 16, 1, 1, 100.0, "text", "baseline")
-    rows = []
-    for cell in (first, *(cell for cell in CELLS if cell.table == "Figure 5")):
-        ours = predict_cell(cell, cluster)
-        rows.append(
-            {
-                "panel": "model parallel" if cell.dp_size == 1 else "model + data parallel",
-                "GPUs": cell.tp_size * cell.dp_size,
-                PAPER: cell.paper,
-                OURS: ours,
-                "difference": ours - cell.paper,
-                "role": cell.role,
-                "certainty": cell.certainty,
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-def figure_1_rows(cluster: Cluster) -> pd.DataFrame:
-    """PFLOP/s sustained: one V100, and the study's models with 64-way data parallelism.
-
-    The paper prints two of them, 39 TFLOP/s on one GPU and 15.1 PFLOP/s on 512; the others are its Figure 5 times the
-    one-GPU figure, by parameters.
-    """
-    rows = [{"GPUs": 1, PAPER: BASELINE_FLOPS_PER_S / 1e15, OURS: BASELINE_FLOPS_PER_S / 1e15, "certainty": "text"}]
-    for cell in CELLS:
-        if cell.table != "Figure 5" or cell.dp_size == 1:
-            continue
-        layers, hidden, _ = SIZES[cell.size]
-        config, num_gpus = study_model(layers, hidden, cell.heads), cell.tp_size * cell.dp_size
-        seconds = study_time(config, cell.tp_size, cell.dp_size, cluster).total
-        ours = hardware_flops_per_step(config, SEQ_LENGTH, MICRO_BATCH * cell.dp_size) / seconds / 1e15
-        printed = num_gpus == 512
-        paper = PETAFLOPS_512 if printed else cell.paper / 100 * num_gpus * BASELINE_FLOPS_PER_S / 1e15
-        rows.append({"GPUs": num_gpus, PAPER: paper, OURS: ours, "certainty": "text" if printed else "figure"})
-    table = pd.DataFrame(rows)
-    table["difference"] = table[OURS] / table[PAPER] - 1
-    return table
-
-
 def draw_figure_5(rows: pd.DataFrame, path: Path) -> None:
     """Two panels of bars, as in the paper."""
     sns.set_theme(style="whitegrid")
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), sharey=True)
     for axis, (panel, part) in zip(axes, rows.groupby("panel", sort=False), strict=True):
         tall = part.melt(id_vars=["GPUs", "role"], value_vars=[PAPER, OURS], var_name="source", value_name="percent")
         sns.barplot(tall, x="GPUs", y="percent", hue="source", ax=axis, palette="deep")
@@ -102,8 +46,11 @@ def draw_figure_5(rows: pd.DataFrame, path: Path) -> None:
             axis.bar_label(container, fmt="%.0f", fontsize=8)
         for bar, role in zip(axis.containers[1], part["role"], strict=True):
             bar.set_hatch("//" if role in ("held out", "outlier") else "")
-        axis.legend(loc="lower left", title="hatched: not in the fit")
-    figure.tight_layout()
+        axis.get_legend().remove()
+    handles, labels = axes[0].get_legend_handles_labels()
+    handles.append(Patch(facecolor="white", edgecolor="grey", hatch="//"))
+    figure.tight_layout(rect=(0, 0.08, 1, 1))  # the legend stands below the bars, not on them
+    figure.legend(handles, [*labels, "not in the fit"], loc="lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -123,7 +123,7 @@ def largest(name: str, sizes: tuple[int, ...] = (512, 2048, 8192, 16384)) -> lis
 
 
 def beyond_a_node(name: str) -> list[dict[str, Any]]:
-    """Where tensor parallelism stops paying: the 175 B model on 2 to 128 ranks that share it, one sequence each.
+    """Where tensor parallelism stops paying: the 175 B model on 2 to 128 ranks that share four sequences of it.
 
     Between nodes a ring may use one link or, where all its ranks of a node send together, all of them; both are given.
     """

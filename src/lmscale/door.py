@@ -172,6 +172,9 @@ def _exit(error: Exception, job: str = "") -> None:
 
 def _one_line(error: Exception) -> str:
     """The error in one line: what is wrong, the name and the value."""
+    own_file = _own_file(sys.argv[1:]) if isinstance(error, MissingConfigException) else None
+    if own_file is not None:
+        return own_file
     if isinstance(error, MissingConfigException) and error.options:
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         choices = ", ".join(option for option in error.options if not option.startswith("base"))
@@ -203,4 +206,18 @@ def _wrong_choice(overrides: list[str]) -> str | None:
         choices = sorted(path.stem for path in (_CONF / group).glob("*.yaml")) if group else []
         if choices and choice.strip("'\"") not in choices:
             return f"`{group}` must be one of {', '.join(choices)}, but is {choice}"
+    return None
+
+
+def _own_file(overrides: list[str]) -> str | None:
+    """What to type where a group whose files take one's own under `path` is given that file instead of a choice."""
+    for override in overrides:
+        group, _, choice = override.partition("=")
+        if choice.endswith((".yaml", ".yml")) and group.isidentifier():
+            files = sorted((_CONF / group).glob("*.yaml"))
+            if any(f"# {group}.path=" in path.read_text(encoding="utf-8") for path in files):
+                choices = ", ".join(path.stem for path in files)
+                return (
+                    f"`{group}` must be one of {choices}, or {group}.path=FILE for a file of your own, but is {choice}"
+                )
     return None

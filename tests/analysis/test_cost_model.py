@@ -20,6 +20,7 @@ from lmscale.report.scaling import (
     study_time,
     with_constants,
 )
+from lmscale.report.scaling_figures import OURS, figure_5_rows, figure_tables
 from lmscale.report.scaling_tables import scaling_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,6 +162,23 @@ def test_every_what_if_table_says_that_it_is_modelled() -> None:
         assert what_if.format_table(title, rows).splitlines()[0] == f"{title} (modelled)"
 
 
+def test_the_committed_what_if_tables_are_what_the_script_computes_now() -> None:
+    record = json.loads((ROOT / "analysis" / "results" / "what_if.json").read_text(encoding="utf-8"))
+    assert record["kind"] == "modelled" and record["environment"]["dirty"] is False
+    now = json.loads(json.dumps(what_if.tables()))
+    assert list(record["config"]["tables"]) == list(now)
+    for title, rows in now.items():
+        recorded = record["config"]["tables"][title]
+        assert len(recorded) == len(rows), title
+        for ours, theirs in zip(rows, recorded, strict=True):
+            numbers = {key for key, value in ours.items() if isinstance(value, (int, float))}
+            assert {k: v for k, v in ours.items() if k not in numbers} == {
+                k: v for k, v in theirs.items() if k not in numbers
+            }
+            for key in numbers:  # rounded to its last digit by the script
+                assert theirs[key] == pytest.approx(ours[key], rel=1e-3, abs=0.11), (title, key)
+
+
 def test_tensor_parallelism_loses_across_the_node_where_a_ring_has_one_link() -> None:
     gains = {row["tp"]: row for row in what_if.beyond_a_node("h100")}
     assert gains[8]["gain of doubling, one link"] > 1.5
@@ -178,6 +196,10 @@ def test_a_trillion_parameters_fit_one_h200_cluster_and_no_h100_one() -> None:
 
 
 def test_tables_1_2_7_and_8_stand_beside_the_papers_values(fitted: Cluster) -> None:
+    figures = figure_tables(fitted)
+    assert figures["Figure 5"]["ours"].tolist() == figure_5_rows(fitted)[OURS].tolist()
+    assert figures["Figure 5"]["evidence"].str.contains("held out").sum() == 3
+    assert figures["Figure 1"]["paper"].tolist()[::4] == [0.039, 15.1]
     tables = scaling_tables(fitted)
     assert {name: len(rows) for name, rows in tables.items()} == {
         "Table 1": 4,

@@ -202,6 +202,8 @@ def test_a_cluster_of_ones_own_is_read_from_its_file(tmp_path) -> None:
         (["data.seq_length=2048"], ["`data.seq_length` must be at most `model.max_position_embeddings` (1024)"]),
         (["top=0"], ["`top` must be a whole number of at least 1, but is 0"]),
         (["cluster.watts=-3"], ["`cluster.watts` must be above 0, but is -3"]),
+        (["cluster.peaks.fp16=-1"], ["`cluster.peaks.fp16` must be above 0, but is -1"]),
+        (["cluster.calibration.matmul_share=2"], ["`cluster.calibration.matmul_share` must be above 0"]),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_limit_and_a_way_out(overrides, words) -> None:
@@ -214,6 +216,12 @@ def test_what_cannot_be_is_refused_with_the_limit_and_a_way_out(overrides, words
     "overrides, words",
     [
         (["cluster=dgx3"], "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, but is 'dgx3'"),
+        (
+            ["cluster=conf/cluster/h100.yaml"],
+            "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, or cluster.path=FILE for a file of your "
+            "own, but is conf/cluster/h100.yaml",
+        ),
+        (["cluster=/no/my.yaml"], "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, or cluster.path="),
         (["cluster.color=red"], "`cluster.color` is not a known key"),
         (["parallel.tp_size=3"], "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (3), but is 32"),
         (

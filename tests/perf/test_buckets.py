@@ -64,7 +64,7 @@ def test_the_papers_models_fill_the_buckets_that_torch_makes(name: str, dtype: s
     assert sum(theirs) == kind.itemsize * count_parameters(config, 4).per_rank
 
 
-SMALL = {"hidden_size": 192, "ffn_hidden_size": 768, "vocab_size": 5000, "num_layers": 13}
+SMALL = {"hidden_size": 192, "ffn_hidden_size": 768, "vocab_size": 5000, "num_layers": 17}
 
 
 @pytest.mark.parametrize("config", [small_config("gpt", **SMALL), small_config("bert", norm_order="post", **SMALL)])
