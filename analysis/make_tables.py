@@ -33,9 +33,10 @@ TABLES = {
     "Table 1": ("parameters of the scaling study", _MODELLED),
     "Table 2": (
         "GPT-2 models and their days an epoch",
-        f"{_MODELLED} Days are of 68,507 optimizer steps at 8 sequences a data rank and, in our column, of 100 batches "
-        "of validation every 1,000 steps, the defaults of the released code, which add 2 to 4 %; the paper gives time "
-        "an epoch without saying whether validation is in it. Checkpoints and data loading are in neither of ours.",
+        f"{_MODELLED} The paper's days are \"the time it takes to advance one epoch which is equivalent to 68,507 "
+        'iterations", with no word on validation. Ours are of so many optimizer steps at 8 sequences a data rank, alone '
+        "and with 100 batches of validation every 1,000 steps, the defaults of the released code; checkpoints and data "
+        "loading are in neither.",
     ),
     "Table 3": (
         "zero-shot results of GPT-2 models",

@@ -203,7 +203,7 @@ def test_tables_1_2_7_and_8_stand_beside_the_papers_values(fitted: Cluster) -> N
     tables = scaling_tables(fitted)
     assert {name: len(rows) for name, rows in tables.items()} == {
         "Table 1": 4,
-        "Table 2": 6,
+        "Table 2": 9,
         "Table 7": 3,
         "Table 8": 3,
     }
@@ -215,6 +215,8 @@ def test_tables_1_2_7_and_8_stand_beside_the_papers_values(fitted: Cluster) -> N
     days = tables["Table 2"][tables["Table 2"]["unit"] == "days an epoch"]
     assert days["paper"].tolist() == [0.86, 2.27, 2.10]
     assert (days["difference"] / days["paper"]).between(-0.13, 0).all()
+    alone = tables["Table 2"][tables["Table 2"]["unit"] == "days an epoch, steps alone"]
+    assert (alone["ours"].to_numpy() < days["ours"].to_numpy()).all() and len(alone) == 3
 
 
 @pytest.mark.slow
