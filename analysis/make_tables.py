@@ -33,10 +33,10 @@ TABLES = {
     "Figure 5": ("weak scaling of model and model + data parallelism", _MODELLED),
     "Peak memory": (
         "predicted beside tracked bytes of a rank",
-        "Predicted by `lmscale.perf`, as the planner and a run's own check do; tracked: all tensors alive at the fullest "
-        "moment of a step (`analysis/peak_memory.py`). `real`: on a CPU, on one rank or two; `traced`: models of the paper "
-        "without contents, with a GPU's attention kernels. No GPU was used; what kernels allocate inside, the "
-        "allocator's rounding and the framework are in neither. No case was used to find a term of the estimate.",
+        "Predicted by `lmscale.perf`, as the planner and a run's own check do; tracked: all tensors alive at the "
+        "fullest moment of a step (`analysis/peak_memory.py`). `real`: on a CPU, on one rank or two; `traced`: models "
+        "of the paper without contents, with a GPU's attention kernels. No GPU was used; what kernels allocate inside, "
+        "the allocator's rounding and the framework are in neither. No case was used to find a term of the estimate.",
     ),
     "Table 1": ("parameters of the scaling study", _MODELLED),
     "Table 2": (

@@ -238,8 +238,11 @@ def test_a_refusal_is_one_line_and_exit_code_2(overrides, words, tmp_path) -> No
 
 
 def test_auto_layouts_are_a_choice_of_the_group() -> None:
-    layout = planned("model=gpt_8.3b", "parallel=auto")["layout"]
+    answer = planned("model=gpt_8.3b", "parallel=auto")
+    layout = answer["layout"]
     assert (layout["tp_size"], layout["dp_size"]) == (8, 64)
+    assert answer["ranking"] == {k: v for k, v in planned("model=gpt_8.3b", "best=true").items() if k != "name"}
+    assert "best: parallel.tp_size=8" in printed("model=gpt_8.3b", "parallel=auto")
 
 
 def test_a_search_takes_the_most_devices_that_a_layout_fits_on() -> None:

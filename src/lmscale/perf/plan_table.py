@@ -66,10 +66,10 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         "",
         *_memory_lines(plan),
         "",
-        f"  {'collectives of a rank and step':<58}{'group':>8}{'count':>8}{'MiB each':>11}{'GiB':>10}",
+        f"  {'collectives of a rank and step':<58}{'kind':<15}{'group':>7}{'count':>8}{'MiB each':>11}{'GiB':>10}",
         *(
-            f"    {a.phase + ': ' + a.what:<56}{a.group:>8}{a.count:>8,}{a.num_bytes / 2**20:>11,.3f}"
-            f"{a.total_bytes / GIB:>10,.3f}"
+            f"    {a.phase + ': ' + a.what:<56}{a.kind.replace('_', '-'):<15}{a.group:>7}"
+            f"{a.count:>8,}{a.num_bytes / 2**20:>11,.3f}{a.total_bytes / GIB:>10,.3f}"
             for a in plan.collectives
         ),
     ]

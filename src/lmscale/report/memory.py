@@ -7,7 +7,7 @@ def peak_memory(record: dict) -> pd.DataFrame:
     """Predicted and tracked peak of every case of an `analysis/peak_memory.py` record.
 
     Returns:
-        rows with columns `configuration`, `predicted`, `tracked`, `unit`, `difference %` (of the tracked) and `evidence`.
+        rows with columns `configuration`, `predicted`, `tracked`, `unit`, `difference %` (of the tracked), `evidence`.
     """
     rows = []
     for row in record["config"]["rows"]:
