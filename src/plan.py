@@ -34,7 +34,8 @@ def plan(values: dict) -> None:
 def _rank(config: PlanConfig, job: Job) -> Ranking:
     """All layouts of the job; a ValueError where none fits."""
     num_devices = config.num_devices or largest_number(job, config.cluster)
-    ranking = rank_layouts(job, config.cluster, num_devices, config.parallel.sequence_parallel)
+    cuts = config.parallel.sequence_parallel, config.parallel.zero1
+    ranking = rank_layouts(job, config.cluster, num_devices, *cuts)
     if not ranking.fitting:
         layout = Layout(1, num_devices, 1, job.config.recompute)
         closest = min(ranking.too_large, key=lambda plan: plan.missing_bytes)

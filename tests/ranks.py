@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lmscale.parallel import ParallelContext
 
 
-def run_ranks(worker: Callable, world_size: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
+def run_ranks(worker: Callable, world_size: int, *args: Any, timeout_s: float = 540.0) -> list[Any]:
     """`worker(rank, *args)` on `world_size` spawned processes with a gloo group; returns their results by rank.
 
     Raises:

@@ -191,6 +191,8 @@ class ParallelConfig:
     Args:
         sequence_parallel: the tensor ranks share the work outside the parallel region too, each on its own positions
             (Korthikanti et al. 2022); with one tensor rank there is nothing to share.
+        zero1: each data rank keeps the optimizer's state of the parameters it owns alone (ZeRO stage 1, Rajbhandari et
+            al. 2020); with one data rank it keeps all.
 
     Raises:
         ValueError: a size below 1.
@@ -199,6 +201,7 @@ class ParallelConfig:
     tp_size: int = 1
     dp_size: int = 1
     sequence_parallel: bool = False
+    zero1: bool = False
 
     def __post_init__(self) -> None:
         require_positive(self, "tp_size", "dp_size")
@@ -207,6 +210,11 @@ class ParallelConfig:
     def cuts_sequence(self) -> bool:
         """Whether tensors outside the parallel region are cut over the sequence."""
         return self.sequence_parallel and self.tp_size > 1
+
+    @property
+    def cuts_optimizer(self) -> bool:
+        """Whether the optimizer's state is cut over the data ranks."""
+        return self.zero1 and self.dp_size > 1
 
     @property
     def world_size(self) -> int:

@@ -12,10 +12,10 @@ from .perf.job import Job, Layout, smallest_layout
 from .perf.plan import Plan, describe_shortage, make_plan
 from .perf.search import way_out
 from .run_config import STAND_IN_VOCAB_SIZE, ParallelRequest
-from .training_config import PrecisionConfig, require_matmul_precision
+from .training_config import PrecisionConfig, require_matmul_precision, require_moments
 
 # Groups a recipe fills that cost nothing: a command line of train.py can be planned as it is.
-_OF_TRAINING_ALONE = ("optimizer", "schedule", "checkpoint", "logger", "run_dir", "overrides")
+_OF_TRAINING_ALONE = ("schedule", "checkpoint", "logger", "run_dir", "overrides")
 _HALF = ("bf16", "fp16")
 
 
@@ -39,6 +39,16 @@ class PlanTrainer:
     def __post_init__(self) -> None:
         require_positive(self, "max_steps")
         require_matmul_precision(self.matmul_precision)
+
+
+@dataclass(frozen=True)
+class PlanOptimizer:
+    """`optimizer=`: as much of it as costs something."""
+
+    moments: str = "fp32"
+
+    def __post_init__(self) -> None:
+        require_moments(self.moments)
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,7 @@ class PlanConfig:
     trainer: PlanTrainer
     micro_batch_size: int
     global_batch_size: int
+    optimizer: PlanOptimizer = PlanOptimizer()
     num_devices: int | None = None
     best: bool = False
     top: int = 10
@@ -105,7 +116,7 @@ class PlanConfig:
                 )
             values["cluster"] = values["cluster"] if path is None else _read_cluster(Path(path))
             values["cluster"] = {key: value for key, value in values["cluster"].items() if key != "path"}
-        for group, cls_of_group in (("data", PlanData), ("trainer", PlanTrainer)):
+        for group, cls_of_group in (("data", PlanData), ("trainer", PlanTrainer), ("optimizer", PlanOptimizer)):
             kept = {spec.name for spec in dataclasses.fields(cls_of_group)}
             if isinstance(values.get(group), dict):
                 values[group] = {key: value for key, value in values[group].items() if key in kept}
@@ -146,7 +157,8 @@ class PlanConfig:
                 "bytes and FLOPs of model.attention=sdpa"
             )
         self.cluster.peak_flops_per_s(dtype)
-        return Job(config, self.global_batch_size, self.data.seq_length, dtype, self.trainer.max_steps), notes
+        half_moments, steps = self.optimizer.moments == "bf16", self.trainer.max_steps
+        return Job(config, self.global_batch_size, self.data.seq_length, dtype, steps, half_moments), notes
 
     def plan(self) -> tuple[Plan, list[str]]:
         """The one plan asked for, with notes.
@@ -184,7 +196,7 @@ class PlanConfig:
 
         def filled(tp: int, mode: Recompute = asked) -> Layout:
             dp = self._dp_size(tp) if dp_size == "auto" else dp_size
-            return Layout(tp, dp, self.micro_batch_size, mode, self.parallel.sequence_parallel)
+            return Layout(tp, dp, self.micro_batch_size, mode, self.parallel.sequence_parallel, self.parallel.zero1)
 
         def possible(tp: int, mode: Recompute) -> Layout | None:
             layout = filled(tp, mode)

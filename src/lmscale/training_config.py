@@ -7,7 +7,11 @@ from .config import require_positive
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """`optimizer=`: AdamW with the paper's groups (section 4.2): no decay on biases and LayerNorms."""
+    """`optimizer=`: AdamW with the paper's groups (section 4.2): no decay on biases and LayerNorms.
+
+    Args:
+        moments: `fp32` (fp64 for fp64 weights), or `bf16`: half the bytes, rounded at random after every update.
+    """
 
     lr: float
     beta1: float = 0.9
@@ -15,6 +19,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.01
     max_grad_norm: float | None = 1.0
+    moments: str = "fp32"
 
     def __post_init__(self) -> None:
         if not self.lr >= 0:
@@ -26,6 +31,7 @@ class OptimizerConfig:
                 raise ValueError(f"`optimizer.{name}` must be at least 0 and below 1, but is {getattr(self, name)!r}")
         if not self.eps > 0:
             raise ValueError(f"`optimizer.eps` must be above 0, but is {self.eps!r}")
+        require_moments(self.moments)
         if not self.weight_decay >= 0:
             raise ValueError(f"`optimizer.weight_decay` must be at least 0, but is {self.weight_decay!r}")
 
@@ -118,6 +124,16 @@ class TrainerConfig:
         if self.accelerator not in ("auto", "cpu", "gpu"):
             raise ValueError(f"`trainer.accelerator` must be one of auto, cpu, gpu, but is {self.accelerator!r}")
         require_matmul_precision(self.matmul_precision)
+
+
+def require_moments(moments: str) -> None:
+    """Refuse a type that AdamW's moments cannot be kept in.
+
+    Raises:
+        ValueError: neither fp32 nor bf16.
+    """
+    if moments not in ("fp32", "bf16"):
+        raise ValueError(f"`optimizer.moments` must be fp32 or bf16, but is {moments!r}")
 
 
 def require_matmul_precision(value: str) -> None:

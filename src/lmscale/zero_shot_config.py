@@ -89,6 +89,8 @@ class ZeroShotConfig:
         require_positive(self, "micro_batch_tokens")
         if self.parallel.sequence_parallel:  # windows and passages are of any length
             raise ValueError("`parallel.sequence_parallel` must be false for an evaluation, but is true")
+        if self.parallel.zero1:
+            raise ValueError("`parallel.zero1` must be false for an evaluation, which has no optimizer, but is true")
         if self.accelerator not in ACCELERATORS:
             raise ValueError(f"`accelerator` must be one of {', '.join(ACCELERATORS)}, but is {self.accelerator!r}")
         if self.ckpt is None and not self.count_only:

@@ -21,10 +21,9 @@ from lmscale.perf.buckets import (
     FIRST_BUCKET_BYTES,
     GRADIENT_ALL_REDUCE_ELEMENTS,
     gradient_pieces,
-    gradient_sizes,
 )
 from lmscale.perf.communication import step_collectives
-from lmscale.perf.params import count_parameters
+from lmscale.perf.params import count_parameters, parameter_sizes
 from lmscale.training.trace import _micro_batch_loss
 
 
@@ -50,14 +49,14 @@ def test_gradients_come_in_the_order_of_a_backward_pass_of_the_papers_models(wor
             for param in model.parameters():
                 param.register_post_accumulate_grad_hook(lambda param, order=order: order.append(param.numel()))
             _micro_batch_loss(model, 1, config.max_position_embeddings).backward()
-        assert order == gradient_sizes(config, context.tp_size), recompute
+        assert order == parameter_sizes(config, context.tp_size), recompute
 
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 def test_the_papers_models_fill_the_buckets_that_torch_makes(name: str, dtype: str) -> None:
     config, kind = paper_model(name), {"fp32": torch.float32, "fp64": torch.float64}[dtype]
-    tensors = [torch.empty(n, dtype=kind, device="meta") for n in gradient_sizes(config, 4)]
+    tensors = [torch.empty(n, dtype=kind, device="meta") for n in parameter_sizes(config, 4)]
     assigned, _ = dist._compute_bucket_assignment_by_size(tensors, [FIRST_BUCKET_BYTES, BUCKET_BYTES])
     theirs = [sum(tensors[i].numel() for i in bucket) * kind.itemsize for bucket in assigned]
     assert gradient_pieces(config, 4, dtype) == theirs

@@ -1,9 +1,11 @@
 import pytest
+import torch
 from paper_models import SIZES, paper_model
 
 from lmscale.config import NormOrder, TransformerConfig
-from lmscale.models import count_model_parameters
-from lmscale.perf.params import count_parameters
+from lmscale.models import build_model, count_model_parameters
+from lmscale.parallel import ParallelContext
+from lmscale.perf.params import count_parameters, parameter_sizes
 
 NATURAL = {  # vocabulary of 50,257 (GPT) or 30,522 (BERT) rows
     "gpt_355m": 354_823_168,
@@ -91,3 +93,13 @@ def test_an_mlp_of_another_width_is_counted_exactly(architecture: str) -> None:
     )
     count = count_parameters(config, 2)
     assert count_model_parameters(config, 2) == (count.sharded_per_rank, count.replicated)
+
+
+@pytest.mark.parametrize("tp_size", [1, 4])
+@pytest.mark.parametrize("norm_order", ["pre", "post"])
+@pytest.mark.parametrize("name", ["gpt_355m", "bert_336m"])
+def test_the_sizes_are_those_of_the_models_parameters(name: str, norm_order: str, tp_size: int) -> None:
+    config = paper_model(name, norm_order=norm_order)
+    with torch.device("meta"):
+        model = build_model(config, ParallelContext(tp_size=tp_size), seed=None)
+    assert sorted(parameter_sizes(config, tp_size)) == sorted(param.numel() for param in model.parameters())

@@ -20,6 +20,8 @@ CASES = {
 }
 CASES["gpt-pre-selective"] = ("gpt", {"model__recompute": "selective"})
 CASES["bert-post-selective"] = ("bert", {"model__norm_order": "post", "model__recompute": "selective"})
+CASES["gpt-pre-zero1"] = ("gpt", {"parallel__zero1": True, "micro_batch_size": 1})
+CASES["bert-post-zero1"] = ("bert", {"parallel__zero1": True, "model__norm_order": "post"})
 # Masks that do not depend on the layout: hidden dropout always, attention dropout in exact attention.
 CASES["gpt-pre-dropout"] = (
     "gpt",

@@ -35,24 +35,32 @@ class Share:
 
 
 def divide_tensors(
-    entries: Mapping[str, TensorEntry], tp_rank: int, tp_size: int, dp_rank: int = 0, dp_size: int = 1
+    entries: Mapping[str, TensorEntry],
+    tp_rank: int,
+    tp_size: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    owners: Mapping[str, int | None] | None = None,
 ) -> Share:
     """This rank's share of a checkpoint: of the `dp_size` ranks that hold a shard one writes it, of all ranks one
     writes a replicated tensor, so that every rank writes about as many bytes.
 
     Args:
         entries: every tensor of the checkpoint by key, equal on all ranks; pieces are not looked at.
+        owners: by key the only data rank that holds a tensor; None, there or as a whole, where all do.
     """
     load = [[0] * tp_size for _ in range(dp_size)]
     places: dict[str, tuple[int, int]] = {}
     for key, entry in sorted(entries.items(), key=lambda item: (-item[1].num_bytes, item[0])):
+        owner = owners.get(key) if owners else None
+        data_ranks = range(dp_size) if owner is None else (owner,)
         if entry.shard_dim is None:
-            d, t = min(((d, t) for d in range(dp_size) for t in range(tp_size)), key=lambda at: load[at[0]][at[1]])
+            d, t = min(((d, t) for d in data_ranks for t in range(tp_size)), key=lambda at: load[at[0]][at[1]])
             load[d][t] += entry.num_bytes
             if (d, t) == (dp_rank, tp_rank):
                 places[key] = (0, 1)
         else:
-            d = min(range(dp_size), key=lambda d: max(load[d]))
+            d = min(data_ranks, key=lambda d: max(load[d]))
             load[d] = [bytes_so_far + entry.num_bytes // tp_size for bytes_so_far in load[d]]
             if d == dp_rank:
                 length = entry.shape[entry.shard_dim] // tp_size

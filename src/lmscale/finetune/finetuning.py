@@ -107,7 +107,7 @@ def _layout(run: FinetuneConfig, accelerator: str) -> ParallelConfig:
     if dp_size == "auto":
         size = world.size if world is not None else devices or tp_size
         dp_size = max(1, size // tp_size)
-    layout = ParallelConfig(tp_size, dp_size)
+    layout = ParallelConfig(tp_size, dp_size, zero1=run.parallel.zero1)
     if world is not None and layout.world_size != world.size:
         raise ValueError(
             f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "

@@ -1,10 +1,12 @@
 """Tensor parallelism as in section 3 of the paper, by hand on plain tensors; imports torch and nothing of lmscale."""
 
 from .collectives import (
+    broadcast_from_data_ranks,
     copy_to_tensor_parallel_region,
     first_position,
     gather_sequence,
     reduce_from_tensor_parallel_region,
+    reduce_to_data_ranks,
     sequence_shard,
 )
 from .context import ParallelContext
@@ -38,6 +40,7 @@ __all__ = [
     "RowParallelLinear",
     "ShardSpec",
     "VocabParallelEmbedding",
+    "broadcast_from_data_ranks",
     "copy_to_tensor_parallel_region",
     "counter_dropout",
     "counter_keep_mask",
@@ -51,6 +54,7 @@ __all__ = [
     "linear_cross_entropy",
     "parameter",
     "reduce_from_tensor_parallel_region",
+    "reduce_to_data_ranks",
     "sample_dropout_keys",
     "seed_rank_generator",
     "sequence_shard",

@@ -4,6 +4,8 @@ With sequence parallelism a tensor of [b, s, h] outside the parallel region is c
 positions r s/p to (r + 1) s/p. f becomes an all-gather, g a reduce-scatter: together the bytes of one all-reduce.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -223,3 +225,25 @@ def sum_over_data_ranks(x: Tensor, context: ParallelContext) -> Tensor:
     if context.dp_size > 1:
         dist.all_reduce(x, group=context.dp_group)
     return x
+
+
+def reduce_to_data_ranks(parts: Sequence[Tensor], context: ParallelContext) -> None:
+    """Add part i over the data group into data rank i, in place; what the others then hold of it is of no use."""
+    works = [
+        dist.reduce(part, group=context.dp_group, group_dst=rank, async_op=True)
+        for rank, part in enumerate(parts)
+        if part.numel()
+    ]
+    for work in works:
+        work.wait()
+
+
+def broadcast_from_data_ranks(parts: Sequence[Tensor], context: ParallelContext) -> None:
+    """Part i of data rank i to all of the data group, in place."""
+    works = [
+        dist.broadcast(part, group=context.dp_group, group_src=rank, async_op=True)
+        for rank, part in enumerate(parts)
+        if part.numel()
+    ]
+    for work in works:
+        work.wait()

@@ -17,6 +17,7 @@ class ParallelContext:
 
     Args:
         sequence_parallel: outside the parallel region the tensors are cut over the sequence; needs tp_size > 1.
+        zero1: a data rank has the optimizer's state of the parameters it owns alone; needs dp_size > 1.
 
     Source: section 3 and appendix B.1.
     """
@@ -28,6 +29,7 @@ class ParallelContext:
     tp_group: ProcessGroup | None = None
     dp_group: ProcessGroup | None = None
     sequence_parallel: bool = False
+    zero1: bool = False
 
     def shard(self, size: int) -> int:
         """Length of this rank's part of a dimension of `size`.

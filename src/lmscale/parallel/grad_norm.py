@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .collectives import sum_over_tensor_ranks
+from .collectives import sum_over_data_ranks, sum_over_tensor_ranks
 from .context import ParallelContext
 
 
@@ -38,16 +38,20 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter], context: ParallelC
     torch._foreach_copy_(partial, [part.view_as(grad) for part, grad in zip(parts, partial, strict=True)])
 
 
-def global_gradient_norm(parameters: Iterable[nn.Parameter], context: ParallelContext) -> GradientNorm:
+def global_gradient_norm(
+    parameters: Iterable[nn.Parameter], context: ParallelContext, device: torch.device
+) -> GradientNorm:
     """L2 norm of the gradient of the logical model: shards added over the tensor ranks, replicated ones counted once.
 
     All ranks get the same answer, also about finiteness: an inf on one rank is seen by all.
 
     Args:
-        parameters: with `.shard` and, where they took part, `.grad`.
+        parameters: with `.shard` and, where they took part, `.grad`; with `context.zero1` those this data rank owns, if
+            any.
+        device: of the gradients.
 
     Communicates:
-        one all-reduce of three numbers over the tensor group.
+        one all-reduce of three numbers over the tensor group; with `context.zero1` another over the data group.
 
     Source: section 4.2 (clipping of the global norm); counting as in Megatron-LM's `mpu/grads.py`, but every rank adds
     its own copy of the replicated part instead of rank 0 alone, so that the sum cannot differ from rank to rank.
@@ -56,11 +60,12 @@ def global_gradient_norm(parameters: Iterable[nn.Parameter], context: ParallelCo
     for param in parameters:
         if param.grad is not None:
             (replicated if param.shard.replicated else sharded).append(param.grad)
-    device = (sharded + replicated)[0].device
     sums = torch.stack([_sum_of_squares(sharded, device), _sum_of_squares(replicated, device)])
     bad = (~sums.isfinite()).any().double()
     # The replicated part is the same on every rank; its mean is itself, and carries an inf of any rank to all.
     totals = sum_over_tensor_ranks(torch.stack([sums[0], sums[1] / context.tp_size, bad]), context)
+    if context.zero1:
+        totals = sum_over_data_ranks(totals, context)
     sharded_sum, replicated_sum, num_bad = totals.tolist()
     return GradientNorm(norm=(sharded_sum + replicated_sum) ** 0.5, finite=num_bad == 0)
 

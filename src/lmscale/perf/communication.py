@@ -11,6 +11,8 @@ from ..config import ParallelConfig, Recompute, TransformerConfig
 from .buckets import gradient_pieces
 from .flops import recomputes_whole_layer, scored_tokens
 from .memory import BYTES, FP32_BYTES, LOGITS_AT_ONCE
+from .ownership import part_sizes
+from .params import parameter_sizes
 
 _GRADIENT_NORM_BYTES = 24  # sums of squares of sharded and replicated gradients, and a flag, in fp64
 
@@ -21,7 +23,7 @@ class Collective:
 
     Args:
         what: is sent.
-        kind: `all_reduce`, `all_gather` or `reduce_scatter`.
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `reduce` or `broadcast`.
         group: `tensor` or `data`.
         phase: `forward`, `backward` (with the recomputation), `gradients` or `optimizer`.
         count: how often in one micro-batch or step, see the function that made it.
@@ -128,9 +130,9 @@ def step_collectives(
     """What one rank sends in one optimizer step.
 
     That of every micro-batch; 4 N bytes of gradients over the data group for half types (added in fp32), N e for
-    others, in their `gradient_pieces`; with sequence parallelism the gradients of the `partial_parameters`
-    over the tensor group; the gradient norm over the tensor group. Left out: the few numbers of loss counts, of the
-    watchdog and of the replica check.
+    others, in their `gradient_pieces`, or with ZeRO stage 1 to their owners, who send the weights back; with sequence
+    parallelism the gradients of the `partial_parameters` over the tensor group; the gradient norm over the tensor
+    group. Left out: the few numbers of loss counts, of the watchdog and of the replica check.
 
     Args:
         num_micro_batches: forward passes of a step.
@@ -143,7 +145,9 @@ def step_collectives(
     if layout.cuts_sequence:
         num_bytes = partial_parameters(config) * max(FP32_BYTES, BYTES[dtype])
         found.append(Collective("gradients of sequence shards", "all_reduce", "tensor", "gradients", 1, num_bytes))
-    if layout.dp_size > 1:
+    if layout.cuts_optimizer:
+        found += _to_owners_and_back(config, layout, dtype)
+    elif layout.dp_size > 1:
         pieces = Counter(gradient_pieces(config, layout.tp_size, dtype))
         what = (
             "gradients, pieces of DDP" if BYTES[dtype] >= FP32_BYTES else "gradients in fp32, pieces of the optimizer"
@@ -151,7 +155,29 @@ def step_collectives(
         found += [Collective(what, "all_reduce", "data", "gradients", n, size) for size, n in pieces.items()]
     if layout.tp_size > 1:
         found.append(Collective("gradient norm", "all_reduce", "tensor", "optimizer", 1, _GRADIENT_NORM_BYTES))
+    if layout.cuts_optimizer:
+        found.append(Collective("gradient norm", "all_reduce", "data", "optimizer", 1, _GRADIENT_NORM_BYTES))
     return tuple(found)
+
+
+def _to_owners_and_back(config: TransformerConfig, layout: ParallelConfig, dtype: str) -> list[Collective]:
+    """ZeRO stage 1: each owner's gradients, in fp32 at least, to it; its weights to all."""
+    parts = Counter(part_sizes(parameter_sizes(config, layout.tp_size), layout.dp_size))
+    ways = (
+        ("gradients to their owners", "reduce", "gradients", max(FP32_BYTES, BYTES[dtype])),
+        (
+            "weights from their owners",
+            "broadcast",
+            "optimizer",
+            BYTES[dtype],
+        ),
+    )
+    return [
+        Collective(what, kind, "data", phase, count, size * num_bytes)
+        for what, kind, phase, num_bytes in ways
+        for size, count in parts.items()
+        if size
+    ]
 
 
 def partial_parameters(config: TransformerConfig) -> int:

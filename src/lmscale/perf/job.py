@@ -22,6 +22,7 @@ class Job:
         seq_length: tokens.
         dtype: of weights, activations and gradients.
         num_steps: optimizer steps of the run.
+        half_moments: AdamW's moments are kept in bf16.
     """
 
     config: TransformerConfig
@@ -29,22 +30,24 @@ class Job:
     seq_length: int
     dtype: str
     num_steps: int
+    half_moments: bool = False
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks share a job: grid, micro-batch, recomputation and what is cut over the sequence."""
+    """How the ranks share a job: grid, micro-batch, recomputation and what besides is cut; see `ParallelConfig`."""
 
     tp_size: int
     dp_size: int
     micro_batch_size: int
     recompute: Recompute
     sequence_parallel: bool = False
+    zero1: bool = False
 
     @property
     def grid(self) -> ParallelConfig:
         """The ranks."""
-        return ParallelConfig(self.tp_size, self.dp_size, self.sequence_parallel)
+        return ParallelConfig(self.tp_size, self.dp_size, self.sequence_parallel, self.zero1)
 
     @property
     def overrides(self) -> str:
@@ -53,6 +56,7 @@ class Layout:
             f"parallel.tp_size={self.tp_size} parallel.dp_size={self.dp_size} "
             f"micro_batch_size={self.micro_batch_size} model.recompute={self.recompute.value}"
             + (" parallel.sequence_parallel=true" if self.sequence_parallel else "")
+            + (" parallel.zero1=true" if self.zero1 else "")
         )
 
 
@@ -72,6 +76,8 @@ def rank_memory(job: Job, layout: Layout, on_gpu: bool) -> MemoryEstimate:
         on_gpu,
         accumulates=job.global_batch_size > layout.micro_batch_size * layout.dp_size,
         cuts_sequence=layout.grid.cuts_sequence,
+        zero1=layout.grid.cuts_optimizer,
+        half_moments=job.half_moments,
     )
 
 

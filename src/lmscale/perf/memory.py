@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 from ..config import Recompute, TransformerConfig
 from .flops import scored_tokens
-from .params import count_parameters
+from .ownership import part_sizes
+from .params import count_parameters, parameter_sizes
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 FP32_BYTES = 4
+HALF_BYTES = 2
+MOMENT_TENSORS_IN_FLIGHT = 3  # both moments in fp32 and the random bits of one
 GIB = 2**30
 LOGITS_AT_ONCE = 50 * 2**20  # of a rank, see `parallel.linear_cross_entropy`
 # Tensors of the scores' size, in fp32, that the backward pass of an attention core holds besides what was kept, without
@@ -42,7 +45,7 @@ class MemoryEstimate:
     Args:
         weights: N e.
         gradients: N e; of half types summed in fp32, 4 N.
-        optimizer_state: two moments, 2 N e; for half types in fp32 with masters, 12 N.
+        optimizer_state: two moments, 2 N e; for half types in fp32 with masters, 12 N; with moments in bf16 4 N less.
         activations: what the forward pass keeps for the backward pass until the end of a micro-batch.
         logits: of the rows that are projected together, with the sum of the projection's gradient, [v/p, h].
         recomputed_layer: what is made again at a time, the activations of one layer or of one attention core; the
@@ -53,6 +56,7 @@ class MemoryEstimate:
         first_layer: activations of one layer, and the mask of the embedding: what is left when the backward pass has
             come to the first layer.
         gradient_in_flight: in a layer, of its widest tensors.
+        update: of bf16 moments, what the largest parameter's need while it is updated.
     """
 
     weights: int
@@ -66,17 +70,19 @@ class MemoryEstimate:
     early_gradients: int
     first_layer: int
     gradient_in_flight: int
+    update: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes at the fullest moment: in the backward pass of the loss, of the last layer or of the first.
+        """Bytes at the fullest moment: in the backward pass of the loss, of the last layer or of the first, or in the
+        update.
 
         Between the layers activations go as gradients come, so one of the ends is the fullest.
         """
         last_layer = self.projection_gradient + self.recomputed_layer + self.gradient_in_flight
         at_end = self.early_gradients + self.activations + max(self.logits, last_layer)
         at_start = self.gradients + self.gradient_copy + self.first_layer + self.gradient_in_flight
-        return self.weights + self.optimizer_state + max(at_end, at_start)
+        return self.weights + self.optimizer_state + max(at_end, at_start, self.gradients + self.update)
 
     def format(self) -> str:
         """A table, one part a line, in GiB."""
@@ -95,6 +101,8 @@ def estimate_memory(
     on_gpu: bool = True,
     accumulates: bool = True,
     cuts_sequence: bool = False,
+    zero1: bool = False,
+    half_moments: bool = False,
 ) -> MemoryEstimate:
     """Bytes a rank needs for one training step: within 5 % of those of all its tensors at the fullest moment.
 
@@ -124,6 +132,9 @@ def estimate_memory(
         accumulates: a step has several micro-batches, so gradients are there before the last backward pass. With one,
             on one data rank, those of fp32 and fp64 are made as the backward pass frees activations.
         cuts_sequence: sequence parallelism: what is replicated in a layer is cut over p too.
+        zero1: the optimizer's state is that of the parameters a data rank owns, and gradients of all types are summed
+            beside the parameters'.
+        half_moments: the moments are bf16, widened one tensor after the other.
 
     Raises:
         ValueError: `tp_size` does not divide the model.
@@ -146,18 +157,23 @@ def estimate_memory(
         recomputed = _core_bytes(config, tp_size, b, s, e, on_gpu)
     gradients = num_parameters * max(e, FP32_BYTES)
     columns = config.padded_vocab_size // tp_size
+    sizes = parameter_sizes(config, tp_size)
+    num_owned = max(part_sizes(sizes, dp_size)) if zero1 else num_parameters
+    moment = HALF_BYTES if half_moments else max(e, FP32_BYTES)
+    has_buffer = is_half or zero1
     return MemoryEstimate(
         weights=num_parameters * e,
         gradients=gradients,
-        optimizer_state=num_parameters * (3 * FP32_BYTES if is_half else 2 * e),
+        optimizer_state=num_owned * (2 * moment + (FP32_BYTES if is_half else 0)),
         activations=around + config.num_layers * (own * h * e if is_full else layer),
         logits=_loss_bytes(num_scored, columns, h, e),
         recomputed_layer=recomputed,
-        gradient_copy=columns * h * e if is_half or dp_size > 1 else 0,
+        gradient_copy=columns * h * e if has_buffer or dp_size > 1 else 0,
         projection_gradient=columns * h * e,
-        early_gradients=gradients if is_half or dp_size > 1 or accumulates else 0,
+        early_gradients=gradients if has_buffer or dp_size > 1 or accumulates else 0,
         first_layer=layer + mask,
         gradient_in_flight=_in_flight_bytes(config, tp_size, b, s, own, e, on_gpu),
+        update=MOMENT_TENSORS_IN_FLIGHT * max(sizes) * FP32_BYTES if half_moments else 0,
     )
 
 

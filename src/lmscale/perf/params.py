@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..config import TransformerConfig
+from ..config import NormOrder, TransformerConfig
 
 NUM_TOKEN_TYPES = 2  # BERT's sentence A and sentence B
 
@@ -74,3 +74,26 @@ def count_parameters(config: TransformerConfig, tp_size: int = 1) -> ParameterCo
     parts = {name: sharded.get(name, 0) + replicated.get(name, 0) for name in sharded | replicated}
     num_sharded, num_replicated = sum(sharded.values()), sum(replicated.values())
     return ParameterCount(num_sharded + num_replicated, num_sharded // tp_size, num_replicated, parts)
+
+
+def parameter_sizes(config: TransformerConfig, tp_size: int) -> list[int]:
+    """Elements of each parameter of a rank, in the order in which the backward pass finishes their gradients.
+
+    From the heads to the embeddings; a linear's bias before its weight, but where f belongs to the linear, which makes
+    both at once, the weight first; the word embedding last, for it is the output projection too.
+
+    Raises:
+        ValueError: `tp_size` does not divide the model.
+    """
+    config.check_tensor_parallel(tp_size)
+    h, f, v = config.hidden_size, config.ffn_size // tp_size, config.padded_vocab_size // tp_size
+    up, qkv, norm = [f, f * h], [3 * h // tp_size, 3 * h * h // tp_size], [h, h]
+    mlp, attention = [h, f * h, *(up[::-1] if tp_size > 1 else up)], [h, h * h // tp_size]
+    attention += qkv[::-1] if tp_size > 1 else qkv
+    is_bert, is_post = config.architecture == "bert", config.norm_order is NormOrder.POST
+    heads = [v, *norm, h, h * h, 2, 2 * h, h, h * h] if is_bert else []  # masked LM, sentence order, pooler
+    layer = [*norm, *mlp, *norm, *attention] if is_post else [*mlp, *norm, *attention, *norm]
+    layers = config.num_layers * layer
+    types = [NUM_TOKEN_TYPES * h] if is_bert else []
+    around = [*layers, *norm] if is_post else [*norm, *layers]
+    return [*heads, *around, *types, config.max_position_embeddings * h, v * h]

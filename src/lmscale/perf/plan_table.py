@@ -18,6 +18,7 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
             "tp_size": plan.layout.tp_size,
             "dp_size": plan.layout.dp_size,
             "sequence_parallel": plan.layout.sequence_parallel,
+            "zero1": plan.layout.zero1,
             "num_devices": plan.num_devices,
             "micro_batch_size": plan.layout.micro_batch_size,
             "num_micro_batches": plan.num_micro_batches,

@@ -48,11 +48,14 @@ def micro_batch_sizes(job: Job, dp_size: int) -> list[int]:
     return sorted(powers | ({share} if share <= LARGEST_MICRO_BATCH else set()))
 
 
-def rank_layouts(job: Job, cluster: Cluster, num_devices: int, sequence_parallel: bool = False) -> Ranking:
+def rank_layouts(
+    job: Job, cluster: Cluster, num_devices: int, sequence_parallel: bool = False, zero1: bool = False
+) -> Ranking:
     """Plan every tp x dp = `num_devices`, micro-batch and recomputation mode.
 
     Args:
         sequence_parallel: of all layouts; a `tp_size` that does not divide the sequence is then left out.
+        zero1: of all layouts.
 
     Raises:
         ValueError: no grid of `num_devices` divides model and batch; the message has the nearest number that does.
@@ -62,7 +65,7 @@ def rank_layouts(job: Job, cluster: Cluster, num_devices: int, sequence_parallel
         if num_devices % tp_size or (sequence_parallel and job.seq_length % tp_size):
             continue
         plans = [
-            make_plan(job, Layout(tp_size, num_devices // tp_size, b, mode, sequence_parallel), cluster)
+            make_plan(job, Layout(tp_size, num_devices // tp_size, b, mode, sequence_parallel, zero1), cluster)
             for b in micro_batch_sizes(job, num_devices // tp_size)
             for mode in _MODES
         ]

@@ -15,7 +15,8 @@ from .cluster import Calibration, Cluster
 from .communication import micro_batch_collectives
 from .flops import scored_tokens
 from .memory import BYTES, FP32_BYTES
-from .params import count_parameters
+from .ownership import part_sizes
+from .params import count_parameters, parameter_sizes
 
 TILE = 128  # a device multiplies whole tiles: a width that a rank sees counts as the next multiple
 HEAD_PENALTY = 64  # products of attention take 1 + 64 / d of their FLOPs' time: short inner dimensions
@@ -41,7 +42,7 @@ class StepTime:
         elementwise: everything else that reads and writes activations.
         overhead: what does not shrink with more ranks.
         tensor: all-reduces of the tensor group.
-        data: all-reduce of the gradients, what of it is not hidden.
+        data: gradients over the data ranks, what of it is not hidden; with ZeRO stage 1 the weights' way back too.
         optimizer: AdamW.
     """
 
@@ -134,7 +135,13 @@ def predict_step_time(
         optimizer=0.0,
     )
     each_gradient = techniques.gradient_bytes or max(BYTES[dtype], FP32_BYTES)
-    data = _collective_s("all_reduce", each_gradient * num_parameters, layout.dp_size, cluster, layout.world_size)
+    d, span, num_owned = layout.dp_size, layout.world_size, num_parameters
+    if layout.cuts_optimizer:
+        num_owned = max(part_sizes(parameter_sizes(config, tp_size), d))
+        data = _collective_s("reduce", each_gradient * num_parameters, d, cluster, span)
+        weights = _collective_s("broadcast", BYTES[dtype] * num_parameters, d, cluster, span)
+    else:
+        data, weights = _collective_s("all_reduce", each_gradient * num_parameters, d, cluster, span), 0.0
     if techniques.hides_gradients:  # only the last micro-batch's: earlier sums are not whole
         data = max(0.0, data - micro_batch.compute * BACKWARD_SHARE)
     is_half = BYTES[dtype] < FP32_BYTES
@@ -144,8 +151,8 @@ def predict_step_time(
         elementwise=num_micro_batches * micro_batch.elementwise,
         overhead=num_micro_batches * micro_batch.overhead,
         tensor=num_micro_batches * micro_batch.tensor,
-        data=data,
-        optimizer=optimizer_bytes * num_parameters / memory_rate,
+        data=data + weights,
+        optimizer=optimizer_bytes * num_owned / memory_rate,
     )
 
 

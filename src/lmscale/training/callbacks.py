@@ -39,12 +39,14 @@ class ReplicaSentinel(L.Callback):
         context, optimizer = pl_module.parallel, trainer.optimizers[0]
         specs = {name: param.shard for name, param in pl_module.model.named_parameters()}
         everything = {key: (tensor, specs[key.split("/", 1)[1]]) for key, tensor in optimizer.tensors().items()}
-        if optimizer.holds_masters:
-            everything |= {name: (param, param.shard) for name, param in pl_module.model.named_parameters()}
+        weights = {name: (param, param.shard) for name, param in pl_module.model.named_parameters()}
+        if optimizer.holds_masters or context.zero1:
+            everything |= weights
         replicated = {"sample numbers": pl_module.data_digest}
         replicated |= {name: tensor for name, (tensor, spec) in everything.items() if spec.replicated}
         over_tensor = first_difference(replicated, context.tp_group)
-        over_data = first_difference({name: tensor for name, (tensor, _) in everything.items()}, context.dp_group)
+        shared = weights if context.zero1 else everything  # with it each data rank has a state of its own
+        over_data = first_difference({name: tensor for name, (tensor, _) in shared.items()}, context.dp_group)
         tensor_differs, data_differs = trainer.strategy.any_rank(over_tensor is not None, over_data is not None)
         if not (tensor_differs or data_differs):
             return

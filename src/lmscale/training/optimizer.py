@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..parallel import ParallelContext, global_gradient_norm, sum_partial_gradients
-from ..parallel.collectives import sum_over_data_ranks
 from ..training_config import OptimizerConfig, PrecisionConfig
+from .gradient_buffer import GradientBuffer
+from .half_moments import update_with_half_moments
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_ALL_REDUCE_ELEMENTS = 1 << 26  # 256 MiB at a time
 
 
 @dataclass
@@ -67,19 +66,26 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
     """AdamW over one rank's shard: unscale, agree on overflow, clip by the global norm, update fp32 masters, copy back.
 
     Parameters of half types get an fp32 master here, from the start, and the gradient of each micro-batch is added in
-    fp32 to the master's as soon as it is there: over 512 micro-batches a sum in bf16 loses 12 % of its norm. fp32 and
-    fp64 parameters are their own masters and sum their own gradients. Weight decay applies to matrices and embeddings,
-    not to biases and LayerNorms (section 4.2), which are the parameters of one dimension. A step whose gradient is not
-    finite on any tensor rank is skipped on all: weights, moments and `num_updates` stay, `num_skipped` counts.
-    `skipped_in_a_row` counts since the last update, without the steps that fp16's loss scale answers by coming down.
+    fp32 (`GradientBuffer`). fp32 and fp64 parameters are their own masters and sum their own gradients. With
+    `context.zero1` a data rank has masters and moments of the parameters it owns alone, and the gradients of all types
+    go through the buffer. Weight decay applies to matrices and embeddings, not to biases and LayerNorms (section 4.2),
+    which are the parameters of one dimension. A step whose gradient is not finite on any rank is skipped on all:
+    weights, moments and `num_updates` stay, `num_skipped` counts. `skipped_in_a_row` counts since the last update,
+    without the steps that fp16's loss scale answers by coming down.
 
     Args:
-        named_parameters: (name, parameter) of the rank's model.
+        named_parameters: (name, parameter) of the rank's model; with `context.zero1` their storage moves.
         config, precision: see `run_config`.
-        context: gives the tensor group for norm and overflow.
+        context: gives the groups for norm, overflow and sums.
+
+    Attributes:
+        names, model_parameters, masters: of the parameters this rank updates, side by side.
+        owners: with `context.zero1` the data rank that updates each parameter, by name; otherwise None.
+        dtypes: of the exact weights and of both moments, by kind: `model`, `exp_avg`, `exp_avg_sq`.
 
     Communicates:
-        one all-reduce of three numbers over the tensor group a step; `reduce_gradients` over the data group.
+        a step, one all-reduce of three numbers over the tensor group; with `context.zero1` another over the data group
+        and the broadcasts of the weights; and what `reduce_gradients` says.
     """
 
     def __init__(
@@ -89,23 +95,27 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
         precision: PrecisionConfig,
         context: ParallelContext,
     ) -> None:
-        self.names: list[str] = []
-        self.model_parameters: list[nn.Parameter] = []
-        self.masters: list[Tensor] = []
-        groups = {True: [], False: []}
-        for name, param in named_parameters:
-            half = param.dtype in (torch.float16, torch.bfloat16)
-            master = param.detach().float() if half else param
-            master.shard = param.shard
-            self.names.append(name)
-            self.model_parameters.append(param)
-            self.masters.append(master)
-            groups[param.ndim > 1].append(master)
-        self.holds_masters = any(m is not p for m, p in zip(self.masters, self.model_parameters, strict=True))
+        parameters = dict(named_parameters)
+        first = next(iter(parameters.values()))
+        self.holds_masters = first.dtype in (torch.float16, torch.bfloat16)
         self.context = context
-        self._flat_gradient: Tensor | None = None
-        if self.holds_masters:
-            self._sum_gradients_in_fp32()
+        self.buffer: GradientBuffer | None = None
+        self.owners: dict[str, int] | None = None
+        gradients: dict[str, Tensor | None] = dict.fromkeys(parameters)
+        if self.holds_masters or context.zero1:
+            self.buffer = GradientBuffer(list(parameters.values()), context)
+            gradients = dict(zip(parameters, self.buffer.views, strict=True))
+            if self.buffer.owners is not None:
+                self.owners = dict(zip(parameters, self.buffer.owners, strict=True))
+        self.names = [n for n in parameters if self.owners is None or self.owners[n] == context.dp_rank]
+        self.model_parameters = [parameters[name] for name in self.names]
+        self.masters = [_master(parameters[name], gradients[name]) for name in self.names]
+        self.device = first.device
+        wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+        self.has_half_moments = config.moments == "bf16"
+        self.dtypes = dict.fromkeys(("model", *MOMENTS), wide)
+        if self.has_half_moments:
+            self.dtypes |= dict.fromkeys(MOMENTS, torch.bfloat16)
         self.max_grad_norm = config.max_grad_norm
         self.loss_scale = LossScale.from_config(precision)
         self.num_updates = 0
@@ -114,8 +124,8 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
         self.grad_norm = float("nan")
         super().__init__(
             [
-                {"params": groups[True], "weight_decay": config.weight_decay},
-                {"params": groups[False], "weight_decay": 0.0},
+                {"params": [m for m in self.masters if m.ndim > 1], "weight_decay": config.weight_decay},
+                {"params": [m for m in self.masters if m.ndim == 1], "weight_decay": 0.0},
             ],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
@@ -128,27 +138,17 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             group["lr"] = lr
 
-    def _sum_gradients_in_fp32(self) -> None:
-        """Masters' gradients, side by side in one buffer, take up the parameters' as the backward pass makes them."""
-        sizes = [master.numel() for master in self.masters]
-        self._flat_gradient = torch.zeros(sum(sizes), dtype=torch.float32, device=self.masters[0].device)
-        parts = self._flat_gradient.split(sizes)
-        for master, param, part in zip(self.masters, self.model_parameters, parts, strict=True):
-            master.grad = part.view_as(master)
-            param.register_post_accumulate_grad_hook(partial(_move_gradient, master))
-
     def reduce_gradients(self) -> None:
-        """Add what the ranks have of a gradient: of half types over the data ranks, in fp32 (those of other types are
-        DDP's business); with sequence parallelism, of the parameters that saw a rank's own positions alone.
+        """Add what the ranks have of a gradient: what the buffer holds over the data ranks (the rest is DDP's
+        business); with sequence parallelism, of the parameters that saw a rank's own positions alone.
 
         Communicates:
-            all-reduces of together N fp32 numbers over the data group, N the parameters of the rank; with sequence
-            parallelism one over the tensor group, of the LayerNorms, row biases, position and type embeddings.
+            what `GradientBuffer.reduce` says; with sequence parallelism one all-reduce over the tensor group, of the
+            LayerNorms, row biases, position and type embeddings that this rank updates.
         """
+        if self.buffer is not None:
+            self.buffer.reduce()
         sum_partial_gradients(self.masters, self.context)
-        if self._flat_gradient is not None and self.context.dp_size > 1:
-            for part in self._flat_gradient.split(_ALL_REDUCE_ELEMENTS):
-                sum_over_data_ranks(part, self.context)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the step by parameter name, where there are any."""
@@ -156,8 +156,8 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        if self._flat_gradient is not None:
-            self._flat_gradient.zero_()
+        if self.buffer is not None:
+            self.buffer.flat.zero_()
             return
         for param in self.model_parameters:
             if set_to_none:
@@ -172,7 +172,7 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 closure()
         scale = self.loss_scale.value
-        measured = global_gradient_norm(self.masters, self.context)
+        measured = global_gradient_norm(self.masters, self.context, self.device)
         self.grad_norm = measured.norm / scale
         can_come_down = self.loss_scale.dynamic and self.loss_scale.value > self.loss_scale.minimum
         self.loss_scale.update(overflow=not measured.finite)
@@ -186,10 +186,20 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
             factor *= min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
         if factor != 1.0:
             torch._foreach_mul_([master.grad for master in self.masters], factor)
-        super().step()
+        if self.has_half_moments:
+            self._step_with_half_moments()
+        else:
+            super().step()
         if self.holds_masters:
             torch._foreach_copy_(self.model_parameters, self.masters)
+        if self.buffer is not None:
+            self.buffer.share_weights()
         self.num_updates += 1
+
+    def _step_with_half_moments(self) -> None:
+        by_master = dict(zip(self.masters, self.names, strict=True))
+        for group in self.param_groups:
+            update_with_half_moments([(by_master[m], m) for m in group["params"]], self.state, group)
 
     def fp32_masters(self) -> dict[str, Tensor]:
         """The masters by parameter name; empty where the parameters are their own."""
@@ -234,7 +244,7 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
         self.skipped_in_a_row = counters["skipped_in_a_row"]
         if self.num_updates:
             for name, master in zip(self.names, self.masters, strict=True):
-                self.state[master] = {kind: torch.empty_like(master) for kind in MOMENTS}
+                self.state[master] = {kind: torch.empty_like(master, dtype=self.dtypes[kind]) for kind in MOMENTS}
                 for kind in MOMENTS:
                     read_into(f"{kind}/{name}", self.state[master][kind])
                 self.state[master]["step"] = torch.tensor(float(self.num_updates), device=master.device)
@@ -244,7 +254,10 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
             self.loss_scale.overflows_left = counters["loss_scale_overflows_left"]
 
 
-@torch.no_grad()
-def _move_gradient(master: Tensor, param: nn.Parameter) -> None:
-    master.grad += param.grad
-    param.grad = None
+def _master(param: nn.Parameter, gradient: Tensor | None) -> Tensor:
+    """What AdamW updates: the parameter, or beside a buffer a tensor of its own, with its gradient in the buffer."""
+    if gradient is None:
+        return param
+    master = param.detach().to(gradient.dtype)  # the parameter's own storage where it is as wide
+    master.shard, master.grad = param.shard, gradient
+    return master

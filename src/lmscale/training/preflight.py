@@ -96,7 +96,7 @@ def resolve_layout(
 
         def layout_at(tp: int) -> Layout:
             dp = max(1, (devices or 1) // tp) if dp_size == "auto" else dp_size
-            return Layout(tp, dp, run.micro_batch_size, config.recompute, request.sequence_parallel)
+            return Layout(tp, dp, run.micro_batch_size, config.recompute, request.sequence_parallel, request.zero1)
 
         usable = usable_bytes(device_memory(accelerator), on_gpu, ranks)
         found = smallest_layout(_job(config, run), layout_at, usable, on_gpu)
@@ -109,7 +109,7 @@ def resolve_layout(
             )
     if dp_size == "auto":
         dp_size = 1 if devices is None else max(1, devices // tp_size)
-    layout = ParallelConfig(tp_size, dp_size, request.sequence_parallel)
+    layout = ParallelConfig(tp_size, dp_size, request.sequence_parallel, request.zero1)
     if world is not None and layout.world_size != world.size:
         raise ValueError(
             f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "
@@ -135,7 +135,8 @@ def check_memory(
             this size.
     """
     on_gpu, job = accelerator == "gpu", _job(config, run)
-    asked = Layout(layout.tp_size, layout.dp_size, run.micro_batch_size, config.recompute, layout.sequence_parallel)
+    cuts = layout.sequence_parallel, layout.zero1
+    asked = Layout(layout.tp_size, layout.dp_size, run.micro_batch_size, config.recompute, *cuts)
     sharing = 1
     if not on_gpu:
         sharing = world.local_size if world is not None else layout.world_size
@@ -163,7 +164,14 @@ def check_memory(
 
 def _job(config: TransformerConfig, run: RunConfig) -> Job:
     """The run as the planner sees it."""
-    return Job(config, run.global_batch_size, run.data.seq_length, run.precision.dtype, run.trainer.max_steps)
+    return Job(
+        config,
+        run.global_batch_size,
+        run.data.seq_length,
+        run.precision.dtype,
+        run.trainer.max_steps,
+        half_moments=run.optimizer.moments == "bf16",
+    )
 
 
 def device_memory(accelerator: str) -> int:

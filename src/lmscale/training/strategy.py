@@ -84,6 +84,7 @@ class TensorParallelStrategy(DDPStrategy):
             tp_group=mesh.get_group("tensor"),
             dp_group=mesh.get_group("data"),
             sequence_parallel=self.layout.cuts_sequence,
+            zero1=self.layout.cuts_optimizer,
         )
         # Without its own group DDP would overwrite every shard with rank 0's.
         self._ddp_kwargs["process_group"] = self.parallel.dp_group
@@ -101,9 +102,10 @@ class TensorParallelStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
-            # Gradients of half types are summed over micro-batches and data ranks in fp32, by the optimizer.
+            # Gradients of half types are summed over micro-batches and data ranks in fp32, by the optimizer, which with
+            # `zero1` sums all of them.
             is_half = next(self.lightning_module.parameters()).dtype in (torch.float16, torch.bfloat16)
-            if self.parallel.dp_size > 1 and not is_half:
+            if self.parallel.dp_size > 1 and not is_half and not self.parallel.zero1:
                 self.configure_ddp()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -207,12 +209,14 @@ class TensorParallelStrategy(DDPStrategy):
             one all-reduce of a number over the data group; the ranks then meet in the file system only.
         """
         module, context = self.lightning_module, self.parallel
-        state = self.optimizers[0].state_dict()
-        specs = {name: param.shard for name, param in module.model.named_parameters()}
-        entries = {}
-        for key, tensor in state["tensors"].items():
-            spec = specs[key.split("/", 1)[1]]
-            entries[key] = TensorEntry(spec.full_shape, tensor.dtype, spec.shard_dim)
+        optimizer = self.optimizers[0]
+        state = optimizer.state_dict()
+        kinds = optimizer.dtypes if optimizer.num_updates else {"model": optimizer.dtypes["model"]}
+        entries, owners = {}, {}
+        for name, param in module.model.named_parameters():
+            for kind, dtype in kinds.items():
+                entries[f"{kind}/{name}"] = TensorEntry(param.shard.full_shape, dtype, param.shard.shard_dim)
+                owners[f"{kind}/{name}"] = None if optimizer.owners is None else optimizer.owners[name]
         metadata = CheckpointMetadata(
             step=module.completed_steps,
             layout={"tp_size": context.tp_size, "dp_size": context.dp_size},
@@ -223,7 +227,7 @@ class TensorParallelStrategy(DDPStrategy):
             run=module.run.to_dict(),
             state=module.state_for_checkpoint(),
         )
-        share = divide_tensors(entries, context.tp_rank, context.tp_size, context.dp_rank, context.dp_size)
+        share = divide_tensors(entries, context.tp_rank, context.tp_size, context.dp_rank, context.dp_size, owners)
         self.writer.begin(path, state["tensors"], metadata, share, in_background, on_complete)
 
     def finish_save(self) -> str | None:

@@ -1,0 +1,176 @@
+"""What a second tensor rank brings: speed on two cores, and bytes of activations with sequence parallelism.
+
+    python analysis/tensor_parallel_cost.py --record analysis/results/tensor_parallel_cost_cpu.json
+
+Two processes with one thread each. In every round the first trains the whole model alone, while the other waits, and
+then both train it together (bf16, vocabulary 8,192, 8 x 256 tokens, dropout 0): forward pass, backward pass, update.
+Ratios are of the fastest steps and, paired, of the rounds' fastest. Another process on the same cores takes all of the
+gain: the record says how busy the machine was. Activations are the bytes that a forward pass keeps for its backward
+pass, with the paper's dropout, the parameters left out.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from lmscale.config import TransformerConfig
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext, sample_dropout_keys
+from lmscale.results import new_record, write_record
+from lmscale.training.optimizer import MixedPrecisionAdamW
+from lmscale.training_config import OptimizerConfig, PrecisionConfig
+
+SHAPES = {"h512_l4": (512, 8, 4), "h1024_l2": (1024, 16, 2)}  # hidden size, heads, layers
+VOCAB, BATCH, SEQ_LENGTH = 8192, 8, 256
+
+
+def make_config(shape: str, dropout: float) -> TransformerConfig:
+    """The GPT of a shape."""
+    hidden, heads, layers = SHAPES[shape]
+    return TransformerConfig(
+        architecture="gpt",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        vocab_size=VOCAB,
+        max_position_embeddings=SEQ_LENGTH,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+    )
+
+
+class Trainee:
+    """One model, AdamW, and the same tokens every step."""
+
+    def __init__(self, config: TransformerConfig, context: ParallelContext, dtype: torch.dtype) -> None:
+        self.model = build_model(config, context, seed=1, dtype=dtype)
+        self.optimizer = MixedPrecisionAdamW(
+            self.model.named_parameters(), OptimizerConfig(lr=1e-4), PrecisionConfig("bf16"), context
+        )
+        self.tokens = (torch.arange(BATCH * SEQ_LENGTH) * 7919 % VOCAB).view(BATCH, SEQ_LENGTH)
+        self.keys = sample_dropout_keys(seed=1, sample_numbers=torch.arange(BATCH))
+
+    def loss(self) -> Tensor:
+        """Mean over the tokens, in nats."""
+        return self.model(self.tokens, self.tokens, self.keys) / self.tokens.numel()
+
+    def fastest_step(self, steps: int) -> tuple[float, float]:
+        """Seconds of the fastest of `steps`, and the last loss."""
+        times = []
+        for _ in range(steps):
+            started = time.perf_counter()
+            self.optimizer.zero_grad()
+            loss = self.loss()
+            loss.backward()
+            self.optimizer.step()
+            times.append(time.perf_counter() - started)
+        return min(times), loss.item()
+
+    def activation_bytes(self) -> int:
+        """What the forward pass up to the loss keeps for the backward pass, each storage once, without parameters."""
+        known = {param.untyped_storage().data_ptr() for param in self.model.parameters()}
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        transformer: nn.Module = self.model.transformer
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            hidden = transformer(self.tokens, sample_keys=self.keys)
+        del hidden
+        return sum(kept.values())
+
+
+def worker(rank: int, folder: str, rounds: int, steps: int) -> None:
+    """One of the two ranks; rank 0 writes what was found."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), 2)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+    both = ParallelContext(tp_rank=rank, tp_size=2, tp_group=dist.group.WORLD)
+    cut = ParallelContext(tp_rank=rank, tp_size=2, tp_group=dist.group.WORLD, sequence_parallel=True)
+    found: dict[str, dict] = {}
+    for shape in SHAPES:
+        config = make_config(shape, dropout=0.0)
+        pair = Trainee(config, both, torch.bfloat16)
+        alone = Trainee(config, ParallelContext(), torch.bfloat16) if rank == 0 else None
+        times: dict[str, list[float]] = {"tp1": [], "tp2": []}
+        for number in range(rounds + 1):  # the first warms up
+            dist.barrier()
+            one = alone.fastest_step(steps) if alone is not None else (0.0, 0.0)
+            dist.barrier()
+            two = pair.fastest_step(steps)
+            if rank == 0 and number:
+                times["tp1"].append(one[0])
+                times["tp2"].append(two[0])
+                print(f"{shape}, round {number}: {one[0] * 1e3:.0f} ms, {two[0] * 1e3:.0f} ms", flush=True)
+        if rank == 0 and not abs(two[1] / one[1] - 1) < 0.01:
+            raise RuntimeError(f"the losses of one rank and of two must agree, but are {one[1]} and {two[1]}")
+        dropped = make_config(shape, dropout=0.1)
+        sizes = {"tp2_sequence": Trainee(dropped, cut, torch.bfloat16).activation_bytes()}
+        sizes["tp2"] = Trainee(dropped, both, torch.bfloat16).activation_bytes()
+        if rank == 0:
+            sizes["tp1"] = Trainee(dropped, ParallelContext(), torch.bfloat16).activation_bytes()
+        found[shape] = {"times": times, "bytes": sizes}
+    if rank == 0:
+        torch.save(found, Path(folder) / "found")
+    dist.destroy_process_group()
+
+
+def to_metrics(found: dict[str, dict]) -> dict[str, dict]:
+    """What the record holds."""
+    metrics = {}
+    for shape, parts in found.items():
+        ones, twos = parts["times"]["tp1"], parts["times"]["tp2"]
+        paired = [one / two for one, two in zip(ones, twos, strict=True)]
+        metrics |= {
+            f"{shape}/tp1_step_least": {"value": min(ones), "unit": "s"},
+            f"{shape}/tp2_step_least": {"value": min(twos), "unit": "s"},
+            f"{shape}/speedup_least": {"value": min(ones) / min(twos), "unit": "tp 1 / tp 2"},
+            f"{shape}/speedup_paired": {"value": statistics.median(paired), "unit": "tp 1 / tp 2"},
+        }
+        for name, size in parts["bytes"].items():
+            metrics[f"{shape}/{name}_activations"] = {"value": size, "unit": "bytes"}
+            if name != "tp1":
+                metrics[f"{shape}/{name}_share"] = {"value": size / parts["bytes"]["tp1"], "unit": "of tp 1"}
+    return metrics | {"load_average": {"value": os.getloadavg()[0], "unit": "processes"}}
+
+
+def main() -> int:
+    """Measure, print, record."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=4, help="steps of one turn")
+    parser.add_argument("--record", type=Path, default=None, help="where the record goes; nowhere by default")
+    options = parser.parse_args()
+    if options.rounds < 1 or options.steps < 1:
+        print("error: `--rounds` and `--steps` must be at least 1", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, (folder, options.rounds, options.steps), nprocs=2, join=True)
+        metrics = to_metrics(torch.load(Path(folder) / "found", weights_only=True))
+    for name, entry in metrics.items():
+        print(f"{name:<34} {entry['value']:.6g} {entry['unit']}")
+    if options.record is not None:
+        config = {"shapes": {n: list(s) for n, s in SHAPES.items()}, "vocab_size": VOCAB, "dtype": "bf16"}
+        config |= {"micro_batch_size": BATCH, "seq_length": SEQ_LENGTH} | vars(options) | {"record": None}
+        layout = {"tp_size": 2, "dp_size": 1, "threads_per_rank": 1}
+        record = new_record("tensor_parallel_cost", "run", config, 1, metrics, device="cpu", layout=layout)
+        write_record(record, options.record)
+        print(f"record: {options.record}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""ZeRO stage 1: the same run with the optimizer's state cut over the data ranks, and its checkpoints."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import make_context, run_ranks
+from runs import read_rows, read_tensors, run_jobs, tiny_run
+from sharding import small_config
+
+from lmscale.checkpoint import list_checkpoints, read_metadata
+from lmscale.config import ParallelConfig
+from lmscale.models import build_model
+from lmscale.perf.communication import step_collectives
+from lmscale.perf.memory import estimate_memory
+from lmscale.perf.ownership import assign_owners, part_sizes
+from lmscale.training.optimizer import MixedPrecisionAdamW
+from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training_config import OptimizerConfig, PrecisionConfig
+
+
+@pytest.mark.parametrize("num_owners", [1, 2, 3, 7, 100])
+def test_owners_share_evenly_up_to_the_largest_parameter(num_owners) -> None:
+    sizes = [900] + [100] * 20 + [10] * 33
+    owners = assign_owners(sizes, num_owners)
+    parts = [sum(s for s, o in zip(sizes, owners, strict=True) if o == n) for n in range(num_owners)]
+    assert sum(parts) == sum(sizes) and parts == part_sizes(sizes, num_owners)
+    assert sorted(parts) == sorted(part_sizes(sizes[::-1], num_owners))
+    assert max(parts) <= max(900, sum(sizes) / num_owners + 100)
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), [("gpt", "fp32"), ("bert", "bf16"), ("gpt", "fp16")])
+def test_a_run_with_zero1_is_the_run_without(tmp_path, architecture, dtype) -> None:
+    """Two ranks' sum has one order: no bit may differ without clipping (by a norm that is added up in other parts)."""
+    settings = {
+        "parallel__dp_size": 2,
+        "precision__dtype": dtype,
+        "precision__initial_loss_scale": 2.0**14,
+        "micro_batch_size": 2,
+        "trainer__check_replicas_every_steps": 1,
+        "model__hidden_dropout": 0.1,
+        "optimizer__max_grad_norm": None,
+    }
+    runs = [tiny_run(architecture, tmp_path / str(z), parallel__zero1=z, **settings) for z in (False, True)]
+    run_jobs(runs, 2)
+    plain, cut = (tmp_path / name for name in ("False", "True"))
+    exact = dtype != "fp32"  # there DDP divides by the data ranks what was multiplied with them
+    for row, other in zip(read_rows(plain), read_rows(cut), strict=True):
+        assert other["train/loss"] == (row["train/loss"] if exact else pytest.approx(row["train/loss"], rel=1e-6))
+        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-12 if exact else 1e-6)
+    tensors, others = read_tensors(plain), read_tensors(cut)
+    assert tensors.keys() == others.keys()
+    for key, tensor in tensors.items():
+        torch.testing.assert_close(others[key], tensor, rtol=0, atol=0 if exact else 1e-6, msg=key)
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+def test_a_run_changes_between_zero1_and_other_layouts(tmp_path, dtype) -> None:
+    """dp 2 with it, then tp 2 x dp 2 with it, then one process: as if nothing had happened."""
+    settings = {"trainer__max_steps": 6, "precision__dtype": dtype, "resume": "auto"}
+    assert pretrain(prepare_job(tiny_run("bert", tmp_path / "whole", **settings))) == 0
+    part = tmp_path / "part"
+    layouts = [{"parallel__dp_size": 2}, {"parallel__dp_size": 2, "parallel__tp_size": 2}]
+    for stop, layout in zip((2, 4), layouts, strict=True):
+        run = tiny_run("bert", part, parallel__zero1=True, trainer__stop_after_steps=stop, **layout, **settings)
+        run_jobs([run], 2 * stop // 2)
+    pieces = read_metadata(list_checkpoints(part / "checkpoints")[-1]).tensors
+    assert {len(entry.pieces) for entry in pieces.values()} == {1, 2}  # by tensor ranks alone
+    assert len(read_metadata(list_checkpoints(part / "checkpoints")[-1]).files) == 4  # every rank has written
+    assert pretrain(prepare_job(tiny_run("bert", part, **settings))) == 0
+    bound = 1e-12 if dtype == "fp64" else 2e-2
+    for row, other in zip(read_rows(tmp_path / "whole"), read_rows(part), strict=True):
+        assert other["train/loss"] == pytest.approx(row["train/loss"], rel=bound)
+
+
+def _sent(rank: int) -> Counter:
+    """What an update sends over the data group: (operation, elements), summed by how often."""
+    found: Counter = Counter()
+    originals = dist.reduce, dist.broadcast
+
+    def noted(name, original):
+        def call(tensor, *args, **kwargs):
+            found[name, tensor.numel() * tensor.element_size()] += 1
+            return original(tensor, *args, **kwargs)
+
+        return call
+
+    dist.reduce, dist.broadcast = noted("reduce", dist.reduce), noted("broadcast", dist.broadcast)
+    try:
+        _held_bytes(rank, torch.bfloat16, "bf16", dp_size=3)
+    finally:
+        dist.reduce, dist.broadcast = originals
+    return found
+
+
+def test_an_update_sends_what_the_formula_says() -> None:
+    (found, *_) = run_ranks(_sent, 3)
+    layout = ParallelConfig(dp_size=3, zero1=True)
+    formula = step_collectives(small_config("gpt"), layout, 1, 1, 13, "bf16")
+    expected = {(c.kind, c.num_bytes): c.count for c in formula if c.kind in ("reduce", "broadcast")}
+    assert dict(found) == expected != {}
+    plain = step_collectives(small_config("gpt"), ParallelConfig(dp_size=3), 1, 1, 13, "bf16")
+    assert sum(c.total_bytes for c in formula if c.kind == "reduce") == sum(
+        c.total_bytes for c in plain if c.phase == "gradients"
+    )
+
+
+def _held_bytes(rank: int, dtype: torch.dtype, name: str, dp_size: int = 2) -> int:
+    context = dataclasses.replace(make_context(1, dp_size), zero1=True)
+    model = build_model(small_config("gpt"), context, seed=1, dtype=dtype)
+    precision = PrecisionConfig(name, initial_loss_scale=1.0)
+    optimizer = MixedPrecisionAdamW(model.named_parameters(), OptimizerConfig(lr=1e-3), precision, context)
+    torch.stack([param.double().sum() for param in model.parameters()]).sum().backward()
+    optimizer.reduce_gradients()
+    optimizer.step()
+    held = [*model.parameters(), *optimizer.tensors().values(), optimizer.buffer.flat]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_a_rank_holds_what_the_estimate_says(name) -> None:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+    fullest = max(run_ranks(_held_bytes, 2, dtype, name))
+    estimate = estimate_memory(small_config("gpt"), 1, 1, 8, name, 2, zero1=True)
+    plain = estimate_memory(small_config("gpt"), 1, 1, 8, name, 2)
+    assert fullest == estimate.weights + estimate.gradients + estimate.optimizer_state
+    assert estimate.optimizer_state < 0.7 * plain.optimizer_state
