@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from ..parallel import ParallelContext, broadcast_from_data_ranks, reduce_to_data_ranks
 from ..parallel.collectives import sum_over_data_ranks
+from ..perf.buckets import GRADIENT_ALL_REDUCE_ELEMENTS
 from ..perf.ownership import assign_owners, part_sizes
-
-_ALL_REDUCE_ELEMENTS = 1 << 26  # 256 MiB at a time
 
 
 class GradientBuffer:
@@ -56,7 +55,7 @@ class GradientBuffer:
         if self.owners:
             reduce_to_data_ranks(self.flat.split(self.part_sizes), self.context)
         elif self.context.dp_size > 1:
-            for part in self.flat.split(_ALL_REDUCE_ELEMENTS):
+            for part in self.flat.split(GRADIENT_ALL_REDUCE_ELEMENTS):
                 sum_over_data_ranks(part, self.context)
 
     def share_weights(self) -> None:
