@@ -20,6 +20,7 @@ FORBIDDEN = {
     "plan_config": {"torch", "hydra", "omegaconf", "lightning", ".parallel", ".models", ".data", ".training"},
     "zero_shot_config": {"torch", "hydra", "omegaconf", "lightning", ".parallel", ".models", ".data", ".training"},
     "from_plain": {"torch", "hydra", "omegaconf", "lightning", ".config", ".parallel", ".models", ".data", ".training"},
+    "fused": {"torch", "hydra", "omegaconf", "lightning", ".parallel", ".models", ".data", ".training", ".perf"},
     "parallel": {"lightning", "hydra", "omegaconf", ".models", ".data", ".training", ".config", ".perf"},
     "models": {"torch.distributed", "lightning", "hydra", "omegaconf", ".data", ".training", ".perf"},
     "checkpoint": {"torch.distributed", "lightning", "hydra", "omegaconf", ".data", ".training", ".perf"},
@@ -73,6 +74,11 @@ def test_every_room_is_in_the_table() -> None:
 def test_entry_scripts_are_thin() -> None:
     for script in PACKAGE.parent.glob("*.py"):
         assert len(script.read_text(encoding="utf-8").splitlines()) < 100, script.name
+
+
+def test_apex_is_imported_through_one_door() -> None:
+    found = {path.name for path in PACKAGE.rglob("*.py") if "apex" in {n.split(".")[0] for n in imported(path)}}
+    assert found == {"fused.py"}
 
 
 def test_apex_is_never_a_pip_dependency() -> None:

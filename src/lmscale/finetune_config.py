@@ -184,6 +184,7 @@ class FinetuneConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "global_batch_size")
+        self.precision.refuse_float8()
         if self.parallel.sequence_parallel:  # batches are as long as their longest input
             raise ValueError("`parallel.sequence_parallel` must be false for a finetuning, but is true")
         for name in ("hidden_dropout", "attention_dropout", "head_dropout"):

@@ -112,6 +112,7 @@ class GenerateConfig:
     tokenizer: GenerateTokenizer = GenerateTokenizer()
 
     def __post_init__(self) -> None:
+        self.precision.refuse_float8()
         given = [name for name in ("prompt", "file") if getattr(self, name) is not None]
         given += ["interactive"] if self.interactive else []
         if len(given) != 1:

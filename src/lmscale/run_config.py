@@ -20,6 +20,8 @@ from .training_config import (
 )
 
 LOSS_REDUCTIONS = ("token_mean", "mean_of_means")
+FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
+KERNELS = ("torch", "apex", "auto")
 A_SECOND_IN_MINUTES, A_WEEK_IN_MINUTES = 1 / 60, 7 * 24 * 60  # torch counts milliseconds in 32 bits
 STAND_IN_VOCAB_SIZE = 2000  # ids, for sizes that are wanted before the tokenizer is known
 
@@ -74,6 +76,7 @@ class RunConfig:
         loss_reduction: `token_mean` divides by the scored tokens of the global batch; `mean_of_means` averages the
             means of ranks and micro-batches, as Megatron-LM v1.0 did.
         deterministic: bitwise equal reruns (torch.use_deterministic_algorithms).
+        kernels: of LayerNorm: `torch`, NVIDIA's `apex`, or `auto`: apex on a GPU where it is installed.
     """
 
     name: str
@@ -93,6 +96,7 @@ class RunConfig:
     seed: int = 1234
     deterministic: bool = False
     compile: bool = False
+    kernels: str = "torch"
     max_restarts: int = 0
     resume: ResumeConfig = ResumeConfig()
     loss_reduction: str = "token_mean"
@@ -104,6 +108,8 @@ class RunConfig:
             raise ValueError(
                 f"`loss_reduction` must be one of token_mean, mean_of_means, but is {self.loss_reduction!r}"
             )
+        if self.kernels not in KERNELS:
+            raise ValueError(f"`kernels` must be one of {', '.join(KERNELS)}, but is {self.kernels!r}")
         if self.max_restarts < 0:
             raise ValueError(f"`max_restarts` must be at least 0, but is {self.max_restarts}")
         if self.checkpoint.keep_best is not None and not self.trainer.validate_every_steps:
@@ -141,12 +147,29 @@ class RunConfig:
             config = dataclasses.replace(config, vocab_multiple=tp_size)
         with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
             config.check_tensor_parallel(tp_size)
+            if self.precision.dtype == "fp8":
+                self._check_float8(config, tp_size)
             if self.parallel.sequence_parallel and self.data.seq_length % tp_size:
                 raise ValueError(
                     f"`data.seq_length` must be a multiple of `tp_size` ({tp_size}) with `sequence_parallel`, "
                     f"but is {self.data.seq_length}"
                 )
             return BatchConfig(self.micro_batch_size, self.global_batch_size, dp_size)
+
+    def _check_float8(self, config: TransformerConfig, tp_size: int) -> None:
+        """Every side of the layers' products must be a multiple of 16, on each rank."""
+        sides = {"hidden_size": config.hidden_size // tp_size, "ffn_hidden_size": config.ffn_size // tp_size}
+        for name, side in sides.items():
+            if side % FLOAT8_MULTIPLE:
+                multiple = f"{FLOAT8_MULTIPLE} x tp_size ({tp_size})"
+                raise ValueError(
+                    f"`{name}` must be a multiple of {multiple} with precision=fp8, but is {side * tp_size}"
+                )
+        if self.micro_batch_size * self.data.seq_length % FLOAT8_MULTIPLE:
+            raise ValueError(
+                f"`micro_batch_size` x `data.seq_length` must be a multiple of {FLOAT8_MULTIPLE} with precision=fp8, "
+                f"but is {self.micro_batch_size} x {self.data.seq_length}"
+            )
 
     def transformer_config(self, tokenizer_vocab_size: int) -> TransformerConfig:
         """The model, with the tokenizer's number of ids where `model.vocab_size` is null.

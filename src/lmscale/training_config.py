@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from .config import require_positive
 
+DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -146,6 +148,8 @@ def require_matmul_precision(value: str) -> None:
 class PrecisionConfig:
     """`precision=`: type of weights, activations and gradients. Half types keep fp32 masters in the optimizer.
 
+    fp8 is bf16 but for the products of the layers' linears, which are in float8; see `parallel/float8.py`.
+
     The loss scale (section 4.2) serves fp16 alone: it starts at `initial_loss_scale`, doubles after
     `loss_scale_window` clean steps and halves after `hysteresis` overflows, never below `min_loss_scale`.
     """
@@ -157,14 +161,23 @@ class PrecisionConfig:
     min_loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("fp64", "fp32", "bf16", "fp16"):
-            raise ValueError(f"`precision.dtype` must be one of fp64, fp32, bf16, fp16, but is {self.dtype!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"`precision.dtype` must be one of {', '.join(DTYPES)}, but is {self.dtype!r}")
         require_positive(self, "loss_scale_window", "hysteresis")
         if not 0 < self.min_loss_scale <= self.initial_loss_scale:
             raise ValueError(
                 f"`precision.min_loss_scale` must be above 0 and at most `precision.initial_loss_scale` "
                 f"({self.initial_loss_scale}), but is {self.min_loss_scale}"
             )
+
+    def refuse_float8(self) -> None:
+        """For what does not pretrain: its batches have any length, and float8 products are of multiples of 16.
+
+        Raises:
+            ValueError: `dtype` is fp8.
+        """
+        if self.dtype == "fp8":
+            raise ValueError(f"`precision` must be one of {', '.join(DTYPES[:-1])} outside pretraining, but is fp8")
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ class ZeroShotConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_tokens")
+        self.precision.refuse_float8()
         if self.parallel.sequence_parallel:  # windows and passages are of any length
             raise ValueError("`parallel.sequence_parallel` must be false for an evaluation, but is true")
         if self.parallel.zero1:

@@ -138,6 +138,15 @@ def test_what_was_not_asked_for_is_said() -> None:
     assert "planned with model.recompute=selective" in larger["notes"][-1]
 
 
+def test_float8_shortens_the_products_of_the_layers_and_needs_a_device_that_has_it() -> None:
+    bf16, fp8 = (planned("model=gpt_2.5b", "cluster=h200", f"precision={dtype}") for dtype in ("bf16", "fp8"))
+    ratio = fp8["step_time_s"]["matmul"] / bf16["step_time_s"]["matmul"]
+    assert 0.5 < ratio < 0.65  # attention and the logits stay in bf16
+    assert fp8["needed_bytes"] == bf16["needed_bytes"] and fp8["layout"] == bf16["layout"]
+    refused = refusal("model=gpt_2.5b", "cluster=dgx_a100", "precision=fp8")
+    assert "`precision.dtype` must be one of fp64, fp32, bf16, fp16 on dgx_a100" in refused
+
+
 def test_a_cluster_of_ones_own_is_read_from_its_file(tmp_path) -> None:
     text = (REPOSITORY / "conf" / "cluster" / "h100.yaml").read_text(encoding="utf-8")
     own = tmp_path / "mine.yaml"

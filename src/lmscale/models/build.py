@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from ..config import TransformerConfig
-from ..parallel import ParallelContext, initialize_parameters
+from ..fused import PLAIN, Kernels, layer_norm_of
+from ..parallel import ColumnParallelLinear, LayerNorm, ParallelContext, RowParallelLinear, initialize_parameters
 from .bert import BERT
 from .gpt import GPT
 
@@ -28,12 +29,14 @@ def build_model(
     seed: int | None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    kernels: Kernels = PLAIN,
 ) -> nn.Module:
     """This rank's shard of a BERT or GPT, made directly on its device in its dtype; the whole exists nowhere.
 
     Args:
         seed: of the initial weights, the same logical tensors at every layout; None leaves them uninitialised (the
             meta device, or weights about to be loaded).
+        kernels: what computes the layers; see `fused.choose_kernels`.
 
     Returns:
         a `GPT` or a `BERT` in training mode.
@@ -46,6 +49,15 @@ def build_model(
         model = kind(config, context)
     if seed is not None:
         initialize_parameters(model, seed, context)
+    layer_norm = layer_norm_of(kernels)
+    if layer_norm is not None:
+        for module in model.modules():
+            if isinstance(module, LayerNorm):
+                module.kernel = layer_norm
+    if kernels.float8:  # not the heads: their products are few, or decide the loss
+        for module in model.transformer.layers.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.in_float8 = True
     return model
 
 

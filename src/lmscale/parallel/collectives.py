@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .context import ParallelContext
+from .float8 import GRADIENT, float8_linear, forward_product, input_gradient, to_float8, weight_gradient
 
 # torch 2.13 has given them new names and warns of the old ones.
 _all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -74,29 +75,35 @@ class _ColumnLinear(torch.autograd.Function):
     """f and the linear behind it, so that f's communication runs while the weight's gradient is computed."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, context: ParallelContext) -> Tensor:
-        ctx.context = context
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, context: ParallelContext, in_float8: bool) -> Tensor:
+        ctx.context, ctx.in_float8 = context, in_float8
         ctx.save_for_backward(x, weight)
         whole = _all_gather(x, context) if context.sequence_parallel else x
-        return F.linear(whole, weight, bias)
+        return forward_product(whole, weight, bias) if in_float8 else F.linear(whole, weight, bias)
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         context = ctx.context
         if context.sequence_parallel:  # the whole input is not kept: it comes again while its gradient is computed
             parts, arrived = _begin_all_gather(x, context)
-        d_whole = grad_output @ weight
+        rows = grad_output.flatten(0, -2)
+        if ctx.in_float8:
+            rounded = to_float8(rows, GRADIENT)
+            d_whole = input_gradient(rounded, weight).unflatten(0, grad_output.shape[:-1])
+        else:
+            d_whole = grad_output @ weight
         if context.sequence_parallel:
             d_x, summed = _begin_reduce_scatter(d_whole, context)
             arrived.wait()
             x = _join_sequence(parts)
         else:
             d_x, summed = d_whole, dist.all_reduce(d_whole, group=context.tp_group, async_op=True)
-        rows = grad_output.flatten(0, -2)
-        d_weight, d_bias = rows.t() @ x.flatten(0, -2), rows.sum(dim=0)
+        whole = x.flatten(0, -2)
+        d_weight = weight_gradient(rounded, whole, weight.dtype) if ctx.in_float8 else rows.t() @ whole
+        d_bias = rows.sum(dim=0)
         summed.wait()
-        return d_x, d_weight, d_bias, None
+        return d_x, d_weight, d_bias, None, None
 
 
 def _begin_all_gather(x: Tensor, context: ParallelContext) -> tuple[Tensor, dist.Work]:
@@ -130,12 +137,15 @@ def _reduce_scatter(x: Tensor, context: ParallelContext) -> Tensor:
     return total
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor, context: ParallelContext) -> Tensor:
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor, context: ParallelContext, in_float8: bool = False) -> Tensor:
     """f, or its all-gather, and the linear behind it.
 
     Shapes:
         x [..., in] equal on all tensor ranks, or with sequence parallelism [b, s/p, in], this rank's positions;
         weight [out/p, in]; bias [out/p]; returns [..., out/p] or [b, s, out/p].
+
+    Args:
+        in_float8: the three products; what is communicated keeps its type. See `float8_linear`.
 
     Communicates:
         over the tensor group. Forward nothing; backward one all-reduce of [..., in], during the weight's gradient. With
@@ -145,8 +155,8 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor, context: ParallelCont
     Source: section 3, Figure 3; Korthikanti et al. 2022, section 4.2.2, for the cut over the sequence.
     """
     if context.tp_size == 1:
-        return F.linear(x, weight, bias)
-    return _ColumnLinear.apply(x, weight, bias, context)
+        return float8_linear(x, weight, bias) if in_float8 else F.linear(x, weight, bias)
+    return _ColumnLinear.apply(x, weight, bias, context, in_float8)
 
 
 def gather_sequence(x: Tensor, context: ParallelContext) -> Tensor:

@@ -3,12 +3,15 @@
 Legend: b batch, s sequence, h hidden, v padded vocabulary, p tensor-parallel size. Leading dimensions are free.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .collectives import column_linear, reduce_from_tensor_parallel_region
 from .context import ParallelContext
+from .float8 import float8_linear
 from .shard_spec import parameter
 
 
@@ -28,11 +31,12 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
         super().__init__()
         self.context = context
+        self.in_float8 = False  # set by `models.build_model`
         self.weight = parameter(context, (out_features, in_features), shard_dim=0, init="normal", std=init_std)
         self.bias = parameter(context, (out_features,), shard_dim=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_linear(x, self.weight, self.bias, self.context)
+        return column_linear(x, self.weight, self.bias, self.context, self.in_float8)
 
 
 class RowParallelLinear(nn.Module):
@@ -52,6 +56,7 @@ class RowParallelLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
         super().__init__()
         self.context = context
+        self.in_float8 = False  # set by `models.build_model`
         self.weight = parameter(context, (out_features, in_features), shard_dim=1, init="normal", std=init_std)
         self.bias = parameter(context, (out_features,), sees_shard=context.sequence_parallel)
 
@@ -60,7 +65,7 @@ class RowParallelLinear(nn.Module):
 
     def multiply(self, x: Tensor) -> Tensor:
         """This rank's partial product, [..., in/p] to [..., out]; communicates nothing."""
-        return F.linear(x, self.weight)
+        return float8_linear(x, self.weight) if self.in_float8 else F.linear(x, self.weight)
 
     def reduce(self, partial: Tensor) -> Tensor:
         """The sum of all ranks' partial products plus the bias, [..., out]; communicates as the class says."""
@@ -92,20 +97,34 @@ class LayerNorm(nn.Module):
 
     Args:
         sees_shard: with sequence parallelism it works on a rank's own positions, and its gradients are partial.
+
+    Attributes:
+        kernel: what computes it from x, weight, bias and eps; `layer_norm` unless replaced (`models.build_model`).
     """
+
+    kernel: Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
     def __init__(self, hidden_size: int, eps: float, context: ParallelContext, sees_shard: bool = True) -> None:
         super().__init__()
         self.eps = eps
+        self.kernel = layer_norm
         sees_shard = sees_shard and context.sequence_parallel
         self.weight = parameter(context, (hidden_size,), init="ones", sees_shard=sees_shard)
         self.bias = parameter(context, (hidden_size,), sees_shard=sees_shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        if _sums_in_half(x):
-            wide = F.layer_norm(x.float(), self.weight.shape, self.weight.float(), self.bias.float(), self.eps)
-            return wide.to(x.dtype)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return self.kernel(x, self.weight, self.bias, self.eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """torch's LayerNorm over the last dimension, whose gradients are summed over the rows in fp32 at least.
+
+    Shapes:
+        x [..., h]; weight, bias [h]; returns [..., h].
+    """
+    if _sums_in_half(x):
+        return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from ..config import require_positive
 from .memory import GIB
 
-DTYPES = ("fp64", "fp32", "bf16", "fp16")
+DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
 EVIDENCE = ("fitted", "measured", "modelled")
 
 
@@ -22,6 +22,7 @@ class Peaks:
     fp32: float | None = None
     bf16: float | None = None
     fp16: float | None = None
+    fp8: float | None = None
     tf32: float | None = None
 
     def __post_init__(self) -> None:

@@ -60,7 +60,7 @@ def micro_batch_collectives(
     Args:
         micro_batch_size: sequences b.
         seq_length: tokens s.
-        dtype: of the activations: fp64, fp32, bf16 or fp16.
+        dtype: of the activations: fp64, fp32, bf16, fp16 or fp8, which travels as bf16.
 
     Raises:
         ValueError: `layout.tp_size` does not divide the model.

@@ -8,44 +8,44 @@ TERA = 1e12
 MASKED_SHARE = 0.15
 
 # Dense peaks in TFLOP/s, never the figure with structured sparsity, which is twice as high. Columns: fp16 and bf16 with
-# fp32 accumulation on tensor cores; TF32; plain fp32; fp64 (on tensor cores where there are any). None: the device
-# cannot, or its sheet does not say. A device is recognised by these words of its name, so a variant that is not listed
-# (MIG slice, laptop, "Ti") stays unknown. First match counts.
-#                  words               fp16    bf16    TF32    fp32   fp64
+# fp32 accumulation on tensor cores; TF32; plain fp32; fp64 (on tensor cores where there are any); float8. None: the
+# device cannot, or its sheet does not say. A device is recognised by these words of its name, so a variant that is not
+# listed (MIG slice, laptop, "Ti") stays unknown. First match counts.
+#                  words               fp16    bf16    TF32    fp32   fp64  fp8
 _PEAKS: tuple[tuple[tuple[str, ...], tuple[float | None, ...]], ...] = (
     # The V100 of 450 W in a DGX-2H, "V100-SXM3-32GB-H": 30 % of its peak are the paper's 39 TFLOP/s (section 5.1); the
     # other types in the proportion of NVIDIA's data sheets
     (("V100", "SXM3", "H"), (130.0, None, None, 16.4, 8.2)),
     # NVIDIA V100 data sheet, 2020
-    (("V100", "SXM2"), (125.0, None, None, 15.7, 7.8)),
-    (("V100", "SXM3"), (125.0, None, None, 15.7, 7.8)),
-    (("V100", "PCIE"), (112.0, None, None, 14.0, 7.0)),
-    (("V100S", "PCIE"), (130.0, None, None, 16.4, 8.2)),
+    (("V100", "SXM2"), (125.0, None, None, 15.7, 7.8, None)),
+    (("V100", "SXM3"), (125.0, None, None, 15.7, 7.8, None)),
+    (("V100", "PCIE"), (112.0, None, None, 14.0, 7.0, None)),
+    (("V100S", "PCIE"), (130.0, None, None, 16.4, 8.2, None)),
     # NVIDIA T4 data sheet
-    (("T4",), (65.0, None, None, 8.1, None)),
+    (("T4",), (65.0, None, None, 8.1, None, None)),
     # NVIDIA A100, A30, A40 and A10 data sheets, 2021 and 2022
-    (("A100",), (312.0, 312.0, 156.0, 19.5, 19.5)),
-    (("A30",), (165.0, 165.0, 82.0, 10.3, 10.3)),
-    (("A40",), (149.7, 149.7, 74.8, 37.4, None)),
-    (("A10",), (125.0, 125.0, 62.5, 31.2, None)),
+    (("A100",), (312.0, 312.0, 156.0, 19.5, 19.5, None)),
+    (("A30",), (165.0, 165.0, 82.0, 10.3, 10.3, None)),
+    (("A40",), (149.7, 149.7, 74.8, 37.4, None, None)),
+    (("A10",), (125.0, 125.0, 62.5, 31.2, None, None)),
     # NVIDIA H100 and H200 data sheets (tensor figures there are with sparsity, halved here); PCIe: architecture paper
-    (("H100", "PCIE"), (756.0, 756.0, 378.0, 51.0, 51.0)),
-    (("H100", "NVL"), (835.5, 835.5, 417.5, 60.0, 60.0)),
-    (("H100", "HBM3"), (989.4, 989.4, 494.7, 67.0, 67.0)),
-    (("H200", "NVL"), (835.5, 835.5, 417.5, 60.0, 60.0)),
-    (("H200",), (989.4, 989.4, 494.7, 67.0, 67.0)),
-    (("GH200",), (989.4, 989.4, 494.7, 67.0, 67.0)),
+    (("H100", "PCIE"), (756.0, 756.0, 378.0, 51.0, 51.0, 1513.0)),
+    (("H100", "NVL"), (835.5, 835.5, 417.5, 60.0, 60.0, 1670.5)),
+    (("H100", "HBM3"), (989.4, 989.4, 494.7, 67.0, 67.0, 1978.9)),
+    (("H200", "NVL"), (835.5, 835.5, 417.5, 60.0, 60.0, 1670.5)),
+    (("H200",), (989.4, 989.4, 494.7, 67.0, 67.0, 1978.9)),
+    (("GH200",), (989.4, 989.4, 494.7, 67.0, 67.0, 1978.9)),
     # NVIDIA Blackwell architecture brief, HGX B200 (36 PFLOP/s fp16 with sparsity over 8 GPUs)
-    (("B200",), (2250.0, 2250.0, 1125.0, 75.0, 37.0)),
+    (("B200",), (2250.0, 2250.0, 1125.0, 75.0, 37.0, 4500.0)),
     # NVIDIA L40S and L4 data sheets
-    (("L40S",), (362.0, 362.0, 183.0, 91.6, None)),
-    (("L4",), (121.0, 121.0, 60.0, 30.3, None)),
+    (("L40S",), (362.0, 362.0, 183.0, 91.6, None, 733.0)),
+    (("L4",), (121.0, 121.0, 60.0, 30.3, None, 242.5)),
     # NVIDIA Ada and Ampere GA102 architecture papers; GeForce halves the fp16 rate when it accumulates in fp32
-    (("RTX", "4090"), (165.2, 165.2, 82.6, 82.6, None)),
-    (("RTX", "3090"), (71.0, 71.0, 35.6, 35.6, None)),
-    (("RTX", "A6000"), (154.8, 154.8, 77.4, 38.7, None)),
+    (("RTX", "4090"), (165.2, 165.2, 82.6, 82.6, None, 330.3)),
+    (("RTX", "3090"), (71.0, 71.0, 35.6, 35.6, None, None)),
+    (("RTX", "A6000"), (154.8, 154.8, 77.4, 38.7, None, None)),
 )
-_COLUMNS = ("fp16", "bf16", "tf32", "fp32", "fp64")
+_COLUMNS = ("fp16", "bf16", "tf32", "fp32", "fp64", "fp8")
 _SLOWER_VARIANTS = {"MIG", "LAPTOP", "TI", "D", "SUPER", "MAX", "DGXS", "FHHL"}  # same model word, another rate
 
 
@@ -147,7 +147,8 @@ def dense_peak_flops_per_s(device_name: str, dtype: str, matmul_precision: str =
 
     Args:
         device_name: as `torch.cuda.get_device_name` gives it.
-        dtype: fp16, bf16, fp32 or fp64.
+        dtype: fp16, bf16, fp32, fp64 or fp8: the peak of float8, although attention and the heads of such a run are in
+            bf16, so that its MFU is of what the device could do at best; tokens/s is what compares it with bf16.
         matmul_precision: torch's setting for fp32 products; `high` and `medium` let them run in TF32 where the device
             has it, so the peak is TF32's there.
 

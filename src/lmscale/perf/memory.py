@@ -12,7 +12,7 @@ from .flops import scored_tokens
 from .ownership import part_sizes
 from .params import count_parameters, parameter_sizes
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: bf16 numbers, rounded within a product
 FP32_BYTES = 4
 HALF_BYTES = 2
 MOMENT_TENSORS_IN_FLIGHT = 3  # both moments in fp32 and the random bits of one
@@ -126,7 +126,7 @@ def estimate_memory(
     Args:
         micro_batch_size: sequences b of one forward pass.
         seq_length: tokens s of a sequence.
-        dtype: of weights, activations and gradients: fp64, fp32, bf16 or fp16.
+        dtype: of weights, activations and gradients: fp64, fp32, bf16, fp16, or fp8, which is as bf16.
         dp_size: data-parallel ranks. DDP's buckets are the gradients themselves, so they add nothing.
         on_gpu: a GPU has a flash kernel with attention dropout and LayerNorms in half types, a CPU neither.
         accumulates: a step has several micro-batches, so gradients are there before the last backward pass. With one,

@@ -98,7 +98,8 @@ def predict_step_time(
 ) -> StepTime:
     """Seconds of one optimizer step.
 
-    Products: their FLOPs, widths in whole tiles, over `matmul_share` of the peak. Element-wise work: counted bytes
+    Products: their FLOPs, widths in whole tiles, over `matmul_share` of the peak; with fp8 those of the layers' linears
+    alone are float8's, the others bf16's. Element-wise work: counted bytes
     times `elementwise_factor` over the memory's bandwidth. Overhead: `layer_overhead_ms` a layer, 3/4 of it where the
     backward pass does not repeat the forward. Collectives: 2 (p - 1) / p of an all-reduce's bytes over the bandwidth,
     half of that for the others, and a latency each. AdamW: bytes read and written, 48 N for half types. Nothing
@@ -119,7 +120,8 @@ def predict_step_time(
     """
     constants, tp_size = cluster.calibration, layout.tp_size
     rate = cluster.peak_flops_per_s(dtype) * constants.matmul_share
-    flops = _tiled_flops(config, tp_size, micro_batch_size, seq_length)
+    other_rate = cluster.peak_flops_per_s("bf16") * constants.matmul_share if dtype == "fp8" else rate
+    linears, others = _tiled_flops(config, tp_size, micro_batch_size, seq_length)
     num_bytes = _elementwise_bytes(config, layout, micro_batch_size, seq_length, dtype, constants)
     memory_rate = MEMORY_SHARE * cluster.memory_bandwidth_gb_s * 1e9
     repeats = 1.0 if config.recompute is Recompute.FULL else 0.75  # forward, forward again, backward twice as long
@@ -127,7 +129,7 @@ def predict_step_time(
     tensor = sum(m.count * _collective_s(m.kind, m.num_bytes, tp_size, cluster, tp_size) for m in messages)
     num_parameters = count_parameters(config, tp_size).per_rank
     micro_batch = StepTime(
-        matmul=flops / rate,
+        matmul=linears / rate + others / other_rate,
         elementwise=constants.elementwise_factor * num_bytes / memory_rate,
         overhead=config.num_layers * constants.layer_overhead_ms * 1e-3 * repeats,
         tensor=tensor * (1.0 - techniques.tensor_overlap),
@@ -164,19 +166,21 @@ def _collective_s(kind: str, num_bytes: int, num_ranks: int, cluster: Cluster, s
     return rounds * (num_ranks - 1) / num_ranks * num_bytes / cluster.bandwidth(span) + cluster.latency_us * 1e-6
 
 
-def _tiled_flops(config: TransformerConfig, tp_size: int, b: int, s: int) -> float:
-    """FLOPs of a rank's micro-batch as a device that multiplies whole tiles does them, with what is recomputed."""
+def _tiled_flops(config: TransformerConfig, tp_size: int, b: int, s: int) -> tuple[float, float]:
+    """FLOPs of a rank's micro-batch as a device that multiplies whole tiles does them, with what is recomputed: of the
+    layers' linears, of all other products."""
     num_tokens, h = b * s, config.hidden_size
     width, mlp = _tiles(h / tp_size), _tiles(config.ffn_size / tp_size)
     linears = 2 * num_tokens * h * (_tiles(3 * h / tp_size) + width + 2 * mlp)
     scores = 4 * b * s * s * (h / tp_size) * (1 + HEAD_PENALTY / config.head_size)
     num_scored = b * scored_tokens(config, s)
     logits = 2 * num_scored * h * _tiles(config.padded_vocab_size / tp_size)
-    forward = config.num_layers * (linears + scores)
-    core = config.num_layers * scores * (0.5 if config.attention == "exact" else 1.0)  # see `hardware_flops_per_step`
-    again = {Recompute.NONE: 0.0, Recompute.SELECTIVE: core, Recompute.FULL: forward}[config.recompute]
+    core_again = 0.5 if config.attention == "exact" else 1.0  # see `hardware_flops_per_step`
+    again = {Recompute.NONE: 0.0, Recompute.SELECTIVE: core_again, Recompute.FULL: 1.0}[config.recompute]
+    linear_passes = 4 if config.recompute is Recompute.FULL else 3
     heads = 6 * num_scored * h * h if config.architecture == "bert" else 0
-    return 3 * (forward + logits) + again + heads
+    cores = config.num_layers * scores * (3 + again)
+    return config.num_layers * linears * linear_passes, cores + 3 * logits + heads
 
 
 def _tiles(width: float) -> int:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..checkpoint import CheckpointReader
 from ..config import TransformerConfig
 from ..data.certificate import digest_of_samples, digest_text
+from ..fused import PLAIN, Kernels
 from ..models import build_model
 from ..parallel import ParallelContext, sample_dropout_keys, seed_rank_generator
 from ..parallel.collectives import sum_over_data_ranks
@@ -26,7 +27,9 @@ from .schedule import learning_rate_of_update
 from .timing import PhaseTimer
 from .watchdog import Watchdog
 
+# Of weights and activations; fp8 is a way to multiply bf16 numbers (`Kernels.float8`).
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES["fp8"] = torch.bfloat16
 
 
 class PretrainModule(L.LightningModule):
@@ -43,6 +46,7 @@ class PretrainModule(L.LightningModule):
         watchdog: is told where the training is.
         peak_flops_per_s: dense peak of one device at the run's precision, for MFU; None where unknown.
         weights_from: a checkpoint whose weights the model starts with; None draws them from the seed.
+        kernels: what computes the layers.
 
     Communicates:
         a step, over the data group: one all-reduce of the term counts, the gradients (DDP; of half types in fp32, by
@@ -58,6 +62,7 @@ class PretrainModule(L.LightningModule):
         watchdog: Watchdog,
         peak_flops_per_s: float | None = None,
         weights_from: str | None = None,
+        kernels: Kernels = PLAIN,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -65,6 +70,7 @@ class PretrainModule(L.LightningModule):
         self.run = run
         self.watchdog = watchdog
         self.weights_from = weights_from
+        self.kernels = kernels
         self.peak_flops_per_s = peak_flops_per_s
         self.flops_per_step = model_flops_per_step(config, run.data.seq_length, run.global_batch_size)
         self.model: torch.nn.Module | None = None
@@ -98,7 +104,9 @@ class PretrainModule(L.LightningModule):
         device = self.trainer.strategy.root_device
         dtype = DTYPES[self.run.precision.dtype]
         seed = None if self.weights_from else self.run.seed
-        self.model = build_model(self.config, self.parallel, seed=seed, dtype=dtype, device=device)
+        self.model = build_model(
+            self.config, self.parallel, seed=seed, dtype=dtype, device=device, kernels=self.kernels
+        )
         if self.weights_from:
             with CheckpointReader(self.weights_from) as reader:
                 for name, param in self.model.named_parameters():

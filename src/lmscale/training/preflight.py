@@ -11,6 +11,7 @@ from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..data.indexed_corpus import check_indexed
 from ..data.sources import check_corpus
 from ..data.tokenizer import check_tokenizer
+from ..fused import Kernels, choose_kernels
 from ..perf.job import Job, Layout, rank_memory, smallest_layout, usable_bytes
 from ..perf.memory import GIB
 from ..run_config import STAND_IN_VOCAB_SIZE, ParallelRequest, RunConfig
@@ -18,6 +19,7 @@ from .launch import World, resolve_accelerator, world_from_outside
 from .resuming import find_checkpoint
 
 WORKERS_PER_CORE = 4  # loader processes that wait for a disk may be more than the cores
+FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 SAMPLE_OVERHEAD_BYTES = 1024  # Python objects of one sequence: a dict of arrays and its reference in the data order
 
 
@@ -26,11 +28,11 @@ def check_values(values: dict) -> None:
     check_run(RunConfig.from_dict(values))
 
 
-def check_run(run: RunConfig) -> tuple[str, ParallelConfig, str | None]:
+def check_run(run: RunConfig) -> tuple[str, ParallelConfig, Kernels, str | None]:
     """Check a run as far as that needs no corpus: the machine, sizes, memory, paths.
 
     Returns:
-        the accelerator, the layout, and the checkpoint to go on from.
+        the accelerator, the layout, what computes the layers, and the checkpoint to go on from.
 
     Raises:
         ValueError: anything in the configuration that cannot work, in one line.
@@ -42,12 +44,30 @@ def check_run(run: RunConfig) -> tuple[str, ParallelConfig, str | None]:
     run.check_layout(layout.tp_size, layout.dp_size)
     if run.logger.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
+    uses_float8 = run.precision.dtype == "fp8"
+    kernels = choose_kernels(run.kernels, accelerator == "gpu", uses_float8)
+    if uses_float8 and accelerator == "gpu":
+        check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     check_host(run, layout, world)
     check_memory(provisional, run, layout, world, accelerator)
     check_corpus(run.data)
     check_indexed(run.data)
     check_tokenizer(run.tokenizer, provisional.architecture)
-    return accelerator, layout, find_checkpoint(run)
+    return accelerator, layout, kernels, find_checkpoint(run)
+
+
+def check_float8(device_name: str, capability: tuple[int, int]) -> None:
+    """Refuse a GPU without float8 products.
+
+    Raises:
+        ValueError: its compute capability is below that of Ada and Hopper.
+    """
+    if capability < FLOAT8_CAPABILITY:
+        needed, found = (".".join(map(str, pair)) for pair in (FLOAT8_CAPABILITY, capability))
+        raise ValueError(
+            f"`precision` must be bf16 or another on a {device_name}: float8 products need compute capability {needed} "
+            f"(it has {found}), but is fp8"
+        )
 
 
 def check_host(run: RunConfig, layout: ParallelConfig, world: World | None) -> None:

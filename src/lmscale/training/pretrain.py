@@ -20,6 +20,7 @@ from ..checkpoint import CheckpointError, read_metadata
 from ..config import BatchConfig, ParallelConfig, TransformerConfig
 from ..data.datamodule import PretrainDataModule
 from ..data.prepare import PreparedCorpus, prepare_corpus
+from ..fused import PLAIN, Kernels
 from ..perf.flops import dense_peak_flops_per_s
 from ..run_config import RunConfig
 from .bert_module import BERTModule
@@ -65,6 +66,7 @@ class PretrainJob:
     corpus: PreparedCorpus
     accelerator: str
     resume_from: str | None
+    kernels: Kernels = PLAIN
     files: dict[str, str] = field(default_factory=dict)  # texts by path, for the run folder of a run that starts
 
 
@@ -74,11 +76,11 @@ def prepare_job(run: RunConfig) -> PretrainJob:
     Raises:
         ValueError: anything in the configuration that cannot work, in one line.
     """
-    accelerator, layout, resume_from = check_run(run)
+    accelerator, layout, kernels, resume_from = check_run(run)
     corpus = prepare_corpus(run.data, run.tokenizer, run.model["architecture"], run.model.get("vocab_size"))
     config = run.transformer_config(corpus.vocab_size)
     batch = run.check_layout(layout.tp_size, layout.dp_size, corpus.vocab_size)
-    job = PretrainJob(run, config, layout, batch, corpus, accelerator, resume_from)
+    job = PretrainJob(run, config, layout, batch, corpus, accelerator, resume_from, kernels)
     data = make_datamodule(job)  # refuses a corpus that is too small here, before the ranks would
     if resume_from is not None:
         run = check_fit(run, config, data.corpus_hash, resume_from)
@@ -178,7 +180,7 @@ def _look_again(run: RunConfig, is_first: bool) -> tuple[str | None, str | None]
 def _make_module(job: PretrainJob, resume_from: str | None, watchdog: Watchdog) -> PretrainModule:
     kind = GPTModule if job.config.architecture == "gpt" else BERTModule
     peak = dense_peak_flops_per_s(_device_name(job), job.run.precision.dtype, job.run.trainer.matmul_precision)
-    return kind(job.config, job.run, watchdog, peak, weights_from=resume_from)
+    return kind(job.config, job.run, watchdog, peak, weights_from=resume_from, kernels=job.kernels)
 
 
 def _device_name(job: PretrainJob) -> str:

@@ -1,0 +1,1 @@
+"""Stands for the compiled extension of NVIDIA's apex."""

@@ -1,0 +1,70 @@
+"""`precision=fp8` as a run: it learns as bf16 does, goes on bitwise, and is refused where it cannot work."""
+
+import pytest
+from runs import read_record, read_rows, tiny_run
+
+from lmscale.finetune_config import FinetuneConfig
+from lmscale.generate_config import GenerateConfig
+from lmscale.perf.flops import dense_peak_flops_per_s
+from lmscale.training.preflight import check_float8
+from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training_config import PrecisionConfig
+from lmscale.zero_shot_config import WikiText103Config, ZeroShotConfig
+
+SIZES = {"model__hidden_size": 32, "model__num_attention_heads": 2, "data__seq_length": 32, "precision__dtype": "fp8"}
+
+
+def test_a_run_in_float8_learns_as_one_in_bf16_and_resumes_bitwise(tmp_path) -> None:
+    settings = SIZES | {"trainer__max_steps": 12, "model__hidden_dropout": 0.1}
+    pretrain(prepare_job(tiny_run("gpt", tmp_path / "whole", **settings)))
+    for stop in (5, None):
+        changes = {"trainer__stop_after_steps": stop, "resume": "auto"}
+        pretrain(prepare_job(tiny_run("gpt", tmp_path / "parts", **settings, **changes)))
+    pretrain(prepare_job(tiny_run("gpt", tmp_path / "bf16", **settings | {"precision__dtype": "bf16"})))
+    whole, parts, bf16 = ([r["train/loss"] for r in read_rows(tmp_path / n)] for n in ("whole", "parts", "bf16"))
+    assert whole == parts != bf16
+    assert whole[-1] < whole[0] - 0.05
+    assert whole == pytest.approx(bf16, rel=2e-3)
+    assert read_record(tmp_path / "whole")["config"]["precision"]["dtype"] == "fp8"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"model__hidden_size": 24},
+            r"`model.hidden_size` must be a multiple of 16 x tp_size \(1\) with .*, but is 24",
+        ),
+        ({"parallel__tp_size": 2, "model__hidden_size": 48}, r"must be a multiple of 16 x tp_size \(2\) .*, but is 48"),
+        ({"model__ffn_hidden_size": 72}, "`model.ffn_hidden_size` must be a multiple of 16 x tp_size .* but is 72"),
+        ({"data__seq_length": 30}, "`micro_batch_size` x `data.seq_length` must be a multiple of 16 .* is 4 x 30"),
+    ],
+)
+def test_sizes_that_are_no_multiple_of_16_are_refused(tmp_path, changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_run("gpt", tmp_path, **SIZES | {"model__ffn_hidden_size": None} | changes)
+
+
+def test_an_older_gpu_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"`precision` must be bf16 or another on a NVIDIA A100: .* 8.9 \(it has 8.0\)"
+    ):
+        check_float8("NVIDIA A100", (8, 0))
+    check_float8("NVIDIA L4", (8, 9))
+    check_float8("NVIDIA H200", (9, 0))
+
+
+def test_what_does_not_pretrain_refuses_float8() -> None:
+    precision, refusal = PrecisionConfig("fp8"), "`precision` must be one of fp64, fp32, bf16, fp16 outside pretraining"
+    with pytest.raises(ValueError, match=refusal):
+        GenerateConfig(ckpt="x", prompt="y", precision=precision)
+    with pytest.raises(ValueError, match=refusal):
+        ZeroShotConfig("x", WikiText103Config("wikitext103", "y"), ckpt="z", precision=precision)
+    nothing = dict.fromkeys(FinetuneConfig.__dataclass_fields__, 1)
+    with pytest.raises(ValueError, match=refusal):
+        FinetuneConfig(**nothing | {"precision": precision})
+
+
+def test_the_peak_of_float8_is_known_where_there_is_one() -> None:
+    assert dense_peak_flops_per_s("NVIDIA H200", "fp8") == 1978.9e12
+    assert dense_peak_flops_per_s("NVIDIA A100-SXM4-80GB", "fp8") is None
