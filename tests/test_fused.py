@@ -48,23 +48,51 @@ def test_apex_gives_the_loss_and_gradients_of_torch(
 
 
 def test_apex_is_chosen_when_asked_for_and_by_auto_on_a_gpu(nvidia) -> None:
-    assert choose_kernels("apex", on_gpu=True) == choose_kernels("auto", on_gpu=True) == Kernels("apex")
-    assert choose_kernels("auto", on_gpu=False) == choose_kernels("torch", on_gpu=True) == PLAIN
+    for compiles in ("auto", False):
+        assert choose_kernels(kernels="apex", compiles=compiles, on_gpu=True) == Kernels("apex")
+    assert choose_kernels(kernels="auto", compiles=False, on_gpu=True) == Kernels("apex")
+    assert choose_kernels(kernels="auto", on_gpu=True) == Kernels("torch", compiles=True)  # which fuses LayerNorm
+    assert choose_kernels(kernels="auto", on_gpu=False) == choose_kernels(compiles=False, on_gpu=True) == PLAIN
     with pytest.raises(ValueError, match="`kernels` must be torch or auto on a CPU, .* but is apex"):
-        choose_kernels("apex", on_gpu=False)
+        choose_kernels(kernels="apex", on_gpu=False)
+    with pytest.raises(ValueError, match="`kernels` must be torch or auto with compile=true, .* but is apex"):
+        choose_kernels(kernels="apex", on_gpu=True, compiles=True)
 
 
 def test_apex_without_its_extension_is_refused(nvidia, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", None)
     with pytest.raises(ValueError, match="without its CUDA extensions"):
-        choose_kernels("apex", on_gpu=True)
+        choose_kernels(kernels="apex", on_gpu=True)
 
 
 def test_the_apex_of_pypi_is_recognised_and_not_imported(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(FAKES / "unrelated"))
     with pytest.raises(ValueError, match="fake_apex/unrelated/apex/__init__.py is PyPI's web package, not NVIDIA's"):
-        choose_kernels("apex", on_gpu=True)
-    assert choose_kernels("auto", on_gpu=True) == PLAIN
+        choose_kernels(kernels="apex", on_gpu=True)
+    assert choose_kernels(kernels="auto", on_gpu=True, compiles=False) == PLAIN
+
+
+def test_layers_are_compiled_on_a_gpu_unless_told_otherwise() -> None:
+    chosen = {
+        (c, gpu): choose_kernels(compiles=c, on_gpu=gpu).compiles for c in (True, False, "auto") for gpu in (0, 1)
+    }
+    assert {case for case, compiles in chosen.items() if compiles} == {(True, 0), (True, 1), ("auto", 1)}
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"on_gpu": False}, "on a CPU"),
+        ({"compiles": False}, "where layers are not compiled"),
+        ({"dtype": "fp32"}, "with precision=fp32, whose gradients stay"),
+        ({"recompute": "full"}, "with model.recompute=full"),
+        ({"tp_size": 2}, "with parallel.tp_size=2"),
+    ],
+)
+def test_cuda_graphs_are_refused_where_they_cannot_be(changes: dict, reason: str) -> None:
+    assert choose_kernels(on_gpu=True, cuda_graphs=True) == Kernels(compiles=True, cuda_graphs=True)
+    with pytest.raises(ValueError, match=f"`cuda_graphs` must be false {reason}.*, but is true"):
+        choose_kernels(**{"on_gpu": True, "cuda_graphs": True} | changes)
 
 
 @pytest.mark.skipif(apex_problem() is None, reason="NVIDIA's apex is installed")
@@ -78,6 +106,12 @@ def test_a_run_without_apex_is_refused_in_one_line_before_anything_starts(tmp_pa
 def test_a_run_says_what_was_chosen_and_refuses_what_it_does_not_know(tmp_path) -> None:
     done = train(*TINY, "kernels=auto", f"hydra.run.dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
-    assert "kernels: LayerNorm by torch" in done.stdout
+    assert "kernels: layers not compiled, LayerNorm by torch (compile=auto, kernels=auto)\n" in done.stdout
+    for key, message in {
+        "cuda_graphs=true": "`cuda_graphs` must be false on a CPU, but is true",
+        "compile=maybe": "`compile` must be true, false or auto, but is 'maybe'",
+    }.items():
+        done = train(*TINY, key, "trainer.accelerator=cpu")
+        assert done.returncode == 2 and message in done.stderr
     done = train(*TINY, "kernels=triton")
     assert done.returncode == 2 and "`kernels` must be one of torch, apex, auto, but is 'triton'" in done.stderr

@@ -8,7 +8,7 @@ from .from_plain import build, to_plain
 from .training_config import PrecisionConfig
 
 PADDED_VOCABULARIES = {"gpt": 51_200, "bert": 30_720}
-PEERS = ("hf_eager", "hf_compiled", "lightning", "megatron_core", "file")
+PEERS = ("hf_eager", "hf_compiled", "lightning", "megatron_core", "file", "ours_bf16")
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,15 @@ class BenchConfig:
     Args:
         model: the fields of `TransformerConfig`, and `name`; a `vocab_size` of null is the paper's padded one.
         peers: some of `PEERS`: Hugging Face's model as it is and compiled, it in a plain Lightning loop, GPT of
-            megatron-core with the local spec, a model file in nanoGPT's form (`GPT`, `GPTConfig`).
+            megatron-core with the local spec, a model file in nanoGPT's form (`GPT`, `GPTConfig`), our own step in bf16
+            beside the one in float8. None: ours alone.
+        precision: fp32, bf16 or fp8; with fp8 the peers compute in bf16.
         file: the model file of the peer `file`.
         micro_batch_size: sequences of a step.
         seq_length: tokens of a sequence.
         compiles: compile our layers, and the model of the peers `lightning` and `file`.
+        cuda_graphs: record our layers on a GPU and replay them.
+        peak_tflops_per_s: a rate that ours and the peers' FLOP/s are given as a share of, besides the sheet's.
         steps_per_round, rounds: steps of a contender before the next one's turn; turns of each.
         warm_up_steps: of each contender, not timed, with compilation in the first.
         lr: of AdamW, the same for all.
@@ -37,6 +41,8 @@ class BenchConfig:
     file: str | None = None
     seq_length: int | None = None
     compiles: bool = True
+    cuda_graphs: bool = False
+    peak_tflops_per_s: float | None = None
     steps_per_round: int = 3
     rounds: int = 5
     warm_up_steps: int = 2
@@ -53,17 +59,25 @@ class BenchConfig:
             if getattr(self, name) is not None:
                 require_positive(self, name)
         unknown = [peer for peer in self.peers if peer not in PEERS]
-        if unknown or not self.peers:
+        if unknown:
             raise ValueError(f"`peers` must be some of {', '.join(PEERS)}, but is {self.peers!r}")
         if ("file" in self.peers) != (self.file is not None):
             raise ValueError("`file` must be given where `peers` has file, and only there")
         if self.file is not None and not Path(self.file).is_file():
             raise ValueError(f"`file` must be a file, but {self.file} is not")
-        if self.precision.dtype not in ("fp32", "bf16"):
-            raise ValueError(f"`precision` must be fp32 or bf16 for a comparison, but is {self.precision.dtype}")
+        if self.precision.dtype not in ("fp32", "bf16", "fp8"):
+            raise ValueError(f"`precision` must be fp32, bf16 or fp8 for a comparison, but is {self.precision.dtype}")
+        if "ours_bf16" in self.peers and self.precision.dtype != "fp8":
+            raise ValueError(f"`precision` must be fp8 with the peer ours_bf16, but is {self.precision.dtype}")
+        if self.cuda_graphs and not (self.compiles and self.precision.dtype in ("bf16", "fp8")):
+            raise ValueError("`cuda_graphs` must be false unless compiles=true and precision=bf16 or fp8, but is true")
+        if self.peak_tflops_per_s is not None and not self.peak_tflops_per_s > 0:
+            raise ValueError(f"`peak_tflops_per_s` must be above 0, but is {self.peak_tflops_per_s!r}")
         config = self.transformer_config()
         if config.architecture == "bert" and {"file", "megatron_core", "lightning"} & set(self.peers):
-            raise ValueError(f"`peers` of a BERT must be hf_eager or hf_compiled, but are {', '.join(self.peers)}")
+            raise ValueError(
+                f"`peers` of a BERT must be hf_eager, hf_compiled or ours_bf16, but are {', '.join(self.peers)}"
+            )
         if self.length > config.max_position_embeddings:
             raise ValueError(
                 f"`seq_length` must be at most `model.max_position_embeddings` ({config.max_position_embeddings}), "

@@ -1,4 +1,4 @@
-"""The one door to optional kernels: which LayerNorm computes, beside torch's own NVIDIA's apex, and what was chosen.
+"""The one door to optional kernels: what computes the layers, torch's own kernels, compiled ones or NVIDIA's apex.
 
 apex is never needed and never taken in silence: a run that asks for it and cannot have it is refused.
 """
@@ -17,24 +17,43 @@ class Kernels:
     Args:
         layer_norm: `torch` or `apex`.
         float8: the products of the layers' linears, forward and backward, are in float8.
+        compiles: torch.compile fuses each layer, one graph for all, and the passes over the logits.
+        cuda_graphs: the compiled layers are recorded on a GPU and replayed.
     """
 
     layer_norm: str = "torch"
     float8: bool = False
+    compiles: bool = False
+    cuda_graphs: bool = False
 
     def describe(self) -> str:
         """The choice in a few words, for the first lines of a run."""
-        return f"LayerNorm by {self.layer_norm}" + (", the layers' linears in float8" if self.float8 else "")
+        compiled = "layers compiled" if self.compiles else "layers not compiled"
+        graphs = ", replayed as CUDA graphs" if self.cuda_graphs else ""
+        return f"{compiled}{graphs}, LayerNorm by {self.layer_norm}" + (", linears in float8" if self.float8 else "")
 
 
 PLAIN = Kernels()
 
 
-def choose_kernels(kernels: str, on_gpu: bool, float8: bool = False) -> Kernels:
-    """What `kernels=` means on this machine; `auto` is apex on a GPU where it is installed, torch otherwise.
+def choose_kernels(
+    *,
+    on_gpu: bool,
+    kernels: str = "torch",
+    compiles: bool | str = "auto",
+    cuda_graphs: bool = False,
+    dtype: str = "bf16",
+    recompute: str = "none",
+    tp_size: int = 1,
+) -> Kernels:
+    """What a run's `kernels=`, `compile=` and `cuda_graphs=` mean on this machine.
+
+    `compiles=auto` compiles on a GPU, but not with apex, which torch.compile cannot see into. `kernels=auto` is apex on
+    a GPU where it is installed and nothing is compiled (the compiler fuses LayerNorm with its neighbours), else torch.
 
     Raises:
-        ValueError: `apex` where NVIDIA's is not there, with what is there instead, or on a CPU.
+        ValueError: what cannot be had here: apex without NVIDIA's package, on a CPU or compiled; CUDA graphs without a
+            GPU, compiled layers, a half type, one tensor rank, or with layers that are recomputed.
     """
     problem = apex_problem() if kernels != "torch" else None
     if kernels == "apex":
@@ -42,8 +61,28 @@ def choose_kernels(kernels: str, on_gpu: bool, float8: bool = False) -> Kernels:
             raise ValueError(f"`kernels` must be torch or auto here, because {problem}, but is apex")
         if not on_gpu:
             raise ValueError("`kernels` must be torch or auto on a CPU, for which apex has none, but is apex")
-    uses_apex = kernels != "torch" and on_gpu and problem is None
-    return Kernels("apex" if uses_apex else "torch", float8)
+        if compiles is True:
+            raise ValueError("`kernels` must be torch or auto with compile=true, which fuses LayerNorm, but is apex")
+    if compiles == "auto":
+        compiles = on_gpu and kernels != "apex"
+    if cuda_graphs:
+        _check_cuda_graphs(on_gpu, compiles, dtype, recompute, tp_size)
+    uses_apex = kernels != "torch" and on_gpu and not compiles and problem is None
+    return Kernels("apex" if uses_apex else "torch", dtype == "fp8", compiles, cuda_graphs)
+
+
+def _check_cuda_graphs(on_gpu: bool, compiles: bool, dtype: str, recompute: str, tp_size: int) -> None:
+    reasons = {
+        "on a CPU": not on_gpu,
+        "where layers are not compiled": not compiles,
+        # Gradients lie in the graphs' memory until the next replay; those of half types are moved out at once.
+        f"with precision={dtype}, whose gradients stay where a graph made them": dtype in ("fp32", "fp64"),
+        f"with model.recompute={recompute}": recompute != "none",
+        f"with parallel.tp_size={tp_size}: collectives are not recorded": tp_size > 1,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"`cuda_graphs` must be false {reason}, but is true")
 
 
 def apex_problem() -> str | None:

@@ -76,7 +76,10 @@ class RunConfig:
         loss_reduction: `token_mean` divides by the scored tokens of the global batch; `mean_of_means` averages the
             means of ranks and micro-batches, as Megatron-LM v1.0 did.
         deterministic: bitwise equal reruns (torch.use_deterministic_algorithms).
-        kernels: of LayerNorm: `torch`, NVIDIA's `apex`, or `auto`: apex on a GPU where it is installed.
+        compile: torch.compile, layer by layer; `auto`: on a GPU.
+        cuda_graphs: record the compiled layers and replay them; one GPU, half types.
+        kernels: of LayerNorm: `torch`, NVIDIA's `apex`, or `auto`: apex on a GPU where it is installed and nothing is
+            compiled.
     """
 
     name: str
@@ -95,7 +98,8 @@ class RunConfig:
     global_batch_size: int
     seed: int = 1234
     deterministic: bool = False
-    compile: bool = False
+    compile: bool | str = "auto"
+    cuda_graphs: bool = False
     kernels: str = "torch"
     max_restarts: int = 0
     resume: ResumeConfig = ResumeConfig()
@@ -108,6 +112,8 @@ class RunConfig:
             raise ValueError(
                 f"`loss_reduction` must be one of token_mean, mean_of_means, but is {self.loss_reduction!r}"
             )
+        if self.compile not in (True, False, "auto"):
+            raise ValueError(f"`compile` must be true, false or auto, but is {self.compile!r}")
         if self.kernels not in KERNELS:
             raise ValueError(f"`kernels` must be one of {', '.join(KERNELS)}, but is {self.kernels!r}")
         if self.max_restarts < 0:

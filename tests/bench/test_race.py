@@ -83,6 +83,16 @@ def test_bf16_stays_within_the_bound_of_losses() -> None:
     race(bench_of(peers=["hf_eager"], precision={"dtype": "bf16"}, max_loss_difference=2e-3))
 
 
+def test_float8_races_our_own_bf16_and_shares_are_of_the_given_peak() -> None:
+    changes = {"peers": ["ours_bf16"], "precision": {"dtype": "fp8"}, "peak_tflops_per_s": 2.0}
+    found = values_of(race(bench_of(**changes)))
+    assert found["ours/loss"] == pytest.approx(found["ours_bf16/loss"], rel=5e-3)
+    assert found["ours/loss"] != found["ours_bf16/loss"]
+    share = found["ours/model_flops_per_s"] / 2e12
+    assert found["ours/share_of_given_peak"] == pytest.approx(share)
+    assert "ours/ratio" not in values_of(race(bench_of(peers=[])))
+
+
 def test_a_model_file_is_a_peer_and_one_that_computes_something_else_is_refused(tmp_path) -> None:
     path = tmp_path / "model.py"
     path.write_text(NANO)
@@ -100,7 +110,8 @@ def test_a_peer_that_is_not_installed_is_named(monkeypatch) -> None:
 
 def test_our_step_trains() -> None:
     bench = bench_of(lr=1e-2)
-    ours, device = Ours(bench, torch.device("cpu")), torch.device("cpu")
+    device = torch.device("cpu")
+    ours = Ours(bench, device, "fp32")
     batch = make_batches(bench.transformer_config(), bench, 1, device)[0]
     losses = [float(ours.step(batch, number)) for number in range(20)]
     assert losses[-1] < losses[0] - 0.5
@@ -112,8 +123,12 @@ def test_our_step_trains() -> None:
         (["peers=[nobody]"], "`peers` must be some of hf_eager"),
         (["peers=[file]"], "`file` must be given where `peers` has file"),
         (["peers=[file]", "file=/nowhere.py"], "`file` must be a file, but /nowhere.py is not"),
-        (["precision=fp16"], "`precision` must be fp32 or bf16 for a comparison"),
-        (["model=bert_tiny", "peers=[lightning]"], "`peers` of a BERT must be hf_eager or hf_compiled"),
+        (["precision=fp16"], "`precision` must be fp32, bf16 or fp8 for a comparison"),
+        (["peers=[ours_bf16]"], "`precision` must be fp8 with the peer ours_bf16, but is fp32"),
+        (["cuda_graphs=true"], "`cuda_graphs` must be false unless compiles=true and precision=bf16 or fp8"),
+        (["cuda_graphs=true", "precision=bf16"], "`cuda_graphs` must be false on a CPU"),
+        (["peak_tflops_per_s=0"], "`peak_tflops_per_s` must be above 0"),
+        (["model=bert_tiny", "peers=[lightning]"], "`peers` of a BERT must be hf_eager, hf_compiled or"),
         (["seq_length=4096"], "`seq_length` must be at most `model.max_position_embeddings` (128)"),
         (["rounds=0"], "`rounds` must be a whole number of at least 1"),
     ],

@@ -51,6 +51,7 @@ def tiny_run(architecture: str, run_dir: Path, **changes) -> RunConfig:
         "logger": {"tensorboard": False},
         "micro_batch_size": 4,
         "global_batch_size": 8,
+        "compile": False,
     }
     for key, value in changes.items():
         *groups, name = key.split("__")

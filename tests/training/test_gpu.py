@@ -4,6 +4,7 @@ import pytest
 import torch
 from runs import read_rows, tiny_run
 
+from lmscale.fused import apex_problem
 from lmscale.training.pretrain import prepare_job, pretrain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -38,3 +39,38 @@ def test_half_precision_learns_on_a_gpu_and_resumes_bitwise(tmp_path, dtype) -> 
     whole, parts = ([row["train/loss"] for row in read_rows(tmp_path / name)] for name in ("whole", "parts"))
     assert whole == parts
     assert whole[-1] < whole[0] - 0.05
+
+
+HALF = {"trainer__accelerator": "gpu", "trainer__max_steps": 20, "model__hidden_size": 64, "data__seq_length": 32}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"compile": "auto"}, {"compile": True, "cuda_graphs": True}], ids=["auto", "graphs"]
+)
+@pytest.mark.parametrize("architecture", ["gpt", "bert"])
+def test_compiled_layers_and_their_cuda_graphs_follow_the_plain_ones(tmp_path, architecture, changes) -> None:
+    for name, settings in (("plain", {}), ("other", changes)):
+        run = tiny_run(architecture, tmp_path / name, precision__dtype="bf16", **HALF | settings)
+        job = prepare_job(run)
+        assert job.kernels.compiles == (name == "other")
+        pretrain(job)
+    plain, other = ([row["train/loss"] for row in read_rows(tmp_path / name)] for name in ("plain", "other"))
+    assert other == pytest.approx(plain, rel=5e-3)  # 8 bits of bf16, rounded at other places
+    assert other[-1] < other[0] - 0.05
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs float8")
+@pytest.mark.parametrize("compile_", [False, True])
+def test_float8_follows_bf16_on_a_gpu(tmp_path, compile_) -> None:
+    for dtype in ("bf16", "fp8"):
+        pretrain(prepare_job(tiny_run("gpt", tmp_path / dtype, precision__dtype=dtype, compile=compile_, **HALF)))
+    bf16, fp8 = ([row["train/loss"] for row in read_rows(tmp_path / name)] for name in ("bf16", "fp8"))
+    assert fp8 == pytest.approx(bf16, rel=5e-3) and fp8 != bf16
+
+
+@pytest.mark.skipif(apex_problem() is not None, reason="needs NVIDIA's apex")
+def test_apex_follows_torch_on_a_gpu(tmp_path) -> None:
+    for kernels in ("torch", "apex"):
+        pretrain(prepare_job(tiny_run("gpt", tmp_path / kernels, precision__dtype="bf16", kernels=kernels, **HALF)))
+    torch_, apex = ([row["train/loss"] for row in read_rows(tmp_path / name)] for name in ("torch", "apex"))
+    assert apex == pytest.approx(torch_, rel=5e-3)

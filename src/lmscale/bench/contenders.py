@@ -20,6 +20,7 @@ from ..bench_config import BenchConfig
 from ..checkpoint.hf_config import config_to_hf
 from ..checkpoint.hf_names import family_of
 from ..config import TransformerConfig
+from ..fused import Kernels
 from ..models import build_model, scored_positions
 from ..parallel import IGNORE_LABEL, ParallelContext, sample_dropout_keys, seed_rank_generator
 from ..training.module import DTYPES
@@ -39,16 +40,15 @@ class Contender(ABC):
 
 
 class Ours(Contender):
-    """This project's model and optimizer, as `train.py` uses them on one device."""
+    """This project's model and optimizer, as `train.py` uses them on one device; `dtype` as in `precision=`."""
 
-    def __init__(self, bench: BenchConfig, device: torch.device) -> None:
+    def __init__(self, bench: BenchConfig, device: torch.device, dtype: str) -> None:
         config = bench.transformer_config()
         self.bench, context = bench, ParallelContext()
-        self.model = build_model(config, context, seed=bench.seed, dtype=DTYPES[bench.precision.dtype], device=device)
+        kernels = Kernels(float8=dtype == "fp8", compiles=bench.compiles, cuda_graphs=bench.cuda_graphs)
+        self.model = build_model(config, context, seed=bench.seed, dtype=DTYPES[dtype], device=device, kernels=kernels)
         optimizer = OptimizerConfig(lr=bench.lr, max_grad_norm=MAX_NORM)
         self.optimizer = MixedPrecisionAdamW(self.model.named_parameters(), optimizer, bench.precision, context)
-        if bench.compiles:
-            self.model.compile_layers()
 
     def step(self, batch: Batch, number: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -151,7 +151,7 @@ def hugging_face_model(bench: BenchConfig) -> nn.Module:
 
 
 def _autocast(bench: BenchConfig, device: torch.device) -> Callable[[], AbstractContextManager]:
-    if bench.precision.dtype == "fp32":
+    if bench.precision.dtype == "fp32":  # otherwise bf16, also beside ours in float8
         return nullcontext
     return lambda: torch.autocast(device.type, torch.bfloat16)
 
@@ -163,7 +163,9 @@ def make_contender(name: str, bench: BenchConfig, device: torch.device) -> Conte
         ValueError: a peer that is not installed, or whose family has no such model.
     """
     if name == "ours":
-        return Ours(bench, device)
+        return Ours(bench, device, bench.precision.dtype)
+    if name == "ours_bf16":
+        return Ours(bench, device, "bf16")
     if name in ("hf_eager", "hf_compiled"):
         return HuggingFace(bench, device, compiles=name == "hf_compiled")
     if name == "file":

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..bench_config import BenchConfig
-from ..perf.flops import dense_peak_flops_per_s, model_flops_per_step
+from ..perf.flops import TERA, dense_peak_flops_per_s, model_flops_per_step
 from ..results import new_record
 from ..training.launch import resolve_accelerator
 from .contenders import make_batches, make_contender
@@ -31,6 +31,8 @@ def race(bench: BenchConfig) -> dict:
         torch.set_num_threads(bench.num_threads)
     torch.set_float32_matmul_precision("medium")
     config = bench.transformer_config()
+    if bench.cuda_graphs and device.type == "cpu":
+        raise ValueError("`cuda_graphs` must be false on a CPU, but is true")
     batches = make_batches(config, bench, NUM_BATCHES, device)
     names = ["ours", *bench.peers]
     contenders = {name: make_contender(name, bench, device) for name in names}
@@ -97,6 +99,9 @@ def _record(
         }
         if peak is not None:
             metrics[f"{name}/mfu"] = {"value": flops / median / peak, "unit": "of the sheet's peak"}
+        if bench.peak_tflops_per_s is not None:
+            share = flops / median / (bench.peak_tflops_per_s * TERA)
+            metrics[f"{name}/share_of_given_peak"] = {"value": share, "unit": "of peak_tflops_per_s"}
         if name != "ours":
             paired = [statistics.median(a) / statistics.median(b) for a, b in zip(rounds, times["ours"], strict=True)]
             ours = sorted(t for taken in times["ours"] for t in taken)

@@ -78,10 +78,14 @@ class BERT(nn.Module):
         self.order_head = ReplicatedLinear(config.hidden_size, 2, context, config.initializer_std)
         self.compiles = False
 
-    def compile_layers(self) -> None:
-        """Let torch.compile fuse the layers, one graph for all, and the passes over the logits; names stay."""
+    def compile_layers(self, cuda_graphs: bool = False) -> None:
+        """Let torch.compile fuse the layers, one graph for all, and the passes over the logits; names stay.
+
+        Args:
+            cuda_graphs: record the layers on a GPU and replay them.
+        """
         self.compiles = True
-        self.transformer.compile_layers()
+        self.transformer.compile_layers(cuda_graphs)
 
     def forward(
         self,

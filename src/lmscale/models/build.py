@@ -58,6 +58,8 @@ def build_model(
         for module in model.transformer.layers.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module.in_float8 = True
+    if kernels.compiles:
+        model.compile_layers(kernels.cuda_graphs)
     return model
 
 

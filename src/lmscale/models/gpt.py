@@ -29,10 +29,14 @@ class GPT(nn.Module):
         self.transformer = Transformer(config, context)
         self.compiles = False
 
-    def compile_layers(self) -> None:
-        """Let torch.compile fuse the layers, one graph for all, and the passes over the logits; names stay."""
+    def compile_layers(self, cuda_graphs: bool = False) -> None:
+        """Let torch.compile fuse the layers, one graph for all, and the passes over the logits; names stay.
+
+        Args:
+            cuda_graphs: record the layers on a GPU and replay them.
+        """
         self.compiles = True
-        self.transformer.compile_layers()
+        self.transformer.compile_layers(cuda_graphs)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, sample_keys: Tensor | None = None) -> Tensor:
         hidden = self.transformer(tokens, sample_keys=sample_keys)

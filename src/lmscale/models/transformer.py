@@ -1,5 +1,6 @@
 """Embeddings and the stack of layers, shared by BERT and GPT."""
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -51,7 +52,7 @@ class Transformer(nn.Module):
         super().__init__()
         config.check_tensor_parallel(context.tp_size)
         std, hidden = config.initializer_std, config.hidden_size
-        self.config, self.context = config, context
+        self.config, self.context, self.replays = config, context, False
         self.word_embedding = VocabParallelEmbedding(config.vocab_size, config.padded_vocab_size, hidden, context, std)
         table = {"init": "normal", "std": std, "sees_shard": context.sequence_parallel}
         self.position_embedding = parameter(context, (config.max_position_embeddings, hidden), **table)
@@ -75,6 +76,8 @@ class Transformer(nn.Module):
         drops = self.training and max(config.hidden_dropout, config.attention_dropout, config.input_dropout) > 0
         if drops and sample_keys is None:
             raise ValueError("`sample_keys` must be given in training with dropout: the masks are drawn from them")
+        if self.replays:
+            torch.compiler.cudagraph_mark_step_begin()
         if attention_mask is not None:
             attention_mask = attention_mask[:, None, None, :]  # over heads and queries
         positions = None if cache is None else cache.reserve(tokens.shape[1])
@@ -127,7 +130,14 @@ class Transformer(nn.Module):
             x = counter_dropout(x, self.config.input_dropout, sample_keys, EMBEDDING_DROPOUT_SITE, first)
         return x
 
-    def compile_layers(self) -> None:
-        """Compile every layer in place (one graph serves all; parameter names do not change)."""
+    def compile_layers(self, cuda_graphs: bool = False) -> None:
+        """Compile every layer in place (one graph serves all; parameter names do not change).
+
+        Args:
+            cuda_graphs: record the layers on a GPU, each with its own weights, and replay them: the host then launches
+                one thing a layer, which is what a small model waits for. What a replay gave is gone with the next
+                forward pass, so gradients must have been moved by then.
+        """
+        self.replays = cuda_graphs
         for layer in self.layers:
-            layer.compile(dynamic=False)
+            layer.compile(dynamic=False, mode="reduce-overhead" if cuda_graphs else None)

@@ -112,8 +112,6 @@ class PretrainModule(L.LightningModule):
                 for name, param in self.model.named_parameters():
                     self.watchdog.mark(f"reading {name}")
                     reader.read_into(f"model/{name}", param.detach(), self.parallel.tp_rank)
-        if self.run.compile:
-            self.model.compile_layers()
         self.timer = PhaseTimer(device)
 
     def configure_optimizers(self) -> MixedPrecisionAdamW:

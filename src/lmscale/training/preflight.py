@@ -44,9 +44,16 @@ def check_run(run: RunConfig) -> tuple[str, ParallelConfig, Kernels, str | None]
     run.check_layout(layout.tp_size, layout.dp_size)
     if run.logger.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
-    uses_float8 = run.precision.dtype == "fp8"
-    kernels = choose_kernels(run.kernels, accelerator == "gpu", uses_float8)
-    if uses_float8 and accelerator == "gpu":
+    kernels = choose_kernels(
+        on_gpu=accelerator == "gpu",
+        kernels=run.kernels,
+        compiles=run.compile,
+        cuda_graphs=run.cuda_graphs,
+        dtype=run.precision.dtype,
+        recompute=provisional.recompute.value,
+        tp_size=layout.tp_size,
+    )
+    if kernels.float8 and accelerator == "gpu":
         check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     check_host(run, layout, world)
     check_memory(provisional, run, layout, world, accelerator)

@@ -83,7 +83,7 @@ def announce(job: "PretrainJob", run_dir: Path, resume_from: str | None, start_s
         f"ranks: {layout.world_size} = {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}; "
         f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x "
         f"{batch.num_micro_batches} micro-steps x {run.micro_batch_size}; {run.data.seq_length} tokens a sequence\n"
-        f"kernels: {job.kernels.describe()}\n"
+        f"kernels: {job.kernels.describe()} (compile={str(run.compile).lower()}, kernels={run.kernels})\n"
         f"steps {start_step} to {last_step} of {run.trainer.max_steps}"
         + (f", resumed from {resume_from}" if resume_from else "")
         + f"\nrun folder: {run_dir}",
