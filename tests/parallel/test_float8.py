@@ -143,6 +143,27 @@ def test_tensor_ranks_agree_with_one_within_the_error_of_float8(architecture: st
         assert 0 < (difference / total) ** 0.5 < OVER_RANKS
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("float8, sequence_parallel", [(True, False), (False, True)])
+def test_layers_that_are_traced_on_tensor_ranks_give_the_same_bits(float8: bool, sequence_parallel: bool) -> None:
+    """What torch.compile makes of f, g and their autograd functions, without its code generator."""
+    for same, graphs in run_ranks(compare_with_traced, 2, float8, sequence_parallel):
+        assert same and graphs > 0
+
+
+def compare_with_traced(rank: int, float8: bool, sequence_parallel: bool) -> tuple[bool, int]:
+    from torch._dynamo.utils import counters
+
+    config = small_config("gpt", hidden_dropout=0.1, **SIZES)
+    context = dataclasses.replace(make_context(2), sequence_parallel=sequence_parallel)
+    plain, traced = (model_of(config, context, float8) for _ in range(2))
+    for layer in traced.transformer.layers:
+        layer.compile(dynamic=False, backend="aot_eager")
+    expected, found = gradients_of(plain), gradients_of(traced)
+    same = all(torch.equal(found[name], expected[name]) for name in expected)
+    return same, counters["stats"]["unique_graphs"]
+
+
 def compare_with_one(rank: int, architecture: str, sequence_parallel: bool) -> tuple[float, float, float, float]:
     """Loss, one process's loss, squared difference and squared norm of this rank's gradients."""
     config = small_config(architecture, **SIZES)
