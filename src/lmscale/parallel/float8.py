@@ -31,7 +31,8 @@ def to_float8(x: Tensor, dtype: torch.dtype) -> Scaled:
     largest = torch.finfo(dtype).max
     scale = largest / x.abs().amax().float().clamp(min=_LEAST_MAGNITUDE)
     # Rounding in fp32 could pass the largest number by its last bit, and e4m3 has no infinity to go to.
-    return Scaled((x.float() * scale).clamp(-largest, largest).to(dtype), scale.reciprocal())
+    data = (x.float() * scale).clamp(-largest, largest).to(dtype, memory_format=torch.contiguous_format)
+    return Scaled(data, scale.reciprocal())
 
 
 def forward_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
