@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 
 from lmscale.bench_config import BenchConfig
 from lmscale.run_config import RunConfig
-from lmscale.training_config import OptimizerConfig
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "analysis" / "bench_gpu.sh"
@@ -52,8 +51,6 @@ def test_every_command_composes_into_a_typed_configuration(tmp_path) -> None:
     runs = []
     for words in trains:
         kept = [word for word in words if not word.startswith("hydra.run.dir=")]
-        if not hasattr(OptimizerConfig, "moments"):
-            kept = [word for word in kept if word != "optimizer.moments=bf16"]
         runs.append(RunConfig.from_dict(values_of("train", kept) | {"run_dir": "x"}))
     assert [(run.name, run.precision.dtype, run.trainer.max_steps) for run in runs] == [
         ("h200_gpt_8.3b_20_steps", "bf16", 20),

@@ -154,7 +154,7 @@ def test_mfu_is_of_the_same_peak_in_a_plan_and_in_a_run(composed, cluster) -> No
         values = composed["gpt_2.5b", "plan"] | {"cluster": raw}
         values["trainer"] = values["trainer"] | {"matmul_precision": precision}
         planned = PlanConfig.from_dict(values).cluster
-        for dtype in ("fp64", "fp32", "fp16", "bf16"):
+        for dtype in ("fp64", "fp32", "fp16", "bf16", "fp8"):
             sheet = dense_peak_flops_per_s(SHEETS[cluster], dtype, precision)
             assert sheet == (planned.peak_flops_per_s(dtype) if dtype in planned.dtypes else None), (dtype, precision)
 
