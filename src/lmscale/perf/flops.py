@@ -15,7 +15,7 @@ MASKED_SHARE = 0.15
 _PEAKS: tuple[tuple[tuple[str, ...], tuple[float | None, ...]], ...] = (
     # The V100 of 450 W in a DGX-2H, "V100-SXM3-32GB-H": 30 % of its peak are the paper's 39 TFLOP/s (section 5.1); the
     # other types in the proportion of NVIDIA's data sheets
-    (("V100", "SXM3", "H"), (130.0, None, None, 16.4, 8.2)),
+    (("V100", "SXM3", "H"), (130.0, None, None, 16.4, 8.2, None)),
     # NVIDIA V100 data sheet, 2020
     (("V100", "SXM2"), (125.0, None, None, 15.7, 7.8, None)),
     (("V100", "SXM3"), (125.0, None, None, 15.7, 7.8, None)),

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Every figure of speed and memory that the project promises of a CPU with two free cores; records go to analysis/results/.
+#
+#   bash analysis/bench_cpu.sh 1          one part, or several; without a number this text
+#   DRY_RUN=1 bash analysis/bench_cpu.sh  the commands of a part, or of all, without running them
+#
+#   1 GPT against Hugging Face compiled    2 GPT with dropout against eager peers    3 BERT against Hugging Face compiled
+#   4 two tensor ranks    5 Lightning and callbacks    6 the head's memory
+#
+# NANOGPT=path/to/model.py   nanoGPT's model file, a further peer of part 2 (not part of this repository)
+#
+# Nothing else may run beside it: a busy core takes most of every gain.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-.venv/bin/python}
+RESULTS=${RESULTS:-analysis/results}
+SIZES=(model.num_layers=6 model.hidden_size=512 model.num_attention_heads=8 model.max_position_embeddings=256
+  micro_batch_size=8 precision=bf16 accelerator=cpu num_threads=2 rounds=6 steps_per_round=2)
+
+run() {  # a command, or in a dry run its text
+  if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "$@"; echo; else "$@"; fi
+}
+
+bench() {  # name of the record, further keys
+  local name=$1
+  shift
+  run "$PYTHON" analysis/bench.py "${SIZES[@]}" "$@" "record=$RESULTS/$name.json"
+}
+
+part_1() { bench bench_gpt_cpu model=gpt_tiny model.hidden_dropout=0 model.attention_dropout=0 'peers=[hf_compiled]'; }
+part_2() {
+  if [ -n "${NANOGPT:-}" ]; then
+    bench bench_gpt_dropout_cpu model=gpt_tiny model.hidden_dropout=0.1 model.attention_dropout=0.1 \
+      'peers=[hf_eager,file]' "file=$NANOGPT"
+  else
+    bench bench_gpt_dropout_cpu model=gpt_tiny model.hidden_dropout=0.1 model.attention_dropout=0.1 'peers=[hf_eager]'
+  fi
+}
+part_3() { bench bench_bert_cpu model=bert_tiny model.hidden_dropout=0 model.attention_dropout=0 'peers=[hf_compiled]'; }
+part_4() { run "$PYTHON" analysis/tensor_parallel_cost.py --record "$RESULTS/tensor_parallel_cost_cpu.json"; }
+part_5() { run "$PYTHON" analysis/lightning_cost.py --record "$RESULTS/lightning_cost_cpu.json"; }
+part_6() { run "$PYTHON" analysis/head_memory.py --record "$RESULTS/head_memory.json"; }
+PARTS=6
+
+if [ $# -eq 0 ] && [ -z "${DRY_RUN:-}" ]; then
+  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+  exit 2
+fi
+for part in "${@:-$(seq 1 $PARTS)}"; do
+  for number in $part; do "part_$number"; done
+done
