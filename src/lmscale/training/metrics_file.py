@@ -95,8 +95,9 @@ class MetricsFile(Logger):
             table.writeheader()
         table.writerows({k: repr(v) if isinstance(v, float) else v for k, v in row.items()} for row in self.rows)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.touch()
+            if self.offset == 0:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.touch()
             with open(self.path, "r+", encoding="utf-8") as file:
                 file.seek(self.offset)
                 file.write(text.getvalue())

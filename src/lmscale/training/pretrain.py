@@ -13,7 +13,7 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..checkpoint import CheckpointError, read_metadata
@@ -25,6 +25,7 @@ from ..perf.flops import dense_peak_flops_per_s
 from ..run_config import RunConfig
 from .bert_module import BERTModule
 from .callbacks import ReplicaSentinel, TrainingBar
+from .events import StepEvents
 from .exit_codes import DONE, USER_ERROR
 from .gpt_module import GPTModule
 from .interruption import Interruption
@@ -118,7 +119,7 @@ def pretrain(job: PretrainJob) -> int:
         val_check_interval=run.trainer.validate_every_steps or run.trainer.max_steps + 1,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        callbacks=[TrainingBar()] if run.trainer.progress_bar else [],
+        callbacks=[TrainingBar(refresh_rate=4)] if run.trainer.progress_bar else [],
         logger=False,
         deterministic=run.deterministic,
         log_every_n_steps=1,
@@ -248,7 +249,7 @@ def _train(
 def _optional_loggers(run: RunConfig, run_dir: Path) -> list[Logger]:
     loggers: list[Logger] = []
     if run.logger.tensorboard:
-        loggers.append(TensorBoardLogger(run_dir, name="tensorboard", version=""))
+        loggers.append(StepEvents(run_dir, name="tensorboard", version=""))
     if run.logger.wandb:
         from lightning.pytorch.loggers import WandbLogger  # an option: wandb need not be installed
 

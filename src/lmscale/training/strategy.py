@@ -138,10 +138,11 @@ class TensorParallelStrategy(DDPStrategy):
         Communicates:
             one all-reduce over the world, between the hosts.
         """
+        if self.world_size == 1:
+            return list(decisions)
         votes = torch.tensor([int(decision) for decision in decisions])
-        if self.world_size > 1:
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.control_group)
-        return [bool(vote) for vote in votes]
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.control_group)
+        return [bool(vote) for vote in votes.tolist()]
 
     def first_answer(self, answer: str | None) -> str | None:
         """The answer of the lowest rank that has one, the same everywhere; None where no rank has.
