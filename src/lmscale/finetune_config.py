@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from .config import require_fraction, require_positive
 from .from_plain import build, to_plain
 from .run_config import ParallelRequest
-from .training_config import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from .training_config import OptimizerConfig, PrecisionConfig, ScheduleConfig, require_moments_fit
 
 TASKS = ("mnli", "qqp", "squad_v1", "squad_v2", "race")
 FROM_HUB = "hub:"  # before the name of a split; everything else is a path
@@ -185,6 +185,7 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "global_batch_size")
         self.precision.refuse_float8()
+        require_moments_fit(self.optimizer.moments, self.precision.dtype)
         if self.parallel.sequence_parallel:  # batches are as long as their longest input
             raise ValueError("`parallel.sequence_parallel` must be false for a finetuning, but is true")
         for name in ("hidden_dropout", "attention_dropout", "head_dropout"):

@@ -12,7 +12,7 @@ from .perf.job import Job, Layout, smallest_layout
 from .perf.plan import Plan, describe_shortage, make_plan
 from .perf.search import way_out
 from .run_config import STAND_IN_VOCAB_SIZE, ParallelRequest
-from .training_config import PrecisionConfig, require_matmul_precision, require_moments
+from .training_config import PrecisionConfig, require_matmul_precision, require_moments, require_moments_fit
 
 # Groups a recipe fills that cost nothing: a command line of train.py can be planned as it is.
 _OF_TRAINING_ALONE = ("schedule", "checkpoint", "logger", "run_dir", "overrides")
@@ -86,6 +86,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "global_batch_size", "top")
+        require_moments_fit(self.optimizer.moments, self.precision.dtype)
         peaks = self.cluster.peaks
         if peaks.tf32 is not None and self.trainer.matmul_precision != "highest":  # as the run multiplies
             peaks = dataclasses.replace(peaks, fp32=peaks.tf32)

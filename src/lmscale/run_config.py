@@ -17,6 +17,7 @@ from .training_config import (
     ResumeConfig,
     ScheduleConfig,
     TrainerConfig,
+    require_moments_fit,
 )
 
 LOSS_REDUCTIONS = ("token_mean", "mean_of_means")
@@ -126,6 +127,7 @@ class RunConfig:
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
         self.schedule.check_peak(self.optimizer.lr)
+        require_moments_fit(self.optimizer.moments, self.precision.dtype)
         self._check_sizes()
 
     def _check_sizes(self) -> None:

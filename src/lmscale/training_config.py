@@ -128,6 +128,16 @@ class TrainerConfig:
         require_matmul_precision(self.matmul_precision)
 
 
+def require_moments_fit(moments: str, dtype: str) -> None:
+    """Refuse moments in bf16 beside weights in fp64, whose update is not in fp32.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if moments == "bf16" and dtype == "fp64":
+        raise ValueError("`optimizer.moments` must be fp32 with precision=fp64, but is 'bf16'")
+
+
 def require_moments(moments: str) -> None:
     """Refuse a type that AdamW's moments cannot be kept in.
 

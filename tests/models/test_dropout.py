@@ -9,8 +9,7 @@ from sharding import random_batch, random_model, small_config
 from torch import Tensor
 
 from lmscale.config import TransformerConfig
-from lmscale.models import build_model
-from lmscale.parallel import ParallelContext, counter_dropout, counter_keep_mask, sample_dropout_keys
+from lmscale.parallel import ParallelContext, counter_dropout, counter_keep_mask, sample_dropout_keys, site_keys
 
 ONE = ParallelContext()
 ARCHITECTURES, NORM_ORDERS = ["gpt", "bert"], ["pre", "post"]
@@ -44,7 +43,7 @@ def test_embedding_dropout_stands_after_the_embedding_norm_of_post_norm(norm_ord
     config = small_config("bert", norm_order=norm_order, hidden_dropout=0.6)
     transformer, batch = random_model(config, ONE).transformer, random_batch(config)
     keys = sample_dropout_keys(1, batch["sample_numbers"])
-    dropped = transformer.embed(batch["tokens"], batch["token_types"], keys)
+    dropped = transformer.embed(batch["tokens"], batch["token_types"], site_keys(keys, 1)[0])
     total = (
         transformer.word_embedding.weight[batch["tokens"]]
         + transformer.position_embedding
@@ -53,7 +52,7 @@ def test_embedding_dropout_stands_after_the_embedding_norm_of_post_norm(norm_ord
     if norm_order == "post":
         norm = transformer.embedding_norm
         total = F.layer_norm(total, (24,), norm.weight, norm.bias, 1e-12)
-    keep = counter_keep_mask(keys, 0, 13, 24, 0.6)
+    keep = counter_keep_mask(site_keys(keys, 8)[0], 13, 24, 0.6)
     torch.testing.assert_close(dropped, torch.where(keep, total / 0.4, 0.0), rtol=1e-12, atol=1e-12)
     assert (dropped == 0).float().mean() == pytest.approx(0.6, abs=0.05)  # a norm behind it would leave no zeros
 
@@ -69,7 +68,7 @@ def test_hidden_dropout_is_applied_to_both_sublayer_outputs_before_the_residual_
     x = torch.randn(3, 7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
     def drop(y: Tensor, site: int) -> Tensor:
-        return torch.where(counter_keep_mask(keys, site, 7, 24, 0.4), y / 0.6, 0.0)
+        return torch.where(counter_keep_mask(site_keys(keys, 8)[site], 7, 24, 0.4), y / 0.6, 0.0)
 
     first_site = 1 + 3 * index  # site 0 is the embedding's; a layer has attention probabilities, attention and MLP
     if norm_order == "pre":
@@ -78,7 +77,9 @@ def test_hidden_dropout_is_applied_to_both_sublayer_outputs_before_the_residual_
     else:
         expected = layer.attention_norm(x + drop(layer.attention(x, None, None), first_site + 1))
         expected = layer.mlp_norm(expected + drop(layer.mlp(expected), first_site + 2))
-    torch.testing.assert_close(layer(x, None, keys), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        layer(x, None, site_keys(keys, 8)[first_site : first_site + 3]), expected, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_attention_dropout_drops_probabilities_after_the_softmax() -> None:
@@ -87,17 +88,23 @@ def test_attention_dropout_drops_probabilities_after_the_softmax() -> None:
     generator = torch.Generator().manual_seed(5)
     q, k, v = torch.randn(3, 2, 4, 7, 6, dtype=torch.float64, generator=generator)
     keys = sample_dropout_keys(1, torch.arange(2))
-    keep = counter_keep_mask(keys, 4, 4 * 7, 7, 0.4).view(2, 4, 7, 7)
+    core_keys = site_keys(keys, 8)[4]
+    keep = counter_keep_mask(core_keys, 4 * 7, 7, 0.4).view(2, 4, 7, 7)
     expected = torch.where(keep, torch.softmax(q @ k.mT / math.sqrt(6), dim=-1) / 0.6, 0.0) @ v
-    torch.testing.assert_close(layer.attention._exact_core(q, k, v, None, keys), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer.attention._exact_core(q, k, v, None, core_keys), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_no_two_dropouts_of_a_model_share_their_site() -> None:
-    model = build_model(small_config("bert", num_layers=5), ONE, seed=1)
-    sites = [0]
+def test_no_two_dropouts_of_a_model_share_their_keys() -> None:
+    config = small_config("bert", num_layers=5, hidden_dropout=0.1)
+    model, found = random_model(config, ONE), []
     for layer in model.transformer.layers:
-        sites += [layer.attention.dropout_site, layer.attention_site, layer.mlp_site]
-    assert sorted(sites) == list(range(1 + 3 * 5))
+        layer.register_forward_pre_hook(lambda module, inputs: found.append(inputs[2]))
+    batch = random_batch(config)
+    keys = sample_dropout_keys(1, batch["sample_numbers"])
+    model.transformer(batch["tokens"], batch["token_types"], batch["attention_mask"], keys)
+    expected = site_keys(keys, 1 + 3 * 5)
+    assert torch.equal(torch.cat(found), expected[1:])  # the first are the embedding's
+    assert len({tuple(row.tolist()) for row in expected}) == 1 + 3 * 5
 
 
 def agreement(first: Tensor, second: Tensor) -> float:
@@ -111,13 +118,14 @@ def agreement(first: Tensor, second: Tensor) -> float:
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.93])
 def test_masks_keep_the_asked_share_and_differ_by_site_sample_seed_row_and_column(probability: float) -> None:
     keys = sample_dropout_keys(1234, torch.arange(37))
-    mask = counter_keep_mask(keys, 4, 61, 131, probability)
+    mask = counter_keep_mask(site_keys(keys, 8)[4], 61, 131, probability)
+    other_seed = site_keys(sample_dropout_keys(1235, torch.arange(37)), 8)[4]
     error = math.sqrt(probability * (1 - probability) / mask.numel())
     assert abs(mask.double().mean().item() - (1 - probability)) < 4 * error
     pairs = {
-        "site": (mask, counter_keep_mask(keys, 5, 61, 131, probability)),
-        "site of the next layer": (mask, counter_keep_mask(keys, 7, 61, 131, probability)),
-        "seed": (mask, counter_keep_mask(sample_dropout_keys(1235, torch.arange(37)), 4, 61, 131, probability)),
+        "site": (mask, counter_keep_mask(site_keys(keys, 8)[5], 61, 131, probability)),
+        "site of the next layer": (mask, counter_keep_mask(site_keys(keys, 8)[7], 61, 131, probability)),
+        "seed": (mask, counter_keep_mask(other_seed, 61, 131, probability)),
         "sample": (mask[1:], mask[:-1]),
         "row": (mask[:, 1:], mask[:, :-1]),
         "column": (mask[..., 1:], mask[..., :-1]),
@@ -135,15 +143,16 @@ def test_masks_do_not_depend_on_batch_order_or_on_which_rows_a_rank_holds() -> N
     numbers = torch.tensor([5, 2**31 + 5, 17, 2**40])
     keys = sample_dropout_keys(3, numbers)
     assert len(set(keys.tolist())) == 4
-    mask = counter_keep_mask(keys, 2, 12, 29, 0.3)
+    mask = counter_keep_mask(site_keys(keys, 8)[2], 12, 29, 0.3)
     order = torch.tensor([2, 0, 3, 1])
-    assert torch.equal(counter_keep_mask(sample_dropout_keys(3, numbers[order]), 2, 12, 29, 0.3), mask[order])
-    parts = [counter_keep_mask(keys, 2, 4, 29, 0.3, first_row=4 * rank) for rank in range(3)]
+    reordered = site_keys(sample_dropout_keys(3, numbers[order]), 8)[2]
+    assert torch.equal(counter_keep_mask(reordered, 12, 29, 0.3), mask[order])
+    parts = [counter_keep_mask(site_keys(keys, 8)[2], 4, 29, 0.3, first_row=4 * rank) for rank in range(3)]
     assert torch.equal(torch.cat(parts, dim=1), mask)
 
 
 def test_dropout_keeps_the_expectation() -> None:
     x = torch.ones(64, 32, 96, dtype=torch.float64)
-    dropped = counter_dropout(x, 0.25, sample_dropout_keys(9, torch.arange(64)), 3)
+    dropped = counter_dropout(x, 0.25, site_keys(sample_dropout_keys(9, torch.arange(64)), 4)[3])
     assert set(dropped.unique().tolist()) == {0.0, 1 / 0.75}
     assert dropped.mean().item() == pytest.approx(1.0, abs=4 * math.sqrt(0.25 / 0.75 / x.numel()))

@@ -3,12 +3,14 @@
 import torch
 from sharding import random_batch, random_model, small_config
 
-from lmscale.parallel import ParallelContext, sample_dropout_keys
+from lmscale.parallel import ParallelContext, sample_dropout_keys, site_keys
 
 
 def embedded(config) -> torch.Tensor:
     model, batch = random_model(config, ParallelContext()), random_batch(config)
-    return model.transformer.embed(batch["tokens"], None, sample_dropout_keys(1, batch["sample_numbers"]))
+    return model.transformer.embed(
+        batch["tokens"], None, site_keys(sample_dropout_keys(1, batch["sample_numbers"]), 1)[0]
+    )
 
 
 def test_it_follows_hidden_dropout_unless_set() -> None:

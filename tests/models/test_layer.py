@@ -155,3 +155,25 @@ def test_compiled_layers_give_the_same_loss_and_gradients(architecture: str, nor
     assert list(models[1].state_dict()) == list(models[0].state_dict())
     gradients = [nn.utils.parameters_to_vector(p.grad for p in model.parameters()) for model in models]
     assert (gradients[1] - gradients[0]).norm() < 1e-5 * gradients[0].norm()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "exact"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_one_graph_serves_all_layers_with_dropout_too(attention: str, recompute: str) -> None:
+    """Twelve layers, more than the graphs that torch.compile makes of one function before it gives up."""
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attention": attention, "recompute": recompute}
+    model, graphs = random_model(small_config("gpt", num_layers=12, **dropout), ONE), []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in model.transformer.layers:
+        layer.compile(dynamic=False, backend=count)
+    batch = random_batch(model.config)
+    for _ in range(2):
+        total_loss(model, batch).backward()
+    assert len(graphs) == 1
+    with torch.no_grad():
+        model.eval()(batch["tokens"], batch["labels"])
+    assert len(graphs) == 2

@@ -73,11 +73,20 @@ def test_half_types_are_as_exact_as_their_products(dtype: torch.dtype, bound: fl
 def test_the_whole_logits_never_exist(monkeypatch) -> None:
     monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 2 * V)
     sizes = []
-    linear = F.linear
-    monkeypatch.setattr(F, "linear", lambda *inputs: sizes.append(len(inputs[0])) or linear(*inputs))
+    project = cross_entropy._project
+    monkeypatch.setattr(cross_entropy, "_project", lambda *inputs: sizes.append(len(inputs[0])) or project(*inputs))
     rows, weight, bias, labels = make_inputs()
     linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext()).backward()
     assert max(sizes) == 2 and len(sizes) == math.ceil(N / 2)
+
+
+def test_without_gradients_none_are_made(monkeypatch) -> None:
+    """Parameters say that they need one also where torch is told not to make any."""
+    monkeypatch.setattr(cross_entropy, "_logits_to_gradient", None)
+    for mode in (torch.no_grad, torch.inference_mode):
+        rows, weight, bias, labels = make_inputs()
+        with mode():
+            assert linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext()) > 0
 
 
 def test_rows_none_of_which_is_scored_have_no_loss_and_no_gradient() -> None:

@@ -38,11 +38,11 @@ def replicated_counted_on_every_rank() -> None:
 def norm_of_parameters() -> None:
     """The clipper of 2020 that took the norm of the wrong tensors."""
 
-    def norm(parameters, context):
+    def norm(parameters, context, device):
         parameters = list(parameters)
         for param in parameters:
             param.grad = param.detach()
-        return global_gradient_norm(parameters, context)
+        return global_gradient_norm(parameters, context, device)
 
     sharding.global_gradient_norm = norm
 
@@ -104,7 +104,7 @@ def _share_of_equal_draws(seed_generator) -> float:
 def test_tensor_ranks_draw_different_numbers_inside_the_region_and_equal_ones_outside() -> None:
     assert _share_of_equal_draws(rng_module.seed_rank_generator) < 0.01
     keys = rng_module.sample_dropout_keys(1234, torch.arange(3))
-    masks = [rng_module.counter_keep_mask(keys, 2, 17, 23, 0.3) for _ in (0, 1)]
+    masks = [rng_module.counter_keep_mask(rng_module.site_keys(keys, 3)[2], 17, 23, 0.3) for _ in (0, 1)]
     assert torch.equal(*masks)
 
 

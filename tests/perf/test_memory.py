@@ -149,7 +149,7 @@ def test_tensor_parallelism_divides_the_cut_activations_and_keeps_the_replicated
 
 
 def test_the_total_is_that_of_the_fullest_moment() -> None:
-    piece = 50 * 2**20 * 8 + 51200 * 1536 * 4  # logits, fp32 gradient and bf16 gradient; sum of the weight's gradient
+    piece = 50 * 2**20 * 6 + 51200 * 1536 * 4  # logits, an fp32 copy on the way; sum of the weight's gradient
     large_batch = estimate_memory(paper_model("gpt_1.2b"), 1, 8, 1024, "bf16")
     state = large_batch.weights + large_batch.gradients + large_batch.optimizer_state
     assert large_batch.total == state + large_batch.activations + piece

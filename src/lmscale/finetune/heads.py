@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..config import TransformerConfig
 from ..models import build_model
-from ..parallel import ParallelContext, ReplicatedLinear, counter_dropout, initialize_parameters
+from ..parallel import ParallelContext, ReplicatedLinear, counter_dropout, initialize_parameters, site_keys
 
 
 class HeadKind(str, Enum):
@@ -66,7 +66,8 @@ class FinetuneModel(nn.Module):
             return logits if attention_mask is None else logits.masked_fill(~attention_mask[:, None], -torch.inf)
         pooled = self.pooler(hidden[:, 0]).tanh()
         if self.training and self.head_dropout > 0.0:
-            pooled = counter_dropout(pooled[:, None], self.head_dropout, sample_keys, self.dropout_site)[:, 0]
+            keys = site_keys(sample_keys, self.dropout_site + 1)[-1]
+            pooled = counter_dropout(pooled[:, None], self.head_dropout, keys)[:, 0]
         logits = _wide(self.head(pooled))
         return logits.view(-1, self.num_outputs) if self.kind is HeadKind.CHOICE else logits
 

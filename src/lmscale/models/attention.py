@@ -94,7 +94,7 @@ class SelfAttention(nn.Module):
 
     Shapes:
         x [b, s, h], with sequence parallelism [b, s/p, h]; attention_mask bool [b, 1, 1, s], True where a key may be
-        seen, or None; sample_keys int32 [b] or None; returns the shape of x, before dropout. With a cache the s tokens
+        seen, or None; dropout_keys int32 [b] or None; returns the shape of x, before dropout. With a cache the s tokens
         go on its rows.
 
     Communicates:
@@ -104,7 +104,7 @@ class SelfAttention(nn.Module):
     Source: section 3, Figure 3 b.
     """
 
-    def __init__(self, config: TransformerConfig, context: ParallelContext, dropout_site: int, layer: int) -> None:
+    def __init__(self, config: TransformerConfig, context: ParallelContext, layer: int) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.layer = layer
@@ -114,7 +114,6 @@ class SelfAttention(nn.Module):
         self.causal = config.architecture == "gpt"
         self.exact = config.attention == "exact"
         self.dropout = config.attention_dropout
-        self.dropout_site = dropout_site
         self.recompute_core = config.recompute is Recompute.SELECTIVE
         residual_std = config.initializer_std
         if config.scale_residual_init:
@@ -126,7 +125,7 @@ class SelfAttention(nn.Module):
         self,
         x: Tensor,
         attention_mask: Tensor | None,
-        sample_keys: Tensor | None,
+        dropout_keys: Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (self.num_local_heads, 3, self.head_size))  # [b, s, n/p, 3, d]
@@ -136,17 +135,17 @@ class SelfAttention(nn.Module):
             attention_mask = cache.mask  # causal too: by position
         core = self._exact_core if self.exact else self._sdpa_core
         if self.recompute_core and self.training:
-            context_vectors = checkpoint(core, q, k, v, attention_mask, sample_keys, use_reentrant=False)
+            context_vectors = checkpoint(core, q, k, v, attention_mask, dropout_keys, use_reentrant=False)
         else:
-            context_vectors = core(q, k, v, attention_mask, sample_keys)  # [b, n/p, s, d]
+            context_vectors = core(q, k, v, attention_mask, dropout_keys)  # [b, n/p, s, d]
         return self.output(context_vectors.transpose(1, 2).flatten(2))
 
-    def _sdpa_core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sample_keys: Tensor | None) -> Tensor:
+    def _sdpa_core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_keys: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         causal = self.causal and mask is None
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
 
-    def _exact_core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sample_keys: Tensor | None) -> Tensor:
+    def _exact_core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_keys: Tensor | None) -> Tensor:
         s = q.shape[-2]
         scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_size)  # [b, n/p, s, s]
         if self.causal and mask is None:
@@ -159,6 +158,6 @@ class SelfAttention(nn.Module):
         if self.training and self.dropout > 0.0:
             # Keyed by the head's number in the whole model, so that the mask does not depend on tp_size.
             rows = self.num_local_heads * s
-            keep = counter_keep_mask(sample_keys, self.dropout_site, rows, s, self.dropout, self.first_head * s)
+            keep = counter_keep_mask(dropout_keys, rows, s, self.dropout, self.first_head * s)
             probabilities = torch.where(keep.view_as(probabilities), probabilities * (1.0 / (1.0 - self.dropout)), 0.0)
         return probabilities @ v

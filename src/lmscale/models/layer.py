@@ -7,7 +7,7 @@ from ..parallel import LayerNorm, ParallelContext, counter_dropout, first_positi
 from .attention import KeyValueCache, SelfAttention
 from .mlp import MLP
 
-EMBEDDING_DROPOUT_SITE = 0
+DROPOUTS_OF_A_LAYER = 3  # attention probabilities, output of attention, output of MLP
 
 
 class TransformerLayer(nn.Module):
@@ -16,12 +16,12 @@ class TransformerLayer(nn.Module):
     pre (Figure 7 b):   x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))
     post (Figure 7 a):  x = norm(x + dropout(attention(x)));  x = norm(x + dropout(mlp(x)))
 
-    The parameters are the same in both orders. Each layer has three dropout sites of its own.
+    The parameters are the same in both orders. Each layer has three dropouts of its own.
 
     Shapes:
-        x [b, s, h], with sequence parallelism [b, s/p, h]; attention_mask bool [b, 1, 1, s] or None; sample_keys int32
-        [b], needed in training when a counter mask is drawn; returns the shape of x. With a cache the s tokens go on
-        its rows.
+        x [b, s, h], with sequence parallelism [b, s/p, h]; attention_mask bool [b, 1, 1, s] or None; dropout_keys int32
+        [3, b], this layer's rows of `site_keys`, needed in training when a counter mask is drawn; returns the shape of
+        x. With a cache the s tokens go on its rows.
 
     Communicates:
         over the tensor group, all-reduces of [b, s, h]: two forward (g), two backward (f); with sequence parallelism
@@ -35,10 +35,8 @@ class TransformerLayer(nn.Module):
         self.context = context
         self.pre_norm = config.norm_order is NormOrder.PRE
         self.dropout = config.hidden_dropout
-        first_site = EMBEDDING_DROPOUT_SITE + 1 + 3 * index
-        self.attention_site, self.mlp_site = first_site + 1, first_site + 2
         self.attention_norm = LayerNorm(config.hidden_size, config.norm_eps, context)
-        self.attention = SelfAttention(config, context, dropout_site=first_site, layer=index)
+        self.attention = SelfAttention(config, context, layer=index)
         self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, context)
         self.mlp = MLP(config, context)
 
@@ -46,18 +44,19 @@ class TransformerLayer(nn.Module):
         self,
         x: Tensor,
         attention_mask: Tensor | None,
-        sample_keys: Tensor | None,
+        dropout_keys: Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
+        of_core, of_attention, of_mlp = (None,) * DROPOUTS_OF_A_LAYER if dropout_keys is None else dropout_keys
         if self.pre_norm:
-            attended = self.attention(self.attention_norm(x), attention_mask, sample_keys, cache)
-            x = x + self._drop(attended, sample_keys, self.attention_site)
-            return x + self._drop(self.mlp(self.mlp_norm(x)), sample_keys, self.mlp_site)
-        attended = self.attention(x, attention_mask, sample_keys, cache)
-        x = self.attention_norm(x + self._drop(attended, sample_keys, self.attention_site))
-        return self.mlp_norm(x + self._drop(self.mlp(x), sample_keys, self.mlp_site))
+            attended = self.attention(self.attention_norm(x), attention_mask, of_core, cache)
+            x = x + self._drop(attended, of_attention)
+            return x + self._drop(self.mlp(self.mlp_norm(x)), of_mlp)
+        attended = self.attention(x, attention_mask, of_core, cache)
+        x = self.attention_norm(x + self._drop(attended, of_attention))
+        return self.mlp_norm(x + self._drop(self.mlp(x), of_mlp))
 
-    def _drop(self, x: Tensor, sample_keys: Tensor | None, site: int) -> Tensor:
+    def _drop(self, x: Tensor, keys: Tensor | None) -> Tensor:
         if not self.training or self.dropout == 0.0:
             return x
-        return counter_dropout(x, self.dropout, sample_keys, site, first_position(x, self.context))
+        return counter_dropout(x, self.dropout, keys, first_position(x, self.context))

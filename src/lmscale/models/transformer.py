@@ -15,9 +15,10 @@ from ..parallel import (
     gather_sequence,
     parameter,
     sequence_shard,
+    site_keys,
 )
 from .attention import KeyValueCache
-from .layer import EMBEDDING_DROPOUT_SITE, TransformerLayer
+from .layer import DROPOUTS_OF_A_LAYER, TransformerLayer
 
 NUM_TOKEN_TYPES = 2  # BERT's sentence A and sentence B
 
@@ -81,12 +82,16 @@ class Transformer(nn.Module):
         if attention_mask is not None:
             attention_mask = attention_mask[:, None, None, :]  # over heads and queries
         positions = None if cache is None else cache.reserve(tokens.shape[1])
-        x = self.embed(tokens, token_types, sample_keys, positions)
-        for layer in self.layers:
+        of_embedding, of_layers = None, [None] * config.num_layers
+        if drops:
+            keys = site_keys(sample_keys, 1 + DROPOUTS_OF_A_LAYER * config.num_layers)
+            of_embedding, of_layers = keys[0], keys[1:].unflatten(0, (-1, DROPOUTS_OF_A_LAYER))
+        x = self.embed(tokens, token_types, of_embedding, positions)
+        for layer, of_layer in zip(self.layers, of_layers, strict=True):
             if config.recompute is Recompute.FULL and self.training:
-                x = checkpoint(layer, x, attention_mask, sample_keys, use_reentrant=False)
+                x = checkpoint(layer, x, attention_mask, of_layer, use_reentrant=False)
             else:
-                x = layer(x, attention_mask, sample_keys, cache)
+                x = layer(x, attention_mask, of_layer, cache)
         if config.norm_order is NormOrder.PRE:
             x = self.final_norm(x)
         return gather_sequence(x, self.context)
@@ -95,7 +100,7 @@ class Transformer(nn.Module):
         self,
         tokens: Tensor,
         token_types: Tensor | None,
-        sample_keys: Tensor | None,
+        dropout_keys: Tensor | None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Sum of word, position and (BERT) token-type embeddings, with the norm order's LayerNorm and dropout.
@@ -127,7 +132,7 @@ class Transformer(nn.Module):
         if self.config.norm_order is NormOrder.POST:
             x = self.embedding_norm(x)
         if self.training and self.config.input_dropout > 0.0:
-            x = counter_dropout(x, self.config.input_dropout, sample_keys, EMBEDDING_DROPOUT_SITE, first)
+            x = counter_dropout(x, self.config.input_dropout, dropout_keys, first)
         return x
 
     def compile_layers(self, cuda_graphs: bool = False) -> None:

@@ -27,7 +27,7 @@ from .layers import (
     VocabParallelEmbedding,
     embedding_lookup,
 )
-from .rng import counter_dropout, counter_keep_mask, sample_dropout_keys, seed_rank_generator
+from .rng import counter_dropout, counter_keep_mask, sample_dropout_keys, seed_rank_generator, site_keys
 from .shard_spec import ShardSpec, parameter
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "sample_dropout_keys",
     "seed_rank_generator",
     "sequence_shard",
+    "site_keys",
     "sum_partial_gradients",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logits",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, context: Parall
     Source: section 3 (output embedding).
     """
     with torch.no_grad():
-        log_total, target, _, _ = _statistics(logits, labels, context, _sum_of_exponentials)
+        log_total, target, _, _ = _statistics(logits, labels, context)
         return (log_total - target).masked_fill(labels == IGNORE_LABEL, 0.0)
 
 
@@ -85,7 +86,8 @@ def linear_cross_entropy(
     Source: section 3 (output embedding) for the cut; gradients in the forward pass after Hsu et al. 2024 (Liger).
     """
     hidden = copy_to_tensor_parallel_region(hidden, context)
-    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, vocab_size, context, compiled)
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, vocab_size, context, compiled, trains)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -99,38 +101,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         context: ParallelContext,
         compiled: bool,
+        trains: bool,
     ) -> Tensor:
         used = _used_columns(weight, vocab_size, context)
         wide = _wide(hidden.dtype)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        trains = any(ctx.needs_input_grad)
+        pieces = _pieces(len(hidden), len(weight))
+        buffer = torch.empty(pieces[0].stop if pieces else 0, len(weight), dtype=weight.dtype, device=weight.device)
+        d_weight = d_bias = None
         if trains:
             d_hidden = torch.empty_like(hidden)
-            # Sums over pieces in fp32 at least: each piece's product is rounded to the weight's type as any other.
-            d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
             d_bias = None if bias is None else torch.zeros(bias.shape, dtype=wide, device=bias.device)
-        at_once = max(1, LOGITS_AT_ONCE // len(weight))
-        for start in range(0, len(hidden), at_once):
-            piece = slice(start, start + at_once)
+        for piece in pieces:
             rows, row_labels = hidden[piece], labels[piece]
-            logits = F.linear(rows, weight, bias)
+            logits = _project(rows, weight, bias, buffer)
             logits[:, used:] = float("-inf")
-            sum_exponentials = _kernel(_sum_of_exponentials, compiled)
-            log_total, target, column, is_local = _statistics(logits, row_labels, context, sum_exponentials)
+            log_total, target, column, is_local = _statistics(logits, row_labels, context, compiled)
             is_scored = row_labels != IGNORE_LABEL
             total += ((log_total - target) * is_scored).sum()
-            if trains:
-                # exp(x - inf) is 0: a row that is not scored has no gradient.
-                log_total = log_total.masked_fill(~is_scored, float("inf"))
-                d_logits = _kernel(_gradient_of_logits, compiled)(logits, log_total, column, is_local)
-                torch.mm(d_logits, weight, out=d_hidden[piece])
-                d_weight += d_logits.t() @ rows
-                if d_bias is not None:
-                    d_bias += d_logits.sum(dim=0, dtype=wide)
-                del d_logits
-            del logits  # or the next piece would be made beside this one
+            if not trains:
+                continue
+            # exp(x - inf) is 0: a row that is not scored has no gradient.
+            log_total = log_total.masked_fill(~is_scored, float("inf"))
+            d_logits = _logits_to_gradient(logits, log_total, target, column, is_local, compiled)
+            torch.mm(d_logits, weight, out=d_hidden[piece])
+            d_weight = _add_product(d_weight, d_logits, rows, len(pieces) > 1, compiled)
+            if d_bias is not None:
+                d_bias += d_logits.sum(dim=0, dtype=wide)
         if trains:
-            ctx.gradients = [d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype)]
+            d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
+            ctx.gradients = [d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype)]
         return total
 
     @staticmethod
@@ -138,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the backward pass of linear_cross_entropy runs once: its gradients are given away")
-        return *(None if d is None else d.mul_(grad_output) for d in gradients), None, None, None, None
+        return *(None if d is None else d.mul_(grad_output) for d in gradients), None, None, None, None, None
 
 
 def _used_columns(weight: Tensor, vocab_size: int, context: ParallelContext) -> int:
@@ -152,16 +152,43 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def _pieces(num_rows: int, num_columns: int) -> list[slice]:
+    """Rows with at most LOGITS_AT_ONCE logits, at least one, at a time; the first piece is the longest."""
+    at_once = max(1, LOGITS_AT_ONCE // num_columns)
+    return [slice(start, min(start + at_once, num_rows)) for start in range(0, num_rows, at_once)]
+
+
+def _project(rows: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+    """Logits of a piece, in the memory that all pieces share: fresh memory costs a CPU as much as the product."""
+    out = buffer[: len(rows)]
+    return torch.mm(rows, weight.t(), out=out) if bias is None else torch.addmm(bias, rows, weight.t(), out=out)
+
+
+def _add_product(total: Tensor | None, d_logits: Tensor, rows: Tensor, more: bool, compiled: bool) -> Tensor:
+    """The weight's gradient with that of one more piece, summed in fp32 at least where there are several."""
+    product = d_logits.t() @ rows  # of the weight's type, as any product
+    if total is None:
+        return product.to(_wide(product.dtype)) if more else product
+    return _kernel(_add_in_place, compiled)(total, product)
+
+
+def _add_in_place(total: Tensor, part: Tensor) -> Tensor:
+    return total.add_(part.to(total.dtype) if torch.compiler.is_compiling() else part)
+
+
 def _statistics(
-    logits: Tensor, labels: Tensor, context: ParallelContext, sum_of_exponentials: Callable[[Tensor, Tensor], Tensor]
+    logits: Tensor, labels: Tensor, context: ParallelContext, compiled: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of each row: log of the sum of exponentials, score of the target, the target's column here, whether it is here.
 
     Shapes:
         logits [..., v/p]; labels int64 [...]; returns four [...], the first two equal on all tensor ranks.
     """
-    maximum = max_over_tensor_ranks(logits.amax(dim=-1).to(_wide(logits.dtype)), context)
-    total = sum_over_tensor_ranks(sum_of_exponentials(logits, maximum), context)
+    own_maximum, own_total = _kernel(_maximum_and_sum, compiled)(logits)
+    maximum = max_over_tensor_ranks(own_maximum.clone(), context)
+    # A rank that holds padding alone has -inf as its maximum, and nothing to add.
+    own_total = torch.where(own_maximum == float("-inf"), 0.0, own_total * (own_maximum - maximum).exp())
+    total = sum_over_tensor_ranks(own_total, context)
     local = labels - context.tp_rank * logits.shape[-1]
     is_local = (local >= 0) & (local < logits.shape[-1])
     column = local.masked_fill(~is_local, 0)
@@ -169,21 +196,31 @@ def _statistics(
     return total.log() + maximum, sum_over_tensor_ranks(target, context), column, is_local
 
 
-def _sum_of_exponentials(logits: Tensor, maximum: Tensor) -> Tensor:
-    shifted = logits.to(_wide(logits.dtype), copy=True).sub_(maximum.unsqueeze(-1))
-    return shifted.exp_().sum(dim=-1)
+def _maximum_and_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row the maximum and the sum of exp(x - maximum), in fp32 at least."""
+    maximum = logits.amax(dim=-1).to(_wide(logits.dtype))
+    shifted = logits.to(maximum.dtype, copy=True).sub_(maximum.unsqueeze(-1))
+    return maximum, shifted.exp_().sum(dim=-1)
 
 
-def _gradient_of_logits(logits: Tensor, log_total: Tensor, column: Tensor, is_local: Tensor) -> Tensor:
-    """Softmax minus the target's 1, in the type of the logits."""
-    gradient = logits.to(log_total.dtype, copy=True).sub_(log_total.unsqueeze(-1)).exp_()
-    # One target a row, so plain scatter is enough, and unlike scatter_add it is deterministic everywhere.
-    index = column.unsqueeze(-1)
-    is_scored = is_local & log_total.isfinite()
-    gradient.scatter_(-1, index, gradient.gather(-1, index) - is_scored.unsqueeze(-1).to(gradient.dtype))
-    return gradient.to(logits.dtype)
+def _logits_to_gradient(
+    logits: Tensor, log_total: Tensor, target: Tensor, column: Tensor, is_local: Tensor, compiled: bool
+) -> Tensor:
+    """Softmax minus the target's 1, in the place of the logits."""
+    gradient = _kernel(_softmax_in_place, compiled)(logits, log_total)
+    # The target's own element apart, in full precision: one number a row, where a scatter in the pass over all of them
+    # would keep the compiler from fusing it.
+    rows = torch.arange(len(gradient), device=gradient.device)
+    of_target = ((target - log_total).exp() - log_total.isfinite().to(target.dtype)).to(gradient.dtype)
+    gradient[rows, column] = torch.where(is_local, of_target, gradient[rows, column])
+    return gradient
+
+
+def _softmax_in_place(logits: Tensor, log_total: Tensor) -> Tensor:
+    wide = logits.to(log_total.dtype, copy=True).sub_(log_total.unsqueeze(-1)).exp_()
+    return logits.copy_(wide)
 
 
 @cache
-def _kernel(function: Callable[..., Tensor], compiled: bool) -> Callable[..., Tensor]:
+def _kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True) if compiled else function

@@ -170,9 +170,29 @@ def embedding_lookup(tokens: Tensor, weight: Tensor) -> Tensor:
     Shapes:
         tokens int64 [b, s]; weight [n, h]; returns [b, s, h].
     """
-    if _sums_in_half(weight):
-        return F.embedding(tokens, weight.float()).to(weight.dtype)
-    return F.embedding(tokens, weight)
+    return _WideEmbedding.apply(tokens, weight) if _sums_in_half(weight) else F.embedding(tokens, weight)
+
+
+class _WideEmbedding(torch.autograd.Function):
+    """Rows in the half type, their gradient summed in fp32."""
+
+    @staticmethod
+    def forward(ctx, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.num_rows = len(weight)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[None, Tensor]:
+        # Tokens that are alike are added up in fp32 side by side, then each row is written once in the half type: a
+        # table of fp32 for all ids would cost more than the sums.
+        ids, order = ctx.saved_tensors[0].flatten().sort(stable=True)
+        group = F.pad(ids[1:] != ids[:-1], (1, 0)).cumsum(0)
+        sums = torch.zeros(len(ids), grad_output.shape[-1], dtype=torch.float32, device=ids.device)
+        sums.index_add_(0, group, grad_output.flatten(0, -2)[order].float())
+        gradient = grad_output.new_zeros(ctx.num_rows, grad_output.shape[-1])
+        gradient[ids] = sums[group].to(grad_output.dtype)
+        return None, gradient
 
 
 def _sums_in_half(x: Tensor) -> bool:

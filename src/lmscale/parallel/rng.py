@@ -22,6 +22,7 @@ _MIX_1 = 0x85EBCA6B - 2**32
 _MIX_2 = 0xC2B2AE35 - 2**32
 _GOLDEN = 0x9E3779B9 - 2**32
 _COLUMN = 0x27D4EB2F
+_SITE = 0x632BE5AB
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -46,32 +47,40 @@ def sample_dropout_keys(seed: int, sample_numbers: Tensor) -> Tensor:
     return _mix(_mix(low + start) + high * _GOLDEN)
 
 
-def counter_keep_mask(
-    sample_keys: Tensor, site: int, num_rows: int, num_columns: int, probability: float, first_row: int = 0
-) -> Tensor:
-    """Which elements dropout keeps, as a hash of (sample key, site, row, column).
+def site_keys(sample_keys: Tensor, num_sites: int) -> Tensor:
+    """The keys of every dropout of a model; two of them have independent masks.
+
+    They are tensors, not numbers in the modules, so that all layers compile into one graph.
 
     Shapes:
-        sample_keys int32 [b]; returns bool [b, num_rows, num_columns], True where kept.
+        sample_keys int32 [b]; returns int32 [num_sites, b].
+    """
+    sites = torch.arange(1, num_sites + 1, device=sample_keys.device) * _SITE % 2**31
+    return _mix(sample_keys + sites.to(torch.int32).unsqueeze(-1))
+
+
+def counter_keep_mask(keys: Tensor, num_rows: int, num_columns: int, probability: float, first_row: int = 0) -> Tensor:
+    """Which elements dropout keeps, as a hash of (key of sample and site, row, column).
+
+    Shapes:
+        keys int32 [b], a row of `site_keys`; returns bool [b, num_rows, num_columns], True where kept.
 
     Args:
-        site: number of the dropout in the model; two sites have independent masks.
         probability: share that is dropped, to within 2^-32.
         first_row: number of the first row, where this rank holds a part of the rows.
     """
-    rows = torch.arange(first_row, first_row + num_rows, dtype=torch.int32, device=sample_keys.device)
-    columns = torch.arange(num_columns, dtype=torch.int32, device=sample_keys.device)
-    site_keys = _mix(sample_keys + (site + 1) * 0x632BE5AB % 2**31)  # [b]
-    row_keys = _mix(site_keys.unsqueeze(-1) + rows * _GOLDEN)  # [b, rows]
+    rows = torch.arange(first_row, first_row + num_rows, dtype=torch.int32, device=keys.device)
+    columns = torch.arange(num_columns, dtype=torch.int32, device=keys.device)
+    row_keys = _mix(keys.unsqueeze(-1) + rows * _GOLDEN)  # [b, rows]
     bits = _mix(row_keys.unsqueeze(-1) ^ (columns * _COLUMN))  # [b, rows, columns]
     return bits >= int(probability * 2**32) - 2**31
 
 
-def counter_dropout(x: Tensor, probability: float, sample_keys: Tensor, site: int, first_position: int = 0) -> Tensor:
+def counter_dropout(x: Tensor, probability: float, keys: Tensor, first_position: int = 0) -> Tensor:
     """Dropout outside the parallel region: the same elements on every tensor rank and at every layout.
 
     Shapes:
-        x [b, s, h]; sample_keys int32 [b]; returns [b, s, h], scaled by 1 / (1 - probability).
+        x [b, s, h]; keys int32 [b], a row of `site_keys`; returns [b, s, h], scaled by 1 / (1 - probability).
 
     Args:
         first_position: of `x` in its sequences, where this rank holds a part of them.
@@ -79,7 +88,7 @@ def counter_dropout(x: Tensor, probability: float, sample_keys: Tensor, site: in
     Source: appendix B.2, with a counter in place of the paper's shared generator state (design: stateless masks
     survive activation checkpointing, restarts and changes of layout).
     """
-    keep = counter_keep_mask(sample_keys, site, x.shape[1], x.shape[2], probability, first_position)
+    keep = counter_keep_mask(keys, x.shape[1], x.shape[2], probability, first_position)
     return torch.where(keep, x * (1.0 / (1.0 - probability)), 0.0)
 
 

@@ -15,7 +15,7 @@ from .params import count_parameters, parameter_sizes
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: bf16 numbers, rounded within a product
 FP32_BYTES = 4
 HALF_BYTES = 2
-MOMENT_TENSORS_IN_FLIGHT = 3  # both moments in fp32 and the random bits of one
+MOMENT_TENSORS_IN_FLIGHT = 3.5  # both moments in fp32, the random bits of one, and its rounded form
 GIB = 2**30
 LOGITS_AT_ONCE = 50 * 2**20  # of a rank, see `parallel.linear_cross_entropy`
 # Tensors of the scores' size, in fp32, that the backward pass of an attention core holds besides what was kept, without
@@ -120,8 +120,8 @@ def estimate_memory(
     Around the layers: input of the LayerNorm outside them, dropout mask of the embedding, gradient of the rows that are
     projected: b s h (e + 1) + m h e for m scored tokens; for BERT three tensors of the masked-LM head more, 3 m h e.
 
-    Logits: of at most LOGITS_AT_ONCE / (v / p) rows, the logits, the wide gradient and its copy in a half type, 8 bytes
-    each, or 2 e; with the projection's gradient, summed in fp32 at least, and a piece's part of it.
+    Logits: of at most LOGITS_AT_ONCE / (v / p) rows, the logits, whose gradient takes their place, and a wide copy on
+    the way; with the projection's gradient, summed in fp32 at least where there are several pieces, and a piece's part.
 
     Args:
         micro_batch_size: sequences b of one forward pass.
@@ -173,17 +173,16 @@ def estimate_memory(
         early_gradients=gradients if has_buffer or dp_size > 1 or accumulates else 0,
         first_layer=layer + mask,
         gradient_in_flight=_in_flight_bytes(config, tp_size, b, s, own, e, on_gpu),
-        update=MOMENT_TENSORS_IN_FLIGHT * max(sizes) * FP32_BYTES if half_moments else 0,
+        update=int(MOMENT_TENSORS_IN_FLIGHT * max(sizes) * FP32_BYTES) if half_moments else 0,
     )
 
 
 def _loss_bytes(num_rows: int, columns: int, h: int, e: int) -> int:
     """The fullest moment of `linear_cross_entropy`, without the gradient of the rows."""
-    wide = max(e, FP32_BYTES)
-    piece = min(num_rows, max(1, LOGITS_AT_ONCE // columns)) * columns
-    as_gradient = piece * (e + wide + (e if e < wide else 0))  # the logits, their gradient, and that in the half type
-    as_product = piece * 2 * e + columns * h * e
-    return columns * h * wide + max(as_gradient, as_product)
+    wide, at_once = max(e, FP32_BYTES), max(1, LOGITS_AT_ONCE // columns)
+    piece, weight = min(num_rows, at_once) * columns, columns * h
+    total = weight * wide if num_rows > at_once else 0  # one piece's product needs no sum
+    return total + max(piece * (e + wide), piece * e + weight * e)
 
 
 def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: int, e: int, on_gpu: bool) -> int:

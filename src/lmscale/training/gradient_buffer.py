@@ -35,8 +35,9 @@ class GradientBuffer:
         wide = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
         self.flat = torch.zeros(sum(sizes), dtype=wide, device=parameters[0].device)
         self.views: list[Tensor] = _in_order(self.flat, parameters, order)
-        for param, view in zip(parameters, self.views, strict=True):
-            param.register_post_accumulate_grad_hook(partial(_move_gradient, view))
+        self._has_gradient = [False] * len(parameters)
+        for index, param in enumerate(parameters):
+            param.register_post_accumulate_grad_hook(partial(self._move_gradient, index))
         self.weights: Tensor | None = None
         self.part_sizes: list[int] = []
         if self.owners:
@@ -45,6 +46,27 @@ class GradientBuffer:
             for param, view in zip(parameters, _in_order(self.weights, parameters, order), strict=True):
                 param.data = view.copy_(param.detach())
 
+    @torch.no_grad()
+    def _move_gradient(self, index: int, param: nn.Parameter) -> None:
+        """Of the first micro-batch a copy, so that nothing need be set to zero before."""
+        if self._has_gradient[index]:
+            self.views[index].add_(param.grad)
+        else:
+            self.views[index].copy_(param.grad)
+        self._has_gradient[index] = True
+        param.grad = None
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self._has_gradient = [False] * len(self.views)
+
+    def complete(self) -> None:
+        """After the last micro-batch: parameters that took no part have a gradient of zero."""
+        for index, has_one in enumerate(self._has_gradient):
+            if not has_one:
+                self.views[index].zero_()
+                self._has_gradient[index] = True
+
     def reduce(self) -> None:
         """Add the gradients of the data ranks; with `zero1` only the owner's are then right.
 
@@ -52,6 +74,7 @@ class GradientBuffer:
             over the data group all-reduces of together N numbers, N the parameters of the rank; with `zero1` a reduce
             to each data rank of the parameters it owns, together N numbers.
         """
+        self.complete()
         if self.owners:
             reduce_to_data_ranks(self.flat.split(self.part_sizes), self.context)
         elif self.context.dp_size > 1:
@@ -73,9 +96,3 @@ def _in_order(flat: Tensor, parameters: list[nn.Parameter], order: list[int]) ->
     parts = flat.split([parameters[index].numel() for index in order])
     views = {index: part.view_as(parameters[index]) for index, part in zip(order, parts, strict=True)}
     return [views[index] for index in range(len(parameters))]
-
-
-@torch.no_grad()
-def _move_gradient(view: Tensor, param: nn.Parameter) -> None:
-    view += param.grad
-    param.grad = None

@@ -12,7 +12,10 @@ BITS_LOST = 16  # of fp32's 32
 
 
 def update_with_half_moments(
-    named_masters: Iterable[tuple[str, Tensor]], state: dict[Tensor, dict[str, Any]], group: dict[str, Any]
+    named_masters: Iterable[tuple[str, Tensor]],
+    state: dict[Tensor, dict[str, Any]],
+    group: dict[str, Any],
+    number: int,
 ) -> None:
     """One AdamW update in fp32, one tensor after the other; its moments are rounded to bf16 at random afterwards.
 
@@ -25,6 +28,7 @@ def update_with_half_moments(
         named_masters: (name, fp32 weight with `.grad`).
         state: of the optimizer, `exp_avg`, `exp_avg_sq` (bf16) and `step`; made here at the first update.
         group: the optimizer's settings for them: `lr`, `betas`, `eps`, `weight_decay`.
+        number: of this update, from 1; a number of the host, so that a device need not be waited for.
     """
     beta1, beta2 = group["betas"]
     settings = {key: group[key] for key in ("lr", "weight_decay", "eps")} | {"beta1": beta1, "beta2": beta2}
@@ -47,7 +51,7 @@ def update_with_half_moments(
             **settings,
         )
         generator = torch.Generator(master.device)
-        generator.manual_seed(zlib.crc32(f"moments/{name}/{int(entry['step'])}".encode()))
+        generator.manual_seed(zlib.crc32(f"moments/{name}/{number}".encode()))
         for kind, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
             entry[kind].copy_(round_to_bf16(moment, generator))
 
@@ -60,4 +64,4 @@ def round_to_bf16(x: Tensor, generator: torch.Generator) -> Tensor:
     """
     noise = torch.randint(0, 1 << BITS_LOST, x.shape, dtype=torch.int32, device=x.device, generator=generator)
     noise += x.view(torch.int32)  # a carry out of the lost bits is one step up in magnitude
-    return (noise & -(1 << BITS_LOST)).view(torch.float32).to(torch.bfloat16)
+    return noise.bitwise_and_(-(1 << BITS_LOST)).view(torch.float32).to(torch.bfloat16)

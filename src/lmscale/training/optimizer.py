@@ -157,7 +157,7 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         if self.buffer is not None:
-            self.buffer.flat.zero_()
+            self.buffer.clear()
             return
         for param in self.model_parameters:
             if set_to_none:
@@ -171,6 +171,8 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 closure()
+        if self.buffer is not None:
+            self.buffer.complete()
         scale = self.loss_scale.value
         measured = global_gradient_norm(self.masters, self.context, self.device)
         self.grad_norm = measured.norm / scale
@@ -184,13 +186,13 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
         factor = 1.0 / scale
         if self.max_grad_norm is not None:
             factor *= min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
-        if factor != 1.0:
+        if factor != 1.0 and self.masters:
             torch._foreach_mul_([master.grad for master in self.masters], factor)
         if self.has_half_moments:
             self._step_with_half_moments()
         else:
             super().step()
-        if self.holds_masters:
+        if self.holds_masters and self.masters:
             torch._foreach_copy_(self.model_parameters, self.masters)
         if self.buffer is not None:
             self.buffer.share_weights()
@@ -199,7 +201,9 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
     def _step_with_half_moments(self) -> None:
         by_master = dict(zip(self.masters, self.names, strict=True))
         for group in self.param_groups:
-            update_with_half_moments([(by_master[m], m) for m in group["params"]], self.state, group)
+            update_with_half_moments(
+                [(by_master[m], m) for m in group["params"]], self.state, group, self.num_updates + 1
+            )
 
     def fp32_masters(self) -> dict[str, Tensor]:
         """The masters by parameter name; empty where the parameters are their own."""
