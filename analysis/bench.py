@@ -13,16 +13,42 @@ from lmscale.door import open_door, run_task
 def bench(values: dict) -> None:
     """Check the keys, race, print and record."""
     config = BenchConfig.from_dict(values)
+    if config.record is not None:
+        make_place(Path(config.record))
     # torch and transformers take seconds to import: not before the cheap checks above.
-    from lmscale.bench.race import race
+    from lmscale.bench.race import LossesDifferError, race
     from lmscale.results import write_record
 
-    record = race(config)
-    for name, entry in record["metrics"].items():
-        print(f"{name:<32} {entry['value']:.6g} {entry['unit']}")
+    try:
+        record = race(config)
+    except LossesDifferError as error:  # minutes of measuring are not thrown away
+        show(error.record)
+        raise
+    show(record)
     if config.record is not None:
         write_record(record, Path(config.record))
         print(f"record: {config.record}")
+
+
+def make_place(record: Path) -> None:
+    """Make the folder of a record.
+
+    Raises:
+        ValueError: it cannot be made, or the record is a folder.
+    """
+    try:
+        record.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"`record` must be in a folder that can be made, but {record} is not: {error}") from None
+    if record.is_dir():
+        raise ValueError(f"`record` must be a file, but {record} is a folder")
+
+
+def show(record: dict) -> None:
+    """Print every figure."""
+    for name, entry in record["metrics"].items():
+        value = entry["non_finite"] if entry["value"] is None else f"{entry['value']:.6g}"
+        print(f"{name:<32} {value} {entry['unit']}", flush=True)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")

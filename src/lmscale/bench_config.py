@@ -1,5 +1,6 @@
 """What a comparison of training steps is asked to do: the typed form of `conf/bench.yaml`."""
 
+import ast
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from .from_plain import build, to_plain
 from .training_config import PrecisionConfig
 
 PADDED_VOCABULARIES = {"gpt": 51_200, "bert": 30_720}
+NAMES_OF_A_MODEL_FILE = {"GPT", "GPTConfig"}
 PEERS = ("hf_eager", "hf_compiled", "lightning", "megatron_core", "file", "ours_bf16")
 
 
@@ -58,13 +60,13 @@ class BenchConfig:
         for name in ("seq_length", "num_threads"):
             if getattr(self, name) is not None:
                 require_positive(self, name)
-        unknown = [peer for peer in self.peers if peer not in PEERS]
-        if unknown:
-            raise ValueError(f"`peers` must be some of {', '.join(PEERS)}, but is {self.peers!r}")
-        if ("file" in self.peers) != (self.file is not None):
-            raise ValueError("`file` must be given where `peers` has file, and only there")
-        if self.file is not None and not Path(self.file).is_file():
-            raise ValueError(f"`file` must be a file, but {self.file} is not")
+        self._check_peers()
+        if self.accelerator not in ("auto", "cpu", "gpu"):
+            raise ValueError(f"`accelerator` must be one of auto, cpu, gpu, but is {self.accelerator!r}")
+        if not self.lr > 0:
+            raise ValueError(f"`lr` must be above 0, but is {self.lr!r}")
+        if not self.max_loss_difference >= 0:
+            raise ValueError(f"`max_loss_difference` must be at least 0, but is {self.max_loss_difference!r}")
         if self.precision.dtype not in ("fp32", "bf16", "fp8"):
             raise ValueError(f"`precision` must be fp32, bf16 or fp8 for a comparison, but is {self.precision.dtype}")
         if "ours_bf16" in self.peers and self.precision.dtype != "fp8":
@@ -83,6 +85,28 @@ class BenchConfig:
                 f"`seq_length` must be at most `model.max_position_embeddings` ({config.max_position_embeddings}), "
                 f"but is {self.length}"
             )
+
+    def _check_peers(self) -> None:
+        if any(peer not in PEERS for peer in self.peers):
+            raise ValueError(f"`peers` must be some of {', '.join(PEERS)}, but is {self.peers!r}")
+        if len(set(self.peers)) < len(self.peers):
+            raise ValueError(f"`peers` must be different ones, but is {self.peers!r}")
+        if ("file" in self.peers) != (self.file is not None):
+            raise ValueError("`file` must be given where `peers` has file, and only there")
+        if self.file is None:
+            return
+        if not Path(self.file).is_file():
+            raise ValueError(f"`file` must be a file, but {self.file} is not")
+        missing = NAMES_OF_A_MODEL_FILE - _names_in(Path(self.file))
+        if missing:
+            raise ValueError(
+                f"`file` must define GPT and GPTConfig, but {self.file} lacks {', '.join(sorted(missing))}"
+            )
+
+    @property
+    def peers_dtype(self) -> str:
+        """fp32 or bf16: what the peers compute in. None of them knows float8."""
+        return "fp32" if self.precision.dtype == "fp32" else "bf16"
 
     @property
     def length(self) -> int:
@@ -112,3 +136,14 @@ class BenchConfig:
     def to_dict(self) -> dict:
         """Nested plain values."""
         return to_plain(self)
+
+
+def _names_in(path: Path) -> set[str]:
+    """Classes of a Python file and names that it imports from others, without running it."""
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"`file` must be a Python file, but {path} is not: {error}") from None
+    classes = {node.name for node in body if isinstance(node, ast.ClassDef)}
+    imports = [alias for node in body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return classes | {alias.asname or alias.name for alias in imports}

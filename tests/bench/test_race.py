@@ -8,7 +8,7 @@ import warm
 from door import REPOSITORY, environment
 
 from lmscale.bench.contenders import Ours, make_batches
-from lmscale.bench.race import race
+from lmscale.bench.race import LossesDifferError, race
 from lmscale.bench_config import BenchConfig
 
 SIZES = {
@@ -98,8 +98,27 @@ def test_a_model_file_is_a_peer_and_one_that_computes_something_else_is_refused(
     path.write_text(NANO)
     found = values_of(race(bench_of(peers=["file"], file=str(path), max_loss_difference=0.5)))
     assert found["file/loss"] > 0
-    with pytest.raises(ValueError, match="`max_loss_difference` must be at least 0.* for file, whose mean loss"):
+    with pytest.raises(LossesDifferError, match="`max_loss_difference` must be .* for file, whose mean loss") as caught:
         race(bench_of(peers=["file"], file=str(path), max_loss_difference=1e-6))
+    assert values_of(caught.value.record)["file/step"] > 0
+
+
+def test_beside_float8_the_peers_compute_in_bf16() -> None:
+    peers = ["hf_eager", "lightning"]  # the first by autocast; fp32 would differ from it in the fourth digit
+    found = values_of(race(bench_of(peers=peers, precision={"dtype": "fp8"})))
+    assert found["lightning/loss"] == pytest.approx(found["hf_eager/loss"], rel=1e-6)
+    in_types = {dtype: bench_of(peers=[], precision={"dtype": dtype}).peers_dtype for dtype in ("fp32", "bf16", "fp8")}
+    assert in_types == {"fp32": "fp32", "bf16": "bf16", "fp8": "bf16"}
+
+
+@pytest.mark.timeout(60)  # or the test waits where the step would
+def test_what_ends_lightnings_thread_is_raised_in_the_step(monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("lmscale.bench.lightning_loop._Module.training_step", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        race(bench_of(peers=["lightning"]))
 
 
 def test_a_peer_that_is_not_installed_is_named(monkeypatch) -> None:
@@ -123,6 +142,14 @@ def test_our_step_trains() -> None:
         (["peers=[nobody]"], "`peers` must be some of hf_eager"),
         (["peers=[file]"], "`file` must be given where `peers` has file"),
         (["peers=[file]", "file=/nowhere.py"], "`file` must be a file, but /nowhere.py is not"),
+        (["peers=[file]", f"file={__file__}"], "`file` must define GPT and GPTConfig"),
+        (["peers=[file]", "file=README.md"], "`file` must be a Python file, but README.md is not"),
+        (["peers=[hf_eager,hf_eager]"], "`peers` must be different ones"),
+        (["accelerator=tpu"], "`accelerator` must be one of auto, cpu, gpu, but is 'tpu'"),
+        (["lr=0"], "`lr` must be above 0, but is 0.0"),
+        (["max_loss_difference=-1"], "`max_loss_difference` must be at least 0, but is -1.0"),
+        (["record=README.md/bench.json"], "`record` must be in a folder that can be made"),
+        (["record=analysis"], "`record` must be a file, but analysis is a folder"),
         (["precision=fp16"], "`precision` must be fp32, bf16 or fp8 for a comparison"),
         (["peers=[ours_bf16]"], "`precision` must be fp8 with the peer ours_bf16, but is fp32"),
         (["cuda_graphs=true"], "`cuda_graphs` must be false unless compiles=true and precision=bf16 or fp8"),
@@ -151,3 +178,13 @@ def test_the_door_writes_a_record(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert record["metrics"]["hf_eager/ratio"]["unit"] == "their time / ours" and record["kind"] == "run"
+
+
+def test_where_the_losses_differ_the_door_prints_the_times_and_writes_no_record(tmp_path) -> None:
+    small = [f"model.{key}={value}" for key, value in SIZES.items()]
+    numbers = ["rounds=1", "steps_per_round=1", "warm_up_steps=1", "compiles=false", "num_threads=1", "accelerator=cpu"]
+    changes = ["peers=[hf_eager]", "precision=bf16", "max_loss_difference=0", f"record={tmp_path / 'bench.json'}"]
+    script = str(REPOSITORY / "analysis" / "bench.py")
+    done = warm.run([script, *small, *numbers, *changes], REPOSITORY, environment(), timeout=200)
+    assert done.returncode == 2 and "error: `max_loss_difference` must be at least" in done.stderr
+    assert "hf_eager/ratio " in done.stdout and not list(tmp_path.iterdir())

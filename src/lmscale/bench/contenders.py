@@ -1,8 +1,8 @@
 """Who runs: each a model, AdamW and one training step on a given batch.
 
-All but a model file start from the same weights, clip the gradient's norm at 1, and do the whole step: forward pass,
-backward pass, update. Where a peer keeps fp32 weights and computes in bf16, it does so by autocast, as its own users
-would.
+All clip the gradient's norm at 1 and do the whole step: forward pass, backward pass, update. Ours and Hugging Face's
+start from the same weights; a model file and megatron-core draw their own. Where a peer keeps fp32 weights and computes
+in bf16, it does so by autocast, as its own users would.
 """
 
 import importlib.util
@@ -151,7 +151,7 @@ def hugging_face_model(bench: BenchConfig) -> nn.Module:
 
 
 def _autocast(bench: BenchConfig, device: torch.device) -> Callable[[], AbstractContextManager]:
-    if bench.precision.dtype == "fp32":  # otherwise bf16, also beside ours in float8
+    if bench.peers_dtype == "fp32":
         return nullcontext
     return lambda: torch.autocast(device.type, torch.bfloat16)
 

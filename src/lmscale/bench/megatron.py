@@ -16,7 +16,8 @@ from .contenders import MAX_NORM, Batch, Contender
 
 class MegatronCore(Contender):
     """`GPTModel` in fp32, or with all weights in bf16 and AdamW's step on them: it computes in the type of its weights,
-    and its optimizer with fp32 masters needs Transformer Engine or apex. So bf16 is less work than ours.
+    and its optimizer with fp32 masters needs Transformer Engine or apex. So bf16 is less work than ours. It draws its
+    own weights.
 
     Raises:
         ValueError: megatron-core is not installed.
@@ -37,7 +38,7 @@ class MegatronCore(Contender):
         if not dist.is_initialized():
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
             dist.init_process_group("gloo" if self.is_cpu else "nccl", rank=0, world_size=1, store=dist.HashStore())
-        dtype = torch.bfloat16 if bench.precision.dtype == "bf16" else torch.float32
+        dtype = torch.float32 if bench.peers_dtype == "fp32" else torch.bfloat16
         sizes = TransformerConfig(
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
