@@ -93,5 +93,13 @@ if [ $# -eq 0 ] && [ -z "${DRY_RUN:-}" ]; then
   exit 2
 fi
 for part in "${@:-$(seq 1 $PARTS)}"; do
+  for number in $part; do
+    if ! declare -F "part_$number" > /dev/null; then
+      echo "error: a part must be a number from 1 to $PARTS, but is $number" >&2
+      exit 2
+    fi
+  done
+done
+for part in "${@:-$(seq 1 $PARTS)}"; do
   for number in $part; do "part_$number" || exit; done
 done

@@ -8,6 +8,7 @@ python analysis/bench_gpu_rows.py seeds RECORD_FP8 RECORD_BF16 RECORD_BF16 ...
 import argparse
 import csv
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -19,15 +20,23 @@ LAST_STEPS = 50  # of a curve, whose mean stands for where the run has come to
 
 def row(title: str, record: Path, metric: str, least: float) -> str:
     """One line: what was measured, what is required, and whether it is reached."""
-    entry = read(record)["metrics"][metric]
-    verdict = "reached" if entry["value"] is not None and entry["value"] >= least else "NOT REACHED"
+    entry = read_metric(record, metric)
+    if entry["value"] is None:
+        return f"{title:<55} {entry['non_finite']} {entry['unit']} (required: {least:g})  NOT REACHED"
+    verdict = "reached" if entry["value"] >= least else "NOT REACHED"
     return f"{title:<55} {entry['value']:.4g} {entry['unit']} (required: {least:g})  {verdict}"
 
 
 def keep(folder: Path, path: Path) -> str:
-    """Write a run's record with its first and last losses and what the loss fell by; returns its path."""
+    """Write a run's record with its first and last losses and what the loss fell by; returns its path.
+
+    Raises:
+        ValueError: the run has no losses.
+    """
     with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
         losses = [float(line["train/loss"]) for line in csv.DictReader(file) if line["train/loss"]]
+    if not losses:
+        raise ValueError(f"{folder / 'metrics.csv'} must have a loss, but has none")
     record = read(folder / "record.json")
     last = statistics.mean(losses[-LAST_STEPS:])
     figures = {
@@ -35,16 +44,21 @@ def keep(folder: Path, path: Path) -> str:
         "train/loss_fall": losses[0] - losses[-1],
         "train/loss_mean_of_last": last,
     }
-    record["metrics"] |= {name: {"value": value, "unit": "nats/token"} for name, value in figures.items()}
-    record["train_losses"] = losses
+    record["metrics"] |= {name: metric_of(value) for name, value in figures.items()}
+    record["train_losses"] = [loss if math.isfinite(loss) else None for loss in losses]
     write_record(record, path)
     return f"record: {path}"
 
 
 def seeds(fp8: Path, bf16: list[Path]) -> str:
-    """Whether float8's loss lies among those of bf16: no further from their mean than two standard deviations."""
-    found = read(fp8)["metrics"]["train/loss_mean_of_last"]["value"]
-    others = [read(path)["metrics"]["train/loss_mean_of_last"]["value"] for path in bf16]
+    """Whether float8's loss lies among those of bf16: no further from their mean than two standard deviations.
+
+    Raises:
+        ValueError: less than two records in bf16, or one that `keep` has not written.
+    """
+    if len(bf16) < 2:
+        raise ValueError(f"the records in bf16 must be at least 2, for a standard deviation, but there is {len(bf16)}")
+    found, *others = (read_finite(path, "train/loss_mean_of_last") for path in (fp8, *bf16))
     mean, spread = statistics.mean(others), statistics.stdev(others)
     verdict = "reached" if abs(found - mean) <= 2 * spread else "NOT REACHED"
     return (
@@ -54,8 +68,47 @@ def seeds(fp8: Path, bf16: list[Path]) -> str:
 
 
 def read(path: Path) -> dict:
-    """A record."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """A record.
+
+    Raises:
+        ValueError: it is none.
+    """
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(record, dict) or not isinstance(record.get("metrics"), dict):
+        raise ValueError(f"{path} must be a record, but has no metrics")
+    return record
+
+
+def read_metric(path: Path, metric: str) -> dict:
+    """A metric of a record.
+
+    Raises:
+        ValueError: it has no such metric.
+    """
+    metrics = read(path)["metrics"]
+    if metric not in metrics:
+        kept = "; a run's record has it from `bench_gpu_rows.py keep`" if metric.startswith("train/loss_") else ""
+        raise ValueError(f"{path} must have the metric {metric}, but has not{kept}")
+    return metrics[metric]
+
+
+def read_finite(path: Path, metric: str) -> float:
+    """A metric's value.
+
+    Raises:
+        ValueError: it has no such metric, or one that is not finite.
+    """
+    entry = read_metric(path, metric)
+    if entry["value"] is None:
+        raise ValueError(f"{metric} must be finite, but is {entry['non_finite']} in {path}")
+    return entry["value"]
+
+
+def metric_of(loss: float) -> dict:
+    """A loss as a record has it."""
+    if math.isfinite(loss):
+        return {"value": loss, "unit": "nats/token"}
+    return {"value": None, "non_finite": str(loss), "unit": "nats/token"}
 
 
 def main() -> None:
@@ -83,6 +136,9 @@ def main() -> None:
             print(seeds(args.fp8, args.bf16))
     except FileNotFoundError as error:
         sys.exit(f"not measured yet: {error.filename} is missing")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -128,8 +128,8 @@ def worker(rank: int, folder: str, rounds: int, steps: int) -> None:
     dist.destroy_process_group()
 
 
-def to_metrics(found: dict[str, dict]) -> dict[str, dict]:
-    """What the record holds."""
+def to_metrics(found: dict[str, dict], load: float) -> dict[str, dict]:
+    """What the record holds; `load` is of the machine without the two ranks."""
     metrics = {}
     for shape, parts in found.items():
         ones, twos = parts["times"]["tp1"], parts["times"]["tp2"]
@@ -144,7 +144,7 @@ def to_metrics(found: dict[str, dict]) -> dict[str, dict]:
             metrics[f"{shape}/{name}_activations"] = {"value": size, "unit": "bytes"}
             if name != "tp1":
                 metrics[f"{shape}/{name}_share"] = {"value": size / parts["bytes"]["tp1"], "unit": "of tp 1"}
-    return metrics | {"load_average": {"value": os.getloadavg()[0], "unit": "processes"}}
+    return metrics | {"load_average_before": {"value": load, "unit": "processes"}}
 
 
 def main() -> int:
@@ -157,9 +157,10 @@ def main() -> int:
     if options.rounds < 1 or options.steps < 1:
         print("error: `--rounds` and `--steps` must be at least 1", file=sys.stderr)
         return 2
+    load = os.getloadavg()[0]  # of others: our own processes would be in it later
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (folder, options.rounds, options.steps), nprocs=2, join=True)
-        metrics = to_metrics(torch.load(Path(folder) / "found", weights_only=True))
+        metrics = to_metrics(torch.load(Path(folder) / "found", weights_only=True), load)
     for name, entry in metrics.items():
         print(f"{name:<34} {entry['value']:.6g} {entry['unit']}")
     if options.record is not None:

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -36,7 +37,7 @@ def values_of(door: str, overrides: list[str]) -> dict:
 
 
 def test_every_command_composes_into_a_typed_configuration(tmp_path) -> None:
-    (tmp_path / "model.py").touch()
+    (tmp_path / "model.py").write_text("class GPT: ...\nclass GPTConfig: ...\n")
     found = commands(NANOGPT=str(tmp_path / "model.py"))
     benches = [BenchConfig.from_dict(values_of("bench", words)) for script, *words in found if "bench.py" in script]
     assert [bench.model["name"] for bench in benches] == [
@@ -66,6 +67,9 @@ def test_a_peer_that_is_not_given_is_said_and_the_script_goes_on() -> None:
     assert done.stdout == "gpt_355m against nanoGPT: not measured, NANOGPT=path/to/model.py is not given\n"
     done = subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True)
     assert done.returncode == 2 and "one part" in done.stdout
+    done = subprocess.run(["bash", str(SCRIPT), "4", "12"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: a part must be a number from 1 to 11, but is 12\n"
 
 
 def write(path: Path, **metrics: float) -> Path:
@@ -91,3 +95,34 @@ def test_the_loss_of_a_run_is_kept_and_compared_with_seeds(tmp_path) -> None:
     bf16 = [write(tmp_path / f"{i}.json", **{name: loss}) for i, loss in enumerate((3.0, 3.1, 3.2))]
     assert rows.seeds(write(tmp_path / "near.json", **{name: 3.25}), bf16).endswith("reached")
     assert rows.seeds(write(tmp_path / "far.json", **{name: 3.35}), bf16).endswith("NOT REACHED")
+
+
+def test_a_loss_that_is_not_finite_is_kept_and_is_not_reached(tmp_path) -> None:
+    write(tmp_path / "record.json")
+    (tmp_path / "metrics.csv").write_text("step,train/loss\n1,8.0\n2,nan\n")
+    kept = tmp_path / "kept.json"
+    rows.keep(tmp_path, kept)
+    assert rows.read(kept)["train_losses"] == [8.0, None]
+    assert rows.row("gpt", kept, "train/loss_fall", 0.01).endswith("nan nats/token (required: 0.01)  NOT REACHED")
+    with pytest.raises(ValueError, match="train/loss_mean_of_last must be finite, but is nan in"):
+        rows.seeds(kept, [kept, kept])
+
+
+def test_a_record_that_lacks_what_is_asked_for_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys) -> None:
+    bare, listed = write(tmp_path / "bare.json", ours__step=1.0), tmp_path / "list.json"
+    listed.write_text("[]")
+    (tmp_path / "record.json").write_text(bare.read_text())
+    (tmp_path / "metrics.csv").write_text("step,train/loss\n")
+    mistakes = {
+        ("row", "gpt", str(bare), "ours/mfu", "0.5"): "must have the metric ours/mfu, but has not",
+        ("row", "gpt", str(listed), "ours/mfu", "0.5"): "must be a record, but has no metrics",
+        ("seeds", *[str(bare)] * 3): "has not; a run's record has it from `bench_gpu_rows.py keep`",
+        ("seeds", *[str(bare)] * 2): "the records in bf16 must be at least 2",
+        ("keep", str(tmp_path), str(tmp_path / "kept.json")): "metrics.csv must have a loss, but has none",
+    }
+    for words, message in mistakes.items():
+        monkeypatch.setattr("sys.argv", ["bench_gpu_rows.py", *words])
+        with pytest.raises(SystemExit) as ended:
+            rows.main()
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and error.startswith("error: ") and message in error and error.count("\n") == 1
