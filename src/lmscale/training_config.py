@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from .config import require_positive
 
+TRACED_UP_TO = 6  # the last step that `trainer.profiler` keeps
 DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
 
 
@@ -90,7 +91,8 @@ class TrainerConfig:
         check_replicas_every_steps: how often the ranks compare hashes of what must be equal on them; 0: never.
         num_threads: CPU threads a rank, at most the machine's cores; None shares them between the local ranks.
         matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
-        profiler: `torch` writes a trace of steps 4 to 6 into the run folder's `profile`; None: no profile.
+        profiler: `torch` writes a trace of the 4th to 6th step of a start into the run folder's `profile`, from the
+            tensor ranks of data rank 0; None: no profile.
         progress_bar: the live bar in the terminal.
     """
 
@@ -113,6 +115,12 @@ class TrainerConfig:
                 require_positive(self, name)
         if self.profiler not in (None, "torch"):
             raise ValueError(f"`trainer.profiler` must be torch or null, but is {self.profiler!r}")
+        length = "max_steps" if self.stop_after_steps is None else "stop_after_steps"
+        if self.profiler is not None and getattr(self, length) < TRACED_UP_TO:
+            raise ValueError(
+                f"`trainer.{length}` must be at least {TRACED_UP_TO} with `trainer.profiler`, "
+                f"but is {getattr(self, length)}"
+            )
         if self.stop_after_steps is not None and self.stop_after_steps > self.max_steps:
             raise ValueError(
                 f"`trainer.stop_after_steps` must be at most `trainer.max_steps` ({self.max_steps}), "

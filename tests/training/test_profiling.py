@@ -1,9 +1,11 @@
-"""`trainer.profiler=torch` leaves a trace and a table for each rank."""
+"""`trainer.profiler=torch` leaves a trace and a table for each tensor rank of data rank 0."""
 
 import json
 
 import pytest
 from runs import run_jobs, tiny_run
+
+from lmscale.training_config import TrainerConfig
 
 
 def test_a_trace_and_a_table_show_the_steps(tmp_path) -> None:
@@ -19,3 +21,26 @@ def test_a_trace_and_a_table_show_the_steps(tmp_path) -> None:
 def test_another_profiler_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="`trainer.profiler` must be torch or null, but is 'cprofile'"):
         tiny_run("gpt", tmp_path, trainer__profiler="cprofile")
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 5}, {"max_steps": 9, "stop_after_steps": 5}])
+def test_a_run_that_ends_before_the_last_traced_step_is_refused(length: dict, tmp_path) -> None:
+    name = list(length)[-1]
+    with pytest.raises(ValueError, match=f"`trainer.{name}` must be at least 6 with `trainer.profiler`, but is 5"):
+        TrainerConfig(**length, profiler="torch")
+    assert TrainerConfig(**length).profiler is None
+
+
+def test_one_data_rank_is_traced(tmp_path, capfd) -> None:
+    parallel = {"tp_size": 1, "dp_size": 2, "zero1": True}
+    run_jobs([tiny_run("gpt", tmp_path, trainer__profiler="torch", trainer__max_steps=6, parallel=parallel)], 2)
+    assert "options: zero1\nkernels: " in capfd.readouterr().out
+    assert {path.name for path in (tmp_path / "profile").iterdir()} == {"rank_0.json", "rank_0.txt"}
+
+
+def test_a_resumed_run_without_a_step_to_trace_says_so(tmp_path, capfd) -> None:
+    changes = {"trainer__max_steps": 8, "resume__path": "auto"}
+    first = tiny_run("gpt", tmp_path, **changes, trainer__stop_after_steps=5)
+    run_jobs([first, tiny_run("gpt", tmp_path, **changes, trainer__profiler="torch")], 1)
+    assert "WARNING: no step was traced: the first 3 of a start are not, and 3 were left" in capfd.readouterr().err
+    assert not list((tmp_path / "profile").iterdir())

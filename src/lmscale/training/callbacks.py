@@ -14,8 +14,9 @@ class ReplicaSentinel(L.Callback):
     """Stops the run when ranks that must hold the same numbers do not.
 
     Compared before the first step and then every so many steps: over the tensor group the replicated weights, their
-    moments, and which samples were seen; over the data group all weights and moments. A difference means broken memory,
-    a broken link or a bug; the checkpoint before it is still good.
+    moments, and which samples were seen; over the data group all weights and moments, with `zero1` the weights alone:
+    each data rank then has moments of its own, with no second copy to compare. A difference means broken memory, a
+    broken link or a bug; the checkpoint before it is still good.
 
     Communicates:
         one all-reduce of 2 int64 a tensor over each group, every `every_steps` steps; two numbers over the world.

@@ -49,8 +49,9 @@ class PretrainModule(L.LightningModule):
         kernels: what computes the layers.
 
     Communicates:
-        a step, over the data group: one all-reduce of the term counts, the gradients (DDP; of half types in fp32, by
-        the optimizer), one of the reported loss.
+        a step, over the data group: one all-reduce of the term counts; the gradients (an all-reduce by DDP, or of half
+        types in fp32 by the optimizer; with `zero1` reduces to their owners, and broadcasts of the updated weights);
+        one all-reduce of the reported loss.
     """
 
     loss_terms: tuple[str, ...] = ()

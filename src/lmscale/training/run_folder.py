@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished
+from ..config import ParallelConfig
 from ..data.prepare import corpus_unigram_cross_entropy
 from ..perf.params import count_parameters
 from ..results import new_record, write_record
+from ..run_config import RunConfig
 from .diagnosis import first_cause
 from .exit_codes import DIVERGED, INTERRUPTED
 from .interruption import Interruption
@@ -83,6 +85,7 @@ def announce(job: "PretrainJob", run_dir: Path, resume_from: str | None, start_s
         f"ranks: {layout.world_size} = {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}; "
         f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x "
         f"{batch.num_micro_batches} micro-steps x {run.micro_batch_size}; {run.data.seq_length} tokens a sequence\n"
+        f"{describe_options(run, layout)}"
         f"kernels: {job.kernels.describe()} (compile={str(run.compile).lower()}, kernels={run.kernels})\n"
         f"steps {start_step} to {last_step} of {run.trainer.max_steps}"
         + (f", resumed from {resume_from}" if resume_from else "")
@@ -101,6 +104,18 @@ def announce(job: "PretrainJob", run_dir: Path, resume_from: str | None, start_s
         print(f"note: {note}", flush=True)
     if run.resume.path == "auto" and resume_from is None:
         print(f"resume=auto found no complete checkpoint in {run_dir / CHECKPOINTS}: starting from step 0", flush=True)
+
+
+def describe_options(run: RunConfig, layout: ParallelConfig) -> str:
+    """A line on what was asked for beside the layout, and whether it does anything there; empty where nothing was."""
+    options = []
+    if layout.sequence_parallel:
+        options.append("sequence parallelism" + ("" if layout.cuts_sequence else " (without effect: tp_size is 1)"))
+    if layout.zero1:
+        options.append("zero1" + ("" if layout.cuts_optimizer else " (without effect: dp_size is 1)"))
+    if run.optimizer.moments == "bf16":
+        options.append("moments in bf16")
+    return f"options: {', '.join(options)}\n" if options else ""
 
 
 def write_run_record(

@@ -36,7 +36,8 @@ class TensorParallelStrategy(DDPStrategy):
     """Data parallelism over groups of tensor-parallel ranks (Figure 8).
 
     The module builds its own shard in `configure_model`, from `strategy.parallel`. Gradients of fp32 and fp64 are
-    averaged by torch's DDP over the data group alone; everything inside a tensor group is the model's business.
+    averaged by torch's DDP over the data group alone; those of half types, and with `zero1` all, are summed there by
+    the optimizer. Everything inside a tensor group is the model's business.
 
     With 8 ranks and tp_size 2: tensor groups [0, 1], [2, 3], [4, 5], [6, 7]; data groups [0, 2, 4, 6], [1, 3, 5, 7].
 

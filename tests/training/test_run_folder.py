@@ -1,0 +1,26 @@
+"""What a run says in its first lines."""
+
+import pytest
+from runs import tiny_run
+
+from lmscale.config import ParallelConfig
+from lmscale.training.run_folder import describe_options
+
+
+@pytest.mark.parametrize(
+    "sizes, line",
+    [
+        ((2, 2), "options: sequence parallelism, zero1, moments in bf16\n"),
+        (
+            (1, 1),
+            "options: sequence parallelism (without effect: tp_size is 1), zero1 (without effect: dp_size is 1), "
+            "moments in bf16\n",
+        ),
+    ],
+)
+def test_the_options_of_a_run_are_named_with_whether_they_do_anything(
+    sizes: tuple[int, int], line: str, tmp_path
+) -> None:
+    run = tiny_run("gpt", tmp_path, optimizer__moments="bf16")
+    assert describe_options(run, ParallelConfig(*sizes, sequence_parallel=True, zero1=True)) == line
+    assert describe_options(tiny_run("gpt", tmp_path), ParallelConfig(*sizes)) == ""
