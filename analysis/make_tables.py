@@ -17,6 +17,7 @@ from lmscale.from_plain import build
 from lmscale.perf.cluster import Cluster
 from lmscale.report.downstream import table_5
 from lmscale.report.memory import peak_memory
+from lmscale.report.profile import profile
 from lmscale.report.scaling_figures import figure_tables
 from lmscale.report.scaling_tables import scaling_tables
 from lmscale.report.zero_shot import table_3
@@ -37,6 +38,12 @@ TABLES = {
         "fullest moment of a step (`analysis/peak_memory.py`). `real`: on a CPU, on one rank or two; `traced`: models "
         "of the paper without contents, with a GPU's attention kernels. No GPU was used; what kernels allocate inside, "
         "the allocator's rounding and the framework are in neither. No case was used to find a term of the estimate.",
+    ),
+    "Profile": (
+        "where a step's time goes",
+        "Shares of three traced steps on one thread of a CPU, by kind of work: an operation counts with the time it "
+        "takes itself, the optimizer and the vocabulary whole. `analysis/profile.md` says of which models, how it was "
+        "made and what it shows; the records `profile_gpt.json` and `profile_bert.json` have the rest.",
     ),
     "Table 1": ("parameters of the scaling study", _MODELLED),
     "Table 2": (
@@ -63,6 +70,14 @@ TABLES = {
 }
 
 
+NEEDED = {  # and what makes them
+    "cost_model.json": "fit_cost_model.py",
+    "peak_memory.json": "peak_memory.py",
+    "profile_gpt.json": "trace_shares.py",
+    "profile_bert.json": "trace_shares.py",
+}
+
+
 def read_records(folder: Path) -> dict[str, dict]:
     """The records below a folder by their path in it; other JSON files are left alone.
 
@@ -74,7 +89,7 @@ def read_records(folder: Path) -> dict[str, dict]:
     records = {
         name: record for name, record in found.items() if isinstance(record, dict) and "record_version" in record
     }
-    for needed, script in (("cost_model.json", "fit_cost_model.py"), ("peak_memory.json", "peak_memory.py")):
+    for needed, script in NEEDED.items():
         if needed not in records:
             raise ValueError(f"`--records` must have {needed} (analysis/{script}), but {folder} has not")
     return records
@@ -85,6 +100,7 @@ def render_all(records: dict[str, dict]) -> dict[str, str]:
     cluster = build(Cluster, records["cost_model.json"]["config"]["cluster"], "cluster.")
     rows = scaling_tables(cluster) | figure_tables(cluster)
     rows["Peak memory"] = peak_memory(records["peak_memory.json"])
+    rows["Profile"] = profile({name: records[f"profile_{name.lower()}.json"] for name in ("GPT", "BERT")})
     rows["Table 3"] = table_3(records)
     rows["Table 5"] = table_5(records)
     return {name: _page(name, *TABLES[name], rows[name]) for name in TABLES}

@@ -1,36 +1,43 @@
 """Where the time of a traced step goes, by kind of work: shares of a trace that `trainer.profiler=torch` has written.
 
     python analysis/trace_shares.py outputs/RUN/profile/rank_0.json
+    python analysis/trace_shares.py outputs/RUN/profile/rank_0.json --record analysis/results/profile_gpt.json
 
 An operation counts with the time it takes itself, without the operations it calls. Its kind is that of the innermost
 enclosing region (optimizer, loss) or else of its name. On a GPU kernels are counted, by the operation they come from.
+A record has the configuration, seed and machine of the run that the trace lies in.
 """
 
 import argparse
 import json
-from bisect import bisect_right
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from lmscale.results import new_record, write_record
+
+PROJECTION, LOSS = "vocabulary: products", "vocabulary: loss and copies"
 REGIONS = {
     "Optimizer.step": "optimizer",
-    "_LinearCrossEntropy": "projection and loss",
+    "_LinearCrossEntropy": LOSS,  # but for its products
     "aten::scaled_dot_product": "attention",
 }
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "scaled_mm", "mkldnn_linear")
 # First match of a part of the name counts. A CPU's attention with dropout is products, softmax and bernoulli: in its
 # backward pass the products cannot be told from others.
 KINDS = (
     ("communication", ("c10d::", "gloo:", "nccl", "record_param_comms")),
-    ("projection and loss", ("log_softmax", "nll_loss", "cross_entropy")),
+    (LOSS, ("log_softmax", "nll_loss", "cross_entropy")),
     ("attention", ("scaled_dot_product", "flash_attention", "efficient_attention", "_softmax", "bernoulli")),
-    ("matrix products", ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "scaled_mm", "mkldnn_linear")),
+    ("matrix products", PRODUCTS),
     ("LayerNorm", ("layer_norm",)),
     ("embedding", ("embedding", "aten::index")),
     ("GELU", ("gelu",)),
     ("casts and copies", ("aten::copy_", "aten::clone", "aten::contiguous", "aten::to", "aten::_to_copy")),
 )
 OTHER = "other element-wise (dropout, residuals, biases)"
+OPERATIONS, KERNELS = ("cpu_op", "user_annotation"), ("kernel", "gpu_memcpy", "gpu_memset")
 HOST = "between operations"  # Python, and waiting
 
 
@@ -44,11 +51,11 @@ def shares(events: Iterable[dict]) -> dict[str, float]:
         ValueError: no traced step in it.
     """
     complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    steps = [e for e in complete if e["name"].startswith("ProfilerStep#") and e.get("cat") != "gpu_user_annotation"]
+    steps = [e for e in complete if _is_step(e) and e.get("cat") != "gpu_user_annotation"]
     if not steps:
         raise ValueError("a trace must hold a step that was kept, but has none: trainer.max_steps must be at least 6")
-    ops = [e for e in complete if e.get("cat") in ("cpu_op", "user_annotation") and e not in steps]
-    kernels = [e for e in complete if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    ops = [e for e in complete if e.get("cat") in OPERATIONS and not _is_step(e)]
+    kernels = [e for e in complete if e.get("cat") in KERNELS]
     total = sum(step["dur"] for step in steps)
     seconds = _of_kernels(ops, kernels, complete) if kernels else _of_operations(ops)
     seconds[HOST] = total - sum(seconds.values())
@@ -57,15 +64,20 @@ def shares(events: Iterable[dict]) -> dict[str, float]:
 
 def kind_of(names: list[str]) -> str:
     """Kind of an operation from its name and those of what encloses it, outermost first."""
-    for name in reversed(names):
+    for place in reversed(range(len(names))):
         for region, kind in REGIONS.items():
-            if name.startswith(region):
-                return kind
+            if names[place].startswith(region):
+                has_product = any(part in name for name in names[place:] for part in PRODUCTS)
+                return PROJECTION if kind == LOSS and has_product else kind
     for name in reversed(names):
         for kind, parts in KINDS:
             if any(part in name for part in parts):
                 return kind
     return OTHER
+
+
+def _is_step(event: dict) -> bool:
+    return event["name"].startswith("ProfilerStep#")
 
 
 def _nested(ops: list[dict]) -> Iterable[tuple[dict, list[str], float]]:
@@ -96,34 +108,68 @@ def _of_operations(ops: list[dict]) -> dict[str, float]:
 
 def _of_kernels(ops: list[dict], kernels: list[dict], complete: list[dict]) -> dict[str, float]:
     """Kernels by the operation in which the host launched them (`correlation`), or else by their own name."""
-    launches = {
-        e["args"]["correlation"]: e for e in complete if "correlation" in e.get("args", {}) and e not in kernels
+    others = (*OPERATIONS, *KERNELS)
+    launches = [e for e in complete if "correlation" in e.get("args", {}) and e.get("cat") not in others]
+    launched_in = {
+        event["args"]["correlation"]: names[:-1]
+        for event, names, _ in _nested([*ops, *launches])
+        if event.get("cat") not in others
     }
-    threads = defaultdict(list)
-    for event, names, _ in _nested(ops):
-        threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], names))
-    for spans in threads.values():
-        spans.sort(key=lambda span: span[0])
     found: dict[str, float] = defaultdict(float)
     for kernel in kernels:
-        launch = launches.get(kernel.get("args", {}).get("correlation"))
-        names: list[str] = []
-        if launch is not None:
-            spans = threads[launch["pid"], launch["tid"]]
-            before = spans[: bisect_right(spans, launch["ts"], key=lambda span: span[0])]
-            names = next((names for _, end, names in reversed(before) if end >= launch["ts"]), [])
+        names = launched_in.get(kernel.get("args", {}).get("correlation"), [])
         found[kind_of([*names, kernel["name"]])] += kernel["dur"]
     return found
 
 
-def main() -> None:
-    """Print a table of shares."""
+def read_events(path: Path) -> list[dict]:
+    """Events of a trace.
+
+    Raises:
+        ValueError: the file is missing, or no trace.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"`trace` must be a Chrome trace, but {path} is not: {error}") from None
+
+
+def to_record(found: dict[str, float], trace: Path) -> dict:
+    """The shares as a record of the run that the trace is from, with its configuration, seed and machine.
+
+    Raises:
+        ValueError: the trace does not lie in the folder of a run that has ended.
+    """
+    path = trace.absolute().parent.parent / "record.json"
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`trace` must lie in a run's folder for a record, but: {error}") from None
+    metrics = {kind: {"value": share, "unit": "of the traced time"} for kind, share in found.items()}
+    name = f"profile_{run['config']['model']['architecture']}"
+    record = new_record(name, "run", run["config"], run["seed"], metrics, layout=run["layout"], steps=run["steps"])
+    return record | {"environment": run["environment"]}
+
+
+def main() -> int:
+    """Print a table of shares; with `--record` write them too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
-    path = parser.parse_args().trace
-    for kind, share in shares(json.loads(path.read_text(encoding="utf-8"))["traceEvents"]).items():
+    parser.add_argument("--record", type=Path, default=None, help="where the record goes; nowhere by default")
+    options = parser.parse_args()
+    try:
+        found = shares(read_events(options.trace))
+        record = to_record(found, options.trace) if options.record is not None else None
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for kind, share in found.items():
         print(f"{kind:<52}{share:>7.1%}")
+    if record is not None:
+        write_record(record, options.record)
+        print(f"record: {options.record}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
