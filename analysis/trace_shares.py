@@ -17,10 +17,10 @@ from pathlib import Path
 
 from lmscale.results import new_record, write_record
 
-PROJECTION, LOSS = "vocabulary: products", "vocabulary: loss and copies"
+PROJECTION, LOSS, LOGITS_COPIED = "vocabulary: products", "vocabulary: loss", "vocabulary: casts and copies"
 REGIONS = {
     "Optimizer.step": "optimizer",
-    "_LinearCrossEntropy": LOSS,  # but for its products
+    "_LinearCrossEntropy": LOSS,  # but for its products and copies
     "aten::scaled_dot_product": "attention",
 }
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "scaled_mm", "mkldnn_linear")
@@ -67,13 +67,18 @@ def kind_of(names: list[str]) -> str:
     for place in reversed(range(len(names))):
         for region, kind in REGIONS.items():
             if names[place].startswith(region):
-                has_product = any(part in name for name in names[place:] for part in PRODUCTS)
-                return PROJECTION if kind == LOSS and has_product else kind
+                return _part_of_loss(names[place:]) if kind == LOSS else kind
     for name in reversed(names):
         for kind, parts in KINDS:
             if any(part in name for part in parts):
                 return kind
     return OTHER
+
+
+def _part_of_loss(names: list[str]) -> str:
+    if any(part in name for name in names for part in PRODUCTS):
+        return PROJECTION
+    return LOGITS_COPIED if any("aten::copy_" in name for name in names) else LOSS
 
 
 def _is_step(event: dict) -> bool:

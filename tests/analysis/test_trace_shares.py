@@ -31,10 +31,11 @@ def test_an_operation_counts_with_its_own_time_and_the_rest_is_between_operation
 def test_a_region_counts_whole_and_on_every_thread() -> None:
     optimizer = [op("Optimizer.step#AdamW.step", 50, 20, "user_annotation"), op("aten::mul", 52, 5)]
     attention = [op("aten::scaled_dot_product_attention", 71, 9), op("aten::bmm", 72, 4)]
-    loss = [op("_LinearCrossEntropyBackward", 10, 8, tid=2), op("aten::mm", 12, 4, tid=2)]
+    loss = [op("_LinearCrossEntropyBackward", 10, 8, tid=2), op("aten::mm", 11, 4, tid=2)]
+    loss.append(op("aten::copy_", 15, 1, tid=2))
     found = trace_shares.shares([STEP, *optimizer, *attention, *loss, op("c10d::allreduce_", 30, 6, tid=2)])
     expected = {"optimizer": 0.20, "attention": 0.09, "communication": 0.06}
-    expected |= {trace_shares.PROJECTION: 0.04, trace_shares.LOSS: 0.04}
+    expected |= {trace_shares.PROJECTION: 0.04, trace_shares.LOSS: 0.03, trace_shares.LOGITS_COPIED: 0.01}
     assert found == pytest.approx(expected | {trace_shares.HOST: 0.57})
 
 
