@@ -20,6 +20,7 @@ from lmscale.report.memory import peak_memory
 from lmscale.report.profile import profile
 from lmscale.report.scaling_figures import figure_tables
 from lmscale.report.scaling_tables import scaling_tables
+from lmscale.report.speed import cpu_speed
 from lmscale.report.zero_shot import table_3
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +45,12 @@ TABLES = {
         "Shares of three traced steps on one thread of a CPU, by kind of work: an operation counts with the time it "
         "takes itself, the optimizer and the vocabulary whole. `analysis/profile.md` says of which models, how it was "
         "made and what it shows; the records `profile_gpt.json` and `profile_bert.json` have the rest.",
+    ),
+    "Speed CPU": (
+        "the goals of speed and memory on two CPU cores",
+        "Ratios of times are a peer's over ours on the same work, A B A B in one run, of medians unless it says "
+        "fastest; the machine is shared, so they move by a tenth from run to run. `bash analysis/bench_cpu.sh` measures "
+        "them; the goals of a GPU, `bash analysis/bench_gpu.sh`, have not been run.",
     ),
     "Table 1": ("parameters of the scaling study", _MODELLED),
     "Table 2": (
@@ -101,6 +108,7 @@ def render_all(records: dict[str, dict]) -> dict[str, str]:
     rows = scaling_tables(cluster) | figure_tables(cluster)
     rows["Peak memory"] = peak_memory(records["peak_memory.json"])
     rows["Profile"] = profile({name: records[f"profile_{name.lower()}.json"] for name in ("GPT", "BERT")})
+    rows["Speed CPU"] = cpu_speed(records)
     rows["Table 3"] = table_3(records)
     rows["Table 5"] = table_5(records)
     return {name: _page(name, *TABLES[name], rows[name]) for name in TABLES}

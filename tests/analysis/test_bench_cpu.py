@@ -1,0 +1,55 @@
+"""The commands of `analysis/bench_cpu.sh` are ones that their doors take, and the table of goals tells yes from no."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lmscale.bench_config import BenchConfig
+from lmscale.report.speed import cpu_speed
+
+ROOT = Path(__file__).parents[2]
+
+
+def commands(**changes: str) -> list[list[str]]:
+    """What all parts would run."""
+    script = str(ROOT / "analysis" / "bench_cpu.sh")
+    environment = os.environ | {"DRY_RUN": "1"} | changes
+    done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=True)
+    return [shlex.split(line)[1:] for line in done.stdout.splitlines()]
+
+
+def test_every_comparison_is_a_typed_configuration(tmp_path) -> None:
+    model_file = tmp_path / "model.py"
+    model_file.write_text("class GPT: ...\nclass GPTConfig: ...\n")
+    benches, others = [], []
+    for script, *words in commands(NANOGPT=str(model_file)):
+        if script != "analysis/bench.py":
+            others.append(script)
+            continue
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            values = OmegaConf.to_container(compose("bench", words), resolve=True, throw_on_missing=True)
+        benches.append(BenchConfig.from_dict(values))
+    assert [bench.peers for bench in benches] == [["hf_compiled"], ["hf_eager", "file"], ["hf_compiled"]]
+    assert {(bench.precision.dtype, bench.length, bench.micro_batch_size) for bench in benches} == {("bf16", 256, 8)}
+    assert len(others) == 3 and all((ROOT / script).is_file() for script in others)
+
+
+@pytest.mark.parametrize(("value", "reached"), [(1.2, "yes"), (1.19, "no")])
+def test_a_goal_is_reached_or_not(value: float, reached: str) -> None:
+    metric = {"hf_compiled/ratio": {"value": value, "unit": "their time / ours"}}
+    table = cpu_speed({"bench_bert_cpu.json": {"metrics": metric}})
+    (row,) = table[table["record"].notna()].to_dict("records")
+    assert (row["measured"], row["reached"]) == (value, reached)
+    assert set(table[table["record"].isna()]["reached"]) == {"not run"}
+
+
+def test_less_is_better_for_times_and_bytes() -> None:
+    for value, reached in ((0.0009, "yes"), (0.0011, "no")):
+        record = {"lightning_cost_cpu.json": {"metrics": {"overhead": {"value": value, "unit": "s"}}}}
+        table = cpu_speed(record)
+        assert list(table[table["record"].notna()]["reached"]) == [reached]
