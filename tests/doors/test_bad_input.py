@@ -293,6 +293,7 @@ def test_tp_size_auto_does_not_choose_what_the_host_cannot_hold(monkeypatch, dp_
         data=SimpleNamespace(seq_length=32),
         precision=SimpleNamespace(dtype="fp32"),
         trainer=SimpleNamespace(max_steps=1),
+        optimizer=SimpleNamespace(moments="fp32"),
     )
     estimate = estimate_memory(config, 1, 2, 32, "fp32", num_ranks, False, accumulates=False)
     needed = (estimate.total - usable_bytes(0, on_gpu=False)) * num_ranks

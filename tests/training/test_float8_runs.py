@@ -14,6 +14,7 @@ from lmscale.zero_shot_config import WikiText103Config, ZeroShotConfig
 SIZES = {"model__hidden_size": 32, "model__num_attention_heads": 2, "data__seq_length": 32, "precision__dtype": "fp8"}
 
 
+@pytest.mark.slow
 def test_a_run_in_float8_learns_as_one_in_bf16_and_resumes_bitwise(tmp_path) -> None:
     settings = SIZES | {"trainer__max_steps": 12, "model__hidden_dropout": 0.1}
     pretrain(prepare_job(tiny_run("gpt", tmp_path / "whole", **settings)))

@@ -34,7 +34,7 @@ def test_a_constant_gradients_second_moment_is_followed_where_the_nearest_would_
     torch.optim.Optimizer.__init__(optimizer, [param], {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8})
     optimizer.param_groups[0]["weight_decay"] = 0.0
     optimizer.masters, optimizer.names = [param], ["w"]
-    for _ in range(1500):
+    for optimizer.num_updates in range(1500):
         param.grad = torch.ones(4096)
         optimizer._step_with_half_moments()
     moment = optimizer.state[param]["exp_avg_sq"].double().mean().item()

@@ -21,6 +21,6 @@ from lmscale.training.run_folder import describe_options
 def test_the_options_of_a_run_are_named_with_whether_they_do_anything(
     sizes: tuple[int, int], line: str, tmp_path
 ) -> None:
-    run = tiny_run("gpt", tmp_path, optimizer__moments="bf16")
+    run = tiny_run("gpt", tmp_path, optimizer__moments="bf16", precision__dtype="fp32")
     assert describe_options(run, ParallelConfig(*sizes, sequence_parallel=True, zero1=True)) == line
     assert describe_options(tiny_run("gpt", tmp_path), ParallelConfig(*sizes)) == ""
