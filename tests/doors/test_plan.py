@@ -206,7 +206,7 @@ def test_a_cluster_of_ones_own_is_read_from_its_file(tmp_path) -> None:
         ),
         (
             ["find_recompute=false", "model.attention=exact", *PAPER],
-            ["6.7 more than the 30.0", "model.recompute=selective"],
+            ["6.5 more than the 30.0", "model.recompute=selective"],
         ),
         (["precision=fp32", "cluster.peaks.fp32=null"], ["`precision.dtype` must be one of fp64, fp16 on dgx2h_v100"]),
         (["data.seq_length=2048"], ["`data.seq_length` must be at most `model.max_position_embeddings` (1024)"]),
