@@ -199,6 +199,16 @@ def test_half_precision_trains(tmp_path, ckpt) -> None:
     assert losses[0] == pytest.approx(losses[1], abs=0.02) and losses[0] != losses[1]
 
 
+def test_data_ranks_may_share_the_optimizer_state(tmp_path, ckpt) -> None:
+    """In bf16 each rank reads the exact weights of the parameters it owns alone."""
+    settings = {"precision__dtype": "bf16", "parallel__dp_size": 2, "micro_batch_size": 4}
+    runs = [make_run("qqp", tmp_path, ckpt, run=str(z), parallel__zero1=z, **settings) for z in (False, True)]
+    run_finetunings(runs, 2)
+    plain, cut = (read_rows(run) for run in runs)
+    assert [row["train/loss"] for row in cut] == pytest.approx([row["train/loss"] for row in plain], rel=1e-6)
+    assert read_metrics(runs[0])["qqp/accuracy"] == read_metrics(runs[1])["qqp/accuracy"]
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

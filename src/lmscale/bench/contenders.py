@@ -77,9 +77,9 @@ class Plain(Contender):
         self.run = torch.compile(self.model) if compiles else self.model
         self.autocast = _autocast(bench, device)
 
+    @abstractmethod
     def loss(self, batch: Batch) -> Tensor:
         """Mean loss of a batch."""
-        raise NotImplementedError
 
     def step(self, batch: Batch, number: int) -> Tensor:
         self.optimizer.zero_grad()

@@ -109,10 +109,15 @@ class FinetuneModule(L.LightningModule):
         optimizer = MixedPrecisionAdamW(
             self.model.named_parameters(), self.run.optimizer, self.run.precision, self.parallel
         )
-        masters = optimizer.fp32_masters()
+        masters = optimizer.fp32_masters()  # with `zero1` of the parameters this data rank owns alone
+
+        def read(reader: CheckpointReader, key: str, _: Tensor) -> None:
+            master = masters.get(key.removeprefix("model/"))
+            if master is not None:
+                reader.read_into(key, master, self.parallel.tp_rank)
+
         if masters:
-            rank = self.parallel.tp_rank
-            self._read(lambda reader, key, _: reader.read_into(key, masters[key.removeprefix("model/")], rank))
+            self._read(read)
         return optimizer
 
     def _read(self, read: Any) -> None:

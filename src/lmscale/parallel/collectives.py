@@ -4,7 +4,7 @@ With sequence parallelism a tensor of [b, s, h] outside the parallel region is c
 positions r s/p to (r + 1) s/p. f becomes an all-gather, g a reduce-scatter: together the bytes of one all-reduce.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -239,21 +239,22 @@ def sum_over_data_ranks(x: Tensor, context: ParallelContext) -> Tensor:
 
 def reduce_to_data_ranks(parts: Sequence[Tensor], context: ParallelContext) -> None:
     """Add part i over the data group into data rank i, in place; what the others then hold of it is of no use."""
-    works = [
+    _wait_for_all(
         dist.reduce(part, group=context.dp_group, group_dst=rank, async_op=True)
         for rank, part in enumerate(parts)
         if part.numel()
-    ]
-    for work in works:
-        work.wait()
+    )
 
 
 def broadcast_from_data_ranks(parts: Sequence[Tensor], context: ParallelContext) -> None:
     """Part i of data rank i to all of the data group, in place."""
-    works = [
+    _wait_for_all(
         dist.broadcast(part, group=context.dp_group, group_src=rank, async_op=True)
         for rank, part in enumerate(parts)
         if part.numel()
-    ]
-    for work in works:
+    )
+
+
+def _wait_for_all(begun: Iterable[dist.Work]) -> None:
+    for work in list(begun):  # all of them under way before the first is waited for
         work.wait()

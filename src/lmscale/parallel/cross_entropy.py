@@ -173,7 +173,7 @@ def _add_product(total: Tensor | None, d_logits: Tensor, rows: Tensor, more: boo
 
 
 def _add_in_place(total: Tensor, part: Tensor) -> Tensor:
-    return total.add_(part.to(total.dtype) if torch.compiler.is_compiling() else part)
+    return total.add_(part)
 
 
 def _statistics(

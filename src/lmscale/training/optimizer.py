@@ -125,7 +125,7 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
         super().__init__(
             [
                 {"params": [m for m in self.masters if m.ndim > 1], "weight_decay": config.weight_decay},
-                {"params": [m for m in self.masters if m.ndim == 1], "weight_decay": 0.0},
+                {"params": [m for m in self.masters if m.ndim <= 1], "weight_decay": 0.0},
             ],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
