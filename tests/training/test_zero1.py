@@ -13,9 +13,11 @@ from sharding import small_config
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.config import ParallelConfig
 from lmscale.models import build_model
+from lmscale.parallel.shard_spec import ShardSpec
 from lmscale.perf.communication import step_collectives
 from lmscale.perf.memory import estimate_memory
 from lmscale.perf.ownership import assign_owners, part_sizes
+from lmscale.training.module import DTYPES
 from lmscale.training.optimizer import MixedPrecisionAdamW
 from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training_config import OptimizerConfig, PrecisionConfig
@@ -73,6 +75,44 @@ def test_a_run_changes_between_zero1_and_other_layouts(tmp_path, dtype) -> None:
     bound = 1e-12 if dtype == "fp64" else 2e-2
     for row, other in zip(read_rows(tmp_path / "whole"), read_rows(part), strict=True):
         assert other["train/loss"] == pytest.approx(row["train/loss"], rel=bound)
+
+
+def test_it_goes_with_sequence_parallelism_and_moments_in_bf16(tmp_path) -> None:
+    """Of a sequence's shards the owner alone adds the partial gradients up."""
+    settings = {"data__seq_length": 32, "micro_batch_size": 2}
+    assert pretrain(prepare_job(tiny_run("bert", tmp_path / "one", **settings))) == 0
+    both = {"parallel__tp_size": 2, "parallel__dp_size": 2, "parallel__sequence_parallel": True}
+    half = {"precision__dtype": "bf16", "optimizer__moments": "bf16", "trainer__check_replicas_every_steps": 1}
+    run_jobs(
+        [
+            tiny_run("bert", tmp_path / "cut", parallel__zero1=True, **both, **settings),
+            tiny_run("bert", tmp_path / "half", parallel__zero1=True, **half, **both, **settings),
+        ],
+        4,
+    )
+    one, cut, half_rows = (read_rows(tmp_path / name) for name in ("one", "cut", "half"))
+    for column in ("train/loss", "grad_norm"):
+        assert [row[column] for row in cut] == pytest.approx([row[column] for row in one], rel=1e-12)
+        assert [row[column] for row in half_rows] == pytest.approx([row[column] for row in one], rel=0.05)
+
+
+def _updated(rank: int, name: str) -> tuple[list[str], torch.Tensor]:
+    """One parameter on two data ranks, after one update: what this rank owns, and the weight it then has."""
+    context = dataclasses.replace(make_context(1, 2), zero1=True)
+    param = torch.nn.Parameter(torch.ones(4, 4, dtype=DTYPES[name]))
+    param.shard = ShardSpec((4, 4), None, "ones")
+    optimizer = MixedPrecisionAdamW([("w", param)], OptimizerConfig(lr=0.1), PrecisionConfig(name, 1.0), context)
+    (param * (rank + 1)).sum().backward()
+    optimizer.reduce_gradients()
+    optimizer.step()
+    return optimizer.names, param.detach().float()
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_a_rank_that_owns_nothing_takes_part(name) -> None:
+    (owned, weight), (none, other) = run_ranks(_updated, 2, name)
+    assert (owned, none) == (["w"], [])
+    assert torch.equal(weight, other) and torch.allclose(weight, torch.tensor(0.9), atol=0.01)
 
 
 def _sent(rank: int) -> Counter:
