@@ -30,6 +30,7 @@ from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training_config import OptimizerConfig, PrecisionConfig
 
 LAYOUTS = [(tp, dp) for tp in (1, 2, 4) for dp in (1, 2)]
+_BUILDING = threading.Lock()  # a model is built under torch's default dtype, of which a process has one
 
 
 @pytest.fixture(scope="module", params=[("gpt", "bf16"), ("bert", "fp32")], ids=["gpt bf16", "bert fp32"])
@@ -44,7 +45,8 @@ def trained(request, tmp_path_factory) -> Path:
 def load_at(path: Path, context: ParallelContext, dtype: torch.dtype) -> MixedPrecisionAdamW:
     """One rank's model and optimizer as the training builds and loads them; nothing here communicates."""
     metadata = read_metadata(path)
-    model = build_model(TransformerConfig(**metadata.model), context, seed=None, dtype=dtype)
+    with _BUILDING:
+        model = build_model(TransformerConfig(**metadata.model), context, seed=None, dtype=dtype)
     with CheckpointReader(path) as reader:
 
         def read_into(key: str, out: torch.Tensor) -> None:

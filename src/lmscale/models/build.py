@@ -33,6 +33,8 @@ def build_model(
 ) -> nn.Module:
     """This rank's shard of a BERT or GPT, made directly on its device in its dtype; the whole exists nowhere.
 
+    Changes torch's default dtype, of which a process has one, while it builds: one thread at a time.
+
     Args:
         seed: of the initial weights, the same logical tensors at every layout; None leaves them uninitialised (the
             meta device, or weights about to be loaded).
