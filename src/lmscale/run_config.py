@@ -53,9 +53,14 @@ class ParallelRequest:
 
 @dataclass(frozen=True)
 class LoggerConfig:
-    """`logger=`: metrics.csv is always written; TensorBoard and Weights & Biases by choice."""
+    """`logger=`: metrics.csv is always written; TensorBoard and Weights & Biases by choice.
+
+    Args:
+        layer_grad_norms: also report the gradient's norm of the embedding, of each layer and of what follows them.
+    """
 
     log_every_steps: int = 1
+    layer_grad_norms: bool = False
     tensorboard: bool = True
     wandb: bool = False
     project: str = "lmscale"

@@ -11,7 +11,7 @@ from runs import read_rows, run_jobs, tiny_run
 
 from lmscale.training.gpt_module import GPTModule
 from lmscale.training.metrics_file import MetricsFile
-from lmscale.training.module import memory_in_use
+from lmscale.training.timing import memory_in_use
 
 
 def rows(path) -> list[dict[str, str]]:

@@ -17,7 +17,7 @@ from .cross_entropy import (
     vocab_parallel_logits,
 )
 from .fingerprint import fingerprint, first_difference
-from .grad_norm import GradientNorm, global_gradient_norm, sum_partial_gradients
+from .grad_norm import GradientNorm, global_gradient_norm, gradient_norms_of_parts, sum_partial_gradients
 from .init import initialize_parameters
 from .layers import (
     ColumnParallelLinear,
@@ -50,6 +50,7 @@ __all__ = [
     "first_position",
     "gather_sequence",
     "global_gradient_norm",
+    "gradient_norms_of_parts",
     "initialize_parameters",
     "linear_cross_entropy",
     "parameter",

@@ -1,6 +1,6 @@
 """Gradients of a model whose parameters are partly sharded and partly replicated: their last sum, and their norm."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,18 +56,42 @@ def global_gradient_norm(
     Source: section 4.2 (clipping of the global norm); counting as in Megatron-LM's `mpu/grads.py`, but every rank adds
     its own copy of the replicated part instead of rank 0 alone, so that the sum cannot differ from rank to rank.
     """
+    sums = _sums_of_squares(parameters, context, device)
+    bad = (~sums.isfinite()).any().double()
+    sharded_sum, replicated_sum, num_bad = _add_over_ranks(torch.cat([sums, bad[None]]), context).tolist()
+    return GradientNorm(norm=(sharded_sum + replicated_sum) ** 0.5, finite=num_bad == 0)
+
+
+@torch.no_grad()
+def gradient_norms_of_parts(
+    parts: Sequence[Iterable[nn.Parameter]], context: ParallelContext, device: torch.device
+) -> list[float]:
+    """L2 norm of the gradient of each part of the logical model, counted as in `global_gradient_norm`.
+
+    Args:
+        parts: as many on every rank, in the same order; with `context.zero1` some may be empty.
+        device: of the gradients.
+
+    Communicates:
+        one all-reduce of two numbers a part over the tensor group; with `context.zero1` another over the data group.
+    """
+    sums = torch.stack([_sums_of_squares(part, context, device) for part in parts])
+    return _add_over_ranks(sums, context).sum(dim=1).sqrt().tolist()
+
+
+def _sums_of_squares(parameters: Iterable[nn.Parameter], context: ParallelContext, device: torch.device) -> Tensor:
+    """What this rank adds to the sum over the ranks: of its shards, of its share of the replicated part; fp64 [2]."""
     sharded, replicated = [], []
     for param in parameters:
         if param.grad is not None:
             (replicated if param.shard.replicated else sharded).append(param.grad)
-    sums = torch.stack([_sum_of_squares(sharded, device), _sum_of_squares(replicated, device)])
-    bad = (~sums.isfinite()).any().double()
     # The replicated part is the same on every rank; its mean is itself, and carries an inf of any rank to all.
-    totals = sum_over_tensor_ranks(torch.stack([sums[0], sums[1] / context.tp_size, bad]), context)
-    if context.zero1:
-        totals = sum_over_data_ranks(totals, context)
-    sharded_sum, replicated_sum, num_bad = totals.tolist()
-    return GradientNorm(norm=(sharded_sum + replicated_sum) ** 0.5, finite=num_bad == 0)
+    return torch.stack([_sum_of_squares(sharded, device), _sum_of_squares(replicated, device) / context.tp_size])
+
+
+def _add_over_ranks(sums: Tensor, context: ParallelContext) -> Tensor:
+    totals = sum_over_tensor_ranks(sums, context)
+    return sum_over_data_ranks(totals, context) if context.zero1 else totals
 
 
 def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:

@@ -1,7 +1,5 @@
 """The Lightning module that both models share: one batch is one optimizer step."""
 
-import os
-import sys
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -24,7 +22,7 @@ from .diagnosis import FirstNonFiniteOutput, parameters_that_are_not_finite
 from .exit_codes import DIVERGED, DONE
 from .optimizer import MixedPrecisionAdamW
 from .schedule import learning_rate_of_update
-from .timing import PhaseTimer
+from .timing import PhaseTimer, memory_in_use
 from .watchdog import Watchdog
 
 # Of weights and activations; fp8 is a way to multiply bf16 numbers (`Kernels.float8`).
@@ -167,20 +165,25 @@ class PretrainModule(L.LightningModule):
         self.watchdog.mark(f"step {step}, sum of the gradients over the data ranks")
         with self.timer.phase("backward"):
             optimizer.reduce_gradients()
+        optimizer.measures_layers = self.run.logger.layer_grad_norms and self._reports(step)
         self.watchdog.mark(f"step {step}, optimizer")
         with self.timer.phase("optimizer"):
             wrapped.step()
         self.completed_steps = self.trainer.datamodule.completed_steps = step
         self._steps_since_report += 1
-        end = self.trainer.max_steps  # a step that is validated has a row, which the validation's figures join
-        intervals = (self.run.logger.log_every_steps, self.run.trainer.validate_every_steps or end, end)
-        if any(step % interval == 0 for interval in intervals):
+        if self._reports(step):
             self._report(step, reported, lr, optimizer)
         else:
             self.timer.add("step", time.perf_counter() - self._step_start)
         if optimizer.skipped_in_a_row > self.run.trainer.max_skipped_steps:
             self.diagnosis = self._diagnose(batch)
             self.stop(DIVERGED)
+
+    def _reports(self, step: int) -> bool:
+        """Whether the step has a row of figures; one that is validated does, for the validation's figures to join."""
+        end = self.trainer.max_steps
+        intervals = (self.run.logger.log_every_steps, self.run.trainer.validate_every_steps or end, end)
+        return any(step % interval == 0 for interval in intervals)
 
     def _certify(self, batch: list[dict[str, Tensor]]) -> None:
         """Add this step's samples to the data-order certificate."""
@@ -288,6 +291,7 @@ class PretrainModule(L.LightningModule):
         metrics |= {
             "lr": lr,
             "grad_norm": optimizer.grad_norm,
+            **{f"grad_norm/{part}": norm for part, norm in optimizer.layer_grad_norms.items()},
             "loss_scale": optimizer.loss_scale.value,
             "num_skipped": optimizer.num_skipped,
             "tokens_per_s": tokens / step_time_s,
@@ -301,17 +305,3 @@ class PretrainModule(L.LightningModule):
         self.metrics = metrics
         for logger in self.loggers:
             logger.log_metrics(metrics, step)
-
-
-def memory_in_use(device: torch.device) -> int:
-    """Bytes this rank holds: peak of the allocator on a GPU, resident memory of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the BSDs KiB

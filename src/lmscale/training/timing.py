@@ -1,5 +1,7 @@
-"""Where a step's time goes: data, forward, backward, optimizer."""
+"""Where a step's time goes (data, forward, backward, optimizer), and the memory a rank holds."""
 
+import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -50,3 +52,17 @@ class PhaseTimer:
             self.events.clear()
         seconds, self.seconds = dict(self.seconds), defaultdict(float)
         return seconds
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes this rank holds: peak of the allocator on a GPU, resident memory of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the BSDs KiB

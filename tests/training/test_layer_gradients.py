@@ -1,0 +1,59 @@
+"""Gradient norms by part of the model: together the global norm, and the same at every layout."""
+
+import math
+
+import pytest
+import torch
+from runs import read_rows, run_jobs, tiny_run
+from sharding import small_config
+
+from lmscale.config import NormOrder
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext
+from lmscale.training.optimizer import MixedPrecisionAdamW, part_of_model
+from lmscale.training_config import OptimizerConfig, PrecisionConfig
+
+PARTS = ("embedding", "layer_0", "layer_1", "output")
+
+
+@pytest.mark.parametrize("order", list(NormOrder))
+def test_every_parameter_belongs_to_the_part_that_its_place_says(order) -> None:
+    model = build_model(small_config("bert", norm_order=order), ParallelContext(), seed=None, device="meta")
+    parts = {name: part_of_model(name) for name, _ in model.named_parameters()}
+    assert {part for name, part in parts.items() if "embedding" in name} == {"embedding"}
+    assert {part for name, part in parts.items() if ".layers.1." in name} == {"layer_1"}
+    after = {name for name, part in parts.items() if part == "output"}
+    assert {"lm_head.bias", "pooler.weight"} < after and ("transformer.final_norm.weight" in after) == (order == "pre")
+
+
+def test_the_norms_are_those_of_the_gradients_before_clipping_and_without_the_loss_scale() -> None:
+    model = build_model(small_config("bert"), ParallelContext(), seed=3, dtype=torch.float16)
+    precision = PrecisionConfig("fp16", initial_loss_scale=8.0)
+    config = OptimizerConfig(lr=0.01, max_grad_norm=1e-3)
+    optimizer = MixedPrecisionAdamW(model.named_parameters(), config, precision, ParallelContext())
+    optimizer.zero_grad()
+    named = dict(model.named_parameters())
+    torch.autograd.backward([p * 1 for p in named.values()], [torch.full_like(p, 0.5) for p in named.values()])
+    optimizer.measures_layers = True
+    optimizer.step()
+    numel = dict.fromkeys(optimizer.parts, 0)
+    for name, param in named.items():
+        numel[part_of_model(name)] += param.numel()
+    assert optimizer.layer_grad_norms == pytest.approx({p: 0.5 / 8.0 * n**0.5 for p, n in numel.items()}, rel=1e-5)
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_every_layout_reports_the_same_norms(tmp_path, zero1) -> None:
+    """2 x 2 with sequence parallelism, and with ZeRO, against one process in fp64; a row has them, others have none."""
+    settings = {"logger__layer_grad_norms": True, "logger__log_every_steps": 2, "micro_batch_size": 2}
+    cut = {"tp_size": 2, "dp_size": 2, "sequence_parallel": True, "zero1": zero1}
+    lengths = {"data__seq_length": 32, "model__max_position_embeddings": 32}
+    run_jobs([tiny_run("bert", tmp_path / "cut", parallel=cut, **settings, **lengths)], 4)
+    run_jobs([tiny_run("bert", tmp_path / "one", **settings, **lengths)], 1)
+    rows, others = read_rows(tmp_path / "one"), read_rows(tmp_path / "cut")
+    assert [row["step"] for row in rows] == [2, 3]
+    for row, other in zip(rows, others, strict=True):
+        norms = [row[f"grad_norm/{part}"] for part in PARTS]
+        assert len([key for key in row if key.startswith("grad_norm/")]) == len(PARTS)
+        assert math.hypot(*norms) == pytest.approx(row["grad_norm"], rel=1e-12)
+        assert [other[f"grad_norm/{part}"] for part in PARTS] == pytest.approx(norms, rel=1e-12)
