@@ -1,0 +1,217 @@
+"""Figure 7 as a controlled experiment: the cells of `sweep=norm_order` one by one, then what they show.
+
+    python analysis/norm_order.py --jobs 2              # all that is not there yet, then the summary; about 4 hours
+    python analysis/norm_order.py --stages 12 --seeds 1
+
+Norm order x scaling of the weights before a residual x learning rate at 12 layers; at 6 and 24 layers each of these
+four with the learning rate that served it best at 12; at 48 layers the same with one seed. A cell is one run of
+`src/train.py` on one thread, on the documentation that ships with Python; its record goes to
+analysis/results/norm_order/, and a cell that has one is not run again. The summary is analysis/results/norm_order.json;
+`make tables` and `make figures` show it.
+"""
+
+import argparse
+import csv
+import itertools
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from lmscale.data.indexed_dataset import IndexedDataset
+from lmscale.data.prepare import prepare_corpus
+from lmscale.data_config import DataConfig, TokenizerConfig
+from lmscale.from_plain import build
+from lmscale.report.norm_order import choose_rates, read_cells, summarize
+from lmscale.results import new_record, write_record
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "analysis" / "results"
+SWEEP = OmegaConf.load(ROOT / "conf" / "sweep" / "norm_order.yaml")
+FACTORIAL = int(SWEEP.model.num_layers)
+SEEDS = range(1, 4)
+STAGES = {FACTORIAL: 3, 6: 3, 24: 3, 48: 1}  # layers: seeds, in this order: the first chooses the others' rates
+WINDOW = 25  # steps of which a point of a curve is the mean
+NORM_WINDOW = 10  # steps of which a gradient norm in training is the mean; at step 1 it is that step's alone
+DIVERGED = 3  # exit code of a run without finite gradients
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run. `lr` is kept as the sweep writes it."""
+
+    layers: int
+    order: str
+    scaled: bool
+    lr: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its record and run folder."""
+        return f"{self.layers}_{self.order}_{'scaled' if self.scaled else 'unscaled'}_{self.lr}_{self.seed}"
+
+    def overrides(self) -> tuple[str, ...]:
+        """Of train.py."""
+        return (
+            "sweep=norm_order",
+            "hydra.mode=RUN",
+            f"model.num_layers={self.layers}",
+            f"model.norm_order={self.order}",
+            f"model.scale_residual_init={str(self.scaled).lower()}",
+            f"optimizer.lr={self.lr}",
+            f"seed={self.seed}",
+        )
+
+
+def swept(key: str) -> list[str]:
+    """The values that the sweep gives to a key."""
+    return SWEEP.hydra.sweeper.params[key].split(",")
+
+
+def cells_of_stage(layers: int, seeds: Iterable[int], records: Path) -> list[Cell]:
+    """The cells at a depth, one seed after the other.
+
+    Raises:
+        ValueError: the factorial, which chooses the learning rates, is not complete.
+    """
+    arms = list(itertools.product(swept("model.norm_order"), (True, False)))
+    if layers == FACTORIAL:
+        rates = {arm: swept("optimizer.lr") for arm in arms}
+    else:
+        needed = cells_of_stage(FACTORIAL, SEEDS, records)
+        missing = [cell.name for cell in needed if not (records / f"{cell.name}.json").is_file()]
+        if missing:
+            raise ValueError(
+                f"all {len(needed)} cells at {FACTORIAL} layers must be there first, but {missing[0]} is not"
+            )
+        chosen = choose_rates(read_cells(records), FACTORIAL)
+        rates = {arm: [lr for lr in swept("optimizer.lr") if float(lr) == chosen[arm]] for arm in arms}
+    kept = [seed for seed in seeds if seed <= STAGES[layers]]
+    return [Cell(layers, *arm, lr, seed) for seed in kept for arm in arms for lr in rates[arm]]
+
+
+def run_cell(cell: Cell, more: Sequence[str], outputs: Path, records: Path) -> None:
+    """Train one cell and keep its record; nothing where that is there already. What was left half done goes."""
+    target, run_dir = records / f"{cell.name}.json", outputs / cell.name
+    if target.is_file():
+        return
+    print(f"--- {cell.name}", flush=True)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    command = [sys.executable, str(ROOT / "src" / "train.py"), *cell.overrides(), *more, f"hydra.run.dir={run_dir}"]
+    with open(outputs / f"{cell.name}.log", "w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=subprocess.STDOUT
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    process.returncode = code  # Popen would wait for it again
+    if code not in (0, DIVERGED):
+        raise RuntimeError(f"{cell.name} ended with code {code}; see {log.name}")
+    write_record(describe_cell(cell, run_dir, code == DIVERGED, usage), target)
+
+
+def describe_cell(cell: Cell, run_dir: Path, diverged: bool, usage: resource.struct_rusage) -> dict[str, Any]:
+    """The record of a cell from its run folder: figures, loss curve and gradient norms by layer."""
+    with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
+        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+    losses = [row["train/lm_loss"] for row in rows]
+    curve = [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses) - WINDOW + 1, WINDOW)]
+    nats = "nats/masked token"
+    metrics = {
+        "train_loss": {"value": statistics.fmean(losses[-2 * WINDOW :]), "unit": nats},
+        "lowest_loss": {"value": min(curve), "unit": nats},
+        "non_finite": {"value": int(diverged), "unit": "runs"},
+        "steps": {"value": len(rows), "unit": "steps"},
+        "cpu_time": {"value": usage.ru_utime + usage.ru_stime, "unit": "s"},
+    }
+    config: dict[str, Any] = {"overrides": [*cell.overrides()], "sweep": OmegaConf.to_container(SWEEP, resolve=False)}
+    if not diverged:
+        run = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
+        metrics["validation_loss"] = run["metrics"]["val/lm_loss"] | {"unit": nats}
+        metrics["context_free_loss"] = {"value": context_free_loss(run["config"]), "unit": nats}
+        config["corpus"] = {part: run["config"]["corpus"][part] for part in ("train", "validation")}
+    config |= {
+        "cell": vars(cell),
+        "window": WINDOW,
+        "curve": curve,
+        "validation": [[int(row["step"]), row["val/lm_loss"]] for row in rows if "val/lm_loss" in row],
+        "gradient_norms": {str(step): norms_at(rows, step) for step in steps_of_norms(len(rows))},
+    }
+    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
+    return new_record("norm_order_cell", "scaled_down", config, cell.seed, metrics, device="cpu", layout=layout)
+
+
+def context_free_loss(config: dict[str, Any]) -> float:
+    """The least masked-LM loss without a look at any other token, in nats: where a model stands still that learns no
+    more than frequencies.
+
+    The model sees [MASK] in place of 8 of 10 scored tokens, the token itself or one at random in place of 1 each.
+    """
+    data, tokenizer = (
+        build(DataConfig, config["data"], "data."),
+        build(TokenizerConfig, config["tokenizer"], "tokenizer."),
+    )
+    corpus = prepare_corpus(data, tokenizer, "bert", config["model"]["vocab_size"])
+    (part,) = corpus.parts["train"]
+    counts = np.bincount(IndexedDataset(part.prefix).tokens, minlength=corpus.vocab_size)
+    share = counts / counts.sum()
+    seen = 0.1 * share[None, :] * (1 / len(share) + np.eye(len(share)))  # [shown, scored]: random or itself
+    masked = 0.8 * share[None, :]
+    joint = np.concatenate([masked, seen])
+    conditional = joint / joint.sum(axis=1, keepdims=True)
+    return float(-(joint * np.log(np.where(joint > 0, conditional, 1.0))).sum())
+
+
+def steps_of_norms(num_steps: int) -> list[int]:
+    """Initialisation, the end of the warm-up, the middle, the end."""
+    return sorted({1, min(int(SWEEP.schedule.warmup_steps), num_steps), max(num_steps // 2, 1), num_steps})
+
+
+def norms_at(rows: list[dict[str, float]], step: int) -> dict[str, float]:
+    """Gradient norm by part of the model, the mean of up to `NORM_WINDOW` steps up to `step`."""
+    some = rows[max(step - NORM_WINDOW, 0) : step]
+    parts = [key for key in some[0] if key.startswith("grad_norm/")]
+    return {key.split("/", 1)[1]: statistics.fmean(row[key] for row in some) for key in parts}
+
+
+def main() -> int:
+    """Run what is missing, stage by stage; then sum up."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("overrides", nargs="*", help="more keys of train.py, for a trial with other --records")
+    parser.add_argument("--stages", nargs="*", type=int, choices=STAGES, default=list(STAGES), metavar="LAYERS")
+    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=list(SEEDS))
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time, one thread each")
+    parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "norm_order", help="run folders")
+    parser.add_argument("--records", type=Path, default=RESULTS / "norm_order", help="folder of the cells' records")
+    options = parser.parse_args()
+    outputs, records = options.outputs.resolve(), options.records.resolve()
+    outputs.mkdir(parents=True, exist_ok=True)
+    try:
+        for layers in options.stages:
+            with ThreadPoolExecutor(options.jobs) as pool:
+                cells = cells_of_stage(layers, options.seeds, records)
+                list(pool.map(lambda cell: run_cell(cell, options.overrides, outputs, records), cells))
+        summary = summarize(read_cells(records), FACTORIAL)
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    path = records.with_suffix(".json")
+    write_record(summary, path)
+    print(f"record: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""The norm-order study: its cells as data frames, the learning rates it chooses, and what the cells show together.
+
+Words used here: an *arm* is a norm order with a way to start the weights before a residual (`scaled` by 1/sqrt(2 L), or
+not); a *cell* is one run of an arm at a depth, a learning rate and a seed.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ..results import new_record
+
+NATS = "nats/masked token"
+# A cell has diverged where it had no finite gradient, or ends this far (nats) above its own lowest mean of 25 steps; it
+# is stuck where it ends less than this below the least loss without a look at other tokens: frequencies are all it knows.
+DIVERGED_ABOVE, STUCK_WITHIN = 0.25, 0.1
+STATES = ("learned", "stuck", "diverged")
+ARM = ["order", "scaled"]
+STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # 97.5 % quantile by degrees of freedom
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """The records of the cells, in the order of their names."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+
+
+def read_cells(folder: Path) -> pd.DataFrame:
+    """One row a cell.
+
+    Returns:
+        layers, order, scaled, lr, seed; train_loss (mean of the last 50 steps), validation_loss, lowest_loss and
+        context_free_loss in nats a masked token; steps, cpu_time (s); state, one of `STATES`.
+    """
+    rows = []
+    for record in read_records(folder):
+        metrics = {name: entry["value"] for name, entry in record["metrics"].items()}
+        rows.append(record["config"]["cell"] | metrics)
+    cells = pd.DataFrame(rows)
+    if len(cells):
+        cells["lr"] = cells["lr"].astype(float)
+        cells["state"] = [_state(row) for row in cells.to_dict("records")]
+    return cells
+
+
+def _state(cell: dict[str, Any]) -> str:
+    if cell["non_finite"] or not cell["train_loss"] <= cell["lowest_loss"] + DIVERGED_ABOVE:
+        return "diverged"
+    return "stuck" if cell["train_loss"] > cell["context_free_loss"] - STUCK_WITHIN else "learned"
+
+
+def read_curves(folder: Path) -> pd.DataFrame:
+    """Training loss of every cell: layers, order, scaled, lr, seed, step (the last of a window), loss in nats."""
+    rows = []
+    for record in read_records(folder):
+        config = record["config"]
+        cell = config["cell"] | {"lr": float(config["cell"]["lr"])}
+        rows += [cell | {"step": (i + 1) * config["window"], "loss": loss} for i, loss in enumerate(config["curve"])]
+    return pd.DataFrame(rows)
+
+
+def read_gradient_norms(folder: Path) -> pd.DataFrame:
+    """Gradient norm of every layer, before clipping: layers, order, scaled, lr, seed, step, layer (from 0), norm."""
+    rows = []
+    for record in read_records(folder):
+        config = record["config"]
+        cell = config["cell"] | {"lr": float(config["cell"]["lr"])}
+        for step, norms in config["gradient_norms"].items():
+            layers = {int(part[6:]): norm for part, norm in norms.items() if part.startswith("layer_")}
+            rows += [cell | {"step": int(step), "layer": layer, "norm": norm} for layer, norm in layers.items()]
+    return pd.DataFrame(rows)
+
+
+def choose_rates(cells: pd.DataFrame, layers: int) -> dict[tuple[str, bool], float]:
+    """By arm the learning rate of the lowest mean training loss over the seeds; a rate at which a cell diverged only
+    where all have one."""
+    at_depth = cells[cells["layers"] == layers] if len(cells) else cells
+    chosen: dict[tuple[str, bool], float] = {}
+    for arm, group in at_depth.groupby(ARM) if len(at_depth) else ():
+        by_rate = group.groupby("lr").agg(loss=("train_loss", "mean"), bad=("state", lambda s: (s == "diverged").any()))
+        chosen[arm] = float(by_rate.sort_values(["bad", "loss"]).index[0])
+    return chosen
+
+
+def chosen_cells(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
+    """The cells at the learning rate that was chosen for their arm."""
+    rates = choose_rates(cells, factorial)
+    return cells[[rates.get((row.order, row.scaled)) == row.lr for row in cells.itertuples()]]
+
+
+def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and the half width of its 95 % interval by Student's t; nan where there is one value alone."""
+    mean, count = statistics.fmean(values), len(values)
+    if count == 1:
+        return mean, math.nan
+    return mean, STUDENT_T[count - 1] * statistics.stdev(values) / count**0.5
+
+
+def difference(cells: pd.DataFrame, of: str, first: Any, second: Any) -> tuple[float, float, int]:
+    """`second` minus `first` of a column's values in training loss, paired by seed: mean, half width, pairs."""
+    by_seed = cells.pivot(index="seed", columns=of, values="train_loss")
+    pairs = (by_seed[second] - by_seed[first]).dropna()
+    return (*mean_and_interval(list(pairs)), len(pairs))
+
+
+def order_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
+    """Post- against pre-norm at every depth and start, each at the learning rate chosen for it.
+
+    Returns:
+        layers, scaled; pre, post (mean training loss), lr_pre, lr_post, difference, half_width, seeds, and how many
+        cells of each order did not learn, as text.
+    """
+    rows = []
+    for (layers, scaled), group in chosen_cells(cells, factorial).groupby(["layers", "scaled"]):
+        sides = {order: group[group["order"] == order] for order in ("pre", "post")}
+        if any(side.empty for side in sides.values()):
+            continue
+        mean, half_width, seeds = difference(group, "order", "pre", "post")
+        row: dict[str, Any] = {"layers": layers, "scaled": scaled}
+        for order, side in sides.items():
+            row |= {order: side["train_loss"].mean(), f"lr_{order}": side["lr"].iloc[0]}
+            row[f"state_{order}"] = count_states(side["state"])
+        rows.append(row | {"difference": mean, "half_width": half_width, "seeds": seeds})
+    return pd.DataFrame(rows)
+
+
+def count_states(states: Iterable[str]) -> str:
+    """`3 learned`, or `1 learned, 2 diverged`."""
+    states = list(states)
+    return ", ".join(f"{states.count(state)} {state}" for state in STATES if state in states)
+
+
+def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
+    """The record of the study.
+
+    Args:
+        factorial: the depth at which all learning rates were run.
+
+    Raises:
+        ValueError: a cell is missing of those at `factorial` layers.
+    """
+    at_depth = cells[cells["layers"] == factorial] if len(cells) else cells
+    if not len(at_depth) or len(set(at_depth.groupby([*ARM, "lr"]).size())) != 1:
+        raise ValueError(f"the study must have all cells at {factorial} layers, but some are missing")
+    metrics = {}
+    for row in order_differences(cells, factorial).to_dict("records"):
+        name = f"{row['layers']}_layers/{'scaled' if row['scaled'] else 'unscaled'}"
+        for key in ("pre", "post", "difference", "half_width"):
+            metrics[f"{name}/{key}"] = {"value": row[key], "unit": NATS}
+        metrics[f"{name}/lr_pre"] = {"value": row["lr_pre"], "unit": "1"}
+        metrics[f"{name}/lr_post"] = {"value": row["lr_post"], "unit": "1"}
+        metrics[f"{name}/seeds"] = {"value": row["seeds"], "unit": "pairs"}
+    for (layers, order), group in chosen_cells(cells, factorial).groupby(["layers", "order"]):
+        if group["scaled"].nunique() == 2:
+            mean, half_width, _ = difference(group, "scaled", True, False)
+            metrics[f"{layers}_layers/{order}/unscaled_minus_scaled"] = {"value": mean, "unit": NATS}
+            metrics[f"{layers}_layers/{order}/unscaled_minus_scaled_half_width"] = {"value": half_width, "unit": NATS}
+    for (order, scaled, lr), group in at_depth.groupby([*ARM, "lr"]):
+        name = f"{factorial}_layers/{order}_{'scaled' if scaled else 'unscaled'}/lr_{lr:g}"
+        mean, half_width = mean_and_interval(list(group["train_loss"]))
+        metrics[f"{name}/loss"] = {"value": mean, "unit": NATS}
+        metrics[f"{name}/half_width"] = {"value": half_width, "unit": NATS}
+    for order, group in cells.groupby("order"):
+        for state in STATES:
+            metrics[f"{order}/{state}"] = {"value": int((group["state"] == state).sum()), "unit": "cells"}
+    metrics["context_free_loss"] = {"value": cells["context_free_loss"].dropna().iloc[0], "unit": NATS}
+    metrics["cpu_time"] = {"value": cells["cpu_time"].sum(), "unit": "s"}
+    rules = {"diverged_above": DIVERGED_ABOVE, "stuck_within": STUCK_WITHIN, "factorial": factorial}
+    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
+    seeds = sorted(int(seed) for seed in cells["seed"].unique())
+    return new_record(
+        "norm_order", "scaled_down", rules | {"seeds": seeds}, seeds[0], metrics, device="cpu", layout=layout
+    )
+
+
+def order_table(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
+    """`order_differences` as a table for reading."""
+    rows = order_differences(cells, factorial)
+    return pd.DataFrame(
+        {
+            "layers": rows["layers"],
+            "start before residuals": ["scaled" if scaled else "not scaled" for scaled in rows["scaled"]],
+            "pre-norm (lr)": [f"{r.pre:.3f} ({r.lr_pre:g})" for r in rows.itertuples()],
+            "post-norm (lr)": [f"{r.post:.3f} ({r.lr_post:g})" for r in rows.itertuples()],
+            "post - pre, 95 %": [_interval(r.difference, r.half_width) for r in rows.itertuples()],
+            "unit": NATS,
+            "pre-norm runs": rows["state_pre"],
+            "post-norm runs": rows["state_post"],
+            "evidence": "scaled down",
+        }
+    )
+
+
+def _interval(mean: float, half_width: float) -> str:
+    return f"{mean:+.3f}" + (" (one seed)" if math.isnan(half_width) else f" +- {half_width:.3f}")
