@@ -16,8 +16,8 @@ import pandas as pd
 from ..results import new_record
 
 NATS = "nats/masked token"
-# A cell has diverged where it had no finite gradient, or ends this far (nats) above its own lowest mean of 25 steps; it
-# is stuck where it ends less than this below the least loss without a look at other tokens: frequencies are all it knows.
+# A cell has diverged where it had no finite gradient, or ends this far (nats) above its own lowest mean of 25 steps. It
+# is stuck where it ends less than this below the least loss that is possible without a look at other tokens.
 DIVERGED_ABOVE, STUCK_WITHIN = 0.25, 0.1
 STATES = ("learned", "stuck", "diverged")
 ARM = ["order", "scaled"]
