@@ -34,6 +34,7 @@ OTHER_GROUPS = {
     "task": ("zero_shot", "task"),
     "finetune_task": ("finetune", "finetune_task@task"),
     "sweep": ("finetune", "sweep"),
+    "experiment": ("train", "experiment"),
 }
 OTHER_DOORS = {("sweep", "norm_order"): "train"}  # choices of one group that are of another door
 CHOICES = [(group, choice) for group in TRAIN_GROUPS for choice in GROUPS[group]]
@@ -58,6 +59,18 @@ def test_every_choice_of_every_group_builds_the_typed_configuration(group: str, 
     values = compose_train(f"{group}={choice}", *REQUIRED.get((group, choice), []))
     run, _ = build(values)
     assert run.name == values["model"]["name"]
+
+
+@pytest.mark.parametrize("order", ["pre", "post"])
+@pytest.mark.parametrize("model", ["bert_336m", "bert_752m"])
+def test_figure_7_at_full_size_is_the_papers_recipe_at_both_orders(model: str, order: str) -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        params = compose("train", ["experiment=fig7_paper"], return_hydra_config=True).hydra.sweeper.params
+    assert model in params["model"].split(",") and order in params["model.norm_order"].split(",")
+    run, sizes = build(compose_train("experiment=fig7_paper", f"model={model}", f"model.norm_order={order}"))
+    alone, _ = build(compose_train(f"model={model}"))
+    assert (run.optimizer, run.schedule, run.global_batch_size) == (alone.optimizer, alone.schedule, 1024)
+    assert (run.name, sizes.norm_order.value, run.trainer.max_steps) == (f"fig7_{model}_{order}", order, 2_000_000)
 
 
 @pytest.mark.parametrize("model", GROUPS["model"])

@@ -1,0 +1,161 @@
+"""The norm-order study: its cells, what it chooses and concludes from known numbers, and a miniature of it."""
+
+import importlib.util
+import itertools
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmscale.report.norm_order import (
+    NATS,
+    choose_rates,
+    mean_and_interval,
+    order_differences,
+    order_table,
+    read_cells,
+    read_curves,
+    read_gradient_norms,
+    summarize,
+)
+from lmscale.report.norm_order_figures import draw_gradient_norms, draw_loss_curves, draw_rates
+from lmscale.results import new_record, write_record
+
+SCRIPT = Path(__file__).parents[2] / "analysis" / "norm_order.py"
+RATES = ("1e-3", "3e-3")
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("norm_order_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_cell(folder: Path, layers: int, order: str, scaled: bool, lr: str, seed: int, loss: float, **metrics) -> None:
+    """A record as the script writes it, with a loss of our choice."""
+    values = {"train_loss": loss, "lowest_loss": loss, "context_free_loss": 4.6, "validation_loss": loss} | metrics
+    entries = {name: {"value": value, "unit": NATS} for name, value in values.items()}
+    entries |= {"non_finite": {"value": 0, "unit": "runs"}, "cpu_time": {"value": 2.0, "unit": "s"}}
+    cell = {"layers": layers, "order": order, "scaled": scaled, "lr": lr, "seed": seed}
+    norms = {"embedding": 1.0, "output": 1.0} | {f"layer_{i}": 0.1 * (i + 1) for i in range(layers)}
+    config = {"cell": cell, "window": 25, "curve": [5.0, loss], "gradient_norms": {"1": norms, "50": norms}}
+    record = new_record("norm_order_cell", "scaled_down", config, seed, entries)
+    write_record(record, folder / f"{layers}_{order}_{scaled}_{lr}_{seed}.json")
+
+
+@pytest.fixture
+def study(tmp_path) -> Path:
+    """Two depths: pre-norm better by 0.5 with an effect of the seed that both share; 3e-3 the better rate."""
+    for order, scaled, seed in itertools.product(("pre", "post"), (True, False), (1, 2, 3)):
+        loss = 4.0 + 0.1 * seed + (0.5 + 0.01 * (seed - 2)) * (order == "post") + 0.2 * (not scaled)
+        for lr in RATES:
+            write_cell(tmp_path, 4, order, scaled, lr, seed, loss + 0.3 * (lr == "1e-3"))
+        write_cell(tmp_path, 8, order, scaled, "3e-3", seed, loss + 0.1)
+    return tmp_path
+
+
+def test_differences_are_paired_by_seed_and_have_students_interval(study) -> None:
+    rows = order_differences(read_cells(study), 4)
+    assert list(zip(rows["layers"], rows["scaled"], strict=True)) == [(4, False), (4, True), (8, False), (8, True)]
+    assert list(rows["difference"]) == pytest.approx([0.5] * 4)
+    assert list(rows["half_width"]) == pytest.approx([4.303 * 0.01 / 3**0.5] * 4)  # the seeds' own 0.1 is gone
+    assert set(rows["lr_pre"]) == set(rows["lr_post"]) == {3e-3} and set(rows["seeds"]) == {3}
+    assert mean_and_interval([1.0, 3.0]) == (2.0, pytest.approx(12.706))
+    assert math.isnan(mean_and_interval([1.0])[1])
+
+
+def test_a_rate_at_which_a_run_diverged_is_not_chosen(study) -> None:
+    assert set(choose_rates(read_cells(study), 4).values()) == {3e-3}
+    write_cell(study, 4, "post", True, "3e-3", 1, 3.0, lowest_loss=2.7)
+    assert choose_rates(read_cells(study), 4)["post", True] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("metrics", "state"),
+    [
+        ({"loss": 4.4}, "learned"),
+        ({"loss": 4.51}, "stuck"),
+        ({"loss": 4.7}, "stuck"),
+        ({"loss": 4.4, "lowest_loss": 4.2}, "learned"),
+        ({"loss": 4.4, "lowest_loss": 4.1}, "diverged"),
+        ({"loss": float("nan")}, "diverged"),
+    ],
+)
+def test_a_cell_is_what_the_stated_rules_say(tmp_path, metrics, state) -> None:
+    write_cell(tmp_path, 2, "pre", True, "1e-3", 1, **metrics)
+    assert list(read_cells(tmp_path)["state"]) == [state]
+
+
+def test_the_summary_has_every_difference_and_count(study) -> None:
+    write_cell(study, 8, "post", False, "3e-3", 3, 4.9)
+    record = summarize(read_cells(study), 4)
+    value = {name: entry["value"] for name, entry in record["metrics"].items()}
+    assert value["4_layers/scaled/difference"] == pytest.approx(0.5)
+    assert value["4_layers/pre/unscaled_minus_scaled"] == pytest.approx(0.2)
+    assert value["4_layers/pre_scaled/lr_0.001/loss"] == pytest.approx(4.5)
+    assert value["post/stuck"] + value["post/learned"] == 18 and value["pre/diverged"] == 0
+    assert value["cpu_time"] == pytest.approx(2.0 * 36)
+    json.dumps(record, allow_nan=False)
+    table = order_table(read_cells(study), 4)
+    assert table["post - pre, 95 %"][1] == "+0.500 +- 0.025" and "stuck" in table["post-norm runs"][2]
+
+
+def test_a_study_with_a_hole_has_no_summary(study) -> None:
+    next(study.glob("4_*")).unlink()
+    with pytest.raises(ValueError, match="must have all cells at 4 layers"):
+        summarize(read_cells(study), 4)
+
+
+def test_the_figures_have_a_panel_a_depth_and_units(study) -> None:
+    cells = read_cells(study)
+    curves = draw_loss_curves(read_curves(study), cells, 4)
+    norms = draw_gradient_norms(read_gradient_norms(study), cells, 4)
+    assert [len(figure.axes) for figure in (curves, norms, draw_rates(cells, 4))] == [2, 2, 1]
+    assert NATS in curves.axes[0].get_ylabel() and norms.axes[0].get_yscale() == "log"
+    assert len(norms.axes[1].lines[0].get_xdata()) == 8
+
+
+def test_the_factorial_comes_first_and_chooses_the_rates_of_other_depths(script, tmp_path) -> None:
+    cells = script.cells_of_stage(script.FACTORIAL, script.SEEDS, tmp_path)
+    assert len(cells) == 2 * 2 * 3 * 3 and [cell.seed for cell in cells] == sorted(cell.seed for cell in cells)
+    with pytest.raises(ValueError, match="must all be there first, but 12_pre_scaled_1.5e-3_1 is not"):
+        script.cells_of_stage(24, script.SEEDS, tmp_path)
+    for cell in cells:
+        write_cell(tmp_path, cell.layers, cell.order, cell.scaled, cell.lr, cell.seed, 4.0 + (cell.lr != "3e-3"))
+        (tmp_path / f"{cell.layers}_{cell.order}_{cell.scaled}_{cell.lr}_{cell.seed}.json").rename(
+            tmp_path / f"{cell.name}.json"
+        )
+    assert {cell.lr for cell in script.cells_of_stage(24, script.SEEDS, tmp_path)} == {"3e-3"}
+    assert len(script.cells_of_stage(24, script.SEEDS, tmp_path)) == 12
+    assert [cell.seed for cell in script.cells_of_stage(48, script.SEEDS, tmp_path)] == [1] * 4
+
+
+def test_a_cell_is_trained_once_and_its_record_has_curve_and_gradients(script, tmp_path, capfd) -> None:
+    (tmp_path / "outputs").mkdir()
+    cell = script.Cell(2, "post", False, "6e-3", 5)
+    more = ["trainer.max_steps=30", "trainer.validate_every_steps=15", "schedule.warmup_steps=2", "micro_batch_size=16"]
+    more += ["global_batch_size=16"]
+    script.run_cell(cell, more, tmp_path / "outputs", tmp_path / "records")
+    record = json.loads((tmp_path / "records" / "2_post_unscaled_6e-3_5.json").read_text())
+    assert record["metrics"]["steps"]["value"] == 30 and len(record["config"]["curve"]) == 1
+    assert 4.3 < record["metrics"]["context_free_loss"]["value"] < 4.9
+    norms = record["config"]["gradient_norms"]
+    assert set(norms) == {"1", "15", "30"} and set(norms["1"]) == {"embedding", "layer_0", "layer_1", "output"}
+    assert record["seed"] == 5 and record["kind"] == "scaled_down"
+    script.run_cell(cell, ["never=read"], tmp_path / "outputs", tmp_path / "records")
+    with pytest.raises(RuntimeError, match="2_post_unscaled_6e-3_6 ended with code 2"):
+        script.run_cell(
+            script.Cell(2, "post", False, "6e-3", 6), ["micro_batch_size=0"], tmp_path / "outputs", tmp_path
+        )
+
+
+def test_a_missing_factorial_is_said_in_one_line(tmp_path) -> None:
+    command = [sys.executable, str(SCRIPT), "--stages", "24", "--records", str(tmp_path), "--outputs", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and done.stderr.startswith("error: the cells at 12 layers must all be there first")
