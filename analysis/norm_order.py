@@ -14,6 +14,7 @@ import argparse
 import csv
 import itertools
 import json
+import math
 import os
 import resource
 import shutil
@@ -93,9 +94,7 @@ def cells_of_stage(layers: int, seeds: Iterable[int], records: Path) -> list[Cel
         needed = cells_of_stage(FACTORIAL, SEEDS, records)
         missing = [cell.name for cell in needed if not (records / f"{cell.name}.json").is_file()]
         if missing:
-            raise ValueError(
-                f"all {len(needed)} cells at {FACTORIAL} layers must be there first, but {missing[0]} is not"
-            )
+            raise ValueError(f"the cells at {FACTORIAL} layers must all be there first, but {missing[0]} is not")
         chosen = choose_rates(read_cells(records), FACTORIAL)
         rates = {arm: [lr for lr in swept("optimizer.lr") if float(lr) == chosen[arm]] for arm in arms}
     kept = [seed for seed in seeds if seed <= STAGES[layers]]
@@ -126,6 +125,7 @@ def describe_cell(cell: Cell, run_dir: Path, diverged: bool, usage: resource.str
     """The record of a cell from its run folder: figures, loss curve and gradient norms by layer."""
     with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
         rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+    rows = [row for row in rows if math.isfinite(row["train/lm_loss"] + row["grad_norm"])]  # what a diverged run had
     losses = [row["train/lm_loss"] for row in rows]
     curve = [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses) - WINDOW + 1, WINDOW)]
     nats = "nats/masked token"

@@ -39,9 +39,9 @@ def script():
 
 def write_cell(folder: Path, layers: int, order: str, scaled: bool, lr: str, seed: int, loss: float, **metrics) -> None:
     """A record as the script writes it, with a loss of our choice."""
-    values = {"train_loss": loss, "lowest_loss": loss, "context_free_loss": 4.6, "validation_loss": loss} | metrics
+    values = {"train_loss": loss, "lowest_loss": loss, "context_free_loss": 4.6, "validation_loss": loss}
+    values |= {"non_finite": 0, "cpu_time": 2.0} | metrics
     entries = {name: {"value": value, "unit": NATS} for name, value in values.items()}
-    entries |= {"non_finite": {"value": 0, "unit": "runs"}, "cpu_time": {"value": 2.0, "unit": "s"}}
     cell = {"layers": layers, "order": order, "scaled": scaled, "lr": lr, "seed": seed}
     norms = {"embedding": 1.0, "output": 1.0} | {f"layer_{i}": 0.1 * (i + 1) for i in range(layers)}
     config = {"cell": cell, "window": 25, "curve": [5.0, loss], "gradient_norms": {"1": norms, "50": norms}}
@@ -84,7 +84,7 @@ def test_a_rate_at_which_a_run_diverged_is_not_chosen(study) -> None:
         ({"loss": 4.7}, "stuck"),
         ({"loss": 4.4, "lowest_loss": 4.2}, "learned"),
         ({"loss": 4.4, "lowest_loss": 4.1}, "diverged"),
-        ({"loss": float("nan")}, "diverged"),
+        ({"loss": 4.1, "non_finite": 1}, "diverged"),
     ],
 )
 def test_a_cell_is_what_the_stated_rules_say(tmp_path, metrics, state) -> None:
