@@ -2,8 +2,9 @@
 
     python analysis/make_tables.py          # or: make tables
 
-Writes what the records give and nothing else; a test holds the committed files to it. To add a table, give `TABLES` its
-title and `render_all` its rows, with the columns that the others have.
+Writes what the records give and nothing else; a test holds the committed files to it. `ledger.md` has every number of
+the paper, the README its short form. To add a table, give `TABLES` its title and `all_rows` its rows, with the columns
+that the others have.
 """
 
 import argparse
@@ -12,10 +13,13 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+from omegaconf import OmegaConf
 
 from lmscale.from_plain import build
 from lmscale.perf.cluster import Cluster
 from lmscale.report.downstream import table_5
+from lmscale.report.evidence import Context
+from lmscale.report.ledger_rows import kinds, ledger, short_form
 from lmscale.report.memory import peak_memory
 from lmscale.report.profile import profile
 from lmscale.report.scaling_figures import figure_tables
@@ -77,6 +81,15 @@ TABLES = {
 }
 
 
+LEDGER_START, LEDGER_END = "<!-- ledger: made by analysis/make_tables.py -->", "<!-- end of the ledger -->"
+LEDGER_TITLE = "every number of the paper and ours"
+LEDGER_NOTE = (
+    "A number's id says where it stands in the paper. `from` is the record in `analysis/results/`, the code that "
+    "counts, the key that sets it, or why there is nothing; `origin` says how the paper's value was got; `command`, by "
+    "its number above the table, would reproduce it on the paper's machines and data. A measurement `scaled down` "
+    "stands for the smallest of the paper's models and does not compare with it. A record fills an entry by naming a "
+    "metric as its id."
+)
 NEEDED = {  # and what makes them
     "cost_model.json": "fit_cost_model.py",
     "peak_memory.json": "peak_memory.py",
@@ -102,8 +115,16 @@ def read_records(folder: Path) -> dict[str, dict]:
     return records
 
 
-def render_all(records: dict[str, dict]) -> dict[str, str]:
-    """The Markdown of every table by its name."""
+def read_settings(folder: Path = ROOT / "conf") -> dict[str, dict]:
+    """The files of `conf/` by their path in it, as written."""
+    return {
+        path.relative_to(folder).as_posix(): OmegaConf.to_container(OmegaConf.load(path))
+        for path in sorted(folder.rglob("*.yaml"))
+    }
+
+
+def all_rows(records: dict[str, dict]) -> dict[str, pd.DataFrame]:
+    """The rows of every table by its name, and those of `Ledger`."""
     cluster = build(Cluster, records["cost_model.json"]["config"]["cluster"], "cluster.")
     rows = scaling_tables(cluster) | figure_tables(cluster)
     rows["Peak memory"] = peak_memory(records["peak_memory.json"])
@@ -111,16 +132,59 @@ def render_all(records: dict[str, dict]) -> dict[str, str]:
     rows["Speed CPU"] = cpu_speed(records)
     rows["Table 3"] = table_3(records)
     rows["Table 5"] = table_5(records)
-    return {name: _page(name, *TABLES[name], rows[name]) for name in TABLES}
+    return rows | {"Ledger": ledger(Context(records, rows, read_settings(), cluster))}
+
+
+def render_all(rows: dict[str, pd.DataFrame]) -> dict[str, str]:
+    """The Markdown of every table by its name, and the ledger's."""
+    pages = {name: _page(name, *TABLES[name], rows[name]) for name in TABLES}
+    return pages | {"Ledger": _ledger_page(rows["Ledger"])}
+
+
+def short_ledger(rows: pd.DataFrame) -> str:
+    """The ledger in short, for the README: how many numbers of each kind, and the main ones."""
+    counts = ", ".join(f"{row.numbers} {row.evidence}" for row in kinds(rows).itertuples())
+    return f"Of {len(rows)} numbers of the paper: {counts}.\n\n{_table(short_form(rows))}\n"
+
+
+def in_readme(text: str, block: str) -> str:
+    """The README with its ledger replaced.
+
+    Raises:
+        ValueError: it has no place for one.
+    """
+    before, start, rest = text.partition(LEDGER_START)
+    _, end, after = rest.partition(LEDGER_END)
+    if not end:
+        raise ValueError(f"`--readme` must have a place between {LEDGER_START} and {LEDGER_END}")
+    return f"{before}{start}\n{block}{end}{after}"
+
+
+def _ledger_page(rows: pd.DataFrame) -> str:
+    """Every number under its place in the paper, with the commands of a place above its rows."""
+    parts = [_page("Ledger", LEDGER_TITLE, LEDGER_NOTE, kinds(rows))]
+    places = rows["id"].str.split("/").str[0]
+    for place in places.unique():
+        part = rows[places == place].copy()
+        commands = list(dict.fromkeys(command for command in part["command"] if command))
+        part["command"] = [f"[{commands.index(command) + 1}]" if command else "" for command in part["command"]]
+        lines = [f"{number}. `{command}`" for number, command in enumerate(commands, 1)]
+        parts.append("\n".join([f"## {place.replace('_', ' ').capitalize()}", "", *lines, "", _table(part), ""]))
+    return "\n".join(parts)
 
 
 def _page(name: str, title: str, note: str, rows: pd.DataFrame) -> str:
     """A heading, the note, and the rows as a Markdown table; cells without a value are empty."""
+    return f"# {name}: {title}\n\n<!-- made by analysis/make_tables.py -->\n\n{note}\n\n{_table(rows)}\n"
+
+
+def _table(rows: pd.DataFrame) -> str:
+    """A Markdown table; cells without a value are empty."""
     numbers = [column for column in rows.columns if pd.api.types.is_numeric_dtype(rows[column])]
+    numbers += [column for column in ("paper", "ours") if column in rows.columns and column not in numbers]
     lines = [" | ".join(rows.columns), " | ".join("---:" if column in numbers else "---" for column in rows.columns)]
     lines += [" | ".join(_cell(value) for value in row) for row in rows.itertuples(index=False)]
-    table = "\n".join(f"| {line} |" for line in lines)
-    return f"# {name}: {title}\n\n<!-- made by analysis/make_tables.py -->\n\n{note}\n\n{table}\n"
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def _cell(value: object) -> str:
@@ -128,7 +192,7 @@ def _cell(value: object) -> str:
     if value is None or value != value:  # nan
         return ""
     if not isinstance(value, float):
-        return str(value)
+        return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
@@ -137,17 +201,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--records", type=Path, default=RESULTS, help="folder of records")
     parser.add_argument("--output", type=Path, default=TABLES_FOLDER, help="folder of the Markdown files")
+    parser.add_argument(
+        "--readme", type=Path, default=ROOT / "README.md", help="file with a place for the short ledger"
+    )
     options = parser.parse_args()
     try:
-        pages = render_all(read_records(options.records))
+        rows = all_rows(read_records(options.records))
+        readme = in_readme(options.readme.read_text(encoding="utf-8"), short_ledger(rows["Ledger"]))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     options.output.mkdir(parents=True, exist_ok=True)
-    for name, page in pages.items():
+    for name, page in render_all(rows).items():
         path = options.output / f"{name.lower().replace(' ', '_')}.md"
         path.write_text(page, encoding="utf-8")
         print(path)
+    options.readme.write_text(readme, encoding="utf-8")
     return 0
 
 

@@ -42,9 +42,12 @@ def rows_of(table: pd.DataFrame, evidence: str) -> list[tuple]:
 
 
 def test_the_committed_tables_are_those_of_the_committed_records() -> None:
-    pages = make_tables.render_all(make_tables.read_records(make_tables.RESULTS))
+    rows = make_tables.all_rows(make_tables.read_records(make_tables.RESULTS))
+    pages = make_tables.render_all(rows)
     committed = {path.name: path.read_text(encoding="utf-8") for path in make_tables.TABLES_FOLDER.glob("*.md")}
     assert committed == {f"{name.lower().replace(' ', '_')}.md": page for name, page in pages.items()}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == make_tables.in_readme(readme, make_tables.short_ledger(rows["Ledger"]))
 
 
 def test_without_records_every_value_of_table_3_is_there_and_not_run() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..config import NormOrder, TransformerConfig
 from ..data.tokenizer import Tokenizer
-from ..report.ledger import GPT_MODELS, PAPER_STEPS
+from ..report.ledger import GPT_MODELS, PAPER_STEPS, WIKITEXT_TEST_TARGETS, WIKITEXT_TEST_WORDS
 from ..zero_shot_config import LambadaConfig, WikiText103Config
 from .lambada import Passage, encode_passages, read_passages
 from .text_files import read_text_file
@@ -13,9 +13,8 @@ from .wikitext import count_words, detokenize
 from .windows import Windows
 
 # T_o of the published WikiText-103 files, and the number of LAMBADA's passages: how a whole file is told from a part.
-WIKITEXT_WORDS = {"test": 245_566, "validation": 217_642}
+WIKITEXT_WORDS = {"test": WIKITEXT_TEST_WORDS, "validation": 217_642}
 LAMBADA_PASSAGES = 5_153
-PAPER_TARGETS = 270_329  # T of the test file with GPT-2's tokenizer, appendix E
 PAPER_VOCABULARY = 50_257  # ids of GPT-2's tokenizer
 
 
@@ -106,7 +105,7 @@ def find_evidence(task: WikiText103 | Lambada, model: TransformerConfig, step: i
     paper_size = next((name for name, paper in GPT_MODELS.items() if paper.size == shape), None)
     if isinstance(task, WikiText103):
         windows = task.windows
-        as_in_paper = (windows.num_targets, windows.window, windows.stride) == (PAPER_TARGETS, 1024, 32)
+        as_in_paper = (windows.num_targets, windows.window, windows.stride) == (WIKITEXT_TEST_TARGETS, 1024, 32)
     else:
         as_in_paper = task.form == "openai"  # the raw text, section 5.2
     as_in_paper = as_in_paper and model.vocab_size == PAPER_VOCABULARY and model.norm_order is NormOrder.PRE

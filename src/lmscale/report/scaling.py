@@ -12,19 +12,15 @@ from ..perf.cluster import Cluster
 from ..perf.flops import hardware_flops_per_step
 from ..perf.params import count_parameters
 from ..perf.step_time import StepTime, Techniques, predict_step_time
+from .ledger import DATA_RANKS, GPT_MODELS, STUDY_MODELS
 
 MICRO_BATCH, SEQ_LENGTH, VOCAB = 8, 1024, 50257
 BASELINE_FLOPS_PER_S = 39e12  # hardware FLOPs of the 1.2 B model on one V100, section 5.1
 PETAFLOPS_512 = 15.1  # section 5.1, sustained on 512 GPUs
 ITERATIONS_AN_EPOCH, VALIDATE_EVERY, VALIDATION_BATCHES = 68_507, 1000, 100
 PAPER_SENT = Techniques(gradient_bytes=2)  # the paper's gradients were added in fp16
-SIZES = {  # layers, hidden, heads: Tables 1 and 2
-    "355M": (24, 1024, 16),
-    "1.2B": (40, 1536, 16),
-    "2.5B": (54, 1920, 20),
-    "4.2B": (64, 2304, 24),
-    "8.3B": (72, 3072, 32),
-}
+# Layers, hidden, heads of Tables 1 and 2; the 8.3 B of Table 2 has 24 heads, that of Table 1 has 32.
+SIZES = {"355M": GPT_MODELS["355M"].size} | {name: model.size for name, model in STUDY_MODELS.items()}
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,9 @@ CELLS = (
     Cell("Table 8", "8 GPUs", "1.2B", 16, 8, 1, 100 * 2.98 / 8, "text", "fit"),
 )
 # Table 2: size, heads, tensor ranks, data ranks, days an epoch.
-TRAINING_DAYS = (("355M", 16, 1, 64, 0.86), ("2.5B", 20, 2, 64, 2.27), ("8.3B", 24, 8, 64, 2.10))
+TRAINING_DAYS = tuple(
+    (name, model.size[2], model.num_gpus // DATA_RANKS, DATA_RANKS, model.days) for name, model in GPT_MODELS.items()
+)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,8 @@ import pandas as pd
 
 from ..perf.cluster import Cluster
 from ..perf.params import count_parameters
+from .ledger import DATA_RANKS, GPT_MODELS, STUDY_MODELS
 from .scaling import CELLS, SIZES, TRAINING_DAYS, predict_cell, predict_days, study_model
-
-# Table 1: size, tensor ranks, billions of parameters as printed, GPUs with data parallelism.
-TABLE_1 = (("1.2B", 1, 1.2, 64), ("2.5B", 2, 2.5, 128), ("4.2B", 4, 4.2, 256), ("8.3B", 8, 8.3, 512))
-_PRINTED_MILLIONS = {"355M": 355, "2.5B": 2500, "8.3B": 8300}
 
 
 def scaling_tables(cluster: Cluster) -> dict[str, pd.DataFrame]:
@@ -22,7 +19,9 @@ def scaling_tables(cluster: Cluster) -> dict[str, pd.DataFrame]:
         `modelled` comes from the cost model; the latter says whether the cell was in the fit.
     """
     return {
-        "Table 1": pd.DataFrame([_parameters(size, printed * 1e3, gpus) for size, _, printed, gpus in TABLE_1]),
+        "Table 1": pd.DataFrame(
+            [_parameters(name, row.parameters * 1e3, row.tp_size * DATA_RANKS) for name, row in STUDY_MODELS.items()]
+        ),
         "Table 2": pd.DataFrame(_training_rows(cluster)),
         "Table 7": pd.DataFrame(_cells("Table 7", cluster)),
         "Table 8": pd.DataFrame(_cells("Table 8", cluster)),
@@ -39,7 +38,7 @@ def _training_rows(cluster: Cluster) -> list[dict]:
     """Parameters and days an epoch: of the optimizer steps alone, and with validation as the released code has it."""
     rows = []
     for size, heads, tp_size, dp_size, days in TRAINING_DAYS:
-        rows.append(_parameters(size, _PRINTED_MILLIONS[size], tp_size * dp_size))
+        rows.append(_parameters(size, GPT_MODELS[size].parameters, tp_size * dp_size))
         alone, validated = predict_days(size, heads, tp_size, dp_size, cluster)
         for ours, unit in ((validated, "days an epoch"), (alone, "days an epoch, steps alone")):
             row = {"configuration": f"{size}, {tp_size * dp_size} GPUs", "paper": days, "ours": ours}

@@ -1,0 +1,61 @@
+"""The commands that would repeat the paper's runs. A test composes each; the machines and data are not ours."""
+
+from .ledger import DATA_RANKS, GPT_MODELS
+
+PREPARE = (
+    "python src/prepare_data.py corpus=[wikipedia,cc_stories,realnews,openwebtext] tokenizer=gpt2 output=data/paper"
+)
+GENERATE = "python src/generate.py ckpt=outputs/gpt_8.3b_24heads prompt=TEXT"
+COST_MODEL = "python analysis/fit_cost_model.py"
+COUNT_WIKITEXT = "python src/zero_shot.py task=wikitext103 task.path=wiki.test.tokens tokenizer=gpt2 count_only=true"
+
+
+def pretrain(model: str, tp_size: int, dp_size: int, *more: str) -> str:
+    """One pretraining as the paper did it: fp16, every layer recomputed."""
+    layout = f"parallel.tp_size={tp_size} parallel.dp_size={dp_size}"
+    return " ".join((f"python src/train.py model={model} {layout} precision=fp16 model.recompute=full", *more))
+
+
+def study(size: str, heads: int, tp_size: int, dp_size: int, num_sequences: int) -> str:
+    """One cell of the scaling study."""
+    variants = {("8.3B", 16): "gpt_8.3b_16heads", ("8.3B", 24): "gpt_8.3b_24heads"}
+    model = variants.get((size, heads), f"gpt_{size.lower()}")
+    return pretrain(model, tp_size, dp_size, f"micro_batch_size=8 global_batch_size={num_sequences}")
+
+
+def gpt_name(size: str) -> str:
+    """A model of Table 2 in `conf/model/`: its 8.3 B has 24 heads."""
+    return "gpt_8.3b_24heads" if size == "8.3B" else f"gpt_{size.lower()}"
+
+
+def train_gpt(size: str) -> str:
+    """A training of Table 2."""
+    tp_size = GPT_MODELS[size].num_gpus // DATA_RANKS
+    return pretrain(gpt_name(size), tp_size, DATA_RANKS, "tokenizer=gpt2 data=indexed data.path=data/paper")
+
+
+def train_bert(size: str, num_gpus: int, *more: str) -> str:
+    """A training of Table 4, whose layout the paper does not give."""
+    tp_size = {"1.3B": 2, "3.9B": 8}.get(size, 1)
+    indexed = "tokenizer=bert data=indexed data.path=data/paper_bert"
+    return pretrain(f"bert_{size.lower()}", tp_size, num_gpus // tp_size, indexed, *more)
+
+
+def zero_shot(task: str, size: str) -> str:
+    """An evaluation of Table 3."""
+    file = {"wikitext103": "wiki.test.tokens", "lambada": "lambada_test.jsonl"}[task]
+    return f"python src/zero_shot.py task={task} task.path={file} ckpt=outputs/{gpt_name(size)}"
+
+
+def finetune(task: str, size: str, sweep: str = "five_seeds") -> str:
+    """The finetunings behind a value of Tables 5 and 6."""
+    return (
+        f"python finetune/run.py task={task} size={size.lower()} ckpt=outputs/bert_{size.lower()} sweep={sweep} "
+        f"hydra.sweep.dir=multirun/{task}_{size.lower()}"
+    )
+
+
+def ensemble(task: str, size: str) -> str:
+    """Five finetunings combined."""
+    runs = " ".join(f"multirun/{task}_{size.lower()}/{seed}" for seed in range(5))
+    return f"python finetune/ensemble.py {runs} --out outputs/{task}_ensemble"

@@ -1,0 +1,228 @@
+"""Every number of the paper's tables and figures as an entry of the ledger; `text_entries` has those of its text.
+
+The values are in `ledger` and `scaling`. To fill an entry with a new measurement, a record names a metric by the
+entry's id.
+"""
+
+from collections.abc import Iterator
+
+from ..config import TransformerConfig
+from ..perf.params import count_parameters
+from . import commands
+from . import ledger as paper
+from .evidence import (
+    NOT_RUN,
+    SCALED_DOWN,
+    SETTING,
+    Context,
+    Entry,
+    Finder,
+    Found,
+    asked,
+    combined,
+    counted,
+    first_of,
+    not_run,
+    own_metric,
+    recorded,
+    setting,
+    table_row,
+)
+from .scaling import BASELINE_FLOPS_PER_S, CELLS, PETAFLOPS_512, study_model
+from .text_entries import text_entries
+
+_LINEAR, _SPEED_UP, _MILLIONS = "% of linear scaling", "speed-up", "million parameters"
+_READ = {"text": paper.PRINTED, "figure": paper.READ_OFF}
+_NO_GPT = "needs the corpus and {} GPUs; not trained"
+_NO_BERT = "needs the pretrained {} BERT"
+_QUOTED = "a result of others that the paper quotes"
+_SHAPE = {"num_layers": "layers", "hidden_size": "hidden size", "num_attention_heads": "heads"}
+_TABLE_6_KEYS = {"global_batch_size": "sequences", "lr": "learning rate", "num_epochs": "epochs"}
+_BERTS = ("336M", "1.3B", "3.9B")  # of Tables 4, 5 and 6
+_SMALL_BERT = "a published BERT of 22.7 M parameters, part of the set"
+
+
+def all_entries() -> tuple[Entry, ...]:
+    """The whole ledger, in the paper's order."""
+    parts = (_table_1, _table_2, _table_3, _table_4, _table_5, _table_6, _cells, _figures, text_entries)
+    return tuple(entry for part in parts for entry in part())
+
+
+def _shape(place: str, model: str, size: tuple[int, int, int], command: str, origin: str) -> Iterator[Entry]:
+    for (key, unit), value in zip(_SHAPE.items(), size, strict=True):
+        yield Entry(f"{place}/{model}/{key}", value, unit, setting(f"model/{model}.yaml", key), command, origin)
+
+
+def _table_1() -> Iterator[Entry]:
+    for size, row in paper.STUDY_MODELS.items():
+        model, heads = f"gpt_{size.lower()}", row.size[2]
+        gpus = row.tp_size * paper.DATA_RANKS
+        alone = commands.study(size, heads, row.tp_size, 1, 8)
+        wide = commands.study(size, heads, row.tp_size, paper.DATA_RANKS, 512)
+        yield from _shape("table_1", model, row.size, alone, paper.PRINTED)
+        found = counted("lmscale.perf.params", lambda size=row.size: count_parameters(study_model(*size)).total / 1e9)
+        yield Entry(f"table_1/{model}/parameters", row.parameters, "billion parameters", found, alone)
+        yield Entry(f"table_1/{model}/mp_gpus", row.tp_size, "GPUs", asked(alone, "parallel.tp_size"), alone)
+        both = asked(wide, "parallel.tp_size", "parallel.dp_size")
+        yield Entry(f"table_1/{model}/mp_dp_gpus", gpus, "GPUs", both, wide)
+
+
+def _table_2() -> Iterator[Entry]:
+    for size, row in paper.GPT_MODELS.items():
+        model, command = commands.gpt_name(size), commands.train_gpt(size)
+        label = f"{size}, {row.num_gpus} GPUs"
+        place = f"table_2/{model}"
+        yield from _shape("table_2", model, row.size, command, paper.PRINTED)
+        yield Entry(
+            f"{place}/head_size",
+            row.head_size,
+            "of a head",
+            combined(f"model/{model}.yaml", "hidden_size", "/", "num_attention_heads"),
+            command,
+        )
+        yield Entry(
+            f"{place}/parameters", row.parameters, _MILLIONS, table_row("Table 2", label, _MILLIONS, ""), command
+        )
+        gpus = asked(command, "parallel.tp_size", "parallel.dp_size")
+        yield Entry(f"{place}/gpus", row.num_gpus, "GPUs", gpus, command)
+        days = table_row("Table 2", label, "days an epoch", "")
+        yield Entry(f"{place}/days", row.days, "days an epoch", days, command)
+
+
+def _table_3() -> Iterator[Entry]:
+    for task, unit in (("wikitext103", "WikiText103 perplexity"), ("lambada", "LAMBADA accuracy, %")):
+        small = _small_zero_shot(unit)
+        for size, row in paper.GPT_MODELS.items():
+            found = table_row("Table 3", size, unit, _NO_GPT.format(row.num_gpus))
+            found = first_of(found, small, found) if size == "355M" else found  # the smallest stands for our small one
+            entry_id = f"table_3/{commands.gpt_name(size)}/{task}"
+            yield Entry(entry_id, getattr(row, task), unit, own_metric(entry_id, found), commands.zero_shot(task, size))
+        yield Entry(f"table_3/previous_best/{task}", paper.PREVIOUS_BEST[task], unit, not_run(_QUOTED), "")
+
+
+def _small_zero_shot(unit: str) -> Finder:
+    """The first measurement of Table 3 on a smaller model or another file."""
+
+    def find(context: Context) -> Found:
+        rows = context.tables["Table 3"]
+        rows = rows[(rows["unit"] == unit) & (rows["evidence"] == SCALED_DOWN)]
+        if rows.empty:
+            return Found(NOT_RUN, "")
+        row = rows.iloc[0]
+        return Found(SCALED_DOWN, f"`{row['record']}`: {row['configuration']}", row["ours"])
+
+    return find
+
+
+def _table_4() -> Iterator[Entry]:
+    for size in _BERTS:
+        row, model = paper.BERT_MODELS[size], f"bert_{size.lower()}"
+        command = commands.train_bert(size, row.num_gpus)
+        yield from _shape("table_4", model, row.size, command, paper.PRINTED)
+        yield Entry(f"table_4/{model}/parameters", row.parameters, _MILLIONS, _bert_parameters(row), command)
+        gpus = asked(command, "parallel.tp_size", "parallel.dp_size")
+        yield Entry(f"table_4/{model}/gpus", row.num_gpus, "GPUs", gpus, command)
+
+
+def _bert_parameters(row: paper.BERTModel) -> Finder:
+    config = TransformerConfig("bert", *row.size, 30_522, 512)
+    return counted("lmscale.perf.params", lambda: count_parameters(config).total / 1e6)
+
+
+def _table_5() -> Iterator[Entry]:
+    for size, row in paper.BERT_MODELS.items():
+        name = size.lower().replace(" ", "_")
+        own = size.split()[0] in _BERTS
+        model = f"bert_{name}" if own else name
+        if row.token_ratio is not None:
+            found = _token_ratio(size) if own else not_run(_QUOTED)
+            command = commands.train_bert(size, row.num_gpus) if own else ""
+            yield Entry(f"table_5/{model}/trained_tokens", row.token_ratio, "of 336M's", found, command)
+        for (metric, unit), value in zip(paper.TABLE_5_METRICS.items(), row.table_5, strict=True):
+            if value is None:
+                continue
+            task, entry_id = metric.split("/")[0], f"table_5/{model}/{metric}"
+            if not own:
+                yield Entry(entry_id, value, unit, not_run(_QUOTED), "")
+                continue
+            found = table_row("Table 5", size, unit, _NO_BERT.format(size.split()[0]))
+            found = first_of(found, _small_bert(metric), found) if size == "336M" else found
+            make = commands.ensemble if size.endswith("ensemble") else commands.finetune
+            yield Entry(entry_id, value, unit, own_metric(entry_id, found), make(task, size.split()[0]))
+
+
+def _small_bert(metric: str) -> Finder:
+    """The small BERT's median over its seeds; of RACE it has the development set."""
+    task = metric.split("/")[0]
+    metrics = (metric, metric.removesuffix("_test"))
+    return recorded(lambda name: name.startswith(f"finetune_small/{task}_pretrained"), metrics, _SMALL_BERT, "")
+
+
+def _token_ratio(size: str) -> Finder:
+    """Steps over 336M's, at the same batch."""
+
+    def find(context: Context) -> Found:
+        steps = context.setting("recipe/base/paper_bert.yaml", "trainer/max_steps")
+        file = f"recipe/bert_{size.lower()}.yaml"
+        own = context.settings[file].get("trainer", {}).get("max_steps", steps)
+        return Found(SETTING, f"`conf/{file}`, `trainer.max_steps` over that of 336M", own / steps)
+
+    return find
+
+
+def _table_6() -> Iterator[Entry]:
+    for task, rows in paper.TABLE_6.items():
+        for size, values in zip(_BERTS, rows, strict=True):
+            for (key, unit), value in zip(_TABLE_6_KEYS.items(), values, strict=True):
+                found = setting(f"finetune_task/{task}.yaml", f"table_6/{size.lower()}/{key}")
+                command = commands.finetune(task, size, "finetune_search")
+                entry_id = f"table_6/{task}/bert_{size.lower()}/{key}"
+                yield Entry(entry_id, value, unit, found, command, paper.RECONSTRUCTED)
+
+
+def _cells() -> Iterator[Entry]:
+    """Tables 7 and 8, Figure 5."""
+    first = commands.study("1.2B", paper.STUDY_MODELS["1.2B"].size[2], 1, 1, 8)
+    yield Entry("table_8/gpt_1.2b/1_gpu", 1.0, _SPEED_UP, not_run("the baseline itself: 1 by definition"), first)
+    baseline = table_row("Figure 5", "model parallel, 1 GPU", _LINEAR, "")
+    yield Entry("figure_5/mp/1_gpu", 100.0, _LINEAR, baseline, first)
+    for cell in CELLS:
+        gpus = cell.tp_size * cell.dp_size
+        # Table 8 keeps 8 sequences whatever the ranks.
+        command = commands.study(cell.size, cell.heads, cell.tp_size, cell.dp_size, 8 * cell.dp_size)
+        place, origin = cell.table.lower().replace(" ", "_"), _READ[cell.certainty]
+        if cell.table == "Figure 5":
+            name, panel = ("mp", "model parallel") if cell.dp_size == 1 else ("mp_dp", "model + data parallel")
+            found = table_row(cell.table, f"{panel}, {gpus} GPUs", _LINEAR, "")
+            yield Entry(f"figure_5/{name}/{gpus}_gpus", cell.paper, _LINEAR, found, command, origin)
+        else:
+            unit = _SPEED_UP if cell.table == "Table 8" else _LINEAR
+            value = cell.paper * gpus / 100 if cell.table == "Table 8" else cell.paper
+            found = table_row(cell.table, f"{cell.size}, {cell.label}", unit, "")
+            name = f"{place}/gpt_{cell.size.lower()}/{cell.label.replace(' ', '_').lower()}"
+            yield Entry(name, round(value, 6), unit, found, command, origin)
+
+
+def _figures() -> Iterator[Entry]:
+    """Figures 1, 6 and 7."""
+    for cell in (cell for cell in CELLS if cell.table == "Figure 5" and cell.dp_size > 1):
+        gpus, printed = cell.tp_size * cell.dp_size, cell.size == "8.3B"
+        value = PETAFLOPS_512 if printed else cell.paper / 100 * gpus * BASELINE_FLOPS_PER_S / 1e15
+        origin = paper.PRINTED if printed else f"{paper.INFERRED}: Figure 5 times 39 TFLOP/s and the GPUs"
+        command = commands.study(cell.size, cell.heads, cell.tp_size, cell.dp_size, 8 * cell.dp_size)
+        found = table_row("Figure 1", f"{gpus} GPUs", "PFLOP/s", "")
+        yield Entry(f"figure_1/{gpus}_gpus", value, "PFLOP/s", found, command, origin)
+    best, trend = "figure_6/gpt_8.3b_24heads/validation_perplexity", "figure_6/trend"
+    found = own_metric(best, not_run(_NO_GPT.format(512)))
+    yield Entry(best, paper.BEST_VALIDATION_PERPLEXITY, "perplexity", found, commands.train_gpt("8.3B"))
+    found = own_metric(trend, not_run("no record of several sizes of GPT yet"))
+    yield Entry(trend, "falls with size", "perplexity", found, commands.train_gpt("8.3B"))
+    for size, order, words in paper.FIGURE_7:
+        model = f"bert_{size.lower()}"
+        found = own_metric(f"figure_7/{model}/{order}", not_run("no record of both norm orders yet"))
+        command = commands.train_bert(size, 128, f"model.norm_order={order}")
+        yield Entry(f"figure_7/{model}/{order}", words, "training loss", found, command)
+    command = commands.train_bert("752M", 128)
+    yield from _shape("figure_7", "bert_752m", paper.BERT_752M.size, command, paper.INFERRED)
+    parameters = _bert_parameters(paper.BERT_752M)
+    yield Entry("figure_7/bert_752m/parameters", paper.BERT_752M.parameters, _MILLIONS, parameters, command)

@@ -1,0 +1,149 @@
+"""The ledger has every number of the paper once, says what our side is, and names commands that exist."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from lmscale.from_plain import build
+from lmscale.perf.cluster import Cluster
+from lmscale.report.entries import all_entries
+from lmscale.report.evidence import KINDS, Context
+from lmscale.report.ledger_rows import kinds, ledger, short_form
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "analysis"))
+
+import make_tables  # noqa: E402
+
+RECORDS = make_tables.read_records(make_tables.RESULTS)
+ROOTS = {
+    "src/train.py": "train",
+    "src/plan.py": "plan",
+    "src/prepare_data.py": "prepare_data",
+    "src/zero_shot.py": "zero_shot",
+    "src/generate.py": "generate",
+    "finetune/run.py": "finetune",
+}
+
+
+def context(more: dict | None = None, without: str = "") -> Context:
+    """That of the committed records, some of them left out or added."""
+    records = {name: record for name, record in RECORDS.items() if not without or not name.startswith(without)}
+    records |= more or {}
+    cluster = build(Cluster, records["cost_model.json"]["config"]["cluster"], "cluster.")
+    return Context(records, make_tables.all_rows(records), make_tables.read_settings(), cluster)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return ledger(context()).set_index("id")
+
+
+def made_record(kind: str, metric: str, value: float, unit: str) -> dict:
+    record = {"record_version": 1, "name": "made", "kind": kind, "config": {}}
+    return record | {"metrics": {metric: {"value": value, "unit": unit}}}
+
+
+def test_every_entry_has_its_own_id_and_a_known_kind(rows) -> None:
+    assert rows.index.is_unique and set(rows["evidence"]) == set(KINDS)
+    assert rows["from"].str.len().min() > 0 and rows["origin"].str.len().min() > 0
+    assert rows.loc[rows["evidence"] == "not run", "ours"].isna().all()
+    assert rows.loc[rows["evidence"] != "not run", "ours"].notna().all()
+
+
+@pytest.mark.parametrize(
+    ("place", "how_many"),
+    [
+        ("table_1", 24),  # 4 models: 3 sizes, parameters, GPUs twice
+        ("table_2", 21),
+        ("table_3", 8),
+        ("table_4", 15),
+        ("table_5", 73 + 6),
+        ("table_6", 45),
+        ("table_7", 3),
+        ("table_8", 4),
+        ("figure_1", 4),
+        ("figure_5", 8),
+        ("figure_6", 2),
+        ("figure_7", 4 + 4),  # 4 curves; the inferred 752M model
+    ],
+)
+def test_a_place_of_the_paper_has_all_its_numbers(rows, place, how_many) -> None:
+    assert sum(entry.split("/")[0] == place for entry in rows.index) == how_many
+
+
+@pytest.mark.parametrize(
+    ("entry", "paper", "ours", "evidence"),
+    [
+        ("table_1/gpt_1.2b/parameters", 1.2, 1.213479936, "reproduced"),
+        ("table_4/bert_3.9b/parameters", 3900, 3869.588482, "reproduced"),
+        ("section_3/layer/backward", 2, 2, "reproduced"),
+        ("section_3/loss/numbers", 1, 3, "reproduced"),  # maximum, sum and picked logit
+        ("section_4.2/gpt/decay", 297_000, 297_000, "setting"),
+        ("table_5/bert_3.9b/trained_tokens", 1, 0.75, "setting"),  # its own 1.5 of 2 M iterations say so
+        ("table_6/qqp/bert_3.9b/lr", 4e-5, 4e-5, "setting"),
+        ("figure_1/512_gpus", 15.1, 14.29, "modelled"),
+        ("table_8/gpt_1.2b/8_gpus", 2.98, 3.011, "modelled"),
+    ],
+)
+def test_an_entry_stands_beside_ours(rows, entry, paper, ours, evidence) -> None:
+    row = rows.loc[entry]
+    assert row["paper"] == paper and row["evidence"] == evidence
+    assert float(row["ours"]) == pytest.approx(ours, rel=1e-3)
+
+
+def test_settings_are_the_papers_but_for_those_that_are_known(rows) -> None:
+    settings = rows[rows["evidence"] == "setting"]
+    differ = {entry for entry, row in settings.iterrows() if row["ours"] != row["paper"]}
+    assert differ == {"table_5/bert_3.9b/trained_tokens", "section_5.3/held_out"}
+
+
+def test_what_is_not_printed_is_said(rows) -> None:
+    origins = rows["origin"]
+    assert origins["figure_5/mp/2_gpus"] == "read off the figure" and origins["figure_5/mp/8_gpus"] == "printed"
+    assert origins[origins.index.str.startswith("table_6/")].str.startswith("reconstructed").all()
+    assert origins["figure_7/bert_752m/num_layers"] == "inferred"
+    assert origins["figure_1/64_gpus"].startswith("inferred: Figure 5")
+
+
+def test_a_record_that_names_an_entry_fills_it() -> None:
+    entry = "figure_7/bert_752m/post"
+    found = ledger(context({"norm_order.json": made_record("scaled_down", entry, 0.75, "of runs diverged")}))
+    row = found.set_index("id").loc[entry]
+    assert (row["ours"], row["evidence"]) == ("0.75 (of runs diverged)", "scaled down")
+    assert row["from"].startswith("`norm_order.json`")
+
+
+def test_small_measurements_stand_for_the_smallest_model_alone(rows) -> None:
+    assert rows.loc["table_5/bert_336m/mnli/accuracy_matched", "evidence"] == "scaled down"
+    assert rows.loc["table_5/bert_1.3b/mnli/accuracy_matched", "evidence"] == "not run"
+    without = ledger(context(without="finetune_small")).set_index("id")
+    assert without.loc["table_5/bert_336m/mnli/accuracy_matched", "evidence"] == "not run"
+
+
+def test_the_short_form_adds_up_and_fits_a_readme(rows) -> None:
+    counts = kinds(rows.reset_index())
+    assert counts["numbers"].sum() == len(rows)
+    short = short_form(rows.reset_index())
+    assert len(short) <= 20 and set(short["evidence"].str.split(":").str[0]) >= {"reproduced", "modelled", "not run"}
+
+
+def test_every_command_composes() -> None:
+    commands = {entry.command for entry in all_entries() if entry.command}
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        for command in sorted(commands):
+            python, script, *words = shlex.split(command)
+            assert python == "python" and (ROOT / script).is_file(), command
+            if script in ROOTS:
+                short = {"task": "finetune_task@task"} if script == "finetune/run.py" else {}
+                short |= {"resume": "resume.path"}
+                overrides = [f"{short.get(w.split('=')[0], w.split('=')[0])}={w.split('=', 1)[1]}" for w in words]
+                assert compose(ROOTS[script], overrides, return_hydra_config=True), command
+
+
+def test_a_readme_without_a_place_is_refused() -> None:
+    with pytest.raises(ValueError, match="`--readme` must have a place between"):
+        make_tables.in_readme("# nothing\n", "block")
