@@ -2,8 +2,11 @@
 
 Runs `src/train.py` twice, as a user would, then reads the two records and draws the loss curves.
 Exit code 1 where a model did not learn what is promised.
+
+    python analysis/demo.py --record analysis/results/demo.json     # also one record of both
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -16,6 +19,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (the backend must be chosen first)
 import pandas as pd  # noqa: E402
 import seaborn as sns  # noqa: E402
+
+from lmscale.results import new_record, write_record  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 OUTPUT = REPOSITORY / "outputs" / "demo"
@@ -55,8 +60,21 @@ def draw(runs: dict[str, tuple[Path, str, float]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def record_losses(gpt: dict[str, float], bert: dict[str, float], path: Path) -> None:
+    """One record of what both learned."""
+    metrics = {}
+    for model, values, term in (("gpt", gpt, "loss"), ("bert", bert, "lm_loss")):
+        names = {"before": f"val_start/{term}", "after": f"val/{term}", "unigram": "val/unigram_cross_entropy"}
+        metrics |= {f"{model}/{name}": {"value": values[key], "unit": "nats/token"} for name, key in names.items()}
+    layout = {"tp_size": 2, "dp_size": 1}
+    write_record(new_record("demo", "scaled_down", {"max_steps": STEPS}, 1234, metrics, layout=layout), path)
+
+
 def main() -> int:
     """Train both, print before and after, say whether the promise holds."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--record", type=Path, help="file of a record of both")
+    options = parser.parse_args()
     start = time.time()
     gpt_dir, bert_dir = train("gpt_tiny"), train("bert_tiny")
     gpt, bert = read_metrics(gpt_dir), read_metrics(bert_dir)
@@ -69,6 +87,8 @@ def main() -> int:
         },
         picture,
     )
+    if options.record:
+        record_losses(gpt, bert, options.record)
     gpt_margin = gpt_unigram - gpt["val/loss"]
     bert_gain = bert["val_start/lm_loss"] - bert["val/lm_loss"]
     print(
