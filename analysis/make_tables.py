@@ -183,11 +183,11 @@ def _table(rows: pd.DataFrame) -> str:
     numbers = [column for column in rows.columns if pd.api.types.is_numeric_dtype(rows[column])]
     numbers += [column for column in ("paper", "ours") if column in rows.columns and column not in numbers]
     lines = [" | ".join(rows.columns), " | ".join("---:" if column in numbers else "---" for column in rows.columns)]
-    lines += [" | ".join(_cell(value) for value in row) for row in rows.itertuples(index=False)]
+    lines += [" | ".join(format_cell(value) for value in row) for row in rows.itertuples(index=False)]
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def _cell(value: object) -> str:
+def format_cell(value: object) -> str:
     """Text as it is, numbers to four digits."""
     if value is None or value != value:  # nan
         return ""

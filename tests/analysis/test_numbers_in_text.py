@@ -1,0 +1,178 @@
+"""No number in the README or a notebook without a record: measured ones name theirs, the others are facts held here."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from numbers_in_text import Stated, blocks, notebook_texts, stated_numbers, unproved, values_named
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "analysis"))
+
+import make_tables  # noqa: E402
+
+LATER = "a duration; its column says that it is not recorded"
+# Passages of the README that need no record: the file that holds the number and how it is written there, or a reason.
+FACTS = {
+    "hold that to 1e-12": ("tests/training/test_layouts.py", "1e-12"),
+    "on 2 CPU cores": "the machine",
+    "tensor-parallel 2 on the documentation": ("analysis/demo.py", "parallel.tp_size=2"),
+    "under 4 minutes after installation": LATER,
+    "about 15 minutes, in parallel": LATER,
+    "under 90 minutes": LATER,
+    "4 layers x 128": ("conf/model/gpt_tiny.yaml", "num_layers: 4"),
+    "exit code 2 before": ("src/lmscale/training/exit_codes.py", "= 2"),
+    "0.1 in the paper": ("conf/model/base/gpt.yaml", "hidden_dropout: 0.1"),
+    "12 bytes a parameter of half types become 12 /": "fp32 master and two moments",
+    "take 4 bytes a parameter instead of 8": "two moments of 2 or of 4 bytes",
+    "one 139 GiB GPU": ("conf/cluster/h200.yaml", "memory_gib: 139"),
+    "a random moment, tp 2": ("analysis/soak.py", "parallel.tp_size=2"),
+    "drifts by 1e-12": ("tests/training/test_faults.py", "1e-12"),
+    "documents under 128 tokens": ("conf/cleaning/paper.yaml", "min_tokens: 128"),
+    "above Jaccard 0.7": ("conf/dedup/paper.yaml", "jaccard: 0.7"),
+    "29:1 split": ("conf/prepare_data.yaml", "29:1"),
+    "window of 1024 and stride of 32": ("conf/task/wikitext103.yaml", "stride: 32"),
+    "T_o = 217,642": ("tests/evaluation/test_wikitext.py", "217_642"),
+    "T = 236,891": ("tests/evaluation/test_wikitext.py", "236_891"),
+    "7,372 windows": ("tests/evaluation/test_wikitext.py", "7_372"),
+    "padded to 1024": ("conf/task/wikitext103.yaml", "window: 1024"),
+    "at 4 layers x 256": ("analysis/zero_shot_speed.py", "256"),
+    "at 12 x 768": ("analysis/zero_shot_speed.py", "768"),
+    "an item's 8-grams": ("conf/prepare_data.yaml", "ngram: 8"),
+    "a GPT of 5.5 M parameters": ("analysis/tables/table_3.md", "5.5 M parameters"),
+    "up to 8.3 B at 8 ranks": ("analysis/tables/peak_memory.md", "8.3B, fp16, 8 ranks"),
+    "MP+DP on 128 GPUs": ("analysis/tables/figure_5.md", "model + data parallel, 128 GPUs"),
+    "of September 2020": "a date",
+    "a BERT of 6 x 512": ("src/lmscale/report/speed.py", "BERT 6 x 512"),
+    "within 1e-12 (fp64)": ("tests/training/test_layouts.py", "1e-12"),
+    "within 5 % of tracked": ("tests/perf/test_peak_memory.py", "0.05"),
+    "at tensor-parallel 1, 2 and 8": ("analysis/tables/peak_memory.md", "8.3B, fp16, 8 ranks"),
+    "2 forward and 2 backward a layer": ("src/lmscale/report/text_entries.py", '("layer/forward", 2'),
+    "the 8.3 B model at 512 ranks": ("tests/training/test_trace.py", "8_317_040_640"),
+    "at Jaccard 0.7": ("tests/corpus/test_duplicates.py", "0.7"),
+    "recall at least 0.99": ("tests/corpus/test_duplicates.py", ">= 0.99"),
+    "with 1 or 2 workers": ("tests/doors/test_prepare_data.py", "workers"),
+}
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[str, dict]:
+    """The committed records, and the ledger as one."""
+    found = make_tables.read_records(make_tables.RESULTS)
+    rows = make_tables.all_rows(found)["Ledger"]
+    values = [(row.id, row.paper) for row in rows.itertuples()] + [(f"ours/{r.id}", r.ours) for r in rows.itertuples()]
+    metrics = {name: {"value": value} for name, value in values if isinstance(value, (int, float))}
+    return found | {"ledger": {"metrics": metrics}}
+
+
+def readme() -> str:
+    """Without the ledger, which `test_tables.py` holds to the records."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition(make_tables.LEDGER_START)
+    return before + rest.partition(make_tables.LEDGER_END)[2]
+
+
+def test_every_number_of_the_readme_has_a_record(records) -> None:
+    assert unproved(readme(), records, FACTS) == []
+
+
+def test_the_facts_still_stand() -> None:
+    """Each passage is in the README, and its number in the file that it names."""
+    text = " ".join(readme().replace("`", "").split())
+    for passage, source in FACTS.items():
+        assert passage in text, passage
+        if source is LATER:
+            assert "not recorded" in next(block for block in blocks(readme()) if passage in block)
+        elif isinstance(source, tuple):
+            path, written = source
+            assert written in (ROOT / path).read_text(encoding="utf-8"), (passage, path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It is 2.5 times as fast.",
+        "It takes 90 s.",
+        "| what | times |\n|---|---|\n| kills | 16 |",
+        "It took 4.1 to 7 s <!-- numbers: a.json: time -->",  # the 7 is not there
+        "A first paragraph. <!-- numbers: a.json: time -->\n\nAnother says 4.1 s.",
+        "- One item. <!-- numbers: a.json: time -->\n- Another says 4.1 s.",
+        "None was lost: 0. <!-- numbers: a.json: time -->",
+    ],
+)
+def test_a_number_without_a_record_is_found(text) -> None:
+    assert unproved(text, {"a.json": {"metrics": {"time": {"value": 4.096}}}}) != []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It takes 4.1 s. <!-- numbers: a.json: time -->",
+        "It takes 4,096 ms, exactly 4.096 s. <!-- numbers: a.json: time -->",
+        "In all 16, at most 9. <!-- numbers: b.json: sum kills/.* | largest kills/.* -->",
+        "Two kinds, or 2. <!-- numbers: a.json: time; b.json: number kills/.* -->",
+        "See section 5.1, Tables 7 and 8, Python 3.11-3.13 and GPT-2, `x=3`, H200.",
+        "It is fast (once, not recorded: 3.7 s).",
+        "```bash\nmake 3\n```",
+    ],
+)
+def test_a_number_with_a_record_or_a_name_passes(text) -> None:
+    kills = {"kills/rank": {"value": 7}, "kills/job": {"value": 9}}
+    assert unproved(text, {"a.json": {"metrics": {"time": {"value": 4.096}}}, "b.json": {"metrics": kills}}) == []
+
+
+def test_a_comment_that_names_nothing_is_refused() -> None:
+    records = {"a.json": {"metrics": {"time": {"value": 4.1}}}}
+    with pytest.raises(ValueError, match="must name a record, but there is no 'gone.json'"):
+        values_named("4.1 <!-- numbers: gone.json: time -->", records)
+    with pytest.raises(ValueError, match="must name a metric, but a.json has no 'speed'"):
+        values_named("4.1 <!-- numbers: a.json: speed -->", records)
+
+
+def all_values(records: dict[str, dict], rows: dict) -> list[float]:
+    """Every value that a notebook may print: of records, their settings, and of the rendered tables."""
+
+    def numbers(value) -> list[float]:
+        if isinstance(value, dict):
+            return [number for each in value.values() for number in numbers(each)]
+        if isinstance(value, list):
+            return [number for each in value for number in numbers(each)]
+        return [value] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
+
+    tables = [number for table in rows.values() for column in table for number in numbers(table[column].tolist())]
+    return numbers([[record["metrics"], record.get("config", {})] for record in records.values()]) + tables
+
+
+def wrong_in_notebook(path: Path, records: dict[str, dict], values: list[float]) -> list[str]:
+    """Numbers of its Markdown without a record, and decimal numbers of its outputs that nothing of ours rounds to."""
+    prose, outputs = notebook_texts(path)
+    wrong = [each for text in prose for each in unproved(text, records)]
+    for text in outputs:
+        decimal = [number for number in stated_numbers(text) if "." in number.text]
+        wrong += [number.text for number in decimal if not number.is_proved_by(values)]
+    return wrong
+
+
+def test_every_number_of_a_notebook_has_a_record(records) -> None:
+    rows = make_tables.all_rows(make_tables.read_records(make_tables.RESULTS))
+    values = all_values(records, rows)
+    wrong = {path.name: wrong_in_notebook(path, records, values) for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert {name: numbers for name, numbers in wrong.items() if numbers} == {}
+
+
+def test_a_wrong_number_in_a_notebook_is_found(tmp_path) -> None:
+    table = {"data": {"text/html": ["<td>0.25</td>", "<td>0.31</td>"], "text/plain": ["0.9"]}}
+    cells = [
+        {"cell_type": "markdown", "source": ["We reach 0.25 and 7.5.\n", "<!-- numbers: a.json: share -->"]},
+        {"cell_type": "code", "source": ["1.5"], "outputs": [table, {"text": ["loss 0.77\n"]}]},
+    ]
+    (tmp_path / "n.ipynb").write_text(json.dumps({"cells": cells}))
+    records = {"a.json": {"metrics": {"share": {"value": 0.25}}}}
+    found = wrong_in_notebook(tmp_path / "n.ipynb", records, [0.25])
+    assert [number.split()[0] for number in found] == ["7.5", "0.31", "0.77"]
+
+
+def test_rounding_is_that_of_the_number_shown() -> None:
+    assert Stated("0.14", "").is_proved_by([0.1357]) and not Stated("0.140", "").is_proved_by([0.1357])
+    assert Stated("0.59", "").is_proved_by([589_493_688]) and not Stated("0.6", "").is_proved_by([0.54])
