@@ -1,11 +1,11 @@
-# make setup | demo | test | test-slow | tables | figures | lint | format | clean      (another Python: make setup PYTHON=python3.12)
+# make setup | demo | test | test-slow | tables | figures | report | lint | format | clean      (another Python: make setup PYTHON=python3.12)
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 REAL_BERT := .venv/.real_bert
 
-.PHONY: setup demo test test-slow tables figures lint format clean
+.PHONY: setup demo test test-slow tables figures report lint format clean
 
 setup: $(INSTALLED)
 
@@ -31,13 +31,17 @@ test: setup $(REAL_BERT)
 test-slow: setup $(REAL_BERT)
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
-# The paper's tables beside ours, from the committed records.
+# The paper's tables beside ours and the ledger, from the committed records; also the README's short form.
 tables: setup
 	$(BIN)/python analysis/make_tables.py
 
 # Figures 1 and 5: the paper's bars beside the cost model's.
 figures: setup
 	$(BIN)/python analysis/make_figures.py
+
+# One page with the ledger, all tables and all figures: outputs/report/index.html
+report: setup
+	$(BIN)/python analysis/make_report.py
 
 lint: setup
 	$(BIN)/ruff check

@@ -70,20 +70,28 @@ def draw_figure_1(rows: pd.DataFrame, path: Path) -> None:
     plt.close(figure)
 
 
+def draw_all(cluster: Cluster, folder: Path, suffix: str = "png") -> dict[Path, str]:
+    """Draw every figure into a folder, in the format of `suffix`; returns the files and what each shows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = {}
+    for number, rows, draw, title in (
+        (1, figure_1_rows(cluster), draw_figure_1, "Sustained PFLOP/s, the paper's and the cost model's"),
+        (5, figure_5_rows(cluster), draw_figure_5, "Weak scaling, the paper's bars and the cost model's"),
+    ):
+        path = folder / f"figure_{number}.{suffix}"
+        draw(rows, path)
+        figures[path] = f"Figure {number}. {title}"
+        print(f"Figure {number} (paper; ours modelled)\n{rows.round(3).to_string(index=False)}\n")
+    return figures
+
+
 def main() -> int:
-    """Draw both and print their rows."""
+    """Draw all and print their rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--record", type=Path, default=RECORD)
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "figures")
     options = parser.parse_args()
-    cluster = fitted_cluster(options.record)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    for number, rows, draw in (
-        (1, figure_1_rows(cluster), draw_figure_1),
-        (5, figure_5_rows(cluster), draw_figure_5),
-    ):
-        draw(rows, options.folder / f"figure_{number}.png")
-        print(f"Figure {number} (paper; ours modelled)\n{rows.round(3).to_string(index=False)}\n")
+    draw_all(fitted_cluster(options.record), options.folder)
     print(f"figures: {options.folder}")
     return 0
 

@@ -1,0 +1,115 @@
+"""The report is one whole page: valid HTML that loads nothing, with every entry, table and figure, from any records."""
+
+import re
+import shutil
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "analysis"))
+
+import make_report  # noqa: E402
+import make_tables  # noqa: E402
+
+EMPTY = {"meta", "wbr", "img", "input", "br", "link"}
+
+
+class Page(HTMLParser):
+    """Every element in order, and whether they close as they opened."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.elements, self.words = [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> at {self.getpos()} closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data) -> None:
+        self.words.append(data)
+
+    def all(self, tag: str) -> list[dict]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory) -> Path:
+    """A folder with the records that are needed, and nothing else."""
+    folder = tmp_path_factory.mktemp("records")
+    for name in make_tables.NEEDED:
+        shutil.copy(make_tables.RESULTS / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(records) -> str:
+    return make_report.render(records)
+
+
+@pytest.fixture(scope="module")
+def page(text) -> Page:
+    return Page(text)
+
+
+def test_every_element_is_closed_and_every_id_is_there_once(page) -> None:
+    assert page.open == []
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    targets = [attributes["href"].removeprefix("#") for attributes in page.all("a")]
+    assert set(targets) <= set(ids)
+
+
+def test_nothing_is_loaded_from_elsewhere(page, text) -> None:
+    addresses = [attributes[key] for _, attributes in page.elements for key in ("src", "href") if key in attributes]
+    assert addresses and all(address.startswith(("#", "data:")) for address in addresses)
+    style, script = (re.search(rf"<{tag}>(.*?)</{tag}>", text, re.S)[1] for tag in ("style", "script"))
+    assert not re.search(r"url\(|@import|http", style) and not re.search(r"fetch|import|http", script)
+    assert not page.all("link") and not page.all("iframe")
+
+
+def test_every_table_figure_and_entry_is_on_the_page(page, records) -> None:
+    rows = make_tables.all_rows(make_tables.read_records(records))
+    sections = {attributes.get("id") for attributes in page.all("section")}
+    assert sections >= {name.lower().replace(" ", "-") for name in make_tables.TABLES}
+    assert len(page.all("table")) == len(make_tables.TABLES) + 1
+    images = page.all("img")
+    assert [image["alt"][:8] for image in images][:2] == ["Figure 1", "Figure 5"]
+    assert all(image["src"].startswith("data:image/svg+xml;base64,") for image in images)
+    marked = [attributes["data-kind"] for attributes in page.all("tr") if "data-kind" in attributes]
+    assert len(marked) == len(rows["Ledger"])
+    assert set(marked) <= {attributes["value"] for attributes in page.all("input") if "value" in attributes}
+
+
+def test_wide_things_scroll_in_a_box_of_their_own(text) -> None:
+    wide = re.findall(r"(<div class=\"box\"[^>]*>\s*)?<(?:table|img)\b", text)
+    assert wide and all(wide)
+    assert '<meta name="viewport" content="width=device-width' in text
+
+
+def test_what_is_missing_is_said_and_not_left_out(page) -> None:
+    words = " ".join(page.words)
+    assert "no record of both norm orders yet" in words and "needs the pretrained 3.9B BERT" in words
+
+
+def test_text_with_marks_of_html_is_escaped() -> None:
+    assert make_report._text("`a<b` & c") == "<code>a&lt;b</code> &amp; c"
+    assert make_report._text("`x/y_z.json`", "<wbr>") == "<code>x/<wbr>y_<wbr>z.json</code>"
+
+
+def test_main_writes_the_page_and_refuses_a_folder_without_records(tmp_path, records, monkeypatch, capsys) -> None:
+    output = tmp_path / "new" / "page.html"
+    monkeypatch.setattr(sys, "argv", ["make_report.py", "--records", str(records), "--output", str(output)])
+    assert make_report.main() == 0 and output.read_text(encoding="utf-8").startswith("<!doctype html>")
+    monkeypatch.setattr(sys, "argv", ["make_report.py", "--records", str(tmp_path / "gone")])
+    assert make_report.main() == 2
+    assert capsys.readouterr().err.startswith("error: `--records` must have cost_model.json")
