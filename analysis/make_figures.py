@@ -25,10 +25,10 @@ from lmscale.report.scaling import BASELINE_FLOPS_PER_S
 from lmscale.report.scaling_figures import OURS, PAPER, figure_1_rows, figure_5_rows
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "analysis" / "results" / "cost_model.json"
+RESULTS = ROOT / "analysis" / "results"
 
 
-def fitted_cluster(record: Path = RECORD) -> Cluster:
+def fitted_cluster(record: Path = RESULTS / "cost_model.json") -> Cluster:
     """The anchored cluster of a cost-model record."""
     values = json.loads(record.read_text(encoding="utf-8"))["config"]["cluster"]
     return build(Cluster, values, "cluster.")
@@ -70,8 +70,9 @@ def draw_figure_1(rows: pd.DataFrame, path: Path) -> None:
     plt.close(figure)
 
 
-def draw_all(cluster: Cluster, folder: Path, suffix: str = "png") -> dict[Path, str]:
-    """Draw every figure into a folder, in the format of `suffix`; returns the files and what each shows."""
+def draw_all(results: Path, folder: Path, suffix: str = "png") -> dict[Path, str]:
+    """Draw every figure of a folder of records, in the format of `suffix`; returns the files and what each shows."""
+    cluster = fitted_cluster(results / "cost_model.json")
     folder.mkdir(parents=True, exist_ok=True)
     figures = {}
     for number, rows, draw, title in (
@@ -88,10 +89,10 @@ def draw_all(cluster: Cluster, folder: Path, suffix: str = "png") -> dict[Path, 
 def main() -> int:
     """Draw all and print their rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--record", type=Path, default=RECORD)
+    parser.add_argument("--records", type=Path, default=RESULTS, help="folder of records")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "figures")
     options = parser.parse_args()
-    draw_all(fitted_cluster(options.record), options.folder)
+    draw_all(options.records, options.folder)
     print(f"figures: {options.folder}")
     return 0
 

@@ -112,10 +112,9 @@ def _section(name: str, title: str, note: str, rows: pd.DataFrame) -> str:
 
 def _figures(results: Path) -> list[str]:
     """Every figure as data."""
-    cluster = make_figures.fitted_cluster(results / "cost_model.json")
     figures = []
     with tempfile.TemporaryDirectory() as folder:
-        for path, title in make_figures.draw_all(cluster, Path(folder), "svg").items():
+        for path, title in make_figures.draw_all(results, Path(folder), "svg").items():
             drawing = path.read_bytes()
             width, height = map(float, re.search(rb'width="([\d.]+)pt" height="([\d.]+)pt"', drawing).groups())
             # A wide one would be too small to read on a phone: it scrolls there.

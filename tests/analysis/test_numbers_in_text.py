@@ -13,7 +13,8 @@ sys.path.insert(0, str(ROOT / "analysis"))
 import make_tables  # noqa: E402
 
 LATER = "a duration; its column says that it is not recorded"
-# Passages of the README that need no record: the file that holds the number and how it is written there, or a reason.
+# Passages of the README and the notebooks that need no record: the file that holds the number and how it is written
+# there, or a reason.
 FACTS = {
     "hold that to 1e-12": ("tests/training/test_layouts.py", "1e-12"),
     "on 2 CPU cores": "the machine",
@@ -78,8 +79,9 @@ def test_every_number_of_the_readme_has_a_record(records) -> None:
 
 
 def test_the_facts_still_stand() -> None:
-    """Each passage is in the README, and its number in the file that it names."""
-    text = " ".join(readme().replace("`", "").split())
+    """Each passage is in the README or a notebook, and its number in the file that it names."""
+    prose = [text for path in (ROOT / "notebooks").glob("*.ipynb") for text in notebook_texts(path)[0]]
+    text = " ".join("\n".join([readme(), *prose]).split())
     for passage, source in FACTS.items():
         assert passage in text, passage
         if source is LATER:
@@ -147,7 +149,7 @@ def all_values(records: dict[str, dict], rows: dict) -> list[float]:
 def wrong_in_notebook(path: Path, records: dict[str, dict], values: list[float]) -> list[str]:
     """Numbers of its Markdown without a record, and decimal numbers of its outputs that nothing of ours rounds to."""
     prose, outputs = notebook_texts(path)
-    wrong = [each for text in prose for each in unproved(text, records)]
+    wrong = [each for text in prose for each in unproved(text, records, FACTS)]
     for text in outputs:
         decimal = [number for number in stated_numbers(text) if "." in number.text]
         wrong += [number.text for number in decimal if not number.is_proved_by(values)]

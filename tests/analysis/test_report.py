@@ -98,7 +98,7 @@ def test_wide_things_scroll_in_a_box_of_their_own(text) -> None:
 
 def test_what_is_missing_is_said_and_not_left_out(page) -> None:
     words = " ".join(page.words)
-    assert "no record of both norm orders yet" in words and "needs the pretrained 3.9B BERT" in words
+    assert "no record has a metric of this name" in words and "needs the pretrained 3.9B BERT" in words
 
 
 def test_text_with_marks_of_html_is_escaped() -> None:

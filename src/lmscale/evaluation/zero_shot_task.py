@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..config import NormOrder, TransformerConfig
 from ..data.tokenizer import Tokenizer
-from ..report.ledger import GPT_MODELS, PAPER_STEPS, WIKITEXT_TEST_TARGETS, WIKITEXT_TEST_WORDS
+from ..report.ledger import GPT_MODELS, GPT_VOCABULARY, PAPER_STEPS, WIKITEXT_TEST_TARGETS, WIKITEXT_TEST_WORDS
 from ..zero_shot_config import LambadaConfig, WikiText103Config
 from .lambada import Passage, encode_passages, read_passages
 from .text_files import read_text_file
@@ -15,7 +15,6 @@ from .windows import Windows
 # T_o of the published WikiText-103 files, and the number of LAMBADA's passages: how a whole file is told from a part.
 WIKITEXT_WORDS = {"test": WIKITEXT_TEST_WORDS, "validation": 217_642}
 LAMBADA_PASSAGES = 5_153
-PAPER_VOCABULARY = 50_257  # ids of GPT-2's tokenizer
 
 
 @dataclass(frozen=True)
@@ -108,6 +107,6 @@ def find_evidence(task: WikiText103 | Lambada, model: TransformerConfig, step: i
         as_in_paper = (windows.num_targets, windows.window, windows.stride) == (WIKITEXT_TEST_TARGETS, 1024, 32)
     else:
         as_in_paper = task.form == "openai"  # the raw text, section 5.2
-    as_in_paper = as_in_paper and model.vocab_size == PAPER_VOCABULARY and model.norm_order is NormOrder.PRE
+    as_in_paper = as_in_paper and model.vocab_size == GPT_VOCABULARY and model.norm_order is NormOrder.PRE
     is_run = as_in_paper and task.split == "test" and step == PAPER_STEPS and paper_size is not None
     return "run" if is_run else "scaled_down", paper_size

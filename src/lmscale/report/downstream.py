@@ -6,10 +6,9 @@ from typing import Any
 
 import pandas as pd
 
-from .ledger import BERT_MODELS, TABLE_5_METRICS
+from .ledger import BERT_MODELS, NUM_SEEDS, TABLE_5_METRICS
 
 NOT_RUN = "not run"
-NUM_SEEDS = 5  # section 5.3: the median of five
 # The task of finetune_small.json, its metric, and what was scored.
 _SMALL = {
     "mnli": "MNLI matched and mismatched, accuracy, %",

@@ -35,6 +35,7 @@ _LINEAR, _SPEED_UP, _MILLIONS = "% of linear scaling", "speed-up", "million para
 _READ = {"text": paper.PRINTED, "figure": paper.READ_OFF}
 _NO_GPT = "needs the corpus and {} GPUs; not trained"
 _NO_BERT = "needs the pretrained {} BERT"
+_NO_RECORD = "not trained, and no record has a metric of this name"
 _QUOTED = "a result of others that the paper quotes"
 _SHAPE = {"num_layers": "layers", "hidden_size": "hidden size", "num_attention_heads": "heads"}
 _TABLE_6_KEYS = {"global_batch_size": "sequences", "lr": "learning rate", "num_epochs": "epochs"}
@@ -125,7 +126,7 @@ def _table_4() -> Iterator[Entry]:
 
 
 def _bert_parameters(row: paper.BERTModel) -> Finder:
-    config = TransformerConfig("bert", *row.size, 30_522, 512)
+    config = TransformerConfig("bert", *row.size, paper.BERT_VOCABULARY, 512)
     return counted("lmscale.perf.params", lambda: count_parameters(config).total / 1e6)
 
 
@@ -215,11 +216,13 @@ def _figures() -> Iterator[Entry]:
     best, trend = "figure_6/gpt_8.3b_24heads/validation_perplexity", "figure_6/trend"
     found = own_metric(best, not_run(_NO_GPT.format(512)))
     yield Entry(best, paper.BEST_VALIDATION_PERPLEXITY, "perplexity", found, commands.train_gpt("8.3B"))
-    found = own_metric(trend, not_run("no record of several sizes of GPT yet"))
+    law = ("parameters_without_embeddings/plain/b",)
+    small = recorded("model_size.json".__eq__, law, "small GPTs", _NO_RECORD, "exponent b of loss = a x parameters^-b")
+    found = own_metric(trend, small)
     yield Entry(trend, "falls with size", "perplexity", found, commands.train_gpt("8.3B"))
     for size, order, words in paper.FIGURE_7:
         model = f"bert_{size.lower()}"
-        found = own_metric(f"figure_7/{model}/{order}", not_run("no record of both norm orders yet"))
+        found = own_metric(f"figure_7/{model}/{order}", not_run(_NO_RECORD))
         command = commands.train_bert(size, 128, f"model.norm_order={order}")
         yield Entry(f"figure_7/{model}/{order}", words, "training loss", found, command)
     command = commands.train_bert("752M", 128)

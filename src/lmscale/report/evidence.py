@@ -157,12 +157,16 @@ def table_row(table: str, configuration: str, unit: str, why: str) -> Finder:
     return find
 
 
-def recorded(select: Callable[[str], bool], metrics: tuple[str, ...], what: str, why: str) -> Finder:
+def recorded(
+    select: Callable[[str], bool], metrics: tuple[str, ...], what: str, why: str, unit: str | None = None
+) -> Finder:
     """The median of the first of `metrics` that records have, over all records that have it.
 
     Args:
         select: of a record's path.
         what: was measured, beside the record's name.
+        why: there is nothing, where there is no such record.
+        unit: in words, where the record's says too little.
     """
 
     def find(context: Context) -> Found:
@@ -176,10 +180,10 @@ def recorded(select: Callable[[str], bool], metrics: tuple[str, ...], what: str,
                 values = [_value(record["metrics"][metric]) for record in found.values()]
                 first = next(iter(found))
                 several = f" and {len(found) - 1} more, median" if len(found) > 1 else ""
-                unit = found[first]["metrics"][metric]["unit"]
-                unit = None if unit == "count" else unit
+                stated = found[first]["metrics"][metric]["unit"]
+                in_unit = unit or (None if stated == "count" else stated)
                 kind = _OF_RECORD[found[first]["kind"]]
-                return Found(kind, f"`{first}`{several}: {what}", statistics.median(values), unit)
+                return Found(kind, f"`{first}`{several}: {what}", statistics.median(values), in_unit)
         return Found(NOT_RUN, why)
 
     return find

@@ -11,6 +11,9 @@ RECONSTRUCTED = "reconstructed: our source's table is garbled"
 BLOG = "printed in NVIDIA's blog post of 2019, not in the paper"
 
 PAPER_STEPS = 300_000  # section 5.2: iterations of each GPT
+GPT_VOCABULARY, BERT_VOCABULARY = 50_257, 30_522  # ids: sections 5.1 and 4.2
+SEQ_LENGTH = 1024  # tokens of a GPT's sequence: section 4.2
+NUM_SEEDS = 5  # section 5.3: the median of five
 DATA_RANKS = 64  # section 5.1: of every data-parallel GPT
 
 

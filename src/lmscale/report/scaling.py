@@ -12,9 +12,9 @@ from ..perf.cluster import Cluster
 from ..perf.flops import hardware_flops_per_step
 from ..perf.params import count_parameters
 from ..perf.step_time import StepTime, Techniques, predict_step_time
-from .ledger import DATA_RANKS, GPT_MODELS, STUDY_MODELS
+from .ledger import DATA_RANKS, GPT_MODELS, GPT_VOCABULARY, SEQ_LENGTH, STUDY_MODELS
 
-MICRO_BATCH, SEQ_LENGTH, VOCAB = 8, 1024, 50257
+MICRO_BATCH = 8  # sequences a data rank
 BASELINE_FLOPS_PER_S = 39e12  # hardware FLOPs of the 1.2 B model on one V100, section 5.1
 PETAFLOPS_512 = 15.1  # section 5.1, sustained on 512 GPUs
 ITERATIONS_AN_EPOCH, VALIDATE_EVERY, VALIDATION_BATCHES = 68_507, 1000, 100
@@ -108,7 +108,7 @@ def study_model(num_layers: int, hidden_size: int, heads: int) -> TransformerCon
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_attention_heads=heads,
-        vocab_size=VOCAB,
+        vocab_size=GPT_VOCABULARY,
         max_position_embeddings=SEQ_LENGTH,
         recompute="full",
         attention="exact",

@@ -4,12 +4,12 @@ import pandas as pd
 
 from ..perf.cluster import Cluster
 from ..perf.flops import hardware_flops_per_step
+from .ledger import SEQ_LENGTH
 from .scaling import (
     BASELINE_FLOPS_PER_S,
     CELLS,
     MICRO_BATCH,
     PETAFLOPS_512,
-    SEQ_LENGTH,
     SIZES,
     Cell,
     predict_cell,

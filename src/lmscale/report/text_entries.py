@@ -24,11 +24,11 @@ from .evidence import (
     recorded,
     setting,
 )
-from .scaling import BASELINE_FLOPS_PER_S, ITERATIONS_AN_EPOCH, predict_petaflops, study_model
+from .scaling import BASELINE_FLOPS_PER_S, ITERATIONS_AN_EPOCH, MICRO_BATCH, predict_petaflops, study_model
 
 _GPT, _BERT, _CLUSTER = "recipe/base/paper_gpt.yaml", "recipe/base/paper_bert.yaml", "cluster/dgx2h_v100.yaml"
 _NO_CORPUS = "the corpus was not prepared: its sources could not be reached"
-_GPUS, _TOKENS = 512, 1024  # of the largest runs; of a GPT's sequence
+_GPUS = 512  # of the largest runs
 
 
 def text_entries() -> Iterator[Entry]:
@@ -39,15 +39,15 @@ def text_entries() -> Iterator[Entry]:
 
 def _communication() -> Iterator[Entry]:
     """Section 3: what the tensor ranks of the 2.5 B model send in one micro-batch."""
-    size, sequences = paper.STUDY_MODELS["2.5B"].size, 8
+    size, sequences = paper.STUDY_MODELS["2.5B"].size, MICRO_BATCH
     command = commands.study("2.5B", size[2], 2, 1, sequences)
-    num_numbers = sequences * _TOKENS
+    num_numbers = sequences * paper.SEQ_LENGTH
 
     @cache
     def sent() -> tuple[Collective, ...]:
         # Full recomputation would repeat the forward pass's.
         config = dataclasses.replace(study_model(*size), recompute=Recompute.NONE)
-        return micro_batch_collectives(config, ParallelConfig(2, 1), sequences, _TOKENS, "fp16")
+        return micro_batch_collectives(config, ParallelConfig(2, 1), sequences, paper.SEQ_LENGTH, "fp16")
 
     def of(what: str, attribute: str, over: int) -> Finder:
         def count() -> float:
@@ -97,7 +97,7 @@ def _training() -> Iterator[Entry]:
         ("weight_decay", 0.01, "x learning rate", setting(adam, "weight_decay")),
         ("residual_init", "std / sqrt(2 layers)", "", setting(model, "scale_residual_init", _scaled)),
         ("clip", 1.0, "gradient norm", setting(adam, "max_grad_norm")),
-        ("gpt/seq_length", _TOKENS, "tokens", setting(model, "max_position_embeddings")),
+        ("gpt/seq_length", paper.SEQ_LENGTH, "tokens", setting(model, "max_position_embeddings")),
         ("gpt/batch", 512, "sequences", setting(_GPT, "global_batch_size")),
         ("gpt/steps", paper.PAPER_STEPS, "iterations", setting(_GPT, "trainer/max_steps")),
         ("gpt/lr", 1.5e-4, "learning rate", setting(_GPT, "optimizer/lr")),
@@ -106,7 +106,7 @@ def _training() -> Iterator[Entry]:
         ("gpt/min_lr", 1e-5, "learning rate", setting(_GPT, "schedule/min_lr")),
     )
     for_bert = (
-        ("bert/vocabulary", 30_522, "ids", setting("model/base/bert.yaml", "vocab_size")),
+        ("bert/vocabulary", paper.BERT_VOCABULARY, "ids", setting("model/base/bert.yaml", "vocab_size")),
         ("bert/batch", 1024, "sequences", setting(_BERT, "global_batch_size")),
         ("bert/lr", 1e-4, "learning rate", setting(_BERT, "optimizer/lr")),
         ("bert/warmup", 10_000, "iterations", setting(_BERT, "schedule/warmup_steps")),
@@ -142,13 +142,13 @@ def _scaling() -> Iterator[Entry]:
     )
     rate = anchored("the anchor of the cost model's clock", lambda _: BASELINE_FLOPS_PER_S / TERA)
     rows = (
-        ("mp_batch", 8, "sequences", asked(one, "global_batch_size"), one),
+        ("mp_batch", MICRO_BATCH, "sequences", asked(one, "global_batch_size"), one),
         ("mp_dp_batch", 512, "sequences", asked(all_gpus, "global_batch_size"), all_gpus),
         ("data_ranks", paper.DATA_RANKS, "data ranks", asked(all_gpus, "parallel.dp_size"), all_gpus),
         ("baseline", BASELINE_FLOPS_PER_S / TERA, "TFLOP/s on one GPU", rate, one),
         ("baseline_share", 30, "% of the peak", share, one),
         ("efficiency_512", 76, "% of 512 x 39 TFLOP/s", of_linear, all_gpus),
-        ("vocabulary", 50_257, "ids", setting(model, "vocab_size"), one),
+        ("vocabulary", paper.GPT_VOCABULARY, "ids", setting(model, "vocab_size"), one),
         ("vocabulary_multiple", 1024, "rows", setting(model, "vocab_multiple"), one),
         ("vocabulary_a_gpu", 128, "rows, a multiple of", setting(model, "vocab_multiple", lambda n: n / 8), one),
         ("padded_vocabulary", 51_200, "rows", counted("lmscale.config", lambda: config.padded_vocab_size), one),
@@ -169,7 +169,7 @@ def _models() -> Iterator[Entry]:
         loss = not_run(f"{why}. Called perplexity, almost surely nats")
         yield _own(f"{place}/validation", row.validation, "perplexity", loss, command)
     seeds = setting("sweep/five_seeds.yaml", "hydra/sweeper/params/seed", lambda text: len(text.split(",")))
-    yield Entry("section_5.3/seeds", 5, "seeds, their median", seeds, commands.finetune("mnli", "336M"))
+    yield Entry("section_5.3/seeds", paper.NUM_SEEDS, "seeds, their median", seeds, commands.finetune("mnli", "336M"))
 
 
 def _evaluation() -> Iterator[Entry]:
@@ -185,7 +185,7 @@ def _evaluation() -> Iterator[Entry]:
     file = "task/wikitext103.yaml"
     yield Entry("appendix_e/T_o", paper.WIKITEXT_TEST_WORDS, "words", words, count)
     yield Entry("appendix_e/T", paper.WIKITEXT_TEST_TARGETS, "tokens", targets, count)
-    yield Entry("appendix_e/window", _TOKENS, "tokens", setting(file, "window"), zero_shot)
+    yield Entry("appendix_e/window", paper.SEQ_LENGTH, "tokens", setting(file, "window"), zero_shot)
     yield Entry("appendix_e/overlap", 32, "tokens", setting(file, "stride"), zero_shot)
     samples = recorded("appendix_c.json".__eq__, ("validation_perplexity",), "a small GPT, five prompts", "")
     yield Entry("appendix_c/samples", "five prompts continued", "text", samples, commands.GENERATE)
