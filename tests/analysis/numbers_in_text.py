@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 COMMENT = re.compile(r"<!-- numbers: (.*?) -->", re.S)
-# Not part of a word, a version or a range of letters; thousands may have commas.
-NUMBER = re.compile(r"(?<![\w.,:/-])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w]|\.\d)|(?<=\d-)\d+(?:\.\d+)?")
+# Not part of a word or a version; thousands may have commas, a unit may be attached, a range has two numbers.
+NUMBER = re.compile(
+    r"(?:(?<![\w.,-])|(?<=\d-)|(?<=\W-))"
+    r"\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?:(?!\w|\.\d)|(?=(?:x|s|ms|h|k|MB|GB|MiB|GiB)\b))"
+)
 # What is not prose: code in fences and inline, comments, targets of links, headings.
 SKIPPED = re.compile(r"`[^`]*`|<!--.*?-->|\]\([^)]*\)|^#[^\n]*$|\([^()]*not recorded[^()]*\)", re.S | re.M)
 # Names of places and things, not quantities.

@@ -96,6 +96,10 @@ def test_the_facts_still_stand() -> None:
     [
         "It is 2.5 times as fast.",
         "It takes 90 s.",
+        "It takes 90s, or is 16x as fast.",
+        "It differs by -4.2 %.",
+        "Accuracy is 4.1/90.2 <!-- numbers: a.json: time -->",
+        "It takes 4.1-5 s <!-- numbers: a.json: time -->",
         "| what | times |\n|---|---|\n| kills | 16 |",
         "It took 4.1 to 7 s <!-- numbers: a.json: time -->",  # the 7 is not there
         "A first paragraph. <!-- numbers: a.json: time -->\n\nAnother says 4.1 s.",
@@ -114,7 +118,7 @@ def test_a_number_without_a_record_is_found(text) -> None:
         "It takes 4,096 ms, exactly 4.096 s. <!-- numbers: a.json: time -->",
         "In all 16, at most 9. <!-- numbers: b.json: sum kills/.* | largest kills/.* -->",
         "Two kinds, or 2. <!-- numbers: a.json: time; b.json: number kills/.* -->",
-        "See section 5.1, Tables 7 and 8, Python 3.11-3.13 and GPT-2, `x=3`, H200.",
+        "See section 5.1, Tables 7 and 8, Python 3.11-3.13 and GPT-2, `x=3`, H200, 2x1, fp32 and 8.3B.",
         "It is fast (once, not recorded: 3.7 s).",
         "```bash\nmake 3\n```",
     ],

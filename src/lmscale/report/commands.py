@@ -1,6 +1,7 @@
 """The commands that would repeat the paper's runs. A test composes each; the machines and data are not ours."""
 
 from .ledger import DATA_RANKS, GPT_MODELS
+from .scaling import MICRO_BATCH
 
 PREPARE = (
     "python src/prepare_data.py corpus=[wikipedia,cc_stories,realnews,openwebtext] tokenizer=gpt2 output=data/paper"
@@ -16,11 +17,13 @@ def pretrain(model: str, tp_size: int, dp_size: int, *more: str) -> str:
     return " ".join((f"python src/train.py model={model} {layout} precision=fp16 model.recompute=full", *more))
 
 
-def study(size: str, heads: int, tp_size: int, dp_size: int, num_sequences: int) -> str:
-    """One cell of the scaling study."""
+def study(size: str, heads: int, tp_size: int, dp_size: int) -> str:
+    """One cell of the scaling study: one micro-batch a data rank."""
     variants = {("8.3B", 16): "gpt_8.3b_16heads", ("8.3B", 24): "gpt_8.3b_24heads"}
     model = variants.get((size, heads), f"gpt_{size.lower()}")
-    return pretrain(model, tp_size, dp_size, f"micro_batch_size=8 global_batch_size={num_sequences}")
+    return pretrain(
+        model, tp_size, dp_size, f"micro_batch_size={MICRO_BATCH} global_batch_size={MICRO_BATCH * dp_size}"
+    )
 
 
 def gpt_name(size: str) -> str:

@@ -40,7 +40,7 @@ def text_entries() -> Iterator[Entry]:
 def _communication() -> Iterator[Entry]:
     """Section 3: what the tensor ranks of the 2.5 B model send in one micro-batch."""
     size, sequences = paper.STUDY_MODELS["2.5B"].size, MICRO_BATCH
-    command = commands.study("2.5B", size[2], 2, 1, sequences)
+    command = commands.study("2.5B", size[2], 2, 1)
     num_numbers = sequences * paper.SEQ_LENGTH
 
     @cache
@@ -133,7 +133,7 @@ def _machine() -> Iterator[Entry]:
 
 def _scaling() -> Iterator[Entry]:
     """Section 5.1 beyond Figures 1 and 5."""
-    one, all_gpus = commands.study("1.2B", 16, 1, 1, 8), commands.study("8.3B", 32, 8, 64, 512)
+    one, all_gpus = commands.study("1.2B", 16, 1, 1), commands.study("8.3B", 32, 8, paper.DATA_RANKS)
     config, model = study_model(*paper.STUDY_MODELS["8.3B"].size), "model/base/gpt.yaml"
     share = anchored("39 TFLOP/s over the cluster's peak", lambda c: 100 * BASELINE_FLOPS_PER_S / (c.peaks.fp16 * TERA))
     of_linear = modelled(
