@@ -41,6 +41,7 @@ _QUOTED = "a result of others that the paper quotes"
 _SHAPE = {"num_layers": "layers", "hidden_size": "hidden size", "num_attention_heads": "heads"}
 _TABLE_6_KEYS = {"global_batch_size": "sequences", "lr": "learning rate", "num_epochs": "epochs"}
 _BERTS = ("336M", "1.3B", "3.9B")  # of Tables 4, 5 and 6
+_SMALL_DEPTHS = {"336M": 12, "752M": 24}  # layers of the norm-order study that stand for 24 and 36
 _SMALL_BERT = "a small published BERT, part of the set"
 
 
@@ -222,9 +223,11 @@ def _figures() -> Iterator[Entry]:
     yield Entry(trend, "falls with size", "perplexity", found, commands.train_gpt("8.3B"))
     for size, order, words in paper.FIGURE_7:
         model = f"bert_{size.lower()}"
-        found = own_metric(f"figure_7/{model}/{order}", not_run(_NO_RECORD))
+        entry_id, depth = f"figure_7/{model}/{order}", _SMALL_DEPTHS[size]
+        what = f"a small BERT of {depth} layers, mean training loss at the end"
+        small = recorded("norm_order.json".__eq__, (f"{depth}_layers/scaled/{order}",), what, _NO_RECORD)
         command = commands.train_bert(size, 128, f"model.norm_order={order}")
-        yield Entry(f"figure_7/{model}/{order}", words, "training loss", found, command)
+        yield Entry(entry_id, words, "training loss", own_metric(entry_id, small), command)
     command = commands.train_bert("752M", 128)
     yield from _shape("figure_7", "bert_752m", paper.BERT_752M.size, command, paper.INFERRED)
     parameters = _bert_parameters(paper.BERT_752M)
