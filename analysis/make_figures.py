@@ -1,8 +1,9 @@
-"""Figures 1 and 5: the paper's bars beside the cost model's, with the kind of evidence in the legend.
+"""Every figure that the committed records give, as files: `make figures`.
 
-    python analysis/make_figures.py                 # outputs/figures/figure_1.png, figure_5.png
+    python analysis/make_figures.py                 # outputs/figures/
 
-The model's constants were fitted to half of the cells (analysis/fit_cost_model.py); hatched bars were not in the fit.
+Figures 1 and 5, the paper's bars beside the cost model's; Figure 6 in small from `analysis/model_size.py`; Figure 7 as
+a controlled experiment from `analysis/norm_order.py`. To add one, give `figures` its name, caption and drawing.
 """
 
 import argparse
@@ -14,15 +15,14 @@ import matplotlib
 
 matplotlib.use("Agg")  # files, no window
 
-import matplotlib.pyplot as plt
-import pandas as pd
-import seaborn as sns
-from matplotlib.patches import Patch
+from matplotlib.figure import Figure
 
 from lmscale.from_plain import build
 from lmscale.perf.cluster import Cluster
-from lmscale.report.scaling import BASELINE_FLOPS_PER_S
-from lmscale.report.scaling_figures import OURS, PAPER, figure_1_rows, figure_5_rows
+from lmscale.report import norm_order
+from lmscale.report.figures.norm_order import draw_gradient_norms, draw_loss_curves, draw_rates
+from lmscale.report.figures.scaling import draw_figure_1, draw_figure_5
+from lmscale.report.scaling_figures import figure_1_rows, figure_5_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "analysis" / "results"
@@ -34,66 +34,61 @@ def fitted_cluster(record: Path = RESULTS / "cost_model.json") -> Cluster:
     return build(Cluster, values, "cluster.")
 
 
-def draw_figure_5(rows: pd.DataFrame, path: Path) -> None:
-    """Two panels of bars, as in the paper."""
-    sns.set_theme(style="whitegrid")
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), sharey=True)
-    for axis, (panel, part) in zip(axes, rows.groupby("panel", sort=False), strict=True):
-        tall = part.melt(id_vars=["GPUs", "role"], value_vars=[PAPER, OURS], var_name="source", value_name="percent")
-        sns.barplot(tall, x="GPUs", y="percent", hue="source", ax=axis, palette="deep")
-        axis.set(title=f"{panel} (V100)", ylabel="% of linear scaling", ylim=(0, 110))
-        for container in axis.containers:
-            axis.bar_label(container, fmt="%.0f", fontsize=8)
-        for bar, role in zip(axis.containers[1], part["role"], strict=True):
-            bar.set_hatch("//" if role in ("held out", "outlier") else "")
-        axis.get_legend().remove()
-    handles, labels = axes[0].get_legend_handles_labels()
-    handles.append(Patch(facecolor="white", edgecolor="grey", hatch="//"))
-    figure.tight_layout(rect=(0, 0.08, 1, 1))  # the legend stands below the bars, not on them
-    figure.legend(handles, [*labels, "not in the fit"], loc="lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def draw_figure_1(rows: pd.DataFrame, path: Path) -> None:
-    """Both sources and linear scaling over the number of GPUs."""
-    sns.set_theme(style="whitegrid")
-    figure, axis = plt.subplots(figsize=(6, 4))
-    tall = rows.melt(id_vars=["GPUs"], value_vars=[PAPER, OURS], var_name="source", value_name="PFLOP/s")
-    sns.lineplot(tall, x="GPUs", y="PFLOP/s", hue="source", style="source", markers=True, ax=axis)
-    linear = rows["GPUs"] * BASELINE_FLOPS_PER_S / 1e15
-    axis.plot(rows["GPUs"], linear, color="grey", linestyle=":", label="linear")
-    axis.set(xscale="log", yscale="log", title="Sustained on V100, 64-way data parallel above one GPU")
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+def figures(results: Path) -> dict[str, tuple[str, Figure]]:
+    """Name: caption and drawing of every figure for which a folder of records has what it needs."""
+    cluster = fitted_cluster(results / "cost_model.json")
+    found = {
+        "figure_1": (
+            "Figure 1. Sustained PFLOP/s, the paper's and the cost model's",
+            draw_figure_1(figure_1_rows(cluster)),
+        ),
+        "figure_5": (
+            "Figure 5. Weak scaling, the paper's bars and the cost model's",
+            draw_figure_5(figure_5_rows(cluster)),
+        ),
+    }
+    if (results / "norm_order.json").is_file():
+        factorial = json.loads((results / "norm_order.json").read_text(encoding="utf-8"))["config"]["factorial"]
+        folder = results / "norm_order"
+        cells = norm_order.read_cells(folder)
+        curves, norms = norm_order.read_curves(folder), norm_order.read_gradient_norms(folder)
+        of = "Figure 7 as a controlled experiment, scaled down."
+        found |= {
+            "norm_order_curves": (
+                f"{of} Training loss by depth; dotted: the least loss without a look at other tokens",
+                draw_loss_curves(curves, cells, factorial),
+            ),
+            "norm_order_rates": (
+                f"{of} Last training loss over the learning rate",
+                draw_rates(cells, factorial),
+            ),
+            "norm_order_gradients": (
+                f"{of} Gradient norm of each layer before the first step",
+                draw_gradient_norms(norms, cells, factorial),
+            ),
+        }
+    return found
 
 
 def draw_all(results: Path, folder: Path, suffix: str = "png") -> dict[Path, str]:
     """Draw every figure of a folder of records, in the format of `suffix`; returns the files and what each shows."""
-    cluster = fitted_cluster(results / "cost_model.json")
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {}
-    for number, rows, draw, title in (
-        (1, figure_1_rows(cluster), draw_figure_1, "Sustained PFLOP/s, the paper's and the cost model's"),
-        (5, figure_5_rows(cluster), draw_figure_5, "Weak scaling, the paper's bars and the cost model's"),
-    ):
-        path = folder / f"figure_{number}.{suffix}"
-        draw(rows, path)
-        figures[path] = f"Figure {number}. {title}"
-        print(f"Figure {number} (paper; ours modelled)\n{rows.round(3).to_string(index=False)}\n")
-    return figures
+    captions = {}
+    for name, (caption, figure) in figures(results).items():
+        path = folder / f"{name}.{suffix}"
+        figure.savefig(path, dpi=200, bbox_inches="tight")
+        captions[path] = caption
+    return captions
 
 
 def main() -> int:
-    """Draw all and print their rows."""
+    """Draw all and say what each shows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--records", type=Path, default=RESULTS, help="folder of records")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "figures")
     options = parser.parse_args()
-    draw_all(options.records, options.folder)
-    print(f"figures: {options.folder}")
+    for path, caption in draw_all(options.records, options.folder).items():
+        print(f"{path}: {caption}")
     return 0
 
 

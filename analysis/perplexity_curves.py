@@ -14,21 +14,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # files, no window
-
-import matplotlib.pyplot as plt
 import pandas as pd
-import seaborn as sns
 from matplotlib.figure import Figure
 
+from lmscale.report.figures.perplexity import AXES, draw_perplexity
 from lmscale.report.ledger import GPT_MODELS, PAPER_STEPS
 from lmscale.results import new_record, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
-COLUMN_WIDTH, HEIGHT, FONT_SIZE = 3.3, 2.4, 8  # inches, inches, points
-AXES = {"steps": "iterations", "tokens": "tokens"}
 
 
 @dataclass(frozen=True)
@@ -97,36 +90,6 @@ def check_together(curves: list[Curve]) -> str | None:
     )
 
 
-def draw(curves: list[Curve], x: str = "steps") -> Figure:
-    """All curves in one picture of a column's width; the colours go from dark to as light as shows on paper.
-
-    Args:
-        x: `steps` or `tokens`.
-    """
-    rows = pd.concat([curve.points.assign(run=curve.label) for curve in curves], ignore_index=True)
-    sizes = {"font.size": FONT_SIZE, "axes.labelsize": FONT_SIZE, "legend.fontsize": FONT_SIZE - 1}
-    sizes |= {"xtick.labelsize": FONT_SIZE - 1, "ytick.labelsize": FONT_SIZE - 1}
-    with sns.axes_style("ticks"), sns.plotting_context("paper", rc=sizes):
-        figure, axis = plt.subplots(figsize=(COLUMN_WIDTH, HEIGHT), layout="constrained")
-        sns.lineplot(
-            rows,
-            x=x,
-            y="perplexity",
-            hue="run",
-            style="run",
-            markers=True,
-            palette=[plt.get_cmap("viridis")(0.8 * i / max(len(curves) - 1, 1)) for i in range(len(curves))],
-            errorbar=None,
-            markersize=5,
-            markevery=0.1,  # of the length of the curve
-            ax=axis,
-        )
-        axis.set(xlabel=AXES[x], ylabel="validation perplexity")
-        axis.legend(title=None, frameon=False)
-        sns.despine(figure)
-    return figure
-
-
 def make_record(folders: list[Path], curves: list[Curve], x: str) -> dict:
     """What was read and the best perplexity of each curve."""
     metrics = {}
@@ -160,7 +123,7 @@ def main() -> int:
     try:
         if len(labels) != len(options.runs):
             raise ValueError(f"`--labels` must be as many as the runs ({len(options.runs)}), but are {len(labels)}")
-        known = sorted(plt.gcf().canvas.get_supported_filetypes())
+        known = sorted(Figure().canvas.get_supported_filetypes())
         if options.output.suffix[1:] not in known:
             raise ValueError(f"`--output` must end in one of {', '.join(known)}, but is {options.output}")
         curves = [read_curve(folder, label) for folder, label in zip(options.runs, labels, strict=True)]
@@ -172,7 +135,7 @@ def main() -> int:
         print(f"warning: {warning}", file=sys.stderr)
     try:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        draw(curves, options.x).savefig(options.output, dpi=300)
+        draw_perplexity({c.label: c.points for c in curves}, options.x).savefig(options.output, dpi=300)
     except OSError as error:
         print(f"error: `--output` must be a file that can be written, but {error}", file=sys.stderr)
         return 2

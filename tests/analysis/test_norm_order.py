@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lmscale.report.figures.norm_order import draw_gradient_norms, draw_loss_curves, draw_rates
 from lmscale.report.norm_order import (
     NATS,
     choose_rates,
@@ -21,7 +22,6 @@ from lmscale.report.norm_order import (
     read_gradient_norms,
     summarize,
 )
-from lmscale.report.norm_order_figures import draw_gradient_norms, draw_loss_curves, draw_rates
 from lmscale.results import new_record, write_record
 
 SCRIPT = Path(__file__).parents[2] / "analysis" / "norm_order.py"

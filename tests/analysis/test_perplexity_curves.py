@@ -37,7 +37,8 @@ def run_main(monkeypatch, *arguments: object) -> int:
 @pytest.fixture
 def figure(tmp_path: Path) -> Figure:
     runs = [make_run(tmp_path / str(i), {10: 90.0 - i, 20: 50.0 - i, 30: 30.0 - i}, SHAPES[i]) for i in range(4)]
-    figure = perplexity_curves.draw([perplexity_curves.read_curve(run) for run in runs])
+    curves = [perplexity_curves.read_curve(run) for run in runs]
+    figure = perplexity_curves.draw_perplexity({curve.label: curve.points for curve in curves})
     yield figure
     plt.close(figure)
 
