@@ -26,7 +26,7 @@ GROUPS = {
     if folder.is_dir()
 }
 TRAIN_GROUPS = ["model", "data", "tokenizer", "parallel", "optimizer", "schedule", "trainer", "precision"]
-TRAIN_GROUPS += ["checkpoint", "logger", "recipe"]
+TRAIN_GROUPS += ["checkpoint", "logger", "recipe", "fidelity"]
 PREPARE_GROUPS = ["corpus", "tokenizer", "cleaning", "dedup", "evaluation", "launcher"]
 # group: door, how it is chosen
 OTHER_GROUPS = {
@@ -156,6 +156,38 @@ def test_the_paper_recipes_carry_the_numbers_of_section_5() -> None:
 def test_the_command_line_wins_over_the_recipe() -> None:
     run, _ = build(compose_train("model=gpt_355m", "schedule=linear", "precision=fp16", "optimizer.lr=3e-4"))
     assert (run.schedule.decay, run.precision.dtype, run.optimizer.lr) == ("linear", "fp16", 3e-4)
+
+
+@pytest.mark.parametrize("model", GROUPS["model"])
+def test_every_fidelity_composes_with_every_model_and_its_recipe(model: str) -> None:
+    without = compose_train(f"model={model}", "~fidelity")
+    plain = compose_train(f"model={model}")
+    assert plain == without | {"fidelity": "paper"}  # the default changes nothing
+    for word in GROUPS["fidelity"]:
+        run, sizes = build(compose_train(f"model={model}", f"fidelity={word}"))
+        assert run.fidelity == word and sizes.norm_order.value == "pre"
+        rest = run.global_batch_size, run.optimizer.lr, run.schedule.decay, run.schedule.warmup_steps, run.precision
+        expected, _ = build(plain)
+        assert rest == (
+            expected.global_batch_size,
+            expected.optimizer.lr,
+            expected.schedule.decay,
+            expected.schedule.warmup_steps,
+            expected.precision,
+        )
+
+
+def test_the_command_line_wins_over_the_fidelity() -> None:
+    given = ("schedule.formula=paper", "model.gelu=tanh", "dropout_seeds=unique")
+    run, sizes = build(compose_train(*given, "fidelity=megatron_v1"))
+    assert (run.schedule.formula, sizes.gelu_form, run.dropout_seeds) == ("paper", "tanh", "unique")
+    assert (run.loss_reduction, run.fidelity) == ("mean_of_means", "megatron_v1")
+
+
+@pytest.mark.parametrize("key", ["fidelity", "dropout_seeds", "loss_reduction", "kernels"])
+def test_an_unknown_choice_is_refused_in_one_line(key: str) -> None:
+    with pytest.raises(ValueError, match=f"`{key}` must be one of .*, but is 'other'"):
+        build(compose_train() | {key: "other"})
 
 
 def test_the_decay_ends_with_the_run_unless_told_otherwise() -> None:

@@ -14,8 +14,9 @@ from .perf.search import way_out
 from .run_config import STAND_IN_VOCAB_SIZE, ParallelRequest
 from .training_config import PrecisionConfig, require_matmul_precision, require_moments, require_moments_fit
 
-# Groups a recipe fills that cost nothing: a command line of train.py can be planned as it is.
-_OF_TRAINING_ALONE = ("schedule", "checkpoint", "logger", "run_dir", "overrides")
+# What a recipe or a fidelity says that costs nothing: a command line of train.py can be planned as it is.
+_OF_TRAINING_ALONE = ("schedule", "checkpoint", "logger", "loss_reduction", "dropout_seeds", "fidelity")
+_OF_THE_DOOR = ("run_dir", "overrides")
 _HALF = ("bf16", "fp16")
 
 
@@ -107,7 +108,7 @@ class PlanConfig:
             ValueError: an unknown key, a missing key or a value of another type, with its dotted name.
         """
         overrides = values.get("overrides") or []
-        values = {key: value for key, value in values.items() if key not in _OF_TRAINING_ALONE}
+        values = {key: value for key, value in values.items() if key not in (*_OF_TRAINING_ALONE, *_OF_THE_DOOR)}
         if isinstance(values.get("cluster"), dict):
             path = values["cluster"].get("path")
             beside = [o for o in overrides if o.lstrip("+").startswith("cluster.") and "cluster.path" not in o]

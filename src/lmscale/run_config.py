@@ -20,7 +20,9 @@ from .training_config import (
     require_moments_fit,
 )
 
+FIDELITIES = ("paper", "megatron_v1", "modern")
 LOSS_REDUCTIONS = ("token_mean", "mean_of_means")
+DROPOUT_SEEDS = ("unique", "shared")
 FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
 KERNELS = ("torch", "apex", "auto")
 A_SECOND_IN_MINUTES, A_WEEK_IN_MINUTES = 1 / 60, 7 * 24 * 60  # torch counts milliseconds in 32 bits
@@ -81,6 +83,10 @@ class RunConfig:
             starts the ranks (torchrun has its own `--max-restarts`).
         loss_reduction: `token_mean` divides by the scored tokens of the global batch; `mean_of_means` averages the
             means of ranks and micro-batches, as Megatron-LM v1.0 did.
+        dropout_seeds: `unique` drops other elements of every sample; with `shared` every data rank drops what the first
+            one does at the same place of its share, as Megatron-LM v1.0 did, and the run depends on `dp_size`.
+        fidelity: whose word the points where paper, released code and today differ were set by; the run's own keys
+            say what they are.
         deterministic: bitwise equal reruns (torch.use_deterministic_algorithms).
         compile: torch.compile, layer by layer; `auto`: on a GPU.
         cuda_graphs: record the compiled layers and replay them; one GPU, half types.
@@ -110,18 +116,19 @@ class RunConfig:
     max_restarts: int = 0
     resume: ResumeConfig = ResumeConfig()
     loss_reduction: str = "token_mean"
+    dropout_seeds: str = "unique"
+    fidelity: str = "paper"
     overrides: list = field(default_factory=list)
 
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "global_batch_size")
-        if self.loss_reduction not in LOSS_REDUCTIONS:
-            raise ValueError(
-                f"`loss_reduction` must be one of token_mean, mean_of_means, but is {self.loss_reduction!r}"
-            )
+        choices = {"loss_reduction": LOSS_REDUCTIONS, "dropout_seeds": DROPOUT_SEEDS}
+        choices |= {"fidelity": FIDELITIES, "kernels": KERNELS}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"`{name}` must be one of {', '.join(known)}, but is {getattr(self, name)!r}")
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"`compile` must be true, false or auto, but is {self.compile!r}")
-        if self.kernels not in KERNELS:
-            raise ValueError(f"`kernels` must be one of {', '.join(KERNELS)}, but is {self.kernels!r}")
         if self.max_restarts < 0:
             raise ValueError(f"`max_restarts` must be at least 0, but is {self.max_restarts}")
         if self.checkpoint.keep_best is not None and not self.trainer.validate_every_steps:

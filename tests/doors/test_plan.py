@@ -277,3 +277,10 @@ def test_a_search_keeps_the_cut_over_the_sequence() -> None:
 )
 def test_what_was_passed_over_is_refused(overrides: list[str], message: str) -> None:
     assert message in refusal("model=gpt_2.5b", *overrides)
+
+
+def test_a_plan_sees_what_a_fidelity_sets_of_the_model() -> None:
+    """Without dropout there are no masks to keep."""
+    one = ("model=gpt_355m", "parallel.dp_size=1", "num_devices=1", "model.recompute=none", "cluster=h200")
+    plans = [planned(*one, f"fidelity={word}")["rank_memory_bytes"]["none"] for word in ("paper", "modern")]
+    assert plans[1]["activations"] < plans[0]["activations"] and plans[1]["weights"] == plans[0]["weights"]

@@ -198,7 +198,7 @@ class PretrainModule(L.LightningModule):
         with torch.no_grad(), FirstNonFiniteOutput(self.model) as watched:
             for micro_batch in batch:
                 if watched.name is None:
-                    self.sum_terms(micro_batch, sample_dropout_keys(self.run.seed, micro_batch["sample_numbers"]))
+                    self.sum_terms(micro_batch, self._dropout_keys(micro_batch))
         return report | {"forward": watched.name, "tp_rank": self.parallel.tp_rank, "dp_rank": self.parallel.dp_rank}
 
     def _denominators(self, batch: list[dict[str, Tensor]]) -> list[Tensor]:
@@ -221,8 +221,8 @@ class PretrainModule(L.LightningModule):
     ) -> Tensor:
         """Forward and backward of one micro-batch; returns its part of the loss terms, fp64 [number of terms]."""
         context = self.parallel
-        seed_rank_generator(self.run.seed, step, micro_step, context.dp_rank, context.tp_rank)
-        keys = sample_dropout_keys(self.run.seed, batch["sample_numbers"])
+        seed_rank_generator(self.run.seed, step, micro_step, self._dropout_rank, context.tp_rank)
+        keys = self._dropout_keys(batch)
         self.watchdog.mark(f"step {step}, forward pass of micro-batch {micro_step + 1}")
         with self.timer.phase("forward"):
             sums = self.sum_terms(batch, keys)
@@ -236,6 +236,17 @@ class PretrainModule(L.LightningModule):
         with self.timer.phase("backward"), wrapper.no_sync() if accumulating else nullcontext():
             self.manual_backward(loss)
         return terms.detach().double()
+
+    @property
+    def _dropout_rank(self) -> int:
+        """The data rank whose dropout this one draws: its own, or with shared seeds the first."""
+        return 0 if self.run.dropout_seeds == "shared" else self.parallel.dp_rank
+
+    def _dropout_keys(self, batch: dict[str, Tensor]) -> Tensor:
+        """A key for each sample, or with shared seeds for the sample at the same place of the first data rank."""
+        share = self.run.global_batch_size // self.parallel.dp_size
+        ahead = (self.parallel.dp_rank - self._dropout_rank) * share
+        return sample_dropout_keys(self.run.seed, batch["sample_numbers"] - ahead)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Add one micro-batch's summed losses and counts."""

@@ -108,7 +108,7 @@ def announce(job: "PretrainJob", run_dir: Path, resume_from: str | None, start_s
 
 def describe_options(run: RunConfig, layout: ParallelConfig) -> str:
     """A line on what was asked for beside the layout, and whether it does anything there; empty where nothing was."""
-    options = []
+    options = [f"fidelity {run.fidelity}"] if run.fidelity != "paper" else []
     if layout.sequence_parallel:
         options.append("sequence parallelism" + ("" if layout.cuts_sequence else " (without effect: tp_size is 1)"))
     if layout.zero1:
