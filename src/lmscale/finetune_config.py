@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from .config import require_fraction, require_positive
 from .from_plain import build, to_plain
 from .run_config import ParallelRequest
-from .training_config import OptimizerConfig, PrecisionConfig, ScheduleConfig, require_moments_fit
+from .training_config import FORMULAS, OptimizerConfig, PrecisionConfig, ScheduleConfig, require_moments_fit
 
 TASKS = ("mnli", "qqp", "squad_v1", "squad_v2", "race")
 FROM_HUB = "hub:"  # before the name of a split; everything else is a path
@@ -96,6 +96,7 @@ class FinetuneTrainer:
     Args:
         num_epochs: passes over the training set; 0 scores the checkpoint as it is.
         warmup_fraction: part of all updates in which the learning rate rises; it then falls to 0.
+        schedule_formula: of `ScheduleConfig`; `megatron_v1` falls to 2 x warmup_fraction of the peak.
         max_train_examples: the first so many examples (SQuAD: windows) of the training set; None: all. For trials.
         score_every_epoch: score after each epoch, or only at the end.
         pool_batches: batches are made of examples of similar length out of so many times a batch; 1: in the order of
@@ -110,6 +111,7 @@ class FinetuneTrainer:
 
     num_epochs: int
     warmup_fraction: float
+    schedule_formula: str = "paper"
     max_train_examples: int | None = None
     score_every_epoch: bool = True
     pool_batches: int = 64
@@ -131,6 +133,15 @@ class FinetuneTrainer:
         for name in ("max_train_examples", "num_threads"):
             if getattr(self, name) is not None:
                 require_positive(self, name)
+        if self.schedule_formula not in FORMULAS:
+            raise ValueError(
+                f"`schedule_formula` must be one of {', '.join(FORMULAS)}, but is {self.schedule_formula!r}"
+            )
+        if self.schedule_formula == "megatron_v1" and self.warmup_fraction > 0.5:  # it would rise above the peak
+            raise ValueError(
+                "`warmup_fraction` must be at most 0.5 with `schedule_formula`=megatron_v1, "
+                f"but is {self.warmup_fraction}"
+            )
         if self.accelerator not in ("auto", "cpu", "gpu"):
             raise ValueError(f"`accelerator` must be one of auto, cpu, gpu, but is {self.accelerator!r}")
         if self.matmul_precision not in ("highest", "high", "medium"):
@@ -156,6 +167,7 @@ class FinetuneConfig:
         head_dropout: before the head; None: the hidden one.
         seed: of the head, the order and dropout.
         objective: metric that the run returns to a searching sweeper; None: the task's own.
+        fidelity: whose word the points where paper and released code differ were set by.
     """
 
     name: str
@@ -180,6 +192,7 @@ class FinetuneConfig:
     recompute: str = "none"
     seed: int = 1234
     objective: str | None = None
+    fidelity: str = "paper"
     overrides: list = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -201,8 +214,9 @@ class FinetuneConfig:
             raise ValueError("`task.validation` must have a set where something is trained, but has none")
 
     def schedule(self, num_steps: int) -> ScheduleConfig:
-        """Warm-up over its part of the updates, then a straight line to 0."""
-        return ScheduleConfig("linear", round(self.trainer.warmup_fraction * num_steps), max(1, num_steps))
+        """Warm-up over its part of the updates, then a straight line, by the formula to 0."""
+        warmup_steps, formula = round(self.trainer.warmup_fraction * num_steps), self.trainer.schedule_formula
+        return ScheduleConfig("linear", warmup_steps, max(1, num_steps), formula=formula)
 
     @classmethod
     def from_dict(cls, values: dict) -> "FinetuneConfig":

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from .config import require_positive
 
 TRACED_UP_TO = 6  # the last step that `trainer.profiler` keeps
+FORMULAS = ("paper", "megatron_v1")  # of the learning rate
 DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
 
 
@@ -52,8 +53,8 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if self.decay not in ("cosine", "linear", "constant"):
             raise ValueError(f"`schedule.decay` must be one of cosine, linear, constant, but is {self.decay!r}")
-        if self.formula not in ("paper", "megatron_v1"):
-            raise ValueError(f"`schedule.formula` must be one of paper, megatron_v1, but is {self.formula!r}")
+        if self.formula not in FORMULAS:
+            raise ValueError(f"`schedule.formula` must be one of {', '.join(FORMULAS)}, but is {self.formula!r}")
         require_positive(self, "decay_steps")
         # Longer than the run is allowed: a short trial of a long recipe never leaves the warm-up.
         if self.warmup_steps < 0:

@@ -340,3 +340,19 @@ def test_one_line_of_many_megabytes_is_a_document_like_any_other(megabytes, shar
     assert done.returncode == 0, done.stderr
     found = read_documents(tmp_path / "out") + read_documents(tmp_path / "out", split="validation")
     assert large in found
+
+
+def test_documents_at_jaccard_0_8_are_duplicates_to_the_paper_and_not_to_megatron_v1(tmp_path) -> None:
+    """Nine of 400 words changed are 45 of 396 shingles: (396 - 45) / (396 + 45)."""
+    texts = [" ".join(f"{first}{number}" for number in range(400)) for first in ("a", "b", "c")]
+    words = texts[0].split()
+    words[20::40] = ["changed"] * len(words[20::40])
+    write_lines(tmp_path / "in" / "one.jsonl", [*texts, " ".join(words[:380] + texts[0].split()[380:])])
+    kept = {}
+    for choice in ("paper", "megatron_v1"):
+        output = tmp_path / choice
+        given = (f"sources.local.path={tmp_path / 'in'}", f"output={output}", f"dedup={choice}")
+        done = prepare(*SMALL, "cleaning=none", "validation_every=2", *given)
+        assert done.returncode == 0, done.stderr
+        kept[choice] = sum(len(read_documents(output, split=part)) for part in ("train", "validation"))
+    assert kept == {"paper": 3, "megatron_v1": 4}
