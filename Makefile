@@ -35,7 +35,7 @@ test-slow: setup $(REAL_BERT)
 tables: setup
 	$(BIN)/python analysis/make_tables.py
 
-# Figures 1 and 5: the paper's bars beside the cost model's.
+# Figures 1 and 5: the paper's bars beside the cost model's; Figure 6 in small.
 figures: setup
 	$(BIN)/python analysis/make_figures.py
 

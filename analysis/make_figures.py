@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from lmscale.from_plain import build
 from lmscale.perf.cluster import Cluster
 from lmscale.report import norm_order
+from lmscale.report.figures.model_size import draw_laws, draw_model_sizes
 from lmscale.report.figures.norm_order import draw_gradient_norms, draw_loss_curves, draw_rates
 from lmscale.report.figures.scaling import draw_figure_1, draw_figure_5
 from lmscale.report.scaling_figures import figure_1_rows, figure_5_rows
@@ -47,6 +48,18 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
             draw_figure_5(figure_5_rows(cluster)),
         ),
     }
+    if (results / "model_size.json").is_file():
+        record = json.loads((results / "model_size.json").read_text(encoding="utf-8"))
+        found |= {
+            "model_size": (
+                "Figure 6 in small, scaled down. Validation perplexity of GPTs of six sizes, mean of the seeds",
+                draw_model_sizes(record),
+            ),
+            "model_size_laws": (
+                "Loss against size, scaled down. Bars span the seeds; lines are power laws with the 95 % interval of b",
+                draw_laws(record),
+            ),
+        }
     if (results / "norm_order.json").is_file():
         factorial = json.loads((results / "norm_order.json").read_text(encoding="utf-8"))["config"]["factorial"]
         folder = results / "norm_order"

@@ -33,6 +33,20 @@ _task_is_running = False
 _literals: dict[str, str] = {}  # texts of the command line by what Hydra reads in their place
 
 
+def look_up(key: Any, table: Mapping[Any, Any]) -> Any:
+    """`${look_up:KEY,TABLE}` in a file of `conf/`: what a table says for the value of another key.
+
+    Raises:
+        ValueError: the table has no such key.
+    """
+    if key not in table:
+        raise ValueError(f"must be one of {', '.join(map(str, table))}, but is {key}")
+    return table[key]
+
+
+OmegaConf.register_new_resolver("look_up", look_up, replace=True)
+
+
 def open_door(main: Callable[[], None], short: Mapping[str, str] | None = None, literal: Collection[str] = ()) -> None:
     """Run a `@hydra.main` function; mistakes in overrides and configuration become `error: ...` and exit code 2.
 

@@ -1,0 +1,199 @@
+"""`sweep=model_size` and the script that runs its cells, fits power laws to them and draws them."""
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import warm
+from door import environment
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lmscale.door import look_up
+from lmscale.report.power_law import fit_power_law
+from lmscale.run_config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "analysis"))
+
+import make_figures  # noqa: E402
+import model_size  # noqa: E402
+from model_size_figures import draw_curves, draw_laws  # noqa: E402
+
+MINIATURE = ["tokenizer.vocab_size=400", "data.seq_length=16", "micro_batch_size=2", "global_batch_size=4"]
+MINIATURE += ["trainer.max_steps=4", "schedule.warmup_steps=1", "trainer.validate_every_steps=2"]
+MINIATURE += ["trainer.num_validation_samples=4"]
+X = np.array([3e4, 1e5, 2.5e5, 7e5, 1.5e6, 3e6])
+
+
+def run_main(monkeypatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["model_size.py", *map(str, arguments)])
+    return model_size.main()
+
+
+@pytest.fixture
+def trained(monkeypatch) -> list[list[str]]:
+    """Runs of the door in forks of a warm process; the overrides of each that was started."""
+    started = []
+
+    def train(overrides) -> None:
+        started.append(list(overrides))
+        done = warm.run([str(ROOT / "src" / "train.py"), *overrides], ROOT, environment(), timeout=300)
+        assert done.returncode == 0, done.stderr
+
+    monkeypatch.setattr(model_size, "train", train)
+    return started
+
+
+def test_every_cell_of_the_sweep_composes_at_a_size_of_its_own() -> None:
+    shapes = set()
+    for size in model_size.swept("model.hidden_size"):
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            values = compose("train", ["sweep=model_size", f"model.hidden_size={size}", "seed=2"])
+        run = RunConfig.from_dict(OmegaConf.to_container(values, resolve=True) | {"run_dir": "/somewhere"})
+        config = run.transformer_config(512)
+        assert (config.architecture, config.hidden_size, run.seed, config.padded_vocab_size) == ("gpt", size, 2, 512)
+        shapes.add((config.num_layers, run.trainer.max_steps * run.global_batch_size * run.data.seq_length))
+    assert len(shapes) >= 5 and len({tokens for _, tokens in shapes}) == 1
+    assert len(model_size.swept("seed")) == 3
+
+
+def test_a_width_that_the_sweep_has_no_depth_for_is_refused() -> None:
+    assert look_up(48, {32: 2, 48: 3}) == 3
+    with pytest.raises(ValueError, match="must be one of 32, 48, but is 50"):
+        look_up(50, {32: 2, 48: 3})
+
+
+def test_a_miniature_runs_and_what_is_there_is_not_run_again(tmp_path, monkeypatch, trained, capsys) -> None:
+    records, outputs = tmp_path / "records", tmp_path / "outputs"
+    where = ("--records", records, "--outputs", outputs, "--sizes", 32, 48, 64)
+    (outputs / "hidden_48_seed_1").mkdir(parents=True)
+    (outputs / "hidden_48_seed_1" / "metrics.csv").write_text("step\n")  # of a cell that was killed
+    assert run_main(monkeypatch, *where, "--seeds", 1, "--", *MINIATURE) == 2  # no law from one seed
+    assert capsys.readouterr().err == "error: every size must have at least 2 runs, but 25472 has 1\n"
+    kept = (records / "hidden_32_seed_1.json").read_bytes()
+    assert run_main(monkeypatch, *where, "--seeds", 1, 2, "--", *MINIATURE) == 0
+    cells = [[int(o.split("=")[1]) for o in overrides[2:4]] for overrides in trained]
+    assert cells == [[32, 1], [48, 1], [64, 1], [32, 2], [48, 2], [64, 2]]
+    assert (records / "hidden_32_seed_1.json").read_bytes() == kept
+
+    cell = json.loads(kept)
+    assert cell["kind"] == "scaled_down" and cell["layout"]["threads_per_rank"] == 1
+    assert [point["step"] for point in cell["config"]["curve"]] == [2, 4]
+    assert cell["config"]["curve"][-1]["loss"] == cell["metrics"]["val/loss"]["value"]
+    assert cell["metrics"]["parameters_without_embeddings"]["value"] == 2 * (12 * 32**2 + 13 * 32) + 2 * 32
+    assert cell["metrics"]["tokens"]["value"] == 4 * 4 * 16
+    summary = json.loads((tmp_path / "records.json").read_text())
+    assert list(summary["config"]["curves"]) == ["2x32", "3x48", "4x64"] and summary["config"]["seeds"] == [1, 2]
+    losses = [json.loads((records / f"hidden_48_seed_{s}.json").read_text())["metrics"]["val/loss"] for s in (1, 2)]
+    assert summary["metrics"]["3x48/loss"]["value"] == pytest.approx(sum(loss["value"] for loss in losses) / 2)
+    assert summary["metrics"]["flops/plain/b"]["unit"] == "1"
+
+
+def make_series(folder: Path, sizes=(32, 48, 64, 96, 128, 192), steps: int = 100, floor: float = 1.0) -> Path:
+    """Records of cells with a known law in the parameters without embeddings."""
+    folder.mkdir(exist_ok=True)
+    for layers, hidden in enumerate(sizes, start=2):
+        count = layers * 12 * hidden**2
+        for seed in (1, 2, 3):
+            loss = floor + 20 * count**-0.25 * (1 + 0.002 * (seed - 2))
+            config = {"model": {"num_layers": layers, "hidden_size": hidden, "gelu": None}, "name": f"{hidden}"}
+            config |= {"overrides": [f"seed={seed}"], "trainer": {"max_steps": steps}}
+            config["curve"] = [{"step": steps // 2, "loss": loss + 1}, {"step": steps, "loss": loss}]
+            values = {"val/loss": loss, "flops": 6e5 * count, "cpu_time": 10.0, "tokens": 1e5}
+            values |= {"parameters_without_embeddings": count, "parameters": count + 640 * hidden}
+            metrics = {name: {"value": value, "unit": "any"} for name, value in values.items()}
+            record = {"config": config, "metrics": metrics, "seed": seed, "name": f"{hidden}_{seed}"}
+            (folder / f"hidden_{hidden}_seed_{seed}.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_a_known_law_is_found_and_its_floor_told_from_none(tmp_path) -> None:
+    with_floor = model_size.summarize(model_size.read_cells(make_series(tmp_path / "a")))
+    value = {name: entry["value"] for name, entry in with_floor["metrics"].items()}
+    measure = "parameters_without_embeddings"
+    assert value[f"{measure}/floor/b"] == pytest.approx(0.25, abs=2e-3)
+    assert value[f"{measure}/floor/c"] == pytest.approx(1.0, abs=1e-2)
+    assert value[f"{measure}/floor/b_low"] < 0.25 < value[f"{measure}/floor/b_high"]
+    assert value["flops/floor/b"] == pytest.approx(0.25, abs=2e-3)  # FLOPs are proportional here
+    assert with_floor["config"]["floor_is_borne"][measure] is True
+    assert value[f"{measure}/plain/largest_residual"] > 10 * value[f"{measure}/floor/largest_residual"]
+    without = model_size.summarize(model_size.read_cells(make_series(tmp_path / "b", floor=0.0)))
+    assert without["metrics"][f"{measure}/plain/b"]["value"] == pytest.approx(0.25, abs=1e-3)
+    assert without["config"]["floor_is_borne"][measure] is False
+
+
+def test_a_fit_is_exact_where_the_runs_are() -> None:
+    law = fit_power_law(X, [[7 * x**-0.3] * 2 for x in X], floor=False)
+    assert (law.a, law.b, law.c, law.r_squared) == (pytest.approx(7), pytest.approx(0.3), 0, pytest.approx(1))
+    assert law.b_interval == (pytest.approx(0.3), pytest.approx(0.3)) and law(X) == pytest.approx(7 * X**-0.3)
+    law = fit_power_law(X, [[7 * x**-0.3 + 2] * 2 for x in X], floor=True)
+    assert (law.a, law.b, law.c) == (pytest.approx(7, rel=5e-3), pytest.approx(0.3, rel=2e-3), pytest.approx(2, 1e-3))
+
+
+def test_the_interval_covers_the_exponent_in_19_of_20_experiments() -> None:
+    generator, covered = np.random.default_rng(3), 0
+    for _ in range(200):
+        noise = np.exp(0.01 * generator.normal(size=(len(X), 3)))
+        law = fit_power_law(X, (7 * X**-0.3)[:, None] * noise, floor=False, num_resamples=200)
+        covered += law.b_interval[0] <= 0.3 <= law.b_interval[1]
+    assert 175 <= covered <= 199  # 190 +- 5 times the standard deviation downwards; Student's tails are neglected
+
+
+def test_too_few_sizes_are_refused_in_one_line(tmp_path, monkeypatch, trained, capsys) -> None:
+    with pytest.raises(ValueError, match="must have at least 3 sizes, but there are 2"):
+        fit_power_law([1.0, 2.0], [[1.0, 1.0], [2.0, 2.0]], floor=False)
+    with pytest.raises(ValueError, match="must have at least 4 sizes, but there are 3"):
+        fit_power_law(X[:3], [[1.0, 1.0]] * 3, floor=True)
+    make_series(tmp_path / "cells", sizes=(32, 48))
+    assert run_main(monkeypatch, "--records", tmp_path / "cells", "--sizes", 32, 48) == 2
+    assert capsys.readouterr().err == "error: a power law must have at least 3 sizes, but there are 2\n"
+    assert trained == [] and not (tmp_path / "cells.json").exists()
+
+
+def test_cells_that_were_not_trained_alike_are_refused(tmp_path) -> None:
+    make_series(tmp_path, sizes=(32, 48, 64))
+    make_series(tmp_path, sizes=(96,), steps=101)
+    with pytest.raises(ValueError, match="`trainer` must be the same in all cells of .*, but is not in 96_1"):
+        model_size.read_cells(tmp_path)
+
+
+def test_a_curve_has_at_most_20_points_and_always_the_last(tmp_path) -> None:
+    rows = [f"{step},{'' if step % 3 else step / 10}" for step in range(1, 100)]
+    (tmp_path / "metrics.csv").write_text("\n".join(["step,val/loss", *rows]) + "\n")
+    curve = model_size.read_curve(tmp_path / "metrics.csv")
+    assert len(curve) == 17 and curve[-1] == {"step": 99, "loss": 9.9} and curve[0]["step"] == 3
+
+
+def test_the_figures_hold_the_records_numbers_with_units_at_a_columns_width(tmp_path) -> None:
+    record = model_size.summarize(model_size.read_cells(make_series(tmp_path / "cells")))
+    laws, curves = draw_laws(record), draw_curves(record)
+    for figure in (laws, curves):
+        assert figure.get_figwidth() == 3.3
+        for axis in figure.axes:
+            texts = [axis.xaxis.label, axis.yaxis.label, *axis.get_xticklabels(), *axis.get_legend().get_texts()]
+            assert min(text.get_fontsize() for text in texts) >= 7
+    assert {(a.get_xscale(), a.get_yscale(), a.get_ylabel()) for a in laws.axes} == {
+        ("log", "log", "validation loss (nats/token)")
+    }
+    points = laws.axes[0].containers[0].lines[0]
+    assert list(points.get_ydata()) == [record["metrics"][f"{n}/loss"]["value"] for n in record["config"]["curves"]]
+    assert len({line.get_linestyle() for line in laws.axes[0].get_lines() if len(line.get_xdata()) == 100}) == 2
+    assert len([line for line in curves.axes[0].get_lines() if len(line.get_xdata())]) == 6
+    plt.close("all")
+
+
+def test_the_figures_are_made_once_there_is_a_record(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(make_figures, "MODEL_SIZE", tmp_path / "record.json")
+    monkeypatch.setattr(sys, "argv", ["make_figures.py", "--folder", str(tmp_path / "figures")])
+    assert make_figures.main() == 0 and "has no record yet" in capsys.readouterr().out
+    record = model_size.summarize(model_size.read_cells(make_series(tmp_path / "cells")))
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    assert make_figures.main() == 0
+    assert {path.name for path in (tmp_path / "figures").glob("model_size*.png")} == {
+        "model_size.png",
+        "model_size_curves.png",
+    }
