@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lmscale.door import look_up
+from lmscale.report.figures.model_size import draw_laws, draw_model_sizes
 from lmscale.report.power_law import fit_power_law
 from lmscale.run_config import RunConfig
 
@@ -21,7 +22,6 @@ sys.path.insert(0, str(ROOT / "analysis"))
 
 import make_figures  # noqa: E402
 import model_size  # noqa: E402
-from model_size_figures import draw_curves, draw_laws  # noqa: E402
 
 MINIATURE = ["tokenizer.vocab_size=400", "data.seq_length=16", "micro_batch_size=2", "global_batch_size=4"]
 MINIATURE += ["trainer.max_steps=4", "schedule.warmup_steps=1", "trainer.validate_every_steps=2"]
@@ -170,7 +170,7 @@ def test_a_curve_has_at_most_20_points_and_always_the_last(tmp_path) -> None:
 
 def test_the_figures_hold_the_records_numbers_with_units_at_a_columns_width(tmp_path) -> None:
     record = model_size.summarize(model_size.read_cells(make_series(tmp_path / "cells")))
-    laws, curves = draw_laws(record), draw_curves(record)
+    laws, curves = draw_laws(record), draw_model_sizes(record)
     for figure in (laws, curves):
         assert figure.get_figwidth() == 3.3
         for axis in figure.axes:
