@@ -1,6 +1,7 @@
 """`sweep=model_size` and the script that runs its cells, fits power laws to them and draws them."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -186,14 +187,11 @@ def test_the_figures_hold_the_records_numbers_with_units_at_a_columns_width(tmp_
     plt.close("all")
 
 
-def test_the_figures_are_made_once_there_is_a_record(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(make_figures, "MODEL_SIZE", tmp_path / "record.json")
-    monkeypatch.setattr(sys, "argv", ["make_figures.py", "--folder", str(tmp_path / "figures")])
-    assert make_figures.main() == 0 and "has no record yet" in capsys.readouterr().out
+def test_the_figures_are_made_once_there_is_a_record(tmp_path) -> None:
+    shutil.copy(make_figures.RESULTS / "cost_model.json", tmp_path)
+    assert not [name for name in make_figures.figures(tmp_path) if name.startswith("model_size")]
     record = model_size.summarize(model_size.read_cells(make_series(tmp_path / "cells")))
-    (tmp_path / "record.json").write_text(json.dumps(record))
-    assert make_figures.main() == 0
-    assert {path.name for path in (tmp_path / "figures").glob("model_size*.png")} == {
-        "model_size.png",
-        "model_size_curves.png",
-    }
+    (tmp_path / "model_size.json").write_text(json.dumps(record))
+    made = make_figures.draw_all(tmp_path, tmp_path / "figures")
+    assert {path.name for path in made} > {"model_size.png", "model_size_laws.png"}
+    assert all(path.stat().st_size > 10_000 for path in made)
