@@ -244,3 +244,24 @@ def test_every_key_is_read_by_something() -> None:
         if field.name not in read
     }
     assert not unread, f"no code reads {sorted(unread)}"
+
+
+def written_values(node: dict, prefix: str = "") -> dict[str, object]:
+    """The plain values of a file by dotted key: no interpolations, nothing left open."""
+    found = {}
+    for key, value in node.items():
+        if isinstance(value, dict):
+            found |= written_values(value, f"{prefix}{key}.")
+        elif not (isinstance(value, str) and ("${" in value or value == "???")):
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+@pytest.mark.parametrize("door", ["convert", "finetune", "generate", "plan", "prepare_data", "zero_shot"])
+def test_what_a_doors_own_file_says_is_not_overridden_by_its_groups(door: str) -> None:
+    """train.yaml is another matter: its recipes are there to override it."""
+    written = OmegaConf.to_container(OmegaConf.load(CONF / f"{door}.yaml"))
+    own = written_values({key: value for key, value in written.items() if key not in ("defaults", "hydra")})
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose(door, ["task=lambada"] if door == "zero_shot" else [])
+    assert {key: OmegaConf.select(composed, key) for key in own} == own

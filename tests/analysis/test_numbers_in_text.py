@@ -53,6 +53,9 @@ FACTS = {
     "the 8.3 B model at 512 ranks": ("tests/training/test_trace.py", "8_317_040_640"),
     "at Jaccard 0.7": ("tests/corpus/test_duplicates.py", "0.7"),
     "recall at least 0.99": ("tests/corpus/test_duplicates.py", ">= 0.99"),
+    "at step 253,123 of 300,000": ("tests/training/test_schedule.py", "253_123"),
+    "1.2 million tokens": ("conf/sweep/model_size.yaml", "1.2 million tokens"),
+    "95 % intervals": ("src/lmscale/report/power_law.py", "95 %"),
     "with 1 or 2 workers": ("tests/doors/test_prepare_data.py", "workers"),
 }
 
