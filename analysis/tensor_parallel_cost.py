@@ -10,11 +10,13 @@ pass, with the paper's dropout, the parameters left out.
 """
 
 import argparse
+import dataclasses
 import os
 import statistics
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -24,13 +26,14 @@ from torch import Tensor, nn
 
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext, sample_dropout_keys
+from lmscale.parallel import ParallelContext, open_channel, sample_dropout_keys
 from lmscale.results import new_record, write_record
 from lmscale.training.optimizer import MixedPrecisionAdamW
 from lmscale.training_config import OptimizerConfig, PrecisionConfig
 
 SHAPES = {"h512_l4": (512, 8, 4), "h1024_l2": (1024, 16, 2)}  # hidden size, heads, layers
 VOCAB, BATCH, SEQ_LENGTH = 8192, 8, 256
+TIMEOUT = timedelta(minutes=30)
 
 
 def make_config(shape: str, dropout: float) -> TransformerConfig:
@@ -93,13 +96,14 @@ class Trainee:
         return sum(kept.values())
 
 
-def worker(rank: int, folder: str, rounds: int, steps: int) -> None:
+def worker(rank: int, folder: str, rounds: int, steps: int, over_gloo: bool) -> None:
     """One of the two ranks; rank 0 writes what was found."""
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), 2)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-    both = ParallelContext(tp_rank=rank, tp_size=2, tp_group=dist.group.WORLD)
-    cut = ParallelContext(tp_rank=rank, tp_size=2, tp_group=dist.group.WORLD, sequence_parallel=True)
+    channel = None if over_gloo else open_channel(dist.group.WORLD, TIMEOUT)
+    both = ParallelContext(tp_rank=rank, tp_size=2, tp_group=dist.group.WORLD, tp_channel=channel)
+    cut = dataclasses.replace(both, sequence_parallel=True)
     found: dict[str, dict] = {}
     for shape in SHAPES:
         config = make_config(shape, dropout=0.0)
@@ -152,6 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="steps of one turn")
+    parser.add_argument("--over-gloo", action="store_true", help="add up over TCP instead of in shared memory")
     parser.add_argument("--record", type=Path, default=None, help="where the record goes; nowhere by default")
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 1:
@@ -159,7 +164,7 @@ def main() -> int:
         return 2
     load = os.getloadavg()[0]  # of others: our own processes would be in it later
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (folder, options.rounds, options.steps), nprocs=2, join=True)
+        mp.spawn(worker, (folder, options.rounds, options.steps, options.over_gloo), nprocs=2, join=True)
         metrics = to_metrics(torch.load(Path(folder) / "found", weights_only=True), load)
     for name, entry in metrics.items():
         print(f"{name:<34} {entry['value']:.6g} {entry['unit']}")

@@ -33,13 +33,15 @@ STAND_IN_VOCAB_SIZE = 2000  # ids, for sizes that are wanted before the tokenize
 class ParallelRequest:
     """`parallel=`: sizes, or `auto`. tp `auto`: the smallest power of two that fits the device and divides the model;
     dp `auto`: what is left of the world (one where lmscale starts the ranks itself on a CPU). `sequence_parallel` and
-    `zero1`: see `ParallelConfig`."""
+    `zero1`: see `ParallelConfig`. `shared_memory`: tensor ranks on one host without a GPU add up through memory they
+    share instead of gloo's TCP."""
 
     tp_size: int | str = 1
     dp_size: int | str = "auto"
     timeout_minutes: float = 30.0
     sequence_parallel: bool = False
     zero1: bool = False
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "dp_size"):

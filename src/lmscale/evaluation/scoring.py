@@ -57,7 +57,7 @@ def vocab_parallel_argmax(logits: Tensor, context: ParallelContext) -> Tensor:
         two all-reduces (maximum) of [n] over the tensor group.
     """
     value, index = logits.max(dim=-1)  # of equal ones the first
-    largest = max_over_tensor_ranks(value.clone(), context)
+    largest = max_over_tensor_ranks(value, context)
     ids = (index + context.tp_rank * logits.shape[-1]).double()
     ids = torch.where(value == largest, ids, float(_NO_ID))
     return -max_over_tensor_ranks(-ids, context).long()

@@ -22,6 +22,7 @@ from ..results import new_record, refuse_other_record, write_record
 from ..training.exit_codes import DONE, USER_ERROR
 from ..training.launch import cluster_environment, resolve_accelerator, share_cores, world_from_outside
 from ..training.metrics_file import MetricsFile
+from ..training.run_folder import describe_channel
 from ..training.run_lock import RunLock
 from ..training.strategy import TensorParallelStrategy
 from ..training.watchdog import Watchdog
@@ -131,7 +132,7 @@ def finetune(job: FinetuneJob) -> int:
     run = job.run
     environment, local_size, num_nodes = cluster_environment()
     torch.set_float32_matmul_precision(run.trainer.matmul_precision)
-    strategy = TensorParallelStrategy(job.layout, run.parallel.timeout_minutes)
+    strategy = TensorParallelStrategy(job.layout, run.parallel.timeout_minutes, run.parallel.shared_memory)
     features = job.training_features()
     steps_per_epoch = -(-len(features) // run.global_batch_size) if features is not None else 0
     num_steps = steps_per_epoch * run.trainer.num_epochs
@@ -251,8 +252,8 @@ def _announce(job: FinetuneJob, module: FinetuneModule, features: Features | Non
         f"{run.name}: {run.task.name} from {job.start.path}{' (sizes only)' if run.from_scratch else ''}; trains on "
         f"{size} x {run.trainer.num_epochs} epochs, batch {run.global_batch_size}, lr {run.optimizer.lr:g}; scores "
         + ", ".join(f"{name} ({len(found.ids):,})" for name, found in module.sets.items())
-        + f"\nranks: {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}, {run.precision.dtype}; run "
-        f"folder: {module.run_dir}",
+        + f"\nranks: {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}"
+        f"{describe_channel(module.parallel, job.accelerator)}, {run.precision.dtype}; run folder: {module.run_dir}",
         flush=True,
     )
     for found in [*([features] if features is not None else []), *module.sets.values()]:

@@ -29,6 +29,7 @@ from .layers import (
 )
 from .rng import counter_dropout, counter_keep_mask, sample_dropout_keys, seed_rank_generator, site_keys
 from .shard_spec import ShardSpec, parameter
+from .shared_memory import SharedMemoryChannel, open_channel
 
 __all__ = [
     "IGNORE_LABEL",
@@ -39,6 +40,7 @@ __all__ = [
     "ReplicatedLinear",
     "RowParallelLinear",
     "ShardSpec",
+    "SharedMemoryChannel",
     "VocabParallelEmbedding",
     "broadcast_from_data_ranks",
     "copy_to_tensor_parallel_region",
@@ -53,6 +55,7 @@ __all__ = [
     "gradient_norms_of_parts",
     "initialize_parameters",
     "linear_cross_entropy",
+    "open_channel",
     "parameter",
     "reduce_from_tensor_parallel_region",
     "reduce_to_data_ranks",

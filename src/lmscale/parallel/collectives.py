@@ -16,6 +16,7 @@ from .float8 import GRADIENT, float8_linear, forward_product, input_gradient, to
 
 # torch 2.13 has given them new names and warns of the old ones.
 _all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
@@ -23,26 +24,21 @@ class _CopyToTensorParallelRegion(torch.autograd.Function):
     """f: identity forward, all-reduce backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx, x: Tensor, context: ParallelContext) -> Tensor:
+        ctx.context = context
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
-        # The gradient may be shared with another branch of the graph, and the reduction works in place.
-        grad = grad_output.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return sum_over_tensor_ranks(grad_output, ctx.context), None
 
 
 class _ReduceFromTensorParallelRegion(torch.autograd.Function):
     """g: all-reduce forward, identity backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
+    def forward(ctx, x: Tensor, context: ParallelContext) -> Tensor:
+        return sum_over_tensor_ranks(x, context)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
@@ -97,12 +93,15 @@ class _ColumnLinear(torch.autograd.Function):
             d_x, summed = _begin_reduce_scatter(d_whole, context)
             arrived.wait()
             x = _join_sequence(parts)
+        elif context.tp_channel is not None:
+            d_x, summed = sum_over_tensor_ranks(d_whole, context), None
         else:
             d_x, summed = d_whole, dist.all_reduce(d_whole, group=context.tp_group, async_op=True)
         whole = x.flatten(0, -2)
         d_weight = weight_gradient(rounded, whole, weight.dtype) if ctx.in_float8 else rows.t() @ whole
         d_bias = rows.sum(dim=0)
-        summed.wait()
+        if summed is not None:
+            summed.wait()
         return d_x, d_weight, d_bias, None, None
 
 
@@ -195,7 +194,7 @@ def copy_to_tensor_parallel_region(x: Tensor, context: ParallelContext) -> Tenso
 
     Source: section 3, Figure 3.
     """
-    return x if context.tp_size == 1 else _CopyToTensorParallelRegion.apply(x, context.tp_group)
+    return x if context.tp_size == 1 else _CopyToTensorParallelRegion.apply(x, context)
 
 
 def reduce_from_tensor_parallel_region(x: Tensor, context: ParallelContext) -> Tensor:
@@ -213,21 +212,28 @@ def reduce_from_tensor_parallel_region(x: Tensor, context: ParallelContext) -> T
     """
     if context.sequence_parallel:
         return _ScatterSequence.apply(x, context)
-    return x if context.tp_size == 1 else _ReduceFromTensorParallelRegion.apply(x, context.tp_group)
+    return x if context.tp_size == 1 else _ReduceFromTensorParallelRegion.apply(x, context)
 
 
 def sum_over_tensor_ranks(x: Tensor, context: ParallelContext) -> Tensor:
-    """Add `x` in place over the tensor group, outside autograd; returns `x`."""
-    if context.tp_size > 1:
-        dist.all_reduce(x, group=context.tp_group)
-    return x
+    """The sum of `x` over the tensor group, outside autograd; with one rank `x` itself."""
+    return _all_reduce(x, context, "sum")
 
 
 def max_over_tensor_ranks(x: Tensor, context: ParallelContext) -> Tensor:
-    """Take the maximum of `x` in place over the tensor group, outside autograd; returns `x`."""
-    if context.tp_size > 1:
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=context.tp_group)
-    return x
+    """The maximum of `x` over the tensor group, outside autograd; with one rank `x` itself."""
+    return _all_reduce(x, context, "max")
+
+
+def _all_reduce(x: Tensor, context: ParallelContext, operation: str) -> Tensor:
+    if context.tp_size == 1:
+        return x
+    if context.tp_channel is not None:
+        return context.tp_channel.all_reduce(x, operation)
+    # `x` may be shared with another branch of the graph, and the reduction works in place.
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, op=_OPERATIONS[operation], group=context.tp_group)
+    return total
 
 
 def sum_over_data_ranks(x: Tensor, context: ParallelContext) -> Tensor:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
 
+from .shared_memory import SharedMemoryChannel
+
 
 @dataclass(frozen=True)
 class ParallelContext:
@@ -16,6 +18,7 @@ class ParallelContext:
     many and must not communicate; it serves counting and tests.
 
     Args:
+        tp_channel: what adds up over the tensor group instead of its backend, where there is one (`open_channel`).
         sequence_parallel: outside the parallel region the tensors are cut over the sequence; needs tp_size > 1.
         zero1: a data rank has the optimizer's state of the parameters it owns alone; needs dp_size > 1.
 
@@ -28,6 +31,7 @@ class ParallelContext:
     dp_size: int = 1
     tp_group: ProcessGroup | None = None
     dp_group: ProcessGroup | None = None
+    tp_channel: SharedMemoryChannel | None = None
     sequence_parallel: bool = False
     zero1: bool = False
 

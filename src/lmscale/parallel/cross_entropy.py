@@ -185,7 +185,7 @@ def _statistics(
         logits [..., v/p]; labels int64 [...]; returns four [...], the first two equal on all tensor ranks.
     """
     own_maximum, own_total = _kernel(_maximum_and_sum, compiled)(logits)
-    maximum = max_over_tensor_ranks(own_maximum.clone(), context)
+    maximum = max_over_tensor_ranks(own_maximum, context)
     # A rank that holds padding alone has -inf as its maximum, and nothing to add.
     own_total = torch.where(own_maximum == float("-inf"), 0.0, own_total * (own_maximum - maximum).exp())
     total = sum_over_tensor_ranks(own_total, context)

@@ -106,7 +106,7 @@ def pretrain(job: PretrainJob) -> int:
     run = job.run
     environment, local_size, num_nodes = cluster_environment()
     torch.set_float32_matmul_precision(run.trainer.matmul_precision)
-    strategy = TensorParallelStrategy(job.layout, run.parallel.timeout_minutes)
+    strategy = TensorParallelStrategy(job.layout, run.parallel.timeout_minutes, run.parallel.shared_memory)
     last_step = min(run.trainer.max_steps, run.trainer.stop_after_steps or run.trainer.max_steps)
     trainer = L.Trainer(
         accelerator=job.accelerator,
@@ -209,7 +209,7 @@ def _train(
     metrics = MetricsFile(run_dir / METRICS)
     problem = None
     if is_first:
-        announce(job, run_dir, resume_from, start_step, last_step)
+        announce(job, strategy.parallel, run_dir, resume_from, start_step, last_step)
         if not is_over:  # a command that does nothing leaves an earlier run's files alone
             problem = prepare_folder(job, run_dir, metrics, start_step)
     problem = strategy.first_answer(problem)

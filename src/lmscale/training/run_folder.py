@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished
 from ..config import ParallelConfig
 from ..data.prepare import corpus_unigram_cross_entropy
+from ..parallel import ParallelContext
 from ..perf.params import count_parameters
 from ..results import new_record, write_record
 from ..run_config import RunConfig
@@ -75,14 +76,22 @@ def say_why(
         print(f"stopped by {name} after step {step}, saved in {checkpoints}; go on with resume=auto", flush=True)
 
 
-def announce(job: "PretrainJob", run_dir: Path, resume_from: str | None, start_step: int, last_step: int) -> None:
+def announce(
+    job: "PretrainJob",
+    context: ParallelContext,
+    run_dir: Path,
+    resume_from: str | None,
+    start_step: int,
+    last_step: int,
+) -> None:
     """Say what is about to happen, in a few lines."""
     run, config, layout, batch = job.run, job.config, job.layout, job.batch
     parameters = count_parameters(config, layout.tp_size)
     print(
         f"{run.name}: {parameters.total:,} parameters, {parameters.per_rank:,} a rank; {config.num_layers} layers, "
         f"hidden {config.hidden_size}, {config.num_attention_heads} heads, norm order {config.norm_order.value}\n"
-        f"ranks: {layout.world_size} = {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}; "
+        f"ranks: {layout.world_size} = {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}"
+        f"{describe_channel(context, job.accelerator)}; "
         f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x "
         f"{batch.num_micro_batches} micro-steps x {run.micro_batch_size}; {run.data.seq_length} tokens a sequence\n"
         f"{describe_options(run, layout)}"
@@ -104,6 +113,13 @@ def announce(job: "PretrainJob", run_dir: Path, resume_from: str | None, start_s
         print(f"note: {note}", flush=True)
     if run.resume.path == "auto" and resume_from is None:
         print(f"resume=auto found no complete checkpoint in {run_dir / CHECKPOINTS}: starting from step 0", flush=True)
+
+
+def describe_channel(context: ParallelContext, accelerator: str) -> str:
+    """How the tensor ranks of a CPU add up; empty where there is one or they are GPUs."""
+    if context.tp_size == 1 or accelerator != "cpu":
+        return ""
+    return ", adding up through " + ("gloo" if context.tp_channel is None else "shared memory")
 
 
 def describe_options(run: RunConfig, layout: ParallelConfig) -> str:

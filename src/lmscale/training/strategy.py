@@ -26,7 +26,7 @@ from ..checkpoint import (
 )
 from ..config import ParallelConfig
 from ..data.certificate import digest_number
-from ..parallel import ParallelContext
+from ..parallel import ParallelContext, open_channel
 
 # Collectives outlive the watchdog by this, so that it is the watchdog who says where the rank stood.
 _GRACE = timedelta(minutes=1)
@@ -44,6 +44,7 @@ class TensorParallelStrategy(DDPStrategy):
     Args:
         layout: sizes of the grid; their product must be the world size.
         timeout_minutes: how long a collective may wait before the run fails.
+        shared_memory: tensor ranks on one host without a GPU add up through memory they share (`open_channel`).
 
     Raises:
         ValueError: the world size is not tp_size x dp_size.
@@ -51,14 +52,17 @@ class TensorParallelStrategy(DDPStrategy):
     Source: section 3, appendix B.1.
     """
 
-    def __init__(self, layout: ParallelConfig, timeout_minutes: float = 30.0, **kwargs: Any) -> None:
+    def __init__(
+        self, layout: ParallelConfig, timeout_minutes: float = 30.0, shared_memory: bool = True, **kwargs: Any
+    ) -> None:
+        self.patience = timedelta(minutes=timeout_minutes) + _GRACE
         super().__init__(
-            timeout=timedelta(minutes=timeout_minutes) + _GRACE,
+            timeout=self.patience,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
             **kwargs,
         )
-        self.layout = layout
+        self.layout, self.shared_memory = layout, shared_memory
         self.parallel = ParallelContext()
         self.save_timeout_s = 60 * timeout_minutes
         self.control_group: dist.ProcessGroup | None = None
@@ -84,6 +88,7 @@ class TensorParallelStrategy(DDPStrategy):
             dp_size=self.layout.dp_size,
             tp_group=mesh.get_group("tensor"),
             dp_group=mesh.get_group("data"),
+            tp_channel=open_channel(mesh.get_group("tensor"), self.patience) if self.shared_memory else None,
             sequence_parallel=self.layout.cuts_sequence,
             zero1=self.layout.cuts_optimizer,
         )

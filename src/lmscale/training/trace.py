@@ -28,6 +28,7 @@ from ..parallel import ParallelContext, sample_dropout_keys
 from ..perf.flops import scored_tokens
 
 _GROUP_PLACES = {"allreduce_": 1, "_allgather_base_": 2, "_reduce_scatter_base_": 2}  # of the group in the arguments
+_OF_A_CHANNEL = torch.ops.lmscale.all_reduce.default  # an all-reduce too, whose group comes by its name
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Collective:
     """One collective as a rank issued it.
 
     Args:
-        kind: torch's name of the operation, `allreduce_` for an all-reduce.
+        kind: torch's name of the operation, `allreduce_` for an all-reduce, by whatever way.
         group: `tensor`, `data` or `other`.
         phase: what the rank was doing, such as `forward` or `backward` (which holds the recomputation).
         shape, num_bytes: of the rank's tensor; all tensors together where one call takes several.
@@ -63,13 +64,13 @@ class CollectiveRecorder(TorchDispatchMode):
         self._names = {group.group_name: name for name, group in groups.items() if group is not None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional") or func is _OF_A_CHANNEL:
             # Of an all-gather or a reduce-scatter the larger of what goes in and what comes out.
             given = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args]
             tensors = max(given, key=lambda some: sum(t.numel() for t in some))
             self.collectives.append(
                 Collective(
-                    kind=func.overloadpacket.__name__,
+                    kind="allreduce_" if func is _OF_A_CHANNEL else func.overloadpacket.__name__,
                     group=self._group_name(func, args),
                     phase=self.phase,
                     shape=tuple(tensors[0].shape) if len(tensors) == 1 else (sum(t.numel() for t in tensors),),
@@ -79,6 +80,8 @@ class CollectiveRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _group_name(self, func: Any, args: tuple) -> str:
+        if func is _OF_A_CHANNEL:
+            return self._names.get(args[2], "other")
         if func.overloadpacket.__name__ not in _GROUP_PLACES:
             return "other"
         group = args[_GROUP_PLACES[func.overloadpacket.__name__]]

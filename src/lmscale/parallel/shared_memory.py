@@ -1,0 +1,187 @@
+"""All-reduces of tensor ranks on one host: through memory that they share, instead of gloo's TCP over loopback."""
+
+import os
+import socket
+import struct
+import weakref
+from collections.abc import Iterable
+from datetime import timedelta
+from mmap import mmap
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SLOT_BYTES = 4 * 2**20  # of one piece; a larger tensor goes in several
+_COMBINE = {"sum": torch.add, "max": torch.maximum}
+_SIGNAL = struct.Struct("q")  # the bytes of the piece that the sender has written
+
+_channels: "weakref.WeakValueDictionary[str, SharedMemoryChannel]" = weakref.WeakValueDictionary()
+
+
+class SharedMemoryChannel:
+    """Adds up CPU tensors of the ranks of one group, which run on one host; made by `open_channel`.
+
+    Every rank has two slots in a memory that all have mapped. It writes its piece into one of them, tells the others
+    by a socket, waits until they have told, and adds up all ranks' slots in rank order, so that all have the same bits.
+    The slots take turns: who writes into one again has since heard from every rank that has read it. Memory and sockets
+    have no name in any file system: they go with the last process, however it ends.
+
+    Args:
+        name: of the group, and so of the channel.
+        rank: in the group.
+        peers: a connected socket to every other rank, by rank.
+        memory: uint8 [2, p, SLOT_BYTES] that all have mapped.
+        timeout: how long a rank may keep the others waiting; the sockets hold to it.
+    """
+
+    def __init__(
+        self, name: str, rank: int, peers: dict[int, socket.socket], memory: Tensor, timeout: timedelta
+    ) -> None:
+        self.name = name
+        self._rank, self._peers, self._memory, self._timeout = rank, peers, memory, timeout
+        self._turn = 0
+        weakref.finalize(self, _close, peers.values())
+        _channels[name] = self
+
+    def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
+        """The sum (or with `max` the maximum) of `x` over the ranks; torch.compile takes it as one operation.
+
+        Shapes:
+            x [...], of the same shape and type on all ranks; returns [...], contiguous.
+
+        Communicates:
+            one all-reduce of [...] over the group.
+
+        Raises:
+            RuntimeError: a rank is gone, has not come within the time limit, or has come with another tensor. The
+                channel is of no use then.
+        """
+        return torch.ops.lmscale.all_reduce(x, operation, self.name)
+
+    def _all_reduce(self, x: Tensor, operation: str) -> Tensor:
+        total = torch.empty_like(x, memory_format=torch.contiguous_format)
+        own, out = x.reshape(-1), total.view(-1)
+        at_once = SLOT_BYTES // x.element_size()
+        for start in range(0, len(own), at_once):
+            piece = slice(start, start + at_once)
+            self._reduce_piece(own[piece], out[piece], operation)
+        return total
+
+    def _reduce_piece(self, own: Tensor, out: Tensor, operation: str) -> None:
+        slots = self._memory[self._turn, :, : own.nbytes].view(own.dtype)
+        self._turn = 1 - self._turn
+        slots[self._rank].copy_(own)
+        self._meet(own.nbytes)
+        combine = _COMBINE[operation]
+        combine(slots[0], slots[1], out=out)
+        for slot in slots[2:]:
+            combine(out, slot, out=out)
+
+    def _meet(self, num_bytes: int) -> None:
+        """Wait until all ranks have written their piece of `num_bytes`."""
+        signal = _SIGNAL.pack(num_bytes)
+        for rank, peer in self._peers.items():
+            try:
+                peer.send(signal)
+            except ConnectionError:
+                raise RuntimeError(f"rank {rank} of the group is gone") from None
+        for rank, peer in self._peers.items():
+            answer = self._receive(rank, peer)
+            if answer != signal:
+                raise RuntimeError(
+                    f"all ranks of the group must reduce the same, but rank {self._rank} has {num_bytes} bytes and "
+                    f"rank {rank} has {_SIGNAL.unpack(answer)[0]}"
+                )
+
+    def _receive(self, rank: int, peer: socket.socket) -> bytes:
+        try:
+            answer = peer.recv(_SIGNAL.size, socket.MSG_WAITALL)
+        except BlockingIOError:
+            waited = self._timeout.total_seconds()
+            raise RuntimeError(f"rank {rank} of the group has not come for {waited:.0f} s") from None
+        except ConnectionError:
+            answer = b""
+        if len(answer) < _SIGNAL.size:
+            raise RuntimeError(f"rank {rank} of the group is gone")
+        return answer
+
+
+@torch.library.custom_op("lmscale::all_reduce", mutates_args=(), device_types="cpu")
+def _all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
+    return _channels[group]._all_reduce(x, operation)
+
+
+@_all_reduce.register_fake
+def _(x: Tensor, operation: str, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def open_channel(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemoryChannel | None:
+    """A channel between the ranks of a group, or None, on all of them, where gloo would not connect them or they do not
+    share a host.
+
+    Args:
+        timeout: how long a rank may keep the others waiting.
+
+    Communicates:
+        two small objects a rank over the group.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    # Linux alone has memory and sockets that are in no file system.
+    if size == 1 or dist.get_backend(group) != "gloo" or not hasattr(os, "memfd_create"):
+        return None
+    peers = _connect(rank, size, group, timeout)
+    if peers is None:
+        return None
+    if rank == 0:
+        descriptor = os.memfd_create("lmscale")
+        os.ftruncate(descriptor, 2 * size * SLOT_BYTES)  # takes memory where it is used
+        for peer in peers.values():
+            socket.send_fds(peer, [b"memory"], [descriptor])
+    else:
+        _, (descriptor,), _, _ = socket.recv_fds(peers[0], len(b"memory"), 1)
+    memory = torch.frombuffer(mmap(descriptor, 2 * size * SLOT_BYTES), dtype=torch.uint8)
+    os.close(descriptor)  # the mapping stays
+    return SharedMemoryChannel(group.group_name, rank, peers, memory.view(2, size, SLOT_BYTES), timeout)
+
+
+def _connect(rank: int, size: int, group: dist.ProcessGroup, timeout: timedelta) -> dict[int, socket.socket] | None:
+    """A socket to every other rank, by rank; None, on all ranks, where some rank does not reach another."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = f"\0lmscale-{uuid4().hex}"  # in no file system, and only on this host
+        listener.bind(address)
+        listener.listen(size)
+        addresses = _gather(address, group)
+        peers: dict[int, socket.socket] = {}
+        try:
+            for other in range(rank):  # they listen already, so nobody waits
+                peers[other] = socket.socket(socket.AF_UNIX)
+                peers[other].connect(addresses[other])
+                peers[other].send(bytes([rank]))
+            reached = True
+        except OSError:
+            reached = False
+        if not all(_gather(reached, group)):
+            _close(peers.values())
+            return None
+        for _ in range(rank + 1, size):
+            peer, _ = listener.accept()
+            peers[peer.recv(1)[0]] = peer
+    for peer in peers.values():
+        seconds, fraction = divmod(timeout.total_seconds(), 1.0)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(1e6 * fraction)))
+    return peers
+
+
+def _gather(item: Any, group: dist.ProcessGroup) -> list[Any]:
+    items = [None] * dist.get_world_size(group)
+    dist.all_gather_object(items, item, group=group)
+    return items
+
+
+def _close(sockets: Iterable[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
