@@ -1,30 +1,32 @@
-"""All-reduces through shared memory: the numbers of gloo, whatever the sizes, and an error where a rank is missing."""
+"""Collectives through shared memory: gloo's numbers whatever the sizes, and an error where a rank is missing."""
 
+import dataclasses
+import itertools
 import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+import torch.multiprocessing as mp
+from ranks import make_context, run_ranks
+from sharding import random_batch, random_model, small_config, total_loss
+from torch import Tensor
 
-from lmscale.parallel import shared_memory
-from lmscale.parallel.shared_memory import SharedMemoryChannel, open_channel
+from lmscale.parallel import ParallelContext, SharedMemoryChannel, open_channel, shared_memory
+from lmscale.training.trace import CollectiveRecorder
 
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 MINUTE = timedelta(minutes=1)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-def open_here(timeout: timedelta = MINUTE) -> SharedMemoryChannel:
-    channel = open_channel(dist.group.WORLD, timeout)
-    assert channel is not None
-    return channel
-
-
-def random_tensors(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Odd, empty, of no dimension, transposed, strided, and of more than two and a half pieces."""
+def random_tensors(rank: int, dtype: torch.dtype) -> list[Tensor]:
+    """Of no dimension, odd, empty, of two and a half pieces, transposed, and with gaps."""
     generator = torch.Generator().manual_seed(rank)
     pieces = 5 * shared_memory.SLOT_BYTES // (2 * dtype.itemsize) + 3
     sizes = [(), (1,), (0, 3), (13, 7), (5, 13, 24), (pieces,)]
@@ -32,27 +34,140 @@ def random_tensors(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [*tensors, tensors[3].t(), tensors[4][:, ::2]]
 
 
-def _compare_with_gloo(rank: int) -> None:
+def in_rank_order(tensors: list[Tensor]) -> Tensor:
+    total = tensors[0]
+    for other in tensors[1:]:
+        total = total + other
+    return total
+
+
+def _compare(rank: int) -> None:
+    """Each collective with its definition, from what all ranks have, and with gloo's."""
     shared_memory.SLOT_BYTES = 4096
-    channel, size = open_here(), dist.get_world_size()
+    channel, size = open_channel(dist.group.WORLD, MINUTE), dist.get_world_size()
     for dtype in DTYPES:
-        for x in random_tensors(rank, dtype):
-            before = x.clone()
-            found = {name: channel.all_reduce(x, name) for name in ("sum", "max")}
-            assert torch.equal(x, before) and all(y.is_contiguous() for y in found.values())
-            everybody = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size)]
-            dist.all_gather(everybody, x.contiguous())
-            total = everybody[0].clone()
-            for other in everybody[1:]:
-                total += other
-            assert torch.equal(found["sum"], total)
-            for name, operation in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
-                expected = x.clone(memory_format=torch.contiguous_format)
+        for tensors in zip(*(random_tensors(other, dtype) for other in range(size)), strict=True):
+            own, before = tensors[rank], tensors[rank].clone()
+            found = {name: channel.all_reduce(own, name) for name in OPERATIONS}
+            assert torch.equal(found["sum"], in_rank_order(tensors))
+            for name, operation in OPERATIONS.items():
+                expected = own.clone(memory_format=torch.contiguous_format)
                 dist.all_reduce(expected, operation)
-                if size == 2 or name == "max" or dtype == torch.int64:  # more ranks are added in another order by gloo
-                    assert torch.equal(found[name], expected), (dtype, x.shape, name)
+                if size == 2 or name == "max":  # gloo adds up more ranks in an order of its own
+                    assert torch.equal(found[name], expected), (dtype, own.shape, name)
+            assert torch.equal(channel.all_gather(own), torch.stack(tensors))
+            scaled = [torch.stack([(part + 1) * x for part in range(size)]) for x in tensors]
+            own_part = in_rank_order([parts[rank] for parts in scaled])
+            assert torch.equal(channel.reduce_scatter(scaled[rank]), own_part)
+            swapped = scaled[rank].transpose(0, -1).contiguous().transpose(0, -1)
+            assert torch.equal(channel.reduce_scatter(swapped), own_part)
+            assert torch.equal(own, before)
+    _reduce_often(rank, size, channel)
+
+
+def _reduce_often(rank: int, size: int, channel: SharedMemoryChannel) -> None:
+    """10,000 numbers in a row, so that a slot that is written too early or read too late shows."""
+    for number in range(10_000 if size == 2 else 1_000):
+        total = channel.all_reduce(torch.full((1 + number % 5,), number * (rank + 1)))
+        assert (total == number * size * (size + 1) // 2).all()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_sum_is_that_of_the_ranks_in_their_order_and_gloo_s(size: int) -> None:
-    run_ranks(_compare_with_gloo, size)
+def test_the_numbers_are_those_of_the_ranks_in_their_order_and_gloo_s(size: int) -> None:
+    run_ranks(_compare, size)
+
+
+def _train(context: ParallelContext, dtype: torch.dtype) -> tuple[list[Tensor], list[tuple]]:
+    """Loss and gradients of a step, and what was sent."""
+    model = random_model(small_config("gpt", max_position_embeddings=12), context).to(dtype)
+    with CollectiveRecorder(context) as recorder:
+        loss = total_loss(model, random_batch(model.config))
+        recorder.phase = "backward"
+        loss.backward()
+    sent = [(c.kind, c.group, c.phase, c.num_bytes) for c in recorder.collectives]
+    return [loss.detach(), *(param.grad for param in model.parameters())], sent
+
+
+def _train_both_ways(rank: int) -> None:
+    context = make_context(tp_size=2)
+    assert context.tp_channel is not None
+    for sequence_parallel, dtype in itertools.product((False, True), (torch.float64, torch.bfloat16)):
+        here = dataclasses.replace(context, sequence_parallel=sequence_parallel)
+        numbers, sent = _train(here, dtype)
+        gloo_s, sent_by_gloo = _train(dataclasses.replace(here, tp_channel=None), dtype)
+        assert all(torch.equal(x, y) for x, y in zip(numbers, gloo_s, strict=True))
+        assert sent == sent_by_gloo and len(sent) > 10
+
+
+def test_a_model_has_gloo_s_bits_and_the_audit_sees_the_same() -> None:
+    run_ranks(_train_both_ways, 2)
+
+
+def _miss_each_other(rank: int, folder: str) -> None:
+    """Three channels that fail, each in its way; rank 0 writes what it was told."""
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+    told = []
+    for how in ("other size", "late", "killed"):
+        channel = open_channel(dist.group.WORLD, timedelta(seconds=0.5 if how == "late" else 60))
+        channel.all_reduce(torch.ones(3))
+        if how == "killed" and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "late" and rank == 1:
+            time.sleep(1.0)
+        try:
+            channel.all_reduce(torch.ones(3 + rank if how == "other size" else 3))
+        except RuntimeError as error:
+            told.append(str(error))
+        if how != "killed":
+            dist.barrier()
+    Path(folder, "told").write_text("\n".join(told))
+    os._exit(0)  # gloo would wait for rank 1
+
+
+def test_a_rank_that_is_missing_ends_the_wait_with_its_number_and_leaves_nothing_behind(tmp_path) -> None:
+    processes = mp.spawn(_miss_each_other, (str(tmp_path),), nprocs=2, join=False).processes
+    for process in processes:
+        process.join(timeout=120)
+        process.kill()
+        process.join()
+    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
+    assert (tmp_path / "told").read_text().splitlines() == [
+        "all ranks of the group must send the same, but rank 0 has 12 bytes and rank 1 has 16",
+        "rank 1 of the group has not come for 0.5 s",
+        "rank 1 of the group is gone",
+    ]
+    names = [f"lmscale-{process.pid}-" for process in processes]
+    there = Path("/proc/net/unix").read_text() + " ".join(os.listdir("/dev/shm"))
+    assert not any(name in there for name in names)
+
+
+def test_ranks_that_do_not_see_each_other_have_no_channel() -> None:
+    run_ranks(_open_apart, 2)
+
+
+def _open_apart(rank: int) -> None:
+    gather = shared_memory._gather
+    # As from another host: the names of the sockets mean nothing here.
+    shared_memory._gather = lambda item, group: [f"{x} there" if isinstance(x, str) else x for x in gather(item, group)]
+    assert open_channel(dist.group.WORLD, MINUTE) is None
+    shared_memory._gather = gather
+    assert open_channel(dist.group.WORLD, MINUTE) is not None
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_layer_is_compiled_without_a_break(sequence_parallel: bool) -> None:
+    memory = torch.zeros(
+        2, 2, shared_memory.SLOT_BYTES, dtype=torch.uint8
+    )  # rank 1 has zeros, and needs no waiting for
+    channel = SharedMemoryChannel("alone", 0, {}, memory, MINUTE)
+    context = ParallelContext(tp_size=2, tp_channel=channel, sequence_parallel=sequence_parallel)
+    model = random_model(small_config("gpt", max_position_embeddings=12), context)
+    layer, results = model.transformer.layers[0], []
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        x = torch.linspace(-1, 1, 5 * 6 * 24, dtype=torch.float64).view(5, 6, 24).requires_grad_()
+        y = run(x, None, None, None)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad))
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)

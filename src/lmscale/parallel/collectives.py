@@ -91,30 +91,44 @@ class _ColumnLinear(torch.autograd.Function):
             d_whole = grad_output @ weight
         if context.sequence_parallel:
             d_x, summed = _begin_reduce_scatter(d_whole, context)
-            arrived.wait()
+            _wait(arrived)
             x = _join_sequence(parts)
-        elif context.tp_channel is not None:
-            d_x, summed = sum_over_tensor_ranks(d_whole, context), None
         else:
-            d_x, summed = d_whole, dist.all_reduce(d_whole, group=context.tp_group, async_op=True)
+            d_x, summed = _begin_all_reduce(d_whole, context)
         whole = x.flatten(0, -2)
         d_weight = weight_gradient(rounded, whole, weight.dtype) if ctx.in_float8 else rows.t() @ whole
         d_bias = rows.sum(dim=0)
-        if summed is not None:
-            summed.wait()
+        _wait(summed)
         return d_x, d_weight, d_bias, None, None
 
 
-def _begin_all_gather(x: Tensor, context: ParallelContext) -> tuple[Tensor, dist.Work]:
+# Begun by the backend, to be waited for, or done by the channel, which leaves nothing to wait for.
+def _begin_all_reduce(x: Tensor, context: ParallelContext) -> tuple[Tensor, dist.Work | None]:
+    if context.tp_channel is not None:
+        return context.tp_channel.all_reduce(x), None
+    return x, dist.all_reduce(x, group=context.tp_group, async_op=True)
+
+
+def _begin_all_gather(x: Tensor, context: ParallelContext) -> tuple[Tensor, dist.Work | None]:
+    if context.tp_channel is not None:
+        return context.tp_channel.all_gather(x), None
     parts = x.new_empty(context.tp_size, *x.shape)
     return parts, _all_gather_tensor(parts.flatten(0, 1), x.contiguous(), group=context.tp_group, async_op=True)
 
 
-def _begin_reduce_scatter(x: Tensor, context: ParallelContext) -> tuple[Tensor, dist.Work]:
+def _begin_reduce_scatter(x: Tensor, context: ParallelContext) -> tuple[Tensor, dist.Work | None]:
     b, s, h = x.shape
-    parts = x.view(b, context.tp_size, s // context.tp_size, h).transpose(0, 1).contiguous()  # [p, b, s/p, h]
+    parts = x.view(b, context.tp_size, s // context.tp_size, h).transpose(0, 1)  # [p, b, s/p, h]
+    if context.tp_channel is not None:
+        return context.tp_channel.reduce_scatter(parts), None
+    parts = parts.contiguous()
     total = torch.empty_like(parts[0])
     return total, _reduce_scatter_tensor(total, parts.flatten(0, 1), group=context.tp_group, async_op=True)
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
 
 
 def _join_sequence(parts: Tensor) -> Tensor:
@@ -125,14 +139,14 @@ def _join_sequence(parts: Tensor) -> Tensor:
 def _all_gather(x: Tensor, context: ParallelContext) -> Tensor:
     """[b, s/p, h] of every rank to [b, s, h]."""
     parts, arrived = _begin_all_gather(x, context)
-    arrived.wait()
+    _wait(arrived)
     return _join_sequence(parts)
 
 
 def _reduce_scatter(x: Tensor, context: ParallelContext) -> Tensor:
     """The sum of all ranks' [b, s, h], this rank's positions of it, [b, s/p, h]."""
     total, summed = _begin_reduce_scatter(x.contiguous(), context)
-    summed.wait()
+    _wait(summed)
     return total
 
 

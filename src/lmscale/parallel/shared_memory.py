@@ -1,4 +1,4 @@
-"""All-reduces of tensor ranks on one host: through memory that they share, instead of gloo's TCP over loopback."""
+"""Collectives of tensor ranks on one host: through memory that they share, instead of gloo's TCP over loopback."""
 
 import os
 import socket
@@ -15,19 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 SLOT_BYTES = 4 * 2**20  # of one piece; a larger tensor goes in several
-_COMBINE = {"sum": torch.add, "max": torch.maximum}
 _SIGNAL = struct.Struct("q")  # the bytes of the piece that the sender has written
 
 _channels: "weakref.WeakValueDictionary[str, SharedMemoryChannel]" = weakref.WeakValueDictionary()
 
 
 class SharedMemoryChannel:
-    """Adds up CPU tensors of the ranks of one group, which run on one host; made by `open_channel`.
+    """Collectives on CPU tensors of the ranks of one group, which run on one host; made by `open_channel`.
 
     Every rank has two slots in a memory that all have mapped. It writes its piece into one of them, tells the others
-    by a socket, waits until they have told, and adds up all ranks' slots in rank order, so that all have the same bits.
-    The slots take turns: who writes into one again has since heard from every rank that has read it. Memory and sockets
-    have no name in any file system: they go with the last process, however it ends.
+    by a socket, waits until they have told, and reads all ranks' slots; sums are in rank order, so that all have the
+    same bits. The slots take turns: who writes into one again has since heard from every rank that has read it. Memory
+    and sockets have no name in any file system: they go with the last process, however it ends.
 
     Args:
         name: of the group, and so of the channel.
@@ -47,38 +46,77 @@ class SharedMemoryChannel:
         _channels[name] = self
 
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
-        """The sum (or with `max` the maximum) of `x` over the ranks; torch.compile takes it as one operation.
+        """The sum of `x` over the ranks, or with `max` the maximum.
 
         Shapes:
-            x [...], of the same shape and type on all ranks; returns [...], contiguous.
+            x [...], of the same shape and type on all ranks; returns [...].
 
         Communicates:
-            one all-reduce of [...] over the group.
+            one all-reduce of [...] over the group; torch.compile takes it for one operation, as the two below.
 
         Raises:
-            RuntimeError: a rank is gone, has not come within the time limit, or has come with another tensor. The
-                channel is of no use then.
+            RuntimeError: a rank is gone, has not come within the time limit, or has come with another size. The channel
+                is of no use then.
         """
         return torch.ops.lmscale.all_reduce(x, operation, self.name)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's `x`, by rank.
+
+        Shapes:
+            x [...], of the same shape and type on all ranks; returns [p, ...].
+
+        Communicates:
+            one all-gather of [p, ...] over the group.
+
+        Raises:
+            RuntimeError: as `all_reduce`.
+        """
+        return torch.ops.lmscale.all_gather(x, self._memory.shape[1], self.name)
+
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        """The sum of the ranks' `parts[rank]`, for this rank.
+
+        Shapes:
+            parts [p, ...], of the same shape and type on all ranks; returns [...].
+
+        Communicates:
+            one reduce-scatter of [p, ...] over the group.
+
+        Raises:
+            RuntimeError: as `all_reduce`.
+        """
+        return torch.ops.lmscale.reduce_scatter(parts, self.name)
 
     def _all_reduce(self, x: Tensor, operation: str) -> Tensor:
         total = torch.empty_like(x, memory_format=torch.contiguous_format)
         own, out = x.reshape(-1), total.view(-1)
-        at_once = SLOT_BYTES // x.element_size()
-        for start in range(0, len(own), at_once):
-            piece = slice(start, start + at_once)
-            self._reduce_piece(own[piece], out[piece], operation)
+        for piece in _pieces(len(own), SLOT_BYTES // x.itemsize):
+            _combine(self._share(own[piece]), operation, out[piece])
         return total
 
-    def _reduce_piece(self, own: Tensor, out: Tensor, operation: str) -> None:
+    def _all_gather(self, x: Tensor, size: int) -> Tensor:
+        everybody = x.new_empty(size, *x.shape)
+        own, out = x.reshape(-1), everybody.view(size, -1)
+        for piece in _pieces(len(own), SLOT_BYTES // x.itemsize):
+            out[:, piece] = self._share(own[piece])
+        return everybody
+
+    def _reduce_scatter(self, parts: Tensor) -> Tensor:
+        total = parts.new_empty(parts.shape[1:])
+        own, out = parts.reshape(len(parts), -1), total.view(-1)
+        for piece in _pieces(len(out), SLOT_BYTES // (parts.itemsize * len(parts))):
+            shared = self._share(own[:, piece].reshape(-1)).unflatten(1, (len(parts), -1))  # [from, to, ...]
+            _combine(shared[:, self._rank], "sum", out[piece])
+        return total
+
+    def _share(self, own: Tensor) -> Tensor:
+        """Every rank's piece, where it lies: [n] to [p, n], good until the next but one."""
         slots = self._memory[self._turn, :, : own.nbytes].view(own.dtype)
         self._turn = 1 - self._turn
-        slots[self._rank].copy_(own)
+        slots[self._rank] = own
         self._meet(own.nbytes)
-        combine = _COMBINE[operation]
-        combine(slots[0], slots[1], out=out)
-        for slot in slots[2:]:
-            combine(out, slot, out=out)
+        return slots
 
     def _meet(self, num_bytes: int) -> None:
         """Wait until all ranks have written their piece of `num_bytes`."""
@@ -92,7 +130,7 @@ class SharedMemoryChannel:
             answer = self._receive(rank, peer)
             if answer != signal:
                 raise RuntimeError(
-                    f"all ranks of the group must reduce the same, but rank {self._rank} has {num_bytes} bytes and "
+                    f"all ranks of the group must send the same, but rank {self._rank} has {num_bytes} bytes and "
                     f"rank {rank} has {_SIGNAL.unpack(answer)[0]}"
                 )
 
@@ -100,8 +138,8 @@ class SharedMemoryChannel:
         try:
             answer = peer.recv(_SIGNAL.size, socket.MSG_WAITALL)
         except BlockingIOError:
-            waited = self._timeout.total_seconds()
-            raise RuntimeError(f"rank {rank} of the group has not come for {waited:.0f} s") from None
+            seconds = self._timeout.total_seconds()
+            raise RuntimeError(f"rank {rank} of the group has not come for {seconds:g} s") from None
         except ConnectionError:
             answer = b""
         if len(answer) < _SIGNAL.size:
@@ -114,9 +152,32 @@ def _all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
     return _channels[group]._all_reduce(x, operation)
 
 
-@_all_reduce.register_fake
-def _(x: Tensor, operation: str, group: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+@torch.library.custom_op("lmscale::all_gather", mutates_args=(), device_types="cpu")
+def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    return _channels[group]._all_gather(x, size)
+
+
+@torch.library.custom_op("lmscale::reduce_scatter", mutates_args=(), device_types="cpu")
+def _reduce_scatter(parts: Tensor, group: str) -> Tensor:
+    return _channels[group]._reduce_scatter(parts)
+
+
+# Their shapes alone, for the compiler.
+_all_reduce.register_fake(lambda x, operation, group: torch.empty_like(x, memory_format=torch.contiguous_format))
+_all_gather.register_fake(lambda x, size, group: x.new_empty(size, *x.shape))
+_reduce_scatter.register_fake(lambda parts, group: parts.new_empty(parts.shape[1:]))
+
+
+def _pieces(length: int, at_once: int) -> list[slice]:
+    return [slice(start, start + at_once) for start in range(0, length, at_once)]
+
+
+def _combine(slots: Tensor, operation: str, out: Tensor) -> None:
+    """Add up the first dimension in order."""
+    function = torch.add if operation == "sum" else torch.maximum
+    function(slots[0], slots[1], out=out)
+    for slot in slots[2:]:
+        function(out, slot, out=out)
 
 
 def open_channel(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemoryChannel | None:
@@ -151,7 +212,7 @@ def open_channel(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemoryCh
 def _connect(rank: int, size: int, group: dist.ProcessGroup, timeout: timedelta) -> dict[int, socket.socket] | None:
     """A socket to every other rank, by rank; None, on all ranks, where some rank does not reach another."""
     with socket.socket(socket.AF_UNIX) as listener:
-        address = f"\0lmscale-{uuid4().hex}"  # in no file system, and only on this host
+        address = f"\0lmscale-{os.getpid()}-{uuid4().hex}"  # in no file system, and only on this host
         listener.bind(address)
         listener.listen(size)
         addresses = _gather(address, group)

@@ -28,7 +28,12 @@ from ..parallel import ParallelContext, sample_dropout_keys
 from ..perf.flops import scored_tokens
 
 _GROUP_PLACES = {"allreduce_": 1, "_allgather_base_": 2, "_reduce_scatter_base_": 2}  # of the group in the arguments
-_OF_A_CHANNEL = torch.ops.lmscale.all_reduce.default  # an all-reduce too, whose group comes by its name
+# What a `SharedMemoryChannel` does of them; the group's name is the last argument.
+_OF_A_CHANNEL = {
+    "all_reduce": "allreduce_",
+    "all_gather": "_allgather_base_",
+    "reduce_scatter": "_reduce_scatter_base_",
+}
 
 
 @dataclass(frozen=True)
@@ -64,24 +69,26 @@ class CollectiveRecorder(TorchDispatchMode):
         self._names = {group.group_name: name for name, group in groups.items() if group is not None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") or func is _OF_A_CHANNEL:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional", "lmscale"):
             # Of an all-gather or a reduce-scatter the larger of what goes in and what comes out.
-            given = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args]
+            given = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in (*args, result)]
             tensors = max(given, key=lambda some: sum(t.numel() for t in some))
+            name = func.overloadpacket.__name__
             self.collectives.append(
                 Collective(
-                    kind="allreduce_" if func is _OF_A_CHANNEL else func.overloadpacket.__name__,
+                    kind=_OF_A_CHANNEL[name] if func.namespace == "lmscale" else name,
                     group=self._group_name(func, args),
                     phase=self.phase,
                     shape=tuple(tensors[0].shape) if len(tensors) == 1 else (sum(t.numel() for t in tensors),),
                     num_bytes=sum(t.numel() * t.element_size() for t in tensors),
                 )
             )
-        return func(*args, **(kwargs or {}))
+        return result
 
     def _group_name(self, func: Any, args: tuple) -> str:
-        if func is _OF_A_CHANNEL:
-            return self._names.get(args[2], "other")
+        if func.namespace == "lmscale":
+            return self._names.get(args[-1], "other")
         if func.overloadpacket.__name__ not in _GROUP_PLACES:
             return "other"
         group = args[_GROUP_PLACES[func.overloadpacket.__name__]]
