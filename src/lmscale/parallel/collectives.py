@@ -111,19 +111,18 @@ def _begin_all_reduce(x: Tensor, context: ParallelContext) -> tuple[Tensor, dist
 
 def _begin_all_gather(x: Tensor, context: ParallelContext) -> tuple[Tensor, dist.Work | None]:
     if context.tp_channel is not None:
-        return context.tp_channel.all_gather(x), None
+        return context.tp_channel.all_gather(x).unflatten(0, (context.tp_size, -1)), None
     parts = x.new_empty(context.tp_size, *x.shape)
     return parts, _all_gather_tensor(parts.flatten(0, 1), x.contiguous(), group=context.tp_group, async_op=True)
 
 
 def _begin_reduce_scatter(x: Tensor, context: ParallelContext) -> tuple[Tensor, dist.Work | None]:
     b, s, h = x.shape
-    parts = x.view(b, context.tp_size, s // context.tp_size, h).transpose(0, 1)  # [p, b, s/p, h]
+    parts = x.view(b, context.tp_size, s // context.tp_size, h).transpose(0, 1).flatten(0, 1)  # [p b, s/p, h]
     if context.tp_channel is not None:
         return context.tp_channel.reduce_scatter(parts), None
-    parts = parts.contiguous()
-    total = torch.empty_like(parts[0])
-    return total, _reduce_scatter_tensor(total, parts.flatten(0, 1), group=context.tp_group, async_op=True)
+    total = parts.new_empty(b, *parts.shape[1:])
+    return total, _reduce_scatter_tensor(total, parts, group=context.tp_group, async_op=True)
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -61,32 +61,32 @@ class SharedMemoryChannel:
         return torch.ops.lmscale.all_reduce(x, operation, self.name)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x`, by rank.
+        """Every rank's `x`, one behind the other.
 
         Shapes:
-            x [...], of the same shape and type on all ranks; returns [p, ...].
+            x [n, ...], of the same shape and type on all ranks; returns [p n, ...].
 
         Communicates:
-            one all-gather of [p, ...] over the group.
+            one all-gather of [p n, ...] over the group.
 
         Raises:
             RuntimeError: as `all_reduce`.
         """
         return torch.ops.lmscale.all_gather(x, self._memory.shape[1], self.name)
 
-    def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """The sum of the ranks' `parts[rank]`, for this rank.
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum of `x` over the ranks.
 
         Shapes:
-            parts [p, ...], of the same shape and type on all ranks; returns [...].
+            x [p n, ...], of the same shape and type on all ranks; returns [n, ...].
 
         Communicates:
-            one reduce-scatter of [p, ...] over the group.
+            one reduce-scatter of [p n, ...] over the group.
 
         Raises:
             RuntimeError: as `all_reduce`.
         """
-        return torch.ops.lmscale.reduce_scatter(parts, self.name)
+        return torch.ops.lmscale.reduce_scatter(x, self._memory.shape[1], self.name)
 
     def _all_reduce(self, x: Tensor, operation: str) -> Tensor:
         total = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -96,17 +96,17 @@ class SharedMemoryChannel:
         return total
 
     def _all_gather(self, x: Tensor, size: int) -> Tensor:
-        everybody = x.new_empty(size, *x.shape)
-        own, out = x.reshape(-1), everybody.view(size, -1)
+        everybody = x.new_empty(size * len(x), *x.shape[1:])
+        own, out = x.reshape(-1), everybody.view(size, x.numel())
         for piece in _pieces(len(own), SLOT_BYTES // x.itemsize):
             out[:, piece] = self._share(own[piece])
         return everybody
 
-    def _reduce_scatter(self, parts: Tensor) -> Tensor:
-        total = parts.new_empty(parts.shape[1:])
-        own, out = parts.reshape(len(parts), -1), total.view(-1)
-        for piece in _pieces(len(out), SLOT_BYTES // (parts.itemsize * len(parts))):
-            shared = self._share(own[:, piece].reshape(-1)).unflatten(1, (len(parts), -1))  # [from, to, ...]
+    def _reduce_scatter(self, x: Tensor, size: int) -> Tensor:
+        total = x.new_empty(len(x) // size, *x.shape[1:])
+        own, out = x.reshape(size, total.numel()), total.view(-1)
+        for piece in _pieces(len(out), SLOT_BYTES // (x.itemsize * size)):
+            shared = self._share(own[:, piece].reshape(-1)).unflatten(1, (size, -1))  # [from, to, ...]
             _combine(shared[:, self._rank], "sum", out[piece])
         return total
 
@@ -158,14 +158,14 @@ def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 
 @torch.library.custom_op("lmscale::reduce_scatter", mutates_args=(), device_types="cpu")
-def _reduce_scatter(parts: Tensor, group: str) -> Tensor:
-    return _channels[group]._reduce_scatter(parts)
+def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
+    return _channels[group]._reduce_scatter(x, size)
 
 
 # Their shapes alone, for the compiler.
 _all_reduce.register_fake(lambda x, operation, group: torch.empty_like(x, memory_format=torch.contiguous_format))
-_all_gather.register_fake(lambda x, size, group: x.new_empty(size, *x.shape))
-_reduce_scatter.register_fake(lambda parts, group: parts.new_empty(parts.shape[1:]))
+_all_gather.register_fake(lambda x, size, group: x.new_empty(size * len(x), *x.shape[1:]))
+_reduce_scatter.register_fake(lambda x, size, group: x.new_empty(len(x) // size, *x.shape[1:]))
 
 
 def _pieces(length: int, at_once: int) -> list[slice]:
