@@ -17,28 +17,30 @@ matplotlib.use("Agg")  # files, no window
 
 from matplotlib.figure import Figure
 
-from lmscale.from_plain import build
-from lmscale.perf.cluster import Cluster
-from lmscale.report import norm_order
 from lmscale.report.figures.model_size import draw_laws, draw_model_sizes
 from lmscale.report.figures.norm_order import draw_gradient_norms, draw_loss_curves, draw_rates
 from lmscale.report.figures.scaling import draw_figure_1, draw_figure_5
+from lmscale.report.figures.sizes import draw_memory_wall, draw_parts
+from lmscale.report.norm_order import read_cells, read_curves, read_gradient_norms
+from lmscale.report.records import fitted_cluster, records_below
 from lmscale.report.scaling_figures import figure_1_rows, figure_5_rows
+from lmscale.report.sizes import DEVICES, memory_table, parameter_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "analysis" / "results"
 
 
-def fitted_cluster(record: Path = RESULTS / "cost_model.json") -> Cluster:
-    """The anchored cluster of a cost-model record."""
-    values = json.loads(record.read_text(encoding="utf-8"))["config"]["cluster"]
-    return build(Cluster, values, "cluster.")
-
-
 def figures(results: Path) -> dict[str, tuple[str, Figure]]:
     """Name: caption and drawing of every figure for which a folder of records has what it needs."""
-    cluster = fitted_cluster(results / "cost_model.json")
+    paths = {path.relative_to(results).as_posix(): path for path in sorted(results.rglob("*.json"))}
+    records = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+    cluster = fitted_cluster(records["cost_model.json"])
     found = {
+        "parameters": ("Where the parameters of the paper's models are", draw_parts(parameter_table())),
+        "memory_wall": (
+            "Memory of a rank of the study's models with full recomputation, predicted, and of devices",
+            draw_memory_wall(memory_table(), DEVICES),
+        ),
         "figure_1": (
             "Figure 1. Sustained PFLOP/s, the paper's and the cost model's",
             draw_figure_1(figure_1_rows(cluster)),
@@ -48,8 +50,8 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
             draw_figure_5(figure_5_rows(cluster)),
         ),
     }
-    if (results / "model_size.json").is_file():
-        record = json.loads((results / "model_size.json").read_text(encoding="utf-8"))
+    if "model_size.json" in records:
+        record = records["model_size.json"]
         found |= {
             "model_size": (
                 "Figure 6 in small, scaled down. Validation perplexity of GPTs of six sizes, mean of the seeds",
@@ -60,24 +62,22 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
                 draw_laws(record),
             ),
         }
-    if (results / "norm_order.json").is_file():
-        factorial = json.loads((results / "norm_order.json").read_text(encoding="utf-8"))["config"]["factorial"]
-        folder = results / "norm_order"
-        cells = norm_order.read_cells(folder)
-        curves, norms = norm_order.read_curves(folder), norm_order.read_gradient_norms(folder)
-        of = "Figure 7 as a controlled experiment, scaled down."
+    cells = records_below(records, "norm_order")
+    if cells and "norm_order.json" in records:
+        of, factorial = (
+            "Figure 7 as a controlled experiment, scaled down.",
+            records["norm_order.json"]["config"]["factorial"],
+        )
+        rows, curves, norms = read_cells(cells), read_curves(cells), read_gradient_norms(cells)
         found |= {
             "norm_order_curves": (
                 f"{of} Training loss by depth; dotted: the least loss without a look at other tokens",
-                draw_loss_curves(curves, cells, factorial),
+                draw_loss_curves(curves, rows, factorial),
             ),
-            "norm_order_rates": (
-                f"{of} Last training loss over the learning rate",
-                draw_rates(cells, factorial),
-            ),
+            "norm_order_rates": (f"{of} Last training loss over the learning rate", draw_rates(rows, factorial)),
             "norm_order_gradients": (
                 f"{of} Gradient norm of each layer before the first step",
-                draw_gradient_norms(norms, cells, factorial),
+                draw_gradient_norms(norms, rows, factorial),
             ),
         }
     return found

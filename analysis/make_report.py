@@ -20,6 +20,7 @@ import pandas as pd
 
 from lmscale.report.evidence import KINDS
 from lmscale.report.ledger_rows import kinds
+from lmscale.report.records import read_records
 
 TEMPLATE = Path(__file__).with_name("report.html")
 _CELL = {True: "number", False: "words"}  # classes
@@ -33,8 +34,8 @@ def render(results: Path) -> str:
     Raises:
         ValueError: a record that a table needs is missing.
     """
-    rows = make_tables.all_rows(make_tables.read_records(results))
-    ledger, tables = rows["Ledger"], [(name, *about) for name, about in make_tables.TABLES.items()]
+    rows = make_tables.all_rows(read_records(results))
+    ledger, tables = rows["Ledger"], [(name, *about) for name, about in make_tables.TABLES.items() if name in rows]
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         total=len(ledger),
         contents="\n".join(f'<a href="#{_anchor(name)}">{name}</a>' for name, *_ in tables),

@@ -8,22 +8,22 @@ that the others have.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import pandas as pd
 from omegaconf import OmegaConf
 
-from lmscale.from_plain import build
-from lmscale.perf.cluster import Cluster
 from lmscale.report.downstream import table_5
 from lmscale.report.evidence import Context
 from lmscale.report.ledger_rows import kinds, ledger, short_form
 from lmscale.report.memory import peak_memory
+from lmscale.report.norm_order import order_table, read_cells
 from lmscale.report.profile import profile
+from lmscale.report.records import fitted_cluster, read_records, records_below
 from lmscale.report.scaling_figures import figure_tables
 from lmscale.report.scaling_tables import scaling_tables
+from lmscale.report.sizes import communication_table, memory_table, parameter_table
 from lmscale.report.speed import cpu_speed
 from lmscale.report.zero_shot import table_3
 
@@ -35,6 +35,22 @@ _MODELLED = (
 )
 # name: title, what its reader must know
 TABLES = {
+    "Parameters": (
+        "of the paper's models, by part and of a rank",
+        "Counted by formula and, in the tests, on the modules themselves. The vocabulary is padded to 51,200 and to "
+        "30,720 rows at every layout.",
+    ),
+    "Memory": (
+        "of a rank of the paper's models",
+        "Predicted by `lmscale.perf`: fp16 with fp32 masters, exact attention, one data rank, one micro-batch of 8 GPT "
+        "sequences of 1,024 tokens or 4 BERT sequences of 512. Empty: the heads do not divide. `Peak memory` has what "
+        "such predictions are worth.",
+    ),
+    "Communication": (
+        "of a rank of the models of Table 1 for one micro-batch",
+        "Counted by formula and, in the tests, in a traced world of 512 ranks: fp16, 8 sequences of 1,024 tokens. A "
+        "gathered output would send its logits besides.",
+    ),
     "Figure 1": ("sustained PFLOP/s of the study's models with 64-way data parallelism", _MODELLED),
     "Figure 5": ("weak scaling of model and model + data parallelism", _MODELLED),
     "Peak memory": (
@@ -76,6 +92,13 @@ TABLES = {
         "22.7 M parameters on parts of the sets (`analysis/finetune_small.py`), so there is no printed value beside "
         "it. `not run`: we have none. RACE is of the test set, the rest of the development sets.",
     ),
+    "Figure 7": (
+        "layer-norm placement as a controlled experiment",
+        "Training loss, the mean of the last 50 of 1,000 steps of a BERT of hidden 64, each arm at the learning rate "
+        "that served it best at 12 layers (`analysis/norm_order.py`). The difference is paired by seed, with Student's "
+        "95 % interval. `stuck`: less than 0.1 nats below the least loss without a look at other tokens; `diverged`: "
+        "no finite gradient, or an end 0.25 nats above the run's own lowest.",
+    ),
     "Table 7": ("effect of the number of attention heads on scaling", _MODELLED),
     "Table 8": ("strong scaling of the 1.2 B model", _MODELLED),
 }
@@ -90,29 +113,6 @@ LEDGER_NOTE = (
     "stands for the smallest of the paper's models and does not compare with it. A record fills an entry by naming a "
     "metric as its id."
 )
-NEEDED = {  # and what makes them
-    "cost_model.json": "fit_cost_model.py",
-    "peak_memory.json": "peak_memory.py",
-    "profile_gpt.json": "trace_shares.py",
-    "profile_bert.json": "trace_shares.py",
-}
-
-
-def read_records(folder: Path) -> dict[str, dict]:
-    """The records below a folder by their path in it; other JSON files are left alone.
-
-    Raises:
-        ValueError: there is no record.
-    """
-    paths = sorted(folder.rglob("*.json")) if folder.is_dir() else []
-    found = {path.relative_to(folder).as_posix(): json.loads(path.read_text(encoding="utf-8")) for path in paths}
-    records = {
-        name: record for name, record in found.items() if isinstance(record, dict) and "record_version" in record
-    }
-    for needed, script in NEEDED.items():
-        if needed not in records:
-            raise ValueError(f"`--records` must have {needed} (analysis/{script}), but {folder} has not")
-    return records
 
 
 def read_settings(folder: Path = ROOT / "conf") -> dict[str, dict]:
@@ -125,19 +125,23 @@ def read_settings(folder: Path = ROOT / "conf") -> dict[str, dict]:
 
 def all_rows(records: dict[str, dict]) -> dict[str, pd.DataFrame]:
     """The rows of every table by its name, and those of `Ledger`."""
-    cluster = build(Cluster, records["cost_model.json"]["config"]["cluster"], "cluster.")
+    cluster = fitted_cluster(records["cost_model.json"])
     rows = scaling_tables(cluster) | figure_tables(cluster)
     rows["Peak memory"] = peak_memory(records["peak_memory.json"])
     rows["Profile"] = profile({name: records[f"profile_{name.lower()}.json"] for name in ("GPT", "BERT")})
     rows["Speed CPU"] = cpu_speed(records)
     rows["Table 3"] = table_3(records)
     rows["Table 5"] = table_5(records)
+    rows |= {"Parameters": parameter_table(), "Memory": memory_table(), "Communication": communication_table()}
+    cells = records_below(records, "norm_order")
+    if cells and "norm_order.json" in records:
+        rows["Figure 7"] = order_table(read_cells(cells), records["norm_order.json"]["config"]["factorial"])
     return rows | {"Ledger": ledger(Context(records, rows, read_settings(), cluster))}
 
 
 def render_all(rows: dict[str, pd.DataFrame]) -> dict[str, str]:
     """The Markdown of every table by its name, and the ledger's."""
-    pages = {name: _page(name, *TABLES[name], rows[name]) for name in TABLES}
+    pages = {name: _page(name, *TABLES[name], rows[name]) for name in TABLES if name in rows}
     return pages | {"Ledger": _ledger_page(rows["Ledger"])}
 
 

@@ -95,10 +95,15 @@ def cells_of_stage(layers: int, seeds: Iterable[int], records: Path) -> list[Cel
         missing = [cell.name for cell in needed if not (records / f"{cell.name}.json").is_file()]
         if missing:
             raise ValueError(f"the cells at {FACTORIAL} layers must all be there first, but {missing[0]} is not")
-        chosen = choose_rates(read_cells(records), FACTORIAL)
+        chosen = choose_rates(read_cells(read_folder(records)), FACTORIAL)
         rates = {arm: [lr for lr in swept("optimizer.lr") if float(lr) == chosen[arm]] for arm in arms}
     kept = [seed for seed in seeds if seed <= STAGES[layers]]
     return [Cell(layers, *arm, lr, seed) for seed in kept for arm in arms for lr in rates[arm]]
+
+
+def read_folder(records: Path) -> list[dict[str, Any]]:
+    """The records of the cells, in the order of their names."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(records.glob("*.json"))]
 
 
 def run_cell(cell: Cell, more: Sequence[str], outputs: Path, records: Path) -> None:
@@ -203,7 +208,7 @@ def main() -> int:
             with ThreadPoolExecutor(options.jobs) as pool:
                 cells = cells_of_stage(layers, options.seeds, records)
                 list(pool.map(lambda cell: run_cell(cell, options.overrides, outputs, records), cells))
-        summary = summarize(read_cells(records), FACTORIAL)
+        summary = summarize(read_cells(read_folder(records)), FACTORIAL)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ from door import environment
 
 from lmscale.perf.cluster import Cluster
 from lmscale.plan_config import load_cluster
+from lmscale.report.figures.scaling import draw_figure_1, draw_figure_5
 from lmscale.report.scaling import (
     CELLS,
     TRAINING_DAYS,
@@ -20,14 +21,13 @@ from lmscale.report.scaling import (
     study_time,
     with_constants,
 )
-from lmscale.report.scaling_figures import OURS, figure_5_rows, figure_tables
+from lmscale.report.scaling_figures import OURS, figure_1_rows, figure_5_rows, figure_tables
 from lmscale.report.scaling_tables import scaling_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "analysis"))
 
 import fit_cost_model  # noqa: E402
-import make_figures  # noqa: E402
 import what_if  # noqa: E402
 
 
@@ -121,8 +121,8 @@ def test_a_constant_at_the_wrong_value_would_be_noticed(fitted: Cluster) -> None
     assert worst > 5
 
 
-def test_figure_5_has_every_bar_of_the_paper_with_its_role() -> None:
-    rows = make_figures.figure_5_rows(make_figures.fitted_cluster())
+def test_figure_5_has_every_bar_of_the_paper_with_its_role(fitted: Cluster) -> None:
+    rows = figure_5_rows(fitted)
     assert rows["GPUs"].tolist() == [1, 2, 4, 8, 64, 128, 256, 512]
     assert rows["paper"].tolist() == [100, 95, 82, 77, 96, 83, 79, 74]
     assert (rows["difference"] - (rows["lmscale, modelled"] - rows["paper"])).abs().max() < 1e-9
@@ -136,17 +136,17 @@ def test_figure_5_has_every_bar_of_the_paper_with_its_role() -> None:
         256: "held out",
         512: "fit",
     }
-    figure = make_figures.draw_figure_5(rows)
+    figure = draw_figure_5(rows)
     heights = [bar.get_height() for axis in figure.axes for bars in axis.containers[:1] for bar in bars]
     assert heights == rows["paper"].tolist()
 
 
-def test_figure_1_rests_on_the_two_printed_figures() -> None:
-    rows = make_figures.figure_1_rows(make_figures.fitted_cluster()).set_index("GPUs")
+def test_figure_1_rests_on_the_two_printed_figures(fitted: Cluster) -> None:
+    rows = figure_1_rows(fitted).set_index("GPUs")
     assert rows["paper"][1] == 0.039 and rows["paper"][512] == 15.1
     assert rows["certainty"].to_dict() == {1: "text", 64: "figure", 128: "figure", 256: "figure", 512: "text"}
     assert rows["difference"].drop(128).abs().max() < 0.07
-    figure = make_figures.draw_figure_1(rows.reset_index())
+    figure = draw_figure_1(rows.reset_index())
     assert figure.axes[0].get_ylabel() == "PFLOP/s" and list(figure.axes[0].lines[0].get_ydata())[-1] == 15.1
 
 

@@ -13,13 +13,14 @@ from lmscale.perf.cluster import Cluster
 from lmscale.report.entries import all_entries
 from lmscale.report.evidence import KINDS, Context
 from lmscale.report.ledger_rows import kinds, ledger, short_form
+from lmscale.report.records import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "analysis"))
 
 import make_tables  # noqa: E402
 
-RECORDS = make_tables.read_records(make_tables.RESULTS)
+RECORDS = read_records(make_tables.RESULTS)
 ROOTS = {
     "src/train.py": "train",
     "src/plan.py": "plan",

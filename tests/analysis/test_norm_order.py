@@ -49,6 +49,10 @@ def write_cell(folder: Path, layers: int, order: str, scaled: bool, lr: str, see
     write_record(record, folder / f"{layers}_{order}_{scaled}_{lr}_{seed}.json")
 
 
+def records_of(folder: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
 @pytest.fixture
 def study(tmp_path) -> Path:
     """Two depths: pre-norm better by 0.5 with an effect of the seed that both share; 3e-3 the better rate."""
@@ -61,7 +65,7 @@ def study(tmp_path) -> Path:
 
 
 def test_differences_are_paired_by_seed_and_have_students_interval(study) -> None:
-    rows = order_differences(read_cells(study), 4)
+    rows = order_differences(read_cells(records_of(study)), 4)
     assert list(zip(rows["layers"], rows["scaled"], strict=True)) == [(4, False), (4, True), (8, False), (8, True)]
     assert list(rows["difference"]) == pytest.approx([0.5] * 4)
     assert list(rows["half_width"]) == pytest.approx([4.303 * 0.01 / 3**0.5] * 4)  # the seeds' own 0.1 is gone
@@ -71,9 +75,9 @@ def test_differences_are_paired_by_seed_and_have_students_interval(study) -> Non
 
 
 def test_a_rate_at_which_a_run_diverged_is_not_chosen(study) -> None:
-    assert set(choose_rates(read_cells(study), 4).values()) == {3e-3}
+    assert set(choose_rates(read_cells(records_of(study)), 4).values()) == {3e-3}
     write_cell(study, 4, "post", True, "3e-3", 1, 3.0, lowest_loss=2.7)
-    assert choose_rates(read_cells(study), 4)["post", True] == 1e-3
+    assert choose_rates(read_cells(records_of(study)), 4)["post", True] == 1e-3
 
 
 @pytest.mark.parametrize(
@@ -89,12 +93,12 @@ def test_a_rate_at_which_a_run_diverged_is_not_chosen(study) -> None:
 )
 def test_a_cell_is_what_the_stated_rules_say(tmp_path, metrics, state) -> None:
     write_cell(tmp_path, 2, "pre", True, "1e-3", 1, **metrics)
-    assert list(read_cells(tmp_path)["state"]) == [state]
+    assert list(read_cells(records_of(tmp_path))["state"]) == [state]
 
 
 def test_the_summary_has_every_difference_and_count(study) -> None:
     write_cell(study, 8, "post", False, "3e-3", 3, 4.9)
-    record = summarize(read_cells(study), 4)
+    record = summarize(read_cells(records_of(study)), 4)
     value = {name: entry["value"] for name, entry in record["metrics"].items()}
     assert value["4_layers/scaled/difference"] == pytest.approx(0.5)
     assert value["4_layers/pre/unscaled_minus_scaled"] == pytest.approx(0.2)
@@ -102,20 +106,20 @@ def test_the_summary_has_every_difference_and_count(study) -> None:
     assert value["post/stuck"] + value["post/learned"] == 18 and value["pre/diverged"] == 0
     assert value["cpu_time"] == pytest.approx(2.0 * 36)
     json.dumps(record, allow_nan=False)
-    table = order_table(read_cells(study), 4)
+    table = order_table(read_cells(records_of(study)), 4)
     assert table["post - pre, 95 %"][1] == "+0.500 +- 0.025" and "stuck" in table["post-norm runs"][2]
 
 
 def test_a_study_with_a_hole_has_no_summary(study) -> None:
     next(study.glob("4_*")).unlink()
     with pytest.raises(ValueError, match="must have all cells at 4 layers"):
-        summarize(read_cells(study), 4)
+        summarize(read_cells(records_of(study)), 4)
 
 
 def test_the_figures_have_a_panel_a_depth_and_units(study) -> None:
-    cells = read_cells(study)
-    curves = draw_loss_curves(read_curves(study), cells, 4)
-    norms = draw_gradient_norms(read_gradient_norms(study), cells, 4)
+    cells = read_cells(records_of(study))
+    curves = draw_loss_curves(read_curves(records_of(study)), cells, 4)
+    norms = draw_gradient_norms(read_gradient_norms(records_of(study)), cells, 4)
     assert [len(figure.axes) for figure in (curves, norms, draw_rates(cells, 4))] == [2, 2, 1]
     assert NATS in curves.axes[0].get_ylabel() and norms.axes[0].get_yscale() == "log"
     assert len(norms.axes[1].lines[0].get_xdata()) == 8

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lmscale.report.records import NEEDED, read_records
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "analysis"))
 
@@ -46,7 +48,7 @@ class Page(HTMLParser):
 def records(tmp_path_factory) -> Path:
     """A folder with the records that are needed, and nothing else."""
     folder = tmp_path_factory.mktemp("records")
-    for name in make_tables.NEEDED:
+    for name in NEEDED:
         shutil.copy(make_tables.RESULTS / name, folder)
     return folder
 
@@ -78,12 +80,13 @@ def test_nothing_is_loaded_from_elsewhere(page, text) -> None:
 
 
 def test_every_table_figure_and_entry_is_on_the_page(page, records) -> None:
-    rows = make_tables.all_rows(make_tables.read_records(records))
+    rows = make_tables.all_rows(read_records(records))
     sections = {attributes.get("id") for attributes in page.all("section")}
-    assert sections >= {name.lower().replace(" ", "-") for name in make_tables.TABLES}
-    assert len(page.all("table")) == len(make_tables.TABLES) + 1
+    tables = [name for name in make_tables.TABLES if name in rows]
+    assert sections >= {name.lower().replace(" ", "-") for name in tables}
+    assert len(page.all("table")) == len(tables) + 1
     images = page.all("img")
-    assert [image["alt"][:8] for image in images][:2] == ["Figure 1", "Figure 5"]
+    assert {"Figure 1", "Figure 5"} < {image["alt"][:8] for image in images}
     assert all(image["src"].startswith("data:image/svg+xml;base64,") for image in images)
     marked = [attributes["data-kind"] for attributes in page.all("tr") if "data-kind" in attributes]
     assert len(marked) == len(rows["Ledger"])

@@ -10,6 +10,7 @@ from lmscale.config import TransformerConfig
 from lmscale.evaluation.windows import Windows
 from lmscale.evaluation.zero_shot_task import Lambada, WikiText103, find_evidence
 from lmscale.report.ledger import GPT_MODELS, PAPER_STEPS
+from lmscale.report.records import read_records
 from lmscale.report.zero_shot import table_3
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +43,7 @@ def rows_of(table: pd.DataFrame, evidence: str) -> list[tuple]:
 
 
 def test_the_committed_tables_are_those_of_the_committed_records() -> None:
-    rows = make_tables.all_rows(make_tables.read_records(make_tables.RESULTS))
+    rows = make_tables.all_rows(read_records(make_tables.RESULTS))
     pages = make_tables.render_all(rows)
     committed = {path.name: path.read_text(encoding="utf-8") for path in make_tables.TABLES_FOLDER.glob("*.md")}
     assert committed == {f"{name.lower().replace(' ', '_')}.md": page for name, page in pages.items()}

@@ -4,11 +4,9 @@ Words used here: an *arm* is a norm order with a way to start the weights before
 not); a *cell* is one run of an arm at a depth, a learning rate and a seed.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -24,20 +22,15 @@ ARM = ["order", "scaled"]
 STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # 97.5 % quantile by degrees of freedom
 
 
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """The records of the cells, in the order of their names."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-
-
-def read_cells(folder: Path) -> pd.DataFrame:
-    """One row a cell.
+def read_cells(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    """One row a cell of `analysis/norm_order.py`.
 
     Returns:
         layers, order, scaled, lr, seed; train_loss (mean of the last 50 steps), validation_loss, lowest_loss and
         context_free_loss in nats a masked token; steps, cpu_time (s); state, one of `STATES`.
     """
     rows = []
-    for record in read_records(folder):
+    for record in records:
         metrics = {name: entry["value"] for name, entry in record["metrics"].items()}
         rows.append(record["config"]["cell"] | metrics)
     cells = pd.DataFrame(rows)
@@ -53,20 +46,20 @@ def _state(cell: dict[str, Any]) -> str:
     return "stuck" if cell["train_loss"] > cell["context_free_loss"] - STUCK_WITHIN else "learned"
 
 
-def read_curves(folder: Path) -> pd.DataFrame:
+def read_curves(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
     """Training loss of every cell: layers, order, scaled, lr, seed, step (the last of a window), loss in nats."""
     rows = []
-    for record in read_records(folder):
+    for record in records:
         config = record["config"]
         cell = config["cell"] | {"lr": float(config["cell"]["lr"])}
         rows += [cell | {"step": (i + 1) * config["window"], "loss": loss} for i, loss in enumerate(config["curve"])]
     return pd.DataFrame(rows)
 
 
-def read_gradient_norms(folder: Path) -> pd.DataFrame:
+def read_gradient_norms(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
     """Gradient norm of every layer, before clipping: layers, order, scaled, lr, seed, step, layer (from 0), norm."""
     rows = []
-    for record in read_records(folder):
+    for record in records:
         config = record["config"]
         cell = config["cell"] | {"lr": float(config["cell"]["lr"])}
         for step, norms in config["gradient_norms"].items():

@@ -1,0 +1,41 @@
+"""The committed records, which everything here is made of."""
+
+import json
+from pathlib import Path
+
+from ..from_plain import build
+from ..perf.cluster import Cluster
+
+NEEDED = {  # and what makes them
+    "cost_model.json": "fit_cost_model.py",
+    "peak_memory.json": "peak_memory.py",
+    "profile_gpt.json": "trace_shares.py",
+    "profile_bert.json": "trace_shares.py",
+}
+
+
+def read_records(folder: Path) -> dict[str, dict]:
+    """The records below a folder by their path in it; other JSON files are left alone.
+
+    Raises:
+        ValueError: there is no record.
+    """
+    paths = sorted(folder.rglob("*.json")) if folder.is_dir() else []
+    found = {path.relative_to(folder).as_posix(): json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    records = {
+        name: record for name, record in found.items() if isinstance(record, dict) and "record_version" in record
+    }
+    for needed, script in NEEDED.items():
+        if needed not in records:
+            raise ValueError(f"`--records` must have {needed} (analysis/{script}), but {folder} has not")
+    return records
+
+
+def records_below(records: dict[str, dict], folder: str) -> list[dict]:
+    """Those of a folder, in the order of their paths."""
+    return [record for path, record in sorted(records.items()) if path.startswith(f"{folder}/")]
+
+
+def fitted_cluster(record: dict) -> Cluster:
+    """The anchored cluster of a record of the cost model."""
+    return build(Cluster, record["config"]["cluster"], "cluster.")
