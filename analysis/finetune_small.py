@@ -224,7 +224,8 @@ def summarize(records: Path, path: Path) -> None:
             f"{value['se_seeds']:.2f} by seeds, {value['se_examples']:.2f} by {value['scored']} examples"
         )
     if commands:
-        config = {"commands": commands, "seeds": list(SEEDS), "records": f"{path.stem}/"}
+        compared = {task: case.metric for task, case in CASES.items() if task in commands}
+        config = {"commands": commands, "metrics": compared, "seeds": list(SEEDS), "records": f"{path.stem}/"}
         layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
         write_record(
             new_record("finetune_small", "scaled_down", config, SEEDS[0], metrics, device="cpu", layout=layout), path

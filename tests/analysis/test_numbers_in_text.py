@@ -46,6 +46,7 @@ FACTS = {
     "a GPT of 5.5 M parameters": ("analysis/tables/table_3.md", "5.5 M parameters"),
     "up to 8.3 B at 8 ranks": ("analysis/tables/peak_memory.md", "8.3B, fp16, 8 ranks"),
     "MP+DP on 128 GPUs": ("analysis/tables/figure_5.md", "model + data parallel, 128 GPUs"),
+    "The cell at 128 GPUs": ("analysis/tables/figure_5.md", "model + data parallel, 128 GPUs"),
     "of September 2020": "a date",
     "a BERT of 6 x 512": ("src/lmscale/report/speed.py", "BERT 6 x 512"),
     "within 1e-12 (fp64)": ("tests/training/test_layouts.py", "1e-12"),

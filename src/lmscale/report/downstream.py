@@ -46,6 +46,20 @@ def table_5(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
+def small_runs(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
+    """Every run of `analysis/finetune_small.py`: columns metric, kind (`published weights` or `random weights`), seed,
+    score and floor, both in percent."""
+    summary, rows = records["finetune_small.json"], []
+    for task, metric in summary["config"]["metrics"].items():
+        floor = summary["metrics"][f"{task}/floor"]["value"]
+        for kind, words in (("pretrained", "published weights"), ("from_scratch", "random weights")):
+            for seed in summary["config"]["seeds"]:
+                record = records[f"finetune_small/{task}_{kind}_{seed}.json"]
+                score = record["metrics"][metric]["value"]
+                rows.append({"metric": metric, "kind": words, "seed": seed, "score": score, "floor": floor})
+    return pd.DataFrame(rows)
+
+
 def _ours(records: Mapping[str, dict[str, Any]], size: str, metric: str, paper: float) -> dict[str, Any]:
     """Our side of one printed value: the median over the runs of a paper's model that have the metric."""
     found = {

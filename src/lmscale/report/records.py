@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pandas as pd
+
 from ..from_plain import build
 from ..perf.cluster import Cluster
 
@@ -34,6 +36,12 @@ def read_records(folder: Path) -> dict[str, dict]:
 def records_below(records: dict[str, dict], folder: str) -> list[dict]:
     """Those of a folder, in the order of their paths."""
     return [record for path, record in sorted(records.items()) if path.startswith(f"{folder}/")]
+
+
+def metrics_table(record: dict, *prefixes: str) -> pd.DataFrame:
+    """A row a metric, columns `value` and `unit`; with prefixes only the metrics whose name begins with one."""
+    rows = {name: entry for name, entry in record["metrics"].items() if not prefixes or name.startswith(prefixes)}
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["value", "unit"])
 
 
 def fitted_cluster(record: dict) -> Cluster:

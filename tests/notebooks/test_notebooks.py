@@ -1,0 +1,51 @@
+"""The committed notebooks run from the committed records and print what they show."""
+
+import json
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+WITHOUT_DRAWING = ("text/html", "text/plain")
+
+
+def printed(notebook: nbformat.NotebookNode) -> list[list[dict[str, str]]]:
+    """What every code cell shows as text, and whether it draws."""
+    cells = []
+    for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
+        outputs = []
+        for output in cell.outputs:
+            assert output.output_type in ("display_data", "execute_result"), output  # no warning, no error
+            shown = {kind: output.data[kind] for kind in WITHOUT_DRAWING if kind in output.data}
+            outputs.append(shown | {"draws": "image/png" in output.data})
+        cells.append(outputs)
+    return cells
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_again_and_shows_the_same(path: Path) -> None:
+    committed = nbformat.read(path, as_version=4)
+    again = nbformat.read(path, as_version=4)
+    for cell in again.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    NotebookClient(again, timeout=120, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    assert printed(again) == printed(committed)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_opens_with_the_papers_place_and_ends_with_where_we_differ(path: Path) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    first, last = ("".join(cells[i]["source"]) for i in (0, -1))
+    assert first.startswith("# ") and ("Table" in first.split("\n")[0] or "Figure" in first.split("\n")[0])
+    assert last.startswith("## Where we differ")
+    assert [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"] == list(
+        range(1, sum(cell["cell_type"] == "code" for cell in cells) + 1)
+    )
+
+
+def test_the_notebooks_are_there() -> None:
+    assert [path.stem for path in NOTEBOOKS] == ["01_parameter_counts", "02_scaling"]
