@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished
 from ..config import ParallelConfig
 from ..finetune_config import FinetuneConfig
+from ..parallel import ParallelContext
 from ..results import new_record, refuse_other_record, write_record
 from ..training.exit_codes import DONE, USER_ERROR
 from ..training.launch import cluster_environment, resolve_accelerator, share_cores, world_from_outside
@@ -212,7 +213,7 @@ def _run(
     run, context = job.run, trainer.strategy.parallel
     scoring = ScoringBatches(module.sets, run.trainer.scoring_batch_size, context.dp_rank, context.dp_size)
     if trainer.is_global_zero:
-        _announce(job, module, features)
+        _announce(job, module, features, context)
     if features is not None:
         training = TrainingSteps(
             features,
@@ -245,7 +246,7 @@ def _run(
     return DONE
 
 
-def _announce(job: FinetuneJob, module: FinetuneModule, features: Features | None) -> None:
+def _announce(job: FinetuneJob, module: FinetuneModule, features: Features | None, context: ParallelContext) -> None:
     run, layout = job.run, job.layout
     size = f"{len(features):,} items" if features is not None else "nothing"
     print(
@@ -253,7 +254,7 @@ def _announce(job: FinetuneJob, module: FinetuneModule, features: Features | Non
         f"{size} x {run.trainer.num_epochs} epochs, batch {run.global_batch_size}, lr {run.optimizer.lr:g}; scores "
         + ", ".join(f"{name} ({len(found.ids):,})" for name, found in module.sets.items())
         + f"\nranks: {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}"
-        f"{describe_channel(module.parallel, job.accelerator)}, {run.precision.dtype}; run folder: {module.run_dir}",
+        f"{describe_channel(context, job.accelerator)}, {run.precision.dtype}; run folder: {module.run_dir}",
         flush=True,
     )
     for found in [*([features] if features is not None else []), *module.sets.values()]:
