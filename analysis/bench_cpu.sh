@@ -7,7 +7,7 @@
 #   1 GPT against Hugging Face compiled    2 GPT with dropout against eager peers    3 BERT against Hugging Face compiled
 #   4 two tensor ranks    5 Lightning and callbacks    6 the head's memory
 #
-# NANOGPT=path/to/model.py   nanoGPT's model file, a further peer of part 2 (not part of this repository)
+# NANOGPT=path/to/model.py   nanoGPT's model file, two further peers of part 2 (not part of this repository)
 #
 # Nothing else may run beside it: a busy core takes most of every gain.
 set -euo pipefail
@@ -31,7 +31,7 @@ part_1() { bench bench_gpt_cpu model=gpt_tiny model.hidden_dropout=0 model.atten
 part_2() {
   if [ -n "${NANOGPT:-}" ]; then
     bench bench_gpt_dropout_cpu model=gpt_tiny model.hidden_dropout=0.1 model.attention_dropout=0.1 \
-      'peers=[hf_eager,file]' "file=$NANOGPT"
+      'peers=[hf_eager,file_eager,file_compiled]' "file=$NANOGPT"
   else
     bench bench_gpt_dropout_cpu model=gpt_tiny model.hidden_dropout=0.1 model.attention_dropout=0.1 'peers=[hf_eager]'
   fi

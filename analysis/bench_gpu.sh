@@ -60,7 +60,7 @@ part_1() { share gpt_355m 32 0.52; share gpt_1.2b 16 0.60; }
 part_2() { share bert_336m 128 0.50; share bert_3.9b 16 0.60; }
 part_3() { against hf_compiled 1.2; }
 part_4() {
-  if [ -n "${NANOGPT:-}" ]; then against file 1.15 "file=$NANOGPT"
+  if [ -n "${NANOGPT:-}" ]; then against file_compiled 1.15 "file=$NANOGPT"
   else echo "gpt_355m against nanoGPT: not measured, NANOGPT=path/to/model.py is not given"; fi
 }
 part_5() { against megatron_core 1.3; }

@@ -10,7 +10,8 @@ from .training_config import PrecisionConfig
 
 PADDED_VOCABULARIES = {"gpt": 51_200, "bert": 30_720}
 NAMES_OF_A_MODEL_FILE = {"GPT", "GPTConfig"}
-PEERS = ("hf_eager", "hf_compiled", "lightning", "megatron_core", "file", "ours_bf16")
+PEERS = ("hf_eager", "hf_compiled", "lightning", "megatron_core", "file_eager", "file_compiled", "ours_bf16")
+FILE_PEERS = {"file_eager", "file_compiled"}
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,13 @@ class BenchConfig:
     Args:
         model: the fields of `TransformerConfig`, and `name`; a `vocab_size` of null is the paper's padded one.
         peers: some of `PEERS`: Hugging Face's model as it is and compiled, it in a plain Lightning loop, GPT of
-            megatron-core with the local spec, a model file in nanoGPT's form (`GPT`, `GPTConfig`), our own step in bf16
-            beside the one in float8. None: ours alone.
+            megatron-core with the local spec, a model file in nanoGPT's form (`GPT`, `GPTConfig`), it too as it is and
+            compiled, our own step in bf16 beside the one in float8. None: ours alone.
         precision: fp32, bf16 or fp8; with fp8 the peers compute in bf16.
-        file: the model file of the peer `file`.
+        file: the model file of the peers `file_eager` and `file_compiled`.
         micro_batch_size: sequences of a step.
         seq_length: tokens of a sequence.
-        compiles: compile our layers, and the model of the peers `lightning` and `file`.
+        compiles: compile our layers, and the model of the peer `lightning`.
         cuda_graphs: record our layers on a GPU and replay them.
         peak_tflops_per_s: a rate that ours and the peers' FLOP/s are given as a share of, besides the sheet's.
         steps_per_round, rounds: steps of a contender before the next one's turn; turns of each.
@@ -76,7 +77,7 @@ class BenchConfig:
         if self.peak_tflops_per_s is not None and not self.peak_tflops_per_s > 0:
             raise ValueError(f"`peak_tflops_per_s` must be above 0, but is {self.peak_tflops_per_s!r}")
         config = self.transformer_config()
-        if config.architecture == "bert" and {"file", "megatron_core", "lightning"} & set(self.peers):
+        if config.architecture == "bert" and {*FILE_PEERS, "megatron_core", "lightning"} & set(self.peers):
             raise ValueError(
                 f"`peers` of a BERT must be hf_eager, hf_compiled or ours_bf16, but are {', '.join(self.peers)}"
             )
@@ -91,8 +92,8 @@ class BenchConfig:
             raise ValueError(f"`peers` must be some of {', '.join(PEERS)}, but is {self.peers!r}")
         if len(set(self.peers)) < len(self.peers):
             raise ValueError(f"`peers` must be different ones, but is {self.peers!r}")
-        if ("file" in self.peers) != (self.file is not None):
-            raise ValueError("`file` must be given where `peers` has file, and only there")
+        if bool(FILE_PEERS & set(self.peers)) != (self.file is not None):
+            raise ValueError("`file` must be given where `peers` has file_eager or file_compiled, and only there")
         if self.file is None:
             return
         if not Path(self.file).is_file():

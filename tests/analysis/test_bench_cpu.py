@@ -34,7 +34,11 @@ def test_every_comparison_is_a_typed_configuration(tmp_path) -> None:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             values = OmegaConf.to_container(compose("bench", words), resolve=True, throw_on_missing=True)
         benches.append(BenchConfig.from_dict(values))
-    assert [bench.peers for bench in benches] == [["hf_compiled"], ["hf_eager", "file"], ["hf_compiled"]]
+    assert [bench.peers for bench in benches] == [
+        ["hf_compiled"],
+        ["hf_eager", "file_eager", "file_compiled"],
+        ["hf_compiled"],
+    ]
     assert {(bench.precision.dtype, bench.length, bench.micro_batch_size) for bench in benches} == {("bf16", 256, 8)}
     assert len(others) == 3 and all((ROOT / script).is_file() for script in others)
 

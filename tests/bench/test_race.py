@@ -96,11 +96,13 @@ def test_float8_races_our_own_bf16_and_shares_are_of_the_given_peak() -> None:
 def test_a_model_file_is_a_peer_and_one_that_computes_something_else_is_refused(tmp_path) -> None:
     path = tmp_path / "model.py"
     path.write_text(NANO)
-    found = values_of(race(bench_of(peers=["file"], file=str(path), max_loss_difference=0.5)))
-    assert found["file/loss"] > 0
-    with pytest.raises(LossesDifferError, match="`max_loss_difference` must be .* for file, whose mean loss") as caught:
-        race(bench_of(peers=["file"], file=str(path), max_loss_difference=1e-6))
-    assert values_of(caught.value.record)["file/step"] > 0
+    found = values_of(race(bench_of(peers=["file_eager"], file=str(path), max_loss_difference=0.5)))
+    assert found["file_eager/loss"] > 0
+    with pytest.raises(
+        LossesDifferError, match="`max_loss_difference` must be .* for file_eager, whose mean loss"
+    ) as caught:
+        race(bench_of(peers=["file_eager"], file=str(path), max_loss_difference=1e-6))
+    assert values_of(caught.value.record)["file_eager/step"] > 0
 
 
 def test_beside_float8_the_peers_compute_in_bf16() -> None:
@@ -140,10 +142,10 @@ def test_our_step_trains() -> None:
     "changes, message",
     [
         (["peers=[nobody]"], "`peers` must be some of hf_eager"),
-        (["peers=[file]"], "`file` must be given where `peers` has file"),
-        (["peers=[file]", "file=/nowhere.py"], "`file` must be a file, but /nowhere.py is not"),
-        (["peers=[file]", f"file={__file__}"], "`file` must define GPT and GPTConfig"),
-        (["peers=[file]", "file=README.md"], "`file` must be a Python file, but README.md is not"),
+        (["peers=[file_compiled]"], "`file` must be given where `peers` has file_eager or file_compiled"),
+        (["peers=[file_compiled]", "file=/nowhere.py"], "`file` must be a file, but /nowhere.py is not"),
+        (["peers=[file_compiled]", f"file={__file__}"], "`file` must define GPT and GPTConfig"),
+        (["peers=[file_compiled]", "file=README.md"], "`file` must be a Python file, but README.md is not"),
         (["peers=[hf_eager,hf_eager]"], "`peers` must be different ones"),
         (["accelerator=tpu"], "`accelerator` must be one of auto, cpu, gpu, but is 'tpu'"),
         (["lr=0"], "`lr` must be above 0, but is 0.0"),

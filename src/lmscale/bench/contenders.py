@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bench_config import BenchConfig
+from ..bench_config import FILE_PEERS, BenchConfig
 from ..checkpoint.hf_config import config_to_hf
 from ..checkpoint.hf_names import family_of
 from ..config import TransformerConfig
@@ -113,7 +113,7 @@ class HuggingFace(Plain):
 class ModelFile(Plain):
     """`GPT(GPTConfig(...))` of a file in nanoGPT's form; its weights are drawn by itself."""
 
-    def __init__(self, bench: BenchConfig, device: torch.device) -> None:
+    def __init__(self, bench: BenchConfig, device: torch.device, compiles: bool) -> None:
         config = bench.transformer_config()
         spec = importlib.util.spec_from_file_location("bench_model_file", Path(bench.file))
         module = importlib.util.module_from_spec(spec)
@@ -128,7 +128,7 @@ class ModelFile(Plain):
             dropout=config.hidden_dropout,
             bias=True,
         )
-        super().__init__(module.GPT(sizes), bench, device, bench.compiles)
+        super().__init__(module.GPT(sizes), bench, device, compiles)
 
     def loss(self, batch: Batch) -> Tensor:
         labels = batch["labels"].masked_fill(batch["labels"] == IGNORE_LABEL, -1)  # nanoGPT's sign for the same
@@ -168,8 +168,8 @@ def make_contender(name: str, bench: BenchConfig, device: torch.device) -> Conte
         return Ours(bench, device, "bf16")
     if name in ("hf_eager", "hf_compiled"):
         return HuggingFace(bench, device, compiles=name == "hf_compiled")
-    if name == "file":
-        return ModelFile(bench, device)
+    if name in FILE_PEERS:
+        return ModelFile(bench, device, compiles=name == "file_compiled")
     if name == "lightning":
         from .lightning_loop import LightningLoop
 
