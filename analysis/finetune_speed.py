@@ -13,6 +13,7 @@ time is that of the training loop, first steps included, scoring not.
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -37,6 +38,7 @@ LOG_EVERY, ROUNDS = 5, 3
 def train_ours(task: str, bert: Path, data: tuple[str, ...], outputs: Path) -> dict[str, float]:
     """One training by our entry script."""
     run_dir = outputs / f"ours_{task}"
+    shutil.rmtree(run_dir, ignore_errors=True)  # of the round before: a folder with a record is refused
     overrides = (
         f"task={task}",
         f"ckpt={bert}",
