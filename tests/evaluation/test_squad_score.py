@@ -102,6 +102,9 @@ def test_the_threshold_is_the_one_a_search_over_all_values_finds(shared_data) ->
         ({"version": "1.1", "data": []}, {}, "a question at least"),
         (dataset(("1", ["x"]), ("1", ["y"])), {}, "there twice"),
         (dataset(("1", ["x"])), {"1": None}, "must be texts"),
+        (dataset(("1", ["x"])), None, "`predictions` must be a mapping by question id, but is of type NoneType"),
+        (dataset(("1", ["x"])), [{"id": "1", "prediction_text": "x"}], "by question id, but is of type list"),
+        (dataset(("1", ["x", None])), {"1": "x"}, "official JSON, but fails with .* text is None"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(data, predictions, message: str) -> None:
@@ -110,5 +113,10 @@ def test_what_cannot_be_scored_is_refused(data, predictions, message: str) -> No
 
 
 def test_a_threshold_needs_every_question() -> None:
+    questions, said = dataset(("1", ["x"]), ("2", [])), {"1": "x", "2": "y"}
     with pytest.raises(ValueError, match="lack '2'"):
-        best_null_threshold(dataset(("1", ["x"]), ("2", [])), {"1": "x", "2": "y"}, {"1": 0.0})
+        best_null_threshold(questions, said, {"1": 0.0})
+    with pytest.raises(ValueError, match="`null_scores` must be a mapping by question id"):
+        best_null_threshold(questions, said, [0.0, 1.0])
+    with pytest.raises(ValueError, match="`null_scores` must be numbers, but that of '2' is nan"):
+        best_null_threshold(questions, said, {"1": 0.0, "2": float("nan")})

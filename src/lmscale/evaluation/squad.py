@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -70,7 +71,8 @@ def score(dataset: Mapping[str, Any], predictions: Mapping[str, str]) -> dict[st
         `HasAns_f1`, `HasAns_total` and the same with `NoAns`, as far as there are such questions.
 
     Raises:
-        ValueError: a dataset of another form, without questions or with an id twice; a prediction that is no text.
+        ValueError: a dataset of another form, without questions or with an id twice; predictions that are not by id, or
+            one that is no text.
 
     Warns:
         AllNullWarning: a 2.0 score equal to the share of questions without answer.
@@ -78,6 +80,7 @@ def score(dataset: Mapping[str, Any], predictions: Mapping[str, str]) -> dict[st
     Source: evaluate-v1.1.py and evaluate-v2.0.py of https://rajpurkar.github.io/SQuAD-explorer.
     """
     questions = _questions(dataset)
+    _check_by_id(predictions, "predictions")
     second = is_version_2(dataset)
     exact, overlap, missing = {}, {}, 0
     for name, answers in questions.items():
@@ -130,14 +133,19 @@ def best_null_threshold(
         of equally good thresholds the lowest; -infinity where it is best never to answer.
 
     Raises:
-        ValueError: as `score`; a question without prediction or null score.
+        ValueError: as `score`; a question without prediction or null score, a null score that is not a number.
 
     Source: `find_best_thresh` of evaluate-v2.0.py.
     """
     questions = _questions(dataset)
+    _check_by_id(predictions, "predictions")
+    _check_by_id(null_scores, "null_scores")
     absent = [name for name in questions if name not in predictions or name not in null_scores]
     if absent:
         raise ValueError(f"`predictions` and `null_scores` must have every question, but lack {absent[0]!r}")
+    wrong = next((name for name in questions if not _is_number(null_scores[name])), None)
+    if wrong is not None:
+        raise ValueError(f"`null_scores` must be numbers, but that of {wrong!r} is {null_scores[wrong]!r}")
     # One question after the other, the likeliest answer first, goes from "no answer" to its prediction.
     current = float(sum(not answers for answers in questions.values()))
     best = NullThreshold(-math.inf, 100.0 * current / len(questions))
@@ -168,12 +176,27 @@ def _questions(dataset: Mapping[str, Any]) -> dict[str, list[str]]:
                 for qa in paragraph["qas"]:
                     if qa["id"] in questions:
                         raise ValueError(f"the ids of `dataset` must differ, but {qa['id']!r} is there twice")
-                    questions[qa["id"]] = [answer["text"] for answer in qa["answers"]]
+                    questions[qa["id"]] = [_text_of(answer) for answer in qa["answers"]]
     except (LookupError, TypeError) as error:
         raise ValueError(f"`dataset` must be SQuAD's official JSON, but fails with {error!r}") from None
     if not questions:
         raise ValueError("`dataset` must have a question at least, but has none")
     return questions
+
+
+def _text_of(answer: Mapping[str, Any]) -> str:
+    if not isinstance(answer["text"], str):
+        raise TypeError(f"an answer whose text is {answer['text']!r}")
+    return answer["text"]
+
+
+def _check_by_id(values: Any, name: str) -> None:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"`{name}` must be a mapping by question id, but is of type {type(values).__name__}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not math.isnan(value)
 
 
 def _score_one(prediction: str, answers: list[str], second: bool, name: str) -> tuple[float, float]:
