@@ -155,3 +155,4 @@ def test_notes_on_rows_left_out_are_kept_with_the_features(tmp_path) -> None:
     for _ in range(2):  # read, then from the cache
         found = load_features(prepare_features(make_task("qqp"), str(place), make_tokenizer(), tmp_path / "cache"))
         assert len(found.notes) == 1 and "line 7" in found.notes[0]
+        assert found.first(2).notes == found.notes

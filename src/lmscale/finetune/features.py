@@ -64,6 +64,7 @@ class Features:
             labels=self.labels[:count],
             ids=self.ids,
             num_choices=self.num_choices,
+            notes=self.notes,
             identity=f"{self.identity}/{count}",
         )
 

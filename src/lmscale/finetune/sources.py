@@ -46,11 +46,12 @@ def tsv_rows(path: Path) -> tuple[list[str], Iterator[tuple[str, list[str]]]]:
     Raises:
         ValueError: as `read_text`; an empty file.
     """
-    lines = read_text(path).split("\n")  # only this: a question may hold other line ends of Unicode
-    header = lines[0].rstrip("\r").split("\t")
+    # Only these line ends: a question may hold others of Unicode.
+    lines = [line.rstrip("\r") for line in read_text(path).split("\n")]
+    header = lines[0].split("\t")
     if header == [""]:
         raise ValueError(f"{path} must begin with a line of column names, but is empty")
-    rows = ((f"line {n}", line.rstrip("\r").split("\t")) for n, line in enumerate(lines[1:], start=2) if line)
+    rows = ((f"line {n}", line.split("\t")) for n, line in enumerate(lines[1:], start=2) if line)
     return header, rows
 
 
@@ -134,6 +135,7 @@ def fingerprint(task: TaskConfig, place: str) -> str:
     if is_on_hub(place):
         return load_hub(task, place)._fingerprint
     digest, path = hashlib.sha256(), Path(place)
+    digest.update(path.name.encode() if path.is_dir() else b"")  # RACE's middle and high name the level
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():
             digest.update(repr((file.relative_to(path).as_posix(), file.stat().st_size)).encode())
