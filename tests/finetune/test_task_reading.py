@@ -85,6 +85,39 @@ def test_malformed_rows_of_qqp_are_left_out_and_counted(tmp_path) -> None:
     assert len(account.notes()) == 2 and "2 rows left out" in account.notes()[0]
 
 
+def test_a_set_to_submit_keeps_every_row_of_qqp(tmp_path) -> None:
+    header = "id\tquestion1\tquestion2"
+    place = tsv(tmp_path / "test.tsv", header, "0\twhy\twhat", "1\t\twhat", "2\twhy\t ")
+    examples, account = read_examples(make_task("qqp"), place)
+    assert [e.id for e in examples] == ["0", "1", "2"]
+    assert account.kept == {"an empty question": ["line 3", "line 4"]}
+    assert "2 rows kept, an empty question: line 3, line 4" in account.notes()[0]
+    with pytest.raises(ValueError, match="line 3: a row without label must have 3 columns, but is 2"):
+        read_examples(make_task("qqp"), tsv(tmp_path / "short.tsv", header, "0\twhy\twhat", "1\twhy"))
+
+
+@pytest.mark.parametrize("name", ["mnli", "qqp"])
+def test_line_ends_of_windows_and_blank_lines_are_no_part_of_the_data(tmp_path, name: str) -> None:
+    path = write_task(tmp_path, name, 3)
+    expected = read_examples(make_task(name), str(path))[0]
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n", 3) + b"\r\n\n")  # both kinds in one file
+    examples, account = read_examples(make_task(name), str(path))
+    assert examples == expected and account.notes() == []
+
+
+def test_labels_for_some_of_the_examples_are_refused(tmp_path) -> None:
+    passages = [GOOD | {"id": f"high{n}.txt", "answers": None if n == 1 else ["A", "B"]} for n in range(3)]
+    path = tmp_path / "race.jsonl"
+    path.write_text("\n".join(map(json.dumps, passages)), encoding="utf-8")
+    with pytest.raises(ValueError, match="a label or none, but 2 of 6 have none: examples 3, 4"):
+        read_examples(make_task("race"), str(path))
+    data = squad_json("squad_v1", 4)
+    del data["data"][0]["paragraphs"][2]["qas"][0]["answers"]
+    (tmp_path / "squad.json").write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(ValueError, match="but 1 of 4 have none: examples 3"):
+        read_examples(make_task("squad_v1"), str(tmp_path / "squad.json"))
+
+
 @pytest.mark.parametrize(
     "task, lines, message",
     [
@@ -98,7 +131,7 @@ def test_malformed_rows_of_qqp_are_left_out_and_counted(tmp_path) -> None:
         ("mnli", [MNLI, "1\ta\tb"], "line 2: a row must have 4 columns, but is 3"),
         ("mnli", ["index\tsentence1", "1\ta"], "lacks sentence2"),
         ("mnli", [MNLI], "an example at least"),
-        ("mnli", [MNLI, "1\ta\tb\tneutral", "1\tc\td\tneutral"], "'1' is there twice"),
+        ("mnli", [MNLI, "1\ta\tb\tneutral", "1\tc\td\tneutral"], "'1' is there twice, examples 1 and 2"),
         ("mnli", [""], "begin with a line of column names"),
     ],
 )
@@ -118,6 +151,8 @@ GOOD = {"id": "high1.txt", "article": "a", "questions": ["q", "r"], "options": [
         ({"options": [["a"] * 4, ["a"] * 3]}, "question 2: `options` must be four texts"),
         ({"answers": ["A"]}, r"lists of one length, but is \[2, 2, 1\]"),
         ({"options": [["a"] * 4, ["a", "b", None, 4]]}, "question 2: `options` must be four texts"),
+        ({"id": 7, "level": "high"}, "line 1: `id` must be a text, but is 7"),
+        ({"id": "high\ud800"}, "line 1: `id` must be a text"),
         ({"id": "1.txt"}, "the level must be middle or high"),
         ({"article": None}, "line 1: `article` must be a text, but is None"),
         ({"article": "\ud800"}, "line 1: `article` must be a text"),
@@ -251,3 +286,6 @@ def test_the_fingerprint_of_a_place_follows_its_bytes(tmp_path) -> None:
     assert fingerprint(task, str(tmp_path)) == first
     (tmp_path / "high/1.txt").write_text("y", encoding="utf-8")
     assert fingerprint(task, str(tmp_path)) != first
+    level = fingerprint(task, str(tmp_path / "high"))
+    (tmp_path / "high").rename(tmp_path / "middle")
+    assert fingerprint(task, str(tmp_path / "middle")) != level  # the folder's name is the level

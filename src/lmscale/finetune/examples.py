@@ -60,16 +60,22 @@ class RowAccount:
     Args:
         source: name of the file or data set, for messages.
         skipped: places of the rows that were left out, by reason.
+        kept: places of the rows that were taken although something is wrong, by what it is.
         refused: by rule, the places and the first offending value.
     """
 
     source: str
     skipped: dict[str, list[str]] = field(default_factory=dict)
+    kept: dict[str, list[str]] = field(default_factory=dict)
     refused: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
 
     def skip(self, reason: str, place: str) -> None:
         """Leave a row out."""
         self.skipped.setdefault(reason, []).append(place)
+
+    def keep(self, flaw: str, place: str) -> None:
+        """Take a row that would be left out elsewhere."""
+        self.kept.setdefault(flaw, []).append(place)
 
     def refuse(self, rule: str, value: object, place: str) -> None:
         """A row breaks a rule; `check` will say so, with all others that do."""
@@ -82,17 +88,19 @@ class RowAccount:
             ValueError: one line with the rule, the first value and the rows.
         """
         for rule, (value, places) in self.refused.items():
-            more = f"; {len(places)} such rows: {_listed(places)}" if len(places) > 1 else ""
+            more = f"; {len(places)} such rows: {list_some(places)}" if len(places) > 1 else ""
             raise ValueError(f"{self.source} {places[0]}: {rule}, but is {value}{more}")
 
     def notes(self) -> list[str]:
-        """A line for each reason why rows were left out."""
+        """A line for each reason why rows were left out, and for each flaw of rows that were not."""
         return [
-            f"{self.source}: {len(places)} rows left out, {reason}: {_listed(places)}"
-            for reason, places in self.skipped.items()
+            f"{self.source}: {len(places)} rows {what}, {reason}: {list_some(places)}"
+            for what, found in (("left out", self.skipped), ("kept", self.kept))
+            for reason, places in found.items()
         ]
 
 
-def _listed(places: list[str]) -> str:
+def list_some(places: list[str]) -> str:
+    """The first of some places, and how many more there are."""
     more = f" and {len(places) - _MAX_LISTED} more" if len(places) > _MAX_LISTED else ""
     return ", ".join(places[:_MAX_LISTED]) + more

@@ -14,7 +14,8 @@ def read_qqp(task: TaskConfig, place: str, account: RowAccount) -> list[PairExam
     """Pairs of a `train.tsv` or `dev.tsv` (six columns), a `test.tsv` (three, no labels), or of a hub split.
 
     Rows with another number of columns or an empty question are left out and counted, as in Megatron-LM; the published
-    files have some.
+    files have some. Not so in a set without labels, whose every row GLUE wants back: there an empty question is kept
+    and counted.
 
     Raises:
         ValueError: columns are missing.
@@ -28,23 +29,31 @@ def _from_tsv(place: str, account: RowAccount):
     check_columns(place, header, _TRAIN if is_labelled else ("id", "question1", "question2"))
     name, first, second = (header.index(column) for column in ("id", "question1", "question2"))
     for where, cells in rows:
-        if len(cells) != len(header):
+        is_empty = len(cells) == len(header) and not (cells[first].strip() and cells[second].strip())
+        if len(cells) != len(header) and is_labelled:
             account.skip(f"not {len(header)} columns", where)
-        elif not cells[first].strip() or not cells[second].strip():
+        elif len(cells) != len(header):
+            account.refuse(f"a row without label must have {len(header)} columns", len(cells), where)
+        elif is_empty and is_labelled:
             account.skip("an empty question", where)
         elif is_labelled and cells[header.index("is_duplicate")] not in LABELS:
             account.refuse("`is_duplicate` must be 0 or 1", cells[header.index("is_duplicate")], where)
         else:
+            if is_empty:
+                account.keep("an empty question", where)
             label = LABELS.index(cells[header.index("is_duplicate")]) if is_labelled else None
             yield PairExample(cells[name], cells[first], cells[second], label)
 
 
 def _from_hub(task: TaskConfig, place: str, account: RowAccount):
     for where, row in hub_rows(task, place, ("question1", "question2", "label", "idx")):
+        first, second = row["question1"] or "", row["question2"] or ""
+        is_empty = not (first.strip() and second.strip())
         if row["label"] not in (-1, 0, 1):
             account.refuse("`label` must be 0 or 1, or -1 where it is not known", row["label"], where)
-        elif not (row["question1"] or "").strip() or not (row["question2"] or "").strip():
+        elif is_empty and row["label"] != -1:
             account.skip("an empty question", where)
         else:
-            label = None if row["label"] == -1 else row["label"]
-            yield PairExample(str(row["idx"]), row["question1"], row["question2"], label)
+            if is_empty:
+                account.keep("an empty question", where)
+            yield PairExample(str(row["idx"]), first, second, None if row["label"] == -1 else row["label"])

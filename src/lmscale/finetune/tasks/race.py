@@ -52,7 +52,10 @@ def _questions(where: str, level: str | None, passage: dict[str, Any], account: 
     lacks = [name for name in ("article", "questions", "options", "id") if name not in passage]
     if lacks:
         raise ValueError(f"{account.source} {where} must have article, questions, options and id, but lacks {lacks[0]}")
-    level = level or next((name for name in LEVELS if str(passage["id"]).startswith(name)), None)
+    if not is_text(passage["id"]):
+        account.refuse("`id` must be a text", passage["id"], where)
+        return []
+    level = level or next((name for name in LEVELS if passage["id"].startswith(name)), None)
     if level not in LEVELS:
         account.refuse("the level must be middle or high, by folder, field or id", level, where)
         return []
