@@ -12,14 +12,33 @@ from pathlib import Path
 from lmscale.finetune.ensembling import ensemble
 from lmscale.results import new_record, write_record
 
+NAME = "finetune_ensemble"
+
+
+def refuse_run_folder(out: Path) -> None:
+    """An ensemble may be made again in its folder; the record of anything else is kept."""
+    if read_about(out).get("name", NAME) != NAME:
+        raise ValueError(f"`--out` must be a folder without the record of a run, but {out} has one")
+
+
+def read_about(run: Path) -> dict:
+    """A folder's record; empty where it has none."""
+    path = run / "record.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must be a record, but is not")
+    return found
+
 
 def evidence(runs: list[Path]) -> tuple[str, str | None]:
     """What the members' records say of themselves: the paper's runs of one size, or something smaller."""
     about = set()
     for run in runs:
-        path = run / "record.json"
-        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"kind": "scaled_down"}
-        about.add((record["kind"], record.get("config", {}).get("paper_size")))
+        record = read_about(run)
+        about.add((record.get("kind", "scaled_down"), record.get("config", {}).get("paper_size")))
     kinds, sizes = {kind for kind, _ in about}, {size for _, size in about}
     size = sizes.pop() if len(sizes) == 1 else None
     return ("run" if kinds == {"run"} and size else "scaled_down"), (f"{size} ensemble" if size else None)
@@ -32,7 +51,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for predictions and record")
     options = parser.parse_args()
     try:
-        metrics = ensemble(options.runs, options.out)
+        refuse_run_folder(options.out)
+        kind, paper_size = evidence(options.runs)
+        metrics, alarms = ensemble(options.runs, options.out)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -40,12 +61,13 @@ def main() -> int:
         name: {"value": value, "unit": "logits" if name.endswith("null_threshold") else "%"}
         for name, value in metrics.items()
     }
-    kind, paper_size = evidence(options.runs)
-    members = {"members": [str(run) for run in options.runs], "paper_size": paper_size}
-    record = new_record("finetune_ensemble", kind, config=members, seed=None, metrics=figures, device="cpu")
+    members = {"members": [str(run) for run in options.runs], "paper_size": paper_size, "alarms": alarms}
+    record = new_record(NAME, kind, config=members, seed=None, metrics=figures, device="cpu")
     write_record(record, options.out / "record.json")
     for name, value in metrics.items():
         print(f"{name} {value:.4f}")
+    for alarm in alarms:
+        print(f"WARNING: {alarm}")
     print(f"record: {options.out / 'record.json'}")
     return 0
 

@@ -86,6 +86,10 @@ def test_five_seeds_have_a_median_and_make_an_ensemble(places) -> None:
     record = json.loads((folder / "ensemble/record.json").read_text())
     assert record["kind"] == "run" and record["config"]["paper_size"] == "3.9B ensemble"
 
+    # Its folder may be written again, that of a run may not.
+    refused = door("ensemble.py", *runs, "--out", runs[0])
+    assert refused.returncode == 2 and "`--out` must be a folder without the record of a run" in refused.stderr
+
 
 @pytest.mark.parametrize(
     "changes, message",

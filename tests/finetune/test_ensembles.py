@@ -29,7 +29,8 @@ def members(tmp_path_factory) -> dict[str, list[Path]]:
 
 @pytest.mark.parametrize("name", ["qqp", "race"])
 def test_classes_and_choices_have_the_mean_probability(members, tmp_path, name: str) -> None:
-    metrics = ensemble(members[name], tmp_path)
+    metrics, alarms = ensemble(members[name], tmp_path)
+    assert alarms == []
     logits = [np.load(run / "predictions/dev/logits.npy").astype(np.float64) for run in members[name]]
     powers = [np.exp(rows) / np.exp(rows).sum(axis=1, keepdims=True) for rows in logits]
     chosen = np.mean(powers, axis=0).argmax(axis=1)
@@ -86,6 +87,10 @@ def edit_array(file: str, change):
 IDS = "features/features.json"
 
 
+def rename_a_question(values: dict) -> None:
+    values["facts"]["dataset"]["data"][0]["paragraphs"][0]["qas"][0]["question"] = "another ?"
+
+
 @pytest.mark.parametrize(
     "name, change, message",
     [
@@ -95,6 +100,17 @@ IDS = "features/features.json"
         ("race", edit_array("features/labels.npy", lambda a: a.__setitem__(0, (a[0] + 1) % 4)), "must have the labels"),
         ("squad_v1", edit_array("features/offsets.npy", lambda a: a.__setitem__((5, 0), 99)), "must have the windows"),
         ("race", edit_json("task.json", lambda v: v.__setitem__("name", "mnli")), "must be of the task"),
+        ("squad_v1", edit_json(IDS, rename_a_question), "must have the questions of .*others under the same ids"),
+        (
+            "squad_v1",
+            edit_json("task.json", lambda v: v.__setitem__("num_best", 1)),
+            "`task.num_best` of .*5, but has 1",
+        ),
+        ("qqp", edit_json("task.json", lambda v: v.__setitem__("validation", {})), "validation sets .* but has none"),
+        ("qqp", lambda f: np.save(f / "logits.npy", np.zeros((8, 2))), r"must be of shape \(9,\), but is of \(8,\)"),
+        ("squad_v1", lambda f: np.save(f / "logits.npy", np.zeros((2, 5))), r"must be of shape \(2, \d+\), but"),
+        ("race", lambda folder: (folder / "logits.npy").write_bytes(b""), "must hold the outputs of a finetuning"),
+        ("race", lambda folder: (folder / IDS).write_text("[1]"), "must hold the outputs of a finetuning"),
         ("race", lambda folder: (folder / "logits.npy").unlink(), "must hold the outputs of a finetuning"),
         ("race", lambda folder: folder.rename(folder.with_name("other")), "must have the sets of .*dev, but has other"),
     ],
@@ -111,6 +127,19 @@ def test_an_ensemble_needs_two_runs_that_have_ended(members, tmp_path) -> None:
             ensemble(runs, tmp_path / "out")
     with pytest.raises(ValueError, match="has no predictions"):
         ensemble([first, tmp_path], tmp_path / "out")
+
+
+def test_an_ensemble_that_never_answers_raises_the_alarm(tmp_path_factory, tmp_path) -> None:
+    folder = tmp_path_factory.mktemp("nulls")
+    ckpt, runs = make_checkpoint(folder / "ckpt"), []
+    for seed in (1, 2):  # -9: no "no answer" is as little as that, so none is given but the null one
+        run = make_run("squad_v2", folder, ckpt, run=str(seed), seed=seed, task__null_threshold=-9.0)
+        assert run_here(run) == 0
+        runs.append(Path(run.run_dir))
+        (alarm,) = json.loads((runs[-1] / "record.json").read_text())["config"]["sets"]["dev"]["alarms"]
+        assert "never answers" in alarm
+    _, alarms = ensemble(runs, tmp_path)
+    assert len(alarms) == 1 and "never answers" in alarms[0]
 
 
 def record(folder: Path, seed: int, accuracy: float, **config) -> None:
@@ -142,10 +171,26 @@ def test_runs_that_do_not_belong_together_are_refused(tmp_path) -> None:
     record(tmp_path / "b", 1, 81.0)
     with pytest.raises(ValueError, match="must differ in their seed"):
         read_settings(tmp_path)
-    with pytest.raises(ValueError, match="must have the metric qqp/f1, but has qqp/accuracy"):
+    with pytest.raises(ValueError, match="must have the metric qqp/f1 and a seed, but has qqp/accuracy"):
         read_settings(tmp_path, "qqp/f1")
     record(tmp_path / "c", 2, 80.0, task={"name": "race"})
     with pytest.raises(ValueError, match="must be of one task, but are of qqp, race"):
+        read_settings(tmp_path)
+
+
+def test_records_of_other_work_are_left_alone_and_broken_ones_named(tmp_path) -> None:
+    for seed, accuracy in ((1, 80.0), (2, 85.0), (3, 85.0), (4, 90.0)):
+        record(tmp_path / str(seed), seed, accuracy)
+    record(tmp_path / "lm", 1, 80.0, task={"name": "wikitext103"})
+    record(tmp_path / "other", 1, 80.0, task="lambada")
+    (setting,) = read_settings(tmp_path)
+    # Of an even number the mean of the two in the middle, and the run of the lower one; equal ones by their folder.
+    assert setting.median == 85.0 and setting.median_run == tmp_path / "2"
+    (tmp_path / "1/record.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"1/record.json must be a record, but is \[1\]"):
+        read_settings(tmp_path)
+    (tmp_path / "1/record.json").write_text('{"config": {"task": {"name": "qqp"}}}')
+    with pytest.raises(ValueError, match="must have the metric qqp/accuracy and a seed, but has no seed"):
         read_settings(tmp_path)
 
 

@@ -7,8 +7,10 @@ import numpy as np
 from .outputs import SetOutputs, read_outputs
 from .scoring import Predictions, predict_sets, write_predictions
 
+_CHOICES = ("max_answer_length", "num_best", "null_threshold")  # of how logits become answers
 
-def ensemble(runs: list[Path], out: Path) -> dict[str, float]:
+
+def ensemble(runs: list[Path], out: Path) -> tuple[dict[str, float], list[str]]:
     """Combine the outputs that runs have left for each set, score them, and write the predictions.
 
     Classification and choice: the mean of the members' probabilities. Spans: the mean of their logits, token by token
@@ -19,10 +21,11 @@ def ensemble(runs: list[Path], out: Path) -> dict[str, float]:
         out: folder for `<set>/` with the predictions.
 
     Returns:
-        metrics by name, as a run has them.
+        metrics by name, as a run has them; and alarms.
 
     Raises:
-        ValueError: fewer than two runs or one twice; another task, set, id, label or (spans) window than the first's.
+        ValueError: fewer than two runs or one twice; another task, set, id, label, question or (spans) window than the
+            first's, another rule for answers, or other sets to choose on; a folder that is damaged.
 
     Source: section 5.3 (ensembles of five); Megatron-LM v1.0's `ensemble_classifier.py` averages probabilities, too;
         for spans nothing was published.
@@ -47,7 +50,7 @@ def ensemble(runs: list[Path], out: Path) -> dict[str, float]:
     found: dict[str, Predictions] = predictions
     for name, prediction in found.items():
         write_predictions(out / name, task, name, prediction)
-    return metrics
+    return metrics, [alarm for prediction in found.values() for alarm in prediction.alarms]
 
 
 def _sets_of(run: Path) -> list[str]:
@@ -62,12 +65,25 @@ def _check_member(member: SetOutputs, first: SetOutputs, who: str, first_run: Pa
     """Every member must have scored the same things in the same order."""
     if member.task.name != first.task.name:
         raise ValueError(f"{who} must be of the task of {first_run}, {first.task.name}, but is of {member.task.name}")
+    if member.task.chosen_on() != first.task.chosen_on():
+        raise ValueError(
+            f"{who} must have the validation sets of {first_run}, {', '.join(first.task.chosen_on())}, but has "
+            + (", ".join(member.task.chosen_on()) or "none")
+        )
+    for key in _CHOICES:
+        if getattr(member.task, key) != getattr(first.task, key):
+            raise ValueError(
+                f"{who} must have the `task.{key}` of {first_run}, {getattr(first.task, key)}, but has "
+                f"{getattr(member.task, key)}"
+            )
     ours, theirs = member.features, first.features
     if ours.ids != theirs.ids:
         place = next((i for i, (a, b) in enumerate(zip(ours.ids, theirs.ids, strict=False)) if a != b), None)
         what = f"{len(ours.ids)} ids" if place is None else f"{ours.ids[place]!r} in place {place}"
         there = f"{len(theirs.ids)} ids" if place is None else repr(theirs.ids[place])
         raise ValueError(f"{who} must have the ids of {first_run} ({there}), but has {what}")
+    if ours.facts != theirs.facts:  # of SQuAD the whole file, of RACE the levels
+        raise ValueError(f"{who} must have the questions of {first_run}, but has others under the same ids")
     same = ours.labels.shape == theirs.labels.shape and (ours.labels == theirs.labels).all()
     if ours.offsets is not None:
         same = same and ours.offsets.shape == theirs.offsets.shape and (ours.offsets == theirs.offsets).all()

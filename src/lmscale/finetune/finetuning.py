@@ -277,6 +277,8 @@ def _write_record(job: FinetuneJob, module: FinetuneModule, features: Features |
         throughput = module.items_trained / watch.wall_s
         metrics["items_per_s"] = {"value": throughput, "unit": "items/s"}
     sets = {name: {"examples": len(f.ids), "items": len(f), "notes": f.notes} for name, f in module.sets.items()}
+    for name, prediction in module.predictions.items():
+        sets[name]["alarms"] = prediction.alarms
     if features is not None:
         sets["train"] = {"examples": len(features.ids), "items": len(features), "notes": features.notes}
     on_gpu = job.accelerator == "gpu"

@@ -45,14 +45,17 @@ def read_outputs(folder: Path) -> SetOutputs:
     """What `write_outputs` left for one set.
 
     Raises:
-        ValueError: it is not such a folder.
+        ValueError: it is not such a folder, or not whole.
     """
     try:
         task = build(TaskConfig, json.loads((folder / TASK).read_text(encoding="utf-8")), "task.")
         features = load_features(folder / FEATURES)
         joined = np.load(folder / LOGITS)
-    except (OSError, LookupError, json.JSONDecodeError) as error:
+    except (OSError, EOFError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{folder} must hold the outputs of a finetuning, but fails with {error}") from None
+    expected = (2, len(features.tokens)) if features.offsets is not None else (len(features),)
+    if joined.shape[: len(expected)] != expected:
+        raise ValueError(f"{folder / LOGITS} must be of shape {expected}, but is of {joined.shape[: len(expected)]}")
     if features.offsets is not None:
         return SetOutputs(task, features, np.split(joined, features.starts[1:-1], axis=1))
     return SetOutputs(task, features, list(joined))

@@ -46,10 +46,10 @@ def read_settings(folder: str | Path, metric: str | None = None) -> list[Setting
         ValueError: no records, records of several tasks, a metric that one lacks, or two runs of one seed.
     """
     runs = {path.parent: _read(path) for path in sorted(Path(folder).rglob(RECORD))}
-    runs = {run: record for run, record in runs.items() if "task" in record.get("config", {})}
+    runs = {run: record for run, record in runs.items() if _task_of(record) in OBJECTIVES}
     if not runs:
         raise ValueError(f"{folder} must have records of finetunings below it, but has none")
-    tasks = sorted({record["config"]["task"]["name"] for record in runs.values()})
+    tasks = sorted({_task_of(record) for record in runs.values()})
     if len(tasks) > 1:
         raise ValueError(f"the runs of {folder} must be of one task, but are of {', '.join(tasks)}")
     name = metric or OBJECTIVES[tasks[0]]
@@ -59,8 +59,9 @@ def read_settings(folder: str | Path, metric: str | None = None) -> list[Setting
     found: dict[str, Setting] = {}
     seeds: dict[tuple[str, int], Path] = {}
     for run, record in runs.items():
-        if record["metrics"].get(name, {}).get("value") is None:
-            raise ValueError(f"{run / RECORD} must have the metric {name}, but has {', '.join(record['metrics'])}")
+        if record.get("metrics", {}).get(name, {}).get("value") is None or "seed" not in record:
+            found_names = ", ".join([*record.get("metrics", {}), *(["no seed"] if "seed" not in record else [])])
+            raise ValueError(f"{run / RECORD} must have the metric {name} and a seed, but has {found_names}")
         values = {key: flat[run].get(key) for key in differing}
         twin = seeds.setdefault((repr(values), record["seed"]), run)
         if twin != run:
@@ -72,9 +73,19 @@ def read_settings(folder: str | Path, metric: str | None = None) -> list[Setting
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} must be a record, but fails with {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must be a record, but is {str(found)[:40]}")
+    return found
+
+
+def _task_of(record: dict[str, Any]) -> str | None:
+    """The benchmark of a finetuning's record; None of any other's."""
+    config = record.get("config")
+    task = config.get("task") if isinstance(config, dict) else None
+    return task.get("name") if isinstance(task, dict) else None
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
