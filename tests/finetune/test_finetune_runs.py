@@ -259,6 +259,19 @@ def test_another_tokenizer_is_refused(tmp_path, ckpt, shared_data) -> None:
     assert prepare_job(make_run("qqp", tmp_path, lonely, tokenizer__path=str(tmp_path / "moved")))
 
 
+def test_a_tokenizer_that_changes_letters_otherwise_is_refused(tmp_path, ckpt) -> None:
+    rules = json.loads((ckpt / "tokenizer/tokenizer.json").read_text())
+    rules["normalizer"]["lowercase"] = False  # the vocabulary stays
+    (tmp_path / "cased.json").write_text(json.dumps(rules))
+    with pytest.raises(ValueError, match="`tokenizer.path` must be the checkpoint's tokenizer"):
+        prepare_job(make_run("qqp", tmp_path, ckpt, tokenizer__path=str(tmp_path / "cased.json")))
+
+
+def test_a_trained_pooler_is_not_drawn_anew(tmp_path, ckpt) -> None:
+    with pytest.raises(ValueError, match="`new_pooler` must be false where the checkpoint has a trained pooler"):
+        prepare_job(make_run("qqp", tmp_path, ckpt, new_pooler=True))
+
+
 def test_sets_without_labels_may_only_be_tested_on(tmp_path, ckpt) -> None:
     unlabelled = tmp_path / "test.tsv"
     unlabelled.write_text("id\tquestion1\tquestion2\n7\tcat\tdog\n8\tfox\towl\n")

@@ -1,6 +1,7 @@
 """The checkpoint that a finetuning begins with: what it is, what it lacks, and whose tokenizer it needs."""
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def check_starting_point(run: FinetuneConfig) -> tuple[StartingPoint, Tokenizer]
 
     Raises:
         ValueError: no checkpoint, a damaged one, one of a GPT; too few positions; no trained pooler where the task
-            needs it; no tokenizer, or another than the checkpoint's; nothing to train and no head.
+            needs it, or a new one asked for where there is one; no tokenizer, or another than the checkpoint's; nothing
+            to train and no head.
     """
     path, metadata, config = open_source(run.ckpt)
     task = run.task
@@ -62,6 +64,10 @@ def check_starting_point(run: FinetuneConfig) -> tuple[StartingPoint, Tokenizer]
         raise ValueError(
             f"`ckpt` must have a trained pooler for task {task.name}, but {path.name} has none; new_pooler=true draws "
             "one from the seed"
+        )
+    if run.new_pooler and has_pooler and not run.from_scratch:
+        raise ValueError(
+            f"`new_pooler` must be false where the checkpoint has a trained pooler, as {path.name}, but is true"
         )
     before = metadata.state.get("finetune", {}).get("task")
     has_head = before == task.name and not run.from_scratch
@@ -96,7 +102,7 @@ def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, config: TransformerCo
         raise ValueError(f"`tokenizer.path` must be given where the checkpoint has none beside it, in {beside}")
     chosen = own if run.tokenizer.path is None else load_tokenizer(run.tokenizer.path)
     path = run.tokenizer.path or str(beside)
-    if own is not None and chosen.inner.get_vocab() != own.inner.get_vocab():
+    if own is not None and _rules(chosen) != _rules(own):
         raise ValueError(f"`tokenizer.path` must be the checkpoint's tokenizer, that of {beside}, but is {path}")
     if chosen.vocab_size != config.vocab_size:
         raise ValueError(
@@ -104,3 +110,9 @@ def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, config: TransformerCo
             f"but {path} has {chosen.vocab_size}"
         )
     return path, chosen
+
+
+def _rules(tokenizer: Tokenizer) -> tuple:
+    """What decides a text's ids: the vocabulary, how letters are changed before, and where words end."""
+    parts = json.loads(tokenizer.inner.to_str())
+    return tokenizer.inner.get_vocab(), parts["normalizer"], parts["pre_tokenizer"]
