@@ -132,7 +132,7 @@ def test_an_ensemble_needs_two_runs_that_have_ended(members, tmp_path) -> None:
 def test_an_ensemble_that_never_answers_raises_the_alarm(tmp_path_factory, tmp_path) -> None:
     folder = tmp_path_factory.mktemp("nulls")
     ckpt, runs = make_checkpoint(folder / "ckpt"), []
-    for seed in (1, 2):  # -9: no "no answer" is as little as that, so none is given but the null one
+    for seed in (1, 2):  # "no answer" wins where it is at most 9 below the best answer: always, here
         run = make_run("squad_v2", folder, ckpt, run=str(seed), seed=seed, task__null_threshold=-9.0)
         assert run_here(run) == 0
         runs.append(Path(run.run_dir))
