@@ -19,7 +19,7 @@ from lmscale.parallel import ParallelContext
 from lmscale.perf.buckets import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
-    GRADIENT_ALL_REDUCE_ELEMENTS,
+    PIECE_ELEMENTS,
     gradient_pieces,
 )
 from lmscale.perf.communication import step_collectives
@@ -92,5 +92,5 @@ def test_ddp_sends_these_buckets_from_the_second_step_on(world, config: Transfor
 def test_half_types_go_in_the_optimizers_pieces() -> None:
     config = paper_model("gpt_8.3b")
     *whole, rest = gradient_pieces(config, 8, "bf16")
-    assert set(whole) == {4 * GRADIENT_ALL_REDUCE_ELEMENTS} and 0 < rest < whole[0]
+    assert set(whole) == {4 * PIECE_ELEMENTS} and 0 < rest < whole[0]
     assert sum(whole) + rest == 4 * count_parameters(config, 8).per_rank

@@ -150,7 +150,10 @@ class FinetuneModule(L.LightningModule):
         optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, micro_batch in enumerate(batch):
-            loss += self._accumulate(micro_batch, number, step, optimizer.loss_scale.value, number == len(batch) - 1)
+            last = number == len(batch) - 1
+            if last:
+                optimizer.expect_last_backward()
+            loss += self._accumulate(micro_batch, number, step, optimizer.loss_scale.value, last)
         lr = learning_rate_of_update(optimizer.num_updates + 1, self.schedule, self.run.optimizer.lr)
         optimizer.set_learning_rate(lr)
         self.watchdog.mark(f"step {step}, optimizer")

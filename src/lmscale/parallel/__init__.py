@@ -1,12 +1,12 @@
 """Tensor parallelism as in section 3 of the paper, by hand on plain tensors; imports torch and nothing of lmscale."""
 
 from .collectives import (
+    begin_sum_over_data_ranks,
     broadcast_from_data_ranks,
     copy_to_tensor_parallel_region,
     first_position,
     gather_sequence,
     reduce_from_tensor_parallel_region,
-    reduce_to_data_ranks,
     sequence_shard,
 )
 from .context import ParallelContext
@@ -42,6 +42,7 @@ __all__ = [
     "ShardSpec",
     "SharedMemoryChannel",
     "VocabParallelEmbedding",
+    "begin_sum_over_data_ranks",
     "broadcast_from_data_ranks",
     "copy_to_tensor_parallel_region",
     "counter_dropout",
@@ -58,7 +59,6 @@ __all__ = [
     "open_channel",
     "parameter",
     "reduce_from_tensor_parallel_region",
-    "reduce_to_data_ranks",
     "sample_dropout_keys",
     "seed_rank_generator",
     "sequence_shard",

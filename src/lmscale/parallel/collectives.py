@@ -4,7 +4,7 @@ With sequence parallelism a tensor of [b, s, h] outside the parallel region is c
 positions r s/p to (r + 1) s/p. f becomes an all-gather, g a reduce-scatter: together the bytes of one all-reduce.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -256,24 +256,23 @@ def sum_over_data_ranks(x: Tensor, context: ParallelContext) -> Tensor:
     return x
 
 
-def reduce_to_data_ranks(parts: Sequence[Tensor], context: ParallelContext) -> None:
-    """Add part i over the data group into data rank i, in place; what the others then hold of it is of no use."""
-    _wait_for_all(
-        dist.reduce(part, group=context.dp_group, group_dst=rank, async_op=True)
-        for rank, part in enumerate(parts)
-        if part.numel()
-    )
+def begin_sum_over_data_ranks(x: Tensor, context: ParallelContext, owner: int | None = None) -> dist.Work:
+    """Begin to add `x` in place over the data group: into every rank, or into the data rank `owner` alone.
+
+    Every data rank must begin the same sums in the same order, and wait for the work before it reads `x`, which is then
+    of no use on ranks that are not the owner.
+    """
+    if owner is None:
+        return dist.all_reduce(x, group=context.dp_group, async_op=True)
+    return dist.reduce(x, group=context.dp_group, group_dst=owner, async_op=True)
 
 
 def broadcast_from_data_ranks(parts: Sequence[Tensor], context: ParallelContext) -> None:
     """Part i of data rank i to all of the data group, in place."""
-    _wait_for_all(
+    begun = [  # all of them under way before the first is waited for
         dist.broadcast(part, group=context.dp_group, group_src=rank, async_op=True)
         for rank, part in enumerate(parts)
         if part.numel()
-    )
-
-
-def _wait_for_all(begun: Iterable[dist.Work]) -> None:
-    for work in list(begun):  # all of them under way before the first is waited for
+    ]
+    for work in begun:
         work.wait()

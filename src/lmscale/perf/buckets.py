@@ -1,4 +1,4 @@
-"""The pieces in which gradients are added over the data ranks: torch's DDP's buckets, or the optimizer's.
+"""The pieces in which gradients are added over the data ranks: torch's DDP's buckets, or the optimizer's own.
 
 Legend: N parameters of the rank, e bytes of a weight.
 """
@@ -7,14 +7,20 @@ from ..config import TransformerConfig
 from .memory import BYTES, FP32_BYTES
 from .params import count_parameters, parameter_sizes
 
-GRADIENT_ALL_REDUCE_ELEMENTS = 2**26  # of half types, in fp32, the optimizer adds at most so many at a time
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # torch's defaults
+PIECE_ELEMENTS = BUCKET_BYTES // FP32_BYTES  # of the buffer, whatever its type
+
+
+def buffer_pieces(num_elements: int) -> list[int]:
+    """Elements of each piece in which the optimizer's buffer sends `num_elements` that lie together."""
+    whole, rest = divmod(num_elements, PIECE_ELEMENTS)
+    return [PIECE_ELEMENTS] * whole + [rest] * (rest > 0)
 
 
 def gradient_pieces(config: TransformerConfig, tp_size: int, dtype: str) -> list[int]:
     """Bytes of each all-reduce of the gradients, in order, from the second step on.
 
-    Half types: 4 N bytes in the optimizer's pieces. fp32 and fp64: N e in DDP's buckets, which are filled in the order
+    Half types: 4 N bytes in `buffer_pieces`. fp32 and fp64: N e in DDP's buckets, which are filled in the order
     the backward pass makes the gradients and sent once they hold BUCKET_BYTES (the first FIRST_BUCKET_BYTES) or more.
     In the first step, where DDP does not know the order yet, there is one bucket.
 
@@ -24,8 +30,7 @@ def gradient_pieces(config: TransformerConfig, tp_size: int, dtype: str) -> list
     Source: torch/csrc/distributed/c10d/reducer.cpp, `compute_bucket_assignment_by_size` and `rebuild_buckets`.
     """
     if BYTES[dtype] < FP32_BYTES:
-        whole, rest = divmod(count_parameters(config, tp_size).per_rank, GRADIENT_ALL_REDUCE_ELEMENTS)
-        return [FP32_BYTES * GRADIENT_ALL_REDUCE_ELEMENTS] * whole + [FP32_BYTES * rest] * (rest > 0)
+        return [FP32_BYTES * size for size in buffer_pieces(count_parameters(config, tp_size).per_rank)]
     buckets, held, limit = [], 0, FIRST_BUCKET_BYTES
     for size in parameter_sizes(config, tp_size):
         held += size * BYTES[dtype]

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
-from .buckets import gradient_pieces
+from .buckets import buffer_pieces, gradient_pieces
 from .flops import recomputes_whole_layer, scored_tokens
 from .memory import BYTES, FP32_BYTES, LOGITS_AT_ONCE
 from .ownership import part_sizes
@@ -130,9 +130,10 @@ def step_collectives(
     """What one rank sends in one optimizer step.
 
     That of every micro-batch; 4 N bytes of gradients over the data group for half types (added in fp32), N e for
-    others, in their `gradient_pieces`, or with ZeRO stage 1 to their owners, who send the weights back; with sequence
-    parallelism the gradients of the `partial_parameters` over the tensor group; the gradient norm over the tensor
-    group. Left out: the few numbers of loss counts, of the watchdog and of the replica check.
+    others, in their `gradient_pieces`, or with ZeRO stage 1 to their owners, each owner's in `buffer_pieces`, who send
+    the weights back; with sequence parallelism the gradients of the `partial_parameters` over the tensor group; the
+    gradient norm over the tensor group. Left out: the few numbers of loss counts, of the watchdog and of the replica
+    check.
 
     Args:
         num_micro_batches: forward passes of a step.
@@ -161,22 +162,17 @@ def step_collectives(
 
 
 def _to_owners_and_back(config: TransformerConfig, layout: ParallelConfig, dtype: str) -> list[Collective]:
-    """ZeRO stage 1: each owner's gradients, in fp32 at least, to it; its weights to all."""
-    parts = Counter(part_sizes(parameter_sizes(config, layout.tp_size), layout.dp_size))
+    """ZeRO stage 1: each owner's gradients, in fp32 at least, to it, in pieces; its weights to all, at once."""
+    parts = [size for size in part_sizes(parameter_sizes(config, layout.tp_size), layout.dp_size) if size]
+    pieces = [piece for size in parts for piece in buffer_pieces(size)]
     ways = (
-        ("gradients to their owners", "reduce", "gradients", max(FP32_BYTES, BYTES[dtype])),
-        (
-            "weights from their owners",
-            "broadcast",
-            "optimizer",
-            BYTES[dtype],
-        ),
+        ("gradients to their owners", "reduce", "gradients", pieces, max(FP32_BYTES, BYTES[dtype])),
+        ("weights from their owners", "broadcast", "optimizer", parts, BYTES[dtype]),
     )
     return [
         Collective(what, kind, "data", phase, count, size * num_bytes)
-        for what, kind, phase, num_bytes in ways
-        for size, count in parts.items()
-        if size
+        for what, kind, phase, sizes, num_bytes in ways
+        for size, count in Counter(sizes).items()
     ]
 
 

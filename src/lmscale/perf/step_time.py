@@ -66,7 +66,10 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Techniques:
-    """What the paper did not do, for what-if tables; the defaults are what this project does.
+    """What the paper did not do, for what-if tables; the defaults are what its software did.
+
+    This project's runs do send their gradients during the last backward pass (DDP, `GradientBuffer`). Plans count that
+    time whole all the same, which is never too little: how much of it disappears was not measured on any cluster.
 
     Args:
         tensor_overlap: share of the tensor group's time that runs behind products, 0 to 1.

@@ -47,9 +47,9 @@ class PretrainModule(L.LightningModule):
         kernels: what computes the layers.
 
     Communicates:
-        a step, over the data group: one all-reduce of the term counts; the gradients (an all-reduce by DDP, or of half
-        types in fp32 by the optimizer; with `zero1` reduces to their owners, and broadcasts of the updated weights);
-        one all-reduce of the reported loss.
+        a step, over the data group: one all-reduce of the term counts; the gradients, from within the last backward
+        pass on (an all-reduce by DDP, or of half types in fp32 by the optimizer; with `zero1` reduces to their owners,
+        and broadcasts of the updated weights); one all-reduce of the reported loss.
     """
 
     loss_terms: tuple[str, ...] = ()
@@ -159,6 +159,8 @@ class PretrainModule(L.LightningModule):
         reported = torch.zeros(len(self.loss_terms), dtype=torch.float64, device=self.device)
         for micro_step, micro_batch in enumerate(batch):
             last = micro_step == len(batch) - 1
+            if last:
+                optimizer.expect_last_backward()
             reported += self._accumulate(micro_batch, micro_step, step, denominators, optimizer.loss_scale.value, last)
         lr = learning_rate_of_update(optimizer.num_updates + 1, self.run.schedule, self.run.optimizer.lr)
         optimizer.set_learning_rate(lr)

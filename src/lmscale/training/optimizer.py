@@ -155,6 +155,12 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             group["lr"] = lr
 
+    def expect_last_backward(self) -> None:
+        """The next backward pass is the step's last: what the buffer holds is sent while it goes on. See
+        `GradientBuffer.expect_last_backward`; DDP learns it by not being in `no_sync`."""
+        if self.buffer is not None:
+            self.buffer.expect_last_backward()
+
     def reduce_gradients(self) -> None:
         """Add what the ranks have of a gradient: what the buffer holds over the data ranks (the rest is DDP's
         business); with sequence parallelism, of the parameters that saw a rank's own positions alone.
