@@ -20,8 +20,10 @@ from finetune_runs import (
 
 from lmscale.evaluation.squad import AllNullWarning, score
 from lmscale.finetune.finetuning import prepare_job
+from lmscale.finetune.module import FinetuneModule
 from lmscale.finetune.scoring import OBJECTIVES
 from lmscale.finetune_config import FinetuneConfig
+from lmscale.training.optimizer import MixedPrecisionAdamW
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,15 @@ def test_losses_and_scores_do_not_depend_on_the_layout(tmp_path, ckpt) -> None:
         assert np.abs(read_logits(run) - read_logits(plain))[np.isfinite(read_logits(plain))].max() < 1e-6
         same = {k: v for k, v in read_metrics(run).items() if k.startswith(name)}
         assert same == {k: v for k, v in read_metrics(plain).items() if k.startswith(name)}
+
+
+def test_a_step_announces_its_last_micro_batch_and_only_that(tmp_path, ckpt, monkeypatch) -> None:
+    line = []
+    for owner, name in ((MixedPrecisionAdamW, "expect_last_backward"), (FinetuneModule, "manual_backward")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, f=original, name=name: (line.append(name), f(*args))[1])
+    assert run_here(make_run("mnli", tmp_path, ckpt, count=16, precision__dtype="bf16", micro_batch_size=4)) == 0
+    assert line == 2 * ["manual_backward", "expect_last_backward", "manual_backward"]
 
 
 def test_a_run_leaves_predictions_scores_and_a_record(tmp_path, ckpt) -> None:

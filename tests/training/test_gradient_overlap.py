@@ -93,45 +93,6 @@ def _train_both_ways(plain: ParallelContext) -> dict:
     return results
 
 
-RUNS = pytest.mark.parametrize(("architecture", "kind"), [(a, k) for a in ("gpt", "bert") for k in KINDS])
-
-
-@RUNS
-def test_a_run_that_sends_during_the_backward_pass_is_the_run_that_sends_after_it(by_rank, architecture, kind) -> None:
-    """Losses, norms, overflows, weights and moments, to the bit."""
-    for results, _ in by_rank:
-        _, _, during, after, same = results[architecture, *kind]
-        assert during == after and same
-        assert during[-1].endswith("1 skipped" if kind[0] == "fp16" else "0 skipped")  # only rank 1 saw the overflow
-
-
-@RUNS
-def test_pieces_are_sent_before_the_first_layer_goes_backward_and_in_the_last_micro_batch_alone(
-    by_rank, architecture, kind
-) -> None:
-    for results, _ in by_rank:
-        events = results[architecture, *kind][0]
-        for _ in range(STEPS):
-            end = events.index("end of a step")
-            step, events = events[:end], events[end + 1 :]
-            first_pass = step[: step.index("end of a backward pass") + 1]
-            last_pass = step[len(first_pass) :]
-            assert "piece" not in first_pass
-            assert last_pass.index("piece") < last_pass.index("layer 0")
-            assert last_pass[-1] == "end of a backward pass"  # nothing was left to send
-    assert events == []
-
-
-@RUNS
-def test_the_pieces_are_those_of_the_planner(by_rank, monkeypatch, architecture, kind) -> None:
-    monkeypatch.setattr(buckets, "PIECE_ELEMENTS", PIECE)
-    dtype, zero1 = kind
-    sent = by_rank[0][0][architecture, dtype, zero1][1]
-    formula = step_collectives(small_config(architecture), ParallelConfig(dp_size=2, zero1=zero1), 5, 2, 13, dtype)
-    expected = {(c.kind, c.num_bytes): STEPS * c.count for c in formula if c.phase == "gradients"}
-    assert sent == expected and sent.total() > 10 * STEPS
-
-
 NUM_PARAMETERS, LENGTH = 6, 40
 
 
@@ -172,6 +133,45 @@ def _work(rank: int) -> tuple[dict, dict]:
 def by_rank() -> list[tuple[dict, dict]]:
     """Of two data ranks: what the small models did, what the toys did."""
     return run_ranks(_work, 2)
+
+
+RUNS = pytest.mark.parametrize(("architecture", "kind"), [(a, k) for a in ("gpt", "bert") for k in KINDS])
+
+
+@RUNS
+def test_a_run_that_sends_during_the_backward_pass_is_the_run_that_sends_after_it(by_rank, architecture, kind) -> None:
+    """Losses, norms, overflows, weights and moments, to the bit."""
+    for results, _ in by_rank:
+        _, _, during, after, same = results[architecture, *kind]
+        assert during == after and same
+        assert during[-1].endswith("1 skipped" if kind[0] == "fp16" else "0 skipped")  # only rank 1 saw the overflow
+
+
+@RUNS
+def test_pieces_are_sent_before_the_first_layer_goes_backward_and_in_the_last_micro_batch_alone(
+    by_rank, architecture, kind
+) -> None:
+    for results, _ in by_rank:
+        events = results[architecture, *kind][0]
+        for _ in range(STEPS):
+            end = events.index("end of a step")
+            step, events = events[:end], events[end + 1 :]
+            first_pass = step[: step.index("end of a backward pass") + 1]
+            last_pass = step[len(first_pass) :]
+            assert "piece" not in first_pass
+            assert last_pass.index("piece") < last_pass.index("layer 0")
+            assert last_pass[-1] == "end of a backward pass"  # nothing was left to send
+    assert events == []
+
+
+@RUNS
+def test_the_pieces_are_those_of_the_planner(by_rank, monkeypatch, architecture, kind) -> None:
+    monkeypatch.setattr(buckets, "PIECE_ELEMENTS", PIECE)
+    dtype, zero1 = kind
+    sent = by_rank[0][0][architecture, dtype, zero1][1]
+    formula = step_collectives(small_config(architecture), ParallelConfig(dp_size=2, zero1=zero1), 5, 2, 13, dtype)
+    expected = {(c.kind, c.num_bytes): STEPS * c.count for c in formula if c.phase == "gradients"}
+    assert sent == expected and sent.total() > 10 * STEPS
 
 
 def test_ranks_whose_gradients_come_in_other_orders_or_not_at_all_add_the_same_pieces(by_rank) -> None:
