@@ -8,7 +8,7 @@ from .memory import BYTES, FP32_BYTES
 from .params import count_parameters, parameter_sizes
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # torch's defaults
-PIECE_ELEMENTS = BUCKET_BYTES // FP32_BYTES  # of the buffer, whatever its type
+PIECE_ELEMENTS = BUCKET_BYTES // FP32_BYTES  # of the optimizer's buffer, fp64 too
 
 
 def buffer_pieces(num_elements: int) -> list[int]:

@@ -66,10 +66,10 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Techniques:
-    """What the paper did not do, for what-if tables; the defaults are what its software did.
+    """What the paper did not do, for what-if tables; the defaults are what this project does, but for one thing.
 
-    This project's runs do send their gradients during the last backward pass (DDP, `GradientBuffer`). Plans count that
-    time whole all the same, which is never too little: how much of it disappears was not measured on any cluster.
+    Its gradients travel during the last backward pass (DDP, `GradientBuffer`). A plan counts their time whole all the
+    same: how much of it disappears was not measured on any cluster.
 
     Args:
         tensor_overlap: share of the tensor group's time that runs behind products, 0 to 1.
