@@ -26,7 +26,7 @@ def draw_small_runs(rows: pd.DataFrame) -> Figure:
         for place, task in enumerate(tasks):
             floor = rows.loc[rows["metric"] == task, "floor"].iloc[0]
             axis.hlines(floor, place - 0.3, place + 0.3, color="0.3", linewidth=1, linestyle="--")
-        axis.set_xticks(range(len(tasks)), tasks)
+        axis.set_xticks(range(len(tasks)), [task.replace("/", "\n") for task in tasks])
         axis.set(ylabel="%", ylim=(0, 100))
         figure.legend(loc="outside upper center", ncols=2, frameon=False)
         sns.despine(figure)
