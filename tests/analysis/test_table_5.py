@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lmscale.config import TransformerConfig
-from lmscale.finetune.evidence import SCORED, find_evidence
+from lmscale.finetune.evidence import SCORED, TRAINED, find_evidence
 from lmscale.finetune_config import FinetuneConfig
 from lmscale.report.downstream import table_5
 from lmscale.report.ledger import BERT_MODELS, TABLE_5_METRICS
@@ -62,9 +62,12 @@ def test_the_small_bert_stands_apart_from_printed_values() -> None:
 
 
 def test_only_the_papers_size_on_the_whole_set_is_a_run() -> None:
-    assert find_evidence(qqp_run(), PAPER, SCORED["qqp"]) == ("run", "1.3B")
-    assert find_evidence(qqp_run(), SMALL, SCORED["qqp"]) == ("scaled_down", None)
-    assert find_evidence(qqp_run(), PAPER, {"dev": 669}) == ("scaled_down", "1.3B")
-    assert find_evidence(qqp_run(max_train_examples=100), PAPER, SCORED["qqp"])[0] == "scaled_down"
+    whole, trained = SCORED["qqp"], TRAINED["qqp"]
+    assert find_evidence(qqp_run(), PAPER, whole, trained) == ("run", "1.3B")
+    assert find_evidence(qqp_run(), PAPER, whole, None) == ("run", "1.3B")  # a finetuned checkpoint, scored again
+    assert find_evidence(qqp_run(), SMALL, whole, trained) == ("scaled_down", None)
+    assert find_evidence(qqp_run(), PAPER, {"dev": 669}, trained) == ("scaled_down", "1.3B")
+    assert find_evidence(qqp_run(), PAPER, whole, 8_999) == ("scaled_down", "1.3B")
+    assert find_evidence(qqp_run(max_train_examples=100), PAPER, whole, trained)[0] == "scaled_down"
     post = dataclasses.replace(PAPER, norm_order="post")
-    assert find_evidence(qqp_run(), post, SCORED["qqp"])[0] == "scaled_down"
+    assert find_evidence(qqp_run(), post, whole, trained)[0] == "scaled_down"

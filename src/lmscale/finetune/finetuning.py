@@ -282,7 +282,8 @@ def _write_record(job: FinetuneJob, module: FinetuneModule, features: Features |
     if features is not None:
         sets["train"] = {"examples": len(features.ids), "items": len(features), "notes": features.notes}
     on_gpu = job.accelerator == "gpu"
-    kind, paper_size = find_evidence(run, job.start.config, {name: len(f.ids) for name, f in module.sets.items()})
+    num_scored = {name: len(f.ids) for name, f in module.sets.items()}
+    kind, paper_size = find_evidence(run, job.start.config, num_scored, None if features is None else len(features.ids))
     found = new_record(
         name=run.name,
         kind=kind,
