@@ -48,4 +48,4 @@ def test_a_notebook_opens_with_the_papers_place_and_ends_with_where_we_differ(pa
 
 
 def test_the_notebooks_are_there() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["01_parameter_counts", "02_scaling", "05_downstream"]
+    assert [path.stem for path in NOTEBOOKS] == ["01_parameter_counts", "02_scaling", "03_zero_shot", "05_downstream"]
