@@ -158,6 +158,7 @@ def _open_apart(rank: int) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_layer_is_compiled_without_a_break(sequence_parallel: bool) -> None:
+    torch.compiler.reset()  # a process has a limit of graphs of one function, which other tests have used up
     # Of two ranks, of which the other has zeros and is not waited for.
     memory = torch.zeros(2, 2, shared_memory.SLOT_BYTES, dtype=torch.uint8)
     channel = SharedMemoryChannel("alone", 0, {}, memory, MINUTE)
