@@ -1,9 +1,12 @@
 """What a run says in its first lines."""
 
+import sys
+
 import pytest
 from runs import tiny_run
 
 from lmscale.config import ParallelConfig
+from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.run_folder import describe_options
 
 
@@ -24,3 +27,14 @@ def test_the_options_of_a_run_are_named_with_whether_they_do_anything(
     run = tiny_run("gpt", tmp_path, optimizer__moments="bf16", precision__dtype="fp32")
     assert describe_options(run, ParallelConfig(*sizes, sequence_parallel=True, zero1=True)) == line
     assert describe_options(tiny_run("gpt", tmp_path), ParallelConfig(*sizes)) == ""
+
+
+def test_a_run_of_one_process_opens_no_port(tmp_path, monkeypatch) -> None:
+    """Another process could take it between its choice and its use."""
+
+    def refuse(*args, **kwargs) -> None:
+        raise AssertionError("a store that listens on a port")
+
+    # The module; torch.distributed.rendezvous is a function.
+    monkeypatch.setattr(sys.modules["torch.distributed.rendezvous"], "TCPStore", refuse)
+    assert pretrain(prepare_job(tiny_run("gpt", tmp_path))) == 0

@@ -68,6 +68,13 @@ class TensorParallelStrategy(DDPStrategy):
         self.control_group: dist.ProcessGroup | None = None
         self.writer: CheckpointWriter | None = None
 
+    def setup_distributed(self) -> None:
+        """Start the process group. One process needs no port for it, which another could take before it is used."""
+        if self.num_nodes * self.num_processes == 1 and not dist.is_initialized():
+            backend, store = self._get_process_group_backend(), dist.HashStore()
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=self.patience)
+        super().setup_distributed()
+
     def setup_environment(self) -> None:
         """Start the process group, check the world, make the groups."""
         super().setup_environment()
