@@ -1,6 +1,7 @@
 """The Lightning module that both models share: one batch is one optimizer step."""
 
 import time
+from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from typing import Any
 
@@ -30,7 +31,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 DTYPES["fp8"] = torch.bfloat16
 
 
-class PretrainModule(L.LightningModule):
+class PretrainModule(L.LightningModule, ABC):
     """Pretraining of one model; subclasses say what the loss terms of a micro-batch are.
 
     A Lightning batch is the list of this data rank's micro-batches of one optimizer step, so Lightning's step, ours
@@ -88,13 +89,13 @@ class PretrainModule(L.LightningModule):
         """This rank's place, from the strategy."""
         return self.trainer.strategy.parallel
 
+    @abstractmethod
     def count_terms(self, batch: dict[str, Tensor]) -> Tensor:
         """Scored positions of each loss term in a micro-batch, fp64 [number of terms]; needs no model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sum_terms(self, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
         """Summed loss of each term over a micro-batch in nats, [number of terms], from a forward pass."""
-        raise NotImplementedError
 
     def configure_model(self) -> None:
         """Build this rank's shard, on its device, once the groups exist."""
