@@ -64,10 +64,8 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
         }
     cells = records_below(records, "norm_order")
     if cells and "norm_order.json" in records:
-        of, factorial = (
-            "Figure 7 as a controlled experiment, scaled down.",
-            records["norm_order.json"]["config"]["factorial"],
-        )
+        of = "Figure 7 as a controlled experiment, scaled down."
+        factorial = records["norm_order.json"]["config"]["factorial"]
         rows, curves, norms = read_cells(cells), read_curves(cells), read_gradient_norms(cells)
         found |= {
             "norm_order_curves": (

@@ -1,6 +1,6 @@
 """Figure 6 in small: the cells of `sweep=model_size` one by one, then loss against parameters and FLOPs.
 
-    python analysis/model_size.py                        # all that is not there yet, then the summary; 30 minutes
+    python analysis/model_size.py                        # all that is not there yet, then the summary; half an hour
     python analysis/model_size.py --sizes 32 192 --seeds 1
 
 Each cell is one run of `src/train.py` on one thread, on the documentation that ships with Python. Its record goes to

@@ -1,6 +1,6 @@
 """Figure 7 as a controlled experiment: the cells of `sweep=norm_order` one by one, then what they show.
 
-    python analysis/norm_order.py --jobs 2              # all that is not there yet, then the summary; about 4 hours
+    python analysis/norm_order.py --jobs 2              # all that is not there yet, then the summary; hours
     python analysis/norm_order.py --stages 12 --seeds 1
 
 Norm order x scaling of the weights before a residual x learning rate at 12 layers; at 6 and 24 layers each of these
@@ -164,10 +164,8 @@ def context_free_loss(config: dict[str, Any]) -> float:
 
     The model sees [MASK] in place of 8 of 10 scored tokens, the token itself or one at random in place of 1 each.
     """
-    data, tokenizer = (
-        build(DataConfig, config["data"], "data."),
-        build(TokenizerConfig, config["tokenizer"], "tokenizer."),
-    )
+    data = build(DataConfig, config["data"], "data.")
+    tokenizer = build(TokenizerConfig, config["tokenizer"], "tokenizer.")
     corpus = prepare_corpus(data, tokenizer, "bert", config["model"]["vocab_size"])
     (part,) = corpus.parts["train"]
     counts = np.bincount(IndexedDataset(part.prefix).tokens, minlength=corpus.vocab_size)

@@ -23,6 +23,7 @@ from lmscale.report.scaling import (
 )
 from lmscale.report.scaling_figures import OURS, figure_1_rows, figure_5_rows, figure_tables
 from lmscale.report.scaling_tables import scaling_tables
+from lmscale.report.sizes import DEVICES
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "analysis"))
@@ -119,6 +120,11 @@ def test_a_constant_at_the_wrong_value_would_be_noticed(fitted: Cluster) -> None
     without = anchor(with_constants(fitted, layer_overhead_ms=0.0))
     worst = max(abs(predict_cell(cell, without) - cell.paper) for cell in CELLS if cell.role == "held out")
     assert worst > 5
+
+
+def test_the_devices_of_the_memory_wall_have_what_the_clusters_say() -> None:
+    clusters = {"V100": "dgx2h_v100", "A100": "dgx_a100", "H200": "h200"}
+    assert {device: shipped(name).memory_gib for device, name in clusters.items()} == DEVICES
 
 
 def test_figure_5_has_every_bar_of_the_paper_with_its_role(fitted: Cluster) -> None:
