@@ -3,7 +3,8 @@
     python analysis/tensor_parallel_cost.py --record analysis/results/tensor_parallel_cost_cpu.json
 
 Two processes with one thread each. In every round the first trains the whole model alone, while the other waits, and
-then both train it together (bf16, vocabulary 8,192, 8 x 256 tokens, dropout 0): forward pass, backward pass, update.
+then both train it together, without and with sequence parallelism (bf16, vocabulary 8,192, 8 x 256 tokens, dropout 0):
+forward pass, backward pass, update.
 Ratios are of the fastest steps and, paired, of the rounds' fastest. Another process on the same cores takes all of the
 gain: the record says how busy the machine was. Activations are the bytes that a forward pass keeps for its backward
 pass, with the paper's dropout, the parameters left out.
@@ -107,25 +108,25 @@ def worker(rank: int, folder: str, rounds: int, steps: int, over_gloo: bool) -> 
     found: dict[str, dict] = {}
     for shape in SHAPES:
         config = make_config(shape, dropout=0.0)
-        pair = Trainee(config, both, torch.bfloat16)
-        alone = Trainee(config, ParallelContext(), torch.bfloat16) if rank == 0 else None
-        times: dict[str, list[float]] = {"tp1": [], "tp2": []}
+        contexts = {"tp1": ParallelContext(), "tp2": both, "tp2_sequence": cut}
+        own = [name for name in contexts if rank == 0 or name != "tp1"]  # the whole model is the first rank's
+        trainees = {name: Trainee(config, contexts[name], torch.bfloat16) for name in own}
+        times: dict[str, list[float]] = {name: [] for name in contexts}
+        losses: dict[str, float] = {}
         for number in range(rounds + 1):  # the first warms up
-            dist.barrier()
-            one = alone.fastest_step(steps) if alone is not None else (0.0, 0.0)
-            dist.barrier()
-            two = pair.fastest_step(steps)
+            for name in contexts:
+                dist.barrier()
+                if name in trainees:
+                    seconds, losses[name] = trainees[name].fastest_step(steps)
+                    times[name].append(seconds)
             if rank == 0 and number:
-                times["tp1"].append(one[0])
-                times["tp2"].append(two[0])
-                print(f"{shape}, round {number}: {one[0] * 1e3:.0f} ms, {two[0] * 1e3:.0f} ms", flush=True)
-        if rank == 0 and not abs(two[1] / one[1] - 1) < 0.01:
-            raise RuntimeError(f"the losses of one rank and of two must agree, but are {one[1]} and {two[1]}")
+                taken = ", ".join(f"{name} {times[name][-1] * 1e3:.0f} ms" for name in contexts)
+                print(f"{shape}, round {number}: {taken}", flush=True)
+        if rank == 0 and not max(losses.values()) / min(losses.values()) - 1 < 0.01:
+            raise RuntimeError(f"the losses of one rank and of two must agree, but are {losses}")
+        times = {name: measured[1:] for name, measured in times.items()}
         dropped = make_config(shape, dropout=0.1)
-        sizes = {"tp2_sequence": Trainee(dropped, cut, torch.bfloat16).activation_bytes()}
-        sizes["tp2"] = Trainee(dropped, both, torch.bfloat16).activation_bytes()
-        if rank == 0:
-            sizes["tp1"] = Trainee(dropped, ParallelContext(), torch.bfloat16).activation_bytes()
+        sizes = {name: Trainee(dropped, contexts[name], torch.bfloat16).activation_bytes() for name in own}
         found[shape] = {"times": times, "bytes": sizes}
     if rank == 0:
         torch.save(found, Path(folder) / "found")
@@ -136,14 +137,13 @@ def to_metrics(found: dict[str, dict], load: float) -> dict[str, dict]:
     """What the record holds; `load` is of the machine without the two ranks."""
     metrics = {}
     for shape, parts in found.items():
-        ones, twos = parts["times"]["tp1"], parts["times"]["tp2"]
-        paired = [one / two for one, two in zip(ones, twos, strict=True)]
-        metrics |= {
-            f"{shape}/tp1_step_least": {"value": min(ones), "unit": "s"},
-            f"{shape}/tp2_step_least": {"value": min(twos), "unit": "s"},
-            f"{shape}/speedup_least": {"value": min(ones) / min(twos), "unit": "tp 1 / tp 2"},
-            f"{shape}/speedup_paired": {"value": statistics.median(paired), "unit": "tp 1 / tp 2"},
-        }
+        ones = parts["times"]["tp1"]
+        for name, times in parts["times"].items():
+            metrics[f"{shape}/{name}_step_least"] = {"value": min(times), "unit": "s"}
+            if name != "tp1":
+                paired = statistics.median(one / two for one, two in zip(ones, times, strict=True))
+                metrics[f"{shape}/{name}_speedup_least"] = {"value": min(ones) / min(times), "unit": "tp 1 / tp 2"}
+                metrics[f"{shape}/{name}_speedup_paired"] = {"value": paired, "unit": "tp 1 / tp 2"}
         for name, size in parts["bytes"].items():
             metrics[f"{shape}/{name}_activations"] = {"value": size, "unit": "bytes"}
             if name != "tp1":

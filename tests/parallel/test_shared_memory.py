@@ -26,10 +26,10 @@ OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def random_tensors(rank: int, dtype: torch.dtype) -> list[Tensor]:
-    """Of no dimension, odd, empty, of two and a half pieces, transposed, and with gaps."""
+    """Of no dimension, odd, empty, of two and a half pieces, alone and in each of three rows, transposed, with gaps."""
     generator = torch.Generator().manual_seed(rank)
     pieces = 5 * shared_memory.SLOT_BYTES // (2 * dtype.itemsize) + 3
-    sizes = [(), (1,), (0, 3), (13, 7), (5, 13, 24), (pieces,)]
+    sizes = [(), (1,), (0, 3), (13, 7), (5, 13, 24), (pieces,), (3, pieces)]
     tensors = [torch.randn(size, generator=generator).mul(100).to(dtype) for size in sizes]
     return [*tensors, tensors[3].t(), tensors[4][:, ::2]]
 
@@ -56,13 +56,13 @@ def _compare(rank: int) -> None:
                 if size == 2 or name == "max":  # gloo adds up more ranks in an order of its own
                     assert torch.equal(found[name], expected), (dtype, own.shape, name)
             assert torch.equal(own, before)
-            if own.ndim:
-                assert torch.equal(channel.all_gather(own), torch.cat(tensors))
-                scaled = [torch.cat([(part + 1) * x for part in range(size)]) for x in tensors]
+            for dim in range(own.ndim):
+                assert torch.equal(channel.all_gather(own, dim), torch.cat(tensors, dim))
+                scaled = torch.cat([(part + 1) * own for part in range(size)], dim)
                 part = in_rank_order([(rank + 1) * x for x in tensors])
-                assert torch.equal(channel.reduce_scatter(scaled[rank]), part)
-                swapped = scaled[rank].transpose(0, -1).contiguous().transpose(0, -1)
-                assert torch.equal(channel.reduce_scatter(swapped), part)
+                assert torch.equal(channel.reduce_scatter(scaled, dim), part)
+                swapped = scaled.transpose(0, -1).contiguous().transpose(0, -1)
+                assert torch.equal(channel.reduce_scatter(swapped, dim), part)
     _reduce_often(rank, size, channel)
 
 

@@ -4,7 +4,7 @@ With sequence parallelism a tensor of [b, s, h] outside the parallel region is c
 positions r s/p to (r + 1) s/p. f becomes an all-gather, g a reduce-scatter: together the bytes of one all-reduce.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, context: ParallelContext) -> Tensor:
         ctx.context = context
-        return _all_gather(x, context)
+        return _begin_all_gather(x, context)()
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
@@ -64,7 +64,7 @@ class _ScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad_output, ctx.context), None
+        return _begin_all_gather(grad_output, ctx.context)(), None
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -74,7 +74,7 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, context: ParallelContext, in_float8: bool) -> Tensor:
         ctx.context, ctx.in_float8 = context, in_float8
         ctx.save_for_backward(x, weight)
-        whole = _all_gather(x, context) if context.sequence_parallel else x
+        whole = _begin_all_gather(x, context)() if context.sequence_parallel else x
         return forward_product(whole, weight, bias) if in_float8 else F.linear(whole, weight, bias)
 
     @staticmethod
@@ -82,7 +82,7 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         context = ctx.context
         if context.sequence_parallel:  # the whole input is not kept: it comes again while its gradient is computed
-            parts, arrived = _begin_all_gather(x, context)
+            gather = _begin_all_gather(x, context)
         rows = grad_output.flatten(0, -2)
         if ctx.in_float8:
             rounded = to_float8(rows, GRADIENT)
@@ -91,8 +91,7 @@ class _ColumnLinear(torch.autograd.Function):
             d_whole = grad_output @ weight
         if context.sequence_parallel:
             d_x, summed = _begin_reduce_scatter(d_whole, context)
-            _wait(arrived)
-            x = _join_sequence(parts)
+            x = gather()
         else:
             d_x, summed = _begin_all_reduce(d_whole, context)
         whole = x.flatten(0, -2)
@@ -109,18 +108,26 @@ def _begin_all_reduce(x: Tensor, context: ParallelContext) -> tuple[Tensor, dist
     return x, dist.all_reduce(x, group=context.tp_group, async_op=True)
 
 
-def _begin_all_gather(x: Tensor, context: ParallelContext) -> tuple[Tensor, dist.Work | None]:
+def _begin_all_gather(x: Tensor, context: ParallelContext) -> Callable[[], Tensor]:
+    """[b, s/p, h] of every rank; what is returned waits for it and gives [b, s, h]."""
     if context.tp_channel is not None:
-        return context.tp_channel.all_gather(x).unflatten(0, (context.tp_size, -1)), None
+        whole = context.tp_channel.all_gather(x, dim=1)
+        return lambda: whole
     parts = x.new_empty(context.tp_size, *x.shape)
-    return parts, _all_gather_tensor(parts.flatten(0, 1), x.contiguous(), group=context.tp_group, async_op=True)
+    arrived = _all_gather_tensor(parts.flatten(0, 1), x.contiguous(), group=context.tp_group, async_op=True)
+
+    def join() -> Tensor:
+        arrived.wait()
+        return parts.transpose(0, 1).flatten(1, 2)
+
+    return join
 
 
 def _begin_reduce_scatter(x: Tensor, context: ParallelContext) -> tuple[Tensor, dist.Work | None]:
+    if context.tp_channel is not None:
+        return context.tp_channel.reduce_scatter(x, dim=1), None
     b, s, h = x.shape
     parts = x.view(b, context.tp_size, s // context.tp_size, h).transpose(0, 1).flatten(0, 1)  # [p b, s/p, h]
-    if context.tp_channel is not None:
-        return context.tp_channel.reduce_scatter(parts), None
     total = parts.new_empty(b, *parts.shape[1:])
     return total, _reduce_scatter_tensor(total, parts, group=context.tp_group, async_op=True)
 
@@ -128,18 +135,6 @@ def _begin_reduce_scatter(x: Tensor, context: ParallelContext) -> tuple[Tensor, 
 def _wait(work: dist.Work | None) -> None:
     if work is not None:
         work.wait()
-
-
-def _join_sequence(parts: Tensor) -> Tensor:
-    """[p, b, s/p, h] to [b, s, h]."""
-    return parts.transpose(0, 1).flatten(1, 2)
-
-
-def _all_gather(x: Tensor, context: ParallelContext) -> Tensor:
-    """[b, s/p, h] of every rank to [b, s, h]."""
-    parts, arrived = _begin_all_gather(x, context)
-    _wait(arrived)
-    return _join_sequence(parts)
 
 
 def _reduce_scatter(x: Tensor, context: ParallelContext) -> Tensor:

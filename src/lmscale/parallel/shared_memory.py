@@ -1,5 +1,7 @@
 """Collectives of tensor ranks on one host: through memory that they share, instead of gloo's TCP over loopback."""
 
+import itertools
+import math
 import os
 import socket
 import struct
@@ -60,33 +62,33 @@ class SharedMemoryChannel:
         """
         return torch.ops.lmscale.all_reduce(x, operation, self.name)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x`, one behind the other.
+    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Every rank's `x`, one behind the other along `dim`.
 
         Shapes:
-            x [n, ...], of the same shape and type on all ranks; returns [p n, ...].
+            x [..., n, ...], of the same shape and type on all ranks; returns [..., p n, ...].
 
         Communicates:
-            one all-gather of [p n, ...] over the group.
+            one all-gather of [..., p n, ...] over the group.
 
         Raises:
             RuntimeError: as `all_reduce`.
         """
-        return torch.ops.lmscale.all_gather(x, self._memory.shape[1], self.name)
+        return torch.ops.lmscale.all_gather(x, dim, self._memory.shape[1], self.name)
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum of `x` over the ranks.
+    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's part along `dim` of the sum of `x` over the ranks.
 
         Shapes:
-            x [p n, ...], of the same shape and type on all ranks; returns [n, ...].
+            x [..., p n, ...], of the same shape and type on all ranks; returns [..., n, ...].
 
         Communicates:
-            one reduce-scatter of [p n, ...] over the group.
+            one reduce-scatter of [..., p n, ...] over the group.
 
         Raises:
             RuntimeError: as `all_reduce`.
         """
-        return torch.ops.lmscale.reduce_scatter(x, self._memory.shape[1], self.name)
+        return torch.ops.lmscale.reduce_scatter(x, dim, self._memory.shape[1], self.name)
 
     def _all_reduce(self, x: Tensor, operation: str) -> Tensor:
         total = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -95,24 +97,25 @@ class SharedMemoryChannel:
             _combine(self._share(own[piece]), operation, out[piece])
         return total
 
-    def _all_gather(self, x: Tensor, size: int) -> Tensor:
-        everybody = x.new_empty(size * len(x), *x.shape[1:])
-        own, out = x.reshape(-1), everybody.view(size, x.numel())
-        for piece in _pieces(len(own), SLOT_BYTES // x.itemsize):
-            out[:, piece] = self._share(own[piece])
+    def _all_gather(self, x: Tensor, dim: int, size: int) -> Tensor:
+        everybody = x.new_empty(_scaled(x.shape, dim, size, 1))
+        rows, columns = _rows_and_columns(x.shape, dim)
+        own, out = x.reshape(rows, columns), everybody.view(rows, size, columns)
+        for some, part in _slabs(rows, columns, SLOT_BYTES // x.itemsize):
+            out[some, :, part] = self._share(own[some, part]).transpose(0, 1)
         return everybody
 
-    def _reduce_scatter(self, x: Tensor, size: int) -> Tensor:
-        total = x.new_empty(len(x) // size, *x.shape[1:])
-        own, out = x.reshape(size, total.numel()), total.view(-1)
-        for piece in _pieces(len(out), SLOT_BYTES // (x.itemsize * size)):
-            shared = self._share(own[:, piece].reshape(-1)).unflatten(1, (size, -1))  # [from, to, ...]
-            _combine(shared[:, self._rank], "sum", out[piece])
+    def _reduce_scatter(self, x: Tensor, dim: int, size: int) -> Tensor:
+        total = x.new_empty(_scaled(x.shape, dim, 1, size))
+        rows, columns = _rows_and_columns(total.shape, dim)
+        own, out = x.reshape(rows, size, columns), total.view(rows, columns)
+        for some, part in _slabs(rows, columns, SLOT_BYTES // (x.itemsize * size)):
+            _combine(self._share(own[some, :, part])[:, :, self._rank], "sum", out[some, part])
         return total
 
     def _share(self, own: Tensor) -> Tensor:
-        """Every rank's piece, where it lies: [n] to [p, n], good until the next but one."""
-        slots = self._memory[self._turn, :, : own.nbytes].view(own.dtype)
+        """Every rank's piece, where it lies: [...] to [p, ...], good until the next but one."""
+        slots = self._memory[self._turn, :, : own.nbytes].view(own.dtype).unflatten(1, own.shape)
         self._turn = 1 - self._turn
         slots[self._rank] = own
         self._meet(own.nbytes)
@@ -153,23 +156,39 @@ def _all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
 
 
 @torch.library.custom_op("lmscale::all_gather", mutates_args=(), device_types="cpu")
-def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
-    return _channels[group]._all_gather(x, size)
+def _all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
+    return _channels[group]._all_gather(x, dim, size)
 
 
 @torch.library.custom_op("lmscale::reduce_scatter", mutates_args=(), device_types="cpu")
-def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
-    return _channels[group]._reduce_scatter(x, size)
+def _reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
+    return _channels[group]._reduce_scatter(x, dim, size)
 
 
 # Their shapes alone, for the compiler.
 _all_reduce.register_fake(lambda x, operation, group: torch.empty_like(x, memory_format=torch.contiguous_format))
-_all_gather.register_fake(lambda x, size, group: x.new_empty(size * len(x), *x.shape[1:]))
-_reduce_scatter.register_fake(lambda x, size, group: x.new_empty(len(x) // size, *x.shape[1:]))
+_all_gather.register_fake(lambda x, dim, size, group: x.new_empty(_scaled(x.shape, dim, size, 1)))
+_reduce_scatter.register_fake(lambda x, dim, size, group: x.new_empty(_scaled(x.shape, dim, 1, size)))
 
 
 def _pieces(length: int, at_once: int) -> list[slice]:
     return [slice(start, start + at_once) for start in range(0, length, at_once)]
+
+
+def _scaled(shape: torch.Size, dim: int, factor: int, divisor: int) -> list[int]:
+    """The shape with dimension `dim` times a ratio."""
+    return [n * factor // divisor if number == dim else n for number, n in enumerate(shape)]
+
+
+def _rows_and_columns(shape: torch.Size, dim: int) -> tuple[int, int]:
+    """Numbers in the dimensions before `dim`, and in it and those behind: what of a rank lies together."""
+    return math.prod(shape[:dim]), math.prod(shape[dim:])
+
+
+def _slabs(rows: int, columns: int, at_once: int) -> list[tuple[slice, slice]]:
+    """Pieces of [rows, columns] of at most `at_once` numbers: whole rows where they fit."""
+    some = _pieces(rows, max(1, at_once // max(1, columns)))
+    return list(itertools.product(some, _pieces(columns, at_once)))
 
 
 def _combine(slots: Tensor, operation: str, out: Tensor) -> None:
