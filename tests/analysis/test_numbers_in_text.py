@@ -49,6 +49,7 @@ FACTS = {
     "The cell at 128 GPUs": ("analysis/tables/figure_5.md", "model + data parallel, 128 GPUs"),
     "of September 2020": "a date",
     "a BERT of 6 x 512": ("src/lmscale/report/speed.py", "BERT 6 x 512"),
+    "of hidden size 1,024 in": ("src/lmscale/report/speed.py", "hidden size 1024"),
     "within 1e-12 (fp64)": ("tests/training/test_layouts.py", "1e-12"),
     "within 5 % of tracked": ("tests/perf/test_peak_memory.py", "0.05"),
     "at tensor-parallel 1, 2 and 8": ("analysis/tables/peak_memory.md", "8.3B, fp16, 8 ranks"),
