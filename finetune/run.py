@@ -37,13 +37,13 @@ def finetune(values: dict, files: dict[str, str]) -> None:
 
 def objective(cfg: DictConfig) -> float | None:
     """The figure of the run's record that a searching sweeper wants; None on ranks without a record."""
-    from lmscale.finetune.scoring import OBJECTIVES
+    from lmscale.finetune.tasks import objective_of
 
     path = Path(HydraConfig.get().runtime.output_dir) / "record.json"
     if not path.is_file():
         return None
     metrics = json.loads(path.read_text(encoding="utf-8"))["metrics"]
-    found = metrics.get(cfg.objective or OBJECTIVES[cfg.task.name])  # none where no set has labels
+    found = metrics.get(cfg.objective or objective_of(cfg.task.name))  # none where no set has labels
     return None if found is None else found["value"]
 
 

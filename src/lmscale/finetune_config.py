@@ -1,5 +1,6 @@
 """What one finetuning is asked to do: the typed form of `conf/finetune.yaml` and its tasks."""
 
+import re
 from dataclasses import dataclass, field
 
 from .config import require_fraction, require_positive
@@ -8,15 +9,16 @@ from .run_config import ParallelRequest
 from .training_config import FORMULAS, OptimizerConfig, PrecisionConfig, ScheduleConfig, require_moments_fit
 
 TASKS = ("mnli", "qqp", "squad_v1", "squad_v2", "race")
+TABLE_COLUMNS = ("id", "first", "second", "label")  # of a task of one's own
 FROM_HUB = "hub:"  # before the name of a split; everything else is a path
 
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """`task=`: one benchmark, where its rows are and how they become inputs of the model.
+    """`task=`: one benchmark, or a table of texts and classes, where its rows are and how they become inputs.
 
     Args:
-        name: one of `TASKS`.
+        name: one of `TASKS`, or with `columns` and `labels` any other, of small letters, digits and underscores.
         train: file or folder in the official layout, or `hub:<split>`; None where nothing is trained.
         validation, test: sets to score by name, each such a place or null; `test` needs no labels. Other sets than
             `validation` choose nothing: no threshold, no checkpoint.
@@ -29,6 +31,9 @@ class TaskConfig:
         max_answer_length, num_best: SQuAD: longest answer in tokens; candidates that are kept for each question.
         null_threshold: SQuAD 2.0: "no answer" is said where it scores above the best answer by more than this; None:
             by what is best on the first validation set.
+        columns: a task of one's own: the table's names of the columns `id` (null: the number of the row), `first` and
+            `second` text (null: there is one) and `label`, which a test set may lack.
+        labels: the same: the classes' names; a label is a name or a place in this list, from 0.
         table_6: what Table 6 says for this task by size of the model; conf/finetune.yaml takes the chosen one's.
 
     Raises:
@@ -48,16 +53,27 @@ class TaskConfig:
     max_answer_length: int | None = None
     num_best: int | None = None
     null_threshold: float | None = None
+    columns: dict | None = None
+    labels: list | None = None
     table_6: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.name not in TASKS:
-            raise ValueError(f"`name` must be one of {', '.join(TASKS)}, but is {self.name!r}")
+        if self.name in TASKS:
+            if self.columns is not None or self.labels is not None:
+                raise ValueError(
+                    f"`columns` and `labels` must be null for {self.name}, whose files are known, but are not"
+                )
+        elif self.columns is None or self.labels is None:
+            raise ValueError(
+                f"`name` must be one of {', '.join(TASKS)}, or come with `columns` and `labels`, but is {self.name!r}"
+            )
+        else:
+            self._check_table()
         if not isinstance(self.max_seq_length, int) or self.max_seq_length < 8:
             raise ValueError(f"`max_seq_length` must be at least 8, but is {self.max_seq_length!r}")
         if self.name == "race":
             require_positive(self, "max_qa_length")
-        if self.name.startswith("squad"):
+        if self.name in ("squad_v1", "squad_v2"):
             require_positive(self, "doc_stride", "max_query_length", "max_answer_length", "num_best")
             room = self.max_seq_length - self.max_query_length - 3
             if self.doc_stride > room:
@@ -72,6 +88,22 @@ class TaskConfig:
         twice = sorted(set(self.validation) & set(self.test))
         if twice:
             raise ValueError(f"`test` must have other names than `validation`, but both have {twice[0]!r}")
+
+    def _check_table(self) -> None:
+        if not re.fullmatch("[a-z0-9_]+", self.name):
+            raise ValueError(f"`name` must be of small letters, digits and underscores, but is {self.name!r}")
+        if set(self.columns) != set(TABLE_COLUMNS):
+            found = ", ".join(map(str, self.columns)) or "none"
+            raise ValueError(f"`columns` must be given for {', '.join(TABLE_COLUMNS)}, but are for {found}")
+        needed = [key for key in ("first", "label") if not isinstance(self.columns[key], str)]
+        if needed:
+            raise ValueError(f"`columns.{needed[0]}` must be a column's name, but is {self.columns[needed[0]]!r}")
+        named = [name for name in self.columns.values() if name is not None]
+        if len(set(named)) < len(named) or not all(isinstance(name, str) for name in named):
+            raise ValueError(f"`columns` must be names, each once, but are {named}")
+        labels = [label for label in self.labels if isinstance(label, str) and label]
+        if len(set(labels)) < max(2, len(self.labels)):
+            raise ValueError(f"`labels` must be at least two texts, each once, but are {self.labels}")
 
     def scored_sets(self) -> dict[str, str]:
         """Place of every set to score by name, validation first."""

@@ -15,7 +15,7 @@ from lmscale.finetune_config import TASKS, FinetuneConfig
 
 sys.path.insert(0, str(REPOSITORY / "tests" / "finetune"))
 from finetune_runs import make_checkpoint  # noqa: E402
-from finetuning import write_task  # noqa: E402
+from finetuning import sentence, write_task  # noqa: E402
 
 SMALL = (
     "trainer.num_epochs=1",
@@ -89,6 +89,45 @@ def test_five_seeds_have_a_median_and_make_an_ensemble(places) -> None:
     # Its folder may be written again, that of a run may not.
     refused = door("ensemble.py", *runs, "--out", runs[0])
     assert refused.returncode == 2 and "`--out` must be a folder without the record of a run" in refused.stderr
+
+
+def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
+    """The README's, from files: two texts in a table, one text in lines of JSON; then as every other task."""
+    folder, overrides = places
+    text = (REPOSITORY / "finetune/README.md").read_text(encoding="utf-8")
+    (tmp_path / "finetune_task").mkdir()
+    example = text.split("```yaml outputs/conf/finetune_task/rte.yaml\n")[1].split("```")[0]
+    (tmp_path / "finetune_task/rte.yaml").write_text(example, encoding="utf-8")
+    labels = ("entailment", "not_entailment")
+    rows = [[str(n), sentence(n, 4), sentence(n + 50, 3), labels[n % 3 % 2]] for n in range(20)]
+    table = "\n".join("\t".join(row) for row in [["index", "sentence1", "sentence2", "label"], *rows])
+    (tmp_path / "rte.tsv").write_text(table, encoding="utf-8")
+    lines = [json.dumps({"sentence1": row[1], "label": n % 3 % 2}) for n, row in enumerate(rows)]
+    (tmp_path / "rte.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    ckpt, cache = overrides[1], overrides[4]
+    own = ("--config-dir", str(tmp_path), "task=rte", ckpt, cache, *SMALL, "trainer.save=false")
+    forms = {
+        "tsv": ("task.columns.id=index", "parallel.tp_size=2"),
+        "jsonl": ("task.columns.id=null", "task.columns.second=null"),
+    }
+    for form, changes in forms.items():
+        data = (f"task.train={tmp_path}/rte.{form}", f"task.validation.dev={tmp_path}/rte.{form}")
+        for seed in (1, 2):
+            run = tmp_path / form / str(seed)
+            done = door("run.py", *own, *data, *changes, f"seed={seed}", f"hydra.run.dir={run}")
+            assert done.returncode == 0, done.stderr
+            record = json.loads((run / "record.json").read_text())
+            assert record["kind"] == "scaled_down" and record["metrics"]["steps"]["value"] == 3
+            predicted = [line.split("\t") for line in (run / "predictions/dev/rte.tsv").read_text().splitlines()[1:]]
+            assert [name for name, _ in predicted] == [str(n) for n in range(20)]
+            right = sum(label == row[3] for (_, label), row in zip(predicted, rows, strict=True))
+            assert record["metrics"]["rte/accuracy"]["value"] == pytest.approx(100 * right / 20)
+        found = door("median.py", str(tmp_path / form))
+        assert found.returncode == 0 and "of 2:" in found.stdout, found.stderr
+        members = [str(tmp_path / form / str(seed)) for seed in (1, 2)]
+        combined = door("ensemble.py", *members, "--out", str(tmp_path / f"{form}_two"))
+        assert combined.returncode == 0, combined.stderr
+        assert len((tmp_path / f"{form}_two/dev/rte.tsv").read_text().splitlines()) == 21
 
 
 @pytest.mark.parametrize(

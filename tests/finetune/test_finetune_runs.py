@@ -21,7 +21,7 @@ from finetune_runs import (
 from lmscale.evaluation.squad import AllNullWarning, score
 from lmscale.finetune.finetuning import prepare_job
 from lmscale.finetune.module import FinetuneModule
-from lmscale.finetune.scoring import OBJECTIVES
+from lmscale.finetune.tasks import objective_of
 from lmscale.finetune_config import FinetuneConfig
 from lmscale.training.optimizer import MixedPrecisionAdamW
 
@@ -56,7 +56,7 @@ def test_32_examples_are_learned_by_heart(tmp_path, ckpt, name: str, num_epochs:
     )
     run = make_run_on_its_training_set(run)
     assert run_here(run) == 0
-    objective = OBJECTIVES[name]
+    objective = objective_of(name)
     assert read_metrics(run)[objective] == 100.0
     assert read_rows(run)[0]["train/loss"] > 0.6
 

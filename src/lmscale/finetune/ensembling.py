@@ -7,7 +7,7 @@ import numpy as np
 from .outputs import SetOutputs, read_outputs
 from .scoring import Predictions, predict_sets, write_predictions
 
-_CHOICES = ("max_answer_length", "num_best", "null_threshold")  # of how logits become answers
+_CHOICES = ("max_answer_length", "num_best", "null_threshold", "labels")  # of how logits become answers
 
 
 def ensemble(runs: list[Path], out: Path) -> tuple[dict[str, float], list[str]]:

@@ -35,6 +35,8 @@ def find_evidence(
     """
     shape = (model.num_layers, model.hidden_size, model.num_attention_heads)
     size = next((name for name, paper in BERT_MODELS.items() if paper.size == shape), None)
+    if run.task.name not in SCORED:
+        return "scaled_down", size
     whole = all(num_examples.get(name) == count for name, count in SCORED[run.task.name].items())
     trimmed = run.from_scratch or run.trainer.max_train_examples is not None
     trimmed |= num_trained is not None and num_trained < (1 - _MISSING) * TRAINED[run.task.name]

@@ -7,11 +7,11 @@ _MAX_LISTED = 10  # row numbers in a message
 
 @dataclass(frozen=True)
 class PairExample:
-    """Two sentences and the number of their class; None where it is not known (test sets)."""
+    """One or two texts and the number of their class; None where it is not known (test sets)."""
 
     id: str
     first: str
-    second: str
+    second: str | None
     label: int | None
 
 

@@ -1,7 +1,5 @@
 """BERT's encoder under the heads of the tasks: sequence classification, multiple choice, span."""
 
-from enum import Enum
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,14 +7,7 @@ from torch import Tensor, nn
 from ..config import TransformerConfig
 from ..models import build_model
 from ..parallel import ParallelContext, ReplicatedLinear, counter_dropout, initialize_parameters, site_keys
-
-
-class HeadKind(str, Enum):
-    """What a task predicts: a class of a pair, one of several sequences, first and last token of an answer."""
-
-    CLASSIFICATION = "classification"
-    CHOICE = "choice"
-    SPAN = "span"
+from .tasks import HeadKind
 
 
 class FinetuneModel(nn.Module):

@@ -24,10 +24,11 @@ from ..training.schedule import learning_rate_of_update
 from ..training.watchdog import Watchdog
 from .batches import Batch
 from .features import Features
-from .heads import FinetuneModel, HeadKind, build_finetune_model
+from .heads import FinetuneModel, build_finetune_model
 from .scoring import Predictions, predict_sets
-from .starting_point import KINDS, NUM_OUTPUTS, StartingPoint
+from .starting_point import StartingPoint
 from .stopwatch import Stopwatch
+from .tasks import HeadKind, benchmark_of
 
 
 class FinetuneModule(L.LightningModule):
@@ -88,12 +89,12 @@ class FinetuneModule(L.LightningModule):
         torch.set_num_threads(self.num_threads)  # Lightning's launcher has just set its own number
         if self.model is not None:
             return
-        run, context, name = self.run, self.parallel, self.run.task.name
+        run, context, benchmark = self.run, self.parallel, benchmark_of(self.run.task)
         drop = self.config.hidden_dropout if run.head_dropout is None else run.head_dropout
         self.model = build_finetune_model(
             self.config,
-            KINDS[name],
-            NUM_OUTPUTS[name],
+            benchmark.head,
+            benchmark.num_outputs,
             drop,
             context,
             run.seed,

@@ -21,14 +21,14 @@ def clean_text(text: str) -> str:
     return text
 
 
-def join_pair(first: list[int], second: list[int], cls: int, sep: int, max_length: int) -> tuple[list[int], int]:
-    """Ids of [CLS] A [SEP] B [SEP], and how many come before B.
+def join_pair(first: list[int], second: list[int] | None, cls: int, sep: int, max_length: int) -> tuple[list[int], int]:
+    """Ids of [CLS] A [SEP] B [SEP], and how many come before B; of [CLS] A [SEP] where there is no B.
 
     An input that is too long loses its tail (that of B, and of A where A alone is too long) and ends in [SEP] again.
 
     Source: Megatron-LM v1.0, `build_tokens_types_paddings_from_ids`.
     """
-    ids = [cls, *first, sep, *second]
+    ids = [cls, *first] if second is None else [cls, *first, sep, *second]
     if len(ids) >= max_length:
         ids = ids[: max_length - 1]
     ids.append(sep)
@@ -36,11 +36,14 @@ def join_pair(first: list[int], second: list[int], cls: int, sep: int, max_lengt
 
 
 def encode_pairs(task: TaskConfig, examples: list[PairExample], tokenizer: Tokenizer, notes: list[str]) -> Features:
-    """MNLI and QQP: one sequence an example."""
+    """One or two texts: one sequence an example."""
     cls, sep = tokenizer.id_of("[CLS]"), tokenizer.id_of("[SEP]")
     firsts = tokenizer.encode_batch([clean_text(e.first) for e in examples])
-    seconds = tokenizer.encode_batch([clean_text(e.second) for e in examples])
-    joined = [join_pair(a, b, cls, sep, task.max_seq_length) for a, b in zip(firsts, seconds, strict=True)]
+    seconds = tokenizer.encode_batch([clean_text(e.second or "") for e in examples])
+    joined = [
+        join_pair(a, None if e.second is None else b, cls, sep, task.max_seq_length)
+        for e, a, b in zip(examples, firsts, seconds, strict=True)
+    ]
     return Features(
         **pack(joined),
         labels=np.array([-1 if e.label is None else e.label for e in examples], dtype=np.int64),

@@ -12,20 +12,11 @@ from ..data.tokenizer import Tokenizer
 from ..finetune_config import TaskConfig
 from .examples import Example
 from .features import Features, save_features
-from .pairs import encode_choices, encode_pairs
 from .sources import fingerprint
-from .tasks import read_examples
-from .windows import encode_windows
+from .tasks import benchmark_of, read_examples
 
 FEATURES_VERSION = 2  # raised when the same rows give other features
-ENCODERS = {
-    "mnli": encode_pairs,
-    "qqp": encode_pairs,
-    "race": encode_choices,
-    "squad_v1": encode_windows,
-    "squad_v2": encode_windows,
-}
-_SETTINGS = ("name", "max_seq_length", "max_qa_length", "doc_stride", "max_query_length")
+_SETTINGS = ("name", "max_seq_length", "max_qa_length", "doc_stride", "max_query_length", "columns", "labels")
 
 
 def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_dir: Path) -> Path:
@@ -59,4 +50,4 @@ def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_d
 
 def encode(task: TaskConfig, examples: list[Example], tokenizer: Tokenizer, notes: list[str]) -> Features:
     """Features of examples of one task."""
-    return ENCODERS[task.name](task, examples, tokenizer, notes)
+    return benchmark_of(task).encode(task, examples, tokenizer, notes)

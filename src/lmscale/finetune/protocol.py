@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .scoring import OBJECTIVES
+from ..finetune_config import TASKS
+from .tasks import objective_of
 
 RECORD = "record.json"
 # What differs between runs of one setting, or follows from the seed or the place.
@@ -46,13 +47,13 @@ def read_settings(folder: str | Path, metric: str | None = None) -> list[Setting
         ValueError: no records, records of several tasks, a metric that one lacks, or two runs of one seed.
     """
     runs = {path.parent: _read(path) for path in sorted(Path(folder).rglob(RECORD))}
-    runs = {run: record for run, record in runs.items() if _task_of(record) in OBJECTIVES}
+    runs = {run: record for run, record in runs.items() if _task_of(record)}
     if not runs:
         raise ValueError(f"{folder} must have records of finetunings below it, but has none")
     tasks = sorted({_task_of(record) for record in runs.values()})
     if len(tasks) > 1:
         raise ValueError(f"the runs of {folder} must be of one task, but are of {', '.join(tasks)}")
-    name = metric or OBJECTIVES[tasks[0]]
+    name = metric or objective_of(tasks[0])
     flat = {run: _flat(record["config"]) for run, record in runs.items()}
     keys = {key for values in flat.values() for key in values}
     differing = sorted(key for key in keys if len({repr(values.get(key)) for values in flat.values()}) > 1)
@@ -85,7 +86,8 @@ def _task_of(record: dict[str, Any]) -> str | None:
     """The benchmark of a finetuning's record; None of any other's."""
     config = record.get("config")
     task = config.get("task") if isinstance(config, dict) else None
-    return task.get("name") if isinstance(task, dict) else None
+    is_ours = isinstance(task, dict) and (task.get("name") in TASKS or task.get("columns"))
+    return task["name"] if is_ours else None
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

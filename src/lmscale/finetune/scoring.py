@@ -10,21 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ..evaluation.classification import accuracy, accuracy_by_group, binary_f1
 from ..evaluation.squad import AllNullWarning, NullThreshold, all_null_alarm, best_null_threshold, score
 from ..finetune_config import TaskConfig
 from .answers import decode_answers
 from .features import Features
-from .tasks import mnli, qqp, race
-
-LABELS = {"mnli": mnli.LABELS, "qqp": qqp.LABELS, "race": tuple(race.LETTERS)}
-OBJECTIVES = {
-    "mnli": "mnli/accuracy",
-    "qqp": "qqp/accuracy",
-    "race": "race/accuracy",
-    "squad_v1": "squad_v1/f1",
-    "squad_v2": "squad_v2/f1",
-}
+from .tasks import HeadKind, benchmark_of
 
 
 @dataclass
@@ -60,7 +50,7 @@ def predict_sets(
     Raises:
         ValueError: SQuAD 2.0 with neither a validation set nor a threshold.
     """
-    if task.name.startswith("squad"):
+    if benchmark_of(task).head is HeadKind.SPAN:
         predictions, metrics = _predict_spans(task, sets, logits, chosen_on)
     else:
         predictions = {name: _predict_classes(task, features, logits[name]) for name, features in sets.items()}
@@ -74,32 +64,23 @@ def predict_sets(
 
 def _predict_classes(task: TaskConfig, features: Features, logits: list[np.ndarray]) -> Predictions:
     chosen = [int(np.argmax(row)) for row in logits]
-    answers = {name: LABELS[task.name][c] for name, c in zip(features.ids, chosen, strict=True)}
+    benchmark = benchmark_of(task)
+    answers = {name: benchmark.classes[c] for name, c in zip(features.ids, chosen, strict=True)}
     if not features.is_labelled:
         return Predictions(answers)
-    return Predictions(answers, _class_metrics(task.name, chosen, features.labels.tolist(), features.facts))
-
-
-def _class_metrics(task_name: str, chosen: list[int], labels: list[int], facts: dict[str, Any]) -> dict[str, float]:
-    if task_name == "race":
-        found = accuracy_by_group(chosen, labels, facts["groups"])
-        return {"accuracy" if group == "all" else f"accuracy_{group}": value for group, value in found.items()}
-    metrics = {"accuracy": accuracy(chosen, labels)}
-    if task_name == "qqp":
-        metrics["f1"] = binary_f1(chosen, labels)
-    return metrics
+    return Predictions(answers, benchmark.score(chosen, features.labels.tolist(), features.facts))
 
 
 def metric_names(task: TaskConfig, sets: dict[str, Features], chosen_on: list[str]) -> list[str]:
     """The names that `predict_sets` will give its metrics, known before a model has been run."""
     labelled = {name: features for name, features in sets.items() if features.is_labelled}
-    if task.name.startswith("squad"):
+    if benchmark_of(task).head is HeadKind.SPAN:
         names = ["squad_v2/null_threshold"] if task.name == "squad_v2" else []
         found = {name: _span_metrics(features.facts["dataset"], {})[0] for name, features in labelled.items()}
     else:
         right = {name: features.labels.tolist() for name, features in labelled.items()}
         names = list(_pooled(task, sets, right, chosen_on))
-        found = {name: _class_metrics(task.name, right[name], right[name], sets[name].facts) for name in labelled}
+        found = {name: benchmark_of(task).score(right[name], right[name], sets[name].facts) for name in labelled}
     return names + [_full_name(task, metric, name, names) for name, metrics in found.items() for metric in metrics]
 
 
@@ -119,7 +100,7 @@ def _pooled(
     chosen = [choice for name in names for choice in chosen_classes[name]]
     labels = [label for name in names for label in sets[name].labels.tolist()]
     groups = [group for name in names for group in sets[name].facts.get("groups", [])]
-    found = _class_metrics(task.name, chosen, labels, {"groups": groups})
+    found = benchmark_of(task).score(chosen, labels, {"groups": groups})
     return {f"{task.name}/{metric}": value for metric, value in found.items()}
 
 
@@ -168,16 +149,17 @@ def _span_metrics(dataset: dict[str, Any], answers: dict[str, str]) -> tuple[dic
 def write_predictions(folder: Path, task: TaskConfig, set_name: str, predictions: Predictions) -> Path:
     """A set's predictions in the form in which the benchmark takes them.
 
-    GLUE: `MNLI-m.tsv`, `MNLI-mm.tsv`, `QQP.tsv` with index and prediction; SQuAD: `predictions.json` of id and text,
-    2.0 also `null_odds.json`; RACE, which has no such form: `predictions.json` of id and letter.
+    GLUE: `MNLI-m.tsv`, `MNLI-mm.tsv`, `QQP.tsv` with index and prediction, and so for a table of one's own; SQuAD:
+    `predictions.json` of id and text, 2.0 also `null_odds.json`; RACE, which has no such form: `predictions.json` of id
+    and letter.
 
     Returns:
         the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if task.name in ("mnli", "qqp"):
-        mnli_name = "MNLI-mm.tsv" if "mismatched" in set_name else "MNLI-m.tsv"
-        path = folder / (mnli_name if task.name == "mnli" else "QQP.tsv")
+    benchmark = benchmark_of(task)
+    if benchmark.file_name is not None:
+        path = folder / benchmark.file_name(set_name)
         rows = ["index\tprediction", *(f"{key}\t{value}" for key, value in predictions.answers.items())]
         path.write_text("\n".join(rows) + "\n", encoding="utf-8")
         return path

@@ -11,16 +11,7 @@ from ..config import TransformerConfig
 from ..data.tokenizer import Tokenizer, load_published_tokenizer
 from ..data_config import TokenizerConfig
 from ..finetune_config import FinetuneConfig
-from .heads import HeadKind
-
-KINDS = {
-    "mnli": HeadKind.CLASSIFICATION,
-    "qqp": HeadKind.CLASSIFICATION,
-    "race": HeadKind.CHOICE,
-    "squad_v1": HeadKind.SPAN,
-    "squad_v2": HeadKind.SPAN,
-}
-NUM_OUTPUTS = {"mnli": 3, "qqp": 2, "race": 4, "squad_v1": 2, "squad_v2": 2}
+from .tasks import HeadKind, benchmark_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,7 @@ def check_starting_point(run: FinetuneConfig) -> tuple[StartingPoint, Tokenizer]
         )
     fresh = set(metadata.run.get("initialized", ()))
     has_pooler = "model/pooler.weight" in metadata.tensors and "pooler.weight" not in fresh
-    needs_pooler = KINDS[task.name] is not HeadKind.SPAN
+    needs_pooler = benchmark_of(task).head is not HeadKind.SPAN
     if needs_pooler and not (has_pooler or run.new_pooler or run.from_scratch):
         raise ValueError(
             f"`ckpt` must have a trained pooler for task {task.name}, but {path.name} has none; new_pooler=true draws "

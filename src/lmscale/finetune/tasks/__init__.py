@@ -1,22 +1,45 @@
-"""Readers of the benchmarks: official files or hub splits to examples."""
-
-from collections.abc import Callable
+"""The tasks: all that sets one apart from another, and how its files are read."""
 
 from ...finetune_config import TaskConfig
 from ..examples import Example, RowAccount, SpanExample, list_some
-from .mnli import read_mnli
-from .qqp import read_qqp
-from .race import read_race
+from ..pairs import encode_choices, encode_pairs
+from ..windows import encode_windows
+from .benchmark import Benchmark, HeadKind
+from .mnli import LABELS as MNLI_LABELS
+from .mnli import name_mnli, read_mnli
+from .qqp import LABELS as QQP_LABELS
+from .qqp import read_qqp, score_qqp
+from .race import LETTERS, read_race, score_race
 from .squad import read_squad
+from .table import read_table, score_classes
 
-Reader = Callable[[TaskConfig, str, RowAccount], list[Example]]
-READERS: dict[str, Reader] = {
-    "mnli": read_mnli,
-    "qqp": read_qqp,
-    "race": read_race,
-    "squad_v1": read_squad,
-    "squad_v2": read_squad,
+_SPANS = Benchmark(read_squad, encode_windows, HeadKind.SPAN, objective="f1")
+BENCHMARKS = {
+    "mnli": Benchmark(read_mnli, encode_pairs, HeadKind.CLASSIFICATION, MNLI_LABELS, score_classes, name_mnli),
+    "qqp": Benchmark(read_qqp, encode_pairs, HeadKind.CLASSIFICATION, QQP_LABELS, score_qqp, lambda _: "QQP.tsv"),
+    "squad_v1": _SPANS,
+    "squad_v2": _SPANS,
+    "race": Benchmark(read_race, encode_choices, HeadKind.CHOICE, tuple(LETTERS), score_race),
 }
+
+
+def benchmark_of(task: TaskConfig) -> Benchmark:
+    """What a task's name stands for, or for a table of one's own what its columns and labels say."""
+    if task.columns is None:
+        return BENCHMARKS[task.name]
+    return Benchmark(
+        read_table,
+        encode_pairs,
+        HeadKind.CLASSIFICATION,
+        tuple(task.labels),
+        score_classes,
+        lambda _: f"{task.name}.tsv",
+    )
+
+
+def objective_of(task_name: str) -> str:
+    """The metric that a search, and the median of several seeds, look at."""
+    return f"{task_name}/{BENCHMARKS[task_name].objective if task_name in BENCHMARKS else 'accuracy'}"
 
 
 def read_examples(task: TaskConfig, place: str) -> tuple[list[Example], RowAccount]:
@@ -27,7 +50,7 @@ def read_examples(task: TaskConfig, place: str) -> tuple[list[Example], RowAccou
             for some of the examples only, or no example at all.
     """
     account = RowAccount(place)
-    examples = READERS[task.name](task, place, account)
+    examples = benchmark_of(task).read(task, place, account)
     account.check()
     seen: dict[str, int] = {}
     for number, example in enumerate(examples, start=1):
@@ -52,4 +75,4 @@ def _is_labelled(example: Example) -> bool:
     return example.is_labelled if isinstance(example, SpanExample) else example.label is not None
 
 
-__all__ = ["READERS", "read_examples"]
+__all__ = ["BENCHMARKS", "Benchmark", "HeadKind", "benchmark_of", "objective_of", "read_examples"]

@@ -11,6 +11,11 @@ _HUB_LABELS = ("entailment", "neutral", "contradiction")  # as nyu-mll/glue numb
 _RULE = f"`gold_label` must be one of {', '.join(LABELS)}"
 
 
+def name_mnli(set_name: str) -> str:
+    """GLUE's name for the predictions of a set."""
+    return "MNLI-mm.tsv" if "mismatched" in set_name else "MNLI-m.tsv"
+
+
 def read_mnli(task: TaskConfig, place: str, account: RowAccount) -> list[PairExample]:
     """Pairs of a `train.tsv`, `dev_*.tsv` (16 columns), `test_*.tsv` (no labels), or of a hub split.
 

@@ -1,13 +1,20 @@
 """Quora Question Pairs in GLUE's layout: are two questions the same? Known for rows that are broken."""
 
 from pathlib import Path
+from typing import Any
 
+from ...evaluation.classification import accuracy, binary_f1
 from ...finetune_config import TaskConfig
 from ..examples import PairExample, RowAccount
 from ..sources import check_columns, hub_rows, is_on_hub, tsv_rows
 
 LABELS = ("0", "1")  # 1: the same question
 _TRAIN = ("id", "qid1", "qid2", "question1", "question2", "is_duplicate")
+
+
+def score_qqp(chosen: list[int], labels: list[int], facts: dict[str, Any]) -> dict[str, float]:
+    """Accuracy, and F1 of "the same question"."""
+    return {"accuracy": accuracy(chosen, labels), "f1": binary_f1(chosen, labels)}
 
 
 def read_qqp(task: TaskConfig, place: str, account: RowAccount) -> list[PairExample]:

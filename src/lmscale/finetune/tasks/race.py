@@ -4,12 +4,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ...evaluation.classification import accuracy_by_group
 from ...finetune_config import TaskConfig
 from ..examples import ChoiceExample, RowAccount, is_text
 from ..sources import hub_rows, is_on_hub, jsonl_rows
 
 LETTERS = "ABCD"
 LEVELS = ("middle", "high")
+
+
+def score_race(chosen: list[int], labels: list[int], facts: dict[str, Any]) -> dict[str, float]:
+    """Accuracy of all questions and of each level's."""
+    found = accuracy_by_group(chosen, labels, facts["groups"])
+    return {"accuracy" if group == "all" else f"accuracy_{group}": value for group, value in found.items()}
 
 
 def read_race(task: TaskConfig, place: str, account: RowAccount) -> list[ChoiceExample]:

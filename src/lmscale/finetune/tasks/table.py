@@ -1,0 +1,64 @@
+"""A table of one's own: one or two texts a row and their class, by columns and labels that the configuration names."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...evaluation.classification import accuracy
+from ...finetune_config import TaskConfig
+from ..examples import PairExample, RowAccount, is_text
+from ..sources import check_columns, hub_rows, is_on_hub, jsonl_rows, tsv_rows
+
+
+def read_table(task: TaskConfig, place: str, account: RowAccount) -> list[PairExample]:
+    """Rows of a tab-separated file with a header that quotes nothing, of JSON lines (`.jsonl`, `.jsonl.gz`), or of a
+    hub split.
+
+    A label is a name of `task.labels`, or a whole number: its place among them, as on the hub, -1 where it is not
+    known. A table without the column, or a row of JSON with null there, has none.
+
+    Raises:
+        ValueError: columns are missing.
+    """
+    columns = task.columns
+    needed = tuple(columns[key] for key in ("id", "first", "second") if columns[key] is not None)
+    examples = []
+    for number, (where, row) in enumerate(_rows(task, place, needed, account)):
+        missing = [name for name in needed if name not in row]
+        if missing:
+            raise ValueError(f"{place} {where} must have {', '.join(needed)}, but lacks {missing[0]}")
+        texts = [row[columns[key]] for key in ("first", "second") if columns[key] is not None]
+        label = row.get(columns["label"])
+        label = task.labels.index(label) if label in task.labels else label
+        if not all(is_text(text) and text.strip() for text in texts):
+            account.refuse("texts must not be empty", texts, where)
+        elif label is not None and (type(label) is not int or not -1 <= label < len(task.labels)):
+            rule = f"`{columns['label']}` must be one of {', '.join(task.labels)}, or a number from -1 (not known) to "
+            account.refuse(f"{rule}{len(task.labels) - 1}", label, where)
+        else:
+            name = str(number if columns["id"] is None else row[columns["id"]])
+            known = None if label == -1 else label
+            examples.append(PairExample(name, texts[0], texts[1] if len(texts) > 1 else None, known))
+    return examples
+
+
+def _rows(
+    task: TaskConfig, place: str, needed: tuple[str, ...], account: RowAccount
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    if is_on_hub(place):
+        yield from hub_rows(task, place, needed)
+    elif place.endswith((".jsonl", ".jsonl.gz")):
+        yield from jsonl_rows(Path(place))
+    else:
+        header, rows = tsv_rows(Path(place))
+        check_columns(place, header, needed)
+        for where, cells in rows:
+            if len(cells) == len(header):
+                yield where, dict(zip(header, cells, strict=True))
+            else:
+                account.refuse(f"a row must have {len(header)} columns", len(cells), where)
+
+
+def score_classes(chosen: list[int], labels: list[int], facts: dict[str, Any]) -> dict[str, float]:
+    """Percent of right classes."""
+    return {"accuracy": accuracy(chosen, labels)}
