@@ -266,17 +266,24 @@ DOORS |= {"src/zero_shot.py": "zero_shot", "finetune/run.py": "finetune"}
 
 
 @pytest.mark.parametrize(("door", "words"), commands_that_are_not_run(), ids=lambda value: " ".join(value)[:60])
-def test_every_command_for_other_machines_composes(door: str, words: list[str]) -> None:
+def test_every_command_for_other_machines_composes(door: str, words: list[str], tmp_path) -> None:
     short = {"task": "finetune_task@task"} if door == "finetune" else {}  # as the doors take them
     overrides = [word for word in words if "=" in word]
     overrides = [f"{short.get(key, key)}={value}" for key, _, value in (word.partition("=") for word in overrides)]
     if door == "train":
         overrides = [o.replace("resume=auto", "resume.path=auto") for o in overrides]
+    own = []
+    if "--config-dir" in words:
+        text = (ROOT / "finetune" / "README.md").read_text(encoding="utf-8")
+        for name, fence in re.findall(r"^```yaml (\S+)\n(.*?)^```$", text, re.S | re.M):
+            (tmp_path / name).parent.mkdir(parents=True)
+            (tmp_path / name).write_text(fence, encoding="utf-8")
+        own = [f"hydra.searchpath=[file://{tmp_path / words[words.index('--config-dir') + 1]}]"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = compose(door, overrides, return_hydra_config=True)
+        composed = compose(door, overrides + own, return_hydra_config=True)
     for override in overrides:
         key, _, value = override.partition("=")
-        if key.startswith(("hydra.", "model.", "parallel.")) and not value.startswith("$"):
+        if key.startswith(("hydra.", "model.", "parallel.", "task.columns.")) and not value.startswith("$"):
             assert str(OmegaConf.select(composed, key)) == value, override
 
 
