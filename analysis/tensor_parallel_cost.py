@@ -75,6 +75,7 @@ class Trainee:
             self.optimizer.zero_grad()
             loss = self.loss()
             loss.backward()
+            self.optimizer.reduce_gradients()
             self.optimizer.step()
             times.append(time.perf_counter() - started)
         return min(times), loss.item()
