@@ -135,3 +135,40 @@ def test_a_rank_with_nothing_to_validate_still_reaches_the_closing_reduction(pre
     trainer.strategy.parallel = SimpleNamespace(dp_rank=dp_rank, dp_size=2)
     trainer.validate(module, data, verbose=False)
     assert module.num_batches == num_batches and module.has_ended
+
+
+def test_the_longest_come_first_where_that_is_asked_for(prepared) -> None:
+    """The same samples in every step; a BERT's that are not padded together, those of one length in their order."""
+    plain, sorted_ = make(prepared, micro=3), make(prepared, micro=3)
+    sorted_.by_length = True
+    padded = 0
+    for before, after in zip(plain.train_dataloader(), sorted_.train_dataloader(), strict=True):
+        (before,), (after,) = joined([before]), joined([after])
+        order = after["sample_numbers"] - after["sample_numbers"].min()
+        assert all(torch.equal(before[key][order], after[key]) for key in before)
+        if prepared.architecture == "gpt":
+            assert order.tolist() == list(range(12))
+            continue
+        lengths = after["attention_mask"].sum(dim=1)
+        expected = sorted(range(12), key=lambda row: -before["attention_mask"][row].sum())
+        assert order.tolist() == expected and (lengths.diff() <= 0).all()
+        padded += int((lengths < 19).sum())
+    assert prepared.architecture == "gpt" or 0 < padded < 12 * NUM_STEPS
+
+
+def test_a_micro_batch_without_padding_travels_without_a_mask(prepared) -> None:
+    module = make(prepared, micro=3)
+    module.by_length = True
+    kinds = set()
+    for step in module.train_dataloader():
+        masks = [micro.get("attention_mask") for micro in step]
+        for micro, mask in zip(module.on_before_batch_transfer(step, 0), masks, strict=True):
+            if prepared.architecture == "gpt":
+                assert "attention_mask" not in micro
+                continue
+            kinds.add(bool(mask.all()))
+            if mask.all():
+                assert micro["attention_mask"] is None
+            else:
+                assert micro["attention_mask"] is mask
+    assert kinds == (set() if prepared.architecture == "gpt" else {True, False})

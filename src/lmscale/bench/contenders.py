@@ -59,9 +59,7 @@ class Ours(Contender):
         if self.model.config.architecture == "gpt":
             loss = self.model(tokens, labels, keys) / (labels != IGNORE_LABEL).sum()
         else:
-            masked, order = self.model(
-                tokens, batch["token_types"], batch["attention_mask"], labels, keys, batch["scored"]
-            )
+            masked, order = self.model(tokens, batch["token_types"], None, labels, keys, batch["scored"])
             loss = masked / len(batch["scored"]) + F.cross_entropy(order.float(), batch["sop_labels"])
         loss.backward()
         self.optimizer.step()
@@ -104,7 +102,6 @@ class HuggingFace(Plain):
         return self.run(
             input_ids=batch["tokens"],
             token_type_ids=batch["token_types"],
-            attention_mask=batch["attention_mask"].long(),
             labels=batch["labels"],
             next_sentence_label=batch["sop_labels"],
         ).loss
@@ -203,7 +200,6 @@ def make_batches(config: TransformerConfig, bench: BenchConfig, count: int, devi
         masked[:, 0] = True  # none without a masked position
         batch = {"tokens": drawn[:, 1:], "labels": drawn[:, 1:].masked_fill(~masked, IGNORE_LABEL)}
         batch["token_types"] = (torch.arange(shape[1]) >= shape[1] // 2).long().expand(shape)
-        batch["attention_mask"] = torch.ones(shape, dtype=torch.bool)
         batch["sop_labels"] = torch.randint(0, 2, shape[:1], generator=generator)
         batch["scored"] = scored_positions(batch["labels"])
         found.append(batch)

@@ -45,10 +45,13 @@ class _References(Dataset):
 class _MicroBatches:
     """Cuts the samples of one step into micro-batches; one class, because worker processes must pickle it."""
 
-    def __init__(self, micro_batch_size: int) -> None:
-        self.micro_batch_size = micro_batch_size
+    def __init__(self, micro_batch_size: int, by_length: bool) -> None:
+        self.micro_batch_size, self.by_length = micro_batch_size, by_length
 
     def __call__(self, step: dict[str, np.ndarray]) -> list[dict[str, Tensor]]:
+        if self.by_length and "attention_mask" in step:
+            order = np.argsort(-step["attention_mask"].sum(axis=1), kind="stable")
+            step = {key: values[order] for key, values in step.items()}
         whole = _tensors(step)
         starts = range(0, len(step["sample_numbers"]), self.micro_batch_size)
         return [{key: value[i : i + self.micro_batch_size] for key, value in whole.items()} for i in starts]
@@ -75,10 +78,13 @@ class PretrainDataModule(L.LightningDataModule):
     are micro-batches; the first `num_validation_samples` sequences of the validation part, each on one data rank.
 
     A micro-batch is a dict of tensors: GPT `tokens`, `labels` int64 [b, s]; BERT also `token_types`, `attention_mask`
-    [b, s], `sop_labels` [b] and, as it travels, `scored` [m], where the flattened labels are not -100; both
-    `sample_numbers` int64 [b], counted over the whole run, and `sample_indices` int64 [b], places in the dataset.
+    [b, s], `sop_labels` [b] and, as it travels, `scored` [m], where the flattened labels are not -100, and no mask but
+    None where nothing is padded, so that attention takes its fastest kernel; both `sample_numbers` int64 [b], counted
+    over the whole run, and `sample_indices` int64 [b], places in the dataset.
 
     Args:
+        by_length: of a step's sequences on a rank the longest come first, so that most micro-batches have no padding.
+            What a micro-batch holds then depends on its lengths, which a mean of the micro-batches' means would feel.
         completed_steps, an attribute set by the training loop: where the next training loader begins. It is saved with
             checkpoints as consumed samples.
 
@@ -94,11 +100,13 @@ class PretrainDataModule(L.LightningDataModule):
         seed: int,
         num_steps: int,
         num_validation_samples: int | None,
+        by_length: bool = False,
     ) -> None:
         super().__init__()
         identity = prepared.manifest["train"]["sha256"] + prepared.manifest["tokenizer"]
         self.corpus_hash = hashlib.sha256(identity.encode()).hexdigest()[:16]  # of the training text, tokenized
         self.config, self.batch, self.seed, self.num_steps = config, batch, seed, num_steps
+        self.by_length = by_length
         self.is_blended = prepared.shuffles_documents
         self.blend = Blend([part.weight for part in prepared.parts["train"]])
         num_samples = self.blend.counts(num_steps * batch.global_batch_size)
@@ -136,7 +144,7 @@ class PretrainDataModule(L.LightningDataModule):
         """Steps from `completed_steps` on."""
         parallel = self.trainer.strategy.parallel
         sampler = self.sampler(parallel.dp_rank, parallel.dp_size, self.completed_steps)
-        collate = _MicroBatches(self.batch.micro_batch_size)
+        collate = _MicroBatches(self.batch.micro_batch_size, self.by_length)
         return self._loader(self.train_samples, batch_sampler=sampler, collate_fn=collate)
 
     def sampler(self, dp_rank: int = 0, dp_size: int = 1, start_step: int = 0) -> GlobalBatchSampler:
@@ -170,11 +178,14 @@ class PretrainDataModule(L.LightningDataModule):
         )
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Note a BERT's scored positions while the labels are still the host's: no GPU has to be waited for."""
+        """Note a BERT's scored positions, and whether it needs its mask, while both are still the host's: no GPU has to
+        be waited for."""
         for micro_batch in batch if isinstance(batch, list) else [batch]:
             if "sop_labels" in micro_batch:
                 is_scored = micro_batch["labels"].flatten() != IGNORE_LABEL
                 micro_batch["scored"] = is_scored.nonzero().squeeze(1)
+                if micro_batch["attention_mask"].all():
+                    micro_batch["attention_mask"] = None
         return batch
 
     def state_dict(self) -> dict[str, int]:

@@ -12,8 +12,8 @@ class BERTModule(PretrainModule):
     """Loss: cross-entropy of the masked tokens plus that of the sentence order, equally weighted (section 5.3).
 
     A micro-batch has `tokens`, `token_types` and `labels` (-100 where not masked), int64 [b, s]; `attention_mask` bool
-    [b, s]; `sop_labels` int64 [b], 1 where the sentences are swapped; `scored` int64 [m], the places of the labels that
-    are not -100; `sample_numbers` int64 [b].
+    [b, s] or None; `sop_labels` int64 [b], 1 where the sentences are swapped; `scored` int64 [m], the places of the
+    labels that are not -100; `sample_numbers` int64 [b].
     """
 
     loss_terms = ("lm", "order")

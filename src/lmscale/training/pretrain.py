@@ -90,9 +90,10 @@ def prepare_job(run: RunConfig) -> PretrainJob:
 
 def make_datamodule(job: PretrainJob) -> PretrainDataModule:
     """The run's samples; see `PretrainDataModule` for what it refuses."""
-    trainer = job.run.trainer
+    run, trainer = job.run, job.run.trainer
+    by_length = run.loss_reduction == "token_mean"
     return PretrainDataModule(
-        job.corpus, job.run.data, job.batch, job.run.seed, trainer.max_steps, trainer.num_validation_samples
+        job.corpus, run.data, job.batch, run.seed, trainer.max_steps, trainer.num_validation_samples, by_length
     )
 
 
