@@ -1,23 +1,21 @@
 """Our training step against others' on the same work: `python analysis/bench.py peers=[hf_compiled]`; every key is in
 conf/bench.yaml."""
 
-from pathlib import Path
-
 import hydra
 from omegaconf import DictConfig
 
 from lmscale.bench_config import BenchConfig
 from lmscale.door import open_door, run_task
+from lmscale.results import record_path, write_record
 
 
 def bench(values: dict) -> None:
     """Check the keys, race, print and record."""
     config = BenchConfig.from_dict(values)
     if config.record is not None:
-        make_place(Path(config.record))
+        record_path(config.record)
     # torch and transformers take seconds to import: not before the cheap checks above.
     from lmscale.bench.race import LossesDifferError, race
-    from lmscale.results import write_record
 
     try:
         record = race(config)
@@ -26,22 +24,8 @@ def bench(values: dict) -> None:
         raise
     show(record)
     if config.record is not None:
-        write_record(record, Path(config.record))
+        write_record(record, config.record)
         print(f"record: {config.record}")
-
-
-def make_place(record: Path) -> None:
-    """Make the folder of a record.
-
-    Raises:
-        ValueError: it cannot be made, or the record is a folder.
-    """
-    try:
-        record.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"`record` must be in a folder that can be made, but {record} is not: {error}") from None
-    if record.is_dir():
-        raise ValueError(f"`record` must be a file, but {record} is a folder")
 
 
 def show(record: dict) -> None:

@@ -29,12 +29,11 @@ bench() {  # name of the record, further keys
 
 part_1() { bench bench_gpt_cpu model=gpt_tiny model.hidden_dropout=0 model.attention_dropout=0 'peers=[hf_compiled]'; }
 part_2() {
+  local dropout=(model=gpt_tiny model.hidden_dropout=0.1 model.attention_dropout=0.1)
+  bench bench_gpt_dropout_cpu "${dropout[@]}" 'peers=[hf_eager]'
   if [ -n "${NANOGPT:-}" ]; then
-    bench bench_gpt_dropout_cpu model=gpt_tiny model.hidden_dropout=0.1 model.attention_dropout=0.1 \
-      'peers=[hf_eager,file_eager,file_compiled]' "file=$NANOGPT"
-  else
-    bench bench_gpt_dropout_cpu model=gpt_tiny model.hidden_dropout=0.1 model.attention_dropout=0.1 'peers=[hf_eager]'
-  fi
+    bench bench_nanogpt_cpu "${dropout[@]}" 'peers=[file_eager,file_compiled]' "file=$NANOGPT"
+  else echo "against nanoGPT: not measured, NANOGPT=path/to/model.py is not given"; fi
 }
 part_3() { bench bench_bert_cpu model=bert_tiny model.hidden_dropout=0 model.attention_dropout=0 'peers=[hf_compiled]'; }
 part_4() { run "$PYTHON" analysis/tensor_parallel_cost.py --record "$RESULTS/tensor_parallel_cost_cpu.json"; }
@@ -46,6 +45,14 @@ if [ $# -eq 0 ] && [ -z "${DRY_RUN:-}" ]; then
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
   exit 2
 fi
+for part in "${@:-$(seq 1 $PARTS)}"; do
+  for number in $part; do
+    if ! declare -F "part_$number" > /dev/null; then
+      echo "error: a part must be a number from 1 to $PARTS, but is $number" >&2
+      exit 2
+    fi
+  done
+done
 for part in "${@:-$(seq 1 $PARTS)}"; do
   for number in $part; do "part_$number"; done
 done

@@ -25,12 +25,12 @@ show() {  # title, record, metric, least value that is required
   [ -n "${DRY_RUN:-}" ] || "$PYTHON" analysis/bench_gpu_rows.py row "$1" "$2" "$3" "$4"
 }
 
-share() {  # model, sequences, least share of the peak
-  local record=$RESULTS/h200_$1.json
-  if run "$PYTHON" analysis/bench.py "model=$1" precision=bf16 'peers=[]' "micro_batch_size=$2" "peak_tflops_per_s=$PEAK" \
-    accelerator=gpu steps_per_round=5 rounds=4 warm_up_steps=5 "record=$record"
-  then show "$1, share of $PEAK TFLOP/s" "$record" ours/share_of_given_peak "$3"
-  else echo "$1: not measured, see above"; fi
+share() {  # model, sequences, least share of the peak, further keys, the first of which goes into the record's name
+  local model=$1 least=$3 record=$RESULTS/h200_$1${4:+_${4%%=*}}.json
+  if run "$PYTHON" analysis/bench.py "model=$model" precision=bf16 'peers=[]' "micro_batch_size=$2" "peak_tflops_per_s=$PEAK" \
+    accelerator=gpu steps_per_round=5 rounds=4 warm_up_steps=5 "record=$record" "${@:4}"
+  then show "$model${4:+ $4}, share of $PEAK TFLOP/s" "$record" ours/share_of_given_peak "$least"
+  else echo "$model${4:+ $4}: not measured, see above"; fi
 }
 
 against() {  # peer, least ratio of times, further keys
@@ -45,6 +45,7 @@ against() {  # peer, least ratio of times, further keys
 train() {  # name of the run and its record, further keys; on the documentation that ships with Python
   local name=$1 folder=outputs/bench_gpu/$1
   shift
+  run rm -rf "$folder"  # of a start that was cut short
   run "$PYTHON" src/train.py data=embedded tokenizer=trained "name=$name" "hydra.run.dir=$folder" trainer.accelerator=gpu \
     trainer.progress_bar=false trainer.validate_every_steps=0 trainer.num_validation_samples=8 checkpoint.save_every_steps=0 \
     checkpoint.save_last=false logger.log_every_steps=1 logger.tensorboard=false "$@" || return 1
@@ -56,8 +57,8 @@ loss_run() {  # precision, seed: 200 steps of the 2.5 B model
     trainer.max_steps=200 schedule.warmup_steps=20 || echo "gpt_2.5b in $1, seed $2: not measured, see above"
 }
 
-part_1() { share gpt_355m 32 0.52; share gpt_1.2b 16 0.60; }
-part_2() { share bert_336m 128 0.50; share bert_3.9b 16 0.60; }
+part_1() { share gpt_355m 32 0.52; share gpt_355m 32 0.52 cuda_graphs=true; share gpt_1.2b 16 0.60; }
+part_2() { share bert_336m 128 0.50; share bert_336m 128 0.50 cuda_graphs=true; share bert_3.9b 16 0.60; }
 part_3() { against hf_compiled 1.2; }
 part_4() {
   if [ -n "${NANOGPT:-}" ]; then against file_compiled 1.15 "file=$NANOGPT"
@@ -66,7 +67,7 @@ part_4() {
 part_5() { against megatron_core 1.3; }
 part_6() {
   local name=h200_gpt_8.3b_20_steps
-  if train $name model=gpt_8.3b model.recompute=full optimizer.moments=bf16 micro_batch_size=4 global_batch_size=8 \
+  if train $name model=gpt_8.3b optimizer.moments=bf16 micro_batch_size=2 global_batch_size=8 \
     trainer.max_steps=20 schedule.warmup_steps=2
   then show "gpt_8.3b, fall of the loss over 20 steps (nats)" "$RESULTS/$name.json" train/loss_fall 0.01
   else echo "gpt_8.3b: not measured, see above"; fi

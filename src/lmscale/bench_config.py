@@ -4,8 +4,9 @@ import ast
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .config import TransformerConfig, require_positive
+from .config import Recompute, TransformerConfig, require_positive
 from .from_plain import build, to_plain
+from .run_config import FLOAT8_MULTIPLE
 from .training_config import PrecisionConfig
 
 PADDED_VOCABULARIES = {"gpt": 51_200, "bert": 30_720}
@@ -58,6 +59,8 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "steps_per_round", "rounds", "warm_up_steps")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
         for name in ("seq_length", "num_threads"):
             if getattr(self, name) is not None:
                 require_positive(self, name)
@@ -77,6 +80,14 @@ class BenchConfig:
         if self.peak_tflops_per_s is not None and not self.peak_tflops_per_s > 0:
             raise ValueError(f"`peak_tflops_per_s` must be above 0, but is {self.peak_tflops_per_s!r}")
         config = self.transformer_config()
+        if config.vocab_size < 2:  # one id is padding to transformers
+            raise ValueError(f"`model.vocab_size` must be at least 2, but is {config.vocab_size}")
+        if self.length < 2:
+            raise ValueError(f"`seq_length` must be at least 2, but is {self.length}")
+        if self.cuda_graphs and config.recompute is not Recompute.NONE:
+            raise ValueError(f"`cuda_graphs` must be false with model.recompute={config.recompute.value}, but is true")
+        if self.precision.dtype == "fp8":
+            self._check_float8(config)
         if config.architecture == "bert" and {*FILE_PEERS, "megatron_core", "lightning"} & set(self.peers):
             raise ValueError(
                 f"`peers` of a BERT must be hf_eager, hf_compiled or ours_bf16, but are {', '.join(self.peers)}"
@@ -103,6 +114,12 @@ class BenchConfig:
             raise ValueError(
                 f"`file` must define GPT and GPTConfig, but {self.file} lacks {', '.join(sorted(missing))}"
             )
+
+    def _check_float8(self, config: TransformerConfig) -> None:
+        sizes = {"model.hidden_size": config.hidden_size, "the rows of a step": self.micro_batch_size * self.length}
+        for name, size in sizes.items():
+            if size % FLOAT8_MULTIPLE:
+                raise ValueError(f"{name} must be a multiple of {FLOAT8_MULTIPLE} with precision=fp8, but is {size}")
 
     @property
     def peers_dtype(self) -> str:

@@ -77,7 +77,7 @@ class TransformerConfig:
         initializer_std, scale_residual_init: N(0, std); sublayer output weights by 1/sqrt(2 L) more (section 4.2).
         attention: `sdpa` (torch's fused kernels where the device has them) or `exact`: plain softmax(QK^T/sqrt(d))V,
             whose dropout mask does not depend on the layout.
-        recompute: activation checkpointing.
+        recompute: activation checkpointing; `auto`, which `train.py` fills in by memory, is none to all others.
 
     Raises:
         ValueError: a size that is not positive, heads that do not divide the hidden size, an unknown choice.
@@ -108,7 +108,8 @@ class TransformerConfig:
         if self.architecture not in ("gpt", "bert"):
             raise ValueError(f"`architecture` must be one of gpt, bert, but is {self.architecture!r}")
         object.__setattr__(self, "norm_order", _choose(NormOrder, "norm_order", self.norm_order))
-        object.__setattr__(self, "recompute", _choose(Recompute, "recompute", self.recompute))
+        asked = Recompute.NONE if self.recompute == "auto" else self.recompute
+        object.__setattr__(self, "recompute", _choose(Recompute, "recompute", asked))
         require_positive(self, "num_layers", "hidden_size", "num_attention_heads", "vocab_size")
         require_positive(self, "max_position_embeddings", "vocab_multiple")
         if self.ffn_hidden_size is not None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from enum import Enum
 
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+_IN_WORDS |= {list: "a list", dict: "a group of keys"}
 
 
 def build(cls: type, values: dict, prefix: str):

@@ -107,15 +107,30 @@ def collect_environment(device: str | None = None) -> dict[str, Any]:
     }
 
 
+def record_path(path: str | Path) -> Path:
+    """The path of a record to be written; the type of a script's `--record`, so that nothing is measured in vain.
+
+    Raises:
+        ValueError: it is a folder, or in none and none can be made.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"`record` must be a file, but {path} is a folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"`record` must be in a folder that can be made, but {path} is not: {error}") from None
+    return path
+
+
 def write_record(record: dict[str, Any], path: str | Path) -> None:
     """Write a record so that the file is there whole or not at all.
 
     Raises:
         ValueError: a number in it, outside the metrics, is not finite: JSON has none such.
     """
-    path = Path(path)
+    path = record_path(path)
     text = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)

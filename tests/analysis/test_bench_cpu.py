@@ -36,7 +36,8 @@ def test_every_comparison_is_a_typed_configuration(tmp_path) -> None:
         benches.append(BenchConfig.from_dict(values))
     assert [bench.peers for bench in benches] == [
         ["hf_compiled"],
-        ["hf_eager", "file_eager", "file_compiled"],
+        ["hf_eager"],
+        ["file_eager", "file_compiled"],
         ["hf_compiled"],
     ]
     assert {(bench.precision.dtype, bench.length, bench.micro_batch_size) for bench in benches} == {("bf16", 256, 8)}
@@ -45,11 +46,11 @@ def test_every_comparison_is_a_typed_configuration(tmp_path) -> None:
 
 @pytest.mark.parametrize(("value", "reached"), [(1.2, "yes"), (1.19, "no")])
 def test_a_goal_is_reached_or_not(value: float, reached: str) -> None:
-    metric = {"hf_compiled/ratio": {"value": value, "unit": "their time / ours"}}
+    metric = {"hf_compiled/ratio_paired": {"value": value, "unit": "their time / ours"}}
     table = cpu_speed({"bench_bert_cpu.json": {"metrics": metric}})
-    (row,) = table[table["record"].notna()].to_dict("records")
+    (row,) = table[table["measured"].notna()].to_dict("records")
     assert (row["measured"], row["reached"]) == (value, reached)
-    assert set(table[table["record"].isna()]["reached"]) == {"not run"}
+    assert set(table[table["measured"].isna()]["reached"]) == {"not run"}
 
 
 def test_less_is_better_for_times_and_bytes() -> None:
@@ -57,3 +58,14 @@ def test_less_is_better_for_times_and_bytes() -> None:
         record = {"lightning_cost_cpu.json": {"metrics": {"overhead": {"value": value, "unit": "s"}}}}
         table = cpu_speed(record)
         assert list(table[table["record"].notna()]["reached"]) == [reached]
+
+
+def test_what_cannot_be_measured_is_said_before_anything_is() -> None:
+    script = str(ROOT / "analysis" / "bench_cpu.sh")
+    done = subprocess.run(["bash", script, "2", "9"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: a part must be a number from 1 to 6, but is 9\n"
+    without = os.environ | {"DRY_RUN": "1", "NANOGPT": ""}
+    done = subprocess.run(["bash", script, "2"], env=without, capture_output=True, text=True, check=True)
+    assert done.stdout.count("bench.py") == 1 and "bench_nanogpt_cpu" not in done.stdout  # a record of it stays
+    assert done.stdout.endswith("against nanoGPT: not measured, NANOGPT=path/to/model.py is not given\n")

@@ -41,10 +41,11 @@ def test_every_command_composes_into_a_typed_configuration(tmp_path) -> None:
     found = commands(NANOGPT=str(tmp_path / "model.py"))
     benches = [BenchConfig.from_dict(values_of("bench", words)) for script, *words in found if "bench.py" in script]
     assert [bench.model["name"] for bench in benches] == [
-        *("gpt_355m", "gpt_1.2b", "bert_336m", "bert_3.9b"),
+        *("gpt_355m", "gpt_355m", "gpt_1.2b", "bert_336m", "bert_336m", "bert_3.9b"),
         *("gpt_355m", "gpt_355m", "gpt_355m", "gpt_2.5b"),
     ]
-    assert [bench.peers for bench in benches[4:]] == [
+    assert [bench.cuda_graphs for bench in benches[:6]] == [False, True, False, False, True, False]
+    assert [bench.peers for bench in benches[6:]] == [
         ["hf_compiled"],
         ["file_compiled"],
         ["megatron_core"],
@@ -63,7 +64,7 @@ def test_every_command_composes_into_a_typed_configuration(tmp_path) -> None:
         ("h200_2.5b_fp8_seed_1234", "fp8", 200),
         *((f"h200_2.5b_bf16_seed_{seed}", "bf16", 200) for seed in (1234, 1235, 1236)),
     ]
-    assert runs[0].model["recompute"] == "full" and "optimizer.moments=bf16" in trains[0]
+    assert runs[0].model["recompute"] == "auto" and "optimizer.moments=bf16" in trains[0]
 
 
 def test_a_peer_that_is_not_given_is_said_and_the_script_goes_on() -> None:

@@ -84,7 +84,7 @@ def test_bf16_stays_within_the_bound_of_losses() -> None:
 
 
 def test_float8_races_our_own_bf16_and_shares_are_of_the_given_peak() -> None:
-    changes = {"peers": ["ours_bf16"], "precision": {"dtype": "fp8"}, "peak_tflops_per_s": 2.0}
+    changes = {"peers": ["ours_bf16"], "precision": {"dtype": "fp8"}, "micro_batch_size": 4, "peak_tflops_per_s": 2.0}
     found = values_of(race(bench_of(**changes)))
     assert found["ours/loss"] == pytest.approx(found["ours_bf16/loss"], rel=5e-3)
     assert found["ours/loss"] != found["ours_bf16/loss"]
@@ -107,9 +107,10 @@ def test_a_model_file_is_a_peer_and_one_that_computes_something_else_is_refused(
 
 def test_beside_float8_the_peers_compute_in_bf16() -> None:
     peers = ["hf_eager", "lightning"]  # the first by autocast; fp32 would differ from it in the fourth digit
-    found = values_of(race(bench_of(peers=peers, precision={"dtype": "fp8"})))
+    found = values_of(race(bench_of(peers=peers, precision={"dtype": "fp8"}, micro_batch_size=4)))
     assert found["lightning/loss"] == pytest.approx(found["hf_eager/loss"], rel=1e-6)
-    in_types = {dtype: bench_of(peers=[], precision={"dtype": dtype}).peers_dtype for dtype in ("fp32", "bf16", "fp8")}
+    changes = {"peers": [], "micro_batch_size": 4}
+    in_types = {name: bench_of(precision={"dtype": name}, **changes).peers_dtype for name in ("fp32", "bf16", "fp8")}
     assert in_types == {"fp32": "fp32", "bf16": "bf16", "fp8": "bf16"}
 
 
@@ -160,6 +161,20 @@ def test_our_step_trains() -> None:
         (["model=bert_tiny", "peers=[lightning]"], "`peers` of a BERT must be hf_eager, hf_compiled or"),
         (["seq_length=4096"], "`seq_length` must be at most `model.max_position_embeddings` (128)"),
         (["rounds=0"], "`rounds` must be a whole number of at least 1"),
+        (["num_threads=100000"], "`num_threads` must be at most the"),
+        (["seed=-1"], "`seed` must be at least 0 and below 2^63, but is -1"),
+        (["seed=99999999999999999999999"], "`seed` must be at least 0 and below 2^63"),
+        (["model.vocab_size=1"], "`model.vocab_size` must be at least 2, but is 1"),
+        (["seq_length=1"], "`seq_length` must be at least 2, but is 1"),
+        (["peers=hf_compiled"], "`peers` must be a list, but is 'hf_compiled'"),
+        (
+            ["precision=fp8", "model.hidden_size=24", "model.num_attention_heads=2"],
+            "hidden_size must be a multiple of 16",
+        ),
+        (
+            ["cuda_graphs=true", "precision=bf16", "model.recompute=full"],
+            "`cuda_graphs` must be false with model.recomp",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(changes: list[str], message: str) -> None:

@@ -161,3 +161,28 @@ def test_mfu_is_of_the_same_peak_in_a_plan_and_in_a_run(composed, cluster) -> No
 
 def test_the_cpu_cluster_reserves_what_a_run_does() -> None:
     assert load_cluster(REPOSITORY / "conf" / "cluster" / "cpu.yaml").reserved_gib == CPU_RESERVED_GIB
+
+
+def test_auto_recomputes_no_more_than_a_gpu_needs_and_the_refusal_names_what_fits(
+    composed, tmp_path, monkeypatch
+) -> None:
+    values = changed(composed["gpt_2.5b", "train"], (1, 1, 4, False), "bf16", "auto")
+    run = as_run(values, tmp_path)
+    config = run.transformer_config(preflight.STAND_IN_VOCAB_SIZE)
+    layout = preflight.ParallelConfig(1, 1)
+    needed = {}
+    for mode in ("none", "selective", "full"):
+        plan = changed(composed["gpt_2.5b", "plan"], (1, 1, 4, False), "bf16", mode)
+        needed[mode] = as_plan(plan, True, 2**60).plan()[0].needed_bytes + int(GPU_RESERVED_GIB * GIB)
+    assert needed["none"] > needed["selective"] > needed["full"]
+    for mode, memory in needed.items():
+        monkeypatch.setattr(preflight, "device_memory", lambda _, memory=memory: memory)
+        assert preflight.choose_recompute(run, layout, "gpu").model["recompute"] == mode
+        assert preflight.choose_recompute(run, layout, "cpu").model["recompute"] == "none"
+        if mode != "none":
+            with pytest.raises(ValueError, match=f"; here model.recompute={mode} fits"):
+                preflight.check_memory(config, run, layout, None, "gpu")
+    monkeypatch.setattr(preflight, "device_memory", lambda _: needed["full"] - 1)
+    assert preflight.choose_recompute(run, layout, "gpu").model["recompute"] == "none"
+    with pytest.raises(ValueError, match="; model.recompute=full and a smaller micro_batch_size need less"):
+        preflight.check_memory(config, run, layout, None, "gpu")

@@ -105,21 +105,26 @@ def test_a_model_has_gloo_s_bits_and_the_audit_sees_the_same() -> None:
 
 
 def _miss_each_other(rank: int, folder: str) -> None:
-    """Three channels that fail, each in its way; rank 0 writes what it was told."""
+    """Channels that fail, each in its way; rank 0 writes what it was told."""
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
     told = []
-    for how in ("other size", "late", "killed"):
+    for how in ("other size", "other type", "late", "killed"):
         channel = open_channel(dist.group.WORLD, timedelta(seconds=0.5 if how == "late" else 60))
         channel.all_reduce(torch.ones(3))
         if how == "killed" and rank == 1:
+            if os.fork() == 0:  # as a loader's process, which lives on
+                time.sleep(8)
+                os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "late" and rank == 1:
             time.sleep(1.0)
+        started = time.monotonic()
         try:
-            channel.all_reduce(torch.ones(3 + rank if how == "other size" else 3))
+            dtype = torch.int32 if how == "other type" and rank == 1 else torch.float32
+            channel.all_reduce(torch.ones(3 + rank if how == "other size" else 3, dtype=dtype))
         except RuntimeError as error:
-            told.append(str(error))
+            told.append(str(error) + (" too late" if time.monotonic() - started > 6 else ""))
         if how != "killed":
             dist.barrier()
     Path(folder, "told").write_text("\n".join(told))
@@ -133,8 +138,12 @@ def test_a_rank_that_is_missing_ends_the_wait_with_its_number_and_leaves_nothing
         process.kill()
         process.join()
     assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
+    differ = (
+        "all ranks of the group must send the same, but rank 0 has 12 bytes for sum of torch.float32 and rank 1 has "
+    )
     assert (tmp_path / "told").read_text().splitlines() == [
-        "all ranks of the group must send the same, but rank 0 has 12 bytes and rank 1 has 16",
+        differ + "16 bytes",
+        differ + "another purpose",
         "rank 1 of the group has not come for 0.5 s",
         "rank 1 of the group is gone",
     ]

@@ -1,5 +1,6 @@
 """megatron-core's GPT with its local spec (no Transformer Engine, no apex), on one device, also a CPU."""
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ class MegatronCore(Contender):
             use_cpu_initialization=self.is_cpu,
             gradient_accumulation_fusion=False,
             bias_dropout_fusion=not self.is_cpu,
-            masked_softmax_fusion=not self.is_cpu,
+            masked_softmax_fusion=has_softmax_kernel(),
             bias_activation_fusion=not self.is_cpu,
         )
         with _no_cuda(self.is_cpu):
@@ -82,6 +83,11 @@ class MegatronCore(Contender):
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()
         return loss.detach()
+
+
+def has_softmax_kernel() -> bool:
+    """Whether the fused softmax is there, which comes with apex and not with megatron-core."""
+    return importlib.util.find_spec("scaled_upper_triang_masked_softmax_cuda") is not None
 
 
 @contextmanager

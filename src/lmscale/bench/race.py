@@ -1,5 +1,6 @@
 """The race: every contender in turn on the same batches, timed step by step, with the losses compared."""
 
+import os
 import statistics
 import sys
 import time
@@ -36,6 +37,11 @@ def race(bench: BenchConfig) -> dict:
     """
     device = torch.device("cuda" if resolve_accelerator(bench.accelerator) == "gpu" else "cpu")
     if bench.num_threads is not None:
+        cores = os.cpu_count() or 1
+        if bench.num_threads > cores:
+            raise ValueError(
+                f"`num_threads` must be at most the {cores} cores of this machine, but is {bench.num_threads}"
+            )
         torch.set_num_threads(bench.num_threads)
     torch.set_float32_matmul_precision("medium")
     config = bench.transformer_config()

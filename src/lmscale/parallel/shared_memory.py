@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import weakref
+import zlib
 from collections.abc import Iterable
 from datetime import timedelta
 from mmap import mmap
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 SLOT_BYTES = 4 * 2**20  # of one piece; a larger tensor goes in several
-_SIGNAL = struct.Struct("q")  # the bytes of the piece that the sender has written
+_SIGNAL = struct.Struct("qq")  # of the piece that the sender has written: its bytes, and what it is for, as a number
 
 _channels: "weakref.WeakValueDictionary[str, SharedMemoryChannel]" = weakref.WeakValueDictionary()
 
@@ -94,7 +95,7 @@ class SharedMemoryChannel:
         total = torch.empty_like(x, memory_format=torch.contiguous_format)
         own, out = x.reshape(-1), total.view(-1)
         for piece in _pieces(len(own), SLOT_BYTES // x.itemsize):
-            _combine(self._share(own[piece]), operation, out[piece])
+            _combine(self._share(own[piece], operation), operation, out[piece])
         return total
 
     def _all_gather(self, x: Tensor, dim: int, size: int) -> Tensor:
@@ -102,7 +103,7 @@ class SharedMemoryChannel:
         rows, columns = _rows_and_columns(x.shape, dim)
         own, out = x.reshape(rows, columns), everybody.view(rows, size, columns)
         for some, part in _slabs(rows, columns, SLOT_BYTES // x.itemsize):
-            out[some, :, part] = self._share(own[some, part]).transpose(0, 1)
+            out[some, :, part] = self._share(own[some, part], "all-gather").transpose(0, 1)
         return everybody
 
     def _reduce_scatter(self, x: Tensor, dim: int, size: int) -> Tensor:
@@ -110,20 +111,20 @@ class SharedMemoryChannel:
         rows, columns = _rows_and_columns(total.shape, dim)
         own, out = x.reshape(rows, size, columns), total.view(rows, columns)
         for some, part in _slabs(rows, columns, SLOT_BYTES // (x.itemsize * size)):
-            _combine(self._share(own[some, :, part])[:, :, self._rank], "sum", out[some, part])
+            _combine(self._share(own[some, :, part], "reduce-scatter")[:, :, self._rank], "sum", out[some, part])
         return total
 
-    def _share(self, own: Tensor) -> Tensor:
+    def _share(self, own: Tensor, purpose: str) -> Tensor:
         """Every rank's piece, where it lies: [...] to [p, ...], good until the next but one."""
         slots = self._memory[self._turn, :, : own.nbytes].view(own.dtype).unflatten(1, own.shape)
         self._turn = 1 - self._turn
         slots[self._rank] = own
-        self._meet(own.nbytes)
+        self._meet(own.nbytes, f"{purpose} of {own.dtype}")
         return slots
 
-    def _meet(self, num_bytes: int) -> None:
-        """Wait until all ranks have written their piece of `num_bytes`."""
-        signal = _SIGNAL.pack(num_bytes)
+    def _meet(self, num_bytes: int, purpose: str) -> None:
+        """Wait until all ranks have written their piece of `num_bytes` for the same purpose."""
+        signal = _SIGNAL.pack(num_bytes, zlib.crc32(purpose.encode()))
         for rank, peer in self._peers.items():
             try:
                 peer.send(signal)
@@ -132,9 +133,10 @@ class SharedMemoryChannel:
         for rank, peer in self._peers.items():
             answer = self._receive(rank, peer)
             if answer != signal:
+                theirs = _SIGNAL.unpack(answer)[0]
                 raise RuntimeError(
-                    f"all ranks of the group must send the same, but rank {self._rank} has {num_bytes} bytes and "
-                    f"rank {rank} has {_SIGNAL.unpack(answer)[0]}"
+                    f"all ranks of the group must send the same, but rank {self._rank} has {num_bytes} bytes for "
+                    f"{purpose} and rank {rank} has {f'{theirs} bytes' if theirs != num_bytes else 'another purpose'}"
                 )
 
     def _receive(self, rank: int, peer: socket.socket) -> bytes:
@@ -265,3 +267,12 @@ def _gather(item: Any, group: dist.ProcessGroup) -> list[Any]:
 def _close(sockets: Iterable[socket.socket]) -> None:
     for each in sockets:
         each.close()
+
+
+def _close_in_child() -> None:
+    """A loader's process that outlives its killed rank must not keep the rank's sockets open."""
+    for channel in _channels.values():
+        _close(channel._peers.values())
+
+
+os.register_at_fork(after_in_child=_close_in_child)

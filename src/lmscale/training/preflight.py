@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 import os
 from pathlib import Path
 
@@ -28,11 +29,12 @@ def check_values(values: dict) -> None:
     check_run(RunConfig.from_dict(values))
 
 
-def check_run(run: RunConfig) -> tuple[str, ParallelConfig, Kernels, str | None]:
+def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, str | None]:
     """Check a run as far as that needs no corpus: the machine, sizes, memory, paths.
 
     Returns:
-        the accelerator, the layout, what computes the layers, and the checkpoint to go on from.
+        the run with `model.recompute=auto` filled in, the accelerator, the layout, what computes the layers, and the
+        checkpoint to go on from.
 
     Raises:
         ValueError: anything in the configuration that cannot work, in one line.
@@ -42,6 +44,8 @@ def check_run(run: RunConfig) -> tuple[str, ParallelConfig, Kernels, str | None]
     accelerator, world = resolve_accelerator(run.trainer.accelerator), world_from_outside()
     layout = resolve_layout(run.parallel, provisional, run, world, accelerator)
     run.check_layout(layout.tp_size, layout.dp_size)
+    run = choose_recompute(run, layout, accelerator)
+    provisional = run.transformer_config(STAND_IN_VOCAB_SIZE)
     if run.logger.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
     kernels = choose_kernels(
@@ -60,7 +64,7 @@ def check_run(run: RunConfig) -> tuple[str, ParallelConfig, Kernels, str | None]
     check_corpus(run.data)
     check_indexed(run.data)
     check_tokenizer(run.tokenizer, provisional.architecture)
-    return accelerator, layout, kernels, find_checkpoint(run)
+    return run, accelerator, layout, kernels, find_checkpoint(run)
 
 
 def check_float8(device_name: str, capability: tuple[int, int]) -> None:
@@ -150,6 +154,31 @@ def resolve_layout(
     return layout
 
 
+def choose_recompute(run: RunConfig, layout: ParallelConfig, accelerator: str) -> RunConfig:
+    """The run with `model.recompute=auto` filled in: on a GPU the mode that recomputes least of those that fit.
+
+    On a CPU none: the free memory of hosts changes and differs, and ranks that chose differently would wait for ever.
+    Where nothing fits it is none too, and `check_memory` refuses it.
+    """
+    if run.model.get("recompute") != "auto":
+        return run
+    config = run.transformer_config(STAND_IN_VOCAB_SIZE)
+    usable = usable_bytes(device_memory(accelerator), True) if accelerator == "gpu" else math.inf
+    mode = first_mode_that_fits(_job(config, run), _layout_of(config, run, layout), usable) or Recompute.NONE
+    return dataclasses.replace(run, model=run.model | {"recompute": mode.value})
+
+
+def first_mode_that_fits(job: Job, layout: Layout, usable: float, on_gpu: bool = True) -> Recompute | None:
+    """The mode that recomputes least with which a rank needs at most `usable` bytes."""
+    modes = {mode: dataclasses.replace(layout, recompute=mode) for mode in Recompute}
+    return next((mode for mode, asked in modes.items() if rank_memory(job, asked, on_gpu).total <= usable), None)
+
+
+def _layout_of(config: TransformerConfig, run: RunConfig, layout: ParallelConfig) -> Layout:
+    cuts = layout.sequence_parallel, layout.zero1
+    return Layout(layout.tp_size, layout.dp_size, run.micro_batch_size, config.recompute, *cuts)
+
+
 def check_memory(
     config: TransformerConfig, run: RunConfig, layout: ParallelConfig, world: World | None, accelerator: str
 ) -> None:
@@ -162,8 +191,7 @@ def check_memory(
             this size.
     """
     on_gpu, job = accelerator == "gpu", _job(config, run)
-    cuts = layout.sequence_parallel, layout.zero1
-    asked = Layout(layout.tp_size, layout.dp_size, run.micro_batch_size, config.recompute, *cuts)
+    asked = _layout_of(config, run, layout)
     sharing = 1
     if not on_gpu:
         sharing = world.local_size if world is not None else layout.world_size
@@ -178,7 +206,10 @@ def check_memory(
         if fits is not None and (fits.tp_size > layout.tp_size or sharing > 1)
         else "no tp_size that divides this model fits devices of this size"
     )
-    if config.recompute is not Recompute.FULL:
+    mode = first_mode_that_fits(job, asked, usable_bytes(there, on_gpu, sharing), on_gpu)
+    if mode is not None:
+        way_out += f"; here model.recompute={mode.value} fits"
+    elif config.recompute is not Recompute.FULL:
         way_out += "; model.recompute=full and a smaller micro_batch_size need less"
     reserved = -usable_bytes(0, on_gpu)
     raise ValueError(

@@ -77,7 +77,7 @@ def prepare_job(run: RunConfig) -> PretrainJob:
     Raises:
         ValueError: anything in the configuration that cannot work, in one line.
     """
-    accelerator, layout, kernels, resume_from = check_run(run)
+    run, accelerator, layout, kernels, resume_from = check_run(run)
     corpus = prepare_corpus(run.data, run.tokenizer, run.model["architecture"], run.model.get("vocab_size"))
     config = run.transformer_config(corpus.vocab_size)
     batch = run.check_layout(layout.tp_size, layout.dp_size, corpus.vocab_size)

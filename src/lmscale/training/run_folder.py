@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished
-from ..config import ParallelConfig
+from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..data.prepare import corpus_unigram_cross_entropy
 from ..parallel import ParallelContext
 from ..perf.params import count_parameters
@@ -94,7 +94,7 @@ def announce(
         f"{describe_channel(context, job.accelerator)}; "
         f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x "
         f"{batch.num_micro_batches} micro-steps x {run.micro_batch_size}; {run.data.seq_length} tokens a sequence\n"
-        f"{describe_options(run, layout)}"
+        f"{describe_options(run, config, layout)}"
         f"kernels: {job.kernels.describe()} (compile={str(run.compile).lower()}, kernels={run.kernels})\n"
         f"steps {start_step} to {last_step} of {run.trainer.max_steps}"
         + (f", resumed from {resume_from}" if resume_from else "")
@@ -122,13 +122,15 @@ def describe_channel(context: ParallelContext, accelerator: str) -> str:
     return ", adding up through " + ("gloo" if context.tp_channel is None else "shared memory")
 
 
-def describe_options(run: RunConfig, layout: ParallelConfig) -> str:
+def describe_options(run: RunConfig, config: TransformerConfig, layout: ParallelConfig) -> str:
     """A line on what was asked for beside the layout, and whether it does anything there; empty where nothing was."""
     options = [f"fidelity {run.fidelity}"] if run.fidelity != "paper" else []
     if layout.sequence_parallel:
         options.append("sequence parallelism" + ("" if layout.cuts_sequence else " (without effect: tp_size is 1)"))
     if layout.zero1:
         options.append("zero1" + ("" if layout.cuts_optimizer else " (without effect: dp_size is 1)"))
+    if config.recompute is not Recompute.NONE:
+        options.append(f"recompute {config.recompute.value}")
     if run.optimizer.moments == "bf16":
         options.append("moments in bf16")
     return f"options: {', '.join(options)}\n" if options else ""
