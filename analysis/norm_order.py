@@ -123,25 +123,30 @@ def run_cell(cell: Cell, more: Sequence[str], outputs: Path, records: Path) -> N
     process.returncode = code  # Popen would wait for it again
     if code not in (0, DIVERGED):
         raise RuntimeError(f"{cell.name} ended with code {code}; see {log.name}")
-    write_record(describe_cell(cell, run_dir, code == DIVERGED, usage), target)
+    write_record(describe_cell(cell, more, run_dir, code == DIVERGED, usage), target)
 
 
-def describe_cell(cell: Cell, run_dir: Path, diverged: bool, usage: resource.struct_rusage) -> dict[str, Any]:
+def describe_cell(
+    cell: Cell, more: Sequence[str], run_dir: Path, diverged: bool, usage: resource.struct_rusage
+) -> dict[str, Any]:
     """The record of a cell from its run folder: figures, loss curve and gradient norms by layer."""
     with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
         rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
     rows = [row for row in rows if math.isfinite(row["train/lm_loss"] + row["grad_norm"])]  # what a diverged run had
-    losses = [row["train/lm_loss"] for row in rows]
+    losses = [row["train/lm_loss"] for row in rows] or [math.nan]
     curve = [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses) - WINDOW + 1, WINDOW)]
     nats = "nats/masked token"
     metrics = {
         "train_loss": {"value": statistics.fmean(losses[-2 * WINDOW :]), "unit": nats},
-        "lowest_loss": {"value": min(curve), "unit": nats},
+        "lowest_loss": {"value": min(curve or losses), "unit": nats},
         "non_finite": {"value": int(diverged), "unit": "runs"},
         "steps": {"value": len(rows), "unit": "steps"},
         "cpu_time": {"value": usage.ru_utime + usage.ru_stime, "unit": "s"},
     }
-    config: dict[str, Any] = {"overrides": [*cell.overrides()], "sweep": OmegaConf.to_container(SWEEP, resolve=False)}
+    config: dict[str, Any] = {
+        "overrides": [*cell.overrides(), *more],
+        "sweep": OmegaConf.to_container(SWEEP, resolve=False),
+    }
     if not diverged:
         run = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
         metrics["validation_loss"] = run["metrics"]["val/lm_loss"] | {"unit": nats}
@@ -152,7 +157,7 @@ def describe_cell(cell: Cell, run_dir: Path, diverged: bool, usage: resource.str
         "window": WINDOW,
         "curve": curve,
         "validation": [[int(row["step"]), row["val/lm_loss"]] for row in rows if "val/lm_loss" in row],
-        "gradient_norms": {str(step): norms_at(rows, step) for step in steps_of_norms(len(rows))},
+        "gradient_norms": {str(step): norms_at(rows, step) for step in steps_of_norms(len(rows)) if rows},
     }
     layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
     return new_record("norm_order_cell", "scaled_down", config, cell.seed, metrics, device="cpu", layout=layout)
@@ -200,6 +205,10 @@ def main() -> int:
     parser.add_argument("--records", type=Path, default=RESULTS / "norm_order", help="folder of the cells' records")
     options = parser.parse_args()
     outputs, records = options.outputs.resolve(), options.records.resolve()
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, but is {options.jobs}")
+    if options.overrides and records == RESULTS / "norm_order":
+        parser.error("--records must be another folder with other keys: these are not the study's cells")
     outputs.mkdir(parents=True, exist_ok=True)
     try:
         for layers in options.stages:

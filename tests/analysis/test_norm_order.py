@@ -110,8 +110,37 @@ def test_the_summary_has_every_difference_and_count(study) -> None:
     assert table["post - pre, 95 %"][1] == "+0.500 +- 0.025" and "stuck" in table["post-norm runs"][2]
 
 
-def test_a_study_with_a_hole_has_no_summary(study) -> None:
-    next(study.glob("4_*")).unlink()
+def test_a_run_that_diverged_has_no_end_to_compare(study) -> None:
+    write_cell(study, 8, "post", True, "3e-3", 2, 4.1, non_finite=1)
+    cells = read_cells(records_of(study))
+    record = summarize(cells, 4)
+    assert "8_layers/scaled/difference" not in record["metrics"] and "8_layers/scaled/post" not in record["metrics"]
+    assert record["metrics"]["8_layers/scaled/pre"]["value"] == pytest.approx(4.3)
+    assert "8_layers/post/unscaled_minus_scaled" not in record["metrics"]
+    row = order_table(cells, 4).iloc[3]
+    assert (row["post-norm (lr)"], row["post - pre, 95 %"]) == ("diverged (0.003)", "")
+    assert row["post-norm runs"] == "2 stuck, 1 diverged"
+
+
+def test_a_run_that_comes_back_was_unstable_all_the_same(study) -> None:
+    (path,) = study.glob("8_pre_True_3e-3_1.json")
+    record = json.loads(path.read_text())
+    record["config"]["curve"] = [5.0, 4.4, 4.7, 4.2]
+    path.write_text(json.dumps(record))
+    cells = read_cells(records_of(study))
+    assert cells["unstable"].sum() == 1 and set(cells[cells["unstable"]]["state"]) == {"learned"}
+    assert summarize(cells, 4)["metrics"]["pre/unstable"]["value"] == 1
+
+
+def test_the_orders_are_compared_at_equal_rates_too(study) -> None:
+    metrics = summarize(read_cells(records_of(study)), 4)["metrics"]
+    assert metrics["4_layers/scaled/lr_0.001/difference"]["value"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("pattern", ["*_post_*", "*_False_*", "4_pre_True_1e-3_2*"])
+def test_a_study_without_an_arm_or_with_a_hole_has_no_summary(study, pattern: str) -> None:
+    for path in study.glob(pattern):
+        path.unlink()
     with pytest.raises(ValueError, match="must have all cells at 4 layers"):
         summarize(read_cells(records_of(study)), 4)
 

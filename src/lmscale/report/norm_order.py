@@ -7,6 +7,7 @@ not); a *cell* is one run of an arm at a depth, a learning rate and a seed.
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import pandas as pd
@@ -15,7 +16,8 @@ from ..results import new_record
 
 NATS = "nats/masked token"
 # A cell has diverged where it had no finite gradient, or ends this far (nats) above its own lowest mean of 25 steps. It
-# is stuck where it ends less than this below the least loss that is possible without a look at other tokens.
+# is stuck where it ends less than this below the least loss that is possible without a look at other tokens. Whatever
+# its end, it was unstable where such a mean came DIVERGED_ABOVE over the lowest before it.
 DIVERGED_ABOVE, STUCK_WITHIN = 0.25, 0.1
 STATES = ("learned", "stuck", "diverged")
 ARM = ["order", "scaled"]
@@ -27,12 +29,12 @@ def read_cells(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
 
     Returns:
         layers, order, scaled, lr, seed; train_loss (mean of the last 50 steps), validation_loss, lowest_loss and
-        context_free_loss in nats a masked token; steps, cpu_time (s); state, one of `STATES`.
+        context_free_loss in nats a masked token; steps, cpu_time (s); state, one of `STATES`; unstable, bool.
     """
     rows = []
     for record in records:
         metrics = {name: entry["value"] for name, entry in record["metrics"].items()}
-        rows.append(record["config"]["cell"] | metrics)
+        rows.append(record["config"]["cell"] | metrics | {"unstable": _was_unstable(record["config"]["curve"])})
     cells = pd.DataFrame(rows)
     if len(cells):
         cells["lr"] = cells["lr"].astype(float)
@@ -44,6 +46,10 @@ def _state(cell: dict[str, Any]) -> str:
     if cell["non_finite"] or not cell["train_loss"] <= cell["lowest_loss"] + DIVERGED_ABOVE:
         return "diverged"
     return "stuck" if cell["train_loss"] > cell["context_free_loss"] - STUCK_WITHIN else "learned"
+
+
+def _was_unstable(curve: Sequence[float]) -> bool:
+    return any(loss > lowest + DIVERGED_ABOVE for loss, lowest in zip(curve, accumulate(curve, min), strict=True))
 
 
 def read_curves(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
@@ -104,18 +110,30 @@ def order_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
     """Post- against pre-norm at every depth and start, each at the learning rate chosen for it.
 
     Returns:
-        layers, scaled; pre, post (mean training loss), lr_pre, lr_post, difference, half_width, seeds, and how many
-        cells of each order did not learn, as text.
+        as `compare_orders`, with layers and scaled.
+    """
+    return compare_orders(chosen_cells(cells, factorial), ["layers", "scaled"])
+
+
+def compare_orders(cells: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Post- against pre-norm, paired by seed, in every group of cells that has both.
+
+    Returns:
+        the columns `by`; pre, post (mean training loss), lr_pre, lr_post, difference, half_width, seeds, and how the
+        cells of each order ended, as text. Where a cell diverged there is no end to take a mean of: nan.
     """
     rows = []
-    for (layers, scaled), group in chosen_cells(cells, factorial).groupby(["layers", "scaled"]):
+    for key, group in cells.groupby(by):
         sides = {order: group[group["order"] == order] for order in ("pre", "post")}
         if any(side.empty for side in sides.values()):
             continue
         mean, half_width, seeds = difference(group, "order", "pre", "post")
-        row: dict[str, Any] = {"layers": layers, "scaled": scaled}
+        if (group["state"] == "diverged").any():
+            mean = half_width = math.nan
+        row: dict[str, Any] = dict(zip(by, key, strict=True))
         for order, side in sides.items():
-            row |= {order: side["train_loss"].mean(), f"lr_{order}": side["lr"].iloc[0]}
+            diverged = (side["state"] == "diverged").any()
+            row |= {order: math.nan if diverged else side["train_loss"].mean(), f"lr_{order}": side["lr"].iloc[0]}
             row[f"state_{order}"] = count_states(side["state"])
         rows.append(row | {"difference": mean, "half_width": half_width, "seeds": seeds})
     return pd.DataFrame(rows)
@@ -134,24 +152,33 @@ def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
         factorial: the depth at which all learning rates were run.
 
     Raises:
-        ValueError: a cell is missing of those at `factorial` layers.
+        ValueError: a cell is missing of those at `factorial` layers, both orders and starts at every rate and seed.
     """
     at_depth = cells[cells["layers"] == factorial] if len(cells) else cells
-    if not len(at_depth) or len(set(at_depth.groupby([*ARM, "lr"]).size())) != 1:
+    values = {key: at_depth[key].nunique() if len(at_depth) else 0 for key in (*ARM, "lr", "seed")}
+    if values["order"] * values["scaled"] < 4 or len(at_depth) != math.prod(values.values()):
         raise ValueError(f"the study must have all cells at {factorial} layers, but some are missing")
     metrics = {}
     for row in order_differences(cells, factorial).to_dict("records"):
         name = f"{row['layers']}_layers/{'scaled' if row['scaled'] else 'unscaled'}"
         for key in ("pre", "post", "difference", "half_width"):
-            metrics[f"{name}/{key}"] = {"value": row[key], "unit": NATS}
+            if not math.isnan(row[key]):  # of diverged runs there is none, of one seed no width
+                metrics[f"{name}/{key}"] = {"value": row[key], "unit": NATS}
         metrics[f"{name}/lr_pre"] = {"value": row["lr_pre"], "unit": "1"}
         metrics[f"{name}/lr_post"] = {"value": row["lr_post"], "unit": "1"}
         metrics[f"{name}/seeds"] = {"value": row["seeds"], "unit": "pairs"}
+    for row in compare_orders(at_depth, ["scaled", "lr"]).to_dict("records"):
+        name = f"{factorial}_layers/{'scaled' if row['scaled'] else 'unscaled'}/lr_{row['lr']:g}"
+        if not math.isnan(row["difference"]):
+            metrics[f"{name}/difference"] = {"value": row["difference"], "unit": NATS}
+            metrics[f"{name}/difference_half_width"] = {"value": row["half_width"], "unit": NATS}
     for (layers, order), group in chosen_cells(cells, factorial).groupby(["layers", "order"]):
-        if group["scaled"].nunique() == 2:
+        if group["scaled"].nunique() == 2 and not (group["state"] == "diverged").any():
             mean, half_width, _ = difference(group, "scaled", True, False)
             metrics[f"{layers}_layers/{order}/unscaled_minus_scaled"] = {"value": mean, "unit": NATS}
-            metrics[f"{layers}_layers/{order}/unscaled_minus_scaled_half_width"] = {"value": half_width, "unit": NATS}
+            if not math.isnan(half_width):
+                name = f"{layers}_layers/{order}/unscaled_minus_scaled_half_width"
+                metrics[name] = {"value": half_width, "unit": NATS}
     for (order, scaled, lr), group in at_depth.groupby([*ARM, "lr"]):
         name = f"{factorial}_layers/{order}_{'scaled' if scaled else 'unscaled'}/lr_{lr:g}"
         mean, half_width = mean_and_interval(list(group["train_loss"]))
@@ -160,6 +187,7 @@ def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
     for order, group in cells.groupby("order"):
         for state in STATES:
             metrics[f"{order}/{state}"] = {"value": int((group["state"] == state).sum()), "unit": "cells"}
+        metrics[f"{order}/unstable"] = {"value": int(group["unstable"].sum()), "unit": "cells"}
     metrics["context_free_loss"] = {"value": cells["context_free_loss"].dropna().iloc[0], "unit": NATS}
     metrics["cpu_time"] = {"value": cells["cpu_time"].sum(), "unit": "s"}
     rules = {"diverged_above": DIVERGED_ABOVE, "stuck_within": STUCK_WITHIN, "factorial": factorial}
@@ -177,8 +205,8 @@ def order_table(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
         {
             "layers": rows["layers"],
             "start before residuals": ["scaled" if scaled else "not scaled" for scaled in rows["scaled"]],
-            "pre-norm (lr)": [f"{r.pre:.3f} ({r.lr_pre:g})" for r in rows.itertuples()],
-            "post-norm (lr)": [f"{r.post:.3f} ({r.lr_post:g})" for r in rows.itertuples()],
+            "pre-norm (lr)": [_loss_and_rate(r.pre, r.lr_pre) for r in rows.itertuples()],
+            "post-norm (lr)": [_loss_and_rate(r.post, r.lr_post) for r in rows.itertuples()],
             "post - pre, 95 %": [_interval(r.difference, r.half_width) for r in rows.itertuples()],
             "unit": NATS,
             "pre-norm runs": rows["state_pre"],
@@ -188,5 +216,11 @@ def order_table(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
     )
 
 
+def _loss_and_rate(loss: float, lr: float) -> str:
+    return ("diverged" if math.isnan(loss) else f"{loss:.3f}") + f" ({lr:g})"
+
+
 def _interval(mean: float, half_width: float) -> str:
+    if math.isnan(mean):
+        return ""
     return f"{mean:+.3f}" + (" (one seed)" if math.isnan(half_width) else f" +- {half_width:.3f}")
