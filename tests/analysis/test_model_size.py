@@ -118,30 +118,44 @@ def test_a_known_law_is_found_and_its_floor_told_from_none(tmp_path) -> None:
     measure = "parameters_without_embeddings"
     assert value[f"{measure}/floor/b"] == pytest.approx(0.25, abs=2e-3)
     assert value[f"{measure}/floor/c"] == pytest.approx(1.0, abs=1e-2)
-    assert value[f"{measure}/floor/b_low"] < 0.25 < value[f"{measure}/floor/b_high"]
+    assert value[f"{measure}/floor/b_seeds_low"] < 0.25 < value[f"{measure}/floor/b_seeds_high"]
+    assert value[f"{measure}/plain/lack_of_fit"] > 100 and f"{measure}/floor/lack_of_fit" not in value
     assert value["flops/floor/b"] == pytest.approx(0.25, abs=2e-3)  # FLOPs are proportional here
     assert with_floor["config"]["floor_is_borne"][measure] is True
     assert value[f"{measure}/plain/largest_residual"] > 10 * value[f"{measure}/floor/largest_residual"]
     without = model_size.summarize(model_size.read_cells(make_series(tmp_path / "b", floor=0.0)))
     assert without["metrics"][f"{measure}/plain/b"]["value"] == pytest.approx(0.25, abs=1e-3)
     assert without["config"]["floor_is_borne"][measure] is False
+    assert f"{measure}/floor/b" not in without["metrics"]
 
 
 def test_a_fit_is_exact_where_the_runs_are() -> None:
     law = fit_power_law(X, [[7 * x**-0.3] * 2 for x in X], floor=False)
     assert (law.a, law.b, law.c, law.r_squared) == (pytest.approx(7), pytest.approx(0.3), 0, pytest.approx(1))
     assert law.b_interval == (pytest.approx(0.3), pytest.approx(0.3)) and law(X) == pytest.approx(7 * X**-0.3)
+    assert law.b_line_interval == (pytest.approx(0.3), pytest.approx(0.3)) and law.lack_of_fit is None
     law = fit_power_law(X, [[7 * x**-0.3 + 2] * 2 for x in X], floor=True)
     assert (law.a, law.b, law.c) == (pytest.approx(7, rel=5e-3), pytest.approx(0.3, rel=2e-3), pytest.approx(2, 1e-3))
 
 
-def test_the_interval_covers_the_exponent_in_19_of_20_experiments() -> None:
-    generator, covered = np.random.default_rng(3), 0
+def test_the_intervals_cover_the_exponent_in_19_of_20_experiments() -> None:
+    generator, covered, by_line, fits = np.random.default_rng(3), 0, 0, []
     for _ in range(200):
         noise = np.exp(0.01 * generator.normal(size=(len(X), 3)))
         law = fit_power_law(X, (7 * X**-0.3)[:, None] * noise, floor=False, num_resamples=200)
         covered += law.b_interval[0] <= 0.3 <= law.b_interval[1]
+        by_line += law.b_line_interval[0] <= 0.3 <= law.b_line_interval[1]
+        fits.append(law.lack_of_fit)
     assert 175 <= covered <= 199  # 190 +- 5 times the standard deviation downwards; Student's tails are neglected
+    assert 180 <= by_line <= 199 and 0.5 < np.median(fits) < 1.5
+
+
+def test_a_law_of_the_wrong_form_is_told_by_its_lack_of_fit() -> None:
+    noise = np.exp(0.002 * np.random.default_rng(4).normal(size=(len(X), 3)))
+    bent = 7 * X**-0.3 * np.exp(-0.02 * np.log(X / X[0]) ** 2)
+    law = fit_power_law(X, bent[:, None] * noise, floor=False)
+    widths = [high - low for low, high in (law.b_interval, law.b_line_interval)]
+    assert law.lack_of_fit > 10 and widths[1] > 2 * widths[0] and law.r_squared > 0.95
 
 
 def test_too_few_sizes_are_refused_in_one_line(tmp_path, monkeypatch, trained, capsys) -> None:

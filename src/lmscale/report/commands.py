@@ -6,8 +6,13 @@ from .scaling import MICRO_BATCH
 PREPARE = (
     "python src/prepare_data.py corpus=[wikipedia,cc_stories,realnews,openwebtext] tokenizer=gpt2 output=data/paper"
 )
+PREPARE_BERT = (
+    "python src/prepare_data.py corpus=[wikipedia,cc_stories,realnews,openwebtext,bookscorpus] tokenizer=bert "
+    "architecture=bert output=data/paper_bert"
+)
 GENERATE = "python src/generate.py ckpt=outputs/gpt_8.3b_24heads prompt=TEXT"
 COST_MODEL = "python analysis/fit_cost_model.py"
+_BERT_DATA = "tokenizer=bert data=indexed data.path=data/paper_bert"
 COUNT_WIKITEXT = "python src/zero_shot.py task=wikitext103 task.path=wiki.test.tokens tokenizer=gpt2 count_only=true"
 
 
@@ -34,14 +39,21 @@ def gpt_name(size: str) -> str:
 def train_gpt(size: str) -> str:
     """A training of Table 2."""
     tp_size = GPT_MODELS[size].num_gpus // DATA_RANKS
-    return pretrain(gpt_name(size), tp_size, DATA_RANKS, "tokenizer=gpt2 data=indexed data.path=data/paper")
+    own = f"hydra.run.dir=outputs/{gpt_name(size)}"  # where the commands behind it look
+    return pretrain(gpt_name(size), tp_size, DATA_RANKS, "tokenizer=gpt2 data=indexed data.path=data/paper", own)
 
 
 def train_bert(size: str, num_gpus: int, *more: str) -> str:
     """A training of Table 4, whose layout the paper does not give."""
     tp_size = {"1.3B": 2, "3.9B": 8}.get(size, 1)
-    indexed = "tokenizer=bert data=indexed data.path=data/paper_bert"
-    return pretrain(f"bert_{size.lower()}", tp_size, num_gpus // tp_size, indexed, *more)
+    own = f"hydra.run.dir=outputs/bert_{size.lower()}"
+    return pretrain(f"bert_{size.lower()}", tp_size, num_gpus // tp_size, _BERT_DATA, own, *more)
+
+
+def figure_7(size: str, order: str) -> str:
+    """One of the four runs of Figure 7."""
+    model = f"model=bert_{size.lower()} model.norm_order={order} parallel.dp_size=128"
+    return f"python src/train.py experiment=fig7_paper hydra.mode=RUN {model} {_BERT_DATA}"
 
 
 def zero_shot(task: str, size: str) -> str:
@@ -54,7 +66,7 @@ def finetune(task: str, size: str, sweep: str = "five_seeds") -> str:
     """The finetunings behind a value of Tables 5 and 6."""
     return (
         f"python finetune/run.py task={task} size={size.lower()} ckpt=outputs/bert_{size.lower()} sweep={sweep} "
-        f"hydra.sweep.dir=multirun/{task}_{size.lower()}"
+        f"hydra.sweep.dir=multirun/{task}_{size.lower()}{'_search' if sweep == 'finetune_search' else ''}"
     )
 
 

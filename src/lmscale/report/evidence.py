@@ -17,7 +17,7 @@ from .ledger import PRINTED
 
 REPRODUCED, SCALED_DOWN, MODELLED, SETTING, NOT_RUN = "reproduced", "scaled down", "modelled", "setting", "not run"
 KINDS = {
-    REPRODUCED: "counted exactly, or run as the paper describes it",
+    REPRODUCED: "counted exactly, or run as the paper describes it; so far counts alone: parameters, rows, messages",
     SCALED_DOWN: "measured on a smaller model or other data, named beside it: does not compare with the paper's value",
     MODELLED: "computed by the cost model, which was fitted to part of the paper's scaling study",
     SETTING: "an input, not a result: what the command sets or the cost model takes from the paper",
@@ -96,9 +96,9 @@ def not_run(why: str) -> Finder:
     return lambda _: Found(NOT_RUN, why)
 
 
-def counted(code: str, count: Callable[[], float]) -> Finder:
-    """An exact count, and the code that makes it."""
-    return lambda _: Found(REPRODUCED, f"counted by `{code}`", count())
+def counted(code: str, count: Callable[[], float], note: str = "") -> Finder:
+    """An exact count, the code that makes it, and what to know of it."""
+    return lambda _: Found(REPRODUCED, f"counted by `{code}`{note}", count())
 
 
 def modelled(what: str, compute: Callable[[Cluster], float]) -> Finder:

@@ -61,10 +61,13 @@ def kinds(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def short_form(rows: pd.DataFrame) -> pd.DataFrame:
-    """The main rows: columns `where`, `paper`, `ours`, `unit`, `evidence`; of what is scaled down, what it is."""
+    """The main rows: columns `where`, `paper`, `ours`, `unit`, `evidence`; of what is scaled down, what it is, and of a
+    cell of the cost model whether it was fitted."""
     main = rows.set_index("id").loc[list(_MAIN), ["paper", "ours", "unit", "evidence", "from"]]
     small = main["evidence"] == SCALED_DOWN
     main.loc[small, "evidence"] += ": " + main.loc[small, "from"].str.split(": ", n=1).str[1]
+    role = main["from"].str.extract(r"`cost_model.json`, (\w.*)$")[0].replace("fit", "fitted to it")
+    main.loc[role.notna(), "evidence"] += ", " + role.dropna()
     main = main.drop(columns="from")
     main.insert(0, "where", list(_MAIN.values()))
     return main.reset_index(drop=True)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_SIZES, MIN_RUNS = 3, 2
+# 97.5 % quantile by degrees of freedom; beyond the last it is a little wide.
+STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
 PERCENTILES = (2.5, 97.5)
 _NUM_FLOORS, _NUM_SEARCHES = 60, 3  # tried over the whole range, then between the neighbours of the best, and again
 
@@ -16,7 +18,12 @@ class PowerLaw:
 
     Args:
         a, b, c: c is the floor, 0 where there is none.
-        b_interval, c_interval: 95 %, from the spread of the runs of a size; (0, 0) for no floor.
+        b_interval, c_interval: 95 %, from the spread of the runs of a size; (0, 0) for no floor. What other seeds would
+            change if the law were right.
+        b_line_interval: 95 % of b, from how far the sizes' means lie from the law (Student's t), which a wrong form
+            widens; None with a floor.
+        lack_of_fit: variance of the means about the law over that of the runs about their means, F; near 1 where the
+            law is right. None with a floor, or where runs do not differ.
         r_squared: share of the variance of log y that the law explains.
         largest_residual: of a size's mean, relative.
     """
@@ -25,6 +32,8 @@ class PowerLaw:
     b: float
     c: float
     b_interval: tuple[float, float]
+    b_line_interval: tuple[float, float] | None
+    lack_of_fit: float | None
     c_interval: tuple[float, float]
     r_squared: float
     largest_residual: float
@@ -41,7 +50,7 @@ def fit_power_law(
 
     The intervals are those of a parametric bootstrap: runs of one size are taken to scatter in log y by the same
     standard deviation at every size, which all sizes together estimate, and the means are drawn anew with it. They say
-    what other seeds would change, not whether a power law is right: for that see `r_squared` and `largest_residual`.
+    what other seeds would change, not whether a power law is right: for that see `lack_of_fit` and `b_line_interval`.
 
     Args:
         x: sizes, above 0, all different.
@@ -67,11 +76,22 @@ def fit_power_law(
     _, resampled_b, resampled_c = _least_squares(log_x, drawn, floor)
     fitted = a * np.exp(-b * log_x) + c
     residuals, spread = np.log(y / fitted), np.log(y) - np.log(y).mean()
+    line_interval = f_value = None
+    if not floor:
+        freedom = len(y) - 2
+        half = STUDENT_T[min(freedom, max(STUDENT_T))] * np.sqrt(
+            (residuals**2).sum() / freedom / ((log_x - log_x.mean()) ** 2).sum()
+        )
+        line_interval = (float(b - half), float(b + half))
+        about = sum(len(v) * r**2 for v, r in zip(logs, residuals, strict=True)) / freedom
+        f_value = float(about / scatter**2) if scatter > 0 else None
     return PowerLaw(
         float(a),
         float(b),
         float(c),
         tuple(float(bound) for bound in np.percentile(resampled_b, PERCENTILES)),
+        line_interval,
+        f_value,
         tuple(float(bound) for bound in np.percentile(resampled_c, PERCENTILES)),
         float(1 - (residuals**2).sum() / (spread**2).sum()),
         float(np.abs(y / fitted - 1).max()),

@@ -37,6 +37,10 @@ def text_entries() -> Iterator[Entry]:
         yield from part()
 
 
+# What comes with the code's name; its bytes are of fp32.
+_OF_THE_LOSS = ": the rows' maxima, sums and scores of the target, of which the paper's formula needs the last two"
+
+
 def _communication() -> Iterator[Entry]:
     """Section 3: what the tensor ranks of the 2.5 B model send in one micro-batch."""
     size, sequences = paper.STUDY_MODELS["2.5B"].size, MICRO_BATCH
@@ -49,11 +53,11 @@ def _communication() -> Iterator[Entry]:
         config = dataclasses.replace(study_model(*size), recompute=Recompute.NONE)
         return micro_batch_collectives(config, ParallelConfig(2, 1), sequences, paper.SEQ_LENGTH, "fp16")
 
-    def of(what: str, attribute: str, over: int) -> Finder:
+    def of(what: str, attribute: str, over: int, note: str = "") -> Finder:
         def count() -> float:
             return sum(getattr(each, attribute) for each in sent() if each.what == what) / over
 
-        return counted("lmscale.perf.communication", count)
+        return counted("lmscale.perf.communication", count, note)
 
     layers, hidden, outputs = size[0], size[1], "attention and MLP outputs"
     inputs = "gradients of attention and MLP inputs"
@@ -62,7 +66,7 @@ def _communication() -> Iterator[Entry]:
         ("layer/backward", 2, "all-reduces a layer", of(inputs, "count", layers)),
         ("layer/elements", 1, "x b s h, each", of(outputs, "num_bytes", 2 * num_numbers * hidden)),  # of 2 bytes
         ("embedding", 1, "all-reduces", of("embedding", "count", 1)),
-        ("loss/numbers", 1, "x b s", of("loss", "total_bytes", 4 * num_numbers)),  # in fp32
+        ("loss/numbers", 1, "x b s", of("loss", "total_bytes", 4 * num_numbers, _OF_THE_LOSS)),
     )
     yield from (Entry(f"section_3/{name}", *rest, command) for name, *rest in rows)
 
@@ -80,7 +84,7 @@ def _corpus() -> Iterator[Entry]:
         ("section_5.2/overlap/wikitext103_own_train", 9.09, "% of 8-grams", not_run(_NO_CORPUS)),
         ("section_5.3/held_out", 3, "% held out", setting("prepare_data.yaml", "validation_every", lambda n: 100 / n)),
     )
-    yield from (_own(*row, prepare) for row in rows)
+    yield from (_own(*row, commands.PREPARE_BERT if "5.3" in row[0] else prepare) for row in rows)
     documents = own_metric("section_4.1/documents", not_run(_NO_CORPUS))
     yield Entry("section_4.1/documents", 40, "million documents", documents, prepare, f"{paper.INFERRED}, about")
     split = setting("prepare_data.yaml", "validation_every", lambda n: n - 1)

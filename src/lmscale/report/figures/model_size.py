@@ -26,7 +26,8 @@ def read_sizes(record: dict[str, Any]) -> pd.DataFrame:
 
 
 def draw_laws(record: dict[str, Any]) -> Figure:
-    """Loss against parameters and against FLOPs, in powers, a column wide; laws with the 95 % interval of b."""
+    """Loss against parameters and against FLOPs, in powers, a column wide; laws with the 95 % interval of b: of a line
+    by the distances of the means from it, of a law with a floor over the seeds."""
     with column_style():
         figure = Figure(figsize=(COLUMN_WIDTH, len(PANELS) * PANEL_HEIGHT), layout="constrained")
         axes = figure.subplots(len(PANELS))
@@ -44,8 +45,13 @@ def _draw_panel(axis: Axes, record: dict[str, Any], rows: pd.DataFrame, measure:
     for kind, (style, form) in LAWS.items():
         if kind == "floor" and not record["config"]["floor_is_borne"][measure]:
             continue
-        names = ("a", "b", "c", "b_low", "b_high")
-        a, b, c, low, high = (record["metrics"][f"{measure}/{kind}/{name}"]["value"] for name in names)
+        law = {
+            key.split("/")[2]: m["value"]
+            for key, m in record["metrics"].items()
+            if key.startswith(f"{measure}/{kind}/")
+        }
+        a, b, c = law["a"], law["b"], law.get("c", 0.0)
+        low, high = law.get("b_low", law["b_seeds_low"]), law.get("b_high", law["b_seeds_high"])
         words = f"{form}, b {low:.3f} to {high:.3f}" + (f", c {c:.2f}" if kind == "floor" else "")
         axis.plot(x, a * x**-b + c, style, color="0.35", linewidth=1, label=words)
     axis.set(xscale="log", yscale="log", xlabel=PANELS[measure], ylabel="validation loss (nats/token)")
