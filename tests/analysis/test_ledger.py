@@ -123,7 +123,7 @@ def test_the_small_studies_fill_figures_6_and_7() -> None:
     metrics = {"24_layers/scaled/post": 4.95, "12_layers/scaled/pre": 4.5}
     study = made_record("scaled_down", "12_layers/scaled/post", 4.875, "nats/masked token")
     study["metrics"] |= {name: {"value": value, "unit": "nats/masked token"} for name, value in metrics.items()}
-    sizes = made_record("scaled_down", "parameters_without_embeddings/plain/b", 0.0625, "1")
+    sizes = made_record("scaled_down", "parameters/plain/b", 0.0625, "1")
     rows = ledger(context({"norm_order.json": study, "model_size.json": sizes})).set_index("id")
     assert rows.loc["figure_7/bert_336m/post", "ours"] == "4.875 (nats/masked token)"
     assert rows.loc["figure_7/bert_752m/post", "from"].startswith("`norm_order.json`: a small BERT of 24 layers")

@@ -59,7 +59,12 @@ FACTS = {
     "recall at least 0.99": ("tests/corpus/test_duplicates.py", ">= 0.99"),
     "at step 253,123 of 300,000": ("tests/training/test_schedule.py", "253_123"),
     "1.2 million tokens": ("conf/sweep/model_size.yaml", "1.2 million tokens"),
-    "95 % intervals": ("src/lmscale/report/power_law.py", "95 %"),
+    "with their 95 % intervals": ("src/lmscale/report/power_law.py", "95 %"),
+    "the 95 % interval of": ("src/lmscale/report/power_law.py", "95 %"),
+    "in fp16 at 8 sequences": ("src/lmscale/report/scaling.py", "MICRO_BATCH = 8"),
+    "with 32 heads and Figure 5 at 8 GPUs": ("analysis/tables/table_7.md", "32 heads"),
+    "in September 2020, of which": "a date",
+    "and SQuAD 2.0 among what": "a name",
     "with 1 or 2 workers": ("tests/doors/test_prepare_data.py", "workers"),
 }
 
