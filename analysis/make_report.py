@@ -25,7 +25,7 @@ from lmscale.report.records import read_records
 TEMPLATE = Path(__file__).with_name("report.html")
 _CELL = {True: "number", False: "words"}  # classes
 _SIDES = ("paper", "ours")
-_SHOWN = ("id", "paper", "ours", "unit", "evidence", "from", "command")
+_SHOWN = ("id", "paper", "ours", "evidence", "unit", "from", "command")  # a phone shows the first four
 
 
 def render(results: Path) -> str:
@@ -86,8 +86,8 @@ def _ledger_row(row: pd.Series) -> str:
             f'<td class="{"value" if isinstance(row[side], str) else "number"}">{_cell(row[side])}</td>'
             for side in _SIDES
         ),
-        f"<td>{_text(row['unit'])}</td>",
         f'<td class="{kind}"><span class="chip">{row["evidence"]}</span></td>',
+        f"<td>{_text(row['unit'])}</td>",
         f'<td class="from">{_text(row["from"], "<wbr>")}</td>',
         f"<td>{command if row['command'] else ''}</td>",
     )

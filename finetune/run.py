@@ -55,4 +55,4 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    open_door(main, short={"task": "finetune_task@task", "fidelity": "finetune_fidelity"})
+    open_door(main, short={"task": "finetune_task@task", "fidelity": "finetune_fidelity", "sweep": "finetune_sweep"})

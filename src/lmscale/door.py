@@ -33,15 +33,16 @@ _task_is_running = False
 _literals: dict[str, str] = {}  # texts of the command line by what Hydra reads in their place
 
 
-def look_up(key: Any, table: Mapping[Any, Any]) -> Any:
-    """`${look_up:KEY,TABLE}` in a file of `conf/`: what a table says for the value of another key.
+def look_up(name: str, table: Mapping[Any, Any], *, _root_: DictConfig) -> Any:
+    """`${look_up:NAME,TABLE}` in a file of `conf/`: what a table says for the value of the key of this dotted name.
 
     Raises:
-        ValueError: the table has no such key.
+        ValueError: the table does not know the value.
     """
-    if key not in table:
-        raise ValueError(f"must be one of {', '.join(map(str, table))}, but is {key}")
-    return table[key]
+    value = OmegaConf.select(_root_, name)
+    if value not in table:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(str, table))}, but is {value!r}")
+    return table[value]
 
 
 OmegaConf.register_new_resolver("look_up", look_up, replace=True)
@@ -200,6 +201,9 @@ def _one_line(error: Exception) -> str:
             f"an argument must be of the form key=value, with quotes around what is special, but is {error.override!r}"
         )
     text = str(error)
+    of_ours = re.search(r"^ValueError raised while resolving interpolation: (`.*)$", text, re.M)
+    if of_ours:
+        return of_ours.group(1)
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
         return f"`{unknown.group(1)}` is not a known key or group of the configuration"

@@ -63,9 +63,11 @@ def test_every_cell_of_the_sweep_composes_at_a_size_of_its_own() -> None:
 
 
 def test_a_width_that_the_sweep_has_no_depth_for_is_refused() -> None:
-    assert look_up(48, {32: 2, 48: 3}) == 3
-    with pytest.raises(ValueError, match="must be one of 32, 48, but is 50"):
-        look_up(50, {32: 2, 48: 3})
+    config = OmegaConf.create({"model": {"hidden_size": 48}})
+    assert look_up("model.hidden_size", {32: 2, 48: 3}, _root_=config) == 3
+    config.model.hidden_size = 50
+    with pytest.raises(ValueError, match="`model.hidden_size` must be one of 32, 48, but is 50"):
+        look_up("model.hidden_size", {32: 2, 48: 3}, _root_=config)
 
 
 def test_a_miniature_runs_and_what_is_there_is_not_run_again(tmp_path, monkeypatch, trained, capsys) -> None:

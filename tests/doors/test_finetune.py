@@ -178,7 +178,7 @@ def test_every_task_composes_with_every_row_of_table_6(task: str, size: str) -> 
 @pytest.mark.parametrize("sweep, jobs", [("finetune_search", 25), ("five_seeds", 5)])
 def test_sweeps_are_grids_of_the_protocol(sweep: str, jobs: int) -> None:
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        composed = compose("finetune", [f"sweep={sweep}", "ckpt=x"], return_hydra_config=True)
+        composed = compose("finetune", [f"finetune_sweep={sweep}", "ckpt=x"], return_hydra_config=True)
     count = 1
     for values in composed.hydra.sweeper.params.values():
         count *= len(str(values).split(","))

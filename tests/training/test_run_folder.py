@@ -13,20 +13,22 @@ from lmscale.training.run_folder import describe_options
 @pytest.mark.parametrize(
     "sizes, line",
     [
-        ((2, 2), "options: sequence parallelism, zero1, moments in bf16\n"),
+        ((2, 2), "options: sequence parallelism, zero1, recompute full, moments in bf16\n"),
         (
             (1, 1),
             "options: sequence parallelism (without effect: tp_size is 1), zero1 (without effect: dp_size is 1), "
-            "moments in bf16\n",
+            "recompute full, moments in bf16\n",
         ),
     ],
 )
 def test_the_options_of_a_run_are_named_with_whether_they_do_anything(
     sizes: tuple[int, int], line: str, tmp_path
 ) -> None:
-    run = tiny_run("gpt", tmp_path, optimizer__moments="bf16", precision__dtype="fp32")
-    assert describe_options(run, ParallelConfig(*sizes, sequence_parallel=True, zero1=True)) == line
-    assert describe_options(tiny_run("gpt", tmp_path), ParallelConfig(*sizes)) == ""
+    run = tiny_run("gpt", tmp_path, optimizer__moments="bf16", precision__dtype="fp32", model__recompute="full")
+    layout = ParallelConfig(*sizes, sequence_parallel=True, zero1=True)
+    assert describe_options(run, run.transformer_config(100), layout) == line
+    plain = tiny_run("gpt", tmp_path)
+    assert describe_options(plain, plain.transformer_config(100), ParallelConfig(*sizes)) == ""
 
 
 def test_a_run_of_one_process_opens_no_port(tmp_path, monkeypatch) -> None:

@@ -111,7 +111,9 @@ CASES = [
 
 
 def _record_real(rank: int, sequence_parallel: bool) -> list:
-    context, recorded = dataclasses.replace(make_context(tp_size=2), sequence_parallel=sequence_parallel), []
+    # Over the backend, as in the fake world; test_shared_memory.py compares the channel's bytes with it.
+    changes = {"sequence_parallel": sequence_parallel, "tp_channel": None}
+    context, recorded = dataclasses.replace(make_context(tp_size=2), **changes), []
     for case in CASES:
         config = small_config(**case)
         model, batch = random_model(config, context), scored_as_counted(random_batch(config), config)

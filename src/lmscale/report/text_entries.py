@@ -172,7 +172,7 @@ def _models() -> Iterator[Entry]:
         why = f"needs the corpus and {row.num_gpus} GPUs; not trained"
         loss = not_run(f"{why}. Called perplexity, almost surely nats")
         yield _own(f"{place}/validation", row.validation, "perplexity", loss, command)
-    seeds = setting("sweep/five_seeds.yaml", "hydra/sweeper/params/seed", lambda text: len(text.split(",")))
+    seeds = setting("finetune_sweep/five_seeds.yaml", "hydra/sweeper/params/seed", lambda text: len(text.split(",")))
     yield Entry("section_5.3/seeds", paper.NUM_SEEDS, "seeds, their median", seeds, commands.finetune("mnli", "336M"))
 
 

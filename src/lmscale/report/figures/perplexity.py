@@ -4,6 +4,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from .style import COLUMN_WIDTH, column_style
 
@@ -11,7 +12,7 @@ AXES = {"steps": "iterations", "tokens": "tokens"}
 
 
 def draw_perplexity(curves: dict[str, pd.DataFrame], x: str = "steps") -> Figure:
-    """All curves in one picture; they differ in marks, dashes and lightness, from dark to as light as shows on paper.
+    """All curves in one picture; they differ in marks, dashes and lightness, the last one darkest.
 
     Args:
         curves: by label, with columns `perplexity` and `x`.
@@ -28,13 +29,16 @@ def draw_perplexity(curves: dict[str, pd.DataFrame], x: str = "steps") -> Figure
             hue="run",
             style="run",
             markers=True,
-            palette=[colormaps["viridis"](0.8 * i / max(len(curves) - 1, 1)) for i in range(len(curves))],
+            palette=[colormaps["viridis"](0.8 - 0.8 * i / max(len(curves) - 1, 1)) for i in range(len(curves))],
             errorbar=None,
             markersize=5,
             markevery=0.1,  # of the length of the curve
             ax=axis,
         )
-        axis.set(xlabel=AXES[x], ylabel="validation perplexity")
+        axis.set(xlabel=AXES[x], ylabel="validation perplexity, log scale", yscale="log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axis.yaxis.set_minor_locator(NullLocator())
         axis.legend(title=None, frameon=False)
         sns.despine(figure)
     return figure

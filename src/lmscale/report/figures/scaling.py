@@ -38,7 +38,7 @@ def draw_figure_5(rows: pd.DataFrame) -> Figure:
 
 
 def draw_figure_1(rows: pd.DataFrame) -> Figure:
-    """Both sources and linear scaling over the number of GPUs.
+    """Both sources as bars with their values, and linear scaling as marks, over the number of GPUs.
 
     Args:
         rows: of `figure_1_rows`.
@@ -47,10 +47,11 @@ def draw_figure_1(rows: pd.DataFrame) -> Figure:
         figure = Figure(figsize=(COLUMN_WIDTH, 2.6), layout="constrained")
         axis = figure.subplots()
         tall = rows.melt(id_vars=["GPUs"], value_vars=[PAPER, OURS], var_name="source", value_name="PFLOP/s")
-        look = {"hue": "source", "style": "source", "markers": True, "palette": _COLORS}
-        sns.lineplot(tall, x="GPUs", y="PFLOP/s", ax=axis, **look)
+        sns.barplot(tall, x="GPUs", y="PFLOP/s", hue="source", ax=axis, palette=_COLORS, saturation=1)
+        for container in axis.containers:
+            axis.bar_label(container, fmt="%.1f", fontsize=7)
         linear = rows["GPUs"] * BASELINE_FLOPS_PER_S / 1e15
-        axis.plot(rows["GPUs"], linear, color="0.4", linestyle=":", label="linear")
-        axis.set(xscale="log", yscale="log", title="sustained; V100, 64-way data parallel")
+        axis.plot(range(len(rows)), linear, color="0.4", marker="_", markersize=24, linestyle="none", label="linear")
+        axis.set(title="sustained; V100, 64-way data parallel")
         axis.legend(frameon=False)
     return figure
