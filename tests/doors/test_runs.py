@@ -196,11 +196,15 @@ def test_a_killed_rank_and_a_ctrl_c_end_the_whole_job(tmp_path, target, number, 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130)])
 def test_a_signal_ends_a_single_process_in_one_line(tmp_path, number, code) -> None:
-    process = start(*SLOW_RUN, f"hydra.run.dir={tmp_path}")
+    process = start(*SLOW_RUN, f"hydra.run.dir={tmp_path}", PYTHONFAULTHANDLER="1")
     try:
         wait_for_rows(tmp_path, process)
         process.send_signal(number)
-        _, stderr = process.communicate(timeout=30)
+        try:
+            _, stderr = process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:  # twice on a busy machine, cause unknown: say where it stands
+            process.send_signal(signal.SIGABRT)
+            _, stderr = process.communicate(timeout=30)
         assert (process.returncode, stderr) == (code, f"stopped by {number.name}\n")
         assert not (tmp_path / "record.json").exists()
     finally:
