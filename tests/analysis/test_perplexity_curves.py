@@ -68,7 +68,7 @@ def test_the_picture_has_a_columns_width_and_letters_of_seven_points(figure: Fig
     assert figure.get_figwidth() == 3.3
     texts = [axis.xaxis.label, axis.yaxis.label, *axis.get_xticklabels(), *axis.get_legend().get_texts()]
     assert min(text.get_fontsize() for text in texts) >= 7
-    assert axis.get_ylabel() == "validation perplexity" and axis.get_xlabel() == "iterations"
+    assert axis.get_ylabel() == "validation perplexity, log scale" and axis.get_xlabel() == "iterations"
 
 
 def test_the_record_names_what_was_read(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -38,10 +38,6 @@ BAD = {
     "unknown precision": (["precision=fp4"], "`precision` must be one of"),
     "unknown data": (["data=webtext"], "`data` must be one of embedded, huggingface, indexed, local, but is 'webtext'"),
     "a sweep of finetuning": (["sweep=finetune_search"], "`sweep` must be one of model_size, norm_order, but is"),
-    "a width without a depth": (
-        ["sweep=model_size", "hydra.mode=RUN", "model.hidden_size=80"],
-        "`model.hidden_size` must be one of 32, 48, 64, 96, 128, 192, but is 80",
-    ),
     "unknown key": (["trainer.max_stps=3"], "`trainer.max_stps` is not a known key"),
     "appended key": (["+wings=2"], "`wings` is not a known key"),
     "appended key of the model": (["+model.wings=2"], "`model.wings` is not a known key; known here: architecture"),

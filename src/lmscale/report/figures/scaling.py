@@ -49,7 +49,7 @@ def draw_figure_1(rows: pd.DataFrame) -> Figure:
         tall = rows.melt(id_vars=["GPUs"], value_vars=[PAPER, OURS], var_name="source", value_name="PFLOP/s")
         sns.barplot(tall, x="GPUs", y="PFLOP/s", hue="source", ax=axis, palette=_COLORS, saturation=1)
         for container in axis.containers:
-            axis.bar_label(container, fmt="%.1f", fontsize=7)
+            axis.bar_label(container, fmt="%.3g", fontsize=7)
         linear = rows["GPUs"] * BASELINE_FLOPS_PER_S / 1e15
         axis.plot(range(len(rows)), linear, color="0.4", marker="_", markersize=24, linestyle="none", label="linear")
         axis.set(title="sustained; V100, 64-way data parallel")
