@@ -17,9 +17,7 @@ RESULTS=${RESULTS:-analysis/results}
 SIZES=(model.num_layers=6 model.hidden_size=512 model.num_attention_heads=8 model.max_position_embeddings=256
   micro_batch_size=8 precision=bf16 accelerator=cpu num_threads=2 rounds=6 steps_per_round=2)
 
-run() {  # a command, or in a dry run its text
-  if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "$@"; echo; else "$@"; fi
-}
+. analysis/bench_parts.sh
 
 bench() {  # name of the record, further keys
   local name=$1
@@ -41,18 +39,4 @@ part_5() { run "$PYTHON" analysis/lightning_cost.py --record "$RESULTS/lightning
 part_6() { run "$PYTHON" analysis/head_memory.py --record "$RESULTS/head_memory.json"; }
 PARTS=6
 
-if [ $# -eq 0 ] && [ -z "${DRY_RUN:-}" ]; then
-  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-  exit 2
-fi
-for part in "${@:-$(seq 1 $PARTS)}"; do
-  for number in $part; do
-    if ! declare -F "part_$number" > /dev/null; then
-      echo "error: a part must be a number from 1 to $PARTS, but is $number" >&2
-      exit 2
-    fi
-  done
-done
-for part in "${@:-$(seq 1 $PARTS)}"; do
-  for number in $part; do "part_$number"; done
-done
+run_parts "$@"

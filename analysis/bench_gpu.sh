@@ -17,9 +17,7 @@ PYTHON=${PYTHON:-.venv/bin/python}
 RESULTS=${RESULTS:-analysis/results}
 PEAK=790  # TFLOP/s, measured on an H200 with large bf16 products; shares are of it
 
-run() {  # a command, or in a dry run its text
-  if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "$@"; echo; else "$@"; fi
-}
+. analysis/bench_parts.sh
 
 show() {  # title, record, metric, least value that is required
   [ -n "${DRY_RUN:-}" ] || "$PYTHON" analysis/bench_gpu_rows.py row "$1" "$2" "$3" "$4"
@@ -89,18 +87,4 @@ part_11() {
 }
 PARTS=11
 
-if [ $# -eq 0 ] && [ -z "${DRY_RUN:-}" ]; then
-  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-  exit 2
-fi
-for part in "${@:-$(seq 1 $PARTS)}"; do
-  for number in $part; do
-    if ! declare -F "part_$number" > /dev/null; then
-      echo "error: a part must be a number from 1 to $PARTS, but is $number" >&2
-      exit 2
-    fi
-  done
-done
-for part in "${@:-$(seq 1 $PARTS)}"; do
-  for number in $part; do "part_$number" || exit; done
-done
+run_parts "$@"

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, SAVE_EVERY, ROUNDS = 12, 3, 2
@@ -55,7 +55,7 @@ def main() -> int:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, default=None, help="default: outputs/checkpoint_cost/<time>")
-    parser.add_argument("--record", type=record_path, default=None, help="default: record.json in the folder")
+    parser.add_argument("--record", type=record_argument, default=None, help="default: record.json in the folder")
     options = parser.parse_args()
     folder = options.folder or ROOT / "outputs" / "checkpoint_cost" / time.strftime("%Y-%m-%d_%H-%M-%S")
     waits: dict[bool, list[float]] = {False: [], True: []}

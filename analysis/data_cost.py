@@ -31,7 +31,7 @@ from lmscale.data.indexed_corpus import identity_of
 from lmscale.data.indexed_dataset import HEADER, MAGIC, VERSION, IndexedDataset
 from lmscale.data.prepared import CorpusPart, PreparedCorpus
 from lmscale.data_config import DataConfig
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 MEAN_TOKENS = 897  # of a document: the paper's corpus, 174 GB, is about 36 G tokens in 40 M documents
@@ -170,7 +170,7 @@ def loader_rates(folder: Path, architecture: str) -> dict:
 def main() -> int:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--record", type=record_path, default=ROOT / "outputs" / "data_cost.json")
+    parser.add_argument("--record", type=record_argument, default=ROOT / "outputs" / "data_cost.json")
     options = parser.parse_args()
     started, metrics = time.time(), {}
     units = {"time": "s", "open": "s", "size": "bytes", "peak_memory": "bytes", "memory_before": "bytes"}

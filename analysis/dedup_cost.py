@@ -31,7 +31,7 @@ from lmscale.corpus.duplicates import candidate_pairs, causes, choose_survivors,
 from lmscale.corpus.minhash import band_hashes
 from lmscale.corpus.overlap import EvaluationIndex
 from lmscale.corpus.shingles import shingle_sets, word_ngrams
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 NGRAM, BANDS, ROWS, THRESHOLD = 5, 25, 5, 0.7
@@ -237,7 +237,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=2000, help="passages of the comparison, the first ones")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--record", type=record_path, default=None, help="default: outputs/dedup_cost/<time>/record.json"
+        "--record", type=record_argument, default=None, help="default: outputs/dedup_cost/<time>/record.json"
     )
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):

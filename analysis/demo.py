@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt  # noqa: E402  (the backend must be chosen first
 import pandas as pd  # noqa: E402
 import seaborn as sns  # noqa: E402
 
-from lmscale.results import new_record, record_path, write_record  # noqa: E402
+from lmscale.results import new_record, record_argument, write_record  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 OUTPUT = REPOSITORY / "outputs" / "demo"
@@ -73,7 +73,7 @@ def record_losses(gpt: dict[str, float], bert: dict[str, float], path: Path) -> 
 def main() -> int:
     """Train both, print before and after, say whether the promise holds."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--record", type=record_path, help="file of a record of both")
+    parser.add_argument("--record", type=record_argument, help="file of a record of both")
     options = parser.parse_args()
     start = time.time()
     gpt_dir, bert_dir = train("gpt_tiny"), train("bert_tiny")

@@ -25,7 +25,7 @@ from finetune_small import RESULTS, ROOT, find_data, find_minilm, import_bert
 
 from lmscale.finetune.features import Features, load_features
 from lmscale.finetune.stopwatch import Stopwatch
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 
 CLOCKS = ("wall", "cpu")
 SIDES = ("ours", "trainer", "trainer_grouped")
@@ -177,7 +177,7 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", choices=ITEMS, default=list(ITEMS))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "finetune_speed", help="run folders")
-    parser.add_argument("--record", type=record_path, default=RESULTS / "finetune_speed.json")
+    parser.add_argument("--record", type=record_argument, default=RESULTS / "finetune_speed.json")
     parser.add_argument("--only-trainer", choices=SIDES[1:], help="one training by Trainer; what a round calls")
     options = parser.parse_args()
     outputs = options.outputs.resolve()

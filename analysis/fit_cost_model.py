@@ -27,7 +27,7 @@ from lmscale.report.scaling import (
     scaled_to,
     with_constants,
 )
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "analysis" / "results" / "cost_model.json"
@@ -126,7 +126,7 @@ def blind(cluster: Cluster) -> dict[str, dict]:
 def main() -> int:
     """Fit, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--record", type=record_path, default=RECORD)
+    parser.add_argument("--record", type=record_argument, default=RECORD)
     options = parser.parse_args()
     cluster = fit()
     metrics = measure(cluster)

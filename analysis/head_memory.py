@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lmscale.parallel import ParallelContext, linear_cross_entropy
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 
 VOCAB = 51_200
 SHAPES = {"logits alone, 8 x 1,024": (8 * 1024, 16), "gpt_355m, 8 x 1,024": (8 * 1024, 1024)}  # rows, hidden size
@@ -51,7 +51,7 @@ def peak_bytes(head: Callable[[Tensor, Tensor, Tensor], Tensor], rows: int, hidd
 def main() -> int:
     """Count, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--record", type=record_path, default=None, help="where the record goes; nowhere by default")
+    parser.add_argument("--record", type=record_argument, help="where the record goes; nowhere by default")
     options = parser.parse_args()
     metrics = {}
     for name, (rows, hidden_size) in SHAPES.items():

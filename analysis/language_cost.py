@@ -28,7 +28,7 @@ from datatrove.data import Document
 from lmscale.corpus import cleaning, language
 from lmscale.data.tokenizer import load_published_tokenizer
 from lmscale.data_config import TokenizerConfig
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("LMSCALE_DATA", ROOT.parent / "shared" / "data"))
@@ -236,7 +236,9 @@ def main() -> int:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--manpages", type=Path, required=True)
-    parser.add_argument("--record", type=record_path, default=ROOT / "analysis" / "results" / "language_cost_cpu.json")
+    parser.add_argument(
+        "--record", type=record_argument, default=ROOT / "analysis" / "results" / "language_cost_cpu.json"
+    )
     options = parser.parse_args()
     english, others = read_english(), read_manual_pages(options.manpages)
     metrics = clean(sum(english.values(), []))

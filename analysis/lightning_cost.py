@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from lmscale.models import build_model
 from lmscale.parallel import sample_dropout_keys
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 from lmscale.run_config import RunConfig
 from lmscale.training import pretrain as pretraining
 from lmscale.training.gpt_module import GPTModule
@@ -106,7 +106,7 @@ def main() -> int:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=400, help="paired steps")
-    parser.add_argument("--record", type=record_path, default=None, help="where the record goes; nowhere by default")
+    parser.add_argument("--record", type=record_argument, help="where the record goes; nowhere by default")
     options = parser.parse_args()
     if options.steps < 2:
         print(f"error: `--steps` must be at least 2, but is {options.steps}", file=sys.stderr)

@@ -33,7 +33,7 @@ from lmscale.perf.memory import estimate_memory
 from lmscale.perf.params import count_parameters
 from lmscale.perf.step_time import predict_step_time
 from lmscale.plan_config import load_cluster
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 from lmscale.training.optimizer import MixedPrecisionAdamW
 from lmscale.training_config import OptimizerConfig, PrecisionConfig
 
@@ -263,7 +263,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", default=None, help="a study: strong, weak, heads, recompute, sweep")
-    parser.add_argument("--record", type=record_path, default=None, help="default: outputs/measure_scaling/<time>.json")
+    parser.add_argument("--record", type=record_argument, help="default: outputs/measure_scaling/<time>.json")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device must be cpu where there is no GPU, but is cuda")

@@ -34,7 +34,7 @@ from parity_grid import (
 )
 
 from lmscale.config import ParallelConfig
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 from lmscale.training.launch import world_from_outside
 
 OUTPUTS = Path(__file__).resolve().parent.parent / "outputs" / "parity"
@@ -219,7 +219,7 @@ def parse_options() -> argparse.Namespace:
     spoil = "make the card fail: the last rank takes another seed, or all a learning rate too high by a share of "
     spoil += ", ".join(f"{excess:g} ({dtype})" for dtype, excess in MUTANT_LR_EXCESS.items())
     parser.add_argument("--mutant", choices=MUTANTS, help=spoil)
-    parser.add_argument("--record", type=record_path, help="the JSON record (default: a new file in outputs/parity)")
+    parser.add_argument("--record", type=record_argument, help="default: a new file in outputs/parity")
     parser.add_argument("--keep", type=Path, help="new folder for the run folders (default: temporary)")
     options = parser.parse_args()
     if not 1 <= options.steps <= MAX_STEPS:

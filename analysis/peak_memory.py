@@ -33,7 +33,7 @@ from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, layers, sample_dropout_keys
 from lmscale.perf.flops import scored_tokens
 from lmscale.perf.job import Job, Layout, rank_memory
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 from lmscale.training.optimizer import MixedPrecisionAdamW
 from lmscale.training_config import OptimizerConfig, PrecisionConfig
 
@@ -255,7 +255,7 @@ def measure_on_two_ranks(names: list[str]) -> dict[str, int]:
 def main() -> int:
     """Measure every case, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--record", type=record_path, default=None)
+    parser.add_argument("--record", type=record_argument, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
     measured = measure_on_two_ranks([name for name, case in CASES.items() if case.tp_size == 2])

@@ -18,7 +18,7 @@ import numpy as np
 from lmscale.corpus.duplicates import candidate_pairs, exact_jaccard
 from lmscale.corpus.minhash import band_hashes
 from lmscale.corpus.shingles import shingle_sets
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 NGRAM, BANDS, ROWS, JACCARD = 5, 25, 5, 0.7
@@ -34,7 +34,7 @@ def read_passages(path: Path) -> tuple[list[str], list[str]]:
 def main() -> int:
     """Search, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--record", type=record_path, default=ROOT / "outputs" / "race_leakage.json")
+    parser.add_argument("--record", type=record_argument, default=ROOT / "outputs" / "race_leakage.json")
     options = parser.parse_args()
     folder = Path(os.environ.get("LMSCALE_DATA", ROOT.parent / "shared" / "data")) / "race"
     if not folder.is_dir():

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from lmscale.checkpoint import CheckpointReader, checkpoint_step, find_damage, list_checkpoints, read_metadata
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 SAVE_EVERY, KEEP_LAST = 5, 3
@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--steps-a-kill", type=int, default=30, help="length of the run, in steps a kill")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=None, help="default: outputs/soak/<time>")
-    parser.add_argument("--record", type=record_path, default=None, help="default: soak.json in the folder")
+    parser.add_argument("--record", type=record_argument, default=None, help="default: soak.json in the folder")
     options = parser.parse_args()
     if options.kills < 1 or options.steps_a_kill < 10:
         print("error: `--kills` must be at least 1 and `--steps-a-kill` at least 10", file=sys.stderr)

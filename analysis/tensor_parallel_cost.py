@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, open_channel, sample_dropout_keys
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 from lmscale.training.optimizer import MixedPrecisionAdamW
 from lmscale.training_config import OptimizerConfig, PrecisionConfig
 
@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="steps of one turn")
     parser.add_argument("--over-gloo", action="store_true", help="add up over TCP instead of in shared memory")
-    parser.add_argument("--record", type=record_path, default=None, help="where the record goes; nowhere by default")
+    parser.add_argument("--record", type=record_argument, help="where the record goes; nowhere by default")
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 1:
         print("error: `--rounds` and `--steps` must be at least 1", file=sys.stderr)

@@ -134,10 +134,10 @@ def main() -> int:
         else:
             print(*tokenize_bare(Path(root), way, architecture, numbers))
         return 0
-    from lmscale.results import new_record, record_path, write_record
+    from lmscale.results import new_record, record_argument, write_record
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--record", type=record_path, default=ROOT / "outputs" / "tokenize_cost.json")
+    parser.add_argument("--record", type=record_argument, default=ROOT / "outputs" / "tokenize_cost.json")
     options = parser.parse_args()
     data = Path(os.environ.get("LMSCALE_DATA", ROOT.parent / "shared" / "data"))
     if not (data / "race").is_dir():

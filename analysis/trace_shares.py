@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 
 PROJECTION, LOSS, LOGITS_COPIED = "vocabulary: products", "vocabulary: loss", "vocabulary: casts and copies"
 REGIONS = {
@@ -160,7 +160,7 @@ def main() -> int:
     """Print a table of shares; with `--record` write them too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--record", type=record_path, default=None, help="where the record goes; nowhere by default")
+    parser.add_argument("--record", type=record_argument, help="where the record goes; nowhere by default")
     options = parser.parse_args()
     try:
         found = shares(read_events(options.trace))

@@ -22,7 +22,7 @@ from lmscale.perf.plan import make_plan
 from lmscale.perf.search import rank_layouts, smallest_need
 from lmscale.perf.step_time import Techniques, predict_step_time
 from lmscale.plan_config import load_cluster
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 STUDY = (("1.2B", 40, 1536, 16, 1), ("2.5B", 54, 1920, 20, 2), ("4.2B", 64, 2304, 24, 4), ("8.3B", 72, 3072, 32, 8))
@@ -193,7 +193,7 @@ def tables() -> dict[str, list[dict[str, Any]]]:
 def main() -> int:
     """Print the tables, and record them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--record", type=record_path, default=None)
+    parser.add_argument("--record", type=record_argument, default=None)
     options = parser.parse_args()
     found = tables()
     for title, rows in found.items():

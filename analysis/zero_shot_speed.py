@@ -30,7 +30,7 @@ from lmscale.evaluation.zero_shot_task import read_task
 from lmscale.models import GPT, build_model
 from lmscale.parallel import ParallelContext
 from lmscale.report.ledger import GPT_MODELS
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, record_argument, write_record
 from lmscale.zero_shot_config import LambadaConfig, WikiText103Config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,7 +141,7 @@ def main() -> int:
     parser.add_argument("--lambada", required=True, help="LAMBADA's passages as JSON lines")
     parser.add_argument("--tokenizer", required=True, help="folder of GPT-2's tokenizer files")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--record", type=record_path, default=ROOT / "outputs" / "zero_shot_speed.json")
+    parser.add_argument("--record", type=record_argument, default=ROOT / "outputs" / "zero_shot_speed.json")
     options = parser.parse_args()
     tokenizer = load_published_tokenizer(TokenizerConfig("gpt2", path=options.tokenizer), "gpt")
     tokens = read_task(WikiText103Config("wikitext103", options.wikitext), tokenizer).tokens

@@ -1,3 +1,4 @@
+import argparse
 import json
 import math
 import subprocess
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmscale.results import collect_environment, load_records, new_record, write_record
+from lmscale.results import collect_environment, load_records, new_record, record_argument, write_record
 
 METRICS = {"val/loss": {"value": 3.25, "unit": "nats/token"}, "steps": {"value": 7, "unit": "steps"}}
 
@@ -116,3 +117,17 @@ def test_the_environment_names_commit_versions_and_hardware(repository: Path) ->
 def test_writing_records_needs_neither_torch_nor_pandas() -> None:
     code = "import sys, lmscale.results; sys.exit(any(m in sys.modules for m in ('torch', 'pandas', 'lightning')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_script_says_why_a_record_cannot_be_there_before_it_measures(tmp_path, capsys) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--record", type=record_argument)
+    (tmp_path / "file").touch()
+    for place, message in (
+        (tmp_path, "must be a file, but"),
+        (tmp_path / "file/x.json", "in a folder that can be made"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(["--record", str(place)])
+        assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert parser.parse_args(["--record", str(tmp_path / "new/x.json")]).record == tmp_path / "new/x.json"

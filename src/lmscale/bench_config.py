@@ -4,9 +4,8 @@ import ast
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .config import Recompute, TransformerConfig, require_positive
-from .from_plain import build, to_plain
-from .run_config import FLOAT8_MULTIPLE
+from .config import FLOAT8_MULTIPLE, Recompute, TransformerConfig, require_positive
+from .from_plain import build, keys_of, to_plain
 from .training_config import PrecisionConfig
 
 PADDED_VOCABULARIES = {"gpt": 51_200, "bert": 30_720}
@@ -87,7 +86,13 @@ class BenchConfig:
         if self.cuda_graphs and config.recompute is not Recompute.NONE:
             raise ValueError(f"`cuda_graphs` must be false with model.recompute={config.recompute.value}, but is true")
         if self.precision.dtype == "fp8":
-            self._check_float8(config)
+            with keys_of(TransformerConfig, "model."):
+                config.check_float8(tp_size=1)
+            if self.micro_batch_size * self.length % FLOAT8_MULTIPLE:
+                raise ValueError(
+                    f"`micro_batch_size` x `seq_length` must be a multiple of {FLOAT8_MULTIPLE} with precision=fp8, "
+                    f"but is {self.micro_batch_size} x {self.length}"
+                )
         if config.architecture == "bert" and {*FILE_PEERS, "megatron_core", "lightning"} & set(self.peers):
             raise ValueError(
                 f"`peers` of a BERT must be hf_eager, hf_compiled or ours_bf16, but are {', '.join(self.peers)}"
@@ -114,12 +119,6 @@ class BenchConfig:
             raise ValueError(
                 f"`file` must define GPT and GPTConfig, but {self.file} lacks {', '.join(sorted(missing))}"
             )
-
-    def _check_float8(self, config: TransformerConfig) -> None:
-        sizes = {"model.hidden_size": config.hidden_size, "the rows of a step": self.micro_batch_size * self.length}
-        for name, size in sizes.items():
-            if size % FLOAT8_MULTIPLE:
-                raise ValueError(f"{name} must be a multiple of {FLOAT8_MULTIPLE} with precision=fp8, but is {size}")
 
     @property
     def peers_dtype(self) -> str:

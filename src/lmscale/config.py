@@ -21,6 +21,9 @@ class NormOrder(str, Enum):
     POST = "post"
 
 
+FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
+
+
 class Recompute(str, Enum):
     """What the backward pass computes again instead of keeping it in memory (section 4.2, activation checkpointing).
 
@@ -179,6 +182,17 @@ class TransformerConfig:
         for name, value in sizes.items():
             if value % tp_size:
                 raise ValueError(f"`{name}` must be a multiple of `tp_size` ({tp_size}), but is {value}")
+
+    def check_float8(self, tp_size: int) -> None:
+        """Refuse sizes that float8 products on a GPU do not take: sides that are no multiple of 16 on each rank.
+
+        Raises:
+            ValueError: naming hidden size or MLP width.
+        """
+        for name, size in {"hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_size}.items():
+            if size // tp_size % FLOAT8_MULTIPLE:
+                multiple = f"{FLOAT8_MULTIPLE} x tp_size ({tp_size})"
+                raise ValueError(f"`{name}` must be a multiple of {multiple} with precision=fp8, but is {size}")
 
     def to_dict(self) -> dict:
         """Plain values, ready for JSON; `TransformerConfig(**d)` gives an equal config back."""

@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import subprocess
+from argparse import ArgumentTypeError
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -108,7 +109,7 @@ def collect_environment(device: str | None = None) -> dict[str, Any]:
 
 
 def record_path(path: str | Path) -> Path:
-    """The path of a record to be written; the type of a script's `--record`, so that nothing is measured in vain.
+    """The path of a record to be written, looked at before anything is measured.
 
     Raises:
         ValueError: it is a folder, or in none and none can be made.
@@ -121,6 +122,18 @@ def record_path(path: str | Path) -> Path:
     except OSError as error:
         raise ValueError(f"`record` must be in a folder that can be made, but {path} is not: {error}") from None
     return path
+
+
+def record_argument(text: str) -> Path:
+    """`record_path` as the type of a script's `--record`.
+
+    Raises:
+        ArgumentTypeError: what it refuses; of a ValueError argparse would not show the text.
+    """
+    try:
+        return record_path(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def write_record(record: dict[str, Any], path: str | Path) -> None:

@@ -7,7 +7,7 @@ the wrong type are refused here, before any process starts. Below the door only 
 import dataclasses
 from dataclasses import dataclass, field
 
-from .config import BatchConfig, TransformerConfig, require_positive
+from .config import FLOAT8_MULTIPLE, BatchConfig, TransformerConfig, require_positive
 from .data_config import DataConfig, TokenizerConfig
 from .from_plain import build, keys_of, to_plain
 from .training_config import (
@@ -23,7 +23,6 @@ from .training_config import (
 FIDELITIES = ("paper", "megatron_v1", "modern")
 LOSS_REDUCTIONS = ("token_mean", "mean_of_means")
 DROPOUT_SEEDS = ("unique", "shared")
-FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
 KERNELS = ("torch", "apex", "auto")
 A_SECOND_IN_MINUTES, A_WEEK_IN_MINUTES = 1 / 60, 7 * 24 * 60  # torch counts milliseconds in 32 bits
 STAND_IN_VOCAB_SIZE = 2000  # ids, for sizes that are wanted before the tokenizer is known
@@ -170,28 +169,18 @@ class RunConfig:
         with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
             config.check_tensor_parallel(tp_size)
             if self.precision.dtype == "fp8":
-                self._check_float8(config, tp_size)
+                config.check_float8(tp_size)
+                if self.micro_batch_size * self.data.seq_length % FLOAT8_MULTIPLE:
+                    raise ValueError(
+                        f"`micro_batch_size` x `data.seq_length` must be a multiple of {FLOAT8_MULTIPLE} with "
+                        f"precision=fp8, but is {self.micro_batch_size} x {self.data.seq_length}"
+                    )
             if self.parallel.sequence_parallel and self.data.seq_length % tp_size:
                 raise ValueError(
                     f"`data.seq_length` must be a multiple of `tp_size` ({tp_size}) with `sequence_parallel`, "
                     f"but is {self.data.seq_length}"
                 )
             return BatchConfig(self.micro_batch_size, self.global_batch_size, dp_size)
-
-    def _check_float8(self, config: TransformerConfig, tp_size: int) -> None:
-        """Every side of the layers' products must be a multiple of 16, on each rank."""
-        sides = {"hidden_size": config.hidden_size // tp_size, "ffn_hidden_size": config.ffn_size // tp_size}
-        for name, side in sides.items():
-            if side % FLOAT8_MULTIPLE:
-                multiple = f"{FLOAT8_MULTIPLE} x tp_size ({tp_size})"
-                raise ValueError(
-                    f"`{name}` must be a multiple of {multiple} with precision=fp8, but is {side * tp_size}"
-                )
-        if self.micro_batch_size * self.data.seq_length % FLOAT8_MULTIPLE:
-            raise ValueError(
-                f"`micro_batch_size` x `data.seq_length` must be a multiple of {FLOAT8_MULTIPLE} with precision=fp8, "
-                f"but is {self.micro_batch_size} x {self.data.seq_length}"
-            )
 
     def transformer_config(self, tokenizer_vocab_size: int) -> TransformerConfig:
         """The model, with the tokenizer's number of ids where `model.vocab_size` is null.

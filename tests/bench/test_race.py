@@ -1,5 +1,6 @@
 """The comparison of training steps: same work for all, honest losses, clear refusals."""
 
+import importlib.util
 import json
 
 import pytest
@@ -8,6 +9,7 @@ import warm
 from door import REPOSITORY, environment
 
 from lmscale.bench.contenders import Ours, make_batches
+from lmscale.bench.megatron import has_softmax_kernel
 from lmscale.bench.race import LossesDifferError, race
 from lmscale.bench_config import BenchConfig
 
@@ -124,6 +126,12 @@ def test_what_ends_lightnings_thread_is_raised_in_the_step(monkeypatch) -> None:
         race(bench_of(peers=["lightning"]))
 
 
+@pytest.mark.parametrize("missing", [None, "scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"])
+def test_megatrons_fused_softmax_needs_both_of_apexs_kernels(missing, monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else "there")
+    assert has_softmax_kernel() is (missing is None)
+
+
 def test_a_peer_that_is_not_installed_is_named(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "megatron.core", None)
     with pytest.raises(ValueError, match="`peers` must not have megatron_core where it is not installed"):
@@ -169,7 +177,7 @@ def test_our_step_trains() -> None:
         (["peers=hf_compiled"], "`peers` must be a list, but is 'hf_compiled'"),
         (
             ["precision=fp8", "model.hidden_size=24", "model.num_attention_heads=2"],
-            "hidden_size must be a multiple of 16",
+            "`model.hidden_size` must be a multiple of 16",
         ),
         (
             ["cuda_graphs=true", "precision=bf16", "model.recompute=full"],

@@ -2,17 +2,13 @@
 
 import gzip
 import json
-import re
 from pathlib import Path
 
 import pytest
 from finetuning import make_task, squad_json, write_task
 
-from lmscale.finetune.examples import PairExample
-from lmscale.finetune.pairs import join_pair
 from lmscale.finetune.sources import fingerprint
 from lmscale.finetune.tasks import read_examples
-from lmscale.finetune_config import TaskConfig
 
 
 def tsv(path: Path, *lines: str) -> str:
@@ -293,71 +289,3 @@ def test_the_fingerprint_of_a_place_follows_its_bytes(tmp_path) -> None:
     level = fingerprint(task, str(tmp_path / "high"))
     (tmp_path / "high").rename(tmp_path / "middle")
     assert fingerprint(task, str(tmp_path / "middle")) != level  # the folder's name is the level
-
-
-def own_task(**changes) -> TaskConfig:
-    columns = {"id": "n", "first": "text", "second": None, "label": "class"}
-    values = {"columns": columns, "labels": ["bad", "good"], "max_seq_length": 32, "hub_name": "none"}
-    return TaskConfig(**{"name": "mine", "train": None, "validation": {}, "test": {}} | values | changes)
-
-
-def test_a_table_gives_texts_and_classes_by_name_or_number(tmp_path) -> None:
-    lines = tmp_path / "rows.jsonl"
-    rows = [{"n": 7, "text": "a", "class": "good"}, {"n": "8", "text": "b", "class": 0}]
-    lines.write_text("\n".join(json.dumps(row) for row in rows))
-    examples, _ = read_examples(own_task(), str(lines))
-    assert examples == [PairExample("7", "a", None, 1), PairExample("8", "b", None, 0)]
-    unlabelled = [{"n": 7, "text": "a"}, {"n": 8, "text": "b", "class": None}, {"n": 9, "text": "c", "class": -1}]
-    lines.write_text("\n".join(json.dumps(row) for row in unlabelled))
-    assert [e.label for e in read_examples(own_task(), str(lines))[0]] == [None] * 3
-    pair = own_task(columns={"id": None, "first": "text", "second": "n", "label": "class"})
-    examples, _ = read_examples(pair, tsv(tmp_path / "x.tsv", "n\ttext\tclass", "one\ttwo\tbad"))
-    assert examples == [PairExample("0", "two", "one", 0)]
-
-
-@pytest.mark.parametrize(
-    "row, message",
-    [
-        (
-            {"n": 1, "text": "a", "class": "ugly"},
-            "`class` must be one of bad, good, or a number from -1 (not known) to 1",
-        ),
-        ({"n": 1, "text": "a", "class": 2}, "must be one of bad, good"),
-        ({"n": 1, "text": "a", "class": True}, "must be one of bad, good"),
-        ({"n": 1, "text": " ", "class": 1}, "texts must not be empty"),
-        ({"n": 1, "text": ["a"], "class": 1}, "texts must not be empty"),
-        ({"n": 1, "class": 1}, "must have n, text, but lacks text"),
-    ],
-)
-def test_a_row_of_a_table_that_cannot_be_is_refused(tmp_path, row: dict, message: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        read_examples(own_task(), str(path))
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"columns": None}, "`name` must be one of mnli, qqp, squad_v1, squad_v2, race, or come with `columns`"),
-        ({"name": "qqp"}, "`columns` and `labels` must be null for qqp"),
-        ({"name": "a/b"}, "`name` must be of small letters, digits and underscores, but is 'a/b'"),
-        ({"columns": {"first": "text"}}, "`columns` must be given for id, first, second, label, but are for first"),
-        ({"columns": {"id": 1, "first": "t", "second": None, "label": "c"}}, "`columns` must be names, each once"),
-        (
-            {"columns": {"id": None, "first": None, "second": "t", "label": "c"}},
-            "`columns.first` must be a column's name",
-        ),
-        ({"labels": ["one"]}, "`labels` must be at least two texts"),
-        ({"labels": ["one", "one"]}, "`labels` must be at least two texts"),
-        ({"labels": [0, 1]}, "`labels` must be at least two texts"),
-    ],
-)
-def test_a_table_that_is_described_wrongly_is_refused(changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        own_task(**changes)
-
-
-def test_one_text_has_one_separator() -> None:
-    assert join_pair([7, 8], None, 1, 2, 32) == ([1, 7, 8, 2], 4)
-    assert join_pair([7, 8, 9, 10], None, 1, 2, 4) == ([1, 7, 8, 2], 4)

@@ -51,7 +51,7 @@ class MegatronCore(Contender):
             use_cpu_initialization=self.is_cpu,
             gradient_accumulation_fusion=False,
             bias_dropout_fusion=not self.is_cpu,
-            masked_softmax_fusion=has_softmax_kernel(),
+            masked_softmax_fusion=not self.is_cpu and has_softmax_kernel(),
             bias_activation_fusion=not self.is_cpu,
         )
         with _no_cuda(self.is_cpu):
@@ -87,7 +87,8 @@ class MegatronCore(Contender):
 
 def has_softmax_kernel() -> bool:
     """Whether the fused softmax is there, which comes with apex and not with megatron-core."""
-    return importlib.util.find_spec("scaled_upper_triang_masked_softmax_cuda") is not None
+    kernels = ("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda")  # it looks at the first always
+    return all(importlib.util.find_spec(name) is not None for name in kernels)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import math
 import os
 from pathlib import Path
 
@@ -162,13 +161,15 @@ def choose_recompute(run: RunConfig, layout: ParallelConfig, accelerator: str) -
     """
     if run.model.get("recompute") != "auto":
         return run
-    config = run.transformer_config(STAND_IN_VOCAB_SIZE)
-    usable = usable_bytes(device_memory(accelerator), True) if accelerator == "gpu" else math.inf
-    mode = first_mode_that_fits(_job(config, run), _layout_of(config, run, layout), usable) or Recompute.NONE
+    mode = None
+    if accelerator == "gpu":
+        config, usable = run.transformer_config(STAND_IN_VOCAB_SIZE), usable_bytes(device_memory(accelerator), True)
+        mode = first_mode_that_fits(_job(config, run), _layout_of(config, run, layout), usable, True)
+    mode = mode or Recompute.NONE
     return dataclasses.replace(run, model=run.model | {"recompute": mode.value})
 
 
-def first_mode_that_fits(job: Job, layout: Layout, usable: float, on_gpu: bool = True) -> Recompute | None:
+def first_mode_that_fits(job: Job, layout: Layout, usable: int, on_gpu: bool) -> Recompute | None:
     """The mode that recomputes least with which a rank needs at most `usable` bytes."""
     modes = {mode: dataclasses.replace(layout, recompute=mode) for mode in Recompute}
     return next((mode for mode, asked in modes.items() if rank_memory(job, asked, on_gpu).total <= usable), None)
