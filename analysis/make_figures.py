@@ -3,7 +3,8 @@
     python analysis/make_figures.py                 # outputs/figures/
 
 Figures 1 and 5, the paper's bars beside the cost model's; Figure 6 in small from `analysis/model_size.py`; Figure 7 as
-a controlled experiment from `analysis/norm_order.py`. To add one, give `figures` its name, caption and drawing.
+a controlled experiment from `analysis/norm_order.py`; Table 5 in small. To add one, give
+`figures` its name, caption and drawing.
 """
 
 import argparse
@@ -17,6 +18,8 @@ matplotlib.use("Agg")  # files, no window
 
 from matplotlib.figure import Figure
 
+from lmscale.report.downstream import small_runs
+from lmscale.report.figures.downstream import draw_small_runs
 from lmscale.report.figures.model_size import draw_laws, draw_model_sizes
 from lmscale.report.figures.norm_order import draw_gradient_norms, draw_loss_curves, draw_rates
 from lmscale.report.figures.scaling import draw_figure_1, draw_figure_5
@@ -62,6 +65,11 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
                 draw_laws(record),
             ),
         }
+    if "finetune_small.json" in records:
+        found["downstream"] = (
+            "Table 5 in small, scaled down. A small BERT from published and from random weights, a point a seed",
+            draw_small_runs(small_runs(records)),
+        )
     cells = records_below(records, "norm_order")
     if cells and "norm_order.json" in records:
         of = "Figure 7 as a controlled experiment, scaled down."

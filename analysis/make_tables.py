@@ -51,7 +51,7 @@ TABLES = {
         "Counted by formula and, in the tests, in a traced world of 512 ranks: fp16, 8 sequences of 1,024 tokens. A "
         "gathered output would send its logits besides.",
     ),
-    "Figure 1": ("sustained PFLOP/s of the study's models with 64-way data parallelism", _MODELLED),
+    "Figure 1": ("sustained PFLOP/s of the study's models, without and with 64-way data parallelism", _MODELLED),
     "Figure 5": ("weak scaling of model and model + data parallelism", _MODELLED),
     "Peak memory": (
         "predicted beside tracked bytes of a rank",
@@ -111,8 +111,9 @@ LEDGER_NOTE = (
     "A number's id says where it stands in the paper. `from` is the record in `analysis/results/`, the code that "
     "counts, the key that sets it, or why there is nothing; `origin` says how the paper's value was got; `command`, by "
     "its number above the table, would reproduce it on the paper's machines and data. A measurement `scaled down` "
-    "stands for the smallest of the paper's models and does not compare with it. A record fills an entry by naming a "
-    "metric as its id."
+    "stands for the smallest of the paper's models and does not compare with it. What "
+    "the abstract repeats of the tables, rounded, and points of curves that are drawn but not printed are no entries. "
+    "A record fills an entry by naming a metric as its id."
 )
 
 

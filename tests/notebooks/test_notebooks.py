@@ -1,6 +1,7 @@
 """The committed notebooks run from the committed records and print what they show."""
 
 import json
+import re
 from pathlib import Path
 
 import nbformat
@@ -8,6 +9,7 @@ import pytest
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+MAKE_FIGURES = FOLDER.parent / "analysis" / "make_figures.py"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 WITHOUT_DRAWING = ("text/html", "text/plain")
 
@@ -45,6 +47,11 @@ def test_a_notebook_opens_with_the_papers_place_and_ends_with_where_we_differ(pa
     assert [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"] == list(
         range(1, sum(cell["cell_type"] == "code" for cell in cells) + 1)
     )
+
+
+def test_every_figure_of_a_notebook_is_one_of_the_files_too() -> None:
+    drawn = {name for path in NOTEBOOKS for name in re.findall(r"draw_\w+", path.read_text(encoding="utf-8"))}
+    assert drawn and drawn <= set(re.findall(r"draw_\w+", MAKE_FIGURES.read_text(encoding="utf-8")))
 
 
 def test_the_notebooks_are_there() -> None:

@@ -10,6 +10,12 @@ PREPARE_BERT = (
     "python src/prepare_data.py corpus=[wikipedia,cc_stories,realnews,openwebtext,bookscorpus] tokenizer=bert "
     "architecture=bert output=data/paper_bert"
 )
+PREPARE_LAMBADA = f"{PREPARE}_lambada evaluation=[wikitext103,lambada]"
+# WikiText-103's own training part as the corpus: reports/leakage.json says what of the test set stands in it.
+PREPARE_WIKITEXT = (
+    "python src/prepare_data.py sources.local.path=wiki.train.txt cleaning=none dedup=none tokenizer=gpt2 "
+    "output=data/wikitext103"
+)
 GENERATE = "python src/generate.py ckpt=outputs/gpt_8.3b_24heads prompt=TEXT"
 COST_MODEL = "python analysis/fit_cost_model.py"
 _BERT_DATA = "tokenizer=bert data=indexed data.path=data/paper_bert"
@@ -24,11 +30,14 @@ def pretrain(model: str, tp_size: int, dp_size: int, *more: str) -> str:
 
 def study(size: str, heads: int, tp_size: int, dp_size: int) -> str:
     """One cell of the scaling study: one micro-batch a data rank."""
+    batch = f"micro_batch_size={MICRO_BATCH} global_batch_size={MICRO_BATCH * dp_size}"
+    return pretrain(study_name(size, heads), tp_size, dp_size, batch)
+
+
+def study_name(size: str, heads: int) -> str:
+    """A model of the scaling study in `conf/model/`: Table 7 has its 8.3 B with other heads."""
     variants = {("8.3B", 16): "gpt_8.3b_16heads", ("8.3B", 24): "gpt_8.3b_24heads"}
-    model = variants.get((size, heads), f"gpt_{size.lower()}")
-    return pretrain(
-        model, tp_size, dp_size, f"micro_batch_size={MICRO_BATCH} global_batch_size={MICRO_BATCH * dp_size}"
-    )
+    return variants.get((size, heads), f"gpt_{size.lower()}")
 
 
 def gpt_name(size: str) -> str:
@@ -63,10 +72,12 @@ def zero_shot(task: str, size: str) -> str:
 
 
 def finetune(task: str, size: str, sweep: str = "five_seeds") -> str:
-    """The finetunings behind a value of Tables 5 and 6."""
+    """The finetunings behind a value of Tables 5 and 6; of RACE, Table 5 has the test set."""
+    search = sweep == "finetune_search"
+    test = " '+task.test.test=hub:test'" if task == "race" and not search else ""
     return (
-        f"python finetune/run.py task={task} size={size.lower()} ckpt=outputs/bert_{size.lower()} sweep={sweep} "
-        f"hydra.sweep.dir=multirun/{task}_{size.lower()}{'_search' if sweep == 'finetune_search' else ''}"
+        f"python finetune/run.py task={task} size={size.lower()} ckpt=outputs/bert_{size.lower()} sweep={sweep}{test} "
+        f"hydra.sweep.dir=multirun/{task}_{size.lower()}{'_search' if search else ''}"
     )
 
 

@@ -29,7 +29,8 @@ from .evidence import (
     setting,
     table_row,
 )
-from .scaling import BASELINE_FLOPS_PER_S, CELLS, PETAFLOPS_512, study_model
+from .scaling import CELLS, study_model
+from .scaling_figures import figure_cells, paper_petaflops
 from .text_entries import text_entries
 
 _LINEAR, _SPEED_UP, _MILLIONS = "% of linear scaling", "speed-up", "million parameters"
@@ -39,6 +40,7 @@ _NO_BERT = "needs the pretrained {} BERT"
 _NO_RECORD = "not trained, and no record has a metric of this name"
 _QUOTED = "a result of others that the paper quotes"
 _SHAPE = {"num_layers": "layers", "hidden_size": "hidden size", "num_attention_heads": "heads"}
+_PLACES = ("table", "figure", "section", "appendix", "blog")
 _TABLE_6_KEYS = {"global_batch_size": "sequences", "lr": "learning rate", "num_epochs": "epochs"}
 _BERTS = ("336M", "1.3B", "3.9B")  # of Tables 4, 5 and 6
 _SMALL_DEPTHS = {"336M": 12, "752M": 24}  # layers of the norm-order study that stand for 24 and 36
@@ -47,9 +49,16 @@ _SMALL_RACE = "all-MiniLM-L6-v2; one passage in four of the development set, 128
 
 
 def all_entries() -> tuple[Entry, ...]:
-    """The whole ledger, in the paper's order."""
-    parts = (_table_1, _table_2, _table_3, _table_4, _table_5, _table_6, _cells, _figures, text_entries)
-    return tuple(entry for part in parts for entry in part())
+    """The whole ledger: tables, figures, sections, appendices, the blog, each by its number."""
+    tables = (_table_1, _table_2, _table_3, _table_4, _table_5, _table_6, _scaling_tables)
+    parts = (*tables, _scaling_figures, _figures, text_entries)
+    return tuple(sorted((entry for part in parts for entry in part()), key=_place))
+
+
+def _place(entry: Entry) -> tuple[int, str]:
+    """Where an entry stands; what is of one place keeps its order."""
+    place = entry.id.split("/")[0]
+    return _PLACES.index(place.split("_")[0]), place
 
 
 def _shape(place: str, model: str, size: tuple[int, int, int], command: str, origin: str) -> Iterator[Entry]:
@@ -190,37 +199,43 @@ def _table_6() -> Iterator[Entry]:
                 yield Entry(entry_id, value, unit, found, command, paper.RECONSTRUCTED)
 
 
-def _cells() -> Iterator[Entry]:
-    """Tables 7 and 8, Figure 5."""
+def _scaling_tables() -> Iterator[Entry]:
+    """Tables 7 and 8."""
     first = commands.study("1.2B", paper.STUDY_MODELS["1.2B"].size[2], 1, 1)
     yield Entry("table_8/gpt_1.2b/1_gpu", 1.0, _SPEED_UP, anchored("by definition", lambda _: 1.0), first)
-    baseline = table_row("Figure 5", "model parallel, 1 GPU", _LINEAR, "")
-    yield Entry("figure_5/mp/1_gpu", 100.0, _LINEAR, baseline, first)
-    for cell in CELLS:
+    for cell in (cell for cell in CELLS if cell.table != "Figure 5"):
+        command = commands.study(cell.size, cell.heads, cell.tp_size, cell.dp_size)
+        place = f"{cell.table.lower().replace(' ', '_')}/gpt_{cell.size.lower()}/{cell.label.replace(' ', '_').lower()}"
+        is_speed_up = cell.table == "Table 8"
+        unit = _SPEED_UP if is_speed_up else _LINEAR
+        value = round(cell.paper * cell.tp_size / 100, 6) if is_speed_up else cell.paper
+        found = table_row(cell.table, f"{cell.size}, {cell.label}", unit, "")
+        yield Entry(place, value, unit, found, command, _READ[cell.certainty])
+        if not is_speed_up:
+            file = f"model/{commands.study_name(cell.size, cell.heads)}.yaml"
+            head_size = combined(file, "hidden_size", "/", "num_attention_heads")
+            width = paper.STUDY_MODELS[cell.size].size[1]
+            yield Entry(f"{place}/head_size", width // cell.heads, "of a head", head_size, command)
+
+
+def _scaling_figures() -> Iterator[Entry]:
+    """Figures 1 and 5."""
+    for cell in figure_cells():
         gpus = cell.tp_size * cell.dp_size
         command = commands.study(cell.size, cell.heads, cell.tp_size, cell.dp_size)
-        place, origin = cell.table.lower().replace(" ", "_"), _READ[cell.certainty]
-        if cell.table == "Figure 5":
-            name, panel = ("mp", "model parallel") if cell.dp_size == 1 else ("mp_dp", "model + data parallel")
-            found = table_row(cell.table, f"{panel}, {gpus} GPUs", _LINEAR, "")
-            yield Entry(f"figure_5/{name}/{gpus}_gpus", cell.paper, _LINEAR, found, command, origin)
-        else:
-            unit = _SPEED_UP if cell.table == "Table 8" else _LINEAR
-            value = cell.paper * gpus / 100 if cell.table == "Table 8" else cell.paper
-            found = table_row(cell.table, f"{cell.size}, {cell.label}", unit, "")
-            name = f"{place}/gpt_{cell.size.lower()}/{cell.label.replace(' ', '_').lower()}"
-            yield Entry(name, round(value, 6), unit, found, command, origin)
+        name, panel = ("mp", "model parallel") if cell.dp_size == 1 else ("mp_dp", "model + data parallel")
+        of_gpus = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        place, row = f"{name}/{of_gpus.replace(' ', '_').lower()}", f"{panel}, {of_gpus}"
+        found = table_row("Figure 5", row, _LINEAR, "")
+        yield Entry(f"figure_5/{place}", cell.paper, _LINEAR, found, command, _READ[cell.certainty])
+        petaflops, printed = paper_petaflops(cell)
+        origin = paper.PRINTED if printed else f"{paper.INFERRED}: Figure 5 times 39 TFLOP/s and the GPUs"
+        found = table_row("Figure 1", row, "PFLOP/s", "")
+        yield Entry(f"figure_1/{place}", petaflops, "PFLOP/s", found, command, origin)
 
 
 def _figures() -> Iterator[Entry]:
-    """Figures 1, 6 and 7."""
-    for cell in (cell for cell in CELLS if cell.table == "Figure 5" and cell.dp_size > 1):
-        gpus, printed = cell.tp_size * cell.dp_size, cell.size == "8.3B"
-        value = PETAFLOPS_512 if printed else cell.paper / 100 * gpus * BASELINE_FLOPS_PER_S / 1e15
-        origin = paper.PRINTED if printed else f"{paper.INFERRED}: Figure 5 times 39 TFLOP/s and the GPUs"
-        command = commands.study(cell.size, cell.heads, cell.tp_size, cell.dp_size)
-        found = table_row("Figure 1", f"{gpus} GPUs", "PFLOP/s", "")
-        yield Entry(f"figure_1/{gpus}_gpus", value, "PFLOP/s", found, command, origin)
+    """Figures 6 and 7."""
     best, trend = "figure_6/gpt_8.3b_24heads/validation_perplexity", "figure_6/trend"
     found = own_metric(best, not_run(_NO_GPT.format(512)))
     yield Entry(best, paper.BEST_VALIDATION_PERPLEXITY, "perplexity", found, commands.train_gpt("8.3B"))

@@ -12,7 +12,7 @@ _MAIN = {
     "table_4/bert_3.9b/parameters": "Table 4, BERT 3.9B",
     "section_3/layer/forward": "Section 3, forward pass",
     "section_5.1/padded_vocabulary": "Section 5.1, padded vocabulary",
-    "figure_1/512_gpus": "Figure 1, 512 GPUs",
+    "figure_1/mp_dp/512_gpus": "Figure 1, 512 GPUs",
     "figure_5/mp/8_gpus": "Figure 5, model parallel, 8 GPUs",
     "figure_5/mp_dp/512_gpus": "Figure 5, model + data parallel, 512 GPUs",
     "table_2/gpt_8.3b_24heads/days": "Table 2, GPT 8.3B",
@@ -31,7 +31,7 @@ _MAIN = {
 
 
 def ledger(context: Context) -> pd.DataFrame:
-    """One row an entry, in the paper's order.
+    """One row an entry, in the order of `all_entries`.
 
     Returns:
         columns `COLUMNS`: `ours` is in the paper's unit, or words with its own; `from` is the record, the code, the

@@ -21,67 +21,70 @@ PAPER, OURS = "paper", "lmscale, modelled"
 _PRINTED = {"text": "printed in the text", "figure": "read off the figure"}
 
 
-def figure_5_rows(cluster: Cluster) -> pd.DataFrame:
-    """Weak scaling, % of linear: the paper's value, the model's, the difference and the role of every cell.
-
-    The one-GPU cell is 100 by definition.
-    """
+def figure_cells() -> tuple[Cell, ...]:
+    """The cells of Figure 5, and before them the one GPU that is 100 by definition."""
     first = Cell("Figure 5", "MP, 1 GPU", "1.2B", 16, 1, 1, 100.0, "text", "baseline")
+    return (first, *(cell for cell in CELLS if cell.table == "Figure 5"))
+
+
+def paper_petaflops(cell: Cell) -> tuple[float, bool]:
+    """The paper's sustained PFLOP/s of a cell of `figure_cells`, and whether they are printed.
+
+    Printed are 39 TFLOP/s on one GPU and 15.1 PFLOP/s on 512; the others are Figure 5 times the one-GPU figure.
+    """
+    num_gpus = cell.tp_size * cell.dp_size
+    printed = {1: BASELINE_FLOPS_PER_S / 1e15, 512: PETAFLOPS_512}
+    if num_gpus in printed:
+        return printed[num_gpus], True
+    return cell.paper / 100 * num_gpus * BASELINE_FLOPS_PER_S / 1e15, False
+
+
+def _place(cell: Cell) -> dict:
+    panel = "model parallel" if cell.dp_size == 1 else "model + data parallel"
+    return {"panel": panel, "GPUs": cell.tp_size * cell.dp_size}
+
+
+def figure_5_rows(cluster: Cluster) -> pd.DataFrame:
+    """Weak scaling, % of linear: the paper's value, the model's, the difference and the role of every cell."""
     rows = []
-    for cell in (first, *(cell for cell in CELLS if cell.table == "Figure 5")):
+    for cell in figure_cells():
         ours = predict_cell(cell, cluster)
-        rows.append(
-            {
-                "panel": "model parallel" if cell.dp_size == 1 else "model + data parallel",
-                "GPUs": cell.tp_size * cell.dp_size,
-                PAPER: cell.paper,
-                OURS: ours,
-                "difference": ours - cell.paper,
-                "role": cell.role,
-                "certainty": cell.certainty,
-            }
-        )
+        row = _place(cell) | {PAPER: cell.paper, OURS: ours, "difference": ours - cell.paper}
+        rows.append(row | {"role": cell.role, "certainty": cell.certainty})
     return pd.DataFrame(rows)
 
 
 def figure_1_rows(cluster: Cluster) -> pd.DataFrame:
-    """PFLOP/s sustained: one V100, and the study's models with 64-way data parallelism.
-
-    The paper prints two of them, 39 TFLOP/s on one GPU and 15.1 PFLOP/s on 512; the others are its Figure 5 times the
-    one-GPU figure, by parameters.
-    """
-    rows = [{"GPUs": 1, PAPER: BASELINE_FLOPS_PER_S / 1e15, OURS: BASELINE_FLOPS_PER_S / 1e15, "certainty": "text"}]
-    for cell in CELLS:
-        if cell.table != "Figure 5" or cell.dp_size == 1:
-            continue
+    """PFLOP/s sustained by the study's models, without and with 64-way data parallelism: as of Figure 5."""
+    rows = []
+    for cell in figure_cells():
         layers, hidden, _ = SIZES[cell.size]
-        config, num_gpus = study_model(layers, hidden, cell.heads), cell.tp_size * cell.dp_size
-        seconds = study_time(config, cell.tp_size, cell.dp_size, cluster).total
-        ours = hardware_flops_per_step(config, SEQ_LENGTH, MICRO_BATCH * cell.dp_size) / seconds / 1e15
-        printed = num_gpus == 512
-        paper = PETAFLOPS_512 if printed else cell.paper / 100 * num_gpus * BASELINE_FLOPS_PER_S / 1e15
-        rows.append({"GPUs": num_gpus, PAPER: paper, OURS: ours, "certainty": "text" if printed else "figure"})
-    table = pd.DataFrame(rows)
-    table["difference"] = table[OURS] / table[PAPER] - 1
-    return table
+        config = study_model(layers, hidden, cell.heads)
+        paper, printed = paper_petaflops(cell)
+        ours = paper  # the anchor
+        if cell.role != "baseline":
+            seconds = study_time(config, cell.tp_size, cell.dp_size, cluster).total
+            ours = hardware_flops_per_step(config, SEQ_LENGTH, MICRO_BATCH * cell.dp_size) / seconds / 1e15
+        row = _place(cell) | {PAPER: paper, OURS: ours, "difference": ours / paper - 1}
+        rows.append(row | {"certainty": "text" if printed else "figure"})
+    return pd.DataFrame(rows)
 
 
 def figure_tables(cluster: Cluster) -> dict[str, pd.DataFrame]:
     """Both figures' rows as tables, with the columns of `scaling_tables` and where the paper's value is from."""
-    five, one = figure_5_rows(cluster), figure_1_rows(cluster)
-    scaling = pd.DataFrame({"configuration": [f"{row.panel}, {_gpus(row.GPUs)}" for row in five.itertuples()]})
-    scaling["paper"], scaling["ours"] = five[PAPER], five[OURS]
-    scaling["difference"], scaling["unit"] = five["difference"], "% of linear scaling"
-    scaling["evidence"] = ["by definition" if role == "baseline" else f"modelled, {role}" for role in five["role"]]
-    scaling["the paper's value"] = five["certainty"].map(_PRINTED)
-    sustained = pd.DataFrame({"configuration": [_gpus(n) for n in one["GPUs"]]})
-    sustained["paper"], sustained["ours"] = one[PAPER], one[OURS]
-    sustained["difference"], sustained["unit"] = one[OURS] - one[PAPER], "PFLOP/s"
+    one, five = figure_1_rows(cluster), figure_5_rows(cluster)
+    sustained = _table(one, "PFLOP/s", _PRINTED | {"figure": "Figure 5 times 39 TFLOP/s and the GPUs"})
     sustained["evidence"] = ["the anchor" if num_gpus == 1 else "modelled" for num_gpus in one["GPUs"]]
-    printed = _PRINTED | {"figure": "Figure 5 times 39 TFLOP/s and the GPUs"}
-    sustained["the paper's value"] = one["certainty"].map(printed)
-    return {"Figure 1": sustained, "Figure 5": scaling}
+    scaling = _table(five, "% of linear scaling", _PRINTED)
+    scaling["evidence"] = ["by definition" if role == "baseline" else f"modelled, {role}" for role in five["role"]]
+    last = "the paper's value"
+    return {name: t[[*t.columns.drop(last), last]] for name, t in (("Figure 1", sustained), ("Figure 5", scaling))}
 
 
-def _gpus(num_gpus: int) -> str:
-    return "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+def _table(rows: pd.DataFrame, unit: str, printed: dict[str, str]) -> pd.DataFrame:
+    gpus = ["1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs" for num_gpus in rows["GPUs"]]
+    table = pd.DataFrame({"configuration": rows["panel"] + ", " + pd.Series(gpus)})
+    table["paper"], table["ours"] = rows[PAPER], rows[OURS]
+    table["difference"], table["unit"] = rows[OURS] - rows[PAPER], unit
+    table["the paper's value"] = rows["certainty"].map(printed)
+    return table

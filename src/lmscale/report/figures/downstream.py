@@ -25,7 +25,8 @@ def draw_small_runs(rows: pd.DataFrame) -> Figure:
             axis.scatter(places, part["score"], color=_COLORS[kind], marker=_MARKS[kind], s=22, label=kind)
         for place, task in enumerate(tasks):
             floor = rows.loc[rows["metric"] == task, "floor"].iloc[0]
-            axis.hlines(floor, place - 0.3, place + 0.3, color="0.3", linewidth=1, linestyle="--")
+            word = "floor, set before" if place == 0 else None
+            axis.hlines(floor, place - 0.3, place + 0.3, color="0.3", linewidth=1, linestyle="--", label=word)
         axis.set_xticks(range(len(tasks)), [task.replace("/", "\n") for task in tasks])
         axis.set(ylabel="%", ylim=(0, 100))
         figure.legend(loc="outside upper center", ncols=2, frameon=False)

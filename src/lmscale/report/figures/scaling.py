@@ -9,6 +9,7 @@ from ..scaling import BASELINE_FLOPS_PER_S
 from ..scaling_figures import OURS, PAPER
 from .style import COLUMN_WIDTH, PALETTE, column_style
 
+_LABELS = {"edge": ("black", "black"), "center": ("white", "black")}  # colours that can be read there
 _COLORS = {PAPER: PALETTE["paper"], OURS: PALETTE["ours"]}
 
 
@@ -19,39 +20,46 @@ def draw_figure_5(rows: pd.DataFrame) -> Figure:
         rows: of `figure_5_rows`.
     """
     with column_style("whitegrid"):
-        figure = Figure(figsize=(2 * COLUMN_WIDTH, 2.8), layout="constrained")
-        axes = figure.subplots(1, 2, sharey=True)
-        for axis, (panel, part) in zip(axes, rows.groupby("panel", sort=False), strict=True):
-            sides = {"value_vars": [PAPER, OURS], "var_name": "source", "value_name": "percent"}
-            tall = part.melt(id_vars=["GPUs", "role"], **sides)
-            sns.barplot(tall, x="GPUs", y="percent", hue="source", ax=axis, palette=_COLORS, saturation=1)
-            axis.set(title=f"{panel} (V100)", ylabel="% of linear scaling", ylim=(0, 110))
-            for container in axis.containers:
-                axis.bar_label(container, fmt="%.0f", fontsize=7)
-            for bar, role in zip(axis.containers[1], part["role"], strict=True):
-                bar.set_hatch("//" if role in ("held out", "outlier") else "")
-            axis.get_legend().remove()
-        handles, labels = axes[0].get_legend_handles_labels()
-        handles.append(Patch(facecolor=PALETTE["ours"], edgecolor="white", hatch="//"))
-        figure.legend(handles, [*labels, "not in the fit"], loc="outside lower center", ncols=3, frameon=False)
+        figure = _two_panels(rows, ["% of linear scaling"] * 2, sharey=True, fmt="%.0f")
+        figure.axes[0].set(ylim=(0, 110))
     return figure
 
 
 def draw_figure_1(rows: pd.DataFrame) -> Figure:
-    """Both sources as bars with their values, and linear scaling as marks, over the number of GPUs.
+    """The same in FLOP/s, with linear scaling as marks.
 
     Args:
         rows: of `figure_1_rows`.
     """
+    rows = rows.assign(linear=rows["GPUs"] * BASELINE_FLOPS_PER_S / 1e15)
+    rows.loc[rows["GPUs"] <= 8, [PAPER, OURS, "linear"]] *= 1e3  # the left panel, in TFLOP/s
     with column_style("whitegrid"):
-        figure = Figure(figsize=(COLUMN_WIDTH, 2.6), layout="constrained")
-        axis = figure.subplots()
-        tall = rows.melt(id_vars=["GPUs"], value_vars=[PAPER, OURS], var_name="source", value_name="PFLOP/s")
-        sns.barplot(tall, x="GPUs", y="PFLOP/s", hue="source", ax=axis, palette=_COLORS, saturation=1)
-        for container in axis.containers:
-            axis.bar_label(container, fmt="%.3g", fontsize=7)
-        linear = rows["GPUs"] * BASELINE_FLOPS_PER_S / 1e15
-        axis.plot(range(len(rows)), linear, color="0.4", marker="_", markersize=24, linestyle="none", label="linear")
-        axis.set(title="sustained; V100, 64-way data parallel")
-        axis.legend(frameon=False)
+        return _two_panels(rows, ["TFLOP/s", "PFLOP/s"], sharey=False, fmt="%.3g", label_type="center")
+
+
+def _two_panels(rows: pd.DataFrame, units: list[str], sharey: bool, **labels: str) -> Figure:
+    """Bars of both sources over the GPUs, without data parallelism on the left and with it on the right.
+
+    A column `linear` becomes marks, a column `role` hatches; `labels` says how bars are labelled.
+    """
+    figure = Figure(figsize=(2 * COLUMN_WIDTH, 2.8), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=sharey)
+    for axis, unit, (panel, part) in zip(axes, units, rows.groupby("panel", sort=False), strict=True):
+        tall = part.melt(id_vars=["GPUs"], value_vars=[PAPER, OURS], var_name="source", value_name="value")
+        sns.barplot(tall, x="GPUs", y="value", hue="source", ax=axis, palette=_COLORS, saturation=1)
+        axis.set(title=f"{panel} (V100)", ylabel=unit)
+        for container, color in zip(axis.containers, _LABELS[labels.get("label_type", "edge")], strict=True):
+            axis.bar_label(container, fontsize=7, color=color, **labels)
+        for bar, role in zip(axis.containers[1], part.get("role", []), strict=False):
+            bar.set_hatch("//" if role in ("held out", "outlier") else "")
+        axis.get_legend().remove()
+        if "linear" in part:
+            marks = {"color": "0.4", "marker": "_", "markersize": 22, "linestyle": "none"}
+            axis.plot(range(len(part)), part["linear"], label="linear", **marks)
+            axis.margins(y=0.1)
+    handles, labels = axes[0].get_legend_handles_labels()
+    if "role" in rows:
+        handles.append(Patch(facecolor=PALETTE["ours"], edgecolor="white", hatch="//"))
+        labels.append("not in the fit")
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     return figure
