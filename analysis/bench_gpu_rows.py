@@ -136,7 +136,7 @@ def main() -> None:
             print(seeds(args.fp8, args.bf16))
     except FileNotFoundError as error:
         sys.exit(f"not measured yet: {error.filename} is missing")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -18,7 +18,7 @@ from lmscale.report.downstream import table_5
 from lmscale.report.evidence import Context
 from lmscale.report.ledger_rows import kinds, ledger, short_form
 from lmscale.report.memory import peak_memory
-from lmscale.report.norm_order import order_table, read_cells
+from lmscale.report.norm_order import order_differences, order_table, read_cells
 from lmscale.report.profile import profile
 from lmscale.report.records import fitted_cluster, read_records, records_below
 from lmscale.report.scaling_figures import figure_tables
@@ -137,7 +137,9 @@ def all_rows(records: dict[str, dict]) -> dict[str, pd.DataFrame]:
     rows |= {"Parameters": parameter_table(), "Memory": memory_table(), "Communication": communication_table()}
     cells = records_below(records, "norm_order")
     if cells and "norm_order.json" in records:
-        rows["Figure 7"] = order_table(read_cells(cells), records["norm_order.json"]["config"]["factorial"])
+        rows["Figure 7"] = order_table(
+            order_differences(read_cells(cells), records["norm_order.json"]["config"]["factorial"])
+        )
     return rows | {"Ledger": ledger(Context(records, rows, read_settings(), cluster))}
 
 

@@ -14,6 +14,8 @@ from lmscale.report.figures.norm_order import draw_gradient_norms, draw_loss_cur
 from lmscale.report.norm_order import (
     NATS,
     choose_rates,
+    endings,
+    equal_rate_differences,
     mean_and_interval,
     order_differences,
     order_table,
@@ -106,7 +108,7 @@ def test_the_summary_has_every_difference_and_count(study) -> None:
     assert value["post/stuck"] + value["post/learned"] == 18 and value["pre/diverged"] == 0
     assert value["cpu_time"] == pytest.approx(2.0 * 36)
     json.dumps(record, allow_nan=False)
-    table = order_table(read_cells(records_of(study)), 4)
+    table = order_table(order_differences(read_cells(records_of(study)), 4))
     assert table["post - pre, 95 %"][1] == "+0.500 +- 0.025" and "stuck" in table["post-norm runs"][2]
 
 
@@ -117,7 +119,7 @@ def test_a_run_that_diverged_has_no_end_to_compare(study) -> None:
     assert "8_layers/scaled/difference" not in record["metrics"] and "8_layers/scaled/post" not in record["metrics"]
     assert record["metrics"]["8_layers/scaled/pre"]["value"] == pytest.approx(4.3)
     assert "8_layers/post/unscaled_minus_scaled" not in record["metrics"]
-    row = order_table(cells, 4).iloc[3]
+    row = order_table(order_differences(cells, 4)).iloc[3]
     assert (row["post-norm (lr)"], row["post - pre, 95 %"]) == ("diverged (0.003)", "")
     assert row["post-norm runs"] == "2 stuck, 1 diverged"
 
@@ -132,10 +134,20 @@ def test_a_run_that_comes_back_was_unstable_all_the_same(study) -> None:
     (state,) = cells[cells["unstable"] & (cells["order"] == "pre")]["state"]
     assert state == "learned"
     assert summarize(cells, 4)["metrics"]["pre/unstable"]["value"] == 1
+    counts = endings(cells)
+    assert counts.loc[8, "pre", True].to_dict() == {"learned": 3, "stuck": 0, "diverged": 0, "unstable": 1}
+    assert counts[["learned", "stuck", "diverged"]].to_numpy().sum() == len(cells)
 
 
 def test_the_orders_are_compared_at_equal_rates_too(study) -> None:
-    metrics = summarize(read_cells(records_of(study)), 4)["metrics"]
+    cells = read_cells(records_of(study))
+    metrics = summarize(cells, 4)["metrics"]
+    rows = order_table(equal_rate_differences(cells, 4))
+    assert (
+        len(rows) == 4
+        and rows["pre-norm (lr)"][0].endswith("(0.001)")
+        and rows["post-norm (lr)"][1].endswith("(0.003)")
+    )
     assert metrics["4_layers/scaled/lr_0.001/difference"]["value"] == pytest.approx(0.5)
 
 

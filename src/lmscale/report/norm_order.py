@@ -115,6 +115,15 @@ def order_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
     return compare_orders(chosen_cells(cells, factorial), ["layers", "scaled"])
 
 
+def equal_rate_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
+    """Post- against pre-norm at the depth that has every rate, each rate by itself.
+
+    Returns:
+        as `compare_orders`, with layers, scaled and lr.
+    """
+    return compare_orders(cells[cells["layers"] == factorial], ["layers", "scaled", "lr"])
+
+
 def compare_orders(cells: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """Post- against pre-norm, paired by seed, in every group of cells that has both.
 
@@ -167,7 +176,7 @@ def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
         metrics[f"{name}/lr_pre"] = {"value": row["lr_pre"], "unit": "1"}
         metrics[f"{name}/lr_post"] = {"value": row["lr_post"], "unit": "1"}
         metrics[f"{name}/seeds"] = {"value": row["seeds"], "unit": "pairs"}
-    for row in compare_orders(at_depth, ["scaled", "lr"]).to_dict("records"):
+    for row in equal_rate_differences(cells, factorial).to_dict("records"):
         name = f"{factorial}_layers/{'scaled' if row['scaled'] else 'unscaled'}/lr_{row['lr']:g}"
         if not math.isnan(row["difference"]):
             metrics[f"{name}/difference"] = {"value": row["difference"], "unit": NATS}
@@ -198,9 +207,14 @@ def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
     )
 
 
-def order_table(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
-    """`order_differences` as a table for reading."""
-    rows = order_differences(cells, factorial)
+def endings(cells: pd.DataFrame) -> pd.DataFrame:
+    """How many cells ended in each of `STATES`, and how many were unstable on the way, by depth and arm."""
+    rows = pd.concat([pd.get_dummies(cells["state"]).reindex(columns=list(STATES), fill_value=0), cells], axis=1)
+    return rows.groupby(["layers", *ARM])[[*STATES, "unstable"]].sum().astype(int)
+
+
+def order_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """`order_differences` or `equal_rate_differences` as a table for reading."""
     return pd.DataFrame(
         {
             "layers": rows["layers"],
