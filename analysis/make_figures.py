@@ -1,6 +1,7 @@
 """Every figure that the committed records give, as files: `make figures`.
 
     python analysis/make_figures.py                 # outputs/figures/
+    python analysis/make_figures.py --only norm_order_curves --folder analysis/figures    # the README's
 
 Figures 1 and 5, the paper's bars beside the cost model's; Figure 6 in small from `analysis/model_size.py`; Figure 7 as
 a controlled experiment from `analysis/norm_order.py`; Table 5 in small. To add one, give
@@ -8,6 +9,7 @@ a controlled experiment from `analysis/norm_order.py`; Table 5 in small. To add 
 """
 
 import argparse
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -89,15 +91,35 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
     return found
 
 
-def draw_all(results: Path, folder: Path, suffix: str = "png") -> dict[Path, str]:
-    """Draw every figure of a folder of records, in the format of `suffix`; returns the files and what each shows."""
+def draw_all(results: Path, folder: Path, suffix: str = "png", only: str | None = None) -> dict[Path, str]:
+    """Draw every figure of a folder of records, in the format of `suffix`; returns the files and what each shows.
+
+    Each file's metadata has the fingerprint of what is drawn, under `Source`.
+
+    Raises:
+        ValueError: there is no figure called `only`.
+    """
+    drawn = figures(results)
+    if only is not None and only not in drawn:
+        raise ValueError(f"`--only` must be one of {', '.join(drawn)}, but is {only}")
     folder.mkdir(parents=True, exist_ok=True)
     captions = {}
-    for name, (caption, figure) in figures(results).items():
-        path = folder / f"{name}.{suffix}"
-        figure.savefig(path, dpi=200, bbox_inches="tight")
-        captions[path] = caption
+    for name, (caption, figure) in drawn.items():
+        if only in (None, name):
+            path = folder / f"{name}.{suffix}"
+            figure.savefig(path, dpi=200, bbox_inches="tight", metadata={"Source": fingerprint(figure)})
+            captions[path] = caption
     return captions
+
+
+def fingerprint(figure: Figure) -> str:
+    """A digest of the data that a figure draws as lines and of its words, the same on every machine."""
+    seen = []
+    for axis in figure.axes:
+        seen += [axis.get_title(), axis.get_xlabel(), axis.get_ylabel()]
+        points = (line.get_xydata().ravel().tolist() for line in axis.lines)
+        seen += [" ".join(f"{value:.5g}" for value in line) for line in points]
+    return hashlib.sha256("\n".join(seen).encode()).hexdigest()
 
 
 def main() -> int:
@@ -105,8 +127,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--records", type=Path, default=RESULTS, help="folder of records")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "figures")
+    parser.add_argument("--only", metavar="NAME", help="one figure")
     options = parser.parse_args()
-    for path, caption in draw_all(options.records, options.folder).items():
+    try:
+        captions = draw_all(options.records, options.folder, only=options.only)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for path, caption in captions.items():
         print(f"{path}: {caption}")
     return 0
 
