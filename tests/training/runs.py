@@ -121,3 +121,13 @@ def read_tensors(run_dir: str | Path) -> dict[str, torch.Tensor]:
     """Whole logical tensors of the newest checkpoint: weights and moments."""
     with CheckpointReader(list_checkpoints(Path(run_dir) / "checkpoints")[-1]) as reader:
         return {key: reader.read(key) for key in reader.metadata.tensors}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Losses, norms and every tensor, bit for bit."""
+    for row, twin in zip(read_rows(one), read_rows(other), strict=True):
+        for column in ("step", "train/loss", "grad_norm", "lr"):
+            assert row[column] == twin[column], (column, row["step"])
+    tensors, others = read_tensors(one), read_tensors(other)
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensors[key], others[key]) for key in tensors)

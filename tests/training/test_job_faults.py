@@ -1,0 +1,145 @@
+"""Faults of whole jobs, put in on purpose: ranks that hang or die, signals, a second job in the same folder."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from door import TINY, start, train
+from runs import assert_same_run
+
+from lmscale.checkpoint import list_checkpoints, read_metadata
+from lmscale.training.exit_codes import INTERRUPTED, STALLED, USER_ERROR
+from lmscale.training.watchdog import Watchdog
+
+LONG_RUN = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=100000",)
+
+
+def test_a_rank_that_stands_still_is_ended_with_the_name_of_its_place() -> None:
+    code = (
+        "import time; from lmscale.training.watchdog import Watchdog; w = Watchdog(3, 0.5); w.start();"
+        "w.mark('step 17, backward pass'); time.sleep(60)"
+    )
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == STALLED and time.monotonic() - begin < 40
+    assert done.stderr.startswith("error: rank 3 has not moved for ") and "in step 17, backward pass" in done.stderr
+
+
+def test_a_watchdog_that_is_told_of_progress_keeps_still() -> None:
+    watchdog = Watchdog(0, 0.4)
+    watchdog.start()
+    for number in range(10):
+        time.sleep(0.1)
+        watchdog.mark(f"step {number}")
+    watchdog.stop()
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    listing = subprocess.run(
+        ["ps", "-ww", "-o", "pid=", "-o", "args=", "--ppid", str(process.pid)], capture_output=True, text=True
+    )
+    return [int(line.split()[0]) for line in listing.stdout.splitlines() if "spawn_main" in line]
+
+
+def wait_until(condition, process: subprocess.Popen, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+
+
+def rows_on_disk(run_dir: Path) -> int:
+    path = run_dir / "metrics.csv"
+    return len(path.read_text().splitlines()) - 1 if path.is_file() else 0
+
+
+def end(process: subprocess.Popen) -> None:
+    """Only what this test started, with its ranks."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads the process table with ps")
+
+
+@linux_only
+def test_a_rank_that_hangs_ends_the_job_within_the_time_limit(tmp_path) -> None:
+    overrides = ("parallel.tp_size=2", "parallel.timeout_minutes=0.1", f"hydra.run.dir={tmp_path}")
+    process = start(*LONG_RUN, *overrides)
+    try:
+        wait_until(lambda: rows_on_disk(tmp_path) > 3, process)
+        stuck = ranks_of(process)[1]
+        os.kill(stuck, signal.SIGSTOP)
+        begin = time.monotonic()
+        time.sleep(8)
+        os.kill(stuck, signal.SIGCONT)  # the agent's SIGTERM does not reach a process that is stopped
+        _, stderr = process.communicate(timeout=60)
+        assert time.monotonic() - begin < 45
+        assert process.returncode in (1, STALLED), stderr
+        assert "has not moved for" in stderr and ", a collective" not in stderr and "in step " in stderr
+    finally:
+        end(process)
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("number", "tp_size"),
+    [(signal.SIGTERM, 2), pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.slow), (signal.SIGUSR1, 1)],
+)
+def test_a_scheduler_s_signal_saves_at_the_next_step_and_the_run_goes_on_as_if_nothing_were(
+    tmp_path, number, tp_size
+) -> None:
+    settings = (*LONG_RUN, f"parallel.tp_size={tp_size}", f"hydra.run.dir={tmp_path / 'run'}", "resume=auto")
+    process = start(*settings)
+    try:
+        wait_until(lambda: rows_on_disk(tmp_path / "run") > 2, process)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        end(process)
+    assert process.returncode == INTERRUPTED, stderr
+    (path,) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    step = read_metadata(path).step
+    assert step == rows_on_disk(tmp_path / "run") and f"after step {step}, saved in" in stdout
+    assert train(*settings, f"trainer.stop_after_steps={step + 2}").returncode == 0
+    other = (*LONG_RUN, f"parallel.tp_size={tp_size}", f"hydra.run.dir={tmp_path / 'whole'}")
+    assert train(*other, f"trainer.stop_after_steps={step + 2}").returncode == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+@linux_only
+def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tmp_path) -> None:
+    short = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=40", "parallel.tp_size=2")
+    short += ("checkpoint.save_every_steps=3",)
+    process = start(*short, "max_restarts=2", f"hydra.run.dir={tmp_path / 'run'}")
+    try:
+        wait_until(lambda: list_checkpoints(tmp_path / "run" / "checkpoints"), process)
+        os.kill(ranks_of(process)[0], signal.SIGKILL)
+        stdout, stderr = process.communicate(timeout=200)
+    finally:
+        end(process)
+    assert process.returncode == 0, stderr
+    assert stdout.count("run folder:") == 2 and "resumed from" in stdout
+    assert train(*short, f"hydra.run.dir={tmp_path / 'whole'}").returncode == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+@linux_only
+def test_a_second_job_in_the_same_run_folder_is_refused_and_the_first_goes_on(tmp_path) -> None:
+    process = start(*LONG_RUN, f"hydra.run.dir={tmp_path}")
+    try:
+        wait_until(lambda: rows_on_disk(tmp_path) > 2, process)
+        second = train(*LONG_RUN, f"hydra.run.dir={tmp_path}", "resume=auto")
+        assert second.returncode == USER_ERROR
+        assert second.stderr.startswith(
+            f"error: the run folder {tmp_path} is in use by another job (process {process.pid} on"
+        )
+        rows = rows_on_disk(tmp_path)
+        wait_until(lambda: rows_on_disk(tmp_path) > rows + 2, process)
+    finally:
+        end(process)
