@@ -1,7 +1,7 @@
 """Every figure that the committed records give, as files: `make figures`.
 
     python analysis/make_figures.py                 # outputs/figures/
-    python analysis/make_figures.py --only norm_order_curves --folder analysis/figures    # the README's
+    python analysis/make_figures.py --only norm_order_rates --folder analysis/figures    # the README's
 
 Figures 1 and 5, the paper's bars beside the cost model's; Figure 6 in small from `analysis/model_size.py`; Figure 7 as
 a controlled experiment from `analysis/norm_order.py`; Table 5 in small. To add one, give
@@ -33,6 +33,7 @@ from lmscale.report.sizes import DEVICES, memory_table, parameter_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "analysis" / "results"
+MIDDLE = 500  # step of the norm-order study's runs
 
 
 def figures(results: Path) -> dict[str, tuple[str, Figure]]:
@@ -74,18 +75,22 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
         )
     cells = records_below(records, "norm_order")
     if cells and "norm_order.json" in records:
-        of = "Figure 7 as a controlled experiment, scaled down."
+        of, dotted = "Figure 7 as a controlled experiment, scaled down.", "dotted: the least loss without other tokens"
         factorial = records["norm_order.json"]["config"]["factorial"]
         rows, curves, norms = read_cells(cells), read_curves(cells), read_gradient_norms(cells)
         found |= {
-            "norm_order_curves": (
-                f"{of} Training loss by depth; dotted: the least loss without a look at other tokens",
-                draw_loss_curves(curves, rows, factorial),
+            "norm_order_rates": (
+                f"{of} Last training loss over the learning rate, a point a seed; {dotted}",
+                draw_rates(rows, factorial),
             ),
-            "norm_order_rates": (f"{of} Last training loss over the learning rate", draw_rates(rows, factorial)),
+            "norm_order_curves": (f"{of} Training loss by depth; {dotted}", draw_loss_curves(curves, rows, factorial)),
             "norm_order_gradients": (
                 f"{of} Gradient norm of each layer before the first step",
                 draw_gradient_norms(norms, rows, factorial),
+            ),
+            "norm_order_gradients_trained": (
+                f"{of} Gradient norm of each layer in the middle of the training, mean of 10 steps",
+                draw_gradient_norms(norms, rows, factorial, step=MIDDLE),
             ),
         }
     return found

@@ -163,7 +163,7 @@ def test_the_figures_have_a_panel_a_depth_and_units(study) -> None:
     cells = read_cells(records_of(study))
     curves = draw_loss_curves(read_curves(records_of(study)), cells, 4)
     norms = draw_gradient_norms(read_gradient_norms(records_of(study)), cells, 4)
-    assert [len(figure.axes) for figure in (curves, norms, draw_rates(cells, 4))] == [2, 2, 1]
+    assert [len(figure.axes) for figure in (curves, norms, draw_rates(cells, 4))] == [2, 2, 2]
     assert NATS in curves.axes[0].get_ylabel() and norms.axes[0].get_yscale() == "log"
     assert len(norms.axes[1].lines[0].get_xdata()) == 8
 

@@ -18,6 +18,7 @@ LATER = "a duration; its column says that it is not recorded"
 # Passages of the README and the notebooks that need no record: the file that holds the number and how it is written
 # there, or a reason.
 FACTS = {
+    "of hidden size 64 and 12 layers": ("conf/sweep/norm_order.yaml", "num_layers: 12"),
     "hold that to 1e-12": ("tests/training/test_layouts.py", "1e-12"),
     "on 2 CPU cores": "the machine",
     "tensor-parallel 2 on the documentation": ("analysis/demo.py", "parallel.tp_size=2"),
@@ -65,6 +66,16 @@ FACTS = {
     "with 32 heads and Figure 5 at 8 GPUs": ("analysis/tables/table_7.md", "32 heads"),
     "in September 2020, of which": "a date",
     "and SQuAD 2.0 among what": "a name",
+    "residual by 1/sqrt(2 L)": ("src/lmscale/report/figures/norm_order.py", "1/sqrt(2 L)"),
+    "a BERT of hidden size 64 on": ("conf/sweep/norm_order.yaml", "hidden_size: 64"),
+    "means of the last 50 steps": ("analysis/norm_order.py", "-2 * WINDOW"),
+    "half their 95 % interval": ("src/lmscale/report/norm_order.py", "95 % interval by Student's t"),
+    "half of the 95 % interval": ("src/lmscale/report/norm_order.py", "95 % interval by Student's t"),
+    "an end 0.25 nats above": ("src/lmscale/report/norm_order.py", "DIVERGED_ABOVE, STUCK_WITHIN = 0.25, 0.1"),
+    "lowest mean of 25 steps": ("analysis/norm_order.py", "WINDOW = 25"),
+    "less than 0.1 nats below": ("src/lmscale/report/norm_order.py", "DIVERGED_ABOVE, STUCK_WITHIN = 0.25, 0.1"),
+    "came 0.25 nats over": ("src/lmscale/report/norm_order.py", "DIVERGED_ABOVE, STUCK_WITHIN = 0.25, 0.1"),
+    "of hidden 64 and sequences of 32 tokens": ("conf/sweep/norm_order.yaml", "max_position_embeddings: 32"),
     "with 1 or 2 workers": ("tests/doors/test_prepare_data.py", "workers"),
 }
 

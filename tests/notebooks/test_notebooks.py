@@ -55,4 +55,10 @@ def test_every_figure_of_a_notebook_is_one_of_the_files_too() -> None:
 
 
 def test_the_notebooks_are_there() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["01_parameter_counts", "02_scaling", "03_zero_shot", "05_downstream"]
+    assert [path.stem for path in NOTEBOOKS] == [
+        "01_parameter_counts",
+        "02_scaling",
+        "03_zero_shot",
+        "04_norm_order",
+        "05_downstream",
+    ]

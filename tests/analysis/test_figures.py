@@ -1,0 +1,41 @@
+"""Figures as files: each says what it draws, and the README's is of the committed records."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "analysis"))
+
+import make_figures  # noqa: E402
+
+COMMITTED = ROOT / "analysis" / "figures" / "norm_order_rates.png"
+
+
+def test_the_readmes_figure_is_of_the_committed_records() -> None:
+    _, figure = make_figures.figures(make_figures.RESULTS)[COMMITTED.stem]
+    assert Image.open(COMMITTED).text["Source"] == make_figures.fingerprint(figure)
+    assert f"]({COMMITTED.relative_to(ROOT)})" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_fingerprint_is_of_data_and_words() -> None:
+    def drawn(loss: float, label: str):
+        figure, axis = plt.subplots()
+        axis.plot([0, 1], [5.0, loss])
+        axis.set_ylabel(label)
+        plt.close(figure)
+        return make_figures.fingerprint(figure)
+
+    assert drawn(4.0, "nats") == drawn(4.0 + 1e-9, "nats")
+    assert len({drawn(4.0, "nats"), drawn(4.01, "nats"), drawn(4.0, "bits")}) == 3
+
+
+def test_one_figure_alone_is_drawn_and_an_unknown_one_refused(tmp_path) -> None:
+    captions = make_figures.draw_all(make_figures.RESULTS, tmp_path / "one", only="figure_5")
+    assert [path.name for path in captions] == ["figure_5.png"] == [path.name for path in (tmp_path / "one").iterdir()]
+    script = [sys.executable, str(ROOT / "analysis" / "make_figures.py")]
+    done = subprocess.run([*script, "--only", "figure_9"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and done.stderr.startswith("error: `--only` must be one of parameters,")
