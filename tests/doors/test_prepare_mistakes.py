@@ -1,0 +1,167 @@
+"""`python src/prepare_data.py` with mistakes, bad files, full disks: one line, and the same command goes on."""
+
+import resource
+import shutil
+import subprocess
+import sys
+
+import pytest
+from door import REPOSITORY, environment
+from preparing import SMALL, digests, passages, prepare, write_lines
+
+BAD = {
+    "no such file": (["sources.local.path=/nowhere"], "must exist, but /nowhere"),
+    "weights of some": (["+sources.b={kind: local, path: x, weight: 2}"], "`sources.local.weight` must be given"),
+    "books for gpt": (["corpus=bookscorpus"], "is for bert only"),
+    "jaccard": (["dedup.jaccard=1.5"], "`dedup.jaccard` must be above 0 and at most 1, but is 1.5"),
+    "unknown key": (["sources.local.pth=x"], "`sources.local.pth` is not a known key"),
+    "partition": (["launcher=slurm"], "`launcher.partition` must be given"),
+    "hub": (["corpus=wikipedia"], "wikimedia/wikipedia"),
+    "evaluation file": (["evaluation=lambada", "evaluation_sets.lambada.path=/no.jsonl"], "/no.jsonl"),
+    "evaluation hub": (["evaluation=wikitext103"], "evaluation=none leaves test sets in"),
+    "tokenizer": (["tokenizer=bert"], "`tokenizer` must suit the model (gpt), but is bert"),
+    "tokenizer size": (["tokenizer.vocab_size=100"], "`tokenizer.vocab_size` must be above 256"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_mistake_is_one_line_and_exit_code_2(name, tmp_path) -> None:
+    more, message = BAD[name]
+    local = write_lines(tmp_path / "a.jsonl", ["some text"])
+    given = {override.split("=")[0] for override in more}
+    base = [f"sources.local.path={local}"] if not given & {"corpus", "sources.local.path"} else []
+    base += [option for option in SMALL if "tokenizer" not in given or not option.startswith("tokenizer")]
+    done = prepare(*base, f"output={tmp_path / 'out'}", *more)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+BAD_CONTENT = {
+    "invalid JSON": ("a.jsonl", b'{"text": "x"}\n{"text": \n', [], "a.jsonl, row 2: must be one JSON object a line"),
+    "no text field": ("a.jsonl", b'{"words": "x"}\n', [], "`text`"),
+    "truncated gzip": ("a.jsonl.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03abc", [], "a.jsonl.gz"),
+    "truncated zstd": ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x04\x00", [], "a.jsonl.zst"),
+    "corrupt parquet": ("a.parquet", b"PAR1 nothing", [], "a.parquet"),
+    "only an empty file": ("a.jsonl", b"", [], "`sources` must hold text, but all 1 files are empty"),
+    "only short documents": ("a.jsonl", b'{"text": "a few words"}\n', [], "drop short: short 1"),
+    "nothing held out": (
+        "a.jsonl",
+        b'{"text": "a few words"}\n',
+        ["cleaning=none", "validation_every=1000000"],
+        "`validation_every` must hold out at least one document",
+    ),
+    "duplicate ids": (
+        "a.jsonl",
+        b'{"id": "same", "text": "one"}\n{"id": "same", "text": "two"}\n',
+        ["cleaning=none", "duplicate_ids=refuse"],
+        "'same'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONTENT)
+def test_bad_content_is_named_and_nothing_looks_complete(name, tmp_path) -> None:
+    file, content, more, message = BAD_CONTENT[name]
+    (tmp_path / file).write_bytes(content)
+    out = tmp_path / "out"
+    done = prepare(*SMALL, f"sources.local.path={tmp_path / file}", f"output={out}", *more)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ") and message in last
+    assert not (out / "manifest.json").exists() and not list(out.glob("*.idx"))
+
+
+def test_bert_needs_documents_of_two_sentences(tmp_path) -> None:
+    local = write_lines(tmp_path / "a.jsonl", [f"Only one sentence, number {n}" for n in range(300)])
+    options = [*SMALL, f"sources.local.path={local}", f"output={tmp_path / 'out'}", "cleaning=none", "dedup=none"]
+    done = prepare(*options, "architecture=bert")
+    assert done.returncode == 2 and "must have documents of two sentences or more" in done.stderr
+
+
+def test_an_output_inside_the_input_is_refused(tmp_path) -> None:
+    write_lines(tmp_path / "in" / "a.jsonl", ["some text"])
+    done = prepare(*SMALL, f"sources.local.path={tmp_path / 'in'}", f"output={tmp_path / 'in' / 'out'}")
+    assert done.returncode == 2 and "`output` must be outside `sources.local.path`" in done.stderr
+    assert not (tmp_path / "in" / "out").exists()
+
+
+def test_what_is_passed_over_is_said_and_a_higher_limit_of_bad_rows_goes_on(shared_data, tmp_path) -> None:
+    folder = tmp_path / "in"
+    write_lines(folder / "a.jsonl", passages(shared_data, 60))
+    write_lines(folder / "b.jsonl", ["more text"])
+    with open(folder / "b.jsonl", "a") as file:
+        file.write("no json\n")
+    (folder / "scan.pdf").write_text("x")
+    options = [*SMALL, f"sources.local.path={folder}", f"output={tmp_path / 'out'}", "validation_every=4"]
+    done = prepare(*options)
+    assert done.returncode == 2 and "b.jsonl, row 2" in done.stderr
+    assert "1 files of other kinds or linked folders are passed over" in done.stdout and "scan.pdf" in done.stdout
+    done = prepare(*options, "max_bad_rows=1")
+    assert done.returncode == 0, done.stderr
+
+
+def test_files_that_change_between_two_attempts_are_noticed(shared_data, tmp_path) -> None:
+    local = write_lines(tmp_path / "a.jsonl", passages(shared_data, 40))
+    test_set = tmp_path / "test.tokens"
+    bpe = shutil.copytree(shared_data / "gpt2-bpe", tmp_path / "bpe")
+    options = ["shard_mb=1", "launcher.workers=1", f"sources.local.path={local}", f"output={tmp_path / 'out'}"]
+    options += ["tokenizer=gpt2", f"tokenizer.path={bpe}", "evaluation=wikitext103"]
+    options += [f"evaluation_sets.wikitext103.path={test_set}", "validation_every=1000000"]
+    test_set.write_text("An article without its heading .\n")
+    done = prepare(*options)
+    assert done.returncode == 2 and "begin with a line ` = Title = `" in done.stderr
+    test_set.write_text(" = Title = \n\n An article .\n")
+    done = prepare(*options)  # gets to the end, where nothing is held out, and leaves its work
+    assert done.returncode == 2 and "must hold out at least one document" in done.stderr
+    test_set.write_text(" = Title = \n\n Another article .\n")
+    done = prepare(*options)
+    assert done.returncode == 2 and "was begun with other evaluation texts" in done.stderr
+    test_set.write_text(" = Title = \n\n An article .\n")
+    merges = (bpe / "vocab.bpe").read_text(encoding="utf-8").splitlines()
+    (bpe / "vocab.bpe").write_text("\n".join(merges[:-1]) + "\n", encoding="utf-8")
+    done = prepare(*options)
+    assert done.returncode == 2 and "was begun with another tokenizer" in done.stderr
+
+
+def test_an_attempt_that_ended_between_the_two_files_of_a_part_goes_on(shared_data, tmp_path) -> None:
+    local = write_lines(tmp_path / "a.jsonl", passages(shared_data, 60))
+    given = ["sources.local.path", "output", "validation_every"]
+    out = tmp_path / "out"
+    options = [*SMALL, *(f"{k}={v}" for k, v in zip(given, (local, out, 4), strict=True)), "keep_work=true"]
+    assert prepare(*options).returncode == 0
+    whole = digests(out)
+    (out / "manifest.json").unlink()
+    joined = out / ".work" / "joined"
+    joined.mkdir(exist_ok=True)
+    (out / "local_train_text_document.idx").rename(joined / "local_train_text_document.idx")
+    shutil.rmtree(out / ".work" / "logs" / "finish")
+    done = prepare(*options)
+    assert done.returncode == 0, done.stderr
+    assert digests(out) == whole
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_stops_it_in_one_line_and_the_same_command_goes_on(workers, shared_data, tmp_path) -> None:
+    write_lines(tmp_path / "a.jsonl", passages(shared_data, 200))
+    options = [*SMALL[:-1], f"sources.local.path={tmp_path / 'a.jsonl'}", "dedup=none", f"launcher.workers={workers}"]
+    options += ["shard_mb=1000"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "src" / "prepare_data.py"), *options, f"output={stopped}"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        # The kernel refuses files above this size, as it does on a full disk.
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
+        timeout=200,
+    )
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ") and "File too large" in last
+    assert not (stopped / "manifest.json").exists() and "Traceback" not in done.stderr
+    assert not [path for path in stopped.rglob("*") if path.suffix in (".parquet", ".idx", ".bin")]
+    for output in (whole, stopped):
+        done = prepare(*options, f"output={output}")
+        assert done.returncode == 0, done.stderr
+    assert digests(whole) == digests(stopped)
