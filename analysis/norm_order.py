@@ -4,7 +4,8 @@
     python analysis/norm_order.py --stages 12 --seeds 1
 
 Norm order x scaling of the weights before a residual x learning rate at 12 layers; at 6 and 24 layers each of these
-four with the learning rate that served it best at 12; at 48 layers the same with one seed. A cell is one run of
+four with the learning rate that served it best at 12; at 48 layers the same with one seed. An arm that learned at 24
+layers with no seed is tried there at the lower rates too, with the first seed. A cell is one run of
 `src/train.py` on one thread, on the documentation that ships with Python; its record goes to
 analysis/results/norm_order/, and a cell that has one is not run again. The summary is analysis/results/norm_order.json;
 `make tables` and `make figures` show it.
@@ -34,7 +35,7 @@ from lmscale.data.indexed_dataset import IndexedDataset
 from lmscale.data.prepare import prepare_corpus
 from lmscale.data_config import DataConfig, TokenizerConfig
 from lmscale.from_plain import build
-from lmscale.report.norm_order import choose_rates, read_cells, summarize
+from lmscale.report.norm_order import ARM, choose_rates, read_cells, summarize
 from lmscale.results import new_record, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +44,7 @@ SWEEP = OmegaConf.load(ROOT / "conf" / "sweep" / "norm_order.yaml")
 FACTORIAL = int(SWEEP.model.num_layers)
 SEEDS = range(1, 4)
 STAGES = {FACTORIAL: 3, 6: 3, 24: 3, 48: 1}  # layers: seeds, in this order: the first chooses the others' rates
+RETRIED = 24  # layers at which an arm that nowhere learned gets the grid's lower rates, lest depth stand for a rate
 WINDOW = 25  # steps of which a point of a curve is the mean
 NORM_WINDOW = 10  # steps of which a gradient norm in training is the mean; at step 1 it is that step's alone
 DIVERGED = 3  # exit code of a run without finite gradients
@@ -99,6 +101,18 @@ def cells_of_stage(layers: int, seeds: Iterable[int], records: Path) -> list[Cel
         rates = {arm: [lr for lr in swept("optimizer.lr") if float(lr) == chosen[arm]] for arm in arms}
     kept = [seed for seed in seeds if seed <= STAGES[layers]]
     return [Cell(layers, *arm, lr, seed) for seed in kept for arm in arms for lr in rates[arm]]
+
+
+def cells_to_retry(records: Path) -> list[Cell]:
+    """At `RETRIED` layers, the first seed of every arm that learned with no seed, at the rates below its chosen one."""
+    cells = read_cells(read_folder(records))
+    chosen, retries = choose_rates(cells, FACTORIAL), []
+    for (order, scaled), group in cells[cells["layers"] == RETRIED].groupby(ARM):
+        states = group.loc[group["lr"] == chosen[order, scaled], "state"]
+        if len(states) == STAGES[RETRIED] and "learned" not in set(states):
+            lower = [lr for lr in swept("optimizer.lr") if float(lr) < chosen[order, scaled]]
+            retries += [Cell(RETRIED, order, bool(scaled), lr, SEEDS[0]) for lr in lower]
+    return retries
 
 
 def read_folder(records: Path) -> list[dict[str, Any]]:
@@ -210,11 +224,16 @@ def main() -> int:
     if options.overrides and records == RESULTS / "norm_order":
         parser.error("--records must be another folder with other keys: these are not the study's cells")
     outputs.mkdir(parents=True, exist_ok=True)
+
+    def run(cells: list[Cell]) -> None:
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(lambda cell: run_cell(cell, options.overrides, outputs, records), cells))
+
     try:
         for layers in options.stages:
-            with ThreadPoolExecutor(options.jobs) as pool:
-                cells = cells_of_stage(layers, options.seeds, records)
-                list(pool.map(lambda cell: run_cell(cell, options.overrides, outputs, records), cells))
+            run(cells_of_stage(layers, options.seeds, records))
+            if layers == RETRIED:
+                run(cells_to_retry(records))
         summary = summarize(read_cells(read_folder(records)), FACTORIAL)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)

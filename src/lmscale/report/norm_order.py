@@ -91,6 +91,13 @@ def chosen_cells(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
     return cells[[rates.get((row.order, row.scaled)) == row.lr for row in cells.itertuples()]]
 
 
+def retried_cells(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
+    """The cells at another depth and another rate than the one chosen for their arm: where the chosen one failed."""
+    rates = choose_rates(cells, factorial)
+    others = cells[cells["layers"] != factorial]
+    return others[[rates.get((row.order, row.scaled)) != row.lr for row in others.itertuples()]]
+
+
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
     """The mean and the half width of its 95 % interval by Student's t; nan where there is one value alone."""
     mean, count = statistics.fmean(values), len(values)
@@ -193,6 +200,9 @@ def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
         mean, half_width = mean_and_interval(list(group["train_loss"]))
         metrics[f"{name}/loss"] = {"value": mean, "unit": NATS}
         metrics[f"{name}/half_width"] = {"value": half_width, "unit": NATS}
+    for cell in retried_cells(cells, factorial).itertuples():
+        name = f"{cell.layers}_layers/{cell.order}_{'scaled' if cell.scaled else 'unscaled'}/lr_{cell.lr:g}"
+        metrics[f"{name}/loss"] = {"value": cell.train_loss, "unit": NATS}
     for order, group in cells.groupby("order"):
         for state in STATES:
             metrics[f"{order}/{state}"] = {"value": int((group["state"] == state).sum()), "unit": "cells"}
