@@ -4,8 +4,8 @@
     python analysis/norm_order.py --stages 12 --seeds 1
 
 Norm order x scaling of the weights before a residual x learning rate at 12 layers; at 6 and 24 layers each of these
-four with the learning rate that served it best at 12; at 48 layers the same with one seed. An arm that learned at 24
-layers with no seed is tried there at the lower rates too, with the first seed. A cell is one run of
+four with the learning rate that served it best at 12; at 48 layers the same with one seed. The seeds with which an arm
+does not learn at 24 layers are tried there at the lower rates too. A cell is one run of
 `src/train.py` on one thread, on the documentation that ships with Python; its record goes to
 analysis/results/norm_order/, and a cell that has one is not run again. The summary is analysis/results/norm_order.json;
 `make tables` and `make figures` show it.
@@ -44,7 +44,7 @@ SWEEP = OmegaConf.load(ROOT / "conf" / "sweep" / "norm_order.yaml")
 FACTORIAL = int(SWEEP.model.num_layers)
 SEEDS = range(1, 4)
 STAGES = {FACTORIAL: 3, 6: 3, 24: 3, 48: 1}  # layers: seeds, in this order: the first chooses the others' rates
-RETRIED = 24  # layers at which an arm that nowhere learned gets the grid's lower rates, lest depth stand for a rate
+RETRIED = 24  # layers at which runs that do not learn get the grid's lower rates, lest depth stand for a rate
 WINDOW = 25  # steps of which a point of a curve is the mean
 NORM_WINDOW = 10  # steps of which a gradient norm in training is the mean; at step 1 it is that step's alone
 DIVERGED = 3  # exit code of a run without finite gradients
@@ -104,14 +104,13 @@ def cells_of_stage(layers: int, seeds: Iterable[int], records: Path) -> list[Cel
 
 
 def cells_to_retry(records: Path) -> list[Cell]:
-    """At `RETRIED` layers, the first seed of every arm that learned with no seed, at the rates below its chosen one."""
+    """At `RETRIED` layers, the seeds with which an arm did not learn at its chosen rate, at the rates below that."""
     cells = read_cells(read_folder(records))
     chosen, retries = choose_rates(cells, FACTORIAL), []
     for (order, scaled), group in cells[cells["layers"] == RETRIED].groupby(ARM):
-        states = group.loc[group["lr"] == chosen[order, scaled], "state"]
-        if len(states) == STAGES[RETRIED] and "learned" not in set(states):
-            lower = [lr for lr in swept("optimizer.lr") if float(lr) < chosen[order, scaled]]
-            retries += [Cell(RETRIED, order, bool(scaled), lr, SEEDS[0]) for lr in lower]
+        lower = [lr for lr in swept("optimizer.lr") if float(lr) < chosen[order, scaled]]
+        failed = group[(group["lr"] == chosen[order, scaled]) & (group["state"] != "learned")]
+        retries += [Cell(RETRIED, order, bool(scaled), lr, int(seed)) for lr in lower for seed in failed["seed"]]
     return retries
 
 

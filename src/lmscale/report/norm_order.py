@@ -202,7 +202,7 @@ def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
         metrics[f"{name}/half_width"] = {"value": half_width, "unit": NATS}
     for cell in retried_cells(cells, factorial).itertuples():
         name = f"{cell.layers}_layers/{cell.order}_{'scaled' if cell.scaled else 'unscaled'}/lr_{cell.lr:g}"
-        metrics[f"{name}/loss"] = {"value": cell.train_loss, "unit": NATS}
+        metrics[f"{name}/seed_{cell.seed}/loss"] = {"value": cell.train_loss, "unit": NATS}
     for order, group in cells.groupby("order"):
         for state in STATES:
             metrics[f"{order}/{state}"] = {"value": int((group["state"] == state).sum()), "unit": "cells"}
