@@ -107,6 +107,7 @@ def test_the_summary_has_every_difference_and_count(study) -> None:
     assert value["4_layers/pre/unscaled_minus_scaled"] == pytest.approx(0.2)
     assert value["4_layers/pre_scaled/lr_0.001/loss"] == pytest.approx(4.5)
     assert value["post/stuck"] + value["post/learned"] == 18 and value["pre/diverged"] == 0
+    assert (value["8_layers/post/stuck"], value["8_layers/post/learned"], value["8_layers/pre/stuck"]) == (6, 0, 1)
     assert value["cpu_time"] == pytest.approx(2.0 * 36)
     json.dumps(record, allow_nan=False)
     table = order_table(order_differences(read_cells(records_of(study)), 4))

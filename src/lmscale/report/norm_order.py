@@ -189,6 +189,9 @@ def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
             metrics[f"{name}/difference"] = {"value": row["difference"], "unit": NATS}
             metrics[f"{name}/difference_half_width"] = {"value": row["half_width"], "unit": NATS}
     for (layers, order), group in chosen_cells(cells, factorial).groupby(["layers", "order"]):
+        for state in STATES:
+            count = int((group["state"] == state).sum())
+            metrics[f"{layers}_layers/{order}/{state}"] = {"value": count, "unit": "cells at the chosen rates"}
         if group["scaled"].nunique() == 2 and not (group["state"] == "diverged").any():
             mean, half_width, _ = difference(group, "scaled", True, False)
             metrics[f"{layers}_layers/{order}/unscaled_minus_scaled"] = {"value": mean, "unit": NATS}
@@ -205,8 +208,8 @@ def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
         metrics[f"{name}/seed_{cell.seed}/loss"] = {"value": cell.train_loss, "unit": NATS}
     for order, group in cells.groupby("order"):
         for state in STATES:
-            metrics[f"{order}/{state}"] = {"value": int((group["state"] == state).sum()), "unit": "cells"}
-        metrics[f"{order}/unstable"] = {"value": int(group["unstable"].sum()), "unit": "cells"}
+            metrics[f"{order}/{state}"] = {"value": int((group["state"] == state).sum()), "unit": "cells in all"}
+        metrics[f"{order}/unstable"] = {"value": int(group["unstable"].sum()), "unit": "cells in all"}
     metrics["context_free_loss"] = {"value": cells["context_free_loss"].dropna().iloc[0], "unit": NATS}
     metrics["cpu_time"] = {"value": cells["cpu_time"].sum(), "unit": "s"}
     rules = {"diverged_above": DIVERGED_ABOVE, "stuck_within": STUCK_WITHIN, "factorial": factorial}
