@@ -1,7 +1,7 @@
 """Every figure that the committed records give, as files: `make figures`.
 
     python analysis/make_figures.py                 # outputs/figures/
-    python analysis/make_figures.py --only norm_order_rates --folder analysis/figures    # the README's
+    python analysis/make_figures.py --only norm_order_curves --folder analysis/figures    # the README's
 
 Figures 1 and 5, the paper's bars beside the cost model's; Figure 6 in small from `analysis/model_size.py`; Figure 7 as
 a controlled experiment from `analysis/norm_order.py`; Table 5 in small. To add one, give
@@ -10,7 +10,6 @@ a controlled experiment from `analysis/norm_order.py`; Table 5 in small. To add 
 
 import argparse
 import hashlib
-import json
 import sys
 from pathlib import Path
 
@@ -18,16 +17,18 @@ import matplotlib
 
 matplotlib.use("Agg")  # files, no window
 
+import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from lmscale.report.downstream import small_runs
 from lmscale.report.figures.downstream import draw_small_runs
 from lmscale.report.figures.model_size import draw_laws, draw_model_sizes
-from lmscale.report.figures.norm_order import draw_gradient_norms, draw_loss_curves, draw_rates
+from lmscale.report.figures.norm_order import draw_failures, draw_gradient_norms, draw_loss_curves, draw_rates
 from lmscale.report.figures.scaling import draw_figure_1, draw_figure_5
 from lmscale.report.figures.sizes import draw_memory_wall, draw_parts
 from lmscale.report.norm_order import read_cells, read_curves, read_gradient_norms
-from lmscale.report.records import fitted_cluster, records_below
+from lmscale.report.records import fitted_cluster, read_records, records_below
 from lmscale.report.scaling_figures import figure_1_rows, figure_5_rows
 from lmscale.report.sizes import DEVICES, memory_table, parameter_table
 
@@ -37,9 +38,12 @@ MIDDLE = 500  # step of the norm-order study's runs
 
 
 def figures(results: Path) -> dict[str, tuple[str, Figure]]:
-    """Name: caption and drawing of every figure for which a folder of records has what it needs."""
-    paths = {path.relative_to(results).as_posix(): path for path in sorted(results.rglob("*.json"))}
-    records = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+    """Name: caption and drawing of every figure for which a folder of records has what it needs.
+
+    Raises:
+        ValueError: a record that a figure needs is missing, or a file is torn.
+    """
+    records = read_records(results)
     cluster = fitted_cluster(records["cost_model.json"])
     found = {
         "parameters": ("Where the parameters of the paper's models are", draw_parts(parameter_table())),
@@ -48,7 +52,7 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
             draw_memory_wall(memory_table(), DEVICES),
         ),
         "figure_1": (
-            "Figure 1. Sustained PFLOP/s, the paper's and the cost model's",
+            "Figure 1. Sustained FLOP/s, the paper's and the cost model's",
             draw_figure_1(figure_1_rows(cluster)),
         ),
         "figure_5": (
@@ -75,22 +79,30 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
         )
     cells = records_below(records, "norm_order")
     if cells and "norm_order.json" in records:
-        of, dotted = "Figure 7 as a controlled experiment, scaled down.", "dotted: the least loss without other tokens"
+        of = "Figure 7 as a controlled experiment, scaled down."
+        lines = "dotted: a model that ignores its input; dashed: the least loss without other places"
         factorial = records["norm_order.json"]["config"]["factorial"]
         rows, curves, norms = read_cells(cells), read_curves(cells), read_gradient_norms(cells)
         found |= {
+            "norm_order_curves": (
+                f"{of} Training loss by depth, a line a seed; {lines}",
+                draw_loss_curves(curves, rows, factorial),
+            ),
             "norm_order_rates": (
-                f"{of} Last training loss over the learning rate, a point a seed; {dotted}",
+                f"{of} Last training loss over the learning rate at {factorial} layers, a mark a seed; {lines}",
                 draw_rates(rows, factorial),
             ),
-            "norm_order_curves": (f"{of} Training loss by depth; {dotted}", draw_loss_curves(curves, rows, factorial)),
             "norm_order_gradients": (
-                f"{of} Gradient norm of each layer before the first step",
+                f"{of} Gradient norm of each layer before the first update, a line a seed",
                 draw_gradient_norms(norms, rows, factorial),
             ),
             "norm_order_gradients_trained": (
-                f"{of} Gradient norm of each layer in the middle of the training, mean of 10 steps",
-                draw_gradient_norms(norms, rows, factorial, step=MIDDLE),
+                f"{of} Gradient norm of each layer at step {MIDDLE}, mean of 10 steps, a line a seed",
+                draw_gradient_norms(norms, rows, factorial, MIDDLE),
+            ),
+            "norm_order_failures": (
+                f"{of} Gradient norm of each layer of every post-norm run at {factorial} layers, at all rates",
+                draw_failures(norms, rows, factorial, (1, MIDDLE)),
             ),
         }
     return found
@@ -118,12 +130,14 @@ def draw_all(results: Path, folder: Path, suffix: str = "png", only: str | None 
 
 
 def fingerprint(figure: Figure) -> str:
-    """A digest of the data that a figure draws as lines and of its words, the same on every machine."""
+    """A digest of the lines, bars, points and words of a figure's axes, the same on every machine."""
     seen = []
     for axis in figure.axes:
         seen += [axis.get_title(), axis.get_xlabel(), axis.get_ylabel()]
-        points = (line.get_xydata().ravel().tolist() for line in axis.lines)
-        seen += [" ".join(f"{value:.5g}" for value in line) for line in points]
+        drawn = [line.get_xydata() for line in axis.lines]
+        drawn += [patch.get_bbox().get_points() for patch in axis.patches if isinstance(patch, Rectangle)]
+        drawn += [points.get_offsets() for points in axis.collections]
+        seen += [" ".join(f"{value:.5g}" for value in np.asarray(part).ravel()) for part in drawn]
     return hashlib.sha256("\n".join(seen).encode()).hexdigest()
 
 

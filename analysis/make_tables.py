@@ -18,7 +18,8 @@ from lmscale.report.downstream import table_5
 from lmscale.report.evidence import Context
 from lmscale.report.ledger_rows import kinds, ledger, short_form
 from lmscale.report.memory import peak_memory
-from lmscale.report.norm_order import order_differences, order_table, read_cells
+from lmscale.report.norm_order import read_cells
+from lmscale.report.norm_order_summary import order_differences, order_table
 from lmscale.report.profile import profile
 from lmscale.report.records import fitted_cluster, read_records, records_below
 from lmscale.report.scaling_figures import figure_tables
@@ -97,8 +98,9 @@ TABLES = {
         "layer-norm placement as a controlled experiment",
         "Training loss, the mean of the last 50 of 1,000 steps of a BERT of hidden 64, each arm at the learning rate "
         "that served it best at 12 layers (`analysis/norm_order.py`). The difference is paired by seed, with Student's "
-        "95 % interval. `stuck`: less than 0.1 nats below the least loss without a look at other tokens; `diverged`: "
-        "no finite gradient, or an end 0.25 nats above the run's own lowest.",
+        "95 % interval; there is none where a run did not learn. `stuck`: an end less than 0.1 nats below the least "
+        "loss that is possible without a look at other places, or above it; `diverged`: no finite gradient, or an end "
+        "0.25 nats above the run's own lowest.",
     ),
     "Table 7": ("effect of the number of attention heads on scaling", _MODELLED),
     "Table 8": ("strong scaling of the 1.2 B model", _MODELLED),

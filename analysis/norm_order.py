@@ -31,22 +31,30 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from lmscale.data.indexed_dataset import IndexedDataset
+from lmscale.data.bert_dataset import IGNORE_LABEL, BERTDataset
 from lmscale.data.prepare import prepare_corpus
 from lmscale.data_config import DataConfig, TokenizerConfig
 from lmscale.from_plain import build
-from lmscale.report.norm_order import ARM, choose_rates, read_cells, summarize
+from lmscale.report.norm_order import ARM, choose_rates, read_cells
+from lmscale.report.norm_order_summary import summarize
 from lmscale.results import new_record, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "analysis" / "results"
 SWEEP = OmegaConf.load(ROOT / "conf" / "sweep" / "norm_order.yaml")
+TRAINED = OmegaConf.to_container(
+    OmegaConf.masked_copy(
+        SWEEP, ["model", "tokenizer", "micro_batch_size", "global_batch_size", "schedule", "trainer"]
+    ),
+    resolve=False,
+)
 FACTORIAL = int(SWEEP.model.num_layers)
 SEEDS = range(1, 4)
 STAGES = {FACTORIAL: 3, 6: 3, 24: 3, 48: 1}  # layers: seeds, in this order: the first chooses the others' rates
 RETRIED = 24  # layers at which runs that do not learn get the grid's lower rates, lest depth stand for a rate
 WINDOW = 25  # steps of which a point of a curve is the mean
 NORM_WINDOW = 10  # steps of which a gradient norm in training is the mean; at step 1 it is that step's alone
+REFERENCE_EPOCHS = 4  # 226,000 scored tokens: their entropy is within 0.001 nats
 DIVERGED = 3  # exit code of a run without finite gradients
 
 
@@ -115,8 +123,22 @@ def cells_to_retry(records: Path) -> list[Cell]:
 
 
 def read_folder(records: Path) -> list[dict[str, Any]]:
-    """The records of the cells, in the order of their names."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(records.glob("*.json"))]
+    """The records of the cells, in the order of their names.
+
+    Raises:
+        ValueError: a file is no record of a cell of this sweep.
+    """
+    found = []
+    for path in sorted(records.glob("*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            same = all(record["config"]["sweep"][key] == wanted for key, wanted in TRAINED.items())
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"`--records` must hold cells of this study, but {path} is none") from error
+        if not same:
+            raise ValueError(f"`--records` must hold cells of this sweep, but {path} is of another")
+        found.append(record)
+    return found
 
 
 def run_cell(cell: Cell, more: Sequence[str], outputs: Path, records: Path) -> None:
@@ -163,7 +185,7 @@ def describe_cell(
     if not diverged:
         run = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
         metrics["validation_loss"] = run["metrics"]["val/lm_loss"] | {"unit": nats}
-        metrics["context_free_loss"] = {"value": context_free_loss(run["config"]), "unit": nats}
+        metrics |= {k: {"value": loss, "unit": nats} for k, loss in reference_losses(run["config"]).items()}
         config["corpus"] = {part: run["config"]["corpus"][part] for part in ("train", "validation")}
     config |= {
         "cell": vars(cell),
@@ -176,23 +198,33 @@ def describe_cell(
     return new_record("norm_order_cell", "scaled_down", config, cell.seed, metrics, device="cpu", layout=layout)
 
 
-def context_free_loss(config: dict[str, Any]) -> float:
-    """The least masked-LM loss without a look at any other token, in nats: where a model stands still that learns no
-    more than frequencies.
+def reference_losses(config: dict[str, Any]) -> dict[str, float]:
+    """Losses to see a curve against, in nats a masked token, by counting the scored tokens of `REFERENCE_EPOCHS`.
 
-    The model sees [MASK] in place of 8 of 10 scored tokens, the token itself or one at random in place of 1 each.
+    They are scored in other shares than they have in the corpus: long words are skipped or cut.
+
+    Returns:
+        scored_entropy: of a model that ignores its input and knows how often each token is scored.
+        context_free_loss: the least that is possible from the scored place alone. There stands [MASK] for 8 of 10
+        tokens, the token itself or one at random for 1 each.
     """
     data = build(DataConfig, config["data"], "data.")
     tokenizer = build(TokenizerConfig, config["tokenizer"], "tokenizer.")
     corpus = prepare_corpus(data, tokenizer, "bert", config["model"]["vocab_size"])
     (part,) = corpus.parts["train"]
-    counts = np.bincount(IndexedDataset(part.prefix).tokens, minlength=corpus.vocab_size)
+    dataset = BERTDataset(corpus, part, data, seed=0, name="train")
+    counts = np.zeros(corpus.vocab_size)
+    for epoch, indices in itertools.product(range(REFERENCE_EPOCHS), np.array_split(np.arange(len(dataset)), 16)):
+        labels = dataset.batch(np.full(len(indices), epoch), indices)["labels"]
+        counts += np.bincount(labels[labels != IGNORE_LABEL], minlength=corpus.vocab_size)
     share = counts / counts.sum()
     seen = 0.1 * share[None, :] * (1 / len(share) + np.eye(len(share)))  # [shown, scored]: random or itself
-    masked = 0.8 * share[None, :]
-    joint = np.concatenate([masked, seen])
+    joint = np.concatenate([0.8 * share[None, :], seen])
     conditional = joint / joint.sum(axis=1, keepdims=True)
-    return float(-(joint * np.log(np.where(joint > 0, conditional, 1.0))).sum())
+    return {
+        "scored_entropy": float(-(share * np.log(np.where(share > 0, share, 1.0))).sum()),
+        "context_free_loss": float(-(joint * np.log(np.where(joint > 0, conditional, 1.0))).sum()),
+    }
 
 
 def steps_of_norms(num_steps: int) -> list[int]:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "analysis"))
 
 import make_figures  # noqa: E402
 
-COMMITTED = ROOT / "analysis" / "figures" / "norm_order_rates.png"
+COMMITTED = ROOT / "analysis" / "figures" / "norm_order_curves.png"
 
 
 def test_the_readmes_figure_is_of_the_committed_records() -> None:

@@ -130,13 +130,17 @@ def test_a_record_that_names_an_entry_fills_it() -> None:
 
 
 def test_the_small_studies_fill_figures_6_and_7() -> None:
-    metrics = {"24_layers/scaled/post": 4.95, "12_layers/scaled/pre": 4.5}
     study = made_record("scaled_down", "12_layers/scaled/post", 4.875, "nats/masked token")
-    study["metrics"] |= {name: {"value": value, "unit": "nats/masked token"} for name, value in metrics.items()}
+    counts = {"12_layers/scaled/post": (3, 0, 0), "24_layers/scaled/post": (1, 0, 2)}
+    for place, values in counts.items():
+        for state, value in zip(("learned", "stuck", "diverged"), values, strict=True):
+            study["metrics"][f"{place}/{state}"] = {"value": value, "unit": "cells at the chosen rate"}
+        study["metrics"][place.replace("/post", "/lr_post")] = {"value": 0.003, "unit": "1"}
     sizes = made_record("scaled_down", "parameters/plain/b", 0.0625, "1")
     rows = ledger(context({"norm_order.json": study, "model_size.json": sizes})).set_index("id")
-    assert rows.loc["figure_7/bert_336m/post", "ours"] == "4.875 (nats/masked token)"
-    assert rows.loc["figure_7/bert_752m/post", "from"].startswith("`norm_order.json`: a small BERT of 24 layers")
+    assert rows.loc["figure_7/bert_336m/post", "ours"] == "3 learned: 4.875 nats/masked token"
+    assert rows.loc["figure_7/bert_752m/post", "ours"] == "1 learned, 2 diverged"  # no mean of such ends
+    assert rows.loc["figure_7/bert_752m/post", "from"].endswith("of a small BERT of 24 layers, learning rate 0.003")
     assert rows.loc["figure_7/bert_752m/pre", "evidence"] == "not run"  # the study has no such cell
     assert rows.loc["figure_6/trend", "ours"] == "0.0625 (exponent b of loss = a x parameters^-b)"
 

@@ -29,6 +29,7 @@ from .evidence import (
     setting,
     table_row,
 )
+from .norm_order import STATES
 from .scaling import CELLS, study_model
 from .scaling_figures import figure_cells, paper_petaflops
 from .text_entries import text_entries
@@ -246,11 +247,27 @@ def _figures() -> Iterator[Entry]:
     for size, order, words in paper.FIGURE_7:
         model = f"bert_{size.lower()}"
         entry_id, depth = f"figure_7/{model}/{order}", _SMALL_DEPTHS[size]
-        what = f"a small BERT of {depth} layers, mean training loss at the end"
-        small = recorded("norm_order.json".__eq__, (f"{depth}_layers/scaled/{order}",), what, _NO_RECORD)
         command = commands.figure_7(size, order)
-        yield Entry(entry_id, words, "training loss", own_metric(entry_id, small), command)
+        yield Entry(entry_id, words, "training loss", own_metric(entry_id, _small_norm_order(depth, order)), command)
     command = commands.train_bert("752M", 128)
     yield from _shape("figure_7", "bert_752m", paper.BERT_752M.size, command, paper.INFERRED)
     parameters = _bert_parameters(paper.BERT_752M)
     yield Entry("figure_7/bert_752m/parameters", paper.BERT_752M.parameters, _MILLIONS, parameters, command)
+
+
+def _small_norm_order(depth: int, order: str) -> Finder:
+    """The norm-order study at a depth that stands for the paper's, scaled start: how its runs ended, and their loss."""
+
+    def find(context: Context) -> Found:
+        metrics = context.records.get("norm_order.json", {"metrics": {}})["metrics"]
+        place = f"{depth}_layers/scaled"
+        if f"{place}/{order}/learned" not in metrics:
+            return Found(NOT_RUN, _NO_RECORD)
+        counts = {state: metrics[f"{place}/{order}/{state}"]["value"] for state in STATES}
+        ended = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        loss, rate = metrics.get(f"{place}/{order}"), metrics[f"{place}/lr_{order}"]["value"]
+        end = "" if loss is None else f": {loss['value']:.3f} {loss['unit']}"
+        what = f"runs of a small BERT of {depth} layers, learning rate {rate:g}"
+        return Found(SCALED_DOWN, f"`norm_order.json`: {what}", f"{ended}{end}")
+
+    return find

@@ -8,7 +8,6 @@ from .evidence import KINDS, SCALED_DOWN, Context
 COLUMNS = ("id", "paper", "ours", "unit", "evidence", "from", "origin", "command")
 # The rows of the short form, in words.
 _MAIN = {
-    "table_1/gpt_8.3b/parameters": "Table 1, GPT 8.3B",
     "table_4/bert_3.9b/parameters": "Table 4, BERT 3.9B",
     "section_3/layer/forward": "Section 3, forward pass",
     "section_5.1/padded_vocabulary": "Section 5.1, padded vocabulary",
@@ -22,6 +21,8 @@ _MAIN = {
     "table_3/gpt_355m/lambada": "Table 3, GPT 355M",
     "table_3/gpt_8.3b_24heads/wikitext103": "Table 3, GPT 8.3B",
     "figure_6/gpt_8.3b_24heads/validation_perplexity": "Figure 6, GPT 8.3B, validation",
+    "figure_7/bert_336m/post": "Figure 7, BERT 336M, post-norm",
+    "figure_7/bert_336m/pre": "Figure 7, BERT 336M, pre-norm",
     "figure_7/bert_752m/post": "Figure 7, BERT 752M, post-norm",
     "figure_7/bert_752m/pre": "Figure 7, BERT 752M, pre-norm",
     "table_5/bert_336m/mnli/accuracy_matched": "Table 5, BERT 336M",

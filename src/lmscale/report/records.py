@@ -20,10 +20,10 @@ def read_records(folder: Path) -> dict[str, dict]:
     """The records below a folder by their path in it; other JSON files are left alone.
 
     Raises:
-        ValueError: there is no record.
+        ValueError: there is no record, or a file is torn.
     """
     paths = sorted(folder.rglob("*.json")) if folder.is_dir() else []
-    found = {path.relative_to(folder).as_posix(): json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    found = {path.relative_to(folder).as_posix(): _read(path) for path in paths}
     records = {
         name: record for name, record in found.items() if isinstance(record, dict) and "record_version" in record
     }
@@ -31,6 +31,13 @@ def read_records(folder: Path) -> dict[str, dict]:
         if needed not in records:
             raise ValueError(f"`--records` must have {needed} (analysis/{script}), but {folder} has not")
     return records
+
+
+def _read(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"`--records` must hold JSON, but {path} is torn or none: {error}") from error
 
 
 def records_below(records: dict[str, dict], folder: str) -> list[dict]:

@@ -4,17 +4,19 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..norm_order import NATS, choose_rates
-from .style import PALETTE, column_style
+from .style import COLUMN_WIDTH, PALETTE, column_style
 
 _PALETTE = {"pre": PALETTE["paper"], "post": PALETTE["ours"]}
 _STARTS = {True: "scaled by 1/sqrt(2 L)", False: "not scaled"}
-_LOSS = f"training loss, {NATS}"
+_LOSS = f"training loss,\n{NATS}"
+_NORM = "gradient norm,\nnats a unit of weight"
 
 
 def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) -> Figure:
-    """Training loss over steps, a panel a depth, each arm at its chosen learning rate; the band spans the seeds.
+    """Training loss over steps, a panel a depth, each arm at its chosen learning rate; a line is a seed.
 
     Args:
         curves, cells: of `read_curves` and `read_cells`.
@@ -23,21 +25,19 @@ def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) 
     rows = _arms(_at_chosen_rates(curves, cells, factorial)).rename(columns={"loss": _LOSS})
     figure = _panels(rows, x="step", y=_LOSS, title="{col_name} layers")
     for axis in figure.axes:
-        _mark_context_free(axis, cells)
+        _mark_references(axis, cells)
     return figure
 
 
 def draw_rates(cells: pd.DataFrame, factorial: int) -> Figure:
-    """Last training loss over the learning rate at the depth of the factorial, a panel a start; marks are seeds."""
+    """Last training loss over the learning rate at the depth of the factorial, a panel a start; a mark is a seed."""
     rows = _arms(cells[cells["layers"] == factorial]).rename(columns={"lr": "learning rate", "train_loss": _LOSS})
     rates = sorted(rows["learning rate"].unique())
-    figure = _panels(
-        rows, x="learning rate", y=_LOSS, col="start", title=f"{factorial} layers, {{col_name}}", style="norm order"
-    )
+    figure = _panels(rows, x="learning rate", y=_LOSS, col="start", title="{col_name}")
     for axis, (_, part) in zip(figure.axes, rows.groupby("start", sort=False), strict=True):
         for order, cells_of in part.groupby("norm order"):
             axis.scatter(cells_of["learning rate"], cells_of[_LOSS], color=_PALETTE[order], s=9, zorder=3)
-        _mark_context_free(axis, cells)
+        _mark_references(axis, cells)
         axis.set(xscale="log")
         axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axis.minorticks_off()
@@ -45,15 +45,34 @@ def draw_rates(cells: pd.DataFrame, factorial: int) -> Figure:
 
 
 def draw_gradient_norms(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int, step: int = 1) -> Figure:
-    """Gradient norm of each layer, a panel a depth, each arm at its chosen learning rate; the band spans the seeds.
+    """Gradient norm of each layer, a panel a depth, each arm at its chosen learning rate; a line is a seed.
 
     Args:
         norms: of `read_gradient_norms`.
         step: 1, before the first update, or another at which the study keeps norms: then the mean of 10 steps up to it.
     """
-    at_step = norms[norms["step"] == step].rename(columns={"norm": "gradient norm"})
+    at_step = norms[norms["step"] == step].rename(columns={"norm": _NORM})
     rows = _arms(_at_chosen_rates(at_step, cells, factorial))
-    return _panels(rows, x="layer", y="gradient norm", title="{col_name} layers", yscale="log", share_x=False)
+    figure = _panels(rows, x="layer", y=_NORM, title="{col_name} layers", share_x=False)
+    _logarithmic(figure)
+    return figure
+
+
+def draw_failures(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int, steps: tuple[int, int]) -> Figure:
+    """Gradient norm of each layer in every post-norm run of the factorial, before the first update and later.
+
+    Args:
+        norms: of `read_gradient_norms`.
+        steps: of the two panels.
+    """
+    keys = ["layers", "order", "scaled", "lr", "seed"]
+    rows = norms.merge(cells[[*keys, "state"]], on=keys).rename(columns={"norm": _NORM, "state": "the run"})
+    rows = rows[(rows["layers"] == factorial) & (rows["order"] == "post") & rows["step"].isin(steps)]
+    rows = rows.assign(run=rows["scaled"].astype(str) + rows["lr"].astype(str) + rows["seed"].astype(str))
+    shown = {"hue": "the run", "style": "the run", "palette": {"learned": "0.65", "stuck": "0.15", "diverged": "0.15"}}
+    figure = _panels(rows, x="layer", y=_NORM, col="step", title="step {col_name}", units="run", **shown)
+    _logarithmic(figure)
+    return figure
 
 
 def _arms(rows: pd.DataFrame) -> pd.DataFrame:
@@ -67,28 +86,37 @@ def _at_chosen_rates(rows: pd.DataFrame, cells: pd.DataFrame, factorial: int) ->
 
 
 def _panels(
-    rows: pd.DataFrame,
-    x: str,
-    y: str,
-    title: str,
-    col: str = "layers",
-    style: str = "start",
-    yscale: str = "linear",
-    share_x: bool = True,
+    rows: pd.DataFrame, x: str, y: str, title: str, col: str = "layers", share_x: bool = True, **shown
 ) -> Figure:
-    """A row of panels, by default one a depth, with one legend below them; bands span the seeds."""
-    arms = {"hue": "norm order", "style": style, "palette": _PALETTE, "errorbar": ("pi", 100)}
-    size = {"height": 2.2, "aspect": 0.9 if col == "layers" else 1.3}
+    """Two panels a row at column width, one legend below them; by default lightness is the order, style the start."""
+    arms = {"hue": "norm order", "style": "start" if col != "start" else None, "palette": _PALETTE}
+    lines = {"units": "seed", "estimator": None, "linewidth": 0.9} | arms | shown
+    if col == "start":  # a mean over the seeds, which are marks
+        lines |= {"units": None, "estimator": "mean", "errorbar": None}
+    size = {"height": COLUMN_WIDTH * 0.55, "aspect": 0.95, "col_wrap": 2}
+    facets = {"sharex": share_x, "legend_out": False}
     with column_style():
-        grid = sns.relplot(rows, x=x, y=y, col=col, kind="line", facet_kws={"sharex": share_x}, **arms, **size)
-        grid.set(yscale=yscale)
+        grid = sns.relplot(rows, x=x, y=y, col=col, kind="line", facet_kws=facets, **lines, **size)
         grid.set_titles(title)
         sns.move_legend(
-            grid, "upper center", bbox_to_anchor=(0.5, 0.02), ncols=6, frameon=False, title_fontsize="medium"
+            grid, "upper center", bbox_to_anchor=(0.5, 0.02), ncols=3, frameon=False, title_fontsize="small"
         )
     plt.close(grid.figure)  # a notebook would show it twice
     return grid.figure
 
 
-def _mark_context_free(axis: plt.Axes, cells: pd.DataFrame) -> None:
-    axis.axhline(cells["context_free_loss"].dropna().iloc[0], color="0.4", linewidth=0.8, linestyle=":")
+def _logarithmic(figure: Figure) -> None:
+    """A logarithmic y axis with numbers at 1 and 3 of a decade, or at decades where there are many."""
+    for axis in figure.axes:
+        axis.set(yscale="log")
+        low, high = axis.get_ylim()
+        if high / low < 1e3:
+            axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _mark_references(axis: plt.Axes, cells: pd.DataFrame) -> None:
+    """Dotted, a model that ignores its input; dashed, the least loss without a look at other places."""
+    for name, style in (("scored_entropy", ":"), ("context_free_loss", (0, (6, 2)))):
+        axis.axhline(cells[name].dropna().iloc[0], color="0.4", linewidth=0.8, linestyle=style)
