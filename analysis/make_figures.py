@@ -43,7 +43,7 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
     Raises:
         ValueError: a record that a figure needs is missing, or a file is torn.
     """
-    records = read_records(results)
+    records = read_records(results, needed=["cost_model.json"])
     cluster = fitted_cluster(records["cost_model.json"])
     found = {
         "parameters": ("Where the parameters of the paper's models are", draw_parts(parameter_table())),

@@ -1,6 +1,7 @@
 """The committed records, which everything here is made of."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -16,20 +17,20 @@ NEEDED = {  # and what makes them
 }
 
 
-def read_records(folder: Path) -> dict[str, dict]:
+def read_records(folder: Path, needed: Iterable[str] = tuple(NEEDED)) -> dict[str, dict]:
     """The records below a folder by their path in it; other JSON files are left alone.
 
     Raises:
-        ValueError: there is no record, or a file is torn.
+        ValueError: one of `needed` is missing, or a file is torn.
     """
     paths = sorted(folder.rglob("*.json")) if folder.is_dir() else []
     found = {path.relative_to(folder).as_posix(): _read(path) for path in paths}
     records = {
         name: record for name, record in found.items() if isinstance(record, dict) and "record_version" in record
     }
-    for needed, script in NEEDED.items():
-        if needed not in records:
-            raise ValueError(f"`--records` must have {needed} (analysis/{script}), but {folder} has not")
+    for name in needed:
+        if name not in records:
+            raise ValueError(f"`--records` must have {name} (analysis/{NEEDED[name]}), but {folder} has not")
     return records
 
 
