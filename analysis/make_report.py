@@ -19,7 +19,7 @@ import make_tables
 import pandas as pd
 
 from lmscale.report.evidence import KINDS
-from lmscale.report.ledger_rows import kinds
+from lmscale.report.ledger_rows import heading, kinds
 from lmscale.report.records import read_records
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -67,8 +67,7 @@ def _ledger(rows: pd.DataFrame) -> str:
     places = rows["id"].str.split("/").str[0]
     bodies = []
     for place in places.unique():
-        heading = place.replace("_", " ").capitalize()
-        lines = [f'<tr class="place"><th colspan="{len(_SHOWN)}" scope="colgroup">{heading}</th></tr>']
+        lines = [f'<tr class="place"><th colspan="{len(_SHOWN)}" scope="colgroup">{heading(place)}</th></tr>']
         lines += [_ledger_row(row) for _, row in rows[places == place].iterrows()]
         bodies.append("<tbody>\n" + "\n".join(lines) + "\n</tbody>")
     marked = ((column, _CELL[column in _SIDES]) for column in _SHOWN)

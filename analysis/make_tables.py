@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from lmscale.report.downstream import table_5
 from lmscale.report.evidence import Context
-from lmscale.report.ledger_rows import kinds, ledger, short_form
+from lmscale.report.ledger_rows import heading, kinds, ledger, short_form
 from lmscale.report.memory import peak_memory
 from lmscale.report.norm_order import read_cells
 from lmscale.report.norm_order_summary import order_differences, order_table
@@ -179,7 +179,7 @@ def _ledger_page(rows: pd.DataFrame) -> str:
         commands = list(dict.fromkeys(command for command in part["command"] if command))
         part["command"] = [f"[{commands.index(command) + 1}]" if command else "" for command in part["command"]]
         lines = [f"{number}. `{command}`" for number, command in enumerate(commands, 1)]
-        parts.append("\n".join([f"## {place.replace('_', ' ').capitalize()}", "", *lines, "", _table(part), ""]))
+        parts.append("\n".join([f"## {heading(place)}", "", *lines, "", _table(part), ""]))
     return "\n".join(parts)
 
 

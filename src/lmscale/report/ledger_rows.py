@@ -49,6 +49,12 @@ def ledger(context: Context) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS), dtype=object)
 
 
+def heading(place: str) -> str:
+    """A place of the paper as it stands above its rows: `Table 1`, `Section 4.1`, `Appendix C`."""
+    word, _, number = place.partition("_")
+    return f"{word.capitalize()} {number.upper()}".rstrip()
+
+
 def kinds(rows: pd.DataFrame) -> pd.DataFrame:
     """How many entries each kind of evidence has: columns `evidence`, `numbers`, `meaning`."""
     counts = rows["evidence"].value_counts()
