@@ -1,22 +1,12 @@
-"""The norm-order study: its cells, what it chooses and concludes from known numbers, and a miniature of it."""
+"""What the norm-order study chooses, concludes and draws from known numbers."""
 
-import collections
-import importlib.util
-import itertools
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from made_cells import make_study, records_of, write_cell
 
-from lmscale.data.bert_dataset import IGNORE_LABEL, BERTDataset
-from lmscale.data.prepare import prepare_corpus
-from lmscale.data_config import DataConfig, TokenizerConfig
 from lmscale.report.figures.norm_order import draw_failures, draw_gradient_norms, draw_loss_curves, draw_rates
 from lmscale.report.norm_order import (
     NATS,
@@ -24,7 +14,6 @@ from lmscale.report.norm_order import (
     read_cells,
     read_curves,
     read_gradient_norms,
-    retried_cells,
 )
 from lmscale.report.norm_order_summary import (
     endings,
@@ -37,49 +26,11 @@ from lmscale.report.norm_order_summary import (
     start_table,
     summarize,
 )
-from lmscale.results import new_record, write_record
-
-SCRIPT = Path(__file__).parents[2] / "analysis" / "norm_order.py"
-SWEEP = SCRIPT.parents[1] / "conf" / "sweep" / "norm_order.yaml"
-RATES = ("1e-3", "3e-3")
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("norm_order_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def write_cell(folder: Path, layers: int, order: str, scaled: bool, lr: str, seed: int, loss: float, **metrics) -> None:
-    """A record as the script writes it, with a loss of our choice."""
-    values = {"train_loss": loss, "lowest_loss": loss, "validation_loss": loss}
-    values |= {"context_free_loss": 6.0, "scored_entropy": 6.5}
-    values |= {"non_finite": 0, "cpu_time": 2.0} | metrics
-    entries = {name: {"value": value, "unit": NATS} for name, value in values.items()}
-    cell = {"layers": layers, "order": order, "scaled": scaled, "lr": lr, "seed": seed}
-    norms = {"embedding": 1.0, "output": 1.0} | {f"layer_{i}": 0.1 * (i + 1) for i in range(layers)}
-    config = {"cell": cell, "window": 25, "curve": [5.0, loss], "gradient_norms": {"1": norms, "50": norms}}
-    config["sweep"] = OmegaConf.to_container(OmegaConf.load(SWEEP), resolve=False)
-    record = new_record("norm_order_cell", "scaled_down", config, seed, entries)
-    write_record(record, folder / f"{layers}_{order}_{scaled}_{lr}_{seed}.json")
-
-
-def records_of(folder: Path) -> list[dict]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 @pytest.fixture
 def study(tmp_path) -> Path:
-    """Two depths: pre-norm better by 0.5 with an effect of the seed that both share; 3e-3 the better rate."""
-    for order, scaled, seed in itertools.product(("pre", "post"), (True, False), (1, 2, 3)):
-        loss = 4.0 + 0.1 * seed + (0.5 + 0.01 * (seed - 2)) * (order == "post") + 0.2 * (not scaled)
-        for lr in RATES:
-            write_cell(tmp_path, 4, order, scaled, lr, seed, loss + 0.3 * (lr == "1e-3"))
-        write_cell(tmp_path, 8, order, scaled, "3e-3", seed, loss + 0.1)
-    return tmp_path
+    return make_study(tmp_path)
 
 
 def test_differences_are_paired_by_seed_and_have_students_interval(study) -> None:
@@ -205,55 +156,6 @@ def test_two_records_of_one_cell_are_refused(study) -> None:
         read_cells(records_of(study))
 
 
-def test_records_of_anything_else_are_refused_with_their_file(script, study) -> None:
-    assert len(script.read_folder(study)) == 36
-    path = study / "8_pre_True_3e-3_1.json"
-    path.write_text(path.read_text().replace('"hidden_size": 64', '"hidden_size": 128'))
-    with pytest.raises(ValueError, match="must hold cells of this sweep, but .*8_pre_True_3e-3_1.json is of another"):
-        script.read_folder(study)
-    for torn in ("{", '{"config": {}}', "[]"):
-        path.write_text(torn)
-        with pytest.raises(ValueError, match="must hold cells of this study, but .*8_pre_True_3e-3_1.json is none"):
-            script.read_folder(study)
-
-
-def test_the_committed_summary_is_that_of_the_committed_cells(script) -> None:
-    folder = SCRIPT.parent / "results" / "norm_order"
-    committed = json.loads(folder.with_suffix(".json").read_text())
-    assert summarize(read_cells(script.read_folder(folder)), script.FACTORIAL)["metrics"] == committed["metrics"]
-
-
-def test_the_reference_losses_are_those_of_the_scored_tokens(script) -> None:
-    """Against the counts of what is shown and scored at the same place, taken from another seed's samples."""
-    with initialize_config_dir(str(SCRIPT.parents[1] / "conf"), version_base=None):
-        config = OmegaConf.to_container(compose("train", ["sweep=norm_order"]), resolve=True)
-    found = script.reference_losses(config)
-    data, tokenizer = DataConfig(**config["data"]), TokenizerConfig(**config["tokenizer"])
-    corpus = prepare_corpus(data, tokenizer, "bert", None)
-    dataset = BERTDataset(corpus, corpus.parts["train"][0], data, 5, "train")
-    pairs = collections.Counter()
-    for epoch in range(3):
-        samples = dataset.batch(np.full(len(dataset), epoch), np.arange(len(dataset)))
-        at = samples["labels"] != IGNORE_LABEL
-        pairs.update(zip(samples["tokens"][at].tolist(), samples["labels"][at].tolist(), strict=True))
-    total, mask = sum(pairs.values()), dataset.special["[MASK]"]
-    scored, shown = collections.Counter(), collections.Counter()
-    for (one, other), count in pairs.items():
-        shown[one] += count
-        scored[other] += count / total
-
-    def chance(one: int, other: int) -> float:  # of what is scored where `one` is shown
-        if one == mask:
-            return scored[other]
-        same = pairs[one, one] / shown[one]
-        return same if one == other else (1 - same) * scored[other] / (1 - scored[one])
-
-    entropy = -sum(share * math.log(share) for share in scored.values())
-    least = -sum(count / total * math.log(chance(*pair)) for pair, count in pairs.items())
-    assert found["scored_entropy"] == pytest.approx(entropy, abs=0.01)
-    assert found["context_free_loss"] == pytest.approx(least, abs=0.01)
-
-
 def test_the_figures_have_a_panel_a_depth_and_units(study) -> None:
     cells = read_cells(records_of(study))
     curves = draw_loss_curves(read_curves(records_of(study)), cells, 4)
@@ -263,65 +165,3 @@ def test_the_figures_have_a_panel_a_depth_and_units(study) -> None:
     assert all(figure.get_size_inches()[0] < 4.5 for figure in (curves, norms, failures))  # a column's width
     assert NATS in curves.axes[0].get_ylabel() and norms.axes[0].get_yscale() == "log"
     assert len(norms.axes[1].lines[0].get_xdata()) == 8
-
-
-def test_the_factorial_comes_first_and_chooses_the_rates_of_other_depths(script, tmp_path) -> None:
-    cells = script.cells_of_stage(script.FACTORIAL, script.SEEDS, tmp_path)
-    assert len(cells) == 2 * 2 * 3 * 3 and [cell.seed for cell in cells] == sorted(cell.seed for cell in cells)
-    with pytest.raises(ValueError, match="must all be there first, but 12_pre_scaled_1.5e-3_1 is not"):
-        script.cells_of_stage(24, script.SEEDS, tmp_path)
-    for cell in cells:
-        write_cell(tmp_path, cell.layers, cell.order, cell.scaled, cell.lr, cell.seed, 4.0 + (cell.lr != "3e-3"))
-        (tmp_path / f"{cell.layers}_{cell.order}_{cell.scaled}_{cell.lr}_{cell.seed}.json").rename(
-            tmp_path / f"{cell.name}.json"
-        )
-    assert {cell.lr for cell in script.cells_of_stage(24, script.SEEDS, tmp_path)} == {"3e-3"}
-    assert len(script.cells_of_stage(24, script.SEEDS, tmp_path)) == 12
-    assert [cell.seed for cell in script.cells_of_stage(48, script.SEEDS, tmp_path)] == [1] * 4
-
-
-def test_seeds_that_did_not_learn_are_tried_at_the_lower_rates(script, tmp_path) -> None:
-    def write(cell, loss: float) -> None:
-        write_cell(tmp_path, cell.layers, cell.order, cell.scaled, cell.lr, cell.seed, loss)
-
-    for cell in script.cells_of_stage(script.FACTORIAL, script.SEEDS, tmp_path):
-        write(cell, 4.0 + (cell.lr != "3e-3"))
-        path = tmp_path / f"{cell.layers}_{cell.order}_{cell.scaled}_{cell.lr}_{cell.seed}.json"
-        path.rename(tmp_path / f"{cell.name}.json")
-    assert script.cells_to_retry(tmp_path) == []
-    for cell in script.cells_of_stage(24, script.SEEDS, tmp_path):
-        write(cell, 5.95 if (cell.order, cell.scaled) == ("post", True) and cell.seed != 2 else 4.0)
-    retries = script.cells_to_retry(tmp_path)
-    assert [cell.name for cell in retries] == ["24_post_scaled_1.5e-3_1", "24_post_scaled_1.5e-3_3"]
-    before = order_differences(read_cells(records_of(tmp_path)), 12)
-    write(retries[0], 4.2)
-    assert script.cells_to_retry(tmp_path) == retries  # one that has a record is not run again
-    found = read_cells(records_of(tmp_path))
-    assert order_differences(found, 12).equals(before) and len(retried_cells(found, 12)) == 1
-    assert summarize(found, 12)["metrics"]["24_layers/post_scaled/lr_0.0015/seed_1"]["value"] == 4.2
-
-
-def test_a_cell_is_trained_once_and_its_record_has_curve_and_gradients(script, tmp_path, capfd) -> None:
-    (tmp_path / "outputs").mkdir()
-    cell = script.Cell(2, "post", False, "6e-3", 5)
-    more = ["trainer.max_steps=30", "trainer.validate_every_steps=15", "schedule.warmup_steps=2", "micro_batch_size=16"]
-    more += ["global_batch_size=16"]
-    script.run_cell(cell, more, tmp_path / "outputs", tmp_path / "records")
-    record = json.loads((tmp_path / "records" / "2_post_unscaled_6e-3_5.json").read_text())
-    assert record["metrics"]["steps"]["value"] == 30 and len(record["config"]["curve"]) == 1
-    least, entropy = (record["metrics"][name]["value"] for name in ("context_free_loss", "scored_entropy"))
-    assert 4.2 < least < 4.5 < entropy < 4.9
-    norms = record["config"]["gradient_norms"]
-    assert set(norms) == {"1", "15", "30"} and set(norms["1"]) == {"embedding", "layer_0", "layer_1", "output"}
-    assert record["seed"] == 5 and record["kind"] == "scaled_down"
-    script.run_cell(cell, ["never=read"], tmp_path / "outputs", tmp_path / "records")
-    with pytest.raises(RuntimeError, match="2_post_unscaled_6e-3_6 ended with code 2"):
-        script.run_cell(
-            script.Cell(2, "post", False, "6e-3", 6), ["micro_batch_size=0"], tmp_path / "outputs", tmp_path
-        )
-
-
-def test_a_missing_factorial_is_said_in_one_line(tmp_path) -> None:
-    command = [sys.executable, str(SCRIPT), "--stages", "24", "--records", str(tmp_path), "--outputs", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 2 and done.stderr.startswith("error: the cells at 12 layers must all be there first")
