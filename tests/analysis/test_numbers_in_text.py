@@ -22,7 +22,7 @@ FACTS = {
     "rate that served it best at 12 layers": ("conf/sweep/norm_order.yaml", "num_layers: 12"),
     "lower at 6 layers": ("analysis/norm_order.py", "6: 3, 24: 3"),
     "lower at 12 layers": ("conf/sweep/norm_order.yaml", "num_layers: 12"),
-    "also at 24, where": ("analysis/norm_order.py", "6: 3, 24: 3"),
+    "also at 24 and 48 layers, where": ("analysis/norm_order.py", "6: 3, 24: 3, 48: 1"),
     "it trains at 24 too": ("analysis/results/norm_order/24_post_scaled_1.5e-3_1.json", '"layers": 24'),
     "hold that to 1e-12": ("tests/training/test_layouts.py", "1e-12"),
     "on 2 CPU cores": "the machine",
