@@ -216,7 +216,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dropout", nargs="+", choices=DROPOUTS, default=list(DROPOUTS), help="(all four)")
     parser.add_argument("--steps", type=int, default=3, help=f"optimizer steps, at most {MAX_STEPS} (3)")
     parser.add_argument("--every-parameter", action="store_true", help="one line for each parameter")
-    spoil = "make the card fail: the last rank takes another seed, or all a learning rate too high by a share of "
+    spoil = "make the card fail: the last data rank takes another seed, or all a learning rate too high by a share of "
     spoil += ", ".join(f"{excess:g} ({dtype})" for dtype, excess in MUTANT_LR_EXCESS.items())
     parser.add_argument("--mutant", choices=MUTANTS, help=spoil)
     parser.add_argument("--record", type=record_argument, help="default: a new file in outputs/parity")

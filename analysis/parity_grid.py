@@ -178,7 +178,7 @@ def run_folders(keep: Path | None) -> Iterator[Path]:
 @record
 def _train_on_this_rank(work: tuple[list[PretrainJob], bool]) -> int:
     """Train every run; returns the exit code of the first that did not end well, else 0."""
-    jobs, last_rank_is_wrong = work
+    jobs, last_replica_is_wrong = work
     started_by_agent = "TORCHELASTIC_RUN_ID" in os.environ
     rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if started_by_agent else (0, 1)
     for job in jobs:
@@ -188,7 +188,8 @@ def _train_on_this_rank(work: tuple[list[PretrainJob], bool]) -> int:
             # The keys in the agent's own store are those of the first run for ever: each run meets in a file instead.
             store = dist.FileStore(str(folder / "rendezvous"), world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=PATIENCE)
-        if last_rank_is_wrong and rank == world_size - 1:
+        # Its tensor ranks together: one alone would score other tokens than its peers, and the group refuses that.
+        if last_replica_is_wrong and rank // job.layout.tp_size == job.layout.dp_size - 1:
             job = dataclasses.replace(job, run=dataclasses.replace(job.run, seed=SEED + 1))
         with (
             open(folder / f"rank_{rank}.log", "w", encoding="utf-8") as log,
