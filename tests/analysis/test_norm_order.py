@@ -103,7 +103,7 @@ def test_a_run_that_did_not_learn_has_no_end_to_compare(study, metrics) -> None:
 def test_the_scaling_may_do_more_for_one_order(study) -> None:
     for seed in (1, 2, 3):
         write_cell(study, 4, "post", False, "3e-3", seed, 4.8 + 0.15 * seed)
-    mean, half_width = interaction(read_cells(records_of(study)), 4)
+    mean, half_width = interaction(read_cells(records_of(study)), 4, 4)
     assert mean == pytest.approx(-0.2) and half_width == pytest.approx(4.303 * 0.04 / 3**0.5)
 
 

@@ -54,13 +54,13 @@ def start_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def interaction(cells: pd.DataFrame, factorial: int) -> tuple[float, float]:
-    """How much more the scaling does for post-norm than for pre-norm, at the factorial's depth and the chosen rates.
+def interaction(cells: pd.DataFrame, factorial: int, layers: int) -> tuple[float, float]:
+    """How much more the scaling does for post-norm than for pre-norm at a depth, at the chosen rates.
 
     Post minus pre with the scaling, less post minus pre without it, paired by seed: mean and half width, nats.
     """
     group = chosen_cells(cells, factorial)
-    group = group[group["layers"] == factorial]
+    group = group[group["layers"] == layers]
     if not _all_learned(group):
         return math.nan, math.nan
     by_arm = group.pivot(index="seed", columns=ARM, values="train_loss")
@@ -159,8 +159,10 @@ def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
         name = f"{row['layers']}_layers/{row['order']}{rate}/unscaled_minus_scaled"
         add(name, row["difference"])
         add(f"{name}_half_width", row["half_width"])
-    for name, value in zip(("interaction", "interaction_half_width"), interaction(cells, factorial), strict=True):
-        add(f"{factorial}_layers/{name}", value)
+    for layers in sorted(cells["layers"].unique()):
+        values = interaction(cells, factorial, layers)
+        for name, value in zip(("interaction", "interaction_half_width"), values, strict=True):
+            add(f"{layers}_layers/{name}", value)
     for (order, scaled, lr), group in at_depth.groupby([*ARM, "lr"]):
         if _all_learned(group):
             name, (mean, half_width) = f"lr_{lr:g}", mean_and_interval(list(group["train_loss"]))
