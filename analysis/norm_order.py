@@ -111,14 +111,19 @@ def cells_of_stage(layers: int, seeds: Iterable[int], records: Path) -> list[Cel
     return [Cell(layers, *arm, lr, seed) for seed in kept for arm in arms for lr in rates[arm]]
 
 
-def cells_to_retry(records: Path) -> list[Cell]:
-    """At `RETRIED` layers, the seeds with which an arm did not learn at its chosen rate, at the rates below that."""
+def cells_to_retry(seeds: Iterable[int], records: Path) -> list[Cell]:
+    """At `RETRIED` layers, those seeds with which an arm did not learn at its chosen rate, at the rates below."""
     cells = read_cells(read_folder(records))
     chosen, retries = choose_rates(cells, FACTORIAL), []
     for (order, scaled), group in cells[cells["layers"] == RETRIED].groupby(ARM):
         lower = [lr for lr in swept("optimizer.lr") if float(lr) < chosen[order, scaled]]
         failed = group[(group["lr"] == chosen[order, scaled]) & (group["state"] != "learned")]
-        retries += [Cell(RETRIED, order, bool(scaled), lr, int(seed)) for lr in lower for seed in failed["seed"]]
+        retries += [
+            Cell(RETRIED, order, bool(scaled), lr, int(seed))
+            for lr in lower
+            for seed in failed["seed"]
+            if seed in seeds
+        ]
     return retries
 
 
@@ -271,7 +276,7 @@ def main() -> int:
         for layers in options.stages:
             run(cells_of_stage(layers, options.seeds, records))
             if layers == RETRIED:
-                run(cells_to_retry(records))
+                run(cells_to_retry(options.seeds, records))
         summary = summarize(read_cells(read_folder(records)), FACTORIAL)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -31,7 +31,7 @@ from .evidence import (
 )
 from .norm_order import STATES
 from .scaling import CELLS, study_model
-from .scaling_figures import figure_cells, paper_petaflops
+from .scaling_figures import configuration, figure_cells, paper_petaflops
 from .text_entries import text_entries
 
 _LINEAR, _SPEED_UP, _MILLIONS = "% of linear scaling", "speed-up", "million parameters"
@@ -223,11 +223,9 @@ def _scaling_tables() -> Iterator[Entry]:
 def _scaling_figures() -> Iterator[Entry]:
     """Figures 1 and 5."""
     for cell in figure_cells():
-        gpus = cell.tp_size * cell.dp_size
         command = commands.study(cell.size, cell.heads, cell.tp_size, cell.dp_size)
-        name, panel = ("mp", "model parallel") if cell.dp_size == 1 else ("mp_dp", "model + data parallel")
-        of_gpus = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-        place, row = f"{name}/{of_gpus.replace(' ', '_').lower()}", f"{panel}, {of_gpus}"
+        row = configuration(cell)
+        place = f"{'mp' if cell.dp_size == 1 else 'mp_dp'}/{row.split(', ')[1].replace(' ', '_').lower()}"
         found = table_row("Figure 5", row, _LINEAR, "")
         yield Entry(f"figure_5/{place}", cell.paper, _LINEAR, found, command, _READ[cell.certainty])
         petaflops, printed = paper_petaflops(cell)

@@ -88,14 +88,13 @@ def choose_rates(cells: pd.DataFrame, layers: int) -> dict[tuple[str, bool], flo
     return chosen
 
 
-def chosen_cells(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
-    """The cells at the learning rate that was chosen for their arm."""
+def at_chosen_rates(rows: pd.DataFrame, cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
+    """Of rows with order, scaled and lr, those at the learning rate that `cells` chose for their arm."""
     rates = choose_rates(cells, factorial)
-    return cells[[rates.get((row.order, row.scaled)) == row.lr for row in cells.itertuples()]]
+    return rows[[rates.get((row.order, row.scaled)) == row.lr for row in rows.itertuples()]]
 
 
 def retried_cells(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
     """The cells at another depth and another rate than the one chosen for their arm: where the chosen one failed."""
-    rates = choose_rates(cells, factorial)
-    others = cells[cells["layers"] != factorial]
-    return others[[rates.get((row.order, row.scaled)) != row.lr for row in others.itertuples()]]
+    chosen = at_chosen_rates(cells, cells, factorial)
+    return cells[(cells["layers"] != factorial) & ~cells.index.isin(chosen.index)]

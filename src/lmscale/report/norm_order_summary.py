@@ -1,6 +1,6 @@
 """What the cells of the norm-order study show together: differences with intervals, counts of endings, the record.
 
-An interval is Student's, of values paired by seed, and of runs that all learned: where some did, the counts say it.
+An interval is Student's, of values paired by seed, and only of runs that all learned; else the counts say what was.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from ..results import new_record
-from .norm_order import ARM, DIVERGED_ABOVE, NATS, STATES, STUCK_WITHIN, chosen_cells, retried_cells
+from .norm_order import ARM, DIVERGED_ABOVE, NATS, STATES, STUCK_WITHIN, at_chosen_rates, retried_cells
 
 REFERENCES = ("scored_entropy", "context_free_loss")  # losses to see a curve against
 STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # 97.5 % quantile by degrees of freedom
@@ -44,7 +44,8 @@ def start_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
         layers, order, lr (text: `chosen`, or at the depth that has every rate, each), difference, half_width.
     """
     at_depth = cells[cells["layers"] == factorial]
-    groups = [(layers, order, "chosen", g) for (layers, order), g in _by(chosen_cells(cells, factorial))]
+    chosen = at_chosen_rates(cells, cells, factorial).groupby(["layers", "order"])
+    groups = [(layers, order, "chosen", group) for (layers, order), group in chosen]
     groups += [(factorial, order, f"{lr:g}", g) for (order, lr), g in at_depth.groupby(["order", "lr"])]
     rows = []
     for layers, order, lr, group in groups:
@@ -59,7 +60,7 @@ def interaction(cells: pd.DataFrame, factorial: int, layers: int) -> tuple[float
 
     Post minus pre with the scaling, less post minus pre without it, paired by seed: mean and half width, nats.
     """
-    group = chosen_cells(cells, factorial)
+    group = at_chosen_rates(cells, cells, factorial)
     group = group[group["layers"] == layers]
     if not _all_learned(group):
         return math.nan, math.nan
@@ -68,17 +69,13 @@ def interaction(cells: pd.DataFrame, factorial: int, layers: int) -> tuple[float
     return mean_and_interval(list(of[True] - of[False]))
 
 
-def _by(cells: pd.DataFrame) -> Iterable:
-    return cells.groupby(["layers", "order"])
-
-
 def order_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
     """Post- against pre-norm at every depth and start, each at the learning rate chosen for it.
 
     Returns:
         as `compare_orders`, with layers and scaled.
     """
-    return compare_orders(chosen_cells(cells, factorial), ["layers", "scaled"])
+    return compare_orders(at_chosen_rates(cells, cells, factorial), ["layers", "scaled"])
 
 
 def equal_rate_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
@@ -96,8 +93,8 @@ def compare_orders(cells: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     Returns:
         the columns `by`; of each order its mean training loss (pre, post), lr_pre, lr_post, and how its cells ended,
         as text; difference and half_width, paired by seed; the same of the validation loss, with `validation_` before
-        the name; seeds, how many pairs. Where a run did not learn, its end
-        is of another kind than those of the others: there is no mean of them (nan), and no difference.
+        the name; seeds, how many pairs. Where a run did not learn, its end is of another kind than those of the others:
+        there is no mean of them (nan), and no difference.
     """
     rows = []
     for key, group in cells.groupby(by):
@@ -160,17 +157,18 @@ def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
         add(name, row["difference"])
         add(f"{name}_half_width", row["half_width"])
     for layers in sorted(cells["layers"].unique()):
-        values = interaction(cells, factorial, layers)
-        for name, value in zip(("interaction", "interaction_half_width"), values, strict=True):
-            add(f"{layers}_layers/{name}", value)
+        mean, half_width = interaction(cells, factorial, layers)
+        add(f"{layers}_layers/interaction", mean)
+        add(f"{layers}_layers/interaction_half_width", half_width)
     for (order, scaled, lr), group in at_depth.groupby([*ARM, "lr"]):
         if _all_learned(group):
-            name, (mean, half_width) = f"lr_{lr:g}", mean_and_interval(list(group["train_loss"]))
-            add(f"{factorial}_layers/{order}_{_start(scaled)}/{name}/loss", mean)
-            add(f"{factorial}_layers/{order}_{_start(scaled)}/{name}/half_width", half_width)
+            mean, half_width = mean_and_interval(list(group["train_loss"]))
+            name = f"{factorial}_layers/{order}_{_start(scaled)}/lr_{lr:g}"
+            add(f"{name}/loss", mean)
+            add(f"{name}/half_width", half_width)
     for cell in retried_cells(cells, factorial).itertuples():
         add(f"{cell.layers}_layers/{cell.order}_{_start(cell.scaled)}/lr_{cell.lr:g}/seed_{cell.seed}", cell.train_loss)
-    for (layers, order, scaled), row in endings(chosen_cells(cells, factorial)).iterrows():
+    for (layers, order, scaled), row in endings(at_chosen_rates(cells, cells, factorial)).iterrows():
         for state, count in row.items():
             add(f"{layers}_layers/{_start(scaled)}/{order}/{state}", int(count), "cells at the chosen rate")
     for order, rows in endings(cells).groupby("order"):

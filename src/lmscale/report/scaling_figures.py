@@ -39,9 +39,18 @@ def paper_petaflops(cell: Cell) -> tuple[float, bool]:
     return cell.paper / 100 * num_gpus * BASELINE_FLOPS_PER_S / 1e15, False
 
 
+def configuration(cell: Cell) -> str:
+    """A cell as it is called in the tables: `model parallel, 8 GPUs`."""
+    num_gpus = cell.tp_size * cell.dp_size
+    return f"{_panel(cell)}, {num_gpus} GPU{'s' if num_gpus > 1 else ''}"
+
+
+def _panel(cell: Cell) -> str:
+    return "model parallel" if cell.dp_size == 1 else "model + data parallel"
+
+
 def _place(cell: Cell) -> dict:
-    panel = "model parallel" if cell.dp_size == 1 else "model + data parallel"
-    return {"panel": panel, "GPUs": cell.tp_size * cell.dp_size}
+    return {"configuration": configuration(cell), "panel": _panel(cell), "GPUs": cell.tp_size * cell.dp_size}
 
 
 def figure_5_rows(cluster: Cluster) -> pd.DataFrame:
@@ -82,9 +91,7 @@ def figure_tables(cluster: Cluster) -> dict[str, pd.DataFrame]:
 
 
 def _table(rows: pd.DataFrame, unit: str, printed: dict[str, str]) -> pd.DataFrame:
-    gpus = ["1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs" for num_gpus in rows["GPUs"]]
-    table = pd.DataFrame({"configuration": rows["panel"] + ", " + pd.Series(gpus)})
-    table["paper"], table["ours"] = rows[PAPER], rows[OURS]
+    table = pd.DataFrame({"configuration": rows["configuration"], "paper": rows[PAPER], "ours": rows[OURS]})
     table["difference"], table["unit"] = rows[OURS] - rows[PAPER], unit
     table["the paper's value"] = rows["certainty"].map(printed)
     return table

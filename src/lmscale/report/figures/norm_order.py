@@ -6,7 +6,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from ..norm_order import NATS, choose_rates
+from ..norm_order import CELL, NATS, at_chosen_rates
 from .style import COLUMN_WIDTH, PALETTE, column_style
 
 _PALETTE = {"pre": PALETTE["paper"], "post": PALETTE["ours"]}
@@ -22,7 +22,7 @@ def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) 
         curves, cells: of `read_curves` and `read_cells`.
         factorial: the depth that chose the learning rates.
     """
-    rows = _arms(_at_chosen_rates(curves, cells, factorial)).rename(columns={"loss": _LOSS})
+    rows = _arms(at_chosen_rates(curves, cells, factorial)).rename(columns={"loss": _LOSS})
     figure = _panels(rows, x="step", y=_LOSS, title="{col_name} layers")
     for axis in figure.axes:
         _mark_references(axis, cells)
@@ -52,7 +52,7 @@ def draw_gradient_norms(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int
         step: 1, before the first update, or another at which the study keeps norms: then the mean of 10 steps up to it.
     """
     at_step = norms[norms["step"] == step].rename(columns={"norm": _NORM})
-    rows = _arms(_at_chosen_rates(at_step, cells, factorial))
+    rows = _arms(at_chosen_rates(at_step, cells, factorial))
     figure = _panels(rows, x="layer", y=_NORM, title="{col_name} layers", share_x=False)
     _logarithmic(figure)
     return figure
@@ -65,8 +65,7 @@ def draw_failures(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int, step
         norms: of `read_gradient_norms`.
         steps: of the two panels.
     """
-    keys = ["layers", "order", "scaled", "lr", "seed"]
-    rows = norms.merge(cells[[*keys, "state"]], on=keys).rename(columns={"norm": _NORM, "state": "the run"})
+    rows = norms.merge(cells[[*CELL, "state"]], on=CELL).rename(columns={"norm": _NORM, "state": "the run"})
     rows = rows[(rows["layers"] == factorial) & (rows["order"] == "post") & rows["step"].isin(steps)]
     rows = rows.assign(run=rows["scaled"].astype(str) + rows["lr"].astype(str) + rows["seed"].astype(str))
     shown = {"hue": "the run", "style": "the run", "palette": {"learned": "0.65", "stuck": "0.15", "diverged": "0.15"}}
@@ -78,11 +77,6 @@ def draw_failures(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int, step
 def _arms(rows: pd.DataFrame) -> pd.DataFrame:
     """The arm's two words as they stand in legends."""
     return rows.assign(start=rows["scaled"].map(_STARTS)).rename(columns={"order": "norm order"})
-
-
-def _at_chosen_rates(rows: pd.DataFrame, cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
-    rates = choose_rates(cells, factorial)
-    return rows[[rates.get((row.order, row.scaled)) == row.lr for row in rows.itertuples()]]
 
 
 def _panels(
@@ -99,7 +93,7 @@ def _panels(
         grid = sns.relplot(rows, x=x, y=y, col=col, kind="line", facet_kws=facets, **lines, **size)
         grid.set_titles(title)
         sns.move_legend(
-            grid, "upper center", bbox_to_anchor=(0.5, 0.02), ncols=3, frameon=False, title_fontsize="small"
+            grid, "upper center", bbox_to_anchor=(0.5, 0.02), ncols=2, frameon=False, title_fontsize="small"
         )
     plt.close(grid.figure)  # a notebook would show it twice
     return grid.figure

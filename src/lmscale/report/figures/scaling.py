@@ -37,10 +37,10 @@ def draw_figure_1(rows: pd.DataFrame) -> Figure:
         return _two_panels(rows, ["TFLOP/s", "PFLOP/s"], sharey=False, fmt="%.3g", label_type="center")
 
 
-def _two_panels(rows: pd.DataFrame, units: list[str], sharey: bool, **labels: str) -> Figure:
+def _two_panels(rows: pd.DataFrame, units: list[str], sharey: bool, **numbers: str) -> Figure:
     """Bars of both sources over the GPUs, without data parallelism on the left and with it on the right.
 
-    A column `linear` becomes marks, a column `role` hatches; `labels` says how bars are labelled.
+    A column `linear` becomes marks, a column `role` hatches; `numbers` says how those of the bars are written.
     """
     figure = Figure(figsize=(2 * COLUMN_WIDTH, 2.8), layout="constrained")
     axes = figure.subplots(1, 2, sharey=sharey)
@@ -48,8 +48,8 @@ def _two_panels(rows: pd.DataFrame, units: list[str], sharey: bool, **labels: st
         tall = part.melt(id_vars=["GPUs"], value_vars=[PAPER, OURS], var_name="source", value_name="value")
         sns.barplot(tall, x="GPUs", y="value", hue="source", ax=axis, palette=_COLORS, saturation=1)
         axis.set(title=f"{panel} (V100)", ylabel=unit)
-        for container, color in zip(axis.containers, _LABELS[labels.get("label_type", "edge")], strict=True):
-            axis.bar_label(container, fontsize=7, color=color, **labels)
+        for container, color in zip(axis.containers, _LABELS[numbers.get("label_type", "edge")], strict=True):
+            axis.bar_label(container, fontsize=7, color=color, **numbers)
         for bar, role in zip(axis.containers[1], part.get("role", []), strict=False):
             bar.set_hatch("//" if role in ("held out", "outlier") else "")
         axis.get_legend().remove()
