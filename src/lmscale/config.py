@@ -27,8 +27,9 @@ FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
 class Recompute(str, Enum):
     """What the backward pass computes again instead of keeping it in memory (section 4.2, activation checkpointing).
 
-    `NONE` keeps everything; `SELECTIVE` recomputes the attention core and the GELU, which cost little and communicate
-    nothing; `FULL` keeps one [b, s, h] tensor a layer and recomputes the layer, as the paper does.
+    `NONE` keeps everything; `SELECTIVE` recomputes the GELU and, unless a GPU's fused kernel computes it, the attention
+    core, which cost little and communicate nothing; `FULL` keeps one [b, s, h] tensor a layer and recomputes the layer,
+    as the paper does.
     """
 
     NONE = "none"

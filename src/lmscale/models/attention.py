@@ -134,7 +134,10 @@ class SelfAttention(nn.Module):
             k, v = cache.extend(self.layer, k, v)
             attention_mask = cache.mask  # causal too: by position
         core = self._exact_core if self.exact else self._sdpa_core
-        if self.recompute_core and self.training:
+        # A GPU's fused core keeps no scores, so there is nothing to gain; and compiled, a recomputed core would draw
+        # its dropout from a clone of the generator that our seeding does not reach.
+        is_fused = q.is_cuda and not self.exact
+        if self.recompute_core and self.training and not is_fused:
             context_vectors = checkpoint(core, q, k, v, attention_mask, dropout_keys, use_reentrant=False)
         else:
             context_vectors = core(q, k, v, attention_mask, dropout_keys)  # [b, n/p, s, d]

@@ -69,7 +69,9 @@ def counter_keep_mask(keys: Tensor, num_rows: int, num_columns: int, probability
         probability: share that is dropped, to within 2^-32.
         first_row: number of the first row, where this rank holds a part of the rows.
     """
-    rows = torch.arange(first_row, first_row + num_rows, dtype=torch.int32, device=keys.device)
+    # Triton takes no constant beyond int32, so the product for the first row is wrapped here and not on the device.
+    keys = keys + ((first_row * _GOLDEN + 2**31) % 2**32 - 2**31)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=keys.device)
     columns = torch.arange(num_columns, dtype=torch.int32, device=keys.device)
     row_keys = _mix(keys.unsqueeze(-1) + rows * _GOLDEN)  # [b, rows]
     bits = _mix(row_keys.unsqueeze(-1) ^ (columns * _COLUMN))  # [b, rows, columns]

@@ -72,8 +72,9 @@ def hardware_flops_per_step(config: TransformerConfig, seq_length: int, global_b
     """FLOPs the devices do in one optimizer step, with what `config.recompute` makes them do again.
 
     Full: one more forward pass of the layers, not of the logits; with f = 4h, 96 B s L h^2 (1 + s / 6h + V / 16 L h).
-    Selective: the matrix products of the attention core, 4 B s^2 L h; half of it in exact attention, where torch's
-    checkpoint stops before the last product because the backward pass does not need its result. Full recomputation
+    Selective: the matrix products of the attention core, 4 B s^2 L h (none of them on a GPU, whose fused core is left
+    alone: there this is an upper bound); half of it in exact attention, where torch's checkpoint stops before the last
+    product because the backward pass does not need its result. Full recomputation
     stops before the last linear in the same way if `hidden_dropout` is 0; that is not counted here. What a fused
     attention kernel recomputes inside its backward pass is not counted either.
 

@@ -1,0 +1,229 @@
+"""An H200 that is not there, on a CPU build of torch: enough of it for torch.compile to write its kernels.
+
+`install()` changes torch, Inductor and Triton for the whole process, so it belongs into a process of its own.
+It uses private parts of torch; `problem()` says where they are not the ones it was written for.
+"""
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+WRITTEN_FOR = ("2.13",)  # torch
+CAPABILITY = 90
+PROPERTIES = SimpleNamespace(
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    regs_per_multiprocessor=65536,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    total_memory=int(139.8 * 2**30),
+    L2_cache_size=60 * 2**20,
+    gcnArchName="",
+    clock_rate=1_980_000,
+    memory_clock_rate=3_201_000,
+    memory_bus_width=6144,
+    is_integrated=False,
+    is_multi_gpu_board=False,
+)
+_GUARD = Path(__file__).with_name("guard.cpp")
+
+
+def problem() -> str | None:
+    """Why no GPU can be faked here, or None; imports no torch."""
+    version = importlib.metadata.version("torch")
+    if not version.endswith("+cpu"):
+        return f"needs a CPU build of torch, and {version} is none"
+    if not version.startswith(WRITTEN_FOR):
+        return f"uses private parts of torch {', '.join(WRITTEN_FOR)}, and this is {version}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs triton, which a CPU build of torch does not bring"
+    if shutil.which("g++") is None:
+        return "needs g++ to build the device guard"
+    return None
+
+
+def build_guard(folder: Path) -> Path:
+    """Compile `guard.cpp` against the installed torch; returns the library.
+
+    Raises:
+        subprocess.CalledProcessError: the compiler refuses it.
+    """
+    torch = Path(importlib.util.find_spec("torch").submodule_search_locations[0])
+    library = folder / "guard.so"
+    headers, libraries = [f"-I{torch / 'include'}"], [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
+    command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", *headers, str(_GUARD), *libraries, "-o", str(library)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return library
+
+
+def install(guard: Path) -> None:
+    """Load the guard and put an H200 where torch, Inductor and Triton ask for one. Before anything imports torch."""
+    folder = importlib.util.find_spec("torch").submodule_search_locations[0]
+    for library in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(os.path.join(folder, "lib", library), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(guard), mode=ctypes.RTLD_GLOBAL)
+    import torch
+
+    torch._C._ensureCUDADeviceGuardSet = lambda: None
+    _install_in_torch(torch)
+    _install_in_triton()
+    _install_in_inductor(torch)
+
+
+class _NoDevice:
+    """`torch.cuda.device` without effect."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __enter__(self) -> "_NoDevice":
+        return self
+
+    def __exit__(self, *_: Any) -> bool:
+        return False
+
+
+def _install_in_torch(torch: Any) -> None:
+    import torch._subclasses.fake_tensor as fake_tensor
+
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "is_initialized": True,
+        "_lazy_init": None,
+        "init": None,
+        "get_device_properties": PROPERTIES,
+        "get_device_capability": (9, 0),
+        "get_device_name": PROPERTIES.name,
+        "synchronize": None,
+        "is_bf16_supported": True,
+        "set_device": None,
+        "_maybe_exchange_device": 0,
+        "_exchange_device": 0,
+        "set_rng_state": None,
+        "current_stream": SimpleNamespace(cuda_stream=0, stream_id=0, device=torch.device("cuda", 0)),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
+    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    torch.cuda.device = torch.cuda._DeviceGuard = _NoDevice
+    torch.cuda.default_generators = (torch.default_generator,)
+    torch.version.cuda = torch.version.cuda or "13.0"
+    torch._C._cuda_getCurrentRawStream = lambda *_: 0
+    torch.accelerator.is_available = lambda: False
+    for name in ("init_gpu_context", "init_cuda_context"):
+        if hasattr(fake_tensor, name):
+            setattr(fake_tensor, name, lambda *_: None)
+
+
+def _install_in_triton() -> None:
+    from torch._inductor.runtime import triton_helpers
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    limits = {
+        "max_shared_mem": PROPERTIES.shared_memory_per_block_optin,
+        "multiprocessor_count": PROPERTIES.multi_processor_count,
+        "warpSize": 32,
+        "max_num_regs": PROPERTIES.regs_per_multiprocessor,
+        "sm_clock_rate": PROPERTIES.clock_rate,
+        "mem_clock_rate": PROPERTIES.memory_clock_rate,
+        "mem_bus_width": PROPERTIES.memory_bus_width,
+    }
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", CAPABILITY, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda *_: 0,
+            is_active=lambda: True,
+            utils=SimpleNamespace(get_device_properties=lambda _: limits),
+        )
+    )
+    triton_helpers.set_driver_to_gpu = triton_helpers.set_driver_to_cpu = lambda *_: None
+
+
+def _install_in_inductor(torch: Any) -> None:
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+    from torch._dynamo import device_interface
+    from torch._inductor.fx_passes import joint_graph, post_grad
+
+    for patterns in (joint_graph, post_grad):  # they trace their own patterns, which must not meet the fake device
+        patterns.lazy_init(torch.device("cpu"))
+        patterns.lazy_init = lambda *_, **__: None
+    answers = {
+        "get_device_properties": PROPERTIES,
+        "is_available": True,
+        "get_compute_capability": CAPABILITY,
+        "is_triton_capable": True,
+        "raise_if_triton_unavailable": None,
+        "current_device": 0,
+        "device_count": 1,
+        "exchange_device": 0,
+        "maybe_exchange_device": 0,
+        "get_raw_stream": 0,
+    }
+    cuda = device_interface.CudaInterface
+    for name, answer in answers.items():
+        setattr(cuda, name, staticmethod(lambda *_, _answer=answer, **__: _answer))
+    cuda.Worker.get_device_properties = staticmethod(lambda *_, **__: PROPERTIES)
+    cuda.device = _NoDevice
+    for name in ("cuda", "cuda:0"):
+        device_interface.register_interface_for_device(name, cuda)
+    inductor_config.compile_threads = 1
+    inductor_config.fx_graph_cache = inductor_config.fx_graph_remote_cache = False
+    inductor_config.joint_graph_constant_folding = False
+    functorch_config.enable_autograd_cache = False
+
+
+def capture_generated_code() -> list[str]:
+    """Have Inductor write its modules without running them; returns the list that their sources are added to.
+
+    Call inside FakeTensorMode only: what a graph returns is made empty, of the right shape.
+    """
+    import torch
+    from torch._inductor.graph import GraphLowering
+
+    sources: list[str] = []
+
+    def compile_to_module(self: Any) -> SimpleNamespace:
+        written = self.codegen_with_cpp_wrapper() if self.cpp_wrapper else self.codegen()
+        source = getattr(written[0], "value", written[0])
+        sources.append(source)
+        with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
+            file.write(source)
+        outputs = [_layout_of(output) for output in self.graph_outputs]
+
+        def call(arguments: list) -> list:
+            arguments.clear()
+            return [made and torch.empty_strided(*made[:2], dtype=made[2], device=made[3]) for made in outputs]
+
+        self.cache_key, self.cache_path, self.cache_linemap = "none", file.name, []
+        return SimpleNamespace(
+            __file__=file.name, __name__="none", key="none", cache_key="none", call=call, value=source
+        )
+
+    GraphLowering.compile_to_module = GraphLowering._compile_to_module = compile_to_module
+    return sources
+
+
+def _layout_of(output: Any) -> tuple | None:
+    """Size, stride, type and device of a graph's output; None where it returns no tensor."""
+    try:
+        size, stride = (tuple(map(int, numbers)) for numbers in (output.get_size(), output.get_stride()))
+    except (AttributeError, NotImplementedError):
+        return None
+    return size, stride, output.get_dtype(), output.get_device()
