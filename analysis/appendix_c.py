@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 
 from lmscale.checkpoint import read_metadata
+from lmscale.config.generate import Sampling
 from lmscale.data.tokenizer import END_OF_TEXT
 from lmscale.evaluation.generation import Generator
 from lmscale.evaluation.loading import LoadedModel, load_model
 from lmscale.evaluation.prompts import PromptReader, Row
-from lmscale.generate_config import Sampling
 from lmscale.parallel import ParallelContext
 from lmscale.results import new_record, write_record
 

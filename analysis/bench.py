@@ -5,7 +5,7 @@ import hydra
 from omegaconf import DictConfig
 
 from lmscale.bench_config import BenchConfig
-from lmscale.door import open_door, run_task
+from lmscale.cli.entry_point import open_door, run_task
 from lmscale.results import record_path, write_record
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from lmscale.config import BatchConfig
+from lmscale.config.data import DataConfig
 from lmscale.data.bert_index import TargetLengths, write_pairs
 from lmscale.data.datamodule import PretrainDataModule
 from lmscale.data.gpt_index import GPTOrder, write_windows
@@ -30,7 +31,6 @@ from lmscale.data.indexed import IndexedWriter
 from lmscale.data.indexed_corpus import identity_of
 from lmscale.data.indexed_dataset import HEADER, MAGIC, VERSION, IndexedDataset
 from lmscale.data.prepared import CorpusPart, PreparedCorpus
-from lmscale.data_config import DataConfig
 from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parent.parent

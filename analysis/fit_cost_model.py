@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lmscale.perf.cluster import Calibration, Cluster, Peaks
+from lmscale.planner.cluster import Calibration, Cluster, Peaks
 from lmscale.report.scaling import (
     CELLS,
     LATER_SHAPES,

@@ -25,9 +25,9 @@ from pathlib import Path
 import ftfy
 from datatrove.data import Document
 
+from lmscale.config.data import TokenizerConfig
 from lmscale.corpus import cleaning, language
 from lmscale.data.tokenizer import load_published_tokenizer
-from lmscale.data_config import TokenizerConfig
 from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parent.parent

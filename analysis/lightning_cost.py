@@ -19,13 +19,13 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from lmscale.config.pretrain import RunConfig
 from lmscale.models import build_model
 from lmscale.parallel import sample_dropout_keys
 from lmscale.results import new_record, record_argument, write_record
-from lmscale.run_config import RunConfig
 from lmscale.training import pretrain as pretraining
 from lmscale.training.gpt_module import GPTModule
-from lmscale.training.optimizer import MixedPrecisionAdamW
+from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP_STEPS = 20

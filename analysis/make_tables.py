@@ -43,9 +43,9 @@ TABLES = {
     ),
     "Memory": (
         "of a rank of the paper's models",
-        "Predicted by `lmscale.perf`: fp16 with fp32 masters, exact attention, one data rank, one micro-batch of 8 GPT "
-        "sequences of 1,024 tokens or 4 BERT sequences of 512. Empty: the heads do not divide. `Peak memory` has what "
-        "such predictions are worth.",
+        "Predicted by `lmscale.planner`: fp16 with fp32 masters, exact attention, one data rank, one micro-batch of 8 "
+        "GPT sequences of 1,024 tokens or 4 BERT sequences of 512. Empty: the heads do not divide. `Peak memory` has "
+        "what such predictions are worth.",
     ),
     "Communication": (
         "of a rank of the models of Table 1 for one micro-batch",
@@ -56,7 +56,7 @@ TABLES = {
     "Figure 5": ("weak scaling of model and model + data parallelism", _MODELLED),
     "Peak memory": (
         "predicted beside tracked bytes of a rank",
-        "Predicted by `lmscale.perf`, as the planner and a run's own check do; tracked: all tensors alive at the "
+        "Predicted by `lmscale.planner`, as the planner and a run's own check do; tracked: all tensors alive at the "
         "fullest moment of a step (`analysis/peak_memory.py`). `real`: on a CPU, on one rank or two; `traced`: models "
         "of the paper without contents, with a GPU's attention kernels. No GPU was used; what kernels allocate inside, "
         "the allocator's rounding and the framework are in neither. No case was used to find a term of the estimate.",

@@ -25,17 +25,17 @@ from scaling_cases import SCALING, Case, cpu_cases, gpu_cases
 from torch.distributed.device_mesh import init_device_mesh
 
 from lmscale.config import ParallelConfig
+from lmscale.config.plan import load_cluster
+from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, collectives, sample_dropout_keys
-from lmscale.perf.cluster import Cluster
-from lmscale.perf.flops import model_flops_per_step, scored_tokens
-from lmscale.perf.memory import estimate_memory
-from lmscale.perf.params import count_parameters
-from lmscale.perf.step_time import predict_step_time
-from lmscale.plan_config import load_cluster
+from lmscale.planner.cluster import Cluster
+from lmscale.planner.flops import model_flops_per_step, scored_tokens
+from lmscale.planner.memory import estimate_memory
+from lmscale.planner.params import count_parameters
+from lmscale.planner.step_time import predict_step_time
 from lmscale.results import new_record, record_argument, write_record
-from lmscale.training.optimizer import MixedPrecisionAdamW
-from lmscale.training_config import OptimizerConfig, PrecisionConfig
+from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -25,8 +25,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lmscale.config import TransformerConfig
-from lmscale.perf.flops import model_flops_per_step
-from lmscale.perf.params import count_parameters
+from lmscale.planner.flops import model_flops_per_step
+from lmscale.planner.params import count_parameters
 from lmscale.report.power_law import PowerLaw, fit_power_law
 from lmscale.results import new_record, write_record
 

@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
+from lmscale.config.data import DataConfig, TokenizerConfig
+from lmscale.config.from_dict import build
 from lmscale.data.bert_dataset import IGNORE_LABEL, BERTDataset
 from lmscale.data.prepare import prepare_corpus
-from lmscale.data_config import DataConfig, TokenizerConfig
-from lmscale.from_plain import build
 from lmscale.report.norm_order import ARM, choose_rates, read_cells
 from lmscale.report.norm_order_summary import summarize
 from lmscale.results import new_record, write_record

@@ -35,7 +35,7 @@ from parity_grid import (
 
 from lmscale.config import ParallelConfig
 from lmscale.results import new_record, record_argument, write_record
-from lmscale.training.launch import world_from_outside
+from lmscale.training.runtime.launch import world_from_outside
 
 OUTPUTS = Path(__file__).resolve().parent.parent / "outputs" / "parity"
 MAX_STEPS = 5  # the bounds were measured up to here; rounding noise grows with every step of Adam

@@ -21,9 +21,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from lmscale.checkpoint import CheckpointReader, list_checkpoints
 from lmscale.config import ParallelConfig
-from lmscale.run_config import RunConfig
-from lmscale.training.launch import launch
+from lmscale.config.pretrain import RunConfig
 from lmscale.training.pretrain import PretrainJob, prepare_job, pretrain
+from lmscale.training.runtime.launch import launch
 
 ONE_PROCESS = ParallelConfig(tp_size=1, dp_size=1)
 LR = 1e-3  # after one step of warm-up; one step of Adam moves a weight by at most about this much
@@ -154,7 +154,7 @@ def train_all(jobs: dict[ParallelConfig, list[PretrainJob]], mutant: str | None)
     """Train the runs of each layout, one after the other, on ranks that are started once; progress goes to stderr.
 
     Raises:
-        SystemExit: a rank failed or a signal came; see `lmscale.training.launch.launch`.
+        SystemExit: a rank failed or a signal came; see `lmscale.training.runtime.launch.launch`.
     """
     for layout, layout_jobs in jobs.items():
         start = time.time()

@@ -29,13 +29,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lmscale.config import TransformerConfig
+from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, layers, sample_dropout_keys
-from lmscale.perf.flops import scored_tokens
-from lmscale.perf.job import Job, Layout, rank_memory
+from lmscale.planner.flops import scored_tokens
+from lmscale.planner.job import Job, Layout, rank_memory
 from lmscale.results import new_record, record_argument, write_record
-from lmscale.training.optimizer import MixedPrecisionAdamW
-from lmscale.training_config import OptimizerConfig, PrecisionConfig
+from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = {"355m": (24, 1024, 16), "1.2b": (40, 1536, 16), "8.3b": (72, 3072, 32), "bert_336m": (24, 1024, 16)}

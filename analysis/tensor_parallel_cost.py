@@ -26,11 +26,11 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from lmscale.config import TransformerConfig
+from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, open_channel, sample_dropout_keys
 from lmscale.results import new_record, record_argument, write_record
-from lmscale.training.optimizer import MixedPrecisionAdamW
-from lmscale.training_config import OptimizerConfig, PrecisionConfig
+from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 SHAPES = {"h512_l4": (512, 8, 4), "h1024_l2": (1024, 16, 2)}  # hidden size, heads, layers
 VOCAB, BATCH, SEQ_LENGTH = 8192, 8, 256

@@ -46,11 +46,11 @@ def lay_out(root: Path, texts: list[str], architecture: str, data: Path) -> None
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from lmscale.config.data import TokenizerConfig
     from lmscale.corpus.collecting import SCHEMA, document_key, shard_of
     from lmscale.corpus.tokenizing import TOKENIZER
     from lmscale.corpus.work_folder import WorkFolder, save_array
     from lmscale.data.tokenizer import load_published_tokenizer
-    from lmscale.data_config import TokenizerConfig
 
     folder = WorkFolder(root)
     kind, path = VOCABULARIES[architecture]

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from lmscale.config import ParallelConfig, Recompute, TransformerConfig
-from lmscale.perf.cluster import Cluster
-from lmscale.perf.job import Job, Layout
-from lmscale.perf.memory import GIB
-from lmscale.perf.params import count_parameters
-from lmscale.perf.plan import make_plan
-from lmscale.perf.search import rank_layouts, smallest_need
-from lmscale.perf.step_time import Techniques, predict_step_time
-from lmscale.plan_config import load_cluster
+from lmscale.config.plan import load_cluster
+from lmscale.planner.cluster import Cluster
+from lmscale.planner.job import Job, Layout
+from lmscale.planner.memory import GIB
+from lmscale.planner.params import count_parameters
+from lmscale.planner.plan import make_plan
+from lmscale.planner.search import rank_layouts, smallest_need
+from lmscale.planner.step_time import Techniques, predict_step_time
 from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from lmscale.config import TransformerConfig
+from lmscale.config.data import TokenizerConfig
+from lmscale.config.zero_shot import LambadaConfig, WikiText103Config
 from lmscale.data.tokenizer import load_published_tokenizer
-from lmscale.data_config import TokenizerConfig
 from lmscale.evaluation.cloze import answer_passages
 from lmscale.evaluation.lambada import Passage
 from lmscale.evaluation.perplexity import measure_losses
@@ -31,7 +32,6 @@ from lmscale.models import GPT, build_model
 from lmscale.parallel import ParallelContext
 from lmscale.report.ledger import GPT_MODELS
 from lmscale.results import new_record, record_argument, write_record
-from lmscale.zero_shot_config import LambadaConfig, WikiText103Config
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB_SIZE, WINDOW, STRIDE = 50_257, 1024, 32

@@ -10,7 +10,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lmscale.door import hydra_files, open_door, run_task
+from lmscale.cli.entry_point import hydra_files, open_door, run_task
 
 # On a CPU torch keeps a kernel with its buffers for each of the last 1,024 shapes; batches of similar length have many
 # shapes, which came to gigabytes. Read as torch is loaded; 128 is as fast.
@@ -24,12 +24,12 @@ def finetune(values: dict, files: dict[str, str]) -> None:
     Args:
         files: what goes into the run folder as the training starts, texts by path.
     """
-    from lmscale.finetune_config import FinetuneConfig
+    from lmscale.config.finetune import FinetuneConfig
 
     run = FinetuneConfig.from_dict(values)
     # torch and Lightning take seconds to import: not before the cheap checks above.
     from lmscale.finetune import finetuning
-    from lmscale.training.launch import launch
+    from lmscale.training.runtime.launch import launch
 
     job = dataclasses.replace(finetuning.prepare_job(run), files=files)
     launch(finetuning.finetune, job, job.layout.world_size)

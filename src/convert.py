@@ -5,8 +5,8 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.convert_config import ConvertConfig
-from lmscale.door import open_door, run_task
+from lmscale.cli.entry_point import open_door, run_task
+from lmscale.config.convert import ConvertConfig
 
 
 def convert(values: dict) -> None:

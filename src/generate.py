@@ -5,8 +5,8 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.door import open_door, run_task
-from lmscale.generate_config import GenerateConfig
+from lmscale.cli.entry_point import open_door, run_task
+from lmscale.config.generate import GenerateConfig
 
 
 def generate(values: dict) -> None:
@@ -14,7 +14,7 @@ def generate(values: dict) -> None:
     config = GenerateConfig.from_dict(values)
     # torch takes seconds to import: not before the cheap checks above.
     from lmscale.evaluation import generate_job
-    from lmscale.training.launch import launch, world_from_outside
+    from lmscale.training.runtime.launch import launch, world_from_outside
 
     world, tp_size = world_from_outside(), config.parallel.tp_size
     if world is not None and world.size != tp_size:

@@ -6,12 +6,12 @@ import json
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.door import open_door, run_task
-from lmscale.perf.job import Job, Layout
-from lmscale.perf.plan import describe_shortage
-from lmscale.perf.plan_table import format_plan, format_ranking, plan_to_dict, ranking_to_dict
-from lmscale.perf.search import Ranking, largest_number, rank_layouts, way_out
-from lmscale.plan_config import PlanConfig
+from lmscale.cli.entry_point import open_door, run_task
+from lmscale.config.plan import PlanConfig
+from lmscale.planner.job import Job, Layout
+from lmscale.planner.plan import describe_shortage
+from lmscale.planner.plan_table import format_plan, format_ranking, plan_to_dict, ranking_to_dict
+from lmscale.planner.search import Ranking, largest_number, rank_layouts, way_out
 
 
 def plan(values: dict) -> None:

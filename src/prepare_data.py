@@ -5,8 +5,8 @@ import shutil
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.corpus_config import PrepareConfig
-from lmscale.door import open_door, run_task
+from lmscale.cli.entry_point import open_door, run_task
+from lmscale.config.corpus import PrepareConfig
 
 
 def prepare(values: dict) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.door import hydra_files, open_door, run_task
+from lmscale.cli.entry_point import hydra_files, open_door, run_task
 
 
 def train(values: dict, files: dict[str, str]) -> None:
@@ -15,12 +15,12 @@ def train(values: dict, files: dict[str, str]) -> None:
     Args:
         files: what goes into the run folder as the training starts, texts by path.
     """
-    from lmscale.run_config import RunConfig
+    from lmscale.config.pretrain import RunConfig
 
     run = RunConfig.from_dict(values)
     # torch and Lightning take seconds to import: not before the cheap checks above.
-    from lmscale.training.launch import launch
     from lmscale.training.pretrain import prepare_job, pretrain
+    from lmscale.training.runtime.launch import launch
 
     job = dataclasses.replace(prepare_job(run), files=files)
     launch(pretrain, job, job.layout.world_size, run.max_restarts)

@@ -3,8 +3,8 @@
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.door import open_door, run_task
-from lmscale.zero_shot_config import ZeroShotConfig
+from lmscale.cli.entry_point import open_door, run_task
+from lmscale.config.zero_shot import ZeroShotConfig
 
 
 def evaluate(values: dict) -> None:
@@ -16,7 +16,7 @@ def evaluate(values: dict) -> None:
     if config.count_only:
         print(*(f"{name} = {number}" for name, number in zero_shot_job.count(config).items()), sep="\n")
         return
-    from lmscale.training.launch import launch, world_from_outside
+    from lmscale.training.runtime.launch import launch, world_from_outside
 
     world, layout = world_from_outside(), config.parallel
     if world is not None and world.size != layout.world_size:

@@ -11,7 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-for folder in (".", "corpus", "data", "doors", "training"):  # support modules: ranks, sharding, warm, corpora, runs
+for folder in (".", "corpus", "data", "cli", "training"):  # support modules: ranks, sharding, warm, corpora, runs
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 

@@ -11,11 +11,14 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
-from lmscale import config as config_module
-from lmscale import corpus_config, generate_config, run_config, zero_shot_config
 from lmscale.config import TransformerConfig
-from lmscale.corpus_config import PrepareConfig
-from lmscale.run_config import RunConfig
+from lmscale.config import corpus as corpus_config
+from lmscale.config import generate as generate_config
+from lmscale.config import model as model_config
+from lmscale.config import pretrain as run_config
+from lmscale.config import zero_shot as zero_shot_config
+from lmscale.config.corpus import PrepareConfig
+from lmscale.config.pretrain import RunConfig
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -219,7 +222,7 @@ def read_attributes(path: Path, defined_here: set[str]) -> set[str]:
 
 def properties_reading(cls: type) -> dict[str, set[str]]:
     """For every property of `cls`, the fields it reads: reading the property reads them."""
-    tree = ast.parse(Path(config_module.__file__).read_text())
+    tree = ast.parse(Path(model_config.__file__).read_text())
     body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
     methods = [n for n in body.body if isinstance(n, ast.FunctionDef) and n.name != "__post_init__"]
     return {m.name: {n.attr for n in ast.walk(m) if isinstance(n, ast.Attribute)} for m in methods}
@@ -229,7 +232,8 @@ def test_every_key_is_read_by_something() -> None:
     classes = {
         cls.__name__: cls
         for cls in vars(run_config).values()
-        if dataclasses.is_dataclass(cls) and cls.__module__.endswith(("run_config", "data_config", "training_config"))
+        if dataclasses.is_dataclass(cls)
+        and cls.__module__.endswith((".config.pretrain", ".config.data", ".config.training"))
     }
     classes["TransformerConfig"] = TransformerConfig
     for module in (corpus_config, generate_config, zero_shot_config):

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lmscale.bench_config import BenchConfig
-from lmscale.run_config import RunConfig
+from lmscale.config.pretrain import RunConfig
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "analysis" / "bench_gpu.sh"

@@ -14,9 +14,9 @@ from hydra import compose, initialize_config_dir
 from made_cells import make_study, records_of, write_cell
 from omegaconf import OmegaConf
 
+from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.data.bert_dataset import IGNORE_LABEL, BERTDataset
 from lmscale.data.prepare import prepare_corpus
-from lmscale.data_config import DataConfig, TokenizerConfig
 from lmscale.report.norm_order import CELL, read_cells, read_curves, read_gradient_norms, retried_cells
 from lmscale.report.norm_order_summary import order_differences, summarize
 

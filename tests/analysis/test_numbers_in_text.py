@@ -29,7 +29,7 @@ FACTS = {
     "about 18 minutes, in parallel": LATER,
     "under 90 minutes": LATER,
     "4 layers x 128": ("conf/model/gpt_tiny.yaml", "num_layers: 4"),
-    "exit code 2 before": ("src/lmscale/training/exit_codes.py", "= 2"),
+    "exit code 2 before": ("src/lmscale/training/runtime/exit_codes.py", "= 2"),
     "0.1 in the paper": ("conf/model/base/gpt.yaml", "hidden_dropout: 0.1"),
     "12 bytes a parameter of half types become 12 /": "fp32 master and two moments",
     "take 4 bytes a parameter instead of 8": "two moments of 2 or of 4 bytes",
@@ -55,7 +55,7 @@ FACTS = {
     "a BERT of 6 x 512": ("src/lmscale/report/speed.py", "BERT 6 x 512"),
     "of hidden size 1,024 in": ("src/lmscale/report/speed.py", "hidden size 1024"),
     "within 1e-12 (fp64)": ("tests/training/test_layouts.py", "1e-12"),
-    "within 5 % of tracked": ("tests/perf/test_peak_memory.py", "0.05"),
+    "within 5 % of tracked": ("tests/planner/test_peak_memory.py", "0.05"),
     "at tensor-parallel 1, 2 and 8": ("analysis/tables/peak_memory.md", "8.3B, fp16, 8 ranks"),
     "2 forward and 2 backward a layer": ("src/lmscale/report/text_entries.py", '("layer/forward", 2'),
     "the 8.3 B model at 512 ranks": ("tests/training/test_trace.py", "8_317_040_640"),
@@ -106,7 +106,7 @@ FACTS = {
     "Xiong et al. 2020": "a citation",
     "Liu et al. 2020": "a citation",
     "embedding starts at 0.08 too": ("conf/sweep/norm_order.yaml", "initializer_std: 0.08"),
-    "with 1 or 2 workers": ("tests/doors/test_prepare_data.py", "workers"),
+    "with 1 or 2 workers": ("tests/cli/test_prepare_data.py", "workers"),
 }
 
 

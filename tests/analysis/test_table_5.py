@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lmscale.config import TransformerConfig
+from lmscale.config.finetune import FinetuneConfig
 from lmscale.finetune.evidence import SCORED, TRAINED, find_evidence
-from lmscale.finetune_config import FinetuneConfig
 from lmscale.report.downstream import table_5
 from lmscale.report.ledger import BERT_MODELS, TABLE_5_METRICS
 

@@ -23,11 +23,11 @@ from lmscale.checkpoint import (
     write_offline,
 )
 from lmscale.config import TransformerConfig
+from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
-from lmscale.training.optimizer import MixedPrecisionAdamW
 from lmscale.training.pretrain import prepare_job, pretrain
-from lmscale.training_config import OptimizerConfig, PrecisionConfig
+from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 LAYOUTS = [(tp, dp) for tp in (1, 2, 4) for dp in (1, 2)]
 _BUILDING = threading.Lock()  # a model is built under torch's default dtype, of which a process has one

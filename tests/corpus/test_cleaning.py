@@ -16,6 +16,7 @@ from datatrove.data import Document
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lmscale.config.data import TokenizerConfig
 from lmscale.corpus import cleaning
 from lmscale.corpus.cleaning import (
     DropShort,
@@ -27,7 +28,6 @@ from lmscale.corpus.cleaning import (
     token_test,
 )
 from lmscale.data.tokenizer import load_published_tokenizer, read_tokenizer, train_tokenizer
-from lmscale.data_config import TokenizerConfig
 
 
 def documents(texts: list[str]) -> list[Document]:

@@ -8,13 +8,7 @@ import tarfile
 
 import pytest
 
-from lmscale.corpus.language import (
-    FIRST_CHARACTERS,
-    JUDGED_CHARACTERS,
-    SURE,
-    identify_language,
-    known_languages,
-)
+from lmscale.corpus.language import FIRST_CHARACTERS, JUDGED_CHARACTERS, SURE, identify_language, known_languages
 
 SENTENCES = {
     "en": "The old baker opened his shop before sunrise, because the first customers came from the night train.",

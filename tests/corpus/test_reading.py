@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from input_files import TEXTS, archive, lines, pack, read, source
 
+from lmscale.config.corpus import SourceConfig
 from lmscale.corpus.reading import SourceReader, list_inputs
-from lmscale.corpus_config import SourceConfig
 
 
 @pytest.fixture

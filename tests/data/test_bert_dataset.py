@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from corpora import SyntheticBERTCorpus, prepare_texts
 
+from lmscale.config.data import DataConfig
 from lmscale.data.bert_dataset import BERTDataset, choose_spans, truncate_pair
-from lmscale.data_config import DataConfig
 
 NUM_SAMPLES = 4000
 

@@ -9,8 +9,8 @@ import torch
 from corpora import prepare_texts
 
 from lmscale.config import BatchConfig
+from lmscale.config.data import DataConfig
 from lmscale.data.datamodule import PretrainDataModule
-from lmscale.data_config import DataConfig
 
 TEXTS = [f"Number {i} is here. It has {i * 7} words or so. The end of {i}." for i in range(120)]
 NUM_STEPS = 9

@@ -9,12 +9,12 @@ import pytest
 from corpora import local_config, prepare_texts, whole, write_dataset
 
 from lmscale.config import BatchConfig
+from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.data.datamodule import PretrainDataModule
 from lmscale.data.gpt_dataset import ShuffledGPTDataset
 from lmscale.data.indexed_corpus import split_documents
 from lmscale.data.prepare import corpus_unigram_cross_entropy, prepare_corpus
 from lmscale.data.sampler import DATASET_SHIFT
-from lmscale.data_config import DataConfig, TokenizerConfig
 
 VOCAB = 290
 TEXTS = [f"Number {i} is here. It has {i * 7} words or so. The end of {i}." for i in range(60)]

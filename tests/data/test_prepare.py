@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from corpora import local_config, prepare_texts
 
+from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.data.embedded import MODULES, embedded_documents
 from lmscale.data.gpt_dataset import GPTDataset
 from lmscale.data.prepare import corpus_unigram_cross_entropy, prepare_corpus, unigram_cross_entropy
 from lmscale.data.sentences import split_sentences
 from lmscale.data.tokenizer import END_OF_TEXT
-from lmscale.data_config import DataConfig, TokenizerConfig
 
 TEXTS = [
     f"The {word} fox jumps over number {i}. It is quick." for i, word in enumerate("red old big sad wet".split() * 9)

@@ -6,10 +6,10 @@ import time
 import pytest
 from corpora import local_config
 
+from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.data.embedded import embedded_fingerprint
 from lmscale.data.prepare import prepare_corpus
 from lmscale.data.sources import open_corpus
-from lmscale.data_config import DataConfig, TokenizerConfig
 
 TRAINED = TokenizerConfig("trained", vocab_size=300)
 

@@ -4,10 +4,10 @@ import pytest
 import tokenizers
 from corpora import local_config
 
+from lmscale.config.data import TokenizerConfig
 from lmscale.data.embedded import embedded_documents
 from lmscale.data.prepare import prepare_corpus
 from lmscale.data.tokenizer import BERT_SPECIALS, END_OF_TEXT, load_tokenizer
-from lmscale.data_config import TokenizerConfig
 
 TEXTS = embedded_documents()[0][:29]
 

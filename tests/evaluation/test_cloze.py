@@ -12,8 +12,8 @@ from sharding import random_model, small_config
 from transformers import AutoModelForCausalLM
 
 from lmscale.checkpoint.hugging_face import export_hugging_face
+from lmscale.config.data import TokenizerConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer, train_tokenizer
-from lmscale.data_config import TokenizerConfig
 from lmscale.evaluation.cloze import answer_passages
 from lmscale.evaluation.lambada import Passage, check_lengths, encode_passages, read_passages, stop_word_ids
 from lmscale.evaluation.scoring import score_places, vocab_parallel_argmax

@@ -11,9 +11,9 @@ from torch import Tensor
 from lmscale.checkpoint import CheckpointReader
 from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.config import TransformerConfig
+from lmscale.config.generate import Sampling
 from lmscale.evaluation.generation import Generator, in_batches
 from lmscale.evaluation.prompts import Prompt, Row
-from lmscale.generate_config import Sampling
 from lmscale.models import GPT
 from lmscale.models.attention import KeyValueCache
 from lmscale.parallel import ParallelContext

@@ -17,8 +17,8 @@ from crafted import save_gpt
 
 from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.config import TransformerConfig
+from lmscale.config.data import TokenizerConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer
-from lmscale.data_config import TokenizerConfig
 from lmscale.evaluation.cloze import _places, answer_passages
 from lmscale.evaluation.lambada import Passage, encode_passages, read_passages
 from lmscale.evaluation.loading import load_model

@@ -14,10 +14,10 @@ from sharding import random_model, small_config
 from lmscale.checkpoint import METADATA, CheckpointError, read_metadata
 from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.config import TransformerConfig
+from lmscale.config.generate import GenerateTokenizer
 from lmscale.data.tokenizer import Tokenizer, train_tokenizer
 from lmscale.evaluation.loading import describe_checkpoint, evaluation_groups, load_model
 from lmscale.evaluation.tokenizer_choice import choose_tokenizer, open_given
-from lmscale.generate_config import GenerateTokenizer
 from lmscale.models import BERT, GPT
 from lmscale.parallel import ParallelContext
 

@@ -139,8 +139,8 @@ def test_a_result_is_one_line_of_json(tokenizer) -> None:
 
 
 def test_published_and_trained_tokenizers_give_text_back(shared_data, tokenizer) -> None:
+    from lmscale.config.data import TokenizerConfig
     from lmscale.data.tokenizer import load_published_tokenizer
-    from lmscale.data_config import TokenizerConfig
 
     published = load_published_tokenizer(TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt")
     assert isinstance(published.inner, InnerTokenizer) and published.id_of(END_OF_TEXT) == 50256

@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
+from collective_trace import CollectiveRecorder
 from ranks import make_context, run_ranks
 from torch import Tensor
 
+from lmscale.config.generate import Sampling
 from lmscale.evaluation.sampling import choose_tokens, gumbel_noise, sample_key
-from lmscale.generate_config import Sampling
 from lmscale.parallel import ParallelContext
-from lmscale.training.trace import CollectiveRecorder
 
 COLUMNS, USED = 1024, 700  # at four ranks the last one has padded columns only
 SETTINGS = [

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmscale.config.data import TokenizerConfig
+from lmscale.config.zero_shot import WikiText103Config
 from lmscale.data.tokenizer import load_published_tokenizer
-from lmscale.data_config import TokenizerConfig
 from lmscale.evaluation.text_files import read_text_file
 from lmscale.evaluation.wikitext import count_words, detokenize
 from lmscale.evaluation.zero_shot_task import read_task
-from lmscale.zero_shot_config import WikiText103Config
 
 # Pieces that rules look for, so that they meet in every order.
 PIECES = [

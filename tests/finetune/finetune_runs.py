@@ -13,8 +13,8 @@ from ranks import free_port, run_ranks
 
 from lmscale.checkpoint import CheckpointMetadata, TensorEntry, write_offline
 from lmscale.config import TransformerConfig
+from lmscale.config.finetune import FinetuneConfig
 from lmscale.finetune.finetuning import FinetuneJob, finetune, prepare_job
-from lmscale.finetune_config import FinetuneConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 

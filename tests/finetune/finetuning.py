@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from lmscale.config.finetune import TaskConfig
 from lmscale.data.tokenizer import Tokenizer, train_tokenizer
-from lmscale.finetune_config import TaskConfig
 
 LENGTHS = {
     "mnli": {"max_seq_length": 32},

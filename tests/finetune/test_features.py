@@ -116,8 +116,8 @@ def test_offsets_and_types_fit_the_tokens(tmp_path) -> None:
 
 
 def test_real_answers_come_back_from_their_windows(shared_data, tmp_path) -> None:
+    from lmscale.config.data import TokenizerConfig
     from lmscale.data.tokenizer import load_published_tokenizer
-    from lmscale.data_config import TokenizerConfig
 
     data = json.loads((shared_data / "squad/dev-v1.1.shared.json").read_text(encoding="utf-8"))
     data["data"] = data["data"][:4]

@@ -18,12 +18,12 @@ from finetune_runs import (
     run_here,
 )
 
+from lmscale.config.finetune import FinetuneConfig
 from lmscale.evaluation.squad import AllNullWarning, score
 from lmscale.finetune.finetuning import prepare_job
 from lmscale.finetune.module import FinetuneModule
 from lmscale.finetune.tasks import objective_of
-from lmscale.finetune_config import FinetuneConfig
-from lmscale.training.optimizer import MixedPrecisionAdamW
+from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
+from lmscale.config.finetune import TaskConfig
 from lmscale.finetune.examples import PairExample
 from lmscale.finetune.pairs import join_pair
 from lmscale.finetune.tasks import read_examples
-from lmscale.finetune_config import TaskConfig
 
 
 def own_task(**changes) -> TaskConfig:

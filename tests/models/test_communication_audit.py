@@ -8,14 +8,14 @@ import math
 
 import pytest
 import torch
+from collective_trace import CollectiveRecorder
 from ranks import make_context, run_ranks
 from sharding import random_batch, random_model, small_config, total_loss
 
 from lmscale.config import TransformerConfig
+from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.parallel import ParallelContext
-from lmscale.training.optimizer import MixedPrecisionAdamW
-from lmscale.training.trace import CollectiveRecorder
-from lmscale.training_config import OptimizerConfig, PrecisionConfig
+from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 NUM_LAYERS = 3
 HIDDEN = (5, 13, 24)  # [b, s, h]

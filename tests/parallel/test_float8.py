@@ -9,7 +9,7 @@ from sharding import local_part, random_batch, random_model, small_config, total
 from torch import Tensor, nn
 
 from lmscale.config import TransformerConfig
-from lmscale.fused import Kernels
+from lmscale.kernels import Kernels
 from lmscale.models import build_model
 from lmscale.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear, sum_partial_gradients
 from lmscale.parallel.float8 import FORWARD, GRADIENT, float8_linear, to_float8

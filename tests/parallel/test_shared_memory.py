@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from collective_trace import CollectiveRecorder
 from ranks import make_context, run_ranks
 from sharding import random_batch, random_model, small_config, total_loss
 from torch import Tensor
 
 from lmscale.parallel import ParallelContext, SharedMemoryChannel, open_channel, shared_memory
-from lmscale.training.trace import CollectiveRecorder
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 MINUTE = timedelta(minutes=1)

@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 
 from lmscale.checkpoint import CheckpointReader, list_checkpoints
-from lmscale.run_config import RunConfig
+from lmscale.config.pretrain import RunConfig
 from lmscale.training.pretrain import PretrainJob, prepare_job, pretrain
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
 from lmscale.checkpoint import CheckpointError, list_checkpoints, read_metadata
 from lmscale.data.sampler import GlobalBatchSampler
+from lmscale.training.output.resuming import find_checkpoint
 from lmscale.training.pretrain import prepare_job, pretrain
-from lmscale.training.resuming import find_checkpoint
 
 DROPOUT = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
 LONG = {"trainer__max_steps": 6, "trainer__validate_every_steps": 2}

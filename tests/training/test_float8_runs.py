@@ -3,13 +3,13 @@
 import pytest
 from runs import read_record, read_rows, tiny_run
 
-from lmscale.finetune_config import FinetuneConfig
-from lmscale.generate_config import GenerateConfig
-from lmscale.perf.flops import dense_peak_flops_per_s
-from lmscale.training.preflight import check_float8
+from lmscale.config.finetune import FinetuneConfig
+from lmscale.config.generate import GenerateConfig
+from lmscale.config.training import PrecisionConfig
+from lmscale.config.zero_shot import WikiText103Config, ZeroShotConfig
+from lmscale.planner.flops import dense_peak_flops_per_s
 from lmscale.training.pretrain import prepare_job, pretrain
-from lmscale.training_config import PrecisionConfig
-from lmscale.zero_shot_config import WikiText103Config, ZeroShotConfig
+from lmscale.training.runtime.preflight import check_float8
 
 SIZES = {"model__hidden_size": 32, "model__num_attention_heads": 2, "data__seq_length": 32, "precision__dtype": "fp8"}
 

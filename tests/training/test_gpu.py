@@ -4,7 +4,7 @@ import pytest
 import torch
 from runs import read_rows, tiny_run
 
-from lmscale.fused import apex_problem
+from lmscale.kernels import apex_problem
 from lmscale.training.pretrain import prepare_job, pretrain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

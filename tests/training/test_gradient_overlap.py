@@ -12,16 +12,16 @@ from sharding import random_batch, small_config, total_loss
 from torch import nn
 
 from lmscale.config import ParallelConfig
+from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
-from lmscale.perf import buckets
-from lmscale.perf.communication import step_collectives
-from lmscale.training import gradient_buffer
-from lmscale.training.gradient_buffer import GradientBuffer
-from lmscale.training.module import DTYPES, PretrainModule
-from lmscale.training.optimizer import MixedPrecisionAdamW
+from lmscale.planner import buckets
+from lmscale.planner.communication import step_collectives
 from lmscale.training.pretrain import prepare_job, pretrain
-from lmscale.training_config import OptimizerConfig, PrecisionConfig
+from lmscale.training.step import gradient_buffer
+from lmscale.training.step.gradient_buffer import GradientBuffer
+from lmscale.training.step.module import DTYPES, PretrainModule
+from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 PIECE = 1000  # elements; the small models have some 18,000
 KINDS = [("bf16", False), ("fp16", False), ("bf16", True), ("fp32", True)]  # type, zero1

@@ -5,13 +5,13 @@ import torch
 from runs import read_rows, read_tensors, run_jobs, tiny_run
 from sharding import small_config
 
+from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
-from lmscale.perf.memory import estimate_memory
-from lmscale.training.half_moments import round_to_bf16
-from lmscale.training.optimizer import MixedPrecisionAdamW
+from lmscale.planner.memory import estimate_memory
 from lmscale.training.pretrain import prepare_job, pretrain
-from lmscale.training_config import OptimizerConfig, PrecisionConfig
+from lmscale.training.step.half_moments import round_to_bf16
+from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 
 def test_rounding_gives_a_neighbour_and_keeps_the_mean() -> None:

@@ -5,6 +5,7 @@ import torch
 from runs import read_rows, run_jobs, tiny_run
 from sharding import random_batch, small_config, total_loss
 
+from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import (
     ColumnParallelLinear,
@@ -15,10 +16,9 @@ from lmscale.parallel import (
     embedding_lookup,
     vocab_parallel_logits,
 )
-from lmscale.training.module import DTYPES
-from lmscale.training.optimizer import MixedPrecisionAdamW
 from lmscale.training.pretrain import prepare_job, pretrain
-from lmscale.training_config import OptimizerConfig, PrecisionConfig
+from lmscale.training.step.module import DTYPES
+from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 ROWS, HIDDEN, NUM_IDS, POSITIONS = 16384, 64, 50, 128
 LINEARS = {"column": ColumnParallelLinear, "row": RowParallelLinear, "replicated": ReplicatedLinear}

@@ -12,15 +12,15 @@ from door import TINY, start, train
 from runs import assert_same_run
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
-from lmscale.training.exit_codes import INTERRUPTED, STALLED, USER_ERROR
-from lmscale.training.watchdog import Watchdog
+from lmscale.training.runtime.exit_codes import INTERRUPTED, STALLED, USER_ERROR
+from lmscale.training.runtime.watchdog import Watchdog
 
 LONG_RUN = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=100000",)
 
 
 def test_a_rank_that_stands_still_is_ended_with_the_name_of_its_place() -> None:
     code = (
-        "import time; from lmscale.training.watchdog import Watchdog; w = Watchdog(3, 0.5); w.start();"
+        "import time; from lmscale.training.runtime.watchdog import Watchdog; w = Watchdog(3, 0.5); w.start();"
         "w.mark('step 17, backward pass'); time.sleep(60)"
     )
     begin = time.monotonic()

@@ -8,10 +8,10 @@ from runs import read_rows, run_jobs, tiny_run
 from sharding import small_config
 
 from lmscale.config import NormOrder
+from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
-from lmscale.training.optimizer import MixedPrecisionAdamW, part_of_model
-from lmscale.training_config import OptimizerConfig, PrecisionConfig
+from lmscale.training.step.optimizer import MixedPrecisionAdamW, part_of_model
 
 PARTS = ("embedding", "layer_0", "layer_1", "output")
 

@@ -10,8 +10,8 @@ import torch
 from runs import read_rows, run_jobs, tiny_run
 
 from lmscale.training.gpt_module import GPTModule
-from lmscale.training.metrics_file import MetricsFile
-from lmscale.training.timing import memory_in_use
+from lmscale.training.output.metrics_file import MetricsFile
+from lmscale.training.step.timing import memory_in_use
 
 
 def rows(path) -> list[dict[str, str]]:

@@ -5,10 +5,10 @@ import torch
 from ranks import make_context, run_ranks
 from sharding import random_batch, small_config, total_loss
 
+from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
-from lmscale.training.optimizer import LossScale, MixedPrecisionAdamW
-from lmscale.training_config import OptimizerConfig, PrecisionConfig
+from lmscale.training.step.optimizer import LossScale, MixedPrecisionAdamW
 
 
 def make(dtype: str = "fp32", context: ParallelContext | None = None, **changes):

@@ -5,7 +5,7 @@ import json
 import pytest
 from runs import run_jobs, tiny_run
 
-from lmscale.training_config import TrainerConfig
+from lmscale.config.training import TrainerConfig
 
 
 def test_a_trace_and_a_table_show_the_steps(tmp_path) -> None:

@@ -6,8 +6,8 @@ import pytest
 from runs import tiny_run
 
 from lmscale.config import ParallelConfig
+from lmscale.training.output.run_folder import describe_options
 from lmscale.training.pretrain import prepare_job, pretrain
-from lmscale.training.run_folder import describe_options
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@ import itertools
 
 import pytest
 
-from lmscale.training.schedule import learning_rate, learning_rate_of_update
-from lmscale.training_config import ScheduleConfig
+from lmscale.config.training import ScheduleConfig
+from lmscale.training.step.schedule import learning_rate, learning_rate_of_update
 
 GPT = {"decay": "cosine", "warmup_steps": 3_000, "decay_steps": 300_000, "min_lr": 1e-5}
 BERT = {"decay": "linear", "warmup_steps": 10_000, "decay_steps": 2_000_000, "min_lr": 0.0}

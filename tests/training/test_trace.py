@@ -7,12 +7,12 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
+from collective_trace import CollectiveRecorder, trace_step
 from ranks import make_context, run_ranks
 from sharding import random_batch, random_model, small_config, total_loss
 
 from lmscale.config import ParallelConfig, TransformerConfig
-from lmscale.perf.flops import hardware_flops_per_step, scored_tokens
-from lmscale.training.trace import CollectiveRecorder, trace_step
+from lmscale.planner.flops import hardware_flops_per_step, scored_tokens
 
 # Table 1's largest row: 8-way model parallel, 64-way data parallel, batch 512, so 8 sequences a rank.
 B, S, L, H, V = 8, 1024, 72, 3072, 51200

@@ -12,15 +12,15 @@ from sharding import small_config
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.config import ParallelConfig
+from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel.shard_spec import ShardSpec
-from lmscale.perf.communication import step_collectives
-from lmscale.perf.memory import estimate_memory
-from lmscale.perf.ownership import assign_owners, part_sizes
-from lmscale.training.module import DTYPES
-from lmscale.training.optimizer import MixedPrecisionAdamW
+from lmscale.partition import assign_owners, part_sizes
+from lmscale.planner.communication import step_collectives
+from lmscale.planner.memory import estimate_memory
 from lmscale.training.pretrain import prepare_job, pretrain
-from lmscale.training_config import OptimizerConfig, PrecisionConfig
+from lmscale.training.step.module import DTYPES
+from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 
 @pytest.mark.parametrize("num_owners", [1, 2, 3, 7, 100])

@@ -20,12 +20,12 @@ from ..bench_config import FILE_PEERS, BenchConfig
 from ..checkpoint.hf_config import config_to_hf
 from ..checkpoint.hf_names import family_of
 from ..config import TransformerConfig
-from ..fused import Kernels
+from ..config.training import OptimizerConfig
+from ..kernels import Kernels
 from ..models import build_model, scored_positions
 from ..parallel import IGNORE_LABEL, ParallelContext, sample_dropout_keys, seed_rank_generator
-from ..training.module import DTYPES
-from ..training.optimizer import MixedPrecisionAdamW
-from ..training_config import OptimizerConfig
+from ..training.step.module import DTYPES
+from ..training.step.optimizer import MixedPrecisionAdamW
 
 Batch = dict[str, Tensor]
 MAX_NORM = 1.0

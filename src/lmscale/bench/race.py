@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from ..bench_config import BenchConfig
-from ..perf.flops import TERA, dense_peak_flops_per_s, model_flops_per_step
+from ..planner.flops import TERA, dense_peak_flops_per_s, model_flops_per_step
 from ..results import new_record
-from ..training.launch import resolve_accelerator
+from ..training.runtime.launch import resolve_accelerator
 from .contenders import make_batches, make_contender
 
 NUM_BATCHES = 4

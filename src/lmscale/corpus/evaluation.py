@@ -5,9 +5,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..corpus_config import EvaluationSetConfig
+from ..config.corpus import EvaluationSetConfig
+from ..config.data import DataConfig
 from ..data.sources import open_corpus
-from ..data_config import DataConfig
 from .overlap import EvaluationIndex
 from .work_folder import complete_file
 

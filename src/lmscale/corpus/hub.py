@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..corpus_config import SourceConfig
+from ..config.corpus import SourceConfig
 from .formats import Row, row_of
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from ..corpus_config import PrepareConfig
+from ..config.corpus import PrepareConfig
+from ..config.from_dict import to_plain
 from ..data.tokenizer import Tokenizer, check_tokenizer, load_published_tokenizer
-from ..from_plain import to_plain
 from .evaluation import EvaluationTexts, keep_evaluation_texts, read_evaluation_sets
 from .reading import InputFile, list_inputs
 from .tokenizing import save_tokenizer

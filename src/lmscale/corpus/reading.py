@@ -11,7 +11,7 @@ from pathlib import Path
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-from ..corpus_config import SourceConfig
+from ..config.corpus import SourceConfig
 from .formats import READ_ERRORS, SUFFIXES, Row, UnreadableError, format_of, read_rows
 from .hub import list_parts, read_part
 from .progress import Meter

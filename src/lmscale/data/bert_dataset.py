@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..data_config import DataConfig
+from ..config.data import DataConfig
 from .bert_index import TargetLengths, write_pairs
 from .gathering import read_stretches
 from .index_cache import cached_index

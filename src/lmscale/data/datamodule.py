@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..config import BatchConfig
-from ..data_config import DataConfig
+from ..config.data import DataConfig
 from .bert_dataset import IGNORE_LABEL, BERTDataset
 from .blend import Blend
 from .gpt_dataset import GPTDataset, ShuffledGPTDataset

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..data_config import DataConfig, TokenizerConfig
+from ..config.data import DataConfig, TokenizerConfig
 from .bert_index import usable_documents
 from .indexed_dataset import IndexedDataset
 from .prepared import CorpusPart, PreparedCorpus

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from ..data_config import DataConfig, TokenizerConfig
+from ..config.data import DataConfig, TokenizerConfig
 from .indexed import IndexedWriter, best_dtype
 from .indexed_corpus import INDEX_FOLDER, check_vocabulary, open_indexed, sequence_of, special_ids_of
 from .indexed_dataset import IndexedDataset

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..data_config import DataConfig
+from ..config.data import DataConfig
 from .embedded import embedded_documents, embedded_fingerprint
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".parquet")

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ..config.generate import GenerateConfig
 from ..data.tokenizer import END_OF_TEXT, Tokenizer
-from ..generate_config import GenerateConfig
 from ..parallel import ParallelContext
 from .generation import Display, Generator, as_json, in_batches
 from .loading import describe_checkpoint, evaluation_groups, find_tokenizer_beside, load_model

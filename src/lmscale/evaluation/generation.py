@@ -12,8 +12,8 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
+from ..config.generate import Sampling
 from ..data.tokenizer import Tokenizer
-from ..generate_config import Sampling
 from ..models import GPT
 from ..models.attention import KeyValueCache
 from .prompts import Row

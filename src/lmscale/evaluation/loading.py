@@ -34,8 +34,8 @@ from ..checkpoint.hf_config import config_from_hf, read_hf_config
 from ..checkpoint.hugging_face import import_hugging_face
 from ..checkpoint.reshard import find_checkpoint
 from ..config import TransformerConfig
+from ..config.data import TokenizerConfig
 from ..data.tokenizer import Tokenizer, load_published_tokenizer
-from ..data_config import TokenizerConfig
 from ..models import build_model
 from ..parallel import ParallelContext, open_channel
 

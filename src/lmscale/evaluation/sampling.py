@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..generate_config import Sampling
+from ..config.generate import Sampling
 from ..parallel import ParallelContext
 
 FIRST_CANDIDATES, MORE_CANDIDATES = 128, 8  # of a rank, sent for top-p at first, and times as many where too few

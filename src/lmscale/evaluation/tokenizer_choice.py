@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from ..config import TransformerConfig
+from ..config.data import TokenizerConfig
+from ..config.generate import GenerateTokenizer
 from ..data.tokenizer import Tokenizer, load_published_tokenizer
-from ..data_config import TokenizerConfig
-from ..generate_config import GenerateTokenizer
 
 _PROBE = "The 2 lobsters' colours (blue, red) don't\nmatter: 1,000 of 3.5 – naïve 東京 costs £7; l'été… \t end."
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..config import TransformerConfig
+from ..config.zero_shot import ZeroShotConfig
 from ..data.tokenizer import Tokenizer
 from ..parallel import ParallelContext
 from ..results import new_record, refuse_other_record, write_record
-from ..zero_shot_config import ZeroShotConfig
 from .cloze import Answer, answer_passages
 from .lambada import check_lengths, stop_word_ids
 from .loading import LoadedModel, describe_checkpoint, evaluation_groups, find_tokenizer_beside, load_model

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import NormOrder, TransformerConfig
+from ..config.zero_shot import LambadaConfig, WikiText103Config
 from ..data.tokenizer import Tokenizer
 from ..report.ledger import GPT_MODELS, GPT_VOCABULARY, PAPER_STEPS, WIKITEXT_TEST_TARGETS, WIKITEXT_TEST_WORDS
-from ..zero_shot_config import LambadaConfig, WikiText103Config
 from .lambada import Passage, encode_passages, read_passages
 from .text_files import read_text_file
 from .wikitext import count_words, detokenize

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ..config import TransformerConfig
-from ..finetune_config import FinetuneConfig
+from ..config.finetune import FinetuneConfig
 from ..report.ledger import BERT_MODELS
 
 # Examples of the published sets that Table 5 is about.

@@ -17,16 +17,16 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished
 from ..config import ParallelConfig
-from ..finetune_config import FinetuneConfig
+from ..config.finetune import FinetuneConfig
 from ..parallel import ParallelContext
 from ..results import new_record, refuse_other_record, write_record
-from ..training.exit_codes import DONE, USER_ERROR
-from ..training.launch import cluster_environment, resolve_accelerator, share_cores, world_from_outside
-from ..training.metrics_file import MetricsFile
-from ..training.run_folder import describe_channel
-from ..training.run_lock import RunLock
+from ..training.output.metrics_file import MetricsFile
+from ..training.output.run_folder import describe_channel
+from ..training.runtime.exit_codes import DONE, USER_ERROR
+from ..training.runtime.launch import cluster_environment, resolve_accelerator, share_cores, world_from_outside
+from ..training.runtime.run_lock import RunLock
+from ..training.runtime.watchdog import Watchdog
 from ..training.strategy import TensorParallelStrategy
-from ..training.watchdog import Watchdog
 from .batches import ScoringBatches, TrainingSteps
 from .evidence import find_evidence
 from .features import Features, load_features

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checkpoint import CheckpointError, CheckpointReader, checkpoint_name
-from ..finetune_config import FinetuneConfig
+from ..config.finetune import FinetuneConfig
 from ..parallel import ParallelContext, sample_dropout_keys, seed_rank_generator
 from ..parallel.collectives import sum_over_data_ranks
-from ..training.exit_codes import DIVERGED, DONE
-from ..training.module import DTYPES
-from ..training.optimizer import MixedPrecisionAdamW
-from ..training.schedule import learning_rate_of_update
-from ..training.watchdog import Watchdog
+from ..training.runtime.exit_codes import DIVERGED, DONE
+from ..training.runtime.watchdog import Watchdog
+from ..training.step.module import DTYPES
+from ..training.step.optimizer import MixedPrecisionAdamW
+from ..training.step.schedule import learning_rate_of_update
 from .batches import Batch
 from .features import Features
 from .heads import FinetuneModel, build_finetune_model

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..finetune_config import TaskConfig
-from ..from_plain import build, to_plain
+from ..config.finetune import TaskConfig
+from ..config.from_dict import build, to_plain
 from .features import Features, load_features, save_features
 from .scoring import Predictions, write_predictions
 

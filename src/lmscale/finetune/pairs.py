@@ -4,8 +4,8 @@ import re
 
 import numpy as np
 
+from ..config.finetune import TaskConfig
 from ..data.tokenizer import Tokenizer
-from ..finetune_config import TaskConfig
 from .examples import ChoiceExample, PairExample
 from .features import Features
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import tokenizers
 
+from ..config.finetune import TaskConfig
 from ..data.tokenizer import Tokenizer
-from ..finetune_config import TaskConfig
 from .examples import Example
 from .features import Features, save_features
 from .sources import fingerprint

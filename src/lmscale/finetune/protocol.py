@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..finetune_config import TASKS
+from ..config.finetune import TASKS
 from .tasks import objective_of
 
 RECORD = "record.json"

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ..config.finetune import TaskConfig
 from ..evaluation.squad import AllNullWarning, NullThreshold, all_null_alarm, best_null_threshold, score
-from ..finetune_config import TaskConfig
 from .answers import decode_answers
 from .features import Features
 from .tasks import HeadKind, benchmark_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..finetune_config import FROM_HUB, TaskConfig
+from ..config.finetune import FROM_HUB, TaskConfig
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from ..checkpoint import TOKENIZER_FOLDER
 from ..checkpoint.reshard import open_source
 from ..config import TransformerConfig
+from ..config.data import TokenizerConfig
+from ..config.finetune import FinetuneConfig
 from ..data.tokenizer import Tokenizer, load_published_tokenizer
-from ..data_config import TokenizerConfig
-from ..finetune_config import FinetuneConfig
 from .tasks import HeadKind, benchmark_of
 
 

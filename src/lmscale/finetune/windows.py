@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..config.finetune import TaskConfig
 from ..data.tokenizer import Tokenizer
-from ..finetune_config import TaskConfig
 from .examples import SpanExample
 from .features import Features
 from .pairs import pack

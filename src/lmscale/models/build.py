@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..config import TransformerConfig
-from ..fused import PLAIN, Kernels, layer_norm_of
+from ..kernels import PLAIN, Kernels, layer_norm_of
 from ..parallel import ColumnParallelLinear, LayerNorm, ParallelContext, RowParallelLinear, initialize_parameters
 from .bert import BERT
 from .gpt import GPT
@@ -38,7 +38,7 @@ def build_model(
     Args:
         seed: of the initial weights, the same logical tensors at every layout; None leaves them uninitialised (the
             meta device, or weights about to be loaded).
-        kernels: what computes the layers; see `fused.choose_kernels`.
+        kernels: what computes the layers; see `kernels.choose_kernels`.
 
     Returns:
         a `GPT` or a `BERT` in training mode.
@@ -67,7 +67,7 @@ def build_model(
 
 def count_model_parameters(config: TransformerConfig, tp_size: int = 1) -> tuple[int, int]:
     """Parameters (sharded a rank, replicated) of the real module, built on the meta device; a second source for
-    `perf.params`, which counts by formula."""
+    `planner.params`, which counts by formula."""
     model = build_model(config, ParallelContext(tp_size=tp_size), seed=None, device="meta")
     sharded = sum(p.numel() for p in model.parameters() if not p.shard.replicated)
     replicated = sum(p.numel() for p in model.parameters() if p.shard.replicated)

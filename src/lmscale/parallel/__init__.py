@@ -10,12 +10,7 @@ from .collectives import (
     sequence_shard,
 )
 from .context import ParallelContext
-from .cross_entropy import (
-    IGNORE_LABEL,
-    linear_cross_entropy,
-    vocab_parallel_cross_entropy,
-    vocab_parallel_logits,
-)
+from .cross_entropy import IGNORE_LABEL, linear_cross_entropy, vocab_parallel_cross_entropy, vocab_parallel_logits
 from .fingerprint import fingerprint, first_difference
 from .grad_norm import GradientNorm, global_gradient_norm, gradient_norms_of_parts, sum_partial_gradients
 from .init import initialize_parameters

@@ -7,7 +7,7 @@ entry's id.
 from collections.abc import Iterator
 
 from ..config import TransformerConfig
-from ..perf.params import count_parameters
+from ..planner.params import count_parameters
 from . import commands
 from . import ledger as paper
 from .evidence import (
@@ -75,7 +75,9 @@ def _table_1() -> Iterator[Entry]:
         alone = commands.study(size, heads, row.tp_size, 1)
         wide = commands.study(size, heads, row.tp_size, paper.DATA_RANKS)
         yield from _shape("table_1", model, row.size, alone, paper.PRINTED)
-        found = counted("lmscale.perf.params", lambda size=row.size: count_parameters(study_model(*size)).total / 1e9)
+        found = counted(
+            "lmscale.planner.params", lambda size=row.size: count_parameters(study_model(*size)).total / 1e9
+        )
         yield Entry(f"table_1/{model}/parameters", row.parameters, "billion parameters", found, alone)
         yield Entry(f"table_1/{model}/mp_gpus", row.tp_size, "GPUs", asked(alone, "parallel.tp_size"), alone)
         both = asked(wide, "parallel.tp_size", "parallel.dp_size")
@@ -141,7 +143,7 @@ def _table_4() -> Iterator[Entry]:
 
 def _bert_parameters(row: paper.BERTModel) -> Finder:
     config = TransformerConfig("bert", *row.size, paper.BERT_VOCABULARY, 512)
-    return counted("lmscale.perf.params", lambda: count_parameters(config).total / 1e6)
+    return counted("lmscale.planner.params", lambda: count_parameters(config).total / 1e6)
 
 
 def _table_5() -> Iterator[Entry]:

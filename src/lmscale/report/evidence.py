@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from ..perf.cluster import Cluster
+from ..planner.cluster import Cluster
 from .ledger import PRINTED
 
 REPRODUCED, SCALED_DOWN, MODELLED, SETTING, NOT_RUN = "reproduced", "scaled down", "modelled", "setting", "not run"
@@ -148,7 +148,7 @@ def table_row(table: str, configuration: str, unit: str, why: str) -> Finder:
         if kind == NOT_RUN:
             return Found(NOT_RUN, why)
         if kind == "exact":
-            return Found(REPRODUCED, "counted by `lmscale.perf.params`", row["ours"])
+            return Found(REPRODUCED, "counted by `lmscale.planner.params`", row["ours"])
         if kind in _DEFINED:
             return Found(SETTING, kind, row["ours"])
         record = f"`{row['record']}`" if kind == REPRODUCED else "`cost_model.json`"

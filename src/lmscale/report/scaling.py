@@ -8,10 +8,10 @@ import dataclasses
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, TransformerConfig
-from ..perf.cluster import Cluster
-from ..perf.flops import hardware_flops_per_step
-from ..perf.params import count_parameters
-from ..perf.step_time import StepTime, Techniques, predict_step_time
+from ..planner.cluster import Cluster
+from ..planner.flops import hardware_flops_per_step
+from ..planner.params import count_parameters
+from ..planner.step_time import StepTime, Techniques, predict_step_time
 from .ledger import DATA_RANKS, GPT_MODELS, GPT_VOCABULARY, SEQ_LENGTH, STUDY_MODELS
 
 MICRO_BATCH = 8  # sequences a data rank

@@ -2,8 +2,8 @@
 
 import pandas as pd
 
-from ..perf.cluster import Cluster
-from ..perf.flops import hardware_flops_per_step
+from ..planner.cluster import Cluster
+from ..planner.flops import hardware_flops_per_step
 from .ledger import SEQ_LENGTH
 from .scaling import (
     BASELINE_FLOPS_PER_S,

@@ -2,8 +2,8 @@
 
 import pandas as pd
 
-from ..perf.cluster import Cluster
-from ..perf.params import count_parameters
+from ..planner.cluster import Cluster
+from ..planner.params import count_parameters
 from .ledger import DATA_RANKS, GPT_MODELS, STUDY_MODELS
 from .scaling import CELLS, SIZES, TRAINING_DAYS, predict_cell, predict_days, study_model
 

@@ -3,9 +3,9 @@
 import pandas as pd
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
-from ..perf.communication import micro_batch_collectives
-from ..perf.job import Job, Layout, rank_memory
-from ..perf.params import count_parameters
+from ..planner.communication import micro_batch_collectives
+from ..planner.job import Job, Layout, rank_memory
+from ..planner.params import count_parameters
 from .ledger import BERT_752M, BERT_MODELS, BERT_VOCABULARY, GPT_MODELS, STUDY_MODELS
 from .scaling import MICRO_BATCH, SEQ_LENGTH, study_model
 

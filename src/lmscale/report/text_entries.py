@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from functools import cache
 
 from ..config import ParallelConfig, Recompute
-from ..perf.communication import Collective, micro_batch_collectives
-from ..perf.flops import TERA
+from ..planner.communication import Collective, micro_batch_collectives
+from ..planner.flops import TERA
 from . import commands
 from . import ledger as paper
 from .evidence import (
@@ -58,7 +58,7 @@ def _communication() -> Iterator[Entry]:
         def count() -> float:
             return sum(getattr(each, attribute) for each in sent() if each.what == what) / over
 
-        return counted("lmscale.perf.communication", count, note)
+        return counted("lmscale.planner.communication", count, note)
 
     layers, hidden, outputs = size[0], size[1], "attention and MLP outputs"
     inputs = "gradients of attention and MLP inputs"

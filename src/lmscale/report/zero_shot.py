@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from ..config import TransformerConfig
-from ..perf.params import count_parameters
+from ..planner.params import count_parameters
 from .ledger import GPT_MODELS, PREVIOUS_BEST
 
 EVIDENCE = {"run": "reproduced", "scaled_down": "scaled down", "modelled": "modelled"}

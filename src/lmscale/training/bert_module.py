@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..parallel import IGNORE_LABEL
-from .module import PretrainModule
+from .step.module import PretrainModule
 
 
 class BERTModule(PretrainModule):

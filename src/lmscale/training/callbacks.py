@@ -7,7 +7,7 @@ import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
 
 from ..parallel import first_difference
-from .exit_codes import REPLICAS_DIFFER
+from .runtime.exit_codes import REPLICAS_DIFFER
 
 
 class ReplicaSentinel(L.Callback):

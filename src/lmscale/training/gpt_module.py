@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..parallel import IGNORE_LABEL
-from .module import PretrainModule
+from .step.module import PretrainModule
 
 
 class GPTModule(PretrainModule):

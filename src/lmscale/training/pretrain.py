@@ -18,23 +18,18 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..checkpoint import CheckpointError, read_metadata
 from ..config import BatchConfig, ParallelConfig, TransformerConfig
+from ..config.pretrain import RunConfig
 from ..data.datamodule import PretrainDataModule
 from ..data.prepare import PreparedCorpus, prepare_corpus
-from ..fused import PLAIN, Kernels
-from ..perf.flops import dense_peak_flops_per_s
-from ..run_config import RunConfig
+from ..kernels import PLAIN, Kernels
+from ..planner.flops import dense_peak_flops_per_s
 from .bert_module import BERTModule
 from .callbacks import ReplicaSentinel, TrainingBar
-from .events import StepEvents
-from .exit_codes import DONE, USER_ERROR
 from .gpt_module import GPTModule
-from .interruption import Interruption
-from .launch import cluster_environment, share_cores
-from .metrics_file import MetricsFile
-from .module import PretrainModule
-from .preflight import check_run
-from .profiling import StepProfiler
-from .resuming import (
+from .output.events import StepEvents
+from .output.metrics_file import MetricsFile
+from .output.profiling import StepProfiler
+from .output.resuming import (
     CHECKPOINTS,
     ScheduleDiffersError,
     agree_on_checkpoint,
@@ -42,11 +37,16 @@ from .resuming import (
     check_fit,
     find_checkpoint,
 )
-from .run_folder import METRICS, RECORD, announce, prepare_folder, say_why, write_run_record
-from .run_lock import RunLock
-from .saving import Checkpointing
+from .output.run_folder import METRICS, RECORD, announce, prepare_folder, say_why, write_run_record
+from .output.saving import Checkpointing
+from .runtime.exit_codes import DONE, USER_ERROR
+from .runtime.interruption import Interruption
+from .runtime.launch import cluster_environment, share_cores
+from .runtime.preflight import check_run
+from .runtime.run_lock import RunLock
+from .runtime.watchdog import Watchdog
+from .step.module import PretrainModule
 from .strategy import TensorParallelStrategy
-from .watchdog import Watchdog
 
 # Lightning's notes on devices, tips and rank numbers are not shown. Its warnings are, but for two that do not apply:
 # one about its own use of a torch function, one about loaders that cannot resume (ours begins at `completed_steps`).

@@ -1,6 +1,6 @@
 """The tasks: all that sets one apart from another, and how its files are read."""
 
-from ...finetune_config import TaskConfig
+from ...config.finetune import TaskConfig
 from ..examples import Example, RowAccount, SpanExample, list_some
 from ..pairs import encode_choices, encode_pairs
 from ..windows import encode_windows

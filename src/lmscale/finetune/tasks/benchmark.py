@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ...config.finetune import TaskConfig
 from ...data.tokenizer import Tokenizer
-from ...finetune_config import TaskConfig
 from ..examples import Example, RowAccount
 from ..features import Features
 

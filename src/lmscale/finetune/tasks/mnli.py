@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ...finetune_config import TaskConfig
+from ...config.finetune import TaskConfig
 from ..examples import PairExample, RowAccount
 from ..sources import check_columns, hub_rows, is_on_hub, tsv_rows
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from ...config.finetune import TaskConfig
 from ...evaluation.classification import accuracy, binary_f1
-from ...finetune_config import TaskConfig
 from ..examples import PairExample, RowAccount
 from ..sources import check_columns, hub_rows, is_on_hub, tsv_rows
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ...config.finetune import TaskConfig
 from ...evaluation.classification import accuracy_by_group
-from ...finetune_config import TaskConfig
 from ..examples import ChoiceExample, RowAccount, is_text
 from ..sources import hub_rows, is_on_hub, jsonl_rows
 

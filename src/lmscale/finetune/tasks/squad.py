@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...finetune_config import TaskConfig
+from ...config.finetune import TaskConfig
 from ..examples import RowAccount, SpanExample, is_text
 from ..sources import hub_rows, is_on_hub, json_file
 

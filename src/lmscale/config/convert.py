@@ -1,0 +1,71 @@
+"""What one conversion is asked to do: the typed form of `conf/convert.yaml`."""
+
+from dataclasses import dataclass
+
+from .checks import require_positive
+from .from_dict import build
+
+FORMATS = ("lmscale", "hugging_face")
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """One conversion of a checkpoint.
+
+    Args:
+        source: a checkpoint of ours, a run folder (its newest one), or a folder with a Hugging Face model.
+        target: a folder that does not exist yet.
+        format: of the target, `lmscale` or `hugging_face`.
+        tp_size: tensor ranks of a target of ours.
+        vocab_multiple: padding of a target of ours; None keeps the source's (Hugging Face has none: 1,024).
+        dtype: of the weights in a Hugging Face target, `fp32`, `bf16` or `fp16`.
+        max_file_gb: largest weight file of a Hugging Face target, in GB (10^9 bytes).
+        tokenizer_path: folder of tokenizer files, or a tokenizer.json, to put beside the model; None takes those beside
+            the source, if any.
+        initialize_missing_heads: begin heads anew that a Hugging Face source lacks, instead of refusing it.
+        seed: of heads that begin anew.
+
+    Raises:
+        ValueError: a value that cannot be.
+    """
+
+    source: str
+    target: str
+    format: str = "lmscale"
+    tp_size: int = 1
+    vocab_multiple: int | None = None
+    dtype: str = "fp32"
+    max_file_gb: float = 5.0
+    tokenizer_path: str | None = None
+    initialize_missing_heads: bool = False
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        require_positive(self, "tp_size")
+        if self.vocab_multiple is not None:
+            require_positive(self, "vocab_multiple")
+        for name, choices in (("format", FORMATS), ("dtype", DTYPES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, but is {getattr(self, name)!r}")
+        if not self.max_file_gb > 0:
+            raise ValueError(f"`max_file_gb` must be above 0, but is {self.max_file_gb!r}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
+        # Of the other format; a checkpoint of ours holds the exact weights, whatever is asked for.
+        ours = {"tp_size": 1, "vocab_multiple": None, "initialize_missing_heads": False}
+        theirs = {"dtype": "fp32", "max_file_gb": 5.0}
+        for name, default in (ours if self.format == "hugging_face" else theirs).items():
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"`{name}` must be left alone with format={self.format}, but is {getattr(self, name)!r}"
+                )
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "ConvertConfig":
+        """Build from plain values; `run_dir` and `overrides`, which the door adds, are not part of a conversion.
+
+        Raises:
+            ValueError: an unknown key, a missing one or a value of another type.
+        """
+        return build(cls, {key: value for key, value in values.items() if key not in ("run_dir", "overrides")}, "")

@@ -1,0 +1,241 @@
+"""From raw corpora to binary token files: the typed form of `conf/prepare_data.yaml`."""
+
+import re
+from dataclasses import dataclass, field
+
+from .checks import require_positive
+from .data import TokenizerConfig
+from .from_dict import build
+
+UNDECODABLE = ("fall_back", "replace", "refuse")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+def _one_of(config: object, name: str, choices: tuple[str, ...]) -> None:
+    if getattr(config, name) not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(choices)}, but is {getattr(config, name)!r}")
+
+
+def _share(config: object, name: str) -> None:
+    if not 0.0 < getattr(config, name) <= 1.0:
+        raise ValueError(f"`{name}` must be above 0 and at most 1, but is {getattr(config, name)!r}")
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """`sources.<name>`: where one corpus comes from and how much of it a blend takes.
+
+    Args:
+        kind: `local` (files) or `huggingface` (a dataset by name).
+        path: a file or folder for `local`: text, JSONL (also .gz, .zst), parquet, tar.
+        name, subset, split: for `huggingface`.
+        text_field: field of a JSONL line, parquet row or dataset row that holds the text.
+        weight: share of training samples, relative to the other sources' weights; None weighs by tokens.
+        undecodable: bytes that are not UTF-8: `fall_back` to cp1252 and Latin-1, `replace` by U+FFFD, or `refuse`.
+            They are counted in every case.
+        text_documents: in .txt and .md files a document is a `block` between blank lines or the whole `file`.
+        join_lines: mend lines broken inside paragraphs, as CC-Stories has them.
+        architectures: models that may train on it (BooksCorpus: only BERT, because it overlaps LAMBADA).
+    """
+
+    kind: str
+    path: str | None = None
+    name: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+    weight: float | None = None
+    undecodable: str = "fall_back"
+    text_documents: str = "block"
+    join_lines: bool = False
+    architectures: list = field(default_factory=lambda: ["gpt", "bert"])
+
+    def __post_init__(self) -> None:
+        _one_of(self, "kind", ("local", "huggingface"))
+        _one_of(self, "undecodable", UNDECODABLE)
+        _one_of(self, "text_documents", ("block", "file"))
+        if self.kind == "local" and self.path is None:
+            raise ValueError("`path` must name a file or folder of a local source, but is null")
+        if self.kind == "huggingface" and self.name is None:
+            raise ValueError("`name` must name a dataset of a huggingface source, but is null")
+        if self.weight is not None and not self.weight > 0:
+            raise ValueError(f"`weight` must be above 0, but is {self.weight!r}")
+
+
+@dataclass(frozen=True)
+class CleaningConfig:
+    """`cleaning=`: what section 4.1 does to each document; `paper` or `none`.
+
+    Args:
+        repair_text: mend mojibake with ftfy.
+        language: two-letter code of the language to keep; None keeps all.
+        min_language_score: probability the language must have.
+        min_tokens: shorter documents are dropped; 0 drops none.
+    """
+
+    repair_text: bool
+    language: str | None
+    min_language_score: float
+    min_tokens: int
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.min_language_score <= 1.0:
+            raise ValueError(f"`min_language_score` must be at least 0 and at most 1, but is {self.min_language_score}")
+        if self.min_tokens < 0:
+            raise ValueError(f"`min_tokens` must be at least 0, but is {self.min_tokens}")
+
+
+@dataclass(frozen=True)
+class DedupConfig:
+    """`dedup=`: near-duplicates by MinHash-LSH with an exact check; `paper` (0.7) or `none` (copies only).
+
+    Args:
+        jaccard: documents at least this similar are duplicates; None leaves near-duplicates in.
+        ngram: words of a shingle.
+        bands, rows: of the LSH; a pair of similarity j becomes a candidate with probability 1 - (1 - j^rows)^bands.
+        largest_bucket: documents that share one band value are compared all with all up to this number; in a larger
+            bucket each with its neighbour and the first only, which is counted.
+    """
+
+    jaccard: float | None
+    ngram: int = 5
+    bands: int = 25
+    rows: int = 5
+    largest_bucket: int = 200
+
+    def __post_init__(self) -> None:
+        require_positive(self, "ngram", "bands", "rows")
+        if self.jaccard is not None:
+            _share(self, "jaccard")
+        if self.largest_bucket < 2:
+            raise ValueError(f"`largest_bucket` must be at least 2, but is {self.largest_bucket}")
+
+
+@dataclass(frozen=True)
+class EvaluationSetConfig:
+    """`evaluation_sets.<name>`: a test set whose text must not be trained on.
+
+    Args:
+        form: `wikitext` (articles under ` = Title = ` lines) or `records` (one text a row or line).
+        path: a local file; None loads `name` from the Hugging Face hub or its cache.
+    """
+
+    form: str
+    path: str | None = None
+    name: str | None = None
+    subset: str | None = None
+    split: str = "test"
+    text_field: str = "text"
+
+    def __post_init__(self) -> None:
+        _one_of(self, "form", ("wikitext", "records"))
+        if self.path is None and self.name is None:
+            raise ValueError("`path` or `name` must say where the evaluation set is, but both are null")
+
+
+@dataclass(frozen=True)
+class OverlapConfig:
+    """`overlap.*`: when a document counts as holding evaluation text.
+
+    Args:
+        ngram: words of an n-gram, 8 in the paper.
+        share: a document goes when at least this share of an evaluation item's n-grams occurs in it.
+    """
+
+    ngram: int = 8
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        require_positive(self, "ngram")
+        _share(self, "share")
+
+
+@dataclass(frozen=True)
+class LauncherConfig:
+    """`launcher=`: `local` processes, or jobs of a `slurm` or `ray` cluster.
+
+    Args:
+        workers: tasks at a time; None takes the machine's cores (local) or sets no limit (clusters).
+        partition, time, memory_gb, sbatch: of Slurm jobs: partition, time limit, memory of a task in GB, and further
+            options of sbatch.
+    """
+
+    kind: str
+    workers: int | None = None
+    partition: str | None = None
+    time: str = "24:00:00"
+    memory_gb: int = 4
+    sbatch: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _one_of(self, "kind", ("local", "slurm", "ray"))
+        require_positive(self, "memory_gb")
+        if self.workers is not None:
+            require_positive(self, "workers")
+        if self.kind == "slurm" and self.partition is None:
+            raise ValueError("`partition` must name a partition of the Slurm cluster, but is null")
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """One preparation of a corpus.
+
+    Args:
+        output: folder of the binary dataset; made when everything is complete.
+        architecture: `gpt` (a sequence is a document) or `bert` (a sequence is a sentence).
+        sources: corpora by name.
+        tokenizer: published or trained on the cleaned text.
+        evaluation_sets: test sets by name, for removal and the leakage report.
+        validation_every: one document of so many is held out, 30 for the paper's 29:1.
+        max_bad_rows: rows of one file that cannot be read (invalid JSON, no text) before it is refused.
+        duplicate_ids: `count` documents that share an id, or `refuse` them.
+        shard_mb: size of a shard of the work, in MB of input as it is stored; it changes no result. A task holds a
+            shard's text in memory two to four times over, and packed files unfold to about three times their size.
+        keep_work: leave the intermediate files, several times the size of the corpus.
+
+    Raises:
+        ValueError: a value that cannot be.
+    """
+
+    output: str
+    architecture: str
+    sources: dict[str, SourceConfig]
+    tokenizer: TokenizerConfig
+    cleaning: CleaningConfig
+    dedup: DedupConfig
+    evaluation_sets: dict[str, EvaluationSetConfig]
+    overlap: OverlapConfig
+    launcher: LauncherConfig
+    validation_every: int = 30
+    max_bad_rows: int = 0
+    duplicate_ids: str = "count"
+    shard_mb: int = 256
+    keep_work: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of(self, "architecture", ("gpt", "bert"))
+        _one_of(self, "duplicate_ids", ("count", "refuse"))
+        require_positive(self, "shard_mb")
+        if self.validation_every < 2:
+            raise ValueError(f"`validation_every` must be at least 2, but is {self.validation_every}")
+        if self.max_bad_rows < 0:
+            raise ValueError(f"`max_bad_rows` must be at least 0, but is {self.max_bad_rows}")
+        if not self.sources:
+            raise ValueError("`sources` must name at least one corpus, but is empty")
+        for key, names in (("sources", self.sources), ("evaluation_sets", self.evaluation_sets)):
+            wrong = [name for name in names if not _NAME.fullmatch(name)]
+            if wrong:
+                raise ValueError(f"`{key}` must have names of letters, digits, - and _, but has {wrong[0]!r}")
+        weighted = [name for name, source in self.sources.items() if source.weight is not None]
+        if weighted and len(weighted) < len(self.sources):
+            rest = next(name for name in self.sources if name not in weighted)
+            raise ValueError(f"`sources.{rest}.weight` must be given where another source has a weight, but is null")
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "PrepareConfig":
+        """Build from plain values; `run_dir` and `overrides`, which the door adds, are not part of it.
+
+        Raises:
+            ValueError: an unknown key, a missing one or a value of another type.
+        """
+        return build(cls, {key: value for key, value in values.items() if key not in ("run_dir", "overrides")}, "")

@@ -1,0 +1,120 @@
+"""Which text is learned and how it is cut into samples: `tokenizer=` and `data=`."""
+
+import math
+from dataclasses import dataclass
+
+from .checks import require_positive
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """`tokenizer=`: `trained` fits one on the training text; `gpt2` and `bert` read the published files.
+
+    Args:
+        vocab_size: size to train; None takes `model.vocab_size` where that is set and below 2,000, else 2,000.
+        path: for gpt2 a folder with encoder.json/vocab.bpe (or vocab.json/merges.txt), for bert a vocab.txt or its
+            folder; None loads `name` from the Hugging Face hub or its cache.
+    """
+
+    kind: str
+    vocab_size: int | None = None
+    path: str | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("trained", "gpt2", "bert"):
+            raise ValueError(f"`tokenizer.kind` must be one of trained, gpt2, bert, but is {self.kind!r}")
+        if self.vocab_size is not None:
+            require_positive(self, "vocab_size")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """`data=`: where documents come from and how samples are cut.
+
+    Args:
+        kind: `embedded` (Python's own documentation), `local` (a file or folder of text, JSONL or parquet),
+            `huggingface` (a dataset by name) or `indexed` (binary token files).
+        path, validation_path: files for `local`; without a validation path every `validation_every`-th document is
+            held out. For `indexed` the prefix of a .bin and .idx, a folder that prepare_data.py has made, or weights
+            by prefix; without a validation path such a folder has a validation part, and others are cut by `split`.
+        name, subset: for `huggingface`.
+        split: of the dataset for `huggingface`; for `indexed` the shares of training, validation and test documents.
+        text_field: field of a JSONL line, parquet row or dataset row that holds the text.
+        undecodable: `refuse` bytes that are not UTF-8, with their count, or `replace` them by U+FFFD and count them.
+        seq_length: tokens of a sample.
+        short_seq_probability, mask_probability, max_ngram: BERT samples (Megatron-LM v1.0: 0.1, 0.15, 3).
+        cache_dir: where trained tokenizers and token files are kept; None means $LMSCALE_CACHE or ~/.cache/lmscale.
+        num_workers: loader processes a rank, at most four for each core of the machine.
+    """
+
+    kind: str
+    seq_length: int
+    path: str | dict | None = None
+    validation_path: str | dict | None = None
+    name: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+    undecodable: str = "refuse"
+    validation_every: int = 30
+    short_seq_probability: float = 0.1
+    mask_probability: float = 0.15
+    max_ngram: int = 3
+    cache_dir: str | None = None
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("embedded", "local", "huggingface", "indexed"):
+            raise ValueError(f"`data.kind` must be one of embedded, local, huggingface, indexed, but is {self.kind!r}")
+        if self.undecodable not in ("refuse", "replace"):
+            raise ValueError(f"`data.undecodable` must be one of refuse, replace, but is {self.undecodable!r}")
+        require_positive(self, "seq_length", "max_ngram")
+        if self.validation_every < 2:
+            raise ValueError(f"`data.validation_every` must be at least 2, but is {self.validation_every}")
+        if self.num_workers < 0:
+            raise ValueError(f"`data.num_workers` must be at least 0, but is {self.num_workers}")
+        if self.validation_path is not None and self.kind not in ("local", "indexed"):
+            raise ValueError(
+                f"`data.validation_path` must be null unless `data` is local or indexed, but is "
+                f"{self.validation_path!r}"
+            )
+        if self.kind == "huggingface" and self.name is None:
+            raise ValueError("`data.name` must name a dataset when `data` is huggingface, but is null")
+        if self.kind == "local" and self.path is None:
+            raise ValueError("`data.path` must name a file or folder when `data` is local, but is null")
+        for name in ("path", "validation_path"):
+            self._check_path(name)
+        if self.kind == "indexed":
+            self.split_shares()  # refuses what are no shares
+        for name in ("short_seq_probability", "mask_probability"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"`data.{name}` must be at least 0 and below 1, but is {getattr(self, name)!r}")
+
+    def split_shares(self) -> tuple[float, float, float]:
+        """Shares of training, validation and test documents of an indexed dataset, adding up to 1.
+
+        Raises:
+            ValueError: `split` is not three numbers that are not negative, the first above 0.
+        """
+        rule = "must be the shares of training, validation and test documents, such as 969,30,1"
+        try:
+            shares = [float(share) for share in self.split.split(",")]
+        except ValueError:
+            shares = []
+        if len(shares) != 3 or not all(0 <= share < math.inf for share in shares) or shares[0] == 0:
+            raise ValueError(f"`data.split` {rule}, but is {self.split!r}")
+        return tuple(share / sum(shares) for share in shares)
+
+    def _check_path(self, name: str) -> None:
+        path = getattr(self, name)
+        if self.kind == "indexed" and name == "path" and not path:
+            raise ValueError("`data.path` must name a dataset when `data` is indexed, but is null")
+        if not isinstance(path, dict):
+            return
+        if self.kind != "indexed":
+            raise ValueError(f"`data.{name}` must be one path unless `data` is indexed, but is {path!r}")
+        for prefix, weight in path.items():
+            is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+            if not is_number or not 0 < weight < math.inf:
+                raise ValueError(f"`data.{name}` must give {prefix} a weight above 0, but gives {weight!r}")

@@ -1,0 +1,264 @@
+"""What one finetuning is asked to do: the typed form of `conf/finetune.yaml` and its tasks."""
+
+import re
+from dataclasses import dataclass, field
+
+from .checks import require_fraction, require_positive
+from .from_dict import build, to_plain
+from .pretrain import ParallelRequest
+from .training import FORMULAS, OptimizerConfig, PrecisionConfig, ScheduleConfig, require_moments_fit
+
+TASKS = ("mnli", "qqp", "squad_v1", "squad_v2", "race")
+TABLE_COLUMNS = ("id", "first", "second", "label")  # of a task of one's own
+FROM_HUB = "hub:"  # before the name of a split; everything else is a path
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """`task=`: one benchmark, or a table of texts and classes, where its rows are and how they become inputs.
+
+    Args:
+        name: one of `TASKS`, or with `columns` and `labels` any other, of small letters, digits and underscores.
+        train: file or folder in the official layout, or `hub:<split>`; None where nothing is trained.
+        validation, test: sets to score by name, each such a place or null; `test` needs no labels. Other sets than
+            `validation` choose nothing: no threshold, no checkpoint.
+        hub_name, hub_subset: data set on the Hugging Face hub, for places that begin with `hub:`.
+        max_seq_length: tokens of an input, [CLS] and [SEP] included; what is longer loses the tail of its second text
+            (SQuAD: goes over to further windows).
+        max_qa_length: RACE: tokens of question and option together; what is longer loses its tail.
+        doc_stride, max_query_length: SQuAD: tokens from the start of a window to the start of the next; tokens of a
+            question.
+        max_answer_length, num_best: SQuAD: longest answer in tokens; candidates that are kept for each question.
+        null_threshold: SQuAD 2.0: "no answer" is said where it scores above the best answer by more than this; None:
+            by what is best on the first validation set.
+        columns: a task of one's own: the table's names of the columns `id` (null: the number of the row), `first` and
+            `second` text (null: there is one) and `label`, which a test set may lack.
+        labels: the same: the classes' names; a label is a name or a place in this list, from 0.
+        table_6: what Table 6 says for this task by size of the model; conf/finetune.yaml takes the chosen one's.
+
+    Raises:
+        ValueError: an unknown name, lengths that leave no room, a stride that would leave tokens out.
+    """
+
+    name: str
+    train: str | None
+    validation: dict
+    test: dict
+    hub_name: str
+    max_seq_length: int
+    hub_subset: str | None = None
+    max_qa_length: int | None = None
+    doc_stride: int | None = None
+    max_query_length: int | None = None
+    max_answer_length: int | None = None
+    num_best: int | None = None
+    null_threshold: float | None = None
+    columns: dict | None = None
+    labels: list | None = None
+    table_6: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name in TASKS:
+            if self.columns is not None or self.labels is not None:
+                raise ValueError(
+                    f"`columns` and `labels` must be null for {self.name}, whose files are known, but are not"
+                )
+        elif self.columns is None or self.labels is None:
+            raise ValueError(
+                f"`name` must be one of {', '.join(TASKS)}, or come with `columns` and `labels`, but is {self.name!r}"
+            )
+        else:
+            self._check_table()
+        if not isinstance(self.max_seq_length, int) or self.max_seq_length < 8:
+            raise ValueError(f"`max_seq_length` must be at least 8, but is {self.max_seq_length!r}")
+        if self.name == "race":
+            require_positive(self, "max_qa_length")
+        if self.name in ("squad_v1", "squad_v2"):
+            require_positive(self, "doc_stride", "max_query_length", "max_answer_length", "num_best")
+            room = self.max_seq_length - self.max_query_length - 3
+            if self.doc_stride > room:
+                raise ValueError(
+                    f"`doc_stride` must be at most {room} (max_seq_length - max_query_length - 3), or windows would "
+                    f"leave tokens out, but is {self.doc_stride}"
+                )
+        for sets in (self.validation, self.test):
+            wrong = [place for place in sets.values() if place is not None and not isinstance(place, str)]
+            if wrong:
+                raise ValueError(f"`validation` and `test` must be paths by name, but hold {wrong[0]!r}")
+        twice = sorted(set(self.validation) & set(self.test))
+        if twice:
+            raise ValueError(f"`test` must have other names than `validation`, but both have {twice[0]!r}")
+
+    def _check_table(self) -> None:
+        if not re.fullmatch("[a-z0-9_]+", self.name):
+            raise ValueError(f"`name` must be of small letters, digits and underscores, but is {self.name!r}")
+        if set(self.columns) != set(TABLE_COLUMNS):
+            found = ", ".join(map(str, self.columns)) or "none"
+            raise ValueError(f"`columns` must be given for {', '.join(TABLE_COLUMNS)}, but are for {found}")
+        needed = [key for key in ("first", "label") if not isinstance(self.columns[key], str)]
+        if needed:
+            raise ValueError(f"`columns.{needed[0]}` must be a column's name, but is {self.columns[needed[0]]!r}")
+        named = [name for name in self.columns.values() if name is not None]
+        if len(set(named)) < len(named) or not all(isinstance(name, str) for name in named):
+            raise ValueError(f"`columns` must be names, each once, but are {named}")
+        labels = [label for label in self.labels if isinstance(label, str) and label]
+        if len(set(labels)) < max(2, len(self.labels)):
+            raise ValueError(f"`labels` must be at least two texts, each once, but are {self.labels}")
+
+    def scored_sets(self) -> dict[str, str]:
+        """Place of every set to score by name, validation first."""
+        return {name: place for name, place in (self.validation | self.test).items() if place is not None}
+
+    def chosen_on(self) -> list[str]:
+        """Names of the sets that may choose thresholds and checkpoints."""
+        return [name for name, place in self.validation.items() if place is not None]
+
+
+@dataclass(frozen=True)
+class TokenizerPath:
+    """`tokenizer=`: the checkpoint's own unless `path` (tokenizer.json, vocab.txt, or a folder) says another."""
+
+    path: str | None = None
+
+
+@dataclass(frozen=True)
+class FinetuneTrainer:
+    """`trainer=`: length and machine of a finetuning.
+
+    Args:
+        num_epochs: passes over the training set; 0 scores the checkpoint as it is.
+        warmup_fraction: part of all updates in which the learning rate rises; it then falls to 0.
+        schedule_formula: of `ScheduleConfig`; `megatron_v1` falls to 2 x warmup_fraction of the peak.
+        max_train_examples: the first so many examples (SQuAD: windows) of the training set; None: all. For trials.
+        score_every_epoch: score after each epoch, or only at the end.
+        pool_batches: batches are made of examples of similar length out of so many times a batch; 1: in the order of
+            the shuffle.
+        scoring_batch_size: sequences of a rank's forward pass while scoring.
+        max_skipped_steps: steps in a row without a finite gradient before the run fails.
+        save: write a checkpoint at the end.
+        log_every_steps: steps between rows of metrics.csv.
+        num_threads: CPU threads of a rank; None: the cores over the local ranks.
+        matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
+    """
+
+    num_epochs: int
+    warmup_fraction: float
+    schedule_formula: str = "paper"
+    max_train_examples: int | None = None
+    score_every_epoch: bool = True
+    pool_batches: int = 64
+    scoring_batch_size: int = 64
+    max_skipped_steps: int = 10
+    save: bool = True
+    log_every_steps: int = 10
+    accelerator: str = "auto"
+    num_threads: int | None = None
+    matmul_precision: str = "medium"
+
+    def __post_init__(self) -> None:
+        if self.num_epochs < 0:
+            raise ValueError(f"`num_epochs` must be at least 0, but is {self.num_epochs}")
+        require_fraction(self, "warmup_fraction")
+        require_positive(self, "pool_batches", "scoring_batch_size", "log_every_steps")
+        if self.max_skipped_steps < 0:
+            raise ValueError(f"`max_skipped_steps` must be at least 0, but is {self.max_skipped_steps}")
+        for name in ("max_train_examples", "num_threads"):
+            if getattr(self, name) is not None:
+                require_positive(self, name)
+        if self.schedule_formula not in FORMULAS:
+            raise ValueError(
+                f"`schedule_formula` must be one of {', '.join(FORMULAS)}, but is {self.schedule_formula!r}"
+            )
+        if self.schedule_formula == "megatron_v1" and self.warmup_fraction > 0.5:  # it would rise above the peak
+            raise ValueError(
+                "`warmup_fraction` must be at most 0.5 with `schedule_formula`=megatron_v1, "
+                f"but is {self.warmup_fraction}"
+            )
+        if self.accelerator not in ("auto", "cpu", "gpu"):
+            raise ValueError(f"`accelerator` must be one of auto, cpu, gpu, but is {self.accelerator!r}")
+        if self.matmul_precision not in ("highest", "high", "medium"):
+            raise ValueError(
+                f"`matmul_precision` must be one of highest, high, medium, but is {self.matmul_precision!r}"
+            )
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """One finetuning of a BERT.
+
+    Args:
+        name, run_dir: of the run in its record; Hydra's folder.
+        ckpt: checkpoint of ours at any layout (pretrained, imported or finetuned), or a folder with `step_*.ckpt`.
+        size: row of Table 6.
+        from_scratch: draw all weights from the seed; the checkpoint gives sizes and tokenizer. A control.
+        new_pooler: draw the pooler from the seed where the checkpoint has none that was trained.
+        micro_batch_size, global_batch_size: examples (questions of RACE, windows of SQuAD) of a rank's forward pass
+            and of a step over all ranks. The last step of an epoch has what is left.
+        cache_dir: of encoded inputs.
+        hidden_dropout, attention_dropout: None: the checkpoint's.
+        head_dropout: before the head; None: the hidden one.
+        seed: of the head, the order and dropout.
+        objective: metric that the run returns to a searching sweeper; None: the task's own.
+        fidelity: whose word the points where paper and released code differ were set by.
+    """
+
+    name: str
+    run_dir: str
+    ckpt: str
+    task: TaskConfig
+    size: str
+    tokenizer: TokenizerPath
+    parallel: ParallelRequest
+    trainer: FinetuneTrainer
+    optimizer: OptimizerConfig
+    precision: PrecisionConfig
+    micro_batch_size: int
+    global_batch_size: int
+    cache_dir: str
+    from_scratch: bool = False
+    new_pooler: bool = False
+    hidden_dropout: float | None = None
+    attention_dropout: float | None = None
+    head_dropout: float | None = None
+    attention: str = "sdpa"
+    recompute: str = "none"
+    seed: int = 1234
+    objective: str | None = None
+    fidelity: str = "paper"
+    overrides: list = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        require_positive(self, "micro_batch_size", "global_batch_size")
+        self.precision.refuse_float8()
+        require_moments_fit(self.optimizer.moments, self.precision.dtype)
+        if self.parallel.sequence_parallel:  # batches are as long as their longest input
+            raise ValueError("`parallel.sequence_parallel` must be false for a finetuning, but is true")
+        for name in ("hidden_dropout", "attention_dropout", "head_dropout"):
+            if getattr(self, name) is not None:
+                require_fraction(self, name)
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
+        if self.trainer.num_epochs and self.task.train is None:
+            raise ValueError("`task.train` must be given where `trainer.num_epochs` is above 0, but is null")
+        if not self.task.scored_sets():
+            raise ValueError("`task.validation` or `task.test` must have a set to score, but both have none")
+        if self.trainer.num_epochs and not self.task.chosen_on():
+            raise ValueError("`task.validation` must have a set where something is trained, but has none")
+
+    def schedule(self, num_steps: int) -> ScheduleConfig:
+        """Warm-up over its part of the updates, then a straight line, by the formula to 0."""
+        warmup_steps, formula = round(self.trainer.warmup_fraction * num_steps), self.trainer.schedule_formula
+        return ScheduleConfig("linear", warmup_steps, max(1, num_steps), formula=formula)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "FinetuneConfig":
+        """Build from nested plain values.
+
+        Raises:
+            ValueError: an unknown key, a missing one, or a value that cannot be, with its dotted name.
+        """
+        return build(cls, values, "")
+
+    def to_dict(self) -> dict:
+        """Nested plain values; `from_dict` gives an equal configuration back."""
+        return to_plain(self)

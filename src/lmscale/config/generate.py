@@ -1,0 +1,146 @@
+"""What one generation is asked to do: the typed form of `conf/generate.yaml`."""
+
+from dataclasses import dataclass
+
+from .checks import require_positive
+from .from_dict import build
+from .training import PrecisionConfig
+
+ACCELERATORS = ("auto", "cpu", "gpu")
+LEAST_TEMPERATURE = 1e-4
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Args:
+        temperature: scores are divided by it; 0 takes the most probable token.
+        top_k: only so many of the most probable tokens are drawn from; None: all.
+        top_p: then only the fewest of the most probable whose probabilities add up to it; 1: all.
+
+    Raises:
+        ValueError: a value outside its range, or a limit beside temperature 0, where nothing is drawn.
+
+    Source: order and meaning as in transformers' `generate`; equally probable tokens count in the order of their ids.
+        Top-p: Holtzman et al. 2019, "The Curious Case of Neural Text Degeneration".
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE):  # smaller ones overflow the scores
+            raise ValueError(f"`temperature` must be 0 or at least {LEAST_TEMPERATURE}, but is {self.temperature!r}")
+        if self.top_k is not None:
+            require_positive(self, "top_k")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"`top_p` must be above 0 and at most 1, but is {self.top_p!r}")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
+            name = "top_p" if self.top_k is None else "top_k"
+            raise ValueError(
+                f"`{name}` must be left alone with temperature=0, which draws nothing, but is {getattr(self, name)!r}"
+            )
+
+
+@dataclass(frozen=True)
+class GenerateParallel:
+    """`parallel=`: ranks that share the model."""
+
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        require_positive(self, "tp_size")
+
+
+@dataclass(frozen=True)
+class GenerateTokenizer:
+    """`tokenizer=`: `gpt2` reads published files instead of those beside the checkpoint.
+
+    Args:
+        kind: `gpt2`; None where the group is not chosen.
+        path: a tokenizer.json, or a folder with it, with encoder.json and vocab.bpe, or with vocab.json and merges.txt;
+            alone it means the same as with `tokenizer=gpt2`.
+        name: on the Hugging Face hub, where `tokenizer=gpt2` is chosen without a path.
+    """
+
+    kind: str | None = None
+    path: str | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in (None, "gpt2"):
+            raise ValueError(f"`tokenizer` must be gpt2, or left alone for the checkpoint's own, but is {self.kind}")
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """One generation of text.
+
+    Args:
+        ckpt: a checkpoint of ours at any layout, a run folder (its newest one), or a folder with a Hugging Face GPT-2.
+        prompt, file, interactive: where prompts come from, one of the three.
+        out: a file that does not exist yet, for one line of JSON a sample.
+        stream: write to the terminal.
+        num_samples: of each prompt.
+        max_new_tokens: of a sample; None takes as many as the model's positions allow.
+        temperature, top_k, top_p: see `Sampling`.
+        micro_batch_size: samples that are lengthened together.
+        precision: its `dtype` is that of weights and arithmetic.
+
+    Raises:
+        ValueError: a value that cannot be; none or several of the three.
+    """
+
+    ckpt: str
+    prompt: str | None = None
+    file: str | None = None
+    interactive: bool = False
+    out: str | None = None
+    stream: bool = True
+    num_samples: int = 1
+    max_new_tokens: int | None = 64
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 1234
+    micro_batch_size: int = 8
+    precision: PrecisionConfig = PrecisionConfig("fp32")
+    accelerator: str = "auto"
+    parallel: GenerateParallel = GenerateParallel()
+    tokenizer: GenerateTokenizer = GenerateTokenizer()
+
+    def __post_init__(self) -> None:
+        self.precision.refuse_float8()
+        given = [name for name in ("prompt", "file") if getattr(self, name) is not None]
+        given += ["interactive"] if self.interactive else []
+        if len(given) != 1:
+            raise ValueError(
+                f"`prompt` must be given, or `file`, or interactive=true, and one of them, but "
+                f"{' and '.join(given) + ' are' if given else 'none is'}"
+            )
+        require_positive(self, "num_samples", "micro_batch_size")
+        if self.max_new_tokens is not None:
+            require_positive(self, "max_new_tokens")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
+        if not self.stream and (self.out is None or self.interactive):
+            raise ValueError("`stream` must be true where the text would go nowhere else, but is false")
+        if self.accelerator not in ACCELERATORS:
+            raise ValueError(f"`accelerator` must be one of {', '.join(ACCELERATORS)}, but is {self.accelerator!r}")
+        _ = self.sampling  # its rules
+
+    @property
+    def sampling(self) -> Sampling:
+        """The keys of `Sampling`."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "GenerateConfig":
+        """Build from plain values; `run_dir` and `overrides`, which the door adds, are not part of a generation.
+
+        Raises:
+            ValueError: an unknown key, a missing one or a value of another type.
+        """
+        return build(cls, {key: value for key, value in values.items() if key not in ("run_dir", "overrides")}, "")

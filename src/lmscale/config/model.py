@@ -1,0 +1,184 @@
+"""The size of a model, free of torch; every rule about sizes (what must divide what) is written here once.
+
+Legend used in all docstrings of the project: b batch, s sequence, h hidden, n heads, d head size (h / n), v padded
+vocabulary, L layers, p tensor-parallel size.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from enum import Enum
+
+from .checks import require_fraction, require_positive
+
+FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
+
+
+class NormOrder(str, Enum):
+    """Where LayerNorm stands in a transformer layer; the paper's Figure 7.
+
+    `POST` is the original BERT (Figure 7 a): LayerNorm after each residual addition and after the embeddings.
+    `PRE` is the paper's rearrangement (Figure 7 b): LayerNorm at the input of each sublayer, and one after the stack.
+    """
+
+    PRE = "pre"
+    POST = "post"
+
+
+class Recompute(str, Enum):
+    """What the backward pass computes again instead of keeping it in memory (section 4.2, activation checkpointing).
+
+    `NONE` keeps everything; `SELECTIVE` recomputes the GELU and, unless a GPU's fused kernel computes it, the attention
+    core, which cost little and communicate nothing; `FULL` keeps one [b, s, h] tensor a layer and recomputes the layer,
+    as the paper does.
+    """
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+def _choose(enum: type[Enum], name: str, value: object) -> Enum:
+    try:
+        return enum(value)
+    except ValueError:
+        choices = ", ".join(member.value for member in enum)
+        raise ValueError(f"`{name}` must be one of {choices}, but is {value!r}") from None
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Architecture of one BERT or GPT, independent of how it is cut over devices.
+
+    Args:
+        architecture: `gpt` (causal, tanh GELU by default) or `bert` (bidirectional, with pooler, masked-LM and
+            sentence-order heads).
+        vocab_size: number of token ids the model may meet and predict. The weight holds `padded_vocab_size` rows; the
+            rows beyond are zero, never predicted and never updated.
+        vocab_multiple: rows are padded to a multiple of this, the same at every layout, so that initialisation and
+            checkpoints do not depend on `tp_size`. 1,024 gives the paper's 51,200 and 30,720; 1 means no padding.
+        max_position_embeddings: longest sequence in tokens.
+        ffn_hidden_size: width of the MLP; None means 4 h, the paper's.
+        norm_order, layer_norm_eps: None as eps means the published value of the order: 1e-5 pre, 1e-12 post.
+        gelu: `tanh` (GPT-2) or `erf` (BERT); None means that of the architecture.
+        hidden_dropout, attention_dropout, embedding_dropout: probabilities, applied to both sublayer outputs, to the
+            softmax's probabilities, and to the embedding sum; None as embedding_dropout means hidden_dropout.
+        initializer_std, scale_residual_init: N(0, std); sublayer output weights by 1/sqrt(2 L) more (section 4.2).
+        attention: `sdpa` (torch's fused kernels where the device has them) or `exact`: plain softmax(QK^T/sqrt(d))V,
+            whose dropout mask does not depend on the layout.
+        recompute: activation checkpointing; `auto`, which `train.py` fills in by memory, is none to all others.
+
+    Raises:
+        ValueError: a size that is not positive, heads that do not divide the hidden size, an unknown choice.
+
+    Source: sections 2.2, 4.2 and 5, Tables 1, 2 and 4; Figure 7.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    max_position_embeddings: int
+    vocab_multiple: int = 1024
+    ffn_hidden_size: int | None = None
+    norm_order: NormOrder = NormOrder.PRE
+    layer_norm_eps: float | None = None
+    gelu: str | None = None
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    embedding_dropout: float | None = None
+    initializer_std: float = 0.02
+    scale_residual_init: bool = True
+    attention: str = "sdpa"
+    recompute: Recompute = Recompute.NONE
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ("gpt", "bert"):
+            raise ValueError(f"`architecture` must be one of gpt, bert, but is {self.architecture!r}")
+        object.__setattr__(self, "norm_order", _choose(NormOrder, "norm_order", self.norm_order))
+        asked = Recompute.NONE if self.recompute == "auto" else self.recompute
+        object.__setattr__(self, "recompute", _choose(Recompute, "recompute", asked))
+        require_positive(self, "num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        require_positive(self, "max_position_embeddings", "vocab_multiple")
+        if self.ffn_hidden_size is not None:
+            require_positive(self, "ffn_hidden_size")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"`hidden_size` must be a multiple of `num_attention_heads` ({self.num_attention_heads}), "
+                f"but is {self.hidden_size}"
+            )
+        if self.gelu not in (None, "tanh", "erf"):
+            raise ValueError(f"`gelu` must be one of tanh, erf or null, but is {self.gelu!r}")
+        if self.attention not in ("sdpa", "exact"):
+            raise ValueError(f"`attention` must be one of sdpa, exact, but is {self.attention!r}")
+        require_fraction(self, "hidden_dropout", "attention_dropout")
+        if self.embedding_dropout is not None:
+            require_fraction(self, "embedding_dropout")
+        if self.layer_norm_eps is not None and not self.layer_norm_eps > 0:
+            raise ValueError(f"`layer_norm_eps` must be above 0, but is {self.layer_norm_eps!r}")
+        if not self.initializer_std > 0:
+            raise ValueError(f"`initializer_std` must be above 0, but is {self.initializer_std!r}")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the word embedding (v): `vocab_size` rounded up to `vocab_multiple`."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP, 4 h unless `ffn_hidden_size` says otherwise."""
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    @property
+    def head_size(self) -> int:
+        """d = h / n."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def norm_eps(self) -> float:
+        """LayerNorm's epsilon: 1e-12 in the original BERT (post), 1e-5 in Megatron-LM (pre), unless set."""
+        if self.layer_norm_eps is not None:
+            return self.layer_norm_eps
+        return 1e-12 if self.norm_order is NormOrder.POST else 1e-5
+
+    @property
+    def gelu_form(self) -> str:
+        """`tanh` for GPT-2, `erf` for BERT, unless set."""
+        return self.gelu or ("tanh" if self.architecture == "gpt" else "erf")
+
+    @property
+    def input_dropout(self) -> float:
+        """Dropout of the embedding sum: `embedding_dropout`, or `hidden_dropout` where that is None."""
+        return self.hidden_dropout if self.embedding_dropout is None else self.embedding_dropout
+
+    def check_tensor_parallel(self, tp_size: int) -> None:
+        """Refuse a `tp_size` that cannot cut this model into equal shards.
+
+        Raises:
+            ValueError: naming the first of heads, hidden size, MLP width and vocabulary rows that `tp_size` does not
+                divide.
+        """
+        sizes = {
+            "num_attention_heads": self.num_attention_heads,
+            "hidden_size": self.hidden_size,
+            "ffn_hidden_size": self.ffn_size,
+            "padded_vocab_size": self.padded_vocab_size,
+        }
+        for name, value in sizes.items():
+            if value % tp_size:
+                raise ValueError(f"`{name}` must be a multiple of `tp_size` ({tp_size}), but is {value}")
+
+    def check_float8(self, tp_size: int) -> None:
+        """Refuse sizes that float8 products on a GPU do not take: sides that are no multiple of 16 on each rank.
+
+        Raises:
+            ValueError: naming hidden size or MLP width.
+        """
+        for name, size in {"hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_size}.items():
+            if size // tp_size % FLOAT8_MULTIPLE:
+                multiple = f"{FLOAT8_MULTIPLE} x tp_size ({tp_size})"
+                raise ValueError(f"`{name}` must be a multiple of {multiple} with precision=fp8, but is {size}")
+
+    def to_dict(self) -> dict:
+        """Plain values, ready for JSON; `TransformerConfig(**d)` gives an equal config back."""
+        return {k: v.value if isinstance(v, Enum) else v for k, v in dataclasses.asdict(self).items()}

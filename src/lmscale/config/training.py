@@ -1,0 +1,257 @@
+"""How a model is trained: `optimizer=`, `schedule=`, `trainer=`, `precision=`, `checkpoint=`, `resume`."""
+
+from dataclasses import dataclass
+
+from .checks import require_positive
+
+TRACED_UP_TO = 6  # the last step that `trainer.profiler` keeps
+FORMULAS = ("paper", "megatron_v1")  # of the learning rate
+DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """`optimizer=`: AdamW with the paper's groups (section 4.2): no decay on biases and LayerNorms.
+
+    Args:
+        moments: `fp32` (fp64 for fp64 weights), or `bf16`: half the bytes, rounded at random after every update.
+    """
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float | None = 1.0
+    moments: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0:
+            raise ValueError(f"`optimizer.lr` must be at least 0, but is {self.lr!r}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"`optimizer.max_grad_norm` must be above 0 or null, but is {self.max_grad_norm!r}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"`optimizer.{name}` must be at least 0 and below 1, but is {getattr(self, name)!r}")
+        if not self.eps > 0:
+            raise ValueError(f"`optimizer.eps` must be above 0, but is {self.eps!r}")
+        require_moments(self.moments)
+        if not self.weight_decay >= 0:
+            raise ValueError(f"`optimizer.weight_decay` must be at least 0, but is {self.weight_decay!r}")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """`schedule=`: warm-up and decay of the learning rate, in optimizer updates; see `training/step/schedule.py`."""
+
+    decay: str
+    warmup_steps: int
+    decay_steps: int
+    min_lr: float = 0.0
+    formula: str = "paper"
+
+    def __post_init__(self) -> None:
+        if self.decay not in ("cosine", "linear", "constant"):
+            raise ValueError(f"`schedule.decay` must be one of cosine, linear, constant, but is {self.decay!r}")
+        if self.formula not in FORMULAS:
+            raise ValueError(f"`schedule.formula` must be one of {', '.join(FORMULAS)}, but is {self.formula!r}")
+        require_positive(self, "decay_steps")
+        # Longer than the run is allowed: a short trial of a long recipe never leaves the warm-up.
+        if self.warmup_steps < 0:
+            raise ValueError(f"`schedule.warmup_steps` must be at least 0, but is {self.warmup_steps}")
+        if not self.min_lr >= 0:
+            raise ValueError(f"`schedule.min_lr` must be at least 0, but is {self.min_lr!r}")
+        if self.formula == "megatron_v1" and 2 * self.warmup_steps > self.decay_steps:  # it would rise above the peak
+            raise ValueError(
+                f"`schedule.warmup_steps` must be at most half of `schedule.decay_steps` ({self.decay_steps}) with "
+                f"formula megatron_v1, but is {self.warmup_steps}"
+            )
+
+    def check_peak(self, lr: float) -> None:
+        """Refuse a floor above the peak.
+
+        Raises:
+            ValueError: `min_lr` is above `lr`.
+        """
+        if self.min_lr > lr:
+            raise ValueError(f"`schedule.min_lr` must be at most `optimizer.lr` ({lr}), but is {self.min_lr}")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """`trainer=`: how long, and how often the validation loss is taken (optimizer steps; sequences).
+
+    Args:
+        max_steps: length of the run, and by default of the schedule.
+        stop_after_steps: stop cleanly, with a checkpoint, once this many steps of the run are done; None: max_steps.
+        validate_every_steps: 0 validates only at the start and the end.
+        num_validation_samples: sequences scored each time, always the same; None: all.
+        accelerator: `auto` (a GPU where there is one), `cpu` or `gpu`.
+        max_skipped_steps: steps in a row that may be skipped for a gradient that is not finite, before the run stops
+            with a diagnosis; those that fp16's loss scale answers by halving itself are not counted.
+        check_replicas_every_steps: how often the ranks compare hashes of what must be equal on them; 0: never.
+        num_threads: CPU threads a rank, at most the machine's cores; None shares them between the local ranks.
+        matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
+        profiler: `torch` writes a trace of the 4th to 6th step of a start into the run folder's `profile`, from the
+            tensor ranks of data rank 0; None: no profile.
+        progress_bar: the live bar in the terminal.
+    """
+
+    max_steps: int
+    stop_after_steps: int | None = None
+    validate_every_steps: int = 0
+    num_validation_samples: int | None = None
+    max_skipped_steps: int = 10
+    check_replicas_every_steps: int = 100
+    accelerator: str = "auto"
+    num_threads: int | None = None
+    matmul_precision: str = "medium"
+    profiler: str | None = None
+    progress_bar: bool = True
+
+    def __post_init__(self) -> None:
+        require_positive(self, "max_steps")
+        for name in ("stop_after_steps", "num_validation_samples", "num_threads"):
+            if getattr(self, name) is not None:
+                require_positive(self, name)
+        if self.profiler not in (None, "torch"):
+            raise ValueError(f"`trainer.profiler` must be torch or null, but is {self.profiler!r}")
+        length = "max_steps" if self.stop_after_steps is None else "stop_after_steps"
+        if self.profiler is not None and getattr(self, length) < TRACED_UP_TO:
+            raise ValueError(
+                f"`trainer.{length}` must be at least {TRACED_UP_TO} with `trainer.profiler`, "
+                f"but is {getattr(self, length)}"
+            )
+        if self.stop_after_steps is not None and self.stop_after_steps > self.max_steps:
+            raise ValueError(
+                f"`trainer.stop_after_steps` must be at most `trainer.max_steps` ({self.max_steps}), "
+                f"but is {self.stop_after_steps}"
+            )
+        if self.validate_every_steps < 0:
+            raise ValueError(f"`trainer.validate_every_steps` must be at least 0, but is {self.validate_every_steps}")
+        for name in ("max_skipped_steps", "check_replicas_every_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`trainer.{name}` must be at least 0, but is {getattr(self, name)}")
+        if self.accelerator not in ("auto", "cpu", "gpu"):
+            raise ValueError(f"`trainer.accelerator` must be one of auto, cpu, gpu, but is {self.accelerator!r}")
+        require_matmul_precision(self.matmul_precision)
+
+
+def require_moments_fit(moments: str, dtype: str) -> None:
+    """Refuse moments in bf16 beside weights in fp64, whose update is not in fp32.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if moments == "bf16" and dtype == "fp64":
+        raise ValueError("`optimizer.moments` must be fp32 with precision=fp64, but is 'bf16'")
+
+
+def require_moments(moments: str) -> None:
+    """Refuse a type that AdamW's moments cannot be kept in.
+
+    Raises:
+        ValueError: neither fp32 nor bf16.
+    """
+    if moments not in ("fp32", "bf16"):
+        raise ValueError(f"`optimizer.moments` must be fp32 or bf16, but is {moments!r}")
+
+
+def require_matmul_precision(value: str) -> None:
+    """Refuse what torch.set_float32_matmul_precision does not know."""
+    if value not in ("highest", "high", "medium"):
+        raise ValueError(f"`trainer.matmul_precision` must be one of highest, high, medium, but is {value!r}")
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """`precision=`: type of weights, activations and gradients. Half types keep fp32 masters in the optimizer.
+
+    fp8 is bf16 but for the products of the layers' linears, which are in float8; see `parallel/float8.py`.
+
+    The loss scale (section 4.2) serves fp16 alone: it starts at `initial_loss_scale`, doubles after
+    `loss_scale_window` clean steps and halves after `hysteresis` overflows, never below `min_loss_scale`.
+    """
+
+    dtype: str
+    initial_loss_scale: float = 4294967296.0
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    min_loss_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"`precision.dtype` must be one of {', '.join(DTYPES)}, but is {self.dtype!r}")
+        require_positive(self, "loss_scale_window", "hysteresis")
+        if not 0 < self.min_loss_scale <= self.initial_loss_scale:
+            raise ValueError(
+                f"`precision.min_loss_scale` must be above 0 and at most `precision.initial_loss_scale` "
+                f"({self.initial_loss_scale}), but is {self.min_loss_scale}"
+            )
+
+    def refuse_float8(self) -> None:
+        """For what does not pretrain: its batches have any length, and float8 products are of multiples of 16.
+
+        Raises:
+            ValueError: `dtype` is fp8.
+        """
+        if self.dtype == "fp8":
+            raise ValueError(f"`precision` must be one of {', '.join(DTYPES[:-1])} outside pretraining, but is fp8")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """`checkpoint=`: when to save, what to keep, and what to do when it cannot be written.
+
+    Args:
+        save_every_steps, save_every_minutes: either or both; 0 and None: only at the end.
+        save_last: one at the end of the run.
+        keep_last: newest kept; None: all.
+        keep_best: this many of lowest validation loss are kept besides, and a new best one is saved as soon as it is
+            validated; None: the loss does not matter.
+        async_ (key `async`): write in the background; training waits only for a copy to host memory.
+        on_error: `continue` training when a checkpoint cannot be written (the run then ends with exit code 74 unless a
+            later one can), or `stop` at once.
+    """
+
+    save_every_steps: int = 0
+    save_every_minutes: float | None = None
+    save_last: bool = True
+    keep_last: int | None = 2
+    keep_best: int | None = None
+    async_: bool = False
+    on_error: str = "continue"
+
+    def __post_init__(self) -> None:
+        if self.save_every_steps < 0:
+            raise ValueError(f"`checkpoint.save_every_steps` must be at least 0, but is {self.save_every_steps}")
+        if self.save_every_minutes is not None and not self.save_every_minutes > 0:
+            raise ValueError(f"`checkpoint.save_every_minutes` must be above 0, but is {self.save_every_minutes!r}")
+        for name in ("keep_last", "keep_best"):
+            if getattr(self, name) is not None:
+                require_positive(self, name)
+        if self.on_error not in ("continue", "stop"):
+            raise ValueError(f"`checkpoint.on_error` must be one of continue, stop, but is {self.on_error!r}")
+
+
+@dataclass(frozen=True)
+class ResumeConfig:
+    """`resume`: where a run goes on, and under which schedule. `resume=X` is short for `resume.path=X`.
+
+    Args:
+        path: `none`, `auto` (the newest good checkpoint of the run folder, from the start where there is none) or the
+            path of a checkpoint or run folder.
+        schedule: where the schedule or the peak learning rate differs from the checkpoint's: `assert` refuses, `keep`
+            takes the checkpoint's, `override` the one given now.
+        weights_only: take the weights and nothing else: a new run on whatever data, from step 0.
+    """
+
+    path: str = "none"
+    schedule: str = "assert"
+    weights_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("assert", "keep", "override"):
+            raise ValueError(f"`resume.schedule` must be one of assert, keep, override, but is {self.schedule!r}")
+        if self.weights_only and self.path in ("none", "auto"):
+            raise ValueError(f"`resume.path` must be a checkpoint where `resume.weights_only`=true, but is {self.path}")

@@ -1,0 +1,120 @@
+"""What one zero-shot evaluation is asked to do: the typed form of `conf/zero_shot.yaml`."""
+
+from dataclasses import dataclass
+
+from .checks import require_positive
+from .from_dict import build, to_plain
+from .generate import ACCELERATORS, GenerateTokenizer
+from .layout import ParallelConfig
+from .training import PrecisionConfig
+
+LAMBADA_FORMS = ("openai", "original")
+
+
+@dataclass(frozen=True)
+class WikiText103Config:
+    """`task=wikitext103`: perplexity of the words of a WikiText file.
+
+    Args:
+        path: the file with its words cut apart (`wiki.test.tokens`), whole and as it was published.
+        stride: targets that a window adds to those of the window before; the paper's overlap.
+        window: tokens the model reads at once.
+
+    Source: appendix E.
+    """
+
+    name: str
+    path: str
+    stride: int = 32
+    window: int = 1024
+
+    def __post_init__(self) -> None:
+        require_positive(self, "stride", "window")
+        if self.stride > self.window:
+            raise ValueError(f"`stride` must be at most `window` ({self.window}), but is {self.stride}")
+
+
+@dataclass(frozen=True)
+class LambadaConfig:
+    """`task=lambada`: accuracy on the last words of passages.
+
+    Args:
+        path: the passages, one a line.
+        form: of the file, `openai` (JSON lines of written text) or `original` (lower case, words cut apart).
+        stop_word_filter: report also the accuracy where no stop word may be the first token of an answer.
+
+    Source: section 5.2.
+    """
+
+    name: str
+    path: str
+    form: str = "openai"
+    stop_word_filter: bool = False
+
+    def __post_init__(self) -> None:
+        if self.form not in LAMBADA_FORMS:
+            raise ValueError(f"`form` must be one of {', '.join(LAMBADA_FORMS)}, but is {self.form!r}")
+
+
+TASKS = {"wikitext103": WikiText103Config, "lambada": LambadaConfig}
+
+
+@dataclass(frozen=True)
+class ZeroShotConfig:
+    """One zero-shot evaluation.
+
+    Args:
+        run_dir: Hydra's run folder, for the record.
+        task: what is measured, and its file.
+        ckpt: a checkpoint of ours at any layout, a run folder (its newest one), or a folder with a Hugging Face GPT-2;
+            None with `count_only`.
+        count_only: print what would be scored, and stop.
+        micro_batch_tokens: of a forward pass, at most (one window or passage may have more).
+        precision: its `dtype` is that of weights and arithmetic.
+
+    Raises:
+        ValueError: a value that cannot be.
+    """
+
+    run_dir: str
+    task: WikiText103Config | LambadaConfig
+    ckpt: str | None = None
+    count_only: bool = False
+    micro_batch_tokens: int = 8192
+    precision: PrecisionConfig = PrecisionConfig("fp32")
+    accelerator: str = "auto"
+    parallel: ParallelConfig = ParallelConfig()
+    tokenizer: GenerateTokenizer = GenerateTokenizer()
+
+    def __post_init__(self) -> None:
+        require_positive(self, "micro_batch_tokens")
+        self.precision.refuse_float8()
+        if self.parallel.sequence_parallel:  # windows and passages are of any length
+            raise ValueError("`parallel.sequence_parallel` must be false for an evaluation, but is true")
+        if self.parallel.zero1:
+            raise ValueError("`parallel.zero1` must be false for an evaluation, which has no optimizer, but is true")
+        if self.accelerator not in ACCELERATORS:
+            raise ValueError(f"`accelerator` must be one of {', '.join(ACCELERATORS)}, but is {self.accelerator!r}")
+        if self.ckpt is None and not self.count_only:
+            raise ValueError("`ckpt` must be given, unless count_only=true")
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "ZeroShotConfig":
+        """Build from nested plain values; `overrides`, which the door adds, are not part of an evaluation.
+
+        Raises:
+            ValueError: an unknown key, a missing one or a value of another type, with its dotted name.
+        """
+        values = {key: value for key, value in values.items() if key != "overrides"}
+        task = values.pop("task", None)
+        if not isinstance(task, dict) or task.get("name") not in TASKS:
+            raise ValueError(f"`task` must be one of {', '.join(TASKS)}, but is {task!r}")
+        kind = (values.get("tokenizer") or {}).get("kind")
+        if kind not in (None, "gpt2"):
+            raise ValueError(f"`tokenizer` must be gpt2, or left alone for the checkpoint's own, but is {kind}")
+        task = build(TASKS[task["name"]], task, "task.")
+        return build(cls, values | {"task": task}, "")
+
+    def to_dict(self) -> dict:
+        """Nested plain values, ready for JSON."""
+        return to_plain(self)

@@ -1,0 +1,195 @@
+"""What the ranks send one another in a step, by formula: every collective, its group, its count and its bytes.
+
+Legend: b micro-batch, s sequence, h hidden, L layers, N parameters of the rank, e bytes of a weight.
+"""
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+
+from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..partition import buffer_pieces, part_sizes
+from .buckets import gradient_pieces
+from .flops import recomputes_whole_layer, scored_tokens
+from .memory import BYTES, FP32_BYTES, LOGITS_AT_ONCE
+from .params import parameter_sizes
+
+_GRADIENT_NORM_BYTES = 24  # sums of squares of sharded and replicated gradients, and a flag, in fp64
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Equal collectives of one rank.
+
+    Args:
+        what: is sent.
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `reduce` or `broadcast`.
+        group: `tensor` or `data`.
+        phase: `forward`, `backward` (with the recomputation), `gradients` or `optimizer`.
+        count: how often in one micro-batch or step, see the function that made it.
+        num_bytes: of the whole tensor that goes in or comes out: the payload, not what a ring algorithm sends for it.
+    """
+
+    what: str
+    kind: str
+    group: str
+    phase: str
+    count: int
+    num_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """count x num_bytes."""
+        return self.count * self.num_bytes
+
+
+def micro_batch_collectives(
+    config: TransformerConfig, layout: ParallelConfig, micro_batch_size: int, seq_length: int, dtype: str
+) -> tuple[Collective, ...]:
+    """What the tensor ranks send in the forward and backward pass of one micro-batch; nothing where there is one rank.
+
+    Forward: 2 all-reduces a layer (g after attention and MLP) and 1 of the embedding; backward: 2 a layer (f) and 1 of
+    the output projection; all of b s h e bytes, the last for BERT of m h e, m its scored tokens. Full recomputation
+    repeats the forward's, except that without hidden dropout torch's checkpoint stops once it has what the backward
+    pass needs: in a pre-norm layer that is before the last all-reduce. The loss: 3 of b s (BERT: m) numbers in fp32
+    (maximum, sum, picked logit), never of b s v, in pieces of LOGITS_AT_ONCE logits of the rank.
+
+    With sequence parallelism each g is a reduce-scatter and, backward, an all-gather; each f an all-gather and,
+    backward, the same all-gather again and a reduce-scatter; and one all-gather follows the last layer.
+
+    Args:
+        micro_batch_size: sequences b.
+        seq_length: tokens s.
+        dtype: of the activations: fp64, fp32, bf16, fp16 or fp8, which travels as bf16.
+
+    Raises:
+        ValueError: `layout.tp_size` does not divide the model.
+
+    Source: section 3, Figures 3 and 4; Korthikanti et al. 2022, section 4.2.2; the recomputation's part is counted in
+    the traced world.
+    """
+    config.check_tensor_parallel(layout.tp_size)
+    if layout.tp_size == 1:
+        return ()
+    large = micro_batch_size * seq_length * config.hidden_size * BYTES[dtype]
+    num_scored = micro_batch_size * scored_tokens(config, seq_length)
+    scored = num_scored * config.hidden_size * BYTES[dtype]
+    columns = config.padded_vocab_size // layout.tp_size
+    return (
+        *(_sequence_collectives if layout.cuts_sequence else _plain_collectives)(config, large),
+        *_loss_all_reduces(num_scored, columns, max(FP32_BYTES, BYTES[dtype])),
+        Collective("gradient of the output projection", "all_reduce", "tensor", "backward", 1, scored),
+    )
+
+
+def _plain_collectives(config: TransformerConfig, num_bytes: int) -> list[Collective]:
+    def all_reduces(what: str, phase: str, count: int) -> Collective:
+        return Collective(what, "all_reduce", "tensor", phase, count, num_bytes)
+
+    found = [
+        all_reduces("embedding", "forward", 1),
+        all_reduces("attention and MLP outputs", "forward", 2 * config.num_layers),
+        all_reduces("gradients of attention and MLP inputs", "backward", 2 * config.num_layers),
+    ]
+    if config.recompute is Recompute.FULL:
+        repeated = config.num_layers * (2 if recomputes_whole_layer(config) else 1)
+        found.append(all_reduces("attention and MLP outputs, recomputed", "backward", repeated))
+    return found
+
+
+def _sequence_collectives(config: TransformerConfig, num_bytes: int) -> list[Collective]:
+    def some(what: str, kind: str, phase: str, count: int) -> Collective:
+        return Collective(what, kind, "tensor", phase, count, num_bytes)
+
+    twice = 2 * config.num_layers
+    found = [
+        some("embedding", "reduce_scatter", "forward", 1),
+        some("attention and MLP inputs", "all_gather", "forward", twice),
+        some("attention and MLP outputs", "reduce_scatter", "forward", twice),
+        some("output of the last layer", "all_gather", "forward", 1),
+        some("gradients of attention and MLP outputs", "all_gather", "backward", twice),
+        some("attention and MLP inputs, again", "all_gather", "backward", twice),
+        some("gradients of attention and MLP inputs", "reduce_scatter", "backward", twice),
+        some("gradient of the embedding", "all_gather", "backward", 1),
+    ]
+    if config.recompute is Recompute.FULL:
+        outputs = config.num_layers * (2 if recomputes_whole_layer(config) else 1)
+        found.append(some("attention and MLP inputs, recomputed", "all_gather", "backward", twice))
+        found.append(some("attention and MLP outputs, recomputed", "reduce_scatter", "backward", outputs))
+    return found
+
+
+def step_collectives(
+    config: TransformerConfig,
+    layout: ParallelConfig,
+    micro_batch_size: int,
+    num_micro_batches: int,
+    seq_length: int,
+    dtype: str,
+) -> tuple[Collective, ...]:
+    """What one rank sends in one optimizer step.
+
+    That of every micro-batch; 4 N bytes of gradients over the data group for half types (added in fp32), N e for
+    others, in their `gradient_pieces`, or with ZeRO stage 1 to their owners, each owner's in `buffer_pieces`, who send
+    the weights back; with sequence parallelism the gradients of the `partial_parameters` over the tensor group; the
+    gradient norm over the tensor group. Left out: the few numbers of loss counts, of the watchdog and of the replica
+    check.
+
+    Args:
+        num_micro_batches: forward passes of a step.
+
+    Raises:
+        ValueError: `layout.tp_size` does not divide the model.
+    """
+    once = micro_batch_collectives(config, layout, micro_batch_size, seq_length, dtype)
+    found = [dataclasses.replace(c, count=c.count * num_micro_batches) for c in once]
+    if layout.cuts_sequence:
+        num_bytes = partial_parameters(config) * max(FP32_BYTES, BYTES[dtype])
+        found.append(Collective("gradients of sequence shards", "all_reduce", "tensor", "gradients", 1, num_bytes))
+    if layout.cuts_optimizer:
+        found += _to_owners_and_back(config, layout, dtype)
+    elif layout.dp_size > 1:
+        pieces = Counter(gradient_pieces(config, layout.tp_size, dtype))
+        what = (
+            "gradients, pieces of DDP" if BYTES[dtype] >= FP32_BYTES else "gradients in fp32, pieces of the optimizer"
+        )
+        found += [Collective(what, "all_reduce", "data", "gradients", n, size) for size, n in pieces.items()]
+    if layout.tp_size > 1:
+        found.append(Collective("gradient norm", "all_reduce", "tensor", "optimizer", 1, _GRADIENT_NORM_BYTES))
+    if layout.cuts_optimizer:
+        found.append(Collective("gradient norm", "all_reduce", "data", "optimizer", 1, _GRADIENT_NORM_BYTES))
+    return tuple(found)
+
+
+def _to_owners_and_back(config: TransformerConfig, layout: ParallelConfig, dtype: str) -> list[Collective]:
+    """ZeRO stage 1: each owner's gradients, in fp32 at least, to it, in pieces; its weights to all, at once."""
+    parts = [size for size in part_sizes(parameter_sizes(config, layout.tp_size), layout.dp_size) if size]
+    pieces = [piece for size in parts for piece in buffer_pieces(size)]
+    ways = (
+        ("gradients to their owners", "reduce", "gradients", pieces, max(FP32_BYTES, BYTES[dtype])),
+        ("weights from their owners", "broadcast", "optimizer", parts, BYTES[dtype]),
+    )
+    return [
+        Collective(what, kind, "data", phase, count, size * num_bytes)
+        for what, kind, phase, sizes, num_bytes in ways
+        for size, count in Counter(sizes).items()
+    ]
+
+
+def partial_parameters(config: TransformerConfig) -> int:
+    """Replicated parameters that with sequence parallelism each tensor rank uses on its own positions alone.
+
+    Of a layer two LayerNorms and two row biases, 6 h; around them the LayerNorm, 2 h, and the position and type
+    embeddings.
+    """
+    h = config.hidden_size
+    types = 2 * h if config.architecture == "bert" else 0
+    return config.num_layers * 6 * h + 2 * h + config.max_position_embeddings * h + types
+
+
+def _loss_all_reduces(num_rows: int, num_columns: int, num_bytes: int) -> list[Collective]:
+    at_once = max(1, LOGITS_AT_ONCE // num_columns)
+    pieces = [(num_rows // at_once, at_once), (1, num_rows % at_once)]
+    return [
+        Collective("loss", "all_reduce", "tensor", "forward", 3 * n, rows * num_bytes) for n, rows in pieces if n * rows
+    ]

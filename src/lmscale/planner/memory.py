@@ -1,0 +1,227 @@
+"""Bytes one rank needs to train, by formula, before a byte is allocated.
+
+Legend: b micro-batch, s sequence, h hidden, f MLP width, n heads, v padded vocabulary, L layers, p tensor ranks, N
+parameters of the rank, e bytes of a weight. Left out: the framework itself and its device context, what its allocator
+wastes, the temporaries of single kernels.
+"""
+
+from dataclasses import dataclass
+
+from ..config import Recompute, TransformerConfig
+from ..partition import part_sizes
+from .flops import scored_tokens
+from .params import count_parameters, parameter_sizes
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: bf16 numbers, rounded within a product
+FP32_BYTES = 4
+HALF_BYTES = 2
+MOMENT_TENSORS_IN_FLIGHT = 3.5  # both moments in fp32, the random bits of one, and its rounded form
+GIB = 2**30
+LOGITS_AT_ONCE = 50 * 2**20  # of a rank, see `parallel.linear_cross_entropy`
+# Tensors of the scores' size, in fp32, that the backward pass of an attention core holds besides what was kept, without
+# and with attention dropout: counted as in `tests/planner/test_peak_memory.py`, at 384 positions.
+SCORES_IN_FLIGHT = {
+    ("fp32", False): 2.0,
+    ("fp32", True): 2.75,
+    ("half", False): 1.4,
+    ("half", True): 3.1,
+    ("sdpa", True): 1.0,
+}
+PARTS = (  # of a `MemoryEstimate`, for tables
+    "weights",
+    "gradients",
+    "optimizer_state",
+    "activations",
+    "logits",
+    "recomputed_layer",
+    "gradient_copy",
+)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank.
+
+    Args:
+        weights: N e.
+        gradients: N e; of half types summed in fp32, 4 N.
+        optimizer_state: two moments, 2 N e; for half types in fp32 with masters, 12 N; with moments in bf16 4 N less.
+        activations: what the forward pass keeps for the backward pass until the end of a micro-batch.
+        logits: of the rows that are projected together, with the sum of the projection's gradient, [v/p, h].
+        recomputed_layer: what is made again at a time, the activations of one layer or of one attention core; the
+            logits are gone by then.
+        gradient_copy: gradient of the word embedding on its way, into DDP's bucket or of half types into the fp32 sum.
+        projection_gradient: of the word embedding as the loss leaves it, until the embedding's own joins it.
+        early_gradients: of the gradients, what is there before the backward pass begins.
+        first_layer: activations of one layer, and the mask of the embedding: what is left when the backward pass has
+            come to the first layer.
+        gradient_in_flight: in a layer, of its widest tensors.
+        update: of bf16 moments, what the largest parameter's need while it is updated.
+    """
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    logits: int
+    recomputed_layer: int
+    gradient_copy: int
+    projection_gradient: int
+    early_gradients: int
+    first_layer: int
+    gradient_in_flight: int
+    update: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes at the fullest moment: in the backward pass of the loss, of the last layer or of the first, or in the
+        update.
+
+        Between the layers activations go as gradients come, so one of the ends is the fullest.
+        """
+        last_layer = self.projection_gradient + self.recomputed_layer + self.gradient_in_flight
+        at_end = self.early_gradients + self.activations + max(self.logits, last_layer)
+        at_start = self.gradients + self.gradient_copy + self.first_layer + self.gradient_in_flight
+        return self.weights + self.optimizer_state + max(at_end, at_start, self.gradients + self.update)
+
+    def format(self) -> str:
+        """A table, one part a line, in GiB."""
+        rows = [(name.replace("_", " "), getattr(self, name)) for name in PARTS]
+        rows.append(("total at the fullest moment", self.total))
+        return "\n".join(f"{name:<28}{value / GIB:>10.3f} GiB" for name, value in rows)
+
+
+def estimate_memory(
+    config: TransformerConfig,
+    tp_size: int,
+    micro_batch_size: int,
+    seq_length: int,
+    dtype: str,
+    dp_size: int = 1,
+    on_gpu: bool = True,
+    accumulates: bool = True,
+    cuts_sequence: bool = False,
+    zero1: bool = False,
+    half_moments: bool = False,
+) -> MemoryEstimate:
+    """Bytes a rank needs for one training step: within 5 % of those of all its tensors at the fullest moment.
+
+    A layer keeps, of replicated tensors, 4 b s h e: inputs of both LayerNorms, of QKV and of the MLP; and 2 b s h of
+    dropout masks. Of tensors cut over p it keeps (4 h + 2 f) b s e / p: Q, K, V, input of the output projection, input
+    and output of the GELU. With f = 4h and e = 2 that is b s h (10 + 24 / p), 34 b s h at p = 1. Exact attention keeps
+    besides, for each of the b n s^2 / p scores, the softmax (fp32 at least), and with dropout mask and result.
+
+    SDPA keeps no scores where its kernel is a flash one. On a CPU there is none with attention dropout: softmax, noise
+    and product stay, in fp32 at least.
+
+    Full recomputation keeps only the layer's input, b s h e. Selective recomputation drops the scores and the output of
+    the GELU, f b s e / p.
+
+    Around the layers: input of the LayerNorm outside them, dropout mask of the embedding, gradient of the rows that are
+    projected: b s h (e + 1) + m h e for m scored tokens; for BERT three tensors of the masked-LM head more, 3 m h e.
+
+    Logits: of at most LOGITS_AT_ONCE / (v / p) rows, the logits, whose gradient takes their place, and a wide copy on
+    the way; with the projection's gradient, summed in fp32 at least where there are several pieces, and a piece's part.
+
+    Args:
+        micro_batch_size: sequences b of one forward pass.
+        seq_length: tokens s of a sequence.
+        dtype: of weights, activations and gradients: fp64, fp32, bf16, fp16, or fp8, which is as bf16.
+        dp_size: data-parallel ranks. DDP's buckets are the gradients themselves, so they add nothing.
+        on_gpu: a GPU has a flash kernel with attention dropout and LayerNorms in half types, a CPU neither.
+        accumulates: a step has several micro-batches, so gradients are there before the last backward pass. With one,
+            on one data rank, those of fp32 and fp64 are made as the backward pass frees activations.
+        cuts_sequence: sequence parallelism: what is replicated in a layer is cut over p too.
+        zero1: the optimizer's state is that of the parameters a data rank owns, and gradients of all types are summed
+            beside the parameters'.
+        half_moments: the moments are bf16, widened one tensor after the other.
+
+    Raises:
+        ValueError: `tp_size` does not divide the model.
+
+    Source: Korthikanti et al. 2022, section 4.1, for the shape of the formula; the terms are of this code.
+    """
+    e, b, s, h = BYTES[dtype], micro_batch_size, seq_length, config.hidden_size
+    num_parameters = count_parameters(config, tp_size).per_rank
+    is_half = e < FP32_BYTES
+    own = b * s // tp_size if cuts_sequence else b * s  # positions of a rank outside the parallel region
+    layer = _layer_bytes(config, tp_size, b, s, own, e, on_gpu)
+    mask = own * h if config.input_dropout > 0 else 0
+    num_scored, is_bert = b * scored_tokens(config, s), config.architecture == "bert"
+    around = own * h * e + num_scored * h * e * (4 if is_bert else 1) + mask
+    if is_half and not on_gpu:  # the input of a LayerNorm in fp32
+        around += (own + (num_scored if is_bert else 0)) * h * (FP32_BYTES - e)
+    is_full = config.recompute is Recompute.FULL
+    recomputed = layer - own * h * e if is_full else 0
+    if config.recompute is Recompute.SELECTIVE:
+        recomputed = _core_bytes(config, tp_size, b, s, e, on_gpu)
+    gradients = num_parameters * max(e, FP32_BYTES)
+    columns = config.padded_vocab_size // tp_size
+    sizes = parameter_sizes(config, tp_size)
+    num_owned = max(part_sizes(sizes, dp_size)) if zero1 else num_parameters
+    moment = HALF_BYTES if half_moments else max(e, FP32_BYTES)
+    has_buffer = is_half or zero1
+    return MemoryEstimate(
+        weights=num_parameters * e,
+        gradients=gradients,
+        optimizer_state=num_owned * (2 * moment + (FP32_BYTES if is_half else 0)),
+        activations=around + config.num_layers * (own * h * e if is_full else layer),
+        logits=_loss_bytes(num_scored, columns, h, e),
+        recomputed_layer=recomputed,
+        gradient_copy=columns * h * e if has_buffer or dp_size > 1 else 0,
+        projection_gradient=columns * h * e,
+        early_gradients=gradients if has_buffer or dp_size > 1 or accumulates else 0,
+        first_layer=layer + mask,
+        gradient_in_flight=_in_flight_bytes(config, tp_size, b, s, own, e, on_gpu),
+        update=int(MOMENT_TENSORS_IN_FLIGHT * max(sizes) * FP32_BYTES) if half_moments else 0,
+    )
+
+
+def _loss_bytes(num_rows: int, columns: int, h: int, e: int) -> int:
+    """The fullest moment of `linear_cross_entropy`, without the gradient of the rows."""
+    wide, at_once = max(e, FP32_BYTES), max(1, LOGITS_AT_ONCE // columns)
+    piece, weight = min(num_rows, at_once) * columns, columns * h
+    total = weight * wide if num_rows > at_once else 0  # one piece's product needs no sum
+    return total + max(piece * (e + wide), piece * e + weight * e)
+
+
+def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: int, e: int, on_gpu: bool) -> int:
+    """Activations one layer keeps where it is not recomputed as a whole."""
+    h, f = config.hidden_size, config.ffn_size
+    mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
+    num_bytes = 4 * own * h * e + (4 * h + mlp_width) * b * s * e // tp_size
+    if e < FP32_BYTES and not on_gpu:
+        num_bytes += 2 * own * h * (FP32_BYTES - e)
+    if config.hidden_dropout > 0:
+        num_bytes += 2 * own * h  # masks, one byte an element
+    kept = 0 if config.recompute is Recompute.SELECTIVE else _core_bytes(config, tp_size, b, s, e, on_gpu)
+    return num_bytes + kept
+
+
+def _core_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int, on_gpu: bool) -> int:
+    """What the attention core of a layer keeps for its backward pass; nothing where its kernel is a flash one."""
+    h, n, wide = config.hidden_size, config.num_attention_heads, max(e, FP32_BYTES)
+    if config.attention == "sdpa":
+        if on_gpu or config.attention_dropout == 0:
+            return 0
+        return (b * n * s * s * 3 * wide + 3 * b * s * h * (wide - e)) // tp_size  # half types are widened, Q, K, V too
+    if config.attention_dropout > 0:
+        return b * n * s * s * (wide + 1 + e) // tp_size
+    return b * n * s * s * (wide if e == wide else wide + e) // tp_size
+
+
+def _in_flight_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: int, e: int, on_gpu: bool) -> int:
+    """Gradients on their way in the last layer at its fullest moment, beyond the activations of the whole layer.
+
+    In the MLP b s f e / p; in the attention core SCORES_IN_FLIGHT tensors of its scores in fp32, when what the MLP kept
+    is gone already.
+    """
+    h, f, wide = config.hidden_size, config.ffn_size, max(e, FP32_BYTES)
+    of_mlp = b * s * f * e // tp_size
+    if config.attention == "sdpa" and (on_gpu or config.attention_dropout == 0):
+        return of_mlp
+    kind = "sdpa" if config.attention == "sdpa" else "fp32" if e == wide else "half"
+    scores = SCORES_IN_FLIGHT[kind, config.attention_dropout > 0] * b * config.num_attention_heads * s * s * wide
+    mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
+    gone = 2 * own * h * e + mlp_width * b * s * e // tp_size + (own * h if config.hidden_dropout > 0 else 0)
+    return max(of_mlp, int(scores / tp_size) - gone)

@@ -1,0 +1,211 @@
+"""Seconds of an optimizer step by a model of counted work over a few rates: products, bytes, messages.
+
+Legend: b micro-batch, s sequence, h hidden, f MLP width, n heads, d head size, v padded vocabulary, L layers,
+p tensor ranks, D data ranks, N parameters of the rank, e bytes of a weight.
+
+The counts below are of the paper's own code, whose kernels were not fused: each number is how many times a tensor of
+that size is read or written. They are not fitted; `elementwise_factor` says how many of those passes a machine and its
+kernels really make.
+"""
+
+from dataclasses import dataclass
+
+from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..partition import part_sizes
+from .cluster import Calibration, Cluster
+from .communication import micro_batch_collectives
+from .flops import scored_tokens
+from .memory import BYTES, FP32_BYTES
+from .params import count_parameters, parameter_sizes
+
+TILE = 128  # a device multiplies whole tiles: a width that a rank sees counts as the next multiple
+HEAD_PENALTY = 64  # products of attention take 1 + 64 / d of their FLOPs' time: short inner dimensions
+MEMORY_SHARE = 0.85  # of the memory's sheet bandwidth that a copy reaches
+# Passes over a tensor of one layer: in the forward pass, in the backward pass.
+SCORE_PASSES = (9, 12)  # [b, n/p, s, s]: scale, mask, softmax, dropout
+WHOLE_PASSES = (12, 18)  # [b, s, h] on every rank: LayerNorms, biases, dropouts, residuals
+SPLIT_PASSES = (16, 20)  # [b, s, h/p]: the GELU's four h, biases, heads moved to the front and back
+LOGIT_PASSES = 15  # [b, s, v/p], forward and backward, a pass in fp32 counted as two
+BACKWARD_SHARE = 2 / 3  # of compute, at least
+# AdamW, bytes a parameter of half types: gradient read in fp16 and written in fp32 6, its norm 4, unscaled and clipped
+# 8, state and master read 16 and written 12, weight written 2.
+HALF_OPTIMIZER_BYTES = 48
+FULL_OPTIMIZER_PASSES = 10  # of other types, times e: norm 1, clipped 2, state read 4 and written 3
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step on the slowest rank, by what they go to.
+
+    Args:
+        matmul: matrix products.
+        elementwise: everything else that reads and writes activations.
+        overhead: what does not shrink with more ranks.
+        tensor: all-reduces of the tensor group.
+        data: gradients over the data ranks, what of it is not hidden; with ZeRO stage 1 the weights' way back too.
+        optimizer: AdamW.
+    """
+
+    matmul: float
+    elementwise: float
+    overhead: float
+    tensor: float
+    data: float
+    optimizer: float
+
+    @property
+    def compute(self) -> float:
+        """matmul + elementwise + overhead."""
+        return self.matmul + self.elementwise + self.overhead
+
+    @property
+    def total(self) -> float:
+        """All together: nothing else overlaps."""
+        return self.compute + self.tensor + self.data + self.optimizer
+
+
+@dataclass(frozen=True)
+class Techniques:
+    """What the paper did not do, for what-if tables; the defaults are what this project does, but for one thing.
+
+    Its gradients travel during the last backward pass (DDP, `GradientBuffer`). A plan counts their time whole all the
+    same: how much of it disappears was not measured on any cluster.
+
+    Args:
+        tensor_overlap: share of the tensor group's time that runs behind products, 0 to 1.
+        hides_gradients: the gradients' all-reduce runs behind the last backward pass as far as that lasts.
+        gradient_bytes: of one gradient on its way; None: 4 of half types, else e.
+    """
+
+    tensor_overlap: float = 0.0
+    hides_gradients: bool = False
+    gradient_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tensor_overlap <= 1:
+            raise ValueError(f"`tensor_overlap` must be at least 0 and at most 1, but is {self.tensor_overlap!r}")
+
+
+AS_TRAINED = Techniques()
+
+
+def predict_step_time(
+    config: TransformerConfig,
+    layout: ParallelConfig,
+    micro_batch_size: int,
+    num_micro_batches: int,
+    seq_length: int,
+    dtype: str,
+    cluster: Cluster,
+    techniques: Techniques = AS_TRAINED,
+) -> StepTime:
+    """Seconds of one optimizer step.
+
+    Products: their FLOPs, widths in whole tiles, over `matmul_share` of the peak; with fp8 those of the layers' linears
+    alone are float8's, the others bf16's. Element-wise work: counted bytes
+    times `elementwise_factor` over the memory's bandwidth. Overhead: `layer_overhead_ms` a layer, 3/4 of it where the
+    backward pass does not repeat the forward. Collectives: 2 (p - 1) / p of an all-reduce's bytes over the bandwidth,
+    half of that for the others, and a latency each. AdamW: bytes read and written, 48 N for half types. Nothing
+    overlaps unless `techniques` says so.
+
+    Args:
+        micro_batch_size: sequences b of one forward pass.
+        num_micro_batches: forward passes of a step.
+        seq_length: tokens s.
+        dtype: of weights and activations.
+        techniques: for what-if tables.
+
+    Raises:
+        ValueError: `layout.tp_size` does not divide the model; the devices have no such type.
+
+    Source: the form is this project's own; Hockney 1994 for the cost of a message, Patarasuk and Yuan 2009 for the
+    ring's 2 (p - 1) / p.
+    """
+    constants, tp_size = cluster.calibration, layout.tp_size
+    rate = cluster.peak_flops_per_s(dtype) * constants.matmul_share
+    other_rate = cluster.peak_flops_per_s("bf16") * constants.matmul_share if dtype == "fp8" else rate
+    linears, others = _tiled_flops(config, tp_size, micro_batch_size, seq_length)
+    num_bytes = _elementwise_bytes(config, layout, micro_batch_size, seq_length, dtype, constants)
+    memory_rate = MEMORY_SHARE * cluster.memory_bandwidth_gb_s * 1e9
+    repeats = 1.0 if config.recompute is Recompute.FULL else 0.75  # forward, forward again, backward twice as long
+    messages = micro_batch_collectives(config, layout, micro_batch_size, seq_length, dtype)
+    tensor = sum(m.count * _collective_s(m.kind, m.num_bytes, tp_size, cluster, tp_size) for m in messages)
+    num_parameters = count_parameters(config, tp_size).per_rank
+    micro_batch = StepTime(
+        matmul=linears / rate + others / other_rate,
+        elementwise=constants.elementwise_factor * num_bytes / memory_rate,
+        overhead=config.num_layers * constants.layer_overhead_ms * 1e-3 * repeats,
+        tensor=tensor * (1.0 - techniques.tensor_overlap),
+        data=0.0,
+        optimizer=0.0,
+    )
+    each_gradient = techniques.gradient_bytes or max(BYTES[dtype], FP32_BYTES)
+    d, span, num_owned = layout.dp_size, layout.world_size, num_parameters
+    if layout.cuts_optimizer:
+        num_owned = max(part_sizes(parameter_sizes(config, tp_size), d))
+        data = _collective_s("reduce", each_gradient * num_parameters, d, cluster, span)
+        weights = _collective_s("broadcast", BYTES[dtype] * num_parameters, d, cluster, span)
+    else:
+        data, weights = _collective_s("all_reduce", each_gradient * num_parameters, d, cluster, span), 0.0
+    if techniques.hides_gradients:  # only the last micro-batch's: earlier sums are not whole
+        data = max(0.0, data - micro_batch.compute * BACKWARD_SHARE)
+    is_half = BYTES[dtype] < FP32_BYTES
+    optimizer_bytes = HALF_OPTIMIZER_BYTES if is_half else FULL_OPTIMIZER_PASSES * BYTES[dtype]
+    return StepTime(
+        matmul=num_micro_batches * micro_batch.matmul,
+        elementwise=num_micro_batches * micro_batch.elementwise,
+        overhead=num_micro_batches * micro_batch.overhead,
+        tensor=num_micro_batches * micro_batch.tensor,
+        data=data + weights,
+        optimizer=optimizer_bytes * num_owned / memory_rate,
+    )
+
+
+def _collective_s(kind: str, num_bytes: int, num_ranks: int, cluster: Cluster, span: int) -> float:
+    """Seconds of one collective of a ring whose ranks lie within `span` neighbouring devices."""
+    if num_ranks == 1:
+        return 0.0
+    rounds = 2 if kind == "all_reduce" else 1  # it is a reduce-scatter and an all-gather
+    return rounds * (num_ranks - 1) / num_ranks * num_bytes / cluster.bandwidth(span) + cluster.latency_us * 1e-6
+
+
+def _tiled_flops(config: TransformerConfig, tp_size: int, b: int, s: int) -> tuple[float, float]:
+    """FLOPs of a rank's micro-batch as a device that multiplies whole tiles does them, with what is recomputed: of the
+    layers' linears, of all other products."""
+    num_tokens, h = b * s, config.hidden_size
+    width, mlp = _tiles(h / tp_size), _tiles(config.ffn_size / tp_size)
+    linears = 2 * num_tokens * h * (_tiles(3 * h / tp_size) + width + 2 * mlp)
+    scores = 4 * b * s * s * (h / tp_size) * (1 + HEAD_PENALTY / config.head_size)
+    num_scored = b * scored_tokens(config, s)
+    logits = 2 * num_scored * h * _tiles(config.padded_vocab_size / tp_size)
+    core_again = 0.5 if config.attention == "exact" else 1.0  # see `hardware_flops_per_step`
+    again = {Recompute.NONE: 0.0, Recompute.SELECTIVE: core_again, Recompute.FULL: 1.0}[config.recompute]
+    linear_passes = 4 if config.recompute is Recompute.FULL else 3
+    heads = 6 * num_scored * h * h if config.architecture == "bert" else 0
+    cores = config.num_layers * scores * (3 + again)
+    return config.num_layers * linears * linear_passes, cores + 3 * logits + heads
+
+
+def _tiles(width: float) -> int:
+    return -(-int(width) // TILE) * TILE
+
+
+def _elementwise_bytes(
+    config: TransformerConfig, layout: ParallelConfig, b: int, s: int, dtype: str, constants: Calibration
+) -> float:
+    """Bytes of a rank's micro-batch that element-wise work reads and writes."""
+    e, h, tp_size = BYTES[dtype], config.hidden_size, layout.tp_size
+    runs_again = {Recompute.NONE: 0, Recompute.SELECTIVE: 0, Recompute.FULL: 1}[config.recompute]
+    scores_again = 0 if config.recompute is Recompute.NONE else 1
+
+    def passes(counted: tuple[int, int], again: int) -> int:
+        return counted[0] * (1 + again) + counted[1]
+
+    stays_on_chip = constants.fused_attention and config.attention == "sdpa"
+    scores = 0 if stays_on_chip else passes(SCORE_PASSES, scores_again)
+    whole_ranks = tp_size if layout.cuts_sequence else 1
+    layer = scores * b * config.num_attention_heads * s * s / tp_size
+    layer += passes(WHOLE_PASSES, runs_again) * b * s * h / whole_ranks
+    layer += passes(SPLIT_PASSES, runs_again) * b * s * h / tp_size
+    logits = LOGIT_PASSES * b * scored_tokens(config, s) * config.padded_vocab_size / tp_size
+    return e * (config.num_layers * layer + logits)

@@ -1,0 +1,71 @@
+"""`trainer.profiler=torch`: where the time of a few steps goes."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from ...config.training import TRACED_UP_TO
+
+WAIT, WARM_UP = 2, 1  # steps left alone, observed but not kept; up to `TRACED_UP_TO` they are kept
+UNTRACED = WAIT + WARM_UP
+_ROWS = 30
+
+
+class StepProfiler(L.Callback):
+    """Observes the 4th to 6th step of a start with torch's profiler, on the tensor ranks of data rank 0.
+
+    In `folder` each of them leaves `rank_<r>.json`, a trace for https://ui.perfetto.dev or chrome://tracing, and
+    `rank_<r>.txt`, the operations by the time they take themselves. The other data ranks do the same work on other
+    samples; hundreds of traces would only fill the disk. Observed steps are slower. A resumed run that ends earlier
+    leaves what it has, and says so where that is nothing.
+
+    Args:
+        folder: made where it is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._profile: profile | None = None
+        self._num_steps = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin to count steps."""
+        if pl_module.parallel.dp_rank:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        on_gpu = pl_module.device.type == "cuda"
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
+        by = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+        name = self.folder / f"rank_{trainer.global_rank}"
+
+        def write(found: profile) -> None:
+            if self._num_steps <= UNTRACED:
+                return
+            found.export_chrome_trace(f"{name}.json")
+            Path(f"{name}.txt").write_text(found.key_averages().table(sort_by=by, row_limit=_ROWS), encoding="utf-8")
+
+        steps = schedule(wait=WAIT, warmup=WARM_UP, active=TRACED_UP_TO - UNTRACED, repeat=1)
+        self._profile = profile(activities=activities, schedule=steps, on_trace_ready=write)
+        self._profile.start()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """One more step is done."""
+        if self._profile is not None:
+            self._num_steps += 1
+            self._profile.step()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write what there is, where the run was shorter."""
+        if self._profile is None:
+            return
+        self._profile.stop()
+        if self._num_steps <= UNTRACED and trainer.is_global_zero:
+            steps = self._num_steps
+            print(
+                f"WARNING: no step was traced: the first {UNTRACED} of a start are not, and {steps} were left",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,0 +1,231 @@
+"""Where a run goes on: which checkpoint, whether it is good, whether it fits, and under which schedule."""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ...checkpoint import (
+    CheckpointError,
+    CheckpointMetadata,
+    CheckpointVersionError,
+    check_model,
+    checkpoint_step,
+    find_damage,
+    list_checkpoints,
+    read_metadata,
+    set_aside,
+)
+from ...config import TransformerConfig
+from ...config.pretrain import RunConfig
+from ...data.certificate import digest_text, expected_digest
+from ...data.datamodule import PretrainDataModule
+from ..strategy import TensorParallelStrategy
+
+CHECKPOINTS = "checkpoints"  # folder of a run folder
+_LEFT_BY_A_RUN = ("metrics.csv", "record.json")
+# What decides which samples a run sees, in which order; the corpus, by the hash of its tokens, besides.
+_DATA_KEYS = ("seed", "global_batch_size", "data.seq_length", "data.short_seq_probability", "data.mask_probability")
+_DATA_KEYS += ("data.max_ngram",)
+_COUNTERS = ("num_updates", "num_skipped", "skipped_in_a_row", "loss_scale")
+_STATE = ("data_digest", "corpus_hash")
+
+
+class ScheduleDiffersError(ValueError):
+    """The schedule is not the checkpoint's, and nobody has said which one counts."""
+
+
+def find_checkpoint(run: RunConfig) -> str | None:
+    """The checkpoint that `resume.path` means: None, the newest readable one of the run folder, or a path.
+
+    A path may be a checkpoint or a run folder (then its newest). The tensors' bytes are looked at later, by all ranks
+    together (`agree_on_checkpoint`).
+
+    Raises:
+        CheckpointError: the path has no complete checkpoint; `auto` finds none that is good among several.
+        ValueError: the run folder has checkpoints after the step to start from, which would mix with the run's own; or
+            it has none, but figures of another run, which would be lost.
+    """
+    path, folder = run.resume.path, Path(run.run_dir) / CHECKPOINTS
+    own = list_checkpoints(folder)
+    if is_restart() and own:
+        path = "auto"
+    left = [name for name in _LEFT_BY_A_RUN if (Path(run.run_dir) / name).exists()]
+    # Under `auto` rows may be of this run, stopped before its first checkpoint; a record is of one that was finished.
+    if left and not own and not is_restart() and (path != "auto" or "record.json" in left):
+        raise ValueError(
+            f"`hydra.run.dir` must be another folder where a run starts anew, but {run.run_dir} has the "
+            f"{' and '.join(left)} of an earlier one, without checkpoints to go on from"
+        )
+    if path == "none":
+        if own:
+            raise ValueError(
+                f"`resume` must be auto or a path where the run folder has checkpoints ({own[-1].name} in "
+                f"{run.run_dir}), but is none; a run from the start needs another hydra.run.dir"
+            )
+        return None
+    if path == "auto":
+        readable = [path for path in own if _problem_of_metadata(path) is None]
+        if own and not readable:
+            raise CheckpointError(f"no checkpoint in {folder} can be read; {_problem_of_metadata(own[-1])}")
+        return str(readable[-1]) if readable else None
+    if not Path(path).exists():
+        raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but {path!r} does not exist")
+    absolute = Path(path).absolute()
+    found = list_checkpoints(absolute / CHECKPOINTS) or list_checkpoints(absolute)
+    chosen = found[-1] if found else absolute
+    step = 0 if run.resume.weights_only else read_metadata(chosen).step
+    if own and step < checkpoint_step(own[-1]):
+        raise ValueError(
+            f"`resume` must not be older than the run folder's checkpoints ({own[-1].name} in {run.run_dir}), "
+            f"but is {path!r}; a run that branches off needs another hydra.run.dir"
+        )
+    return str(chosen)
+
+
+def check_fit(run: RunConfig, config: TransformerConfig, corpus_hash: str, path: str) -> RunConfig:
+    """Compare a run with the checkpoint it goes on from; returns the run with the schedule it is to have.
+
+    Args:
+        corpus_hash: of the run's training text, tokenized.
+
+    Raises:
+        CheckpointError: another model, or other data; every difference is listed.
+        ScheduleDiffersError: another schedule under `resume.schedule=assert`.
+    """
+    metadata = read_metadata(path)
+    check_model(metadata, config.to_dict(), path)
+    if run.resume.weights_only:
+        return run
+    name = Path(path).name
+    if not metadata.optimizer:
+        raise CheckpointError(f"checkpoint {name} has only weights; `resume.weights_only`=true starts a run from them")
+    lacking = [key for key in _COUNTERS if key not in metadata.optimizer] + [
+        k for k in _STATE if k not in metadata.state
+    ]
+    if lacking:
+        raise CheckpointError(f"checkpoint {name} cannot be resumed: its metadata lacks {', '.join(lacking)}")
+    now, then = _flat(run.to_dict()), _flat(metadata.run)
+    differences = [
+        f"{key} is {now[key]!r} here and {then.get(key)!r} there" for key in _DATA_KEYS if now[key] != then.get(key)
+    ]
+    if corpus_hash != metadata.state["corpus_hash"]:
+        differences.append("the corpus has other tokens")
+    if differences:
+        raise CheckpointError(
+            f"checkpoint {name} is of a run over other samples: {'; '.join(differences)} (a step is also a place in "
+            "the data; `resume.weights_only`=true starts a new run from the weights)"
+        )
+    return _settle_schedule(run, metadata, name)
+
+
+def _settle_schedule(run: RunConfig, metadata: CheckpointMetadata, name: str) -> RunConfig:
+    """The run under the schedule that `resume.schedule` chooses, which is printed."""
+    now = dataclasses.asdict(run.schedule) | {"lr": run.optimizer.lr}
+    saved = _flat(metadata.run)
+    then = {key: saved.get("optimizer.lr" if key == "lr" else f"schedule.{key}") for key in now}
+    differences = [
+        f"{key} is {now[key]!r} here and {then.get(key)!r} there" for key in now if now[key] != then.get(key)
+    ]
+    if not differences:
+        return run
+    policy = run.resume.schedule
+    if policy == "assert":
+        raise ScheduleDiffersError(
+            f"`resume.schedule` must be keep or override where the schedule is not that of {name} "
+            f"({'; '.join(differences)}), but is assert"
+        )
+    if policy == "keep":
+        lr = then.pop("lr")
+        schedule = dataclasses.replace(run.schedule, **then)
+        run = dataclasses.replace(run, schedule=schedule, optimizer=dataclasses.replace(run.optimizer, lr=lr))
+    return run
+
+
+def agree_on_checkpoint(
+    run: RunConfig, run_dir: Path, chosen: str | None, strategy: TensorParallelStrategy
+) -> str | None:
+    """All ranks together: the checkpoint to load, every byte of it compared with its checksum.
+
+    The ranks divide the files among them. Under `resume=auto`, and where a job with `max_restarts` starts again, a
+    damaged checkpoint of the run is set aside with a warning and the one before it is tried.
+
+    Args:
+        chosen: what `find_checkpoint` gave on rank 0.
+
+    Raises:
+        CheckpointError: damaged, or none of several is good; the same on all ranks.
+
+    Communicates:
+        a few small objects over the world, between the hosts.
+    """
+    own = list_checkpoints(run_dir / CHECKPOINTS)[::-1]
+    falls_back = run.resume.path == "auto" or (is_restart() and bool(own))
+    candidates = own if falls_back else [Path(chosen)] if chosen else []
+    falls_back, candidates = strategy.broadcast((falls_back, candidates))
+    for path in candidates:
+        problem = strategy.first_answer(_problem_of_metadata(path))
+        if problem is None:
+            damage = find_damage(path, read_metadata(path), strategy.global_rank, strategy.world_size)
+            problem = strategy.first_answer(damage and f"checkpoint {path.name} is damaged: {damage}")
+        if problem is None:
+            return str(path)
+        if not falls_back:
+            raise CheckpointError(problem)
+        if strategy.is_global_zero:
+            kept = set_aside(path)
+            print(
+                f"WARNING: {problem}; set aside as {kept.name}, going back to the one before",
+                file=sys.stderr,
+                flush=True,
+            )
+    if candidates:
+        raise CheckpointError(f"none of the {len(candidates)} checkpoints in {run_dir / CHECKPOINTS} is good")
+    return None
+
+
+def check_certificate(path: str, data: PretrainDataModule, strategy: TensorParallelStrategy) -> None:
+    """All ranks together: the samples a checkpoint has consumed are those that this run would have.
+
+    Raises:
+        CheckpointError: they are not, although every setting agrees.
+
+    Communicates:
+        one all-reduce of a number over the world, between the hosts.
+    """
+    metadata = read_metadata(path)
+    digest = expected_digest(data.sampler(), metadata.step, strategy.global_rank, strategy.world_size)
+    if strategy.world_size > 1:
+        dist.all_reduce(digest, group=strategy.control_group)
+    expected, found = digest_text(int(digest)), metadata.state["data_digest"]
+    if found != expected:
+        raise CheckpointError(
+            f"checkpoint {Path(path).name}: the data-order certificate must be {expected} after step {metadata.step}, "
+            f"but is {found}: the run saw other samples, or in another order, than this one would have"
+        )
+
+
+def is_restart() -> bool:
+    """Whether an elastic agent (ours or torchrun's) has started this process again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _problem_of_metadata(path: Path) -> str | None:
+    try:
+        read_metadata(path)
+    except CheckpointVersionError:
+        raise  # nothing is wrong with it: going back to an older one would hide it
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by dotted key."""
+    flat = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,175 @@
+"""What a run leaves in its folder and on the terminal, beside its rows and checkpoints."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...checkpoint import TOKENIZER_FOLDER, remove_unfinished
+from ...config import ParallelConfig, Recompute, TransformerConfig
+from ...config.pretrain import RunConfig
+from ...data.prepare import corpus_unigram_cross_entropy
+from ...parallel import ParallelContext
+from ...planner.params import count_parameters
+from ...results import new_record, write_record
+from ..runtime.exit_codes import DIVERGED, INTERRUPTED
+from ..runtime.interruption import Interruption
+from ..step.diagnosis import first_cause
+from ..step.module import PretrainModule
+from ..strategy import TensorParallelStrategy
+from .metrics_file import MetricsFile
+from .resuming import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from ..pretrain import PretrainJob
+
+METRICS, RECORD = "metrics.csv", "record.json"
+
+
+def prepare_folder(job: "PretrainJob", run_dir: Path, metrics: MetricsFile, start_step: int) -> str | None:
+    """What the run writes before its first step; returns why it cannot, or None."""
+    try:
+        checkpoints = run_dir / CHECKPOINTS
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(checkpoints)
+        for name, text in ({"config.json": json.dumps(job.run.to_dict(), indent=1)} | job.files).items():
+            (run_dir / name).parent.mkdir(exist_ok=True)
+            (run_dir / name).write_text(text, encoding="utf-8")
+        # Beside the checkpoints, so that who converts or evaluates one need not look for it.
+        (checkpoints / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(Path(job.corpus.folder) / "tokenizer.json", checkpoints / TOKENIZER_FOLDER / "tokenizer.json")
+        try:
+            metrics.resume_at(start_step)
+        except (ValueError, LookupError, StopIteration):  # torn by a crash of the machine
+            kept = (run_dir / METRICS).rename(run_dir / f"{METRICS}.damaged")
+            print(
+                f"WARNING: {METRICS} cannot be read; kept as {kept.name}, a new one begins", file=sys.stderr, flush=True
+            )
+            metrics.resume_at(start_step)
+    except OSError as error:
+        return f"the run folder {run_dir} cannot be used: {error}"
+    return None
+
+
+def say_why(
+    module: PretrainModule,
+    run_dir: Path,
+    checkpoints: Path,
+    strategy: TensorParallelStrategy,
+    interruption: Interruption,
+) -> None:
+    """A line on a run that ended before its end; for one that diverged also a file."""
+    step = module.completed_steps
+    if module.exit_code == DIVERGED:
+        reports = strategy.gather(module.diagnosis)
+        path = run_dir / f"not_finite_step_{step}.json"
+        message = (
+            f"error: no finite gradient in more than {module.run.trainer.max_skipped_steps} steps in a row, up to step "
+            f"{step}; first {first_cause(reports)}; see {path}"
+        )
+        if strategy.is_global_zero:
+            path.write_text(json.dumps(reports, indent=1), encoding="utf-8")
+            print(message, file=sys.stderr, flush=True)
+    if module.exit_code == INTERRUPTED and strategy.is_global_zero:
+        name = interruption.received.name if interruption.received else "a signal to another rank"
+        print(f"stopped by {name} after step {step}, saved in {checkpoints}; go on with resume=auto", flush=True)
+
+
+def announce(
+    job: "PretrainJob",
+    context: ParallelContext,
+    run_dir: Path,
+    resume_from: str | None,
+    start_step: int,
+    last_step: int,
+) -> None:
+    """Say what is about to happen, in a few lines."""
+    run, config, layout, batch = job.run, job.config, job.layout, job.batch
+    parameters = count_parameters(config, layout.tp_size)
+    print(
+        f"{run.name}: {parameters.total:,} parameters, {parameters.per_rank:,} a rank; {config.num_layers} layers, "
+        f"hidden {config.hidden_size}, {config.num_attention_heads} heads, norm order {config.norm_order.value}\n"
+        f"ranks: {layout.world_size} = {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}"
+        f"{describe_channel(context, job.accelerator)}; "
+        f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x "
+        f"{batch.num_micro_batches} micro-steps x {run.micro_batch_size}; {run.data.seq_length} tokens a sequence\n"
+        f"{describe_options(run, config, layout)}"
+        f"kernels: {job.kernels.describe()} (compile={str(run.compile).lower()}, kernels={run.kernels})\n"
+        f"steps {start_step} to {last_step} of {run.trainer.max_steps}"
+        + (f", resumed from {resume_from}" if resume_from else "")
+        + f"\nrun folder: {run_dir}",
+        flush=True,
+    )
+    if resume_from and not run.resume.weights_only:
+        schedule = run.schedule
+        print(
+            f"schedule: {schedule.decay} ({schedule.formula}) over {schedule.decay_steps} updates, warm-up "
+            f"{schedule.warmup_steps}, lr {run.optimizer.lr:g} to {schedule.min_lr:g}; resume.schedule="
+            f"{run.resume.schedule}",
+            flush=True,
+        )
+    for note in job.corpus.manifest["notes"]:
+        print(f"note: {note}", flush=True)
+    if run.resume.path == "auto" and resume_from is None:
+        print(f"resume=auto found no complete checkpoint in {run_dir / CHECKPOINTS}: starting from step 0", flush=True)
+
+
+def describe_channel(context: ParallelContext, accelerator: str) -> str:
+    """How the tensor ranks of a CPU add up; empty where there is one or they are GPUs."""
+    if context.tp_size == 1 or accelerator != "cpu":
+        return ""
+    return ", adding up through " + ("gloo" if context.tp_channel is None else "shared memory")
+
+
+def describe_options(run: RunConfig, config: TransformerConfig, layout: ParallelConfig) -> str:
+    """A line on what was asked for beside the layout, and whether it does anything there; empty where nothing was."""
+    options = [f"fidelity {run.fidelity}"] if run.fidelity != "paper" else []
+    if layout.sequence_parallel:
+        options.append("sequence parallelism" + ("" if layout.cuts_sequence else " (without effect: tp_size is 1)"))
+    if layout.zero1:
+        options.append("zero1" + ("" if layout.cuts_optimizer else " (without effect: dp_size is 1)"))
+    if config.recompute is not Recompute.NONE:
+        options.append(f"recompute {config.recompute.value}")
+    if run.optimizer.moments == "bf16":
+        options.append("moments in bf16")
+    return f"options: {', '.join(options)}\n" if options else ""
+
+
+def write_run_record(
+    job: "PretrainJob",
+    module: PretrainModule,
+    run_dir: Path,
+    start: dict[str, float] | None,
+    start_step: int,
+    seconds: float,
+    device_name: str,
+    num_threads: int,
+) -> None:
+    """The run's JSON record beside its metrics, and its last lines on the terminal."""
+    nats, metrics = "nats/token", {}
+    for name, value in module.validation.items():
+        metrics[name] = {"value": value, "unit": "perplexity" if name.endswith("perplexity") else nats}
+    for name, value in (start or {}).items():
+        if not name.endswith("perplexity"):
+            metrics[name.replace("val/", "val_start/")] = {"value": value, "unit": nats}
+    metrics["val/unigram_cross_entropy"] = {"value": corpus_unigram_cross_entropy(job.corpus), "unit": nats}
+    for name, unit in (("train/loss", nats), ("tokens_per_s", "tokens/s")):
+        if name in module.metrics:  # not where the steps were all done before
+            metrics[name] = {"value": module.metrics[name], "unit": unit}
+    metrics["train_time"] = {"value": seconds, "unit": "s"}
+    metrics["steps"] = {"value": module.completed_steps, "unit": "steps"}
+    run_record = new_record(
+        name=job.run.name,
+        kind="run",
+        config=job.run.to_dict() | {"model": job.config.to_dict(), "corpus": job.corpus.manifest},
+        seed=job.run.seed,
+        metrics=metrics,
+        device=device_name,
+        layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
+        steps=[start_step, module.completed_steps],
+    )
+    write_record(run_record, run_dir / RECORD)
+    before = f"{start['val/loss']:.4f} -> " if start else ""
+    print(f"validation loss {before}{module.validation['val/loss']:.4f} nats after {module.completed_steps} steps")
+    print(f"record: {run_dir / RECORD}", flush=True)

@@ -1,0 +1,257 @@
+"""Everything that can be refused before a process is started or a tensor allocated."""
+
+import dataclasses
+import importlib.util
+import os
+from pathlib import Path
+
+import torch
+
+from ...config import ParallelConfig, Recompute, TransformerConfig
+from ...config.pretrain import STAND_IN_VOCAB_SIZE, ParallelRequest, RunConfig
+from ...data.indexed_corpus import check_indexed
+from ...data.sources import check_corpus
+from ...data.tokenizer import check_tokenizer
+from ...kernels import Kernels, choose_kernels
+from ...planner.job import Job, Layout, rank_memory, smallest_layout, usable_bytes
+from ...planner.memory import GIB
+from ..output.resuming import find_checkpoint
+from .launch import World, resolve_accelerator, world_from_outside
+
+WORKERS_PER_CORE = 4  # loader processes that wait for a disk may be more than the cores
+FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
+SAMPLE_OVERHEAD_BYTES = 1024  # Python objects of one sequence: a dict of arrays and its reference in the data order
+
+
+def check_values(values: dict) -> None:
+    """`check_run` of a configuration in plain values, for the jobs of a sweep."""
+    check_run(RunConfig.from_dict(values))
+
+
+def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, str | None]:
+    """Check a run as far as that needs no corpus: the machine, sizes, memory, paths.
+
+    Returns:
+        the run with `model.recompute=auto` filled in, the accelerator, the layout, what computes the layers, and the
+        checkpoint to go on from.
+
+    Raises:
+        ValueError: anything in the configuration that cannot work, in one line.
+    """
+    # A small vocabulary stands in until the tokenizer is known: padding makes it as good as any for the memory.
+    provisional = run.transformer_config(STAND_IN_VOCAB_SIZE)
+    accelerator, world = resolve_accelerator(run.trainer.accelerator), world_from_outside()
+    layout = resolve_layout(run.parallel, provisional, run, world, accelerator)
+    run.check_layout(layout.tp_size, layout.dp_size)
+    run = choose_recompute(run, layout, accelerator)
+    provisional = run.transformer_config(STAND_IN_VOCAB_SIZE)
+    if run.logger.wandb and importlib.util.find_spec("wandb") is None:
+        raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
+    kernels = choose_kernels(
+        on_gpu=accelerator == "gpu",
+        kernels=run.kernels,
+        compiles=run.compile,
+        cuda_graphs=run.cuda_graphs,
+        dtype=run.precision.dtype,
+        recompute=provisional.recompute.value,
+        tp_size=layout.tp_size,
+    )
+    if kernels.float8 and accelerator == "gpu":
+        check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    check_host(run, layout, world)
+    check_memory(provisional, run, layout, world, accelerator)
+    check_corpus(run.data)
+    check_indexed(run.data)
+    check_tokenizer(run.tokenizer, provisional.architecture)
+    return run, accelerator, layout, kernels, find_checkpoint(run)
+
+
+def check_float8(device_name: str, capability: tuple[int, int]) -> None:
+    """Refuse a GPU without float8 products.
+
+    Raises:
+        ValueError: its compute capability is below that of Ada and Hopper.
+    """
+    if capability < FLOAT8_CAPABILITY:
+        needed, found = (".".join(map(str, pair)) for pair in (FLOAT8_CAPABILITY, capability))
+        raise ValueError(
+            f"`precision` must be bf16 or another on a {device_name}: float8 products need compute capability {needed} "
+            f"(it has {found}), but is fp8"
+        )
+
+
+def check_host(run: RunConfig, layout: ParallelConfig, world: World | None) -> None:
+    """Refuse threads, loader processes and batches beyond this host, and a run folder that cannot be written.
+
+    Raises:
+        ValueError: more threads a rank than cores; more loader processes than `WORKERS_PER_CORE` a core; a step whose
+            sequences, all held by their rank before it begins, do not fit the free memory.
+    """
+    cores = os.cpu_count() or 1
+    bounds = {"trainer.num_threads": (run.trainer.num_threads, cores, "")}
+    bounds["data.num_workers"] = (run.data.num_workers, WORKERS_PER_CORE * cores, f"{WORKERS_PER_CORE} times ")
+    for name, (value, bound, times) in bounds.items():
+        if value is not None and value > bound:
+            raise ValueError(f"`{name}` must be at most {times}the {cores} cores of this machine, but is {value}")
+    num_tensors = 2 if run.model["architecture"] == "gpt" else 4  # int64 [b, s], once a sample and once stacked
+    sequence = SAMPLE_OVERHEAD_BYTES + 2 * num_tensors * 8 * run.data.seq_length
+    there, ranks = host_memory_available(), world.local_size if world is not None else layout.world_size
+    largest = there // (sequence * ranks) * layout.dp_size
+    if run.global_batch_size > largest:
+        raise ValueError(
+            f"`global_batch_size` must be at most {largest:,}, the sequences of a step that fit the "
+            f"{there / 2**30:.1f} GiB free on this host, but is {run.global_batch_size:,}"
+        )
+    if Path(run.run_dir).exists() and not os.access(run.run_dir, os.W_OK | os.X_OK):
+        raise ValueError(f"`hydra.run.dir` must be a folder that can be written, but is {run.run_dir}")
+
+
+def resolve_layout(
+    request: ParallelRequest, config: TransformerConfig, run: RunConfig, world: World | None, accelerator: str
+) -> ParallelConfig:
+    """Sizes of the grid: what was asked for, with `auto` filled in.
+
+    Args:
+        world: ranks that exist already; None where lmscale will start them on this host.
+
+    Raises:
+        ValueError: the world has another size, or no size fits (`auto`).
+    """
+    tp_size, dp_size = request.tp_size, request.dp_size
+    devices = world.size if world is not None else torch.cuda.device_count() if accelerator == "gpu" else None
+    if tp_size == "auto":
+        on_gpu, ranks = accelerator == "gpu", 1
+        if not on_gpu:  # the local ranks share the host's memory
+            ranks = world.local_size if world is not None else 1 if dp_size == "auto" else dp_size
+
+        def layout_at(tp: int) -> Layout:
+            dp = max(1, (devices or 1) // tp) if dp_size == "auto" else dp_size
+            return Layout(tp, dp, run.micro_batch_size, config.recompute, request.sequence_parallel, request.zero1)
+
+        usable = usable_bytes(device_memory(accelerator), on_gpu, ranks)
+        found = smallest_layout(_job(config, run), layout_at, usable, on_gpu)
+        tp_size = None if found is None else found.tp_size
+        # Where the ranks are started here, more of them need more of the one host's memory, never less.
+        if tp_size is None or (tp_size > 1 and accelerator == "cpu" and world is None):
+            raise ValueError(
+                "`parallel.tp_size`=auto found none: no power of two divides the model and fits the memory of "
+                f"{device_memory(accelerator) / 2**30:.1f} GiB a {'host' if accelerator == 'cpu' else 'GPU'}"
+            )
+    if dp_size == "auto":
+        dp_size = 1 if devices is None else max(1, devices // tp_size)
+    layout = ParallelConfig(tp_size, dp_size, request.sequence_parallel, request.zero1)
+    if world is not None and layout.world_size != world.size:
+        raise ValueError(
+            f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "
+            f"but {world.size} ranks were started"
+        )
+    if world is None and accelerator == "gpu" and layout.world_size > devices:
+        raise ValueError(
+            f"`parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}) must be at most the GPUs of this host, "
+            f"but it has {devices}"
+        )
+    return layout
+
+
+def choose_recompute(run: RunConfig, layout: ParallelConfig, accelerator: str) -> RunConfig:
+    """The run with `model.recompute=auto` filled in: on a GPU the mode that recomputes least of those that fit.
+
+    On a CPU none: the free memory of hosts changes and differs, and ranks that chose differently would wait for ever.
+    Where nothing fits it is none too, and `check_memory` refuses it.
+    """
+    if run.model.get("recompute") != "auto":
+        return run
+    mode = None
+    if accelerator == "gpu":
+        config, usable = run.transformer_config(STAND_IN_VOCAB_SIZE), usable_bytes(device_memory(accelerator), True)
+        mode = first_mode_that_fits(_job(config, run), _layout_of(config, run, layout), usable, True)
+    mode = mode or Recompute.NONE
+    return dataclasses.replace(run, model=run.model | {"recompute": mode.value})
+
+
+def first_mode_that_fits(job: Job, layout: Layout, usable: int, on_gpu: bool) -> Recompute | None:
+    """The mode that recomputes least with which a rank needs at most `usable` bytes."""
+    modes = {mode: dataclasses.replace(layout, recompute=mode) for mode in Recompute}
+    return next((mode for mode, asked in modes.items() if rank_memory(job, asked, on_gpu).total <= usable), None)
+
+
+def _layout_of(config: TransformerConfig, run: RunConfig, layout: ParallelConfig) -> Layout:
+    cuts = layout.sequence_parallel, layout.zero1
+    return Layout(layout.tp_size, layout.dp_size, run.micro_batch_size, config.recompute, *cuts)
+
+
+def check_memory(
+    config: TransformerConfig, run: RunConfig, layout: ParallelConfig, world: World | None, accelerator: str
+) -> None:
+    """Refuse a run whose weights, gradients, optimizer state and activations cannot fit.
+
+    On a CPU the local ranks share the host's memory; on GPUs each has its own.
+
+    Raises:
+        ValueError: with the bytes needed a rank, the bytes there and the smallest tp_size that would fit devices of
+            this size.
+    """
+    on_gpu, job = accelerator == "gpu", _job(config, run)
+    asked = _layout_of(config, run, layout)
+    sharing = 1
+    if not on_gpu:
+        sharing = world.local_size if world is not None else layout.world_size
+    there, needed = device_memory(accelerator), rank_memory(job, asked, on_gpu).total
+    if needed <= usable_bytes(there, on_gpu, sharing):
+        return
+    fits = smallest_layout(job, lambda tp: dataclasses.replace(asked, tp_size=tp), usable_bytes(there, on_gpu), on_gpu)
+    device = "GPU" if on_gpu else "host"
+    way_out = (
+        f"the smallest layout that fits is parallel.tp_size={fits.tp_size} parallel.dp_size={fits.dp_size} on "
+        f"{fits.grid.world_size} {device}s of this size"
+        if fits is not None and (fits.tp_size > layout.tp_size or sharing > 1)
+        else "no tp_size that divides this model fits devices of this size"
+    )
+    mode = first_mode_that_fits(job, asked, usable_bytes(there, on_gpu, sharing), on_gpu)
+    if mode is not None:
+        way_out += f"; here model.recompute={mode.value} fits"
+    elif config.recompute is not Recompute.FULL:
+        way_out += "; model.recompute=full and a smaller micro_batch_size need less"
+    reserved = -usable_bytes(0, on_gpu)
+    raise ValueError(
+        f"the memory a rank needs must be at most what its {device} has: {run.name} at {job.dtype}, "
+        f"tp_size {layout.tp_size}, micro_batch_size {run.micro_batch_size} needs {needed:,} bytes "
+        f"({needed / GIB:.1f} GiB) a rank, and {reserved / GIB:.1f} GiB the framework, x {sharing} rank(s) on this "
+        f"{device}, which has {there:,} ({there / GIB:.1f} GiB); {way_out}"
+    )
+
+
+def _job(config: TransformerConfig, run: RunConfig) -> Job:
+    """The run as the planner sees it."""
+    return Job(
+        config,
+        run.global_batch_size,
+        run.data.seq_length,
+        run.precision.dtype,
+        run.trainer.max_steps,
+        half_moments=run.optimizer.moments == "bf16",
+    )
+
+
+def device_memory(accelerator: str) -> int:
+    """Bytes a rank may use: the whole memory of the first GPU, or what is free on the host (and in its cgroup)."""
+    if accelerator == "gpu":
+        return torch.cuda.get_device_properties(0).total_memory
+    return host_memory_available()
+
+
+def host_memory_available() -> int:
+    """Free bytes of this host, no more than its control group allows."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not Linux: all of the memory is the best that is known
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+        if limit != "max":
+            free = min(free, int(limit) - used)
+    except (OSError, ValueError):  # no version 2 control group
+        pass
+    return free

@@ -1,0 +1,1 @@
+"""One optimizer step: the Lightning module, the optimizer and its gradients, the schedule."""

@@ -1,0 +1,152 @@
+"""Gradients of a rank's parameters, side by side, summed in fp32 over micro-batches and data ranks."""
+
+from bisect import bisect_left
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...parallel import ParallelContext, begin_sum_over_data_ranks, broadcast_from_data_ranks
+from ...partition import assign_owners, buffer_pieces, part_sizes
+
+
+class _Piece(NamedTuple):
+    """What of the buffer is sent at once: to `owner` (None: to all), when the parameters from `first` on are final."""
+
+    values: Tensor
+    owner: int | None
+    first: int
+
+
+class GradientBuffer:
+    """One flat buffer that takes up the gradients as the backward pass makes them, in fp32 at least.
+
+    Over 512 micro-batches a sum in bf16 loses 12 % of its norm; here each micro-batch is added in fp32. With
+    `context.zero1` the parameters stand in the order of the data ranks that own them: each part is then summed into its
+    owner alone, and the parameters, which stand in a second buffer in the same order, are sent out by their owners.
+
+    The backward pass goes from the last parameter to the first, and so do the places in the buffer (of each owner's
+    part). In the step's last backward pass, which `expect_last_backward` announces, each piece is sent while the pass
+    goes on, as soon as all parameters from the piece's first on have their gradient. So the pieces go in one order on
+    every data rank, in whatever order a rank finds its gradients.
+
+    Args:
+        parameters: in the model's order, of one dtype and device; each gradient is moved into the buffer by a hook.
+
+    Attributes:
+        flat: the gradients.
+        views: of the gradients, one a parameter.
+        owners: the data rank of each parameter with `zero1`, otherwise None: every rank updates all.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], context: ParallelContext) -> None:
+        self.context = context
+        sizes = [param.numel() for param in parameters]
+        self.owners = assign_owners(sizes, context.dp_size) if context.zero1 else None
+        order = sorted(reversed(range(len(sizes))), key=lambda index: self.owners[index] if self.owners else 0)
+        wide = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
+        self.flat = torch.zeros(sum(sizes), dtype=wide, device=parameters[0].device)
+        self.views: list[Tensor] = _in_order(self.flat, parameters, order)
+        self._has_gradient = [False] * len(parameters)
+        for index, param in enumerate(parameters):
+            param.register_post_accumulate_grad_hook(partial(self._move_gradient, index))
+        self.weights: Tensor | None = None
+        self.part_sizes: list[int] = []
+        if self.owners:
+            self.part_sizes = part_sizes(sizes, context.dp_size)
+            self.weights = torch.empty_like(self.flat, dtype=parameters[0].dtype)
+            for param, view in zip(parameters, _in_order(self.weights, parameters, order), strict=True):
+                param.data = view.copy_(param.detach())
+        self._pieces = self._cut(sizes, order) if context.dp_size > 1 else []
+        self._forget_sums()
+
+    def _cut(self, sizes: list[int], order: list[int]) -> list[_Piece]:
+        """The pieces in the order in which they are sent."""
+        parts = enumerate(self.flat.split(self.part_sizes)) if self.owners else [(None, self.flat)]
+        ends = list(accumulate(sizes[index] for index in order))
+        pieces = []
+        for owner, part in parts:
+            for values in part.split(buffer_pieces(part.numel())):
+                last_in_it = bisect_left(ends, values.storage_offset() + values.numel())
+                pieces.append(_Piece(values, owner, first=order[last_in_it]))
+        return sorted(pieces, key=lambda piece: -piece.first)
+
+    def _forget_sums(self) -> None:
+        self._in_last_backward = False
+        self._is_final = [False] * len(self.views)
+        self._final_from = len(self.views)  # all parameters from this one on are final
+        self._begun: list[dist.Work] = []  # of the first pieces
+
+    @torch.no_grad()
+    def _move_gradient(self, index: int, param: nn.Parameter) -> None:
+        """Of the first micro-batch a copy, so that nothing need be set to zero before."""
+        assert not self._is_final[index], "a gradient came after its piece may have been sent"
+        if self._has_gradient[index]:
+            self.views[index].add_(param.grad)
+        else:
+            self.views[index].copy_(param.grad)
+        self._has_gradient[index] = True
+        param.grad = None
+        if self._in_last_backward:
+            self._is_final[index] = True
+            while self._final_from and self._is_final[self._final_from - 1]:
+                self._final_from -= 1
+            self._send_final_pieces()
+
+    def _send_final_pieces(self) -> None:
+        for piece in self._pieces[len(self._begun) :]:
+            if piece.first < self._final_from:
+                break
+            self._begun.append(begin_sum_over_data_ranks(piece.values, self.context, piece.owner))
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self._has_gradient = [False] * len(self.views)
+
+    def complete(self) -> None:
+        """After the last micro-batch: parameters that took no part have a gradient of zero."""
+        for index, has_one in enumerate(self._has_gradient):
+            if not has_one:
+                self.views[index].zero_()
+                self._has_gradient[index] = True
+
+    def expect_last_backward(self) -> None:
+        """The next backward pass is the last one before `reduce`, which may begin in it. Without this it does not.
+
+        Communicates:
+            in that backward pass what `reduce` says, where the gradients are there.
+        """
+        self._in_last_backward = True
+
+    def reduce(self) -> None:
+        """Add the gradients of the data ranks, or finish doing so; with `zero1` only the owner's are then right.
+
+        Communicates:
+            over the data group all-reduces of together N numbers, N the parameters of the rank; with `zero1` reduces to
+            each data rank of the parameters it owns, together N numbers; either in pieces (`buffer_pieces`).
+        """
+        self.complete()
+        self._final_from = 0
+        self._send_final_pieces()
+        for work in self._begun:
+            work.wait()
+        self._forget_sums()
+
+    def share_weights(self) -> None:
+        """With `zero1`, after an update: every parameter from its owner; otherwise nothing.
+
+        Communicates:
+            over the data group a broadcast from each data rank of the parameters it owns, together N.
+        """
+        if self.weights is not None:
+            broadcast_from_data_ranks(self.weights.split(self.part_sizes), self.context)
+
+
+def _in_order(flat: Tensor, parameters: list[nn.Parameter], order: list[int]) -> list[Tensor]:
+    """Views of `flat`, one a parameter, laid out in `order`."""
+    parts = flat.split([parameters[index].numel() for index in order])
+    views = {index: part.view_as(parameters[index]) for index, part in zip(order, parts, strict=True)}
+    return [views[index] for index in range(len(parameters))]

@@ -1,0 +1,306 @@
+"""A configuration that cannot work: one line, exit code 2, nothing started, nothing written."""
+
+import importlib.util
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from door import TINY, train
+
+from lmscale.config import TransformerConfig
+from lmscale.config.pretrain import ParallelRequest
+from lmscale.planner.job import usable_bytes
+from lmscale.planner.memory import estimate_memory
+from lmscale.training.runtime import preflight
+from lmscale.training.runtime.preflight import host_memory_available
+
+# overrides -> what the line must say: rule, name, value
+BAD = {
+    "heads": (
+        ["model.num_attention_heads=2", "parallel.tp_size=4"],
+        "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (4), but is 2",
+    ),
+    "hidden size and heads": (
+        ["model.hidden_size=30"],
+        "`model.hidden_size` must be a multiple of `model.num_attention_heads` (4), but is 30",
+    ),
+    "vocabulary": (
+        ["model.vocab_size=1001", "model.vocab_multiple=1", "parallel.tp_size=2"],
+        "`padded_vocab_size` must be a multiple of `parallel.tp_size` (2), but is 1001",
+    ),
+    "tp size of a paper model": (
+        ["model=gpt_2.5b", "parallel.tp_size=8"],
+        "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (8), but is 20",
+    ),
+    "unknown model": (["model=gpt_9b"], "`model` must be one of bert_1.3b, bert_3.9b"),
+    "unknown precision": (["precision=fp4"], "`precision` must be one of"),
+    "unknown data": (["data=webtext"], "`data` must be one of embedded, huggingface, indexed, local, but is 'webtext'"),
+    "a sweep of finetuning": (["sweep=finetune_search"], "`sweep` must be one of model_size, norm_order, but is"),
+    "unknown key": (["trainer.max_stps=3"], "`trainer.max_stps` is not a known key"),
+    "appended key": (["+wings=2"], "`wings` is not a known key"),
+    "appended key of the model": (["+model.wings=2"], "`model.wings` is not a known key; known here: architecture"),
+    "nested key": (["++trainer.wings.left=2"], "`trainer.wings` is not a known key"),
+    "unknown group": (["modle=gpt_tiny"], "`modle` is not a known key or group"),
+    "grammar": (
+        ["trainer.max_steps=[1"],
+        "must be of the form key=value, with quotes around what is special, but is 'trainer.",
+    ),
+    "a word": (["bert_tiny"], "must be of the form key=value, with quotes around what is special, but is 'bert_tiny'"),
+    "a number for a group": (["parallel=4"], "`parallel` must be one of auto, default, but is 4"),
+    "two models": (["model=[gpt_tiny,bert_tiny]"], "bert_tiny, gpt_1.2b, gpt_2.5b"),
+    "a file as run folder": (
+        ["hydra.run.dir=README.md"],
+        "`hydra.run.dir` must be a folder that can be made and written, but README.md: File exists",
+    ),
+    "a run folder nowhere": (["hydra.run.dir=/proc/none/run"], "made and written, but /proc/none"),
+    "type": (["trainer.max_steps=many"], "`trainer.max_steps` must be a whole number, but is 'many'"),
+    "type of a size": (["model.hidden_size=1e9x"], "`model.hidden_size` must be a whole number, but is '1e9x'"),
+    "type of a switch": (["deterministic=maybe"], "`deterministic` must be true or false, but is 'maybe'"),
+    "no such layout": (["parallel.tp_size=two"], "must be auto or a whole number of at least 1, but is 'two'"),
+    "a logger that is missing": (["logger.wandb=true"], "`logger.wandb` must be false where wandb is not installed"),
+    "batch": (
+        ["global_batch_size=5"],
+        "`global_batch_size` must be a multiple of `micro_batch_size` x `parallel.dp_size` (2 x 1), but is 5",
+    ),
+    "batch and ranks": (["parallel.dp_size=3"], "(2 x 3), but is 4"),
+    "sequence": (
+        ["data.seq_length=129"],
+        "`data.seq_length` must be at most `model.max_position_embeddings` (128), but is 129",
+    ),
+    "norm order": (["model.norm_order=middle"], "`model.norm_order` must be one of pre, post, but is 'middle'"),
+    "dropout": (["model.hidden_dropout=1.5"], "`model.hidden_dropout` must be at least 0 and below 1, but is 1.5"),
+    "not finite": (["optimizer.max_grad_norm=inf"], "`optimizer.max_grad_norm` must be a finite number, but is inf"),
+    "no path": (["data=local"], "`data.path` must be given"),
+    "missing corpus": (
+        ["data=local", "data.path=no/such/file.txt"],
+        "`data.path` must exist, but no/such/file.txt does not",
+    ),
+    "resume": (
+        ["resume=no/such/run"],
+        "`resume` must be none, auto or the path of a checkpoint, but 'no/such/run' does not exist",
+    ),
+    "validation": (["trainer.num_validation_samples=999999"], "`trainer.num_validation_samples` must be at most"),
+    "gpu": (
+        ["trainer.accelerator=gpu"],
+        "`trainer.accelerator` must be cpu or auto on a machine without a GPU, but is gpu",
+    ),
+    "not a file": (
+        ["data=local", "data.path=/dev/null"],
+        "`data.path` must be a file or a folder, but /dev/null is neither",
+    ),
+    "missing tokenizer": (
+        ["tokenizer=gpt2", "tokenizer.path=no/such"],
+        "`tokenizer.path` must be a file or a folder, but no/such does not exist",
+    ),
+    "vocabulary of the model": (
+        ["model.vocab_size=10", "tokenizer.vocab_size=null"],
+        "`model.vocab_size` must be above 256 (all bytes and <|endoftext|>), but is 10",
+    ),
+    "threads": (["trainer.num_threads=100000"], "cores of this machine, but is 100000"),
+    "loader processes": (["data.num_workers=100000"], "cores of this machine, but is 100000"),
+    "a batch beyond the memory": (
+        ["global_batch_size=100000000000"],
+        "GiB free on this host, but is 100,000,000,000",
+    ),
+    "no steps": (["trainer.max_steps=0"], "`trainer.max_steps` must be a whole number of at least 1, but is 0"),
+    "no layers": (["model.num_layers=0"], "`model.num_layers` must be a whole number of at least 1, but is 0"),
+    "nothing kept": (["checkpoint.keep_last=0"], "`checkpoint.keep_last` must be a whole number of at least 1"),
+    "no tokens": (["data.seq_length=0"], "`data.seq_length` must be a whole number of at least 1, but is 0"),
+    "a stop after the end": (
+        ["trainer.stop_after_steps=4"],
+        "`trainer.stop_after_steps` must be at most `trainer.max_steps` (3), but is 4",
+    ),
+    "a timeout without end": (
+        ["parallel.timeout_minutes=1e30"],
+        "`parallel.timeout_minutes` must be at least 0.0167 (a second) and at most 10080 (a week), but is 1e+30",
+    ),
+    "no time at all": (["parallel.timeout_minutes=1e-9"], "(a week), but is 1e-09"),
+    "warm-up": (
+        ["schedule.formula=megatron_v1", "schedule.warmup_steps=2"],
+        "`schedule.warmup_steps` must be at most half of `schedule.decay_steps` (3) with formula megatron_v1, but is 2",
+    ),
+    "schedule": (["schedule.min_lr=1"], "`schedule.min_lr` must be at most `optimizer.lr`"),
+    "tokenizer": (["tokenizer.vocab_size=100"], "`tokenizer.vocab_size` must be above 256"),
+    "tokenizer of the other model": (["tokenizer=bert"], "`tokenizer` must suit the model (gpt), but is bert"),
+    "vocabulary below the tokenizer": (
+        ["model.vocab_size=300"],
+        "`model.vocab_size` must be at least the tokenizer's 400 ids, but is 300",
+    ),
+}
+
+
+def only_line(stderr: str) -> str:
+    lines = stderr.splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_mistake_is_one_line_and_exit_code_2(case, tmp_path) -> None:
+    import torch
+
+    if case == "gpu" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    if case == "a logger that is missing" and importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed")
+    overrides, message = BAD[case]
+    groups = tuple(o.split("=")[0] + "." for o in overrides if "." not in o.split("=")[0])  # another choice, other keys
+    tiny = [o for o in TINY if not o.startswith(groups)]
+    done = train(*tiny, f"hydra.run.dir={tmp_path}/run", *overrides)
+    assert done.returncode == 2, done.stderr
+    assert message in only_line(done.stderr)
+    assert done.stdout == ""
+    written = [p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()]
+    assert written == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "must hold at least one document"),
+        (b"caf\xe9\n\nna\xefve", "2 undecodable bytes, the first at offset 3; data.undecodable=replace"),
+        (b"One short document.\n\nAnother one.", "the train part must have at least `data.seq_length` + 1 (33) tokens"),
+    ],
+    ids=["empty", "undecodable", "too short"],
+)
+def test_a_corpus_that_cannot_serve_is_refused_before_ranks_start(tmp_path, content, message) -> None:
+    (tmp_path / "corpus.txt").write_bytes(content)
+    done = train(
+        *TINY,
+        "data=local",
+        f"data.path={tmp_path}/corpus.txt",
+        "parallel.tp_size=2",
+        f"hydra.run.dir={tmp_path}/run",
+        LMSCALE_CACHE=str(tmp_path / "cache"),
+    )
+    assert done.returncode == 2 and message in only_line(done.stderr)
+
+
+def test_a_world_of_another_size_is_refused(tmp_path) -> None:
+    world = {
+        "TORCHELASTIC_RUN_ID": "x",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29999",
+    }
+    overrides = ("parallel.tp_size=2", "parallel.dp_size=2", f"hydra.run.dir={tmp_path}")
+    done = train(*TINY, *overrides, **world)
+    assert done.returncode == 2
+    assert (
+        "the world size must be `parallel.tp_size` x `parallel.dp_size` (2 x 2), but 3 ranks were started"
+        in only_line(done.stderr)
+    )
+
+
+def test_a_sizes_mistake_is_found_before_torch_is_loaded(tmp_path) -> None:
+    hidden = tmp_path / "without_torch" / "torch.py"
+    hidden.parent.mkdir()
+    hidden.write_text("raise ImportError('torch is hidden')")
+    done = train(*TINY, "parallel.tp_size=3", f"hydra.run.dir={tmp_path}/run", PYTHONPATH=str(hidden.parent))
+    assert done.returncode == 2
+    assert "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (3), but is 4" in only_line(
+        done.stderr
+    )
+
+
+def test_half_of_torchruns_variables_are_refused(tmp_path) -> None:
+    done = train(*TINY, f"hydra.run.dir={tmp_path}", TORCHELASTIC_RUN_ID="x", RANK="0")
+    assert done.returncode == 2
+    assert "`WORLD_SIZE` must be a number where TORCHELASTIC_RUN_ID is set, but is None" in only_line(done.stderr)
+
+
+def test_the_traceback_is_there_for_who_asks(tmp_path) -> None:
+    done = train(*TINY, "global_batch_size=5", f"hydra.run.dir={tmp_path}", HYDRA_FULL_ERROR="1")
+    assert done.returncode != 0 and "Traceback" in done.stderr
+
+
+@pytest.mark.skipif(host_memory_available() > 60e9, reason="this machine is large enough for bert_3.9b")
+@pytest.mark.parametrize("overrides", [(), ("parallel.tp_size=4",)], ids=["one rank", "four ranks on one host"])
+def test_a_model_too_large_is_refused_within_seconds(tmp_path, overrides) -> None:
+    start = time.monotonic()
+    options = ("model=bert_3.9b", "trainer.accelerator=cpu", "micro_batch_size=1")
+    done = train(*options, *overrides, f"hydra.run.dir={tmp_path}")
+    assert time.monotonic() - start < 15
+    line = only_line(done.stderr)
+    assert done.returncode == 2
+    assert "bytes" in line and "GiB) a rank" in line and f"x {4 if overrides else 1} rank(s)" in line
+    assert "parallel.tp_size=" in line.split("smallest layout that fits is ")[1]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("finished")
+    done = train(*TINY, "trainer.max_steps=2", f"hydra.run.dir={folder}")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code"),
+    [
+        (["seed=77"], 2),
+        (["resume=auto", "seed=77"], 2),
+        (["resume=auto", "trainer.max_steps=1", "schedule.decay_steps=2"], 0),
+        (["global_batch_size=5"], 2),
+    ],
+    ids=["another run", "other data", "nothing to do", "sizes"],
+)
+def test_a_command_that_starts_nothing_leaves_the_run_folder_alone(finished, overrides, code) -> None:
+    before = contents(finished)
+    assert ".hydra/overrides.yaml" in before and ".hydra/hydra.yaml" in before
+    done = train(*TINY, "trainer.max_steps=2", f"hydra.run.dir={finished}", *overrides)
+    assert done.returncode == code, done.stderr
+    assert code or "nothing to do" in done.stdout
+    assert contents(finished) == before
+
+
+@pytest.mark.parametrize("resume", ["none", "auto"])
+def test_a_finished_run_without_checkpoints_is_not_started_over(finished, tmp_path, resume) -> None:
+    folder = shutil.copytree(finished, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints"))
+    before = contents(folder)
+    done = train(*TINY, f"hydra.run.dir={folder}", f"resume={resume}")
+    assert done.returncode == 2
+    assert f"`hydra.run.dir` must be another folder where a run starts anew, but {folder} has" in only_line(done.stderr)
+    assert contents(folder) == before
+
+
+def test_a_run_stopped_before_its_first_checkpoint_goes_on_only_when_told_to(finished, tmp_path) -> None:
+    folder = shutil.copytree(finished, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints", "record.json"))
+    refused = train(*TINY, f"hydra.run.dir={folder}")
+    assert refused.returncode == 2 and "has the metrics.csv of an earlier one" in only_line(refused.stderr)
+    done = train(*TINY, f"hydra.run.dir={folder}", "resume=auto")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("dp_size", ["auto", 2])
+def test_tp_size_auto_does_not_choose_what_the_host_cannot_hold(monkeypatch, dp_size) -> None:
+    """On a CPU the ranks share the memory, so that more of them do not need less."""
+    config = TransformerConfig("gpt", 2, 64, 4, 2000, 32)
+    num_ranks = 1 if dp_size == "auto" else dp_size
+    run = SimpleNamespace(
+        micro_batch_size=2,
+        global_batch_size=2 * num_ranks,
+        data=SimpleNamespace(seq_length=32),
+        precision=SimpleNamespace(dtype="fp32"),
+        trainer=SimpleNamespace(max_steps=1),
+        optimizer=SimpleNamespace(moments="fp32"),
+    )
+    estimate = estimate_memory(config, 1, 2, 32, "fp32", num_ranks, False, accumulates=False)
+    needed = (estimate.total - usable_bytes(0, on_gpu=False)) * num_ranks
+    request = ParallelRequest("auto", dp_size)
+    monkeypatch.setattr(preflight, "host_memory_available", lambda: int(1.01 * needed))
+    assert preflight.resolve_layout(request, config, run, None, "cpu").tp_size == 1
+    monkeypatch.setattr(preflight, "host_memory_available", lambda: int(0.99 * needed))
+    with pytest.raises(ValueError, match="`parallel.tp_size`=auto found none"):
+        preflight.resolve_layout(request, config, run, None, "cpu")

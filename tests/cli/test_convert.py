@@ -1,0 +1,157 @@
+"""`python src/convert.py` as a person uses it: every conversion, and mistakes in one line."""
+
+import os
+import pickle
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import warm
+from door import REPOSITORY, environment
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+
+from lmscale.checkpoint import CheckpointReader, read_metadata
+from lmscale.config.convert import ConvertConfig
+
+SIZES = {"vocab_size": 99, "n_positions": 13, "n_embd": 24, "n_layer": 2, "n_head": 4}
+
+
+def convert(*overrides: str, cwd: Path, preexec_fn=None) -> subprocess.CompletedProcess:
+    if preexec_fn is None:
+        return warm.run([str(REPOSITORY / "src" / "convert.py"), *overrides], cwd, environment(), timeout=300)
+    command = [sys.executable, str(REPOSITORY / "src" / "convert.py"), *overrides]
+    settings = environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    return subprocess.run(
+        command, cwd=cwd, env=settings, capture_output=True, text=True, timeout=300, preexec_fn=preexec_fn
+    )
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    """A small GPT-2 as transformers saves it."""
+    folder = tmp_path_factory.mktemp("published") / "gpt2"
+    GPT2LMHeadModel(GPT2Config(**SIZES, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
+    return folder
+
+
+def test_import_reshard_and_export_in_one_line_each(published, tmp_path) -> None:
+    # A run folder, with the config.json that a run leaves there.
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"name": "run"}')
+    commands = [
+        (f"source={published}", "target=run/checkpoints", "tp_size=2"),
+        ("source=run", "target=resharded", "tp_size=4", "vocab_multiple=8"),
+        ("source=resharded", "target=back", "format=hugging_face", "max_file_gb=1e-5"),
+        ("source=back", "target=imported_again", "vocab_multiple=8", "tp_size=4"),
+    ]
+    wrote = ["run/checkpoints/step_0.ckpt", "resharded/step_0.ckpt", "back", "imported_again/step_0.ckpt"]
+    for overrides, name, compared in zip(commands, wrote, ([True], [], [True], [True]), strict=True):
+        done = convert(*overrides, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        lines = done.stdout.splitlines()
+        assert lines.pop() == f"wrote {name}"
+        assert [line.startswith("compared with transformers: at most ") for line in lines] == compared
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"back", "run", "imported_again", "resharded"}
+
+    assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 1
+    theirs = GPT2LMHeadModel.from_pretrained(published).state_dict()
+    ours = GPT2LMHeadModel.from_pretrained(tmp_path / "back").state_dict()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    first, again = (CheckpointReader(tmp_path / name / "step_0.ckpt") for name in ("resharded", "imported_again"))
+    assert first.metadata.model == again.metadata.model and first.metadata.layout["tp_size"] == 4
+    assert all(torch.equal(first.read(key), again.read(key)) for key in first.metadata.tensors)
+
+
+def test_a_plain_bert_needs_a_key_that_says_its_heads_begin_anew(tmp_path) -> None:
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 30}
+    BertModel(BertConfig(vocab_size=50, **sizes)).save_pretrained(tmp_path / "plain")
+    done = convert("source=plain", "target=ours", cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: plain lacks the heads cls.predictions.bias, ")
+    assert done.stderr.endswith("initialize_missing_heads=true begins them anew, untrained\n")
+    assert convert("source=plain", "target=ours", "initialize_missing_heads=true", cwd=tmp_path).returncode == 0
+    assert "order_head.weight" in read_metadata(tmp_path / "ours" / "step_0.ckpt").run["initialized"]
+
+
+def test_a_write_that_fails_is_one_line_and_leaves_nothing(published, tmp_path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # bytes; stands for a disk that fills up
+
+    done = convert(f"source={published}", "target=target", cwd=tmp_path, preexec_fn=limit)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(
+        "error: the conversion was not finished and nothing was kept: [Errno 27] File too large"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (os.mkdir, (self.path,))
+
+
+WRONG_VALUES = {
+    "an unknown key": ({"tpsize": 2}, "`tpsize` is not a known key"),
+    "a wrong type": ({"tp_size": "two"}, "`tp_size` must be a whole number, but is 'two'"),
+    "no ranks": ({"tp_size": 0}, "`tp_size` must be a whole number of at least 1, but is 0"),
+    "no padding": ({"vocab_multiple": 0}, "`vocab_multiple` must be a whole number of at least 1, but is 0"),
+    "an unknown format": ({"format": "onnx"}, "`format` must be one of lmscale, hugging_face, but is 'onnx'"),
+    "an unknown type": ({"dtype": "int8"}, "`dtype` must be one of fp32, bf16, fp16, but is 'int8'"),
+    "a type that ours never has": ({"dtype": "bf16"}, "`dtype` must be left alone with format=lmscale"),
+    "a key of ours": ({"format": "hugging_face", "tp_size": 2}, "`tp_size` must be left alone"),
+    "a key of theirs": ({"max_file_gb": 2}, "`max_file_gb` must be left alone with format=lmscale, but is 2"),
+    "no file size": ({"max_file_gb": 0}, "`max_file_gb` must be above 0, but is 0"),
+    "no seed": ({"seed": -1}, "`seed` must be at least 0 and below 2^63, but is -1"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_VALUES)
+def test_a_wrong_value_is_named_before_torch_is_loaded(mistake: str) -> None:
+    values, message = WRONG_VALUES[mistake]
+    with pytest.raises(ValueError) as caught:
+        ConvertConfig.from_dict({"source": "x", "target": "y", "run_dir": "", "overrides": []} | values)
+    assert str(caught.value).startswith(message)
+
+
+MISTAKES = {
+    "a missing target": (["source=x"], "`target` must be given"),
+    "an unknown key": (["tpsize=2", "target=target"], "`tpsize` is not a known key or group of the configuration"),
+    "no source": (["source=nowhere", "target=target"], "checkpoint nowhere does not exist"),
+    "ranks that do not divide": (
+        ["source=${published}", "target=target", "tp_size=3"],
+        "`num_attention_heads` must be a multiple of `tp_size` (3), but is 4",
+    ),
+    "theirs to theirs": (
+        ["source=${published}", "target=target", "format=hugging_face"],
+        "`source` must be a checkpoint of ours with format=hugging_face, but is",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_nothing_is_written(published, tmp_path, mistake: str) -> None:
+    overrides, message = MISTAKES[mistake]
+    done = convert(*(override.replace("${published}", str(published)) for override in overrides), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
+    assert done.stdout == "" and list(tmp_path.iterdir()) == []
+
+
+def test_a_hostile_bin_is_one_line_and_runs_nothing(published, tmp_path) -> None:
+    (tmp_path / "hostile").mkdir()
+    (tmp_path / "hostile" / "config.json").write_bytes((published / "config.json").read_bytes())
+    torch.save({"wte.weight": _Evil(tmp_path / "trap")}, tmp_path / "hostile" / "pytorch_model.bin")
+    done = convert("source=hostile", "target=target", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: pytorch_model.bin is not read: UnpicklingError")
+    assert [path.name for path in tmp_path.iterdir()] == ["hostile"]
+    with pytest.raises(FileExistsError):  # the trap works
+        (tmp_path / "trap").mkdir()
+        pickle.loads(pickle.dumps(_Evil(tmp_path / "trap")))

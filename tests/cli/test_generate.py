@@ -1,0 +1,294 @@
+"""`python src/generate.py` as a person uses it: any prompt, streams, files, layouts, and mistakes in one line."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import warm
+from door import REPOSITORY, environment
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
+
+from lmscale.config.data import TokenizerConfig
+from lmscale.data.tokenizer import load_published_tokenizer, train_tokenizer
+
+DOOR = str(REPOSITORY / "src" / "generate.py")
+SIZES = {"n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 4}
+NASTY = [
+    "a, b, and c",
+    "it's \"quoted\" `so`, '\\' and \\",
+    "[1, {2: 3}] (x) = y==z",
+    "$HOME ${model} \\${x} ${oc.env:HOME",
+    "two\nlines\n",
+    "",
+    "???",
+    "null",
+    " spaces, before and behind  ",
+    "~a +b ++c @d --help -m # !!int 3 %s",
+    "choice(1,2),range(1,3)",
+    "naïve 漢字 👩‍👩‍👧\t",
+    "prompt=x",
+]
+
+
+def generate(*overrides: str, cwd: Path) -> subprocess.CompletedProcess:
+    return warm.run([DOOR, *overrides], cwd, environment(), timeout=300)
+
+
+def typed(text: bytes, *overrides: str, cwd: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, DOOR, *overrides]
+    return subprocess.run(command, cwd=cwd, env=environment(), input=text, capture_output=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    """A small GPT-2 as transformers saves it, with a tokenizer fitted here."""
+    folder = tmp_path_factory.mktemp("published") / "gpt2"
+    inner = train_tokenizer(["some text to fit a tokenizer: one, two, three; 漢字 and more text"] * 9, "gpt", 320, "x")
+    torch.manual_seed(3)
+    model = GPT2LMHeadModel(GPT2Config(**SIZES, vocab_size=inner.get_vocab_size(), bos_token_id=0, eos_token_id=0))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(std=0.3)
+        model.transformer.wpe.weight.mul_(30.0)  # so that greedy text is no repetition
+    model.save_pretrained(folder)
+    inner.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def said_only_that_it_compared(done: subprocess.CompletedProcess) -> bool:
+    """Whether it ended well, and standard error has no more than the importer's line about the Hugging Face folder."""
+    return done.returncode == 0 and done.stderr.startswith("compared with tr") and done.stderr.count("\n") == 1
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("prompt", NASTY)
+def test_a_prompt_may_be_any_text(published, tmp_path, prompt: str) -> None:
+    done = generate(f"ckpt={published}", f"prompt={prompt}", "out=o.jsonl", "max_new_tokens=3", "seed=5", cwd=tmp_path)
+    assert said_only_that_it_compared(done), done.stderr
+    [row] = rows_of(tmp_path / "o.jsonl")
+    assert row["prompt"] == prompt and len(row["tokens"]) <= 3
+    assert done.stdout == f"{prompt}{row['text']}\nwrote o.jsonl\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["o.jsonl"]
+
+
+def test_a_path_may_have_an_equals_sign(published, tmp_path) -> None:
+    (tmp_path / "run, x=1").symlink_to(published)
+    done = generate("ckpt=run, x=1", "prompt=a", "max_new_tokens=2", "temperature=0", cwd=tmp_path)
+    assert said_only_that_it_compared(done) and done.stdout.startswith("a")
+
+
+def test_a_sweep_is_checked_with_the_prompt_as_it_stands(published, tmp_path) -> None:
+    done = generate("-m", f"ckpt={published}", "prompt=a, b", "seed=1,2", "max_new_tokens=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sum(line.startswith("a, b") for line in done.stdout.splitlines()) == 2
+
+
+def greedy_of_transformers(folder: Path, prompts: list[list[int]], num_new: int) -> tuple[list[list[int]], float]:
+    """New ids of each prompt, and the smallest lead of a chosen token over the next best."""
+    model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64).eval()
+    expected, leads = [], []
+    for ids in prompts:
+        output = model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=num_new,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        new = output.sequences[0, len(ids) :].tolist()
+        expected.append(new[:-1] if new[-1] == model.config.eos_token_id else new)
+        best = torch.stack(output.logits)[:, 0].topk(2).values
+        leads.append((best[:, 0] - best[:, 1]).min().item())
+    return expected, min(leads)
+
+
+@pytest.mark.parametrize("tokenizer", ["trained", "gpt2"])
+def test_greedy_text_is_that_of_transformers(published, tmp_path, request, tokenizer: str) -> None:
+    folder, options = published, []
+    if tokenizer == "gpt2":
+        files = request.getfixturevalue("shared_data") / "gpt2-bpe"
+        folder, options = tmp_path / "large", ["tokenizer=gpt2", f"tokenizer.path={files}"]
+        torch.manual_seed(4)
+        model = GPT2LMHeadModel(GPT2Config(**SIZES))
+        with torch.no_grad():
+            model.transformer.wpe.weight.normal_(std=3.0)
+        model.save_pretrained(folder)
+    else:
+        files = folder
+    texts = ["some text", "one, two", "", "a longer one: and more text to fit, two, three"]
+    ours = load_published_tokenizer(TokenizerConfig("gpt2", path=str(files)), "gpt")
+    ids = [encoded or [ours.id_of("<|endoftext|>")] for encoded in ours.encode_batch(texts)]
+    expected, lead = greedy_of_transformers(folder, ids, 12)
+    assert lead > 1e-9 and len({token for tokens in expected for token in tokens}) > 8
+    (tmp_path / "p.txt").write_text("\n".join(texts) + "\n")
+    settings = ["file=p.txt", "temperature=0", "max_new_tokens=12", "precision=fp64", "stream=false", *options]
+    done = generate(f"ckpt={folder}", *settings, "out=o.jsonl", cwd=tmp_path)
+    assert said_only_that_it_compared(done) and done.stdout == "wrote o.jsonl\n"
+    assert [row["tokens"] for row in rows_of(tmp_path / "o.jsonl")] == expected
+
+
+def test_two_ranks_print_once_and_give_the_samples_of_one(published, tmp_path) -> None:
+    lines = [{"prompt": "some\ntext"}, {"prompt": "漢"}, {"prompt": "some\ntext"}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = [f"ckpt={published}", "file=p.jsonl", "num_samples=2", "top_p=0.9", "max_new_tokens=9", "precision=fp64"]
+    one = generate(*settings, "out=one.jsonl", "micro_batch_size=1", cwd=tmp_path)
+    two = generate(*settings, "out=two.jsonl", "parallel.tp_size=2", cwd=tmp_path)
+    assert said_only_that_it_compared(one) and (two.returncode, two.stderr) == (0, ""), two.stderr
+    rows = rows_of(tmp_path / "one.jsonl")
+    assert rows == rows_of(tmp_path / "two.jsonl") and two.stdout.replace("two", "one") == one.stdout
+    assert [(row["prompt"], row["sample"]) for row in rows] == [
+        *[("some\ntext", 0), ("some\ntext", 1), ("漢", 0), ("漢", 1)],
+        *[("some\ntext", 2), ("some\ntext", 3)],
+    ]
+    assert one.stdout.count("--- p.jsonl, line") == 6
+    # The sample of a prompt is the same wherever it stands.
+    alone = generate(*settings[:1], "prompt=漢", *settings[2:], "out=alone.jsonl", cwd=tmp_path)
+    assert alone.returncode == 0 and rows_of(tmp_path / "alone.jsonl") == rows[2:4]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_prompts_can_be_typed_until_the_input_ends(published, tmp_path, tp_size: int) -> None:
+    settings = [f"ckpt={published}", "interactive=true", "max_new_tokens=5", "temperature=0", "out=o.jsonl"]
+    text = "one\n\xff\n".encode("latin-1") + ("x, " * 99 + "\ntwo, three").encode()
+    done = typed(text, *settings, f"parallel.tp_size={tp_size}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(tmp_path / "o.jsonl")
+    assert [row["prompt"] for row in rows] == ["one", "two, three"]
+    assert done.stdout.decode() == "".join(row["text"] + "\n" for row in rows) + "wrote o.jsonl\n"
+    errors = done.stderr.decode().splitlines()
+    errors = [line for line in errors if not line.startswith("compared with transformers")]
+    assert errors[0] == "error: a prompt must be UTF-8"
+    assert errors[1].startswith("error: prompt: a prompt must be shorter than the model's positions (64), but is")
+    assert len(errors) == 2
+
+
+def test_a_person_sees_where_to_type_and_text_as_it_comes(published, tmp_path) -> None:
+    main, terminal = pty.openpty()
+    settings = [f"ckpt={published}", "interactive=true", "max_new_tokens=40", "temperature=0"]
+    command = [sys.executable, DOOR, *settings]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdin=terminal, stdout=subprocess.PIPE) as process:
+        assert process.stdout.read(2) == b"> "
+        os.write(main, b"some text\n")
+        seen = b""
+        while not seen.endswith(b"\n> "):
+            seen += os.read(process.stdout.fileno(), 1)
+        os.write(main, b"\x04")  # end of input
+        assert process.wait(timeout=60) == 0
+    os.close(main)
+    os.close(terminal)
+    expected = generate(f"ckpt={published}", "prompt=some text", *settings[2:], cwd=tmp_path).stdout
+    assert "some text" + seen.decode().removesuffix("> ") == expected
+
+
+def test_a_reader_that_leaves_ends_it_quietly(published, tmp_path) -> None:
+    command = [sys.executable, DOOR, f"ckpt={published}", "prompt=a", "max_new_tokens=60", "num_samples=20"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout.read(3) == b"---"
+        process.stdout.close()
+        said = process.stderr.read().decode()
+        assert process.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert said.startswith("compared with transformers") and said.count("\n") == 1, said
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("bert") / "bert"
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 30}
+    BertForPreTraining(BertConfig(vocab_size=50, **sizes)).save_pretrained(folder)
+    return folder
+
+
+MISTAKES = {
+    "no checkpoint": ([], "`ckpt` must be given"),
+    "a checkpoint that is not there": (["ckpt=nowhere", "prompt=a"], "checkpoint nowhere does not exist"),
+    "a BERT": (["ckpt=${bert}", "prompt=a"], "`ckpt` must be a GPT, which goes on from left to right, but"),
+    "no tokenizer": (
+        ["ckpt=${bare}", "prompt=a"],
+        "`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER), because none lies beside",
+    ),
+    "a wrong tokenizer": (
+        ["ckpt=${bare}", "tokenizer.path=${published}", "prompt=a"],
+        "the tokenizer must be that of the checkpoint, whose model has 5000 ids, but it has 296",
+    ),
+    "BERT's tokenizer": (["ckpt=x", "prompt=a", "tokenizer=bert"], "`tokenizer` must be gpt2, or left alone for the"),
+    "prompt and file": (["ckpt=${published}", "prompt=a", "file=b"], "`prompt` must be given, or `file`, or"),
+    "no prompt": (
+        ["ckpt=${published}"],
+        "`prompt` must be given, or `file`, or interactive=true, and one of them, but n",
+    ),
+    "a file that is not there": (["ckpt=${published}", "file=none.txt"], "`file` must be a file that can be read, but"),
+    "top_p above 1": (["ckpt=x", "prompt=a", "top_p=1.5"], "`top_p` must be above 0 and at most 1, but is 1.5"),
+    "top_p of 0": (["ckpt=x", "prompt=a", "top_p=0"], "`top_p` must be above 0 and at most 1, but is 0"),
+    "top_k of 0": (["ckpt=x", "prompt=a", "top_k=0"], "`top_k` must be a whole number of at least 1, but is 0"),
+    "a negative temperature": (
+        ["ckpt=x", "prompt=a", "temperature=-1"],
+        "`temperature` must be 0 or at least 0.0001, but is -1",
+    ),
+    "top_k without draws": (["ckpt=x", "prompt=a", "temperature=0", "top_k=3"], "`top_k` must be left alone with temp"),
+    "an infinite temperature": (["ckpt=x", "prompt=a", "temperature=inf"], "`temperature` must be a finite number"),
+    "a seed below 0": (["ckpt=x", "prompt=a", "seed=-1"], "`seed` must be at least 0 and below 2^63, but is -1"),
+    "a long prompt": (
+        ["ckpt=${published}", "prompt=" + "x" * 64],
+        "prompt: a prompt must be shorter than the model's positions (64), but is 64 tokens",
+    ),
+    "too many new tokens": (
+        ["ckpt=${published}", "prompt=xx", "max_new_tokens=63"],
+        "prompt: `max_new_tokens` must be at most 62 (the model's positions, 64, less the prompt's 2 tokens), but is",
+    ),
+    "ranks that do not divide": (
+        ["ckpt=${published}", "prompt=a", "parallel.tp_size=3"],
+        "`num_attention_heads` must be a multiple of `tp_size` (3), but is 4",
+    ),
+    "a file that exists": (["ckpt=${published}", "prompt=a", "out=${published}"], "`out` must be a file that does not"),
+    "text that goes nowhere": (["ckpt=x", "prompt=a", "stream=false"], "`stream` must be true where the text would"),
+    "an unknown key": (["ckpt=x", "prompt=a", "beams=4"], "`beams` is not a known key or group of the configuration"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(published, bert, bare, tmp_path, mistake: str) -> None:
+    overrides, message = MISTAKES[mistake]
+    names = {"published": published, "bert": bert, "bare": bare}
+    for name, path in names.items():
+        overrides = [override.replace(f"${{{name}}}", str(path)) for override in overrides]
+        message = message.replace(f"${{{name}}}", str(path))
+    done = generate(*overrides, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
+    assert done.stdout == "" and list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> Path:
+    """A GPT-2 without a tokenizer."""
+    folder = tmp_path_factory.mktemp("bare") / "gpt2"
+    GPT2LMHeadModel(GPT2Config(**SIZES, vocab_size=5000, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_weights_that_are_no_numbers_are_refused_in_one_line(published, tmp_path, tp_size: int) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in published.iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(broken / "model.safetensors")
+    tensors["transformer.ln_f.bias"][3] = float("nan")
+    save_file(tensors, broken / "model.safetensors")
+    done = generate(f"ckpt={broken}", "prompt=a", f"parallel.tp_size={tp_size}", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: ")

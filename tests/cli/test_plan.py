@@ -1,0 +1,286 @@
+"""`python src/plan.py` as a user types it: the answer, how fast it comes, and what is refused."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from door import REPOSITORY, environment
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import lmscale.planner.flops as flops
+from lmscale.planner.params import count_parameters
+from lmscale.report.scaling import SIZES, study_model
+
+PAPER = ("model=gpt_8.3b", "parallel.tp_size=8", "parallel.dp_size=64", "cluster=dgx2h_v100")
+_spec = importlib.util.spec_from_file_location("plan_door", REPOSITORY / "src" / "plan.py")
+door_of_plan = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(door_of_plan)
+
+
+def cold(*command: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *command], cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=60
+    )
+
+
+def printed(*overrides: str) -> str:
+    """What the script prints, without the second that a process takes."""
+    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        composed = compose("plan", list(overrides))
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        door_of_plan.plan(values | {"overrides": list(overrides)})
+    return output.getvalue()
+
+
+def planned(*overrides: str) -> dict:
+    return json.loads(printed("json=true", *overrides))
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        printed(*overrides)
+    return str(caught.value)
+
+
+def test_the_papers_largest_configuration_is_planned_in_two_seconds_of_work() -> None:
+    start = time.perf_counter()
+    done = cold("src/plan.py", *PAPER)
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - start < 10  # 0.7 s on a quiet core; the bound is for a crowded machine
+    for word in (
+        "8,317,040,640",
+        "1,043,549,184",
+        "27.57 P",
+        "gradients",
+        "MFU",
+        "tokens/s",
+        "days",
+        "MWh",
+        "modelled",
+    ):
+        assert word in done.stdout, word
+
+
+def test_neither_torch_nor_lightning_is_imported() -> None:
+    code = (
+        "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path('src/plan.py', run_name='__main__');"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'lightning', 'numpy', 'transformers'}))"
+    )
+    done = cold("-c", code, "src/plan.py", *PAPER, "best=true")
+    assert done.stdout.endswith("[]\n"), done.stdout[-200:] + done.stderr
+
+
+def test_json_has_the_exact_counts_of_the_paper_configuration() -> None:
+    answer = planned(*PAPER, "micro_batch_size=8", "model.recompute=full")
+    config = study_model(*SIZES["8.3B"])
+    assert answer["parameters"] == {"model": 8_317_040_640, "rank": count_parameters(config, 8).per_rank}
+    assert answer["step_flops"]["hardware"] == flops.hardware_flops_per_step(config, 1024, 512)
+    counts = {a["what"]: a["count"] for a in answer["collectives"] if a["group"] == "tensor"}
+    assert sum(counts.values()) == 6 * 72 + 2 + 3 + 1
+    seconds = answer["step_time_s"]
+    assert seconds["total"] == pytest.approx(sum(v for k, v in seconds.items() if k != "total"))
+    assert answer["tokens_per_s"] == pytest.approx(512 * 1024 / seconds["total"])
+    assert answer["days"] == pytest.approx(300_000 * seconds["total"] / 86400)
+    assert answer["energy_mwh"] == pytest.approx(600 * 512 * answer["days"] * 24 / 1e6)
+    assert answer["evidence"] == {
+        "counts": "exact",
+        "memory": "counted, within 5 % of tracked tensors",
+        "time": "fitted",
+    }
+
+
+def test_the_search_finds_the_papers_layout_for_its_largest_model_on_its_cluster() -> None:
+    answer = planned("model=gpt_8.3b", "best=true", "cluster=dgx2h_v100")
+    first = answer["fitting"][0]["layout"]
+    assert (first["tp_size"], first["dp_size"]) == (8, 64)
+    times = [entry["step_time_s"]["total"] for entry in answer["fitting"]]
+    assert times == sorted(times) and len(times) == 10
+    assert {entry["layout"]["tp_size"] for entry in answer["too_large"]} == {1, 2, 4}
+    assert all(entry["missing_bytes"] > 0 for entry in answer["too_large"])
+    table = printed("model=gpt_8.3b", "best=true", "top=2")
+    assert "best: parallel.tp_size=8 parallel.dp_size=64" in table and "refused: tp 4 x dp 128" in table
+
+
+@pytest.mark.parametrize("cluster", ["dgx2h_v100", "dgx_a100", "h100", "h200", "cpu"])
+def test_every_cluster_plans_a_small_model(cluster: str) -> None:
+    answer = planned(
+        f"cluster={cluster}", "model=bert_336m", "precision=fp32", "num_devices=2", "parallel.dp_size=auto"
+    )
+    assert answer["cluster"] == cluster
+    assert answer["layout"]["num_devices"] == 2
+    assert 0 < answer["mfu"] < 1
+
+
+def test_a_command_line_of_training_is_planned_as_it_is() -> None:
+    answer = planned("model=gpt_2.5b", "cluster=h200", "optimizer.lr=1e-3", "schedule=linear", "trainer.max_steps=7")
+    assert answer["num_steps"] == 7
+
+
+def test_what_was_not_asked_for_is_said() -> None:
+    answer = planned("model=gpt_tiny", "precision=bf16")
+    assert answer["notes"] == [
+        "model.vocab_size is the tokenizer's: planned with 2,000 ids",
+        "a V100 has no bf16: planned with precision=fp16",
+        "step times on dgx2h_v100 are of software whose attention passes its scores through memory, bytes and FLOPs "
+        "of model.attention=sdpa",
+    ]
+    assert planned(*PAPER)["layout"]["recompute"] == "none"
+    larger = planned(*PAPER, "model.attention=exact")
+    assert larger["layout"]["recompute"] == "selective"
+    assert "planned with model.recompute=selective" in larger["notes"][-1]
+
+
+def test_float8_shortens_the_products_of_the_layers_and_needs_a_device_that_has_it() -> None:
+    bf16, fp8 = (planned("model=gpt_2.5b", "cluster=h200", f"precision={dtype}") for dtype in ("bf16", "fp8"))
+    ratio = fp8["step_time_s"]["matmul"] / bf16["step_time_s"]["matmul"]
+    assert 0.5 < ratio < 0.65  # attention and the logits stay in bf16
+    assert fp8["rank_memory_bytes"] == bf16["rank_memory_bytes"]
+    assert fp8["layout"] == bf16["layout"] | {"dtype": "fp8"}
+    refused = refusal("model=gpt_2.5b", "cluster=dgx_a100", "precision=fp8")
+    assert "`precision.dtype` must be one of fp64, fp32, bf16, fp16 on dgx_a100" in refused
+
+
+def test_a_cluster_of_ones_own_is_read_from_its_file(tmp_path) -> None:
+    text = (REPOSITORY / "conf" / "cluster" / "h100.yaml").read_text(encoding="utf-8")
+    own = tmp_path / "mine.yaml"
+    own.write_text(text.replace("name: h100", "name: mine").replace("watts: 1275.0", "watts: null"), encoding="utf-8")
+    answer = planned(f"cluster.path={own}", "model=gpt_1.2b")
+    assert (answer["cluster"], answer["energy_mwh"]) == ("mine", None)
+    own.write_text(text + "colour: green\n", encoding="utf-8")
+    assert "`cluster.colour` is not a known key" in refusal(f"cluster.path={own}")
+    own.write_text(text.replace("matmul_share: 0.68", "matmul_share: 1.68"), encoding="utf-8")
+    assert "`cluster.calibration.matmul_share` must be above 0 and at most 1, but is 1.68" in refusal(
+        f"cluster.path={own}"
+    )
+    own.write_text("a: [1, 2\n", encoding="utf-8")
+    assert "`cluster.path` must be a YAML file, but" in refusal(f"cluster.path={own}")
+    own.write_text("- a\n", encoding="utf-8")
+    assert "must be a YAML file of keys as in conf/cluster" in refusal(f"cluster.path={own}")
+    assert "must be a file that can be read" in refusal(f"cluster.path={tmp_path / 'none.yaml'}")
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (
+            ["parallel.tp_size=3"],
+            [
+                "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (3), but is 32",
+                "parallel.tp_size=8",
+            ],
+        ),
+        (
+            ["parallel.tp_size=16", "parallel.dp_size=64"],
+            [
+                "at most the 512 devices of dgx2h_v100, but is 16 x 64",
+                "nearest layout that works is parallel.tp_size=16",
+            ],
+        ),
+        (
+            ["parallel.tp_size=4", "parallel.dp_size=128", "micro_batch_size=1"],
+            ["a rank needs", "more than the 30.0 a V100 leaves", "parallel.tp_size=8 parallel.dp_size=64"],
+        ),
+        (
+            ["parallel.tp_size=8", "micro_batch_size=3"],
+            ["`global_batch_size` must be a multiple", "micro_batch_size=4"],
+        ),
+        (
+            ["model.hidden_size=25600", "model.num_layers=128", "model.num_attention_heads=160"],
+            ["no layout works", "largest tp_size that divides the model, 160", "GiB"],
+        ),
+        (["best=true", "num_devices=7"], ["`num_devices` must be", "but is 7", "the nearest number that is one is 8"]),
+        (["best=true", "num_devices=2"], ["`num_devices` must be", "GiB", "parallel.tp_size=8 parallel.dp_size=1"]),
+        (["num_devices=1024"], ["`num_devices` must be at most the 512 of dgx2h_v100, but is 1,024"]),
+        (["num_devices=4", "parallel.tp_size=8", "parallel.dp_size=1"], ["at most the 4 devices", "but is 8 x 1"]),
+        (
+            ["global_batch_size=1", "parallel.tp_size=auto"],
+            ["auto found none", "parallel.tp_size=8 parallel.dp_size=1"],
+        ),
+        (
+            ["find_recompute=false", "model.attention=exact", *PAPER],
+            ["6.5 more than the 30.0", "model.recompute=selective"],
+        ),
+        (["precision=fp32", "cluster.peaks.fp32=null"], ["`precision.dtype` must be one of fp64, fp16 on dgx2h_v100"]),
+        (["data.seq_length=2048"], ["`data.seq_length` must be at most `model.max_position_embeddings` (1024)"]),
+        (["top=0"], ["`top` must be a whole number of at least 1, but is 0"]),
+        (["cluster.watts=-3"], ["`cluster.watts` must be above 0, but is -3"]),
+        (["cluster.peaks.fp16=-1"], ["`cluster.peaks.fp16` must be above 0, but is -1"]),
+        (["cluster.calibration.matmul_share=2"], ["`cluster.calibration.matmul_share` must be above 0"]),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_limit_and_a_way_out(overrides, words) -> None:
+    message = refusal(*overrides)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["cluster=dgx3"], "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, but is 'dgx3'"),
+        (
+            ["cluster=conf/cluster/h100.yaml"],
+            "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, or cluster.path=FILE for a file of your "
+            "own, but is conf/cluster/h100.yaml",
+        ),
+        (["cluster=/no/my.yaml"], "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, or cluster.path="),
+        (["cluster.color=red"], "`cluster.color` is not a known key"),
+        (["parallel.tp_size=3"], "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (3), but is 32"),
+        (
+            ["-m", "model=gpt_1.2b", "top=1,0"],
+            "job 1 of the sweep (model=gpt_1.2b top=0): `top` must be a whole number",
+        ),
+    ],
+)
+def test_a_refusal_is_one_line_and_exit_code_2(overrides, words, tmp_path) -> None:
+    folder = [f"hydra.sweep.dir={tmp_path}"] if "-m" in overrides else []
+    done = cold("src/plan.py", *overrides, *folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {words}") and done.stderr.count("\n") == 1
+
+
+def test_auto_layouts_are_a_choice_of_the_group() -> None:
+    answer = planned("model=gpt_8.3b", "parallel=auto")
+    layout = answer["layout"]
+    assert (layout["tp_size"], layout["dp_size"]) == (8, 64)
+    assert answer["ranking"] == {k: v for k, v in planned("model=gpt_8.3b", "best=true").items() if k != "name"}
+    assert "best: parallel.tp_size=8" in printed("model=gpt_8.3b", "parallel=auto")
+
+
+def test_a_search_takes_the_most_devices_that_a_layout_fits_on() -> None:
+    best = planned("model=gpt_8.3b", "best=true", "global_batch_size=511")["fitting"][0]["layout"]
+    assert (best["tp_size"], best["dp_size"]) == (32, 7)  # 511 devices divide the batch, but hold no shard
+
+
+def test_a_search_keeps_the_cut_over_the_sequence() -> None:
+    options = ["model=gpt_2.5b", "cluster=h100", "num_devices=12", "global_batch_size=12", "data.seq_length=1000"]
+    assert "parallel.sequence_parallel=true" in printed(*options, "best=true", "parallel.sequence_parallel=true")
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["cluster.path=conf/cluster/h100.yaml", "cluster.num_devices=4"], "`cluster.path` must be alone"),
+        (
+            ["parallel.tp_size=4", "parallel.sequence_parallel=true", "data.seq_length=1022", "cluster=h200"],
+            "`data.seq_length` must be a multiple of `parallel.tp_size` (4)",
+        ),
+    ],
+)
+def test_what_was_passed_over_is_refused(overrides: list[str], message: str) -> None:
+    assert message in refusal("model=gpt_2.5b", *overrides)
+
+
+def test_a_plan_sees_what_a_fidelity_sets_of_the_model() -> None:
+    """Without dropout there are no masks to keep."""
+    one = ("model=gpt_355m", "parallel.dp_size=1", "num_devices=1", "model.recompute=none", "cluster=h200")
+    plans = [planned(*one, f"fidelity={word}")["rank_memory_bytes"]["none"] for word in ("paper", "modern")]
+    assert plans[1]["activations"] < plans[0]["activations"] and plans[1]["weights"] == plans[0]["weights"]

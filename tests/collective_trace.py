@@ -1,0 +1,203 @@
+"""One training step of rank 0 in a world of any size, traced in one process: counts instead of numbers.
+
+Nothing is computed and nothing is sent: tensors have shapes and no storage, the process group swallows what it gets.
+The model, f, g and the loss are the real ones, so what is counted is what a real rank would do.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext, sample_dropout_keys
+from lmscale.planner.flops import scored_tokens
+
+_GROUP_PLACES = {"allreduce_": 1, "_allgather_base_": 2, "_reduce_scatter_base_": 2}  # of the group in the arguments
+# What a `SharedMemoryChannel` does of them; the group's name is the last argument.
+_OF_A_CHANNEL = {
+    "all_reduce": "allreduce_",
+    "all_gather": "_allgather_base_",
+    "reduce_scatter": "_reduce_scatter_base_",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective as a rank issued it.
+
+    Args:
+        kind: torch's name of the operation, `allreduce_` for an all-reduce, by whatever way.
+        group: `tensor`, `data` or `other`.
+        phase: what the rank was doing, such as `forward` or `backward` (which holds the recomputation).
+        shape, num_bytes: of the rank's tensor; all tensors together where one call takes several.
+    """
+
+    kind: str
+    group: str
+    phase: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+class CollectiveRecorder(TorchDispatchMode):
+    """While entered, notes every collective of this rank, real or fake, in `collectives`.
+
+    Args:
+        context: gives the groups their names. The caller sets `phase` where another one begins.
+    """
+
+    def __init__(self, context: ParallelContext) -> None:
+        super().__init__()
+        self.phase = "forward"
+        self.collectives: list[Collective] = []
+        groups = {"tensor": context.tp_group, "data": context.dp_group}
+        self._names = {group.group_name: name for name, group in groups.items() if group is not None}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional", "lmscale"):
+            # Of an all-gather or a reduce-scatter the larger of what goes in and what comes out.
+            given = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in (*args, result)]
+            tensors = max(given, key=lambda some: sum(t.numel() for t in some))
+            name = func.overloadpacket.__name__
+            self.collectives.append(
+                Collective(
+                    kind=_OF_A_CHANNEL[name] if func.namespace == "lmscale" else name,
+                    group=self._group_name(func, args),
+                    phase=self.phase,
+                    shape=tuple(tensors[0].shape) if len(tensors) == 1 else (sum(t.numel() for t in tensors),),
+                    num_bytes=sum(t.numel() * t.element_size() for t in tensors),
+                )
+            )
+        return result
+
+    def _group_name(self, func: Any, args: tuple) -> str:
+        if func.namespace == "lmscale":
+            return self._names.get(args[-1], "other")
+        if func.overloadpacket.__name__ not in _GROUP_PLACES:
+            return "other"
+        group = args[_GROUP_PLACES[func.overloadpacket.__name__]]
+        return self._names.get(dist.ProcessGroup.unbox(group).group_name, "other")
+
+
+@dataclass(frozen=True)
+class TraceReport:
+    """What rank 0 does in the forward and backward pass of one micro-batch.
+
+    Args:
+        model_parameters: of the whole model, replicated ones once; of the real modules.
+        rank_parameters: held by one rank.
+        collectives: every collective in order. The gradient's reduction over the data group is not among them: it
+            happens once a step, with the bytes of `rank_parameters`.
+        flops: of one rank, forward, backward and recomputation; a multiply-add counts as two, matrix products alone.
+        seconds: the trace took.
+    """
+
+    model_parameters: int
+    rank_parameters: int
+    collectives: tuple[Collective, ...]
+    flops: int
+    seconds: float
+
+    @property
+    def num_collectives(self) -> int:
+        """Collectives of all kinds and sizes."""
+        return len(self.collectives)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors handed to the collectives (the payload, not what a ring algorithm sends for it)."""
+        return sum(collective.num_bytes for collective in self.collectives)
+
+    def count(self) -> Counter[Collective]:
+        """How often each collective was issued, by kind, group, phase and size."""
+        return Counter(self.collectives)
+
+
+def trace_step(
+    config: TransformerConfig,
+    layout: ParallelConfig,
+    micro_batch_size: int,
+    seq_length: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> TraceReport:
+    """Count parameters, collectives and FLOPs of one micro-batch's forward and backward pass on rank 0 of `layout`.
+
+    A world of 512 takes one process, seconds and some hundred MB, whatever the size of the model.
+
+    Args:
+        config: of a GPT or a BERT; its `recompute` and dropouts are honoured.
+        micro_batch_size: sequences.
+        seq_length: tokens of a sequence.
+        dtype: of weights and activations.
+
+    Raises:
+        ValueError: `layout.tp_size` does not divide the model; a size below 1; a sequence longer than the positions.
+        RuntimeError: this process already belongs to a process group.
+
+    Source: section 5.1 for the configurations; the counting is ours.
+    """
+    config.check_tensor_parallel(layout.tp_size)
+    for name, size in (("micro_batch_size", micro_batch_size), ("seq_length", seq_length)):
+        if size < 1:
+            raise ValueError(f"`{name}` must be at least 1, but is {size}")
+    if dist.is_initialized():
+        raise RuntimeError("a trace needs a process without a process group, but one is initialised")
+    start = time.perf_counter()
+    dist.init_process_group("fake", rank=0, world_size=layout.world_size, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (layout.dp_size, layout.tp_size), mesh_dim_names=("data", "tensor"))
+        context = ParallelContext(
+            tp_size=layout.tp_size,
+            dp_size=layout.dp_size,
+            tp_group=mesh.get_group("tensor"),
+            dp_group=mesh.get_group("data"),
+            sequence_parallel=layout.cuts_sequence,
+        )
+        # The counter sees the matrix products of plain attention, not those inside torch's fused kernel for CPUs.
+        with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH):
+            model = build_model(config, context, seed=None, dtype=dtype)
+            with CollectiveRecorder(context) as recorder, FlopCounterMode(display=False) as counter:
+                loss = _micro_batch_loss(model, micro_batch_size, seq_length)
+                recorder.phase = "backward"
+                loss.backward()
+        return TraceReport(
+            model_parameters=_count(param.shard.full_shape for param in model.parameters()),
+            rank_parameters=_count(param.shape for param in model.parameters()),
+            collectives=tuple(recorder.collectives),
+            flops=counter.get_total_flops(),
+            seconds=time.perf_counter() - start,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def _count(shapes: Iterable[tuple[int, ...]]) -> int:
+    return sum(torch.Size(shape).numel() for shape in shapes)
+
+
+def _micro_batch_loss(model: nn.Module, micro_batch_size: int, seq_length: int) -> Tensor:
+    """Summed loss of a batch without contents."""
+    tokens = torch.zeros(micro_batch_size, seq_length, dtype=torch.int64)
+    keys = sample_dropout_keys(0, torch.arange(micro_batch_size))
+    if model.config.architecture == "gpt":
+        return model(tokens, tokens, keys)
+    is_real = torch.ones_like(tokens, dtype=torch.bool)
+    scored = torch.zeros(micro_batch_size * scored_tokens(model.config, seq_length), dtype=torch.int64)
+    loss, order_logits = model(tokens, tokens, is_real, tokens, keys, scored)
+    return loss + F.cross_entropy(order_logits.float(), tokens[:, 0], reduction="sum")

@@ -1,0 +1,105 @@
+import pytest
+import torch
+from paper_models import SIZES, paper_model
+
+from lmscale.config import NormOrder, TransformerConfig
+from lmscale.models import build_model, count_model_parameters
+from lmscale.parallel import ParallelContext
+from lmscale.planner.params import count_parameters, parameter_sizes
+
+NATURAL = {  # vocabulary of 50,257 (GPT) or 30,522 (BERT) rows
+    "gpt_355m": 354_823_168,
+    "gpt_1.2b": 1_212_031_488,
+    "gpt_2.5b": 2_488_598_400,
+    "gpt_4.2b": 4_196_936_448,
+    "gpt_8.3b": 8_314_143_744,
+    "bert_336m": 336_226_108,
+    "bert_752m": 751_431_484,
+    "bert_1.3b": 1_280_595_772,
+    "bert_3.9b": 3_869_081_404,
+}
+PADDED = {  # 51,200 or 30,720 rows
+    "gpt_355m": 355_788_800,
+    "gpt_1.2b": 1_213_479_936,
+    "gpt_2.5b": 2_490_408_960,
+    "gpt_4.2b": 4_199_109_120,
+    "gpt_8.3b": 8_317_040_640,
+    "bert_336m": 336_429_058,
+    "bert_752m": 751_685_122,
+    "bert_1.3b": 1_281_001_474,
+    "bert_3.9b": 3_869_588_482,
+}
+PADDED_TO_128 = {  # 50,304 or 30,592 rows, as Megatron-LM v1.0 on one GPU
+    "gpt_355m": 354_871_296,
+    "gpt_1.2b": 1_212_103_680,
+    "bert_336m": 336_297_858,
+    "bert_752m": 751_521_154,
+    "bert_1.3b": 1_280_739_202,
+    "bert_3.9b": 3_869_260_674,
+}
+LAYOUTS = [
+    (name, tp_size)
+    for name, (_, _, heads) in SIZES.items()
+    for tp_size in (2, 4, 8)
+    if heads % tp_size == 0  # 20 heads: not over 8
+]
+
+
+@pytest.mark.parametrize("expected, vocab_multiple", [(NATURAL, 1), (PADDED, 1024), (PADDED_TO_128, 128)])
+def test_every_paper_model_has_its_published_count(expected: dict[str, int], vocab_multiple: int) -> None:
+    counts = {name: count_parameters(paper_model(name, vocab_multiple=vocab_multiple)).total for name in expected}
+    assert counts == expected
+
+
+@pytest.mark.parametrize("name, tp_size", LAYOUTS)
+def test_the_shards_sum_to_the_whole_with_replicated_parameters_once(name: str, tp_size: int) -> None:
+    count = count_parameters(paper_model(name), tp_size)
+    assert tp_size * count.sharded_per_rank + count.replicated == count.total == PADDED[name]
+    assert count.per_rank == count.sharded_per_rank + count.replicated < count.total
+
+
+@pytest.mark.parametrize("name", ["gpt_2.5b", "bert_752m"])
+def test_twenty_heads_are_refused_over_eight_ranks(name: str) -> None:
+    with pytest.raises(ValueError, match=r"`num_attention_heads` must be a multiple of `tp_size` \(8\), but is 20"):
+        count_parameters(paper_model(name), 8)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_parts_sum_to_the_total(name: str) -> None:
+    count = count_parameters(paper_model(name))
+    assert sum(count.parts.values()) == count.total
+    assert min(count.parts.values()) > 0
+
+
+@pytest.mark.parametrize("name", ["gpt_355m", "bert_3.9b"])
+@pytest.mark.parametrize("tp_size, norm_order", [(1, NormOrder.PRE), (2, NormOrder.POST), (8, NormOrder.PRE)])
+def test_the_formula_counts_the_real_module(name: str, tp_size: int, norm_order: NormOrder) -> None:
+    config = paper_model(name, norm_order=norm_order)
+    count = count_parameters(config, tp_size)
+    assert count_model_parameters(config, tp_size) == (count.sharded_per_rank, count.replicated)
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "bert"])
+def test_an_mlp_of_another_width_is_counted_exactly(architecture: str) -> None:
+    config = TransformerConfig(
+        architecture=architecture,
+        num_layers=3,
+        hidden_size=36,
+        num_attention_heads=4,
+        vocab_size=97,
+        vocab_multiple=10,
+        max_position_embeddings=17,
+        ffn_hidden_size=58,
+    )
+    count = count_parameters(config, 2)
+    assert count_model_parameters(config, 2) == (count.sharded_per_rank, count.replicated)
+
+
+@pytest.mark.parametrize("tp_size", [1, 4])
+@pytest.mark.parametrize("norm_order", ["pre", "post"])
+@pytest.mark.parametrize("name", ["gpt_355m", "bert_336m"])
+def test_the_sizes_are_those_of_the_models_parameters(name: str, norm_order: str, tp_size: int) -> None:
+    config = paper_model(name, norm_order=norm_order)
+    with torch.device("meta"):
+        model = build_model(config, ParallelContext(tp_size=tp_size), seed=None)
+    assert sorted(parameter_sizes(config, tp_size)) == sorted(param.numel() for param in model.parameters())

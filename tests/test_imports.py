@@ -1,0 +1,166 @@
+"""Who may import whom, read from the source with `ast`; `python tests/test_imports.py` prints the table of the docs."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "src" / "lmscale"
+
+# Packages and modules of lmscale from the bottom up: what it is for, what it may import, what it must never import.
+FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf"}
+RULES: dict[str, tuple[str, set[str], set[str]]] = {
+    "config": ("every dataclass of every entry point, and every rule about sizes", {"planner"}, FRAMEWORKS),
+    "partition": ("how gradients and optimizer state are divided", set(), FRAMEWORKS),
+    "results": ("one run, one JSON record", set(), FRAMEWORKS),
+    "kernels": ("which kernels compute the layers; the only importer of apex", set(), FRAMEWORKS),
+    "planner": (
+        "parameters, FLOPs, memory, collectives, step time, plans",
+        {"config", "partition"},
+        FRAMEWORKS,
+    ),
+    "report": (
+        "the paper's numbers beside ours: ledger, tables, figures",
+        {"config", "planner", "results"},
+        FRAMEWORKS,
+    ),
+    "cli": ("what entry points share: Hydra in, one-line errors and exit codes out", set(), {"torch", "lightning"}),
+    "parallel": (
+        "tensor parallelism: f, g, layers, loss, norm, initialization, dropout",
+        set(),
+        FRAMEWORKS - {"torch"},
+    ),
+    "models": (
+        "BERT and GPT",
+        {"config", "kernels", "parallel"},
+        {"torch.distributed"} | FRAMEWORKS - {"torch"},
+    ),
+    "checkpoint": (
+        "checkpoints on disk: format, any layout, checksums, Hugging Face",
+        {"config", "models", "parallel"},
+        {"torch.distributed"} | FRAMEWORKS - {"torch"},
+    ),
+    "data": ("token files to samples", {"config"}, {"hydra", "omegaconf"}),
+    "corpus": ("raw text to token files", {"config", "data"}, FRAMEWORKS),
+    "evaluation": (
+        "zero-shot evaluation, scores, text generation",
+        {"config", "parallel", "models", "data", "checkpoint", "results", "report"},
+        FRAMEWORKS - {"torch"},
+    ),
+    "training": (
+        "pretraining: the step, the run around it, what goes to disk",
+        {"config", "partition", "results", "kernels", "planner", "parallel", "models", "checkpoint", "data"},
+        {"hydra", "omegaconf"},
+    ),
+    "finetune": (
+        "finetuning: heads, tasks and their data",
+        {"config", "results", "report", "parallel", "models", "checkpoint", "data", "evaluation", "training"},
+        {"hydra", "omegaconf"},
+    ),
+    "bench": ("our training step and others' on the same work", set(), {"hydra", "omegaconf"}),
+    "bench_config": ("what a benchmark is asked", {"config"}, FRAMEWORKS),
+}
+
+
+def module_name(path: Path) -> str:
+    """`lmscale.parallel.layers` of a file; a package's `__init__.py` is the package."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path, modules: set[str]) -> set[str]:
+    """Dotted names of the modules that a file imports, in functions too; of lmscale the files.
+
+    Args:
+        modules: all modules of lmscale.
+    """
+    package = module_name(path).split(".")
+    package = package if path.name == "__init__.py" else package[:-1]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:  # a module, or a name in one
+                longer = f"{start}.{alias.name}"
+                names.add(longer if longer in modules or not start.startswith("lmscale") else start)
+    return names
+
+
+FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+IMPORTS = {name: imports_of(path, set(FILES)) for name, path in FILES.items()}
+
+
+def part_of(name: str) -> str:
+    """The package or module on the top level: `parallel` of `lmscale.parallel.layers`."""
+    return name.split(".")[1] if "." in name else ""
+
+
+@pytest.mark.parametrize("part", RULES)
+def test_a_package_imports_only_what_it_may(part) -> None:
+    _, allowed, forbidden = RULES[part]
+    files = [name for name in FILES if part_of(name) == part]
+    assert files
+    for name in files:
+        prefixes = {".".join(found.split(".")[:n]) for found in IMPORTS[name] for n in (1, 2)}
+        assert not prefixes & forbidden, (name, prefixes & forbidden)
+        if part != "bench":  # races everything against everything
+            ours = {part_of(found) for found in IMPORTS[name] if found.startswith("lmscale")} - {part, ""}
+            assert ours <= allowed, (name, ours - allowed)
+
+
+def test_every_package_has_its_rule() -> None:
+    assert {part_of(name) for name in FILES} - {""} == set(RULES)
+
+
+def test_only_the_datamodule_of_the_data_package_knows_lightning() -> None:
+    found = {name for name in FILES if part_of(name) == "data" and "lightning" in IMPORTS[name]}
+    assert found == {"lmscale.data.datamodule"}
+
+
+KNOWN_CIRCLES = {"bench", "corpus", "training"}  # one each, to be untied
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    graph = {}
+    for name, imported in IMPORTS.items():
+        found = {other for other in imported if other in FILES}
+        # What is imported runs the `__init__` of its packages first, but for those this file lies in.
+        parents = {".".join(other.split(".")[:n]) for other in found for n in range(1, other.count(".") + 1)}
+        own = {".".join(name.split(".")[:n]) for n in range(1, name.count(".") + 2)}
+        graph[name] = (found | (parents & set(FILES))) - own if part_of(name) not in KNOWN_CIRCLES else set()
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_entry_scripts_are_thin() -> None:
+    for script in PACKAGE.parent.glob("*.py"):
+        assert len(script.read_text(encoding="utf-8").splitlines()) < 100, script.name
+
+
+def test_apex_is_imported_in_one_file() -> None:
+    found = {name for name, imported in IMPORTS.items() if any(other.split(".")[0] == "apex" for other in imported)}
+    assert found == {"lmscale.kernels"}
+
+
+def test_apex_is_never_a_pip_dependency() -> None:
+    text = (PACKAGE.parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert "apex" not in text
+
+
+def table() -> str:
+    """The rules as the docs show them."""
+    rows = ["| package | what it is for | may import | never |", "|---|---|---|---|"]
+    for part, (purpose, allowed, forbidden) in RULES.items():
+        cells = [", ".join(f"`{name}`" for name in sorted(names)) or "-" for names in (allowed, forbidden)]
+        rows.append(f"| `{part}` | {purpose} | {cells[0]} | {cells[1]} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())
