@@ -5,7 +5,7 @@ analysis/bench.py: `python analysis/gpu_trace.py model=gpt_1.2b precision=bf16 p
 from pathlib import Path
 
 import hydra
-from lmscale.door import open_door, run_task
+from lmscale.cli.entry_point import open_door, run_task
 from omegaconf import DictConfig
 
 from lmscale.bench_config import BenchConfig
