@@ -51,7 +51,7 @@ def _enter(rank: int, world_size: int, folder: str, worker: Callable, args: tupl
 
 
 def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:
-    """This rank's context in a (data, tensor) grid over the whole world, with the tensor ranks' communicator as in a run."""
+    """This rank's context in a (data, tensor) grid over the whole world, with the communicator of a real run."""
     mesh = init_device_mesh("cpu", (dp_size, tp_size), mesh_dim_names=("data", "tensor"))
     return ParallelContext(
         tp_rank=mesh.get_local_rank("tensor"),

@@ -9,8 +9,8 @@
     g   forward: all-reduce             backward: identity
 
 Between f and g is the parallel region: each rank works on its own columns of A and its own rows of B. Outside it all
-ranks hold the same tensors. An attention block has the same two operators (Figure 3 b), so a transformer layer costs two
-all-reduces in the forward pass and two in the backward pass.
+ranks hold the same tensors. An attention block has the same two operators (Figure 3 b), so a transformer layer costs
+two all-reduces in the forward pass and two in the backward pass.
 """
 
 import torch

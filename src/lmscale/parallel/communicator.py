@@ -1,8 +1,8 @@
 """What carries the bytes between tensor ranks: one small interface, so that f, g and the loss need not ask what it is.
 
 How to add a backend:
-1. Subclass `Communicator` and write its three collectives. If the backend works in the background, override the `begin_`
-   forms too.
+1. Subclass `Communicator` and write its three collectives. Override the `begin_` forms too, if the backend can work in
+   the background.
 2. Return it from `choose_communicator` (`context.py`), or pass it as `ParallelContext(tp_communicator=...)`.
 
 `tests/parallel/test_communicator.py` does so with a communicator that counts bytes.

@@ -39,8 +39,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, context: Parall
         returns [...] (fp32 for half logits, else their dtype), zero where the label is -100.
 
     Communicates:
-        forward three all-reduces of [...] over the tensor group (maximum; sum of exponentials; logit of the label), b x s
-        numbers instead of the b x s x v of gathered logits; backward nothing.
+        forward three all-reduces of [...] over the tensor group (maximum; sum of exponentials; logit of the label):
+        b x s numbers each, instead of the b x s x v of gathered logits; backward nothing.
 
     Source: section 3 (output embedding).
     """

@@ -125,7 +125,7 @@ def sequence_parallel_column_linear(
         products: `FullProducts` or `Float8Products`; what is communicated keeps its type.
 
     Communicates:
-        over the tensor group, forward one all-gather of [b, s, in]; backward the same again during the input's gradient,
+        over the tensor group, forward one all-gather of [b, s, in]; backward another one during the input's gradient,
         and one reduce-scatter of [b, s, in] during the weight's.
 
     Source: Korthikanti et al. 2022, section 4.2.2.

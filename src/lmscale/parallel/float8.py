@@ -1,8 +1,8 @@
 """Matrix products in float8 with one scale per tensor, computed from the tensor when it is used.
 
 Activations and weights are e4m3 (3 bits of mantissa, up to 448), gradients are e5m2 (2 bits, up to 57,344). A tensor is
-multiplied by (largest number of its type) / (largest magnitude of the tensor) and rounded; the product is divided again.
-Products accumulate in fp32; results have the type of the weight.
+multiplied by (largest number of its type) / (largest magnitude of the tensor) and rounded; the product is divided
+again. Products accumulate in fp32; results have the type of the weight.
 
 Legend: n rows, i and o the features of a linear.
 """

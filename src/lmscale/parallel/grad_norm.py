@@ -53,8 +53,8 @@ def global_gradient_norm(
     Communicates:
         one all-reduce of three numbers over the tensor group; with `context.zero1` another over the data group.
 
-    Source: section 4.2 (clipping of the global norm). Megatron-LM's `mpu/grads.py` counts replicated gradients on rank 0
-    only; here every rank adds 1/p of its own copy, so that an inf in any copy reaches all ranks.
+    Source: section 4.2 (clipping of the global norm). Megatron-LM's `mpu/grads.py` counts replicated gradients on rank
+    0 only; here every rank adds 1/p of its own copy, so that an inf in any copy reaches all ranks.
     """
     sums = _sums_of_squares(parameters, context, device)
     bad = (~sums.isfinite()).any().double()

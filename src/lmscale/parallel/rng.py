@@ -1,7 +1,7 @@
 """The two kinds of dropout randomness (appendix B.2).
 
 Outside the parallel region (embeddings, sublayer outputs) every tensor rank must drop the same elements. The mask is a
-hash of (seed, sample, site, position): it needs no state and is the same for every layout, micro-batch size and restart.
+hash of (seed, sample, site, position): it needs no state, and no layout, micro-batch size or restart changes it.
 Inside the region (attention probabilities) the ranks hold different heads and must draw different numbers. They use
 torch's default generator, seeded for each micro-batch by (seed, step, micro-step, data rank, tensor rank).
 

@@ -1,8 +1,9 @@
 """Sequence parallelism: outside the parallel region each rank holds only its own positions of the sequence.
 
-A tensor [b, s, h] outside the region is cut over the sequence: rank r holds positions r s/p to (r + 1) s/p. f becomes an
-all-gather and g a reduce-scatter, which together move the bytes of one all-reduce. The column-parallel linear layer has
-its all-gather in `fast_linear.py`. Without `context.sequence_parallel` the functions below change nothing.
+A tensor [b, s, h] outside the region is cut over the sequence: rank r holds positions r s/p to (r + 1) s/p. f becomes
+an all-gather and g a reduce-scatter, which together move the bytes of one all-reduce. The column-parallel linear layer
+has its all-gather in `fast_linear.py`. Without `context.sequence_parallel`, `reduce_to_sequence_shard` is g and the
+other functions return their input.
 
 Source: Korthikanti et al. 2022, section 4.2.2.
 """

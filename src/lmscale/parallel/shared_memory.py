@@ -29,9 +29,9 @@ class SharedMemoryChannel(Communicator):
     """Collectives on CPU tensors between the ranks of one group on one host; made by `open_channel`.
 
     Every rank has two slots in memory that all ranks have mapped. A rank writes its piece into one slot, signals the
-    others through sockets, waits for their signals, and reads all ranks' slots. Sums are in rank order, so all ranks get
-    the same bits. The slots alternate: when a rank writes into one again, every rank that read it has signalled since.
-    Memory and sockets have no name in any file system: they disappear with the last process, however it ends.
+    others through sockets, waits for their signals, and reads all ranks' slots. Sums are in rank order, so all ranks
+    get the same bits. The slots alternate: when a rank writes into one again, every rank that read it has signalled
+    since. Memory and sockets have no name in any file system: they disappear with the last process, however it ends.
     torch.compile sees each collective as one operation.
 
     Args:
