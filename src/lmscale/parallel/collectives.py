@@ -1,16 +1,18 @@
-"""The conjugate operators f and g of the paper's Figure 3.
+"""The conjugate operators f and g of the paper's Figure 3, here around an MLP on two ranks.
 
-          x [b, s, h]            X A_1 -> GeLU -> Y_1 B_1
-    rank 0  ------->  f  ------------------------------------->  g  ------->  z [b, s, h]
-                      |          X A_2 -> GeLU -> Y_2 B_2        |
-    rank 1  ------->  f  ------------------------------------->  g  ------->  z
+              +--> X A_1 --> GeLU --> Y_1 B_1 --+   rank 0
+    X --> f --|                                 |--> g --> Z
+              +--> X A_2 --> GeLU --> Y_2 B_2 --+   rank 1
 
-    f   forward: identity               backward: all-reduce of the gradient
-    g   forward: all-reduce             backward: identity
+              A = [A_1, A_2]     B = [B_1; B_2]
+
+         forward       backward
+    f    identity      all-reduce
+    g    all-reduce    identity
 
 Between f and g is the parallel region: each rank works on its own columns of A and its own rows of B. Outside it all
-ranks hold the same tensors. An attention block has the same two operators (Figure 3 b), so a transformer layer costs
-two all-reduces in the forward pass and two in the backward pass.
+ranks hold the same X and Z. Around attention f and g stand the same way (Figure 3 b), so a transformer layer costs two
+all-reduces in the forward pass and two in the backward pass.
 """
 
 import torch

@@ -21,7 +21,8 @@ class ParallelContext:
     many and must not communicate; it serves counting and tests.
 
     Args:
-        tp_communicator: carries the collectives of the tensor group; without one, `tp_group` does.
+        tp_communicator: carries the collectives of the tensor group (`choose_communicator`); `tp_group` does if none is
+            given, and one rank needs none.
         sequence_parallel: outside the parallel region the tensors are cut over the sequence; needs tp_size > 1.
         zero1: each data rank holds the optimizer state of only the parameters it owns; needs dp_size > 1.
 

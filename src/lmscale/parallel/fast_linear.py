@@ -1,10 +1,10 @@
-"""Faster forms of the two cut linear layers; `ColumnParallelLinear` and `RowParallelLinear` choose theirs here.
+"""Faster forms of `ColumnParallelLinear` and `RowParallelLinear`, which choose theirs here.
 
-They have the results and gradients of the plain forms (`layers.py`). What differs:
+`tests/parallel/test_layers.py` holds them equal to the plain forms in `layers.py`. What differs:
 - tp_size > 1: f's all-reduce runs while the weight's gradient is computed.
 - Sequence parallelism: an all-gather and a reduce-scatter replace f's all-reduce, and only this rank's positions of the
   input are kept for the backward pass.
-- float8: the products are rounded (`float8.py`).
+- float8: the operands of the products are rounded (`float8.py`), which changes results within the error of float8.
 """
 
 from collections.abc import Callable

@@ -26,7 +26,7 @@ class ColumnParallelLinear(nn.Module):
         `fast_linear.sequence_parallel_column_linear`.
 
     Attributes:
-        fast: a faster form of the two lines of `forward`, with the same results; None uses those lines.
+        fast: a faster form of `forward`'s last two lines (`fast_linear.py`), or None.
 
     Source: section 3, Figure 3.
     """
@@ -61,7 +61,7 @@ class RowParallelLinear(nn.Module):
         as g: forward one all-reduce of [..., out] over the tensor group; or as `reduce_to_sequence_shard`.
 
     Attributes:
-        fast: a faster form of the two lines of `forward`, with the same results; None uses those lines.
+        fast: a faster form of `forward`'s last two lines (`fast_linear.py`), or None.
 
     Source: section 3, Figure 3.
     """
