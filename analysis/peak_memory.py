@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from lmscale.config import TransformerConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext, layers, sample_dropout_keys
+from lmscale.parallel import ParallelContext, replicated_layers, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
 from lmscale.planner.job import Job, Layout, rank_memory
 from lmscale.results import new_record, record_argument, write_record
@@ -231,7 +231,7 @@ def measure_traced(case: Case) -> int:
         _world("fake", case.tp_size) as contexts,
         FakeTensorMode(),
         patch.object(torch.nn.functional, "scaled_dot_product_attention", _gpu_attention),
-        patch.object(layers, "_sums_in_half", lambda x: False),
+        patch.object(replicated_layers, "sums_in_half", lambda x: False),
     ):
         return measure(case, contexts[case.sequence_parallel] if case.tp_size > 1 else ParallelContext())
 

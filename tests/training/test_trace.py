@@ -112,7 +112,7 @@ CASES = [
 
 def _record_real(rank: int, sequence_parallel: bool) -> list:
     # Over the backend, as in the fake world; test_shared_memory.py compares the channel's bytes with it.
-    changes = {"sequence_parallel": sequence_parallel, "tp_channel": None}
+    changes = {"sequence_parallel": sequence_parallel, "tp_communicator": None}
     context, recorded = dataclasses.replace(make_context(tp_size=2), **changes), []
     for case in CASES:
         config = small_config(**case)

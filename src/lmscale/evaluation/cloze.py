@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..models import GPT
-from ..parallel.collectives import sum_over_data_ranks
+from ..parallel.data_collectives import sum_over_data_ranks
 from .lambada import Passage
 from .scoring import score_places
 

@@ -37,7 +37,7 @@ from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
 from ..data.tokenizer import Tokenizer, load_published_tokenizer
 from ..models import build_model
-from ..parallel import ParallelContext, open_channel
+from ..parallel import ParallelContext, choose_communicator
 
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank that waits longer ends with an error
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "encoder.json")
@@ -75,8 +75,8 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu") -> P
         ValueError: the world of the environment (`WORLD_SIZE`) is not tp_size x dp_size.
 
     Communicates:
-        makes the groups of the grid, tensor ranks next to each other as in training, and on a CPU the channel of the
-        tensor ranks (`open_channel`).
+        makes the groups of the grid, tensor ranks next to each other as in training, and on a CPU what they
+        communicate through (`choose_communicator`).
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != tp_size * dp_size:
@@ -98,7 +98,7 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu") -> P
         dp_size=dp_size,
         tp_group=mesh.get_group("tensor"),
         dp_group=mesh.get_group("data"),
-        tp_channel=open_channel(mesh.get_group("tensor"), TIMEOUT),
+        tp_communicator=choose_communicator(mesh.get_group("tensor"), TIMEOUT),
     )
 
 

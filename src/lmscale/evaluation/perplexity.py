@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..models import GPT
-from ..parallel.collectives import sum_over_data_ranks
+from ..parallel.data_collectives import sum_over_data_ranks
 from .scoring import score_places
 from .windows import Windows
 

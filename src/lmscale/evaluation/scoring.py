@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..models import GPT
 from ..parallel import ParallelContext, vocab_parallel_cross_entropy, vocab_parallel_logits
-from ..parallel.collectives import max_over_tensor_ranks
 
 PLACES_AT_ONCE = 1024  # whose logits are in memory together: 0.2 GB in fp32 at 51,200 columns
 _NO_ID = 2**53  # above every id, exact in fp64
@@ -57,7 +56,7 @@ def vocab_parallel_argmax(logits: Tensor, context: ParallelContext) -> Tensor:
         two all-reduces (maximum) of [n] over the tensor group.
     """
     value, index = logits.max(dim=-1)  # of equal ones the first
-    largest = max_over_tensor_ranks(value, context)
+    largest = context.tp_communicator.all_reduce(value, "max")
     ids = (index + context.tp_rank * logits.shape[-1]).double()
     ids = torch.where(value == largest, ids, float(_NO_ID))
-    return -max_over_tensor_ranks(-ids, context).long()
+    return -context.tp_communicator.all_reduce(-ids, "max").long()

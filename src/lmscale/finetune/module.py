@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..checkpoint import CheckpointError, CheckpointReader, checkpoint_name
 from ..config.finetune import FinetuneConfig
 from ..parallel import ParallelContext, sample_dropout_keys, seed_rank_generator
-from ..parallel.collectives import sum_over_data_ranks
+from ..parallel.data_collectives import sum_over_data_ranks
 from ..training.runtime.exit_codes import DIVERGED, DONE
 from ..training.runtime.watchdog import Watchdog
 from ..training.step.module import DTYPES

@@ -99,7 +99,7 @@ class SelfAttention(nn.Module):
 
     Communicates:
         forward one all-reduce of [b, s, h] (g of the projection), backward one (f of QKV), over the tensor group; with
-        sequence parallelism see `column_linear`.
+        sequence parallelism see `sequence_parallel_column_linear`.
 
     Source: section 3, Figure 3 b.
     """

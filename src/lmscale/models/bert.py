@@ -32,7 +32,7 @@ class MaskedLanguageModelHead(nn.Module):
         super().__init__()
         self.config, self.context = config, context
         self.dense = ReplicatedLinear(config.hidden_size, config.hidden_size, context, config.initializer_std)
-        self.norm = LayerNorm(config.hidden_size, config.norm_eps, context, sees_shard=False)
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps, context, grad_is_partial=False)
         self.bias = parameter(context, (config.padded_vocab_size,), shard_dim=0)
 
     def forward(self, hidden: Tensor, word_embedding: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def build_model(
     if kernels.float8:  # not the heads: their products are few, or decide the loss
         for module in model.transformer.layers.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                module.in_float8 = True
+                module.use_float8()
     if kernels.compiles:
         model.compile_layers(kernels.cuda_graphs)
     return model

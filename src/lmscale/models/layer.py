@@ -25,7 +25,7 @@ class TransformerLayer(nn.Module):
 
     Communicates:
         over the tensor group, all-reduces of [b, s, h]: two forward (g), two backward (f); with sequence parallelism
-        all-gathers and reduce-scatters in their place, see `column_linear`.
+        all-gathers and reduce-scatters in their place, see `sequence_parallel_column_linear`.
 
     Source: sections 3 and 5.3, Figure 7.
     """

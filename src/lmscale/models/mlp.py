@@ -19,7 +19,7 @@ class MLP(nn.Module):
 
     Communicates:
         forward one all-reduce of [b, s, h] (g), backward one (f), over the tensor group; with sequence parallelism see
-        `column_linear`.
+        `sequence_parallel_column_linear`.
 
     Source: section 3, Figure 3 a.
     """
@@ -37,12 +37,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inner = self.up(x)  # [b, s, 4h/p]
         if self.recompute_gelu and self.training:
-            # The product is inside so that its input, the GELU's output, need not be kept; checkpoint stops when it
-            # has that input again, so the product itself is not repeated.
-            partial = checkpoint(self._gelu_and_multiply, inner, use_reentrant=False, preserve_rng_state=False)
-        else:
-            partial = self._gelu_and_multiply(inner)
-        return self.down.reduce(partial)
+            # The linear layer is inside so that its input, the GELU's output, is not kept. The recomputation stops as
+            # soon as it has that input again: neither the product nor g's all-reduce is repeated.
+            return checkpoint(self._gelu_and_down, inner, use_reentrant=False, preserve_rng_state=False)
+        return self._gelu_and_down(inner)
 
-    def _gelu_and_multiply(self, x: Tensor) -> Tensor:
-        return self.down.multiply(F.gelu(x, approximate=self.gelu_approximation))
+    def _gelu_and_down(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(x, approximate=self.gelu_approximation))

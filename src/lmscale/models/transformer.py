@@ -55,7 +55,7 @@ class Transformer(nn.Module):
         std, hidden = config.initializer_std, config.hidden_size
         self.config, self.context, self.replays = config, context, False
         self.word_embedding = VocabParallelEmbedding(config.vocab_size, config.padded_vocab_size, hidden, context, std)
-        table = {"init": "normal", "std": std, "sees_shard": context.sequence_parallel}
+        table = {"init": "normal", "std": std, "grad_is_partial": context.sequence_parallel}
         self.position_embedding = parameter(context, (config.max_position_embeddings, hidden), **table)
         if config.architecture == "bert":
             self.token_type_embedding = parameter(context, (NUM_TOKEN_TYPES, hidden), **table)

@@ -119,7 +119,7 @@ def describe_channel(context: ParallelContext, accelerator: str) -> str:
     """How the tensor ranks of a CPU add up; empty where there is one or they are GPUs."""
     if context.tp_size == 1 or accelerator != "cpu":
         return ""
-    return ", adding up through " + ("gloo" if context.tp_channel is None else "shared memory")
+    return f", adding up through {context.tp_communicator.backend}"
 
 
 def describe_options(run: RunConfig, config: TransformerConfig, layout: ParallelConfig) -> str:

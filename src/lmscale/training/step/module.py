@@ -17,7 +17,7 @@ from ...data.certificate import digest_of_samples, digest_text
 from ...kernels import PLAIN, Kernels
 from ...models import build_model
 from ...parallel import ParallelContext, sample_dropout_keys, seed_rank_generator
-from ...parallel.collectives import sum_over_data_ranks
+from ...parallel.data_collectives import sum_over_data_ranks
 from ...planner.flops import model_flops_per_step
 from ..runtime.exit_codes import DIVERGED, DONE
 from ..runtime.watchdog import Watchdog
