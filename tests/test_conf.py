@@ -55,10 +55,7 @@ def compose_train(*overrides: str) -> dict:
 
 def build(values: dict) -> tuple[RunConfig, TransformerConfig]:
     run = RunConfig.from_dict({**values, "run_dir": "/somewhere"})
-    sizes = {key: value for key, value in run.model.items() if key != "name"}
-    if sizes["vocab_size"] is None:
-        sizes["vocab_size"] = TINY_VOCAB_SIZE
-    return run, TransformerConfig(**sizes)
+    return run, run.model.with_vocab_size(TINY_VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("group, choice", CHOICES)
@@ -124,7 +121,7 @@ def test_every_model_has_the_recipe_of_its_name() -> None:
 @pytest.mark.parametrize("model", GROUPS["model"])
 def test_a_model_states_every_size_of_the_transformer(model: str) -> None:
     stated = set(compose_train(f"model={model}")["model"])
-    assert stated == {field.name for field in dataclasses.fields(TransformerConfig)} | {"name"}
+    assert stated == {field.name for field in dataclasses.fields(TransformerConfig)}
 
 
 @pytest.mark.parametrize(

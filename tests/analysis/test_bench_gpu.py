@@ -64,7 +64,7 @@ def test_every_command_composes_into_a_typed_configuration(tmp_path) -> None:
         ("h200_2.5b_fp8_seed_1234", "fp8", 200),
         *((f"h200_2.5b_bf16_seed_{seed}", "bf16", 200) for seed in (1234, 1235, 1236)),
     ]
-    assert runs[0].model["recompute"] == "auto" and "optimizer.moments=bf16" in trains[0]
+    assert runs[0].model.recompute == "auto" and "optimizer.moments=bf16" in trains[0]
 
 
 def test_a_peer_that_is_not_given_is_said_and_the_script_goes_on() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from lmscale.config.cluster import Cluster
 from lmscale.config.from_dict import build
-from lmscale.planner.cluster import Cluster
 from lmscale.report.entries import all_entries
 from lmscale.report.evidence import KINDS, Context
 from lmscale.report.ledger_rows import kinds, ledger, short_form

@@ -67,6 +67,8 @@ def to_plain(value: object) -> object:
         return {_key(f): to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, Enum):
+        return value.value
     return list(value) if isinstance(value, (list, tuple)) else value
 
 

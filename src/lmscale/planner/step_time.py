@@ -11,8 +11,8 @@ kernels really make.
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config.cluster import Calibration, Cluster
 from ..partition import part_sizes
-from .cluster import Calibration, Cluster
 from .communication import micro_batch_collectives
 from .flops import scored_tokens
 from .memory import BYTES, FP32_BYTES

@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import dataclass, fields
+from pathlib import Path
 
-from ..config.checks import require_positive
-from .memory import GIB
+from .checks import require_positive
+from .from_dict import build
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
 EVIDENCE = ("fitted", "measured", "modelled")
@@ -121,7 +122,7 @@ class Cluster:
     @property
     def usable_bytes(self) -> int:
         """Memory of one device that tensors may take."""
-        return int((self.memory_gib - self.reserved_gib) * GIB)
+        return int((self.memory_gib - self.reserved_gib) * 2**30)
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Dense peak of one device in FLOP/s.
@@ -149,3 +150,28 @@ def _require_above_zero(owner: object, *names: str) -> None:
         value = getattr(owner, name)
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"`{name}` must be above 0, but is {value!r}")
+
+
+def load_cluster(path: Path) -> Cluster:
+    """The cluster of a file, of conf/cluster or of one's own.
+
+    Raises:
+        ValueError: no such file, not YAML with keys, or a key or value that cannot be.
+    """
+    return build(Cluster, read_cluster(path), "cluster.")
+
+
+def read_cluster(path: Path) -> dict:
+    """The keys of a cluster's file, without `path`."""
+    import yaml  # for a file of one's own alone: Hydra has read the others
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"`cluster.path` must be a file that can be read, but is {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = f" line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+        raise ValueError(f"`cluster.path` must be a YAML file, but {path}{where} is not") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"`cluster.path` must be a YAML file of keys as in conf/cluster, but is {path}")
+    return {key: value for key, value in values.items() if key != "path"}
