@@ -10,7 +10,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lmscale.cli.entry_point import hydra_files, open_door, run_task
+from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 
 # On a CPU torch keeps a kernel with its buffers for each of the last 1,024 shapes; batches of similar length have many
 # shapes, which came to gigabytes. Read as torch is loaded; 128 is as fast.
@@ -55,4 +55,4 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    open_door(main, short={"task": "finetune_task@task", "fidelity": "finetune_fidelity", "sweep": "finetune_sweep"})
+    run_hydra_main(main)

@@ -5,7 +5,7 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.cli.entry_point import open_door, run_task
+from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.config.generate import GenerateConfig
 
 
@@ -31,4 +31,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    open_door(main, literal=("ckpt", "prompt", "file", "out", "tokenizer.path"))
+    run_hydra_main(main, literal=("ckpt", "prompt", "file", "out", "tokenizer.path"))

@@ -5,7 +5,7 @@ import json
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.cli.entry_point import open_door, run_task
+from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.config.plan import PlanConfig
 from lmscale.planner.plan_table import format_plan, format_ranking, plan_to_dict, ranking_to_dict
 from lmscale.planner.question import plan_layout, rank
@@ -34,4 +34,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    open_door(main)
+    run_hydra_main(main)

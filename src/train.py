@@ -1,12 +1,14 @@
 """Pretrain BERT or GPT: `python src/train.py model=bert_3.9b parallel.tp_size=2`; see conf/train.yaml for every key."""
 
 import dataclasses
+import re
+import sys
 from functools import partial
 
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.cli.entry_point import hydra_files, open_door, run_task
+from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 
 
 def train(values: dict, files: dict[str, str]) -> None:
@@ -33,4 +35,6 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    open_door(main, short={"resume": "resume.path"})
+    # `resume=X` is short for `resume.path=X`: Hydra alone would put the text in the place of the whole group.
+    sys.argv = [re.sub("^resume=", "resume.path=", arg) for arg in sys.argv]
+    run_hydra_main(main)

@@ -13,7 +13,7 @@ from door import environment
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lmscale.cli.entry_point import look_up
+from lmscale.cli.conf_files import look_up
 from lmscale.config.pretrain import RunConfig
 from lmscale.report.figures.model_size import draw_laws, draw_model_sizes
 from lmscale.report.power_law import fit_power_law

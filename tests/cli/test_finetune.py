@@ -95,9 +95,9 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
     """The README's, from files: two texts in a table, one text in lines of JSON; then as every other task."""
     folder, overrides = places
     text = (REPOSITORY / "finetune/README.md").read_text(encoding="utf-8")
-    (tmp_path / "finetune_task").mkdir()
-    example = text.split("```yaml outputs/conf/finetune_task/rte.yaml\n")[1].split("```")[0]
-    (tmp_path / "finetune_task/rte.yaml").write_text(example, encoding="utf-8")
+    (tmp_path / "task").mkdir()
+    example = text.split("```yaml outputs/conf/task/rte.yaml\n")[1].split("```")[0]
+    (tmp_path / "task/rte.yaml").write_text(example, encoding="utf-8")
     labels = ("entailment", "not_entailment")
     rows = [[str(n), sentence(n, 4), sentence(n + 50, 3), labels[n % 3 % 2]] for n in range(20)]
     table = "\n".join("\t".join(row) for row in [["index", "sentence1", "sentence2", "label"], *rows])
@@ -160,7 +160,7 @@ def test_the_other_doors_say_what_they_miss(tmp_path) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_composes_with_every_row_of_table_6(task: str, size: str) -> None:
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        composed = compose("finetune", [f"finetune_task@task={task}", f"size={size}", "ckpt=x"])
+        composed = compose("finetune", [f"task={task}", f"size={size}", "ckpt=x"])
     values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     run = FinetuneConfig.from_dict({**values, "run_dir": "/somewhere"})
     table = {
@@ -178,7 +178,7 @@ def test_every_task_composes_with_every_row_of_table_6(task: str, size: str) -> 
 @pytest.mark.parametrize("sweep, jobs", [("finetune_search", 25), ("five_seeds", 5)])
 def test_sweeps_are_grids_of_the_protocol(sweep: str, jobs: int) -> None:
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        composed = compose("finetune", [f"finetune_sweep={sweep}", "ckpt=x"], return_hydra_config=True)
+        composed = compose("finetune", [f"sweep={sweep}", "ckpt=x"], return_hydra_config=True)
     count = 1
     for values in composed.hydra.sweeper.params.values():
         count *= len(str(values).split(","))
