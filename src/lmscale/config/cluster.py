@@ -16,6 +16,11 @@ class Peaks:
     """Dense matrix-product peaks of one device in TFLOP/s; None where it has no such type.
 
     Args:
+        fp64: of fp64 products.
+        fp32: of fp32 products.
+        bf16: of bf16 products.
+        fp16: of fp16 products.
+        fp8: of float8 products.
         tf32: of fp32 products where `trainer.matmul_precision` lets them run in TF32; no type of its own.
     """
 
@@ -66,7 +71,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of equal devices.
+    """`cluster=`: a cluster of equal devices; `cluster.path=FILE` reads all these keys from a file of your own.
 
     Args:
         name: short.

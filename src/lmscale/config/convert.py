@@ -63,7 +63,7 @@ class ConvertConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "ConvertConfig":
-        """Build from plain values; `run_dir` and `overrides`, which the door adds, are not part of a conversion.
+        """Build from plain values; `run_dir` and `overrides`, which the entry point adds, are not part of a conversion.
 
         Raises:
             ValueError: an unknown key, a missing one or a value of another type.

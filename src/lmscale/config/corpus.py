@@ -28,7 +28,9 @@ class SourceConfig:
     Args:
         kind: `local` (files) or `huggingface` (a dataset by name).
         path: a file or folder for `local`: text, JSONL (also .gz, .zst), parquet, tar.
-        name, subset, split: for `huggingface`.
+        name: of the dataset for `huggingface`.
+        subset: of the dataset, its configuration.
+        split: of the dataset.
         text_field: field of a JSONL line, parquet row or dataset row that holds the text.
         weight: share of training samples, relative to the other sources' weights; None weighs by tokens.
         undecodable: bytes that are not UTF-8: `fall_back` to cp1252 and Latin-1, `replace` by U+FFFD, or `refuse`.
@@ -92,7 +94,8 @@ class DedupConfig:
     Args:
         jaccard: documents at least this similar are duplicates; None leaves near-duplicates in.
         ngram: words of a shingle.
-        bands, rows: of the LSH; a pair of similarity j becomes a candidate with probability 1 - (1 - j^rows)^bands.
+        bands: of the LSH; a pair of similarity j becomes a candidate with probability 1 - (1 - j^rows)^bands.
+        rows: of one band of the LSH.
         largest_bucket: documents that share one band value are compared all with all up to this number; in a larger
             bucket each with its neighbour and the first only, which is counted.
     """
@@ -118,6 +121,10 @@ class EvaluationSetConfig:
     Args:
         form: `wikitext` (articles under ` = Title = ` lines) or `records` (one text a row or line).
         path: a local file; None loads `name` from the Hugging Face hub or its cache.
+        name: of the dataset on the hub.
+        subset: of the dataset, its configuration.
+        split: of the dataset.
+        text_field: field of a row that holds the text.
     """
 
     form: str
@@ -155,9 +162,12 @@ class LauncherConfig:
     """`launcher=`: `local` processes, or jobs of a `slurm` or `ray` cluster.
 
     Args:
+        kind: `local`, `slurm` or `ray`.
         workers: tasks at a time; None takes the machine's cores (local) or sets no limit (clusters).
-        partition, time, memory_gb, sbatch: of Slurm jobs: partition, time limit, memory of a task in GB, and further
-            options of sbatch.
+        partition: of Slurm jobs.
+        time: limit of a Slurm job.
+        memory_gb: memory of a task in GB.
+        sbatch: further options of sbatch, by name.
     """
 
     kind: str
@@ -233,7 +243,7 @@ class PrepareConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "PrepareConfig":
-        """Build from plain values; `run_dir` and `overrides`, which the door adds, are not part of it.
+        """Build from plain values; `run_dir` and `overrides`, which the entry point adds, are not part of it.
 
         Raises:
             ValueError: an unknown key, a missing one or a value of another type.

@@ -20,15 +20,17 @@ class TaskConfig:
     Args:
         name: one of `TASKS`, or with `columns` and `labels` any other, of small letters, digits and underscores.
         train: file or folder in the official layout, or `hub:<split>`; None where nothing is trained.
-        validation, test: sets to score by name, each such a place or null; `test` needs no labels. Other sets than
-            `validation` choose nothing: no threshold, no checkpoint.
-        hub_name, hub_subset: data set on the Hugging Face hub, for places that begin with `hub:`.
+        validation: sets to score by name, each such a place or null; they choose thresholds and checkpoints.
+        test: further sets to score by name, which need no labels and choose nothing.
+        hub_name: data set on the Hugging Face hub, for places that begin with `hub:`.
+        hub_subset: its configuration.
         max_seq_length: tokens of an input, [CLS] and [SEP] included; what is longer loses the tail of its second text
             (SQuAD: goes over to further windows).
         max_qa_length: RACE: tokens of question and option together; what is longer loses its tail.
-        doc_stride, max_query_length: SQuAD: tokens from the start of a window to the start of the next; tokens of a
-            question.
-        max_answer_length, num_best: SQuAD: longest answer in tokens; candidates that are kept for each question.
+        doc_stride: SQuAD: tokens from the start of a window to the start of the next.
+        max_query_length: SQuAD: tokens of a question.
+        max_answer_length: SQuAD: longest answer in tokens.
+        num_best: SQuAD: candidates that are kept for each question.
         null_threshold: SQuAD 2.0: "no answer" is said where it scores above the best answer by more than this; None:
             by what is best on the first validation set.
         columns: a task of one's own: the table's names of the columns `id` (null: the number of the row), `first` and
@@ -116,7 +118,11 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class TokenizerPath:
-    """`tokenizer=`: the checkpoint's own unless `path` (tokenizer.json, vocab.txt, or a folder) says another."""
+    """`tokenizer=`: the checkpoint's own unless `path` says another.
+
+    Args:
+        path: tokenizer.json, vocab.txt, or a folder with one; None: the checkpoint's own.
+    """
 
     path: str | None = None
 
@@ -137,7 +143,8 @@ class FinetuneTrainer:
         max_skipped_steps: steps in a row without a finite gradient before the run fails.
         save: write a checkpoint at the end.
         log_every_steps: steps between rows of metrics.csv.
-        num_threads: CPU threads of a rank; None: the cores over the local ranks.
+        accelerator: `auto` (a GPU where there is one), `cpu` or `gpu`.
+        num_threads: CPU threads per rank; None: the cores over the local ranks.
         matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
     """
 
@@ -187,16 +194,20 @@ class FinetuneConfig:
     """One finetuning of a BERT.
 
     Args:
-        name, run_dir: of the run in its record; Hydra's folder.
+        name: of the run in its record.
+        run_dir: Hydra's run folder.
         ckpt: checkpoint of ours at any layout (pretrained, imported or finetuned), or a folder with `step_*.ckpt`.
         size: row of Table 6.
         from_scratch: draw all weights from the seed; the checkpoint gives sizes and tokenizer. A control.
         new_pooler: draw the pooler from the seed where the checkpoint has none that was trained.
-        micro_batch_size, global_batch_size: examples (questions of RACE, windows of SQuAD) of a rank's forward pass
-            and of a step over all ranks. The last step of an epoch has what is left.
+        micro_batch_size: examples (questions of RACE, windows of SQuAD) per rank and forward pass.
+        global_batch_size: examples of a step over all ranks; the last step of an epoch has what is left.
         cache_dir: of encoded inputs.
-        hidden_dropout, attention_dropout: None: the checkpoint's.
+        hidden_dropout: of sublayer outputs; None: the checkpoint's.
+        attention_dropout: of attention probabilities; None: the checkpoint's.
         head_dropout: before the head; None: the hidden one.
+        attention: `sdpa`, or `exact`, whose dropout does not depend on the layout.
+        recompute: `none`, `selective` or `full`; see the model's key in pretraining.
         seed: of the head, the order and dropout.
         objective: metric that the run returns to a searching sweeper; None: the task's own.
         fidelity: whose word the points where paper and released code differ were set by.

@@ -52,17 +52,23 @@ class TransformerConfig:
     Args:
         architecture: `gpt` (causal, tanh GELU by default) or `bert` (bidirectional, with pooler, masked-LM and
             sentence-order heads).
+        num_layers: transformer layers (L).
+        hidden_size: width of the model (h).
+        num_attention_heads: attention heads (n) per layer; must divide `hidden_size`.
         vocab_size: number of token ids the model may meet and predict; None until the tokenizer is known. The weight
             holds `padded_vocab_size` rows; the rows beyond are zero, never predicted and never updated.
         vocab_multiple: rows are padded to a multiple of this, the same at every layout, so that initialisation and
             checkpoints do not depend on `tp_size`. 1,024 gives the paper's 51,200 and 30,720; 1 means no padding.
         max_position_embeddings: longest sequence in tokens.
         ffn_hidden_size: width of the MLP; None means 4 h, the paper's.
-        norm_order, layer_norm_eps: None as eps means the published value of the order: 1e-5 pre, 1e-12 post.
+        norm_order: where LayerNorm stands: `pre` (the paper's, Figure 7 b) or `post` (the original BERT, Figure 7 a).
+        layer_norm_eps: None means the published value of the order: 1e-5 pre, 1e-12 post.
         gelu: `tanh` (GPT-2) or `erf` (BERT); None means that of the architecture.
-        hidden_dropout, attention_dropout, embedding_dropout: probabilities, applied to both sublayer outputs, to the
-            softmax's probabilities, and to the embedding sum; None as embedding_dropout means hidden_dropout.
-        initializer_std, scale_residual_init: N(0, std); sublayer output weights by 1/sqrt(2 L) more (section 4.2).
+        hidden_dropout: probability of dropping an element of a sublayer's output.
+        attention_dropout: probability of dropping an attention probability.
+        embedding_dropout: probability of dropping an element of the embedding sum; None means `hidden_dropout`.
+        initializer_std: weights are drawn from N(0, std) (section 4.2).
+        scale_residual_init: scale the output weights of sublayers at initialization by 1/sqrt(2 L) (section 4.2).
         attention: `sdpa` (torch's fused kernels where the device has them) or `exact`: plain softmax(QK^T/sqrt(d))V,
             whose dropout mask does not depend on the layout.
         recompute: activation checkpointing: `none`, `selective`, `full`, or `auto`, which a run's preflight check and

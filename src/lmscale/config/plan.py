@@ -18,7 +18,11 @@ _OF_THE_ENTRY_POINT = ("run_dir", "overrides")
 
 @dataclass(frozen=True)
 class PlanData:
-    """`data=`: as much of it as costs something."""
+    """`data=`: as much of it as costs something.
+
+    Args:
+        seq_length: tokens of a sequence.
+    """
 
     seq_length: int
 
@@ -31,10 +35,13 @@ class PlanConfig:
     """One question to the planner.
 
     Args:
+        name: shown above the answer.
         model: its sizes.
         parallel: sizes or `auto`: the smallest power of two that fits, as in a run; the largest dp_size the devices and
             the batch allow.
         cluster: where it would run.
+        micro_batch_size: sequences per rank and forward pass.
+        global_batch_size: sequences of one optimizer step.
         num_devices: the job may use; None: all of the cluster. A search uses exactly as many, with None as many as any
             layout can.
         best: rank all layouts instead of planning one.

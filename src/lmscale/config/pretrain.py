@@ -32,7 +32,11 @@ class LoggerConfig:
     """`logger=`: metrics.csv is always written; TensorBoard and Weights & Biases by choice.
 
     Args:
+        log_every_steps: optimizer steps between rows of metrics.csv.
         layer_grad_norms: also report the gradient's norm of the embedding, of each layer and of what follows them.
+        tensorboard: write TensorBoard events.
+        wandb: log to Weights & Biases; needs the wandb package.
+        project: of Weights & Biases.
     """
 
     log_every_steps: int = 1
@@ -53,6 +57,9 @@ class RunConfig:
         name: short name of the run in its record.
         run_dir: Hydra's run folder, absolute.
         model: its sizes; `vocab_size` None stands for the tokenizer's.
+        micro_batch_size: sequences per rank and forward pass.
+        global_batch_size: sequences of one optimizer step, over all ranks and accumulated micro-batches.
+        seed: of initial weights, sample order and dropout.
         max_restarts: how often a job whose rank died starts again, from its newest good checkpoint; only where lmscale
             starts the ranks (torchrun has its own `--max-restarts`).
         loss_reduction: `token_mean` divides by the scored tokens of the global batch; `mean_of_means` averages the

@@ -14,6 +14,12 @@ class OptimizerConfig:
     """`optimizer=`: AdamW with the paper's groups (section 4.2): no decay on biases and LayerNorms.
 
     Args:
+        lr: peak learning rate.
+        beta1: decay rate of the first moment.
+        beta2: decay rate of the second moment.
+        eps: added to the denominator of the update.
+        weight_decay: decoupled weight decay.
+        max_grad_norm: gradients are clipped to this global norm; None: they are not.
         moments: `fp32` (fp64 for fp64 weights), or `bf16`: half the bytes, rounded at random after every update.
     """
 
@@ -42,7 +48,15 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """`schedule=`: warm-up and decay of the learning rate, in optimizer updates; see `training/step/schedule.py`."""
+    """`schedule=`: warm-up and decay of the learning rate; see `training/step/schedule.py`.
+
+    Args:
+        decay: `cosine`, `linear` or `constant`.
+        warmup_steps: optimizer steps of linear warm-up.
+        decay_steps: optimizer step at which the decay ends.
+        min_lr: learning rate at the end of the decay.
+        formula: `paper`, or `megatron_v1` as its released code computes it: the first update at rate 0.
+    """
 
     decay: str
     warmup_steps: int
@@ -90,7 +104,7 @@ class TrainerConfig:
         max_skipped_steps: steps in a row that may be skipped for a gradient that is not finite, before the run stops
             with a diagnosis; those that fp16's loss scale answers by halving itself are not counted.
         check_replicas_every_steps: how often the ranks compare hashes of what must be equal on them; 0: never.
-        num_threads: CPU threads a rank, at most the machine's cores; None shares them between the local ranks.
+        num_threads: CPU threads per rank, at most the machine's cores; None shares them between the local ranks.
         matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
         profiler: `torch` writes a trace of the 4th to 6th step of a start into the run folder's `profile`, from the
             tensor ranks of data rank 0; None: no profile.
@@ -167,10 +181,13 @@ def require_matmul_precision(value: str) -> None:
 class PrecisionConfig:
     """`precision=`: type of weights, activations and gradients. Half types keep fp32 masters in the optimizer.
 
-    fp8 is bf16 but for the products of the layers' linears, which are in float8; see `parallel/float8.py`.
-
-    The loss scale (section 4.2) serves fp16 alone: it starts at `initial_loss_scale`, doubles after
-    `loss_scale_window` clean steps and halves after `hysteresis` overflows, never below `min_loss_scale`.
+    Args:
+        dtype: `fp64`, `fp32`, `bf16`, `fp16`, or `fp8`: bf16 but for the products of the layers' linears, which are in
+            float8; see `parallel/float8.py`.
+        initial_loss_scale: first loss scale (section 4.2); fp16 alone has one.
+        loss_scale_window: steps without overflow after which the loss scale doubles.
+        hysteresis: overflows after which the loss scale halves.
+        min_loss_scale: the loss scale never falls below it.
     """
 
     dtype: str
@@ -204,11 +221,12 @@ class CheckpointConfig:
     """`checkpoint=`: when to save, what to keep, and what to do when it cannot be written.
 
     Args:
-        save_every_steps, save_every_minutes: either or both; 0 and None: only at the end.
-        save_last: one at the end of the run.
-        keep_last: newest kept; None: all.
-        keep_best: this many of lowest validation loss are kept besides, and a new best one is saved as soon as it is
-            validated; None: the loss does not matter.
+        save_every_steps: optimizer steps between checkpoints; 0: none by the number of steps.
+        save_every_minutes: minutes of wall time between checkpoints; None: none by the clock.
+        save_last: save one at the end of the run.
+        keep_last: number of newest checkpoints kept; None: all.
+        keep_best: number of checkpoints of lowest validation loss kept besides; a new best one is saved as soon as it
+            is validated. None: the loss does not matter.
         async_ (key `async`): write in the background; training waits only for a copy to host memory.
         on_error: `continue` training when a checkpoint cannot be written (the run then ends with exit code 74 unless a
             later one can), or `stop` at once.

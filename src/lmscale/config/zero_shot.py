@@ -16,6 +16,7 @@ class WikiText103Config:
     """`task=wikitext103`: perplexity of the words of a WikiText file.
 
     Args:
+        name: of the task.
         path: the file with its words cut apart (`wiki.test.tokens`), whole and as it was published.
         stride: targets that a window adds to those of the window before; the paper's overlap.
         window: tokens the model reads at once.
@@ -39,7 +40,8 @@ class LambadaConfig:
     """`task=lambada`: accuracy on the last words of passages.
 
     Args:
-        path: the passages, one a line.
+        name: of the task.
+        path: the passages, one per line.
         form: of the file, `openai` (JSON lines of written text) or `original` (lower case, words cut apart).
         stop_word_filter: report also the accuracy where no stop word may be the first token of an answer.
 
@@ -71,6 +73,7 @@ class ZeroShotConfig:
         count_only: print what would be scored, and stop.
         micro_batch_tokens: of a forward pass, at most (one window or passage may have more).
         precision: its `dtype` is that of weights and arithmetic.
+        accelerator: `auto` (a GPU where there is one), `cpu` or `gpu`.
 
     Raises:
         ValueError: a value that cannot be.
@@ -100,7 +103,7 @@ class ZeroShotConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "ZeroShotConfig":
-        """Build from nested plain values; `overrides`, which the door adds, are not part of an evaluation.
+        """Build from nested plain values; `overrides`, which the entry point adds, are not part of an evaluation.
 
         Raises:
             ValueError: an unknown key, a missing one or a value of another type, with its dotted name.
