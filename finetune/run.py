@@ -19,10 +19,10 @@ for _cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
 
 
 def finetune(values: dict, files: dict[str, str]) -> None:
-    """Check everything, then start the ranks (or join those that torchrun or srun started).
+    """Build the config and the job, then start the ranks (or join those of torchrun or srun).
 
     Args:
-        files: what goes into the run folder as the training starts, texts by path.
+        files: texts by path, written into the run folder when training starts.
     """
     from lmscale.config.finetune import FinetuneConfig
 
@@ -49,7 +49,7 @@ def objective(cfg: DictConfig) -> float | None:
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="finetune")
 def main(cfg: DictConfig) -> float | None:
-    """Entry of Hydra, once for each job of a sweep."""
+    """Hydra's entry, called once per job of a sweep."""
     run_task(partial(finetune, files=hydra_files(cfg)), cfg)
     return objective(cfg)
 

@@ -294,5 +294,5 @@ def test_tp_size_auto_does_not_choose_what_the_host_cannot_hold(monkeypatch, dp_
     monkeypatch.setattr(preflight, "host_memory_available", lambda: int(1.01 * needed))
     assert preflight.resolve_layout(request, job, None, "cpu").tp_size == 1
     monkeypatch.setattr(preflight, "host_memory_available", lambda: int(0.99 * needed))
-    with pytest.raises(ValueError, match="`parallel.tp_size`=auto found none"):
+    with pytest.raises(ValueError, match=r"no tp_size fits \(`parallel.tp_size`=auto\)"):
         preflight.resolve_layout(request, job, None, "cpu")

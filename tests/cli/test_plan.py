@@ -202,7 +202,7 @@ def test_a_cluster_of_ones_own_is_read_from_its_file(tmp_path) -> None:
         (["num_devices=4", "parallel.tp_size=8", "parallel.dp_size=1"], ["at most the 4 devices", "but is 8 x 1"]),
         (
             ["global_batch_size=1", "parallel.tp_size=auto"],
-            ["auto found none", "parallel.tp_size=8 parallel.dp_size=1"],
+            ["no tp_size fits", "parallel.tp_size=8 parallel.dp_size=1"],
         ),
         (
             ["find_recompute=false", "model.attention=exact", *PAPER],

@@ -1,10 +1,9 @@
 """Machines that models are trained on: what their makers say of them, and how fast training runs on them."""
 
-import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from .checks import require_positive
+from .checks import require_above_zero, require_not_negative, require_one_of, require_positive
 from .from_dict import build
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
@@ -32,7 +31,7 @@ class Peaks:
     tf32: float | None = None
 
     def __post_init__(self) -> None:
-        _require_above_zero(self, *(spec.name for spec in fields(self) if getattr(self, spec.name) is not None))
+        require_above_zero(self, *(spec.name for spec in fields(self) if getattr(self, spec.name) is not None))
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,11 @@ class Calibration:
     sources: str
 
     def __post_init__(self) -> None:
-        if self.evidence not in EVIDENCE:
-            raise ValueError(f"`evidence` must be one of {', '.join(EVIDENCE)}, but is {self.evidence!r}")
+        require_one_of(self, "evidence", EVIDENCE)
         if not 0 < self.matmul_share <= 1:
             raise ValueError(f"`matmul_share` must be above 0 and at most 1, but is {self.matmul_share!r}")
-        if not self.layer_overhead_ms >= 0:
-            raise ValueError(f"`layer_overhead_ms` must be at least 0, but is {self.layer_overhead_ms!r}")
-        _require_above_zero(self, "elementwise_factor", "tensor_bandwidth_gb_s", "data_bandwidth_gb_s")
+        require_not_negative(self, "layer_overhead_ms")
+        require_above_zero(self, "elementwise_factor", "tensor_bandwidth_gb_s", "data_bandwidth_gb_s")
 
 
 @dataclass(frozen=True)
@@ -106,16 +103,15 @@ class Cluster:
 
     def __post_init__(self) -> None:
         require_positive(self, "num_devices", "devices_per_node")
-        _require_above_zero(self, "memory_gib", "memory_bandwidth_gb_s")
+        require_above_zero(self, "memory_gib", "memory_bandwidth_gb_s")
         if not 0 <= self.reserved_gib < self.memory_gib:
             raise ValueError(
                 f"`reserved_gib` must be at least 0 and below `memory_gib` ({self.memory_gib}), "
                 f"but is {self.reserved_gib!r}"
             )
-        if not self.latency_us >= 0:
-            raise ValueError(f"`latency_us` must be at least 0, but is {self.latency_us!r}")
+        require_not_negative(self, "latency_us")
         if self.watts is not None:
-            _require_above_zero(self, "watts")
+            require_above_zero(self, "watts")
         if not self.dtypes:
             raise ValueError("`peaks` must name the rate of one type at least, but all are null")
 
@@ -148,13 +144,6 @@ class Cluster:
         inside = num_devices <= self.devices_per_node
         rate = self.calibration.tensor_bandwidth_gb_s if inside else self.calibration.data_bandwidth_gb_s
         return rate * 1e9
-
-
-def _require_above_zero(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"`{name}` must be above 0, but is {value!r}")
 
 
 def load_cluster(path: Path) -> Cluster:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from .checks import require_positive
+from .checks import require_fraction, require_not_negative, require_one_of, require_positive
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,12 @@ class DataConfig:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("embedded", "local", "huggingface", "indexed"):
-            raise ValueError(f"`data.kind` must be one of embedded, local, huggingface, indexed, but is {self.kind!r}")
-        if self.undecodable not in ("refuse", "replace"):
-            raise ValueError(f"`data.undecodable` must be one of refuse, replace, but is {self.undecodable!r}")
+        require_one_of(self, "kind", ("embedded", "local", "huggingface", "indexed"))
+        require_one_of(self, "undecodable", ("refuse", "replace"))
         require_positive(self, "seq_length", "max_ngram")
         if self.validation_every < 2:
             raise ValueError(f"`data.validation_every` must be at least 2, but is {self.validation_every}")
-        if self.num_workers < 0:
-            raise ValueError(f"`data.num_workers` must be at least 0, but is {self.num_workers}")
+        require_not_negative(self, "num_workers")
         if self.validation_path is not None and self.kind not in ("local", "indexed"):
             raise ValueError(
                 f"`data.validation_path` must be null unless `data` is local or indexed, but is "
@@ -94,9 +91,7 @@ class DataConfig:
             self._check_path(name)
         if self.kind == "indexed":
             self.split_shares()  # refuses what are no shares
-        for name in ("short_seq_probability", "mask_probability"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"`data.{name}` must be at least 0 and below 1, but is {getattr(self, name)!r}")
+        require_fraction(self, "short_seq_probability", "mask_probability")
 
     def split_shares(self) -> tuple[float, float, float]:
         """Shares of training, validation and test documents of an indexed dataset, adding up to 1.

@@ -3,7 +3,15 @@
 import re
 from dataclasses import dataclass, field
 
-from .checks import require_fraction, require_positive
+from .checks import (
+    ACCELERATORS,
+    MATMUL_PRECISIONS,
+    require_fraction,
+    require_not_negative,
+    require_one_of,
+    require_positive,
+    require_seed,
+)
 from .from_dict import build, to_plain
 from .pretrain import ParallelRequest
 from .training import FORMULAS, OptimizerConfig, PrecisionConfig, ScheduleConfig, require_moments_fit
@@ -39,7 +47,7 @@ class TaskConfig:
         table_6: what Table 6 says for this task by size of the model; conf/finetune.yaml takes the chosen one's.
 
     Raises:
-        ValueError: an unknown name, lengths that leave no room, a stride that would leave tokens out.
+        ValueError: an unknown name, lengths that leave no space for the text, a stride that would leave tokens out.
     """
 
     name: str
@@ -77,11 +85,11 @@ class TaskConfig:
             require_positive(self, "max_qa_length")
         if self.name in ("squad_v1", "squad_v2"):
             require_positive(self, "doc_stride", "max_query_length", "max_answer_length", "num_best")
-            room = self.max_seq_length - self.max_query_length - 3
-            if self.doc_stride > room:
+            longest_stride = self.max_seq_length - self.max_query_length - 3
+            if self.doc_stride > longest_stride:
                 raise ValueError(
-                    f"`doc_stride` must be at most {room} (max_seq_length - max_query_length - 3), or windows would "
-                    f"leave tokens out, but is {self.doc_stride}"
+                    f"`doc_stride` must be at most {longest_stride} (max_seq_length - max_query_length - 3), "
+                    f"or windows would leave tokens out, but is {self.doc_stride}"
                 )
         for sets in (self.validation, self.test):
             wrong = [place for place in sets.values() if place is not None and not isinstance(place, str)]
@@ -163,30 +171,20 @@ class FinetuneTrainer:
     matmul_precision: str = "medium"
 
     def __post_init__(self) -> None:
-        if self.num_epochs < 0:
-            raise ValueError(f"`num_epochs` must be at least 0, but is {self.num_epochs}")
+        require_not_negative(self, "num_epochs", "max_skipped_steps")
         require_fraction(self, "warmup_fraction")
         require_positive(self, "pool_batches", "scoring_batch_size", "log_every_steps")
-        if self.max_skipped_steps < 0:
-            raise ValueError(f"`max_skipped_steps` must be at least 0, but is {self.max_skipped_steps}")
         for name in ("max_train_examples", "num_threads"):
             if getattr(self, name) is not None:
                 require_positive(self, name)
-        if self.schedule_formula not in FORMULAS:
-            raise ValueError(
-                f"`schedule_formula` must be one of {', '.join(FORMULAS)}, but is {self.schedule_formula!r}"
-            )
+        require_one_of(self, "schedule_formula", FORMULAS)
         if self.schedule_formula == "megatron_v1" and self.warmup_fraction > 0.5:  # it would rise above the peak
             raise ValueError(
                 "`warmup_fraction` must be at most 0.5 with `schedule_formula`=megatron_v1, "
                 f"but is {self.warmup_fraction}"
             )
-        if self.accelerator not in ("auto", "cpu", "gpu"):
-            raise ValueError(f"`accelerator` must be one of auto, cpu, gpu, but is {self.accelerator!r}")
-        if self.matmul_precision not in ("highest", "high", "medium"):
-            raise ValueError(
-                f"`matmul_precision` must be one of highest, high, medium, but is {self.matmul_precision!r}"
-            )
+        require_one_of(self, "accelerator", ACCELERATORS)
+        require_one_of(self, "matmul_precision", MATMUL_PRECISIONS)
 
 
 @dataclass(frozen=True)
@@ -247,8 +245,7 @@ class FinetuneConfig:
         for name in ("hidden_dropout", "attention_dropout", "head_dropout"):
             if getattr(self, name) is not None:
                 require_fraction(self, name)
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
+        require_seed(self)
         if self.trainer.num_epochs and self.task.train is None:
             raise ValueError("`task.train` must be given where `trainer.num_epochs` is above 0, but is null")
         if not self.task.scored_sets():

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from .checks import require_positive
+from .checks import ACCELERATORS, require_one_of, require_positive, require_seed
 from .from_dict import build
 from .training import PrecisionConfig
 
-ACCELERATORS = ("auto", "cpu", "gpu")
 LEAST_TEMPERATURE = 1e-4
 
 
@@ -133,12 +132,10 @@ class GenerateConfig:
         require_positive(self, "num_samples", "micro_batch_size")
         if self.max_new_tokens is not None:
             require_positive(self, "max_new_tokens")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
+        require_seed(self)
         if not self.stream and (self.out is None or self.interactive):
             raise ValueError("`stream` must be true where the text would go nowhere else, but is false")
-        if self.accelerator not in ACCELERATORS:
-            raise ValueError(f"`accelerator` must be one of {', '.join(ACCELERATORS)}, but is {self.accelerator!r}")
+        require_one_of(self, "accelerator", ACCELERATORS)
         _ = self.sampling  # its rules
 
     @property

@@ -6,7 +6,7 @@ wrong type are refused here, before any process starts. Below the entry point on
 
 from dataclasses import dataclass, field
 
-from .checks import require_positive
+from .checks import require_not_negative, require_one_of, require_positive, require_seed
 from .data import DataConfig, TokenizerConfig
 from .from_dict import build, keys_of, to_plain
 from .layout import BatchConfig, ParallelRequest
@@ -103,22 +103,19 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "global_batch_size")
-        choices = {"loss_reduction": LOSS_REDUCTIONS, "dropout_seeds": DROPOUT_SEEDS}
-        choices |= {"fidelity": FIDELITIES, "kernels": KERNELS}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"`{name}` must be one of {', '.join(known)}, but is {getattr(self, name)!r}")
+        require_one_of(self, "loss_reduction", LOSS_REDUCTIONS)
+        require_one_of(self, "dropout_seeds", DROPOUT_SEEDS)
+        require_one_of(self, "fidelity", FIDELITIES)
+        require_one_of(self, "kernels", KERNELS)
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"`compile` must be true, false or auto, but is {self.compile!r}")
-        if self.max_restarts < 0:
-            raise ValueError(f"`max_restarts` must be at least 0, but is {self.max_restarts}")
+        require_not_negative(self, "max_restarts")
         if self.checkpoint.keep_best is not None and not self.trainer.validate_every_steps:
             raise ValueError(
                 "`checkpoint.keep_best` must be null where `trainer.validate_every_steps` is 0, "
                 f"but is {self.checkpoint.keep_best}"
             )
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
+        require_seed(self)
         self.schedule.check_peak(self.optimizer.lr)
         require_moments_fit(self.optimizer.moments, self.precision.dtype)
         self._check_sizes()

@@ -2,7 +2,15 @@
 
 from dataclasses import dataclass
 
-from .checks import require_positive
+from .checks import (
+    ACCELERATORS,
+    MATMUL_PRECISIONS,
+    require_above_zero,
+    require_fraction,
+    require_not_negative,
+    require_one_of,
+    require_positive,
+)
 
 TRACED_UP_TO = 6  # the last step that `trainer.profiler` keeps
 FORMULAS = ("paper", "megatron_v1")  # of the learning rate
@@ -32,18 +40,10 @@ class OptimizerConfig:
     moments: str = "fp32"
 
     def __post_init__(self) -> None:
-        if not self.lr >= 0:
-            raise ValueError(f"`optimizer.lr` must be at least 0, but is {self.lr!r}")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"`optimizer.max_grad_norm` must be above 0 or null, but is {self.max_grad_norm!r}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"`optimizer.{name}` must be at least 0 and below 1, but is {getattr(self, name)!r}")
-        if not self.eps > 0:
-            raise ValueError(f"`optimizer.eps` must be above 0, but is {self.eps!r}")
-        require_moments(self.moments)
-        if not self.weight_decay >= 0:
-            raise ValueError(f"`optimizer.weight_decay` must be at least 0, but is {self.weight_decay!r}")
+        require_not_negative(self, "lr", "weight_decay")
+        require_fraction(self, "beta1", "beta2")
+        require_above_zero(self, "eps", *([] if self.max_grad_norm is None else ["max_grad_norm"]))
+        require_one_of(self, "moments", ("fp32", "bf16"))
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,11 @@ class ScheduleConfig:
     formula: str = "paper"
 
     def __post_init__(self) -> None:
-        if self.decay not in ("cosine", "linear", "constant"):
-            raise ValueError(f"`schedule.decay` must be one of cosine, linear, constant, but is {self.decay!r}")
-        if self.formula not in FORMULAS:
-            raise ValueError(f"`schedule.formula` must be one of {', '.join(FORMULAS)}, but is {self.formula!r}")
+        require_one_of(self, "decay", ("cosine", "linear", "constant"))
+        require_one_of(self, "formula", FORMULAS)
         require_positive(self, "decay_steps")
-        # Longer than the run is allowed: a short trial of a long recipe never leaves the warm-up.
-        if self.warmup_steps < 0:
-            raise ValueError(f"`schedule.warmup_steps` must be at least 0, but is {self.warmup_steps}")
-        if not self.min_lr >= 0:
-            raise ValueError(f"`schedule.min_lr` must be at least 0, but is {self.min_lr!r}")
+        # A warm-up longer than the run is allowed: a short trial of a long recipe never leaves it.
+        require_not_negative(self, "warmup_steps", "min_lr")
         if self.formula == "megatron_v1" and 2 * self.warmup_steps > self.decay_steps:  # it would rise above the peak
             raise ValueError(
                 f"`schedule.warmup_steps` must be at most half of `schedule.decay_steps` ({self.decay_steps}) with "
@@ -141,14 +136,9 @@ class TrainerConfig:
                 f"`trainer.stop_after_steps` must be at most `trainer.max_steps` ({self.max_steps}), "
                 f"but is {self.stop_after_steps}"
             )
-        if self.validate_every_steps < 0:
-            raise ValueError(f"`trainer.validate_every_steps` must be at least 0, but is {self.validate_every_steps}")
-        for name in ("max_skipped_steps", "check_replicas_every_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`trainer.{name}` must be at least 0, but is {getattr(self, name)}")
-        if self.accelerator not in ("auto", "cpu", "gpu"):
-            raise ValueError(f"`trainer.accelerator` must be one of auto, cpu, gpu, but is {self.accelerator!r}")
-        require_matmul_precision(self.matmul_precision)
+        require_not_negative(self, "validate_every_steps", "max_skipped_steps", "check_replicas_every_steps")
+        require_one_of(self, "accelerator", ACCELERATORS)
+        require_one_of(self, "matmul_precision", MATMUL_PRECISIONS)
 
 
 def require_moments_fit(moments: str, dtype: str) -> None:
@@ -159,22 +149,6 @@ def require_moments_fit(moments: str, dtype: str) -> None:
     """
     if moments == "bf16" and dtype == "fp64":
         raise ValueError("`optimizer.moments` must be fp32 with precision=fp64, but is 'bf16'")
-
-
-def require_moments(moments: str) -> None:
-    """Refuse a type that AdamW's moments cannot be kept in.
-
-    Raises:
-        ValueError: neither fp32 nor bf16.
-    """
-    if moments not in ("fp32", "bf16"):
-        raise ValueError(f"`optimizer.moments` must be fp32 or bf16, but is {moments!r}")
-
-
-def require_matmul_precision(value: str) -> None:
-    """Refuse what torch.set_float32_matmul_precision does not know."""
-    if value not in ("highest", "high", "medium"):
-        raise ValueError(f"`trainer.matmul_precision` must be one of highest, high, medium, but is {value!r}")
 
 
 @dataclass(frozen=True)
@@ -197,8 +171,7 @@ class PrecisionConfig:
     min_loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"`precision.dtype` must be one of {', '.join(DTYPES)}, but is {self.dtype!r}")
+        require_one_of(self, "dtype", DTYPES)
         require_positive(self, "loss_scale_window", "hysteresis")
         if not 0 < self.min_loss_scale <= self.initial_loss_scale:
             raise ValueError(
@@ -241,15 +214,13 @@ class CheckpointConfig:
     on_error: str = "continue"
 
     def __post_init__(self) -> None:
-        if self.save_every_steps < 0:
-            raise ValueError(f"`checkpoint.save_every_steps` must be at least 0, but is {self.save_every_steps}")
-        if self.save_every_minutes is not None and not self.save_every_minutes > 0:
-            raise ValueError(f"`checkpoint.save_every_minutes` must be above 0, but is {self.save_every_minutes!r}")
+        require_not_negative(self, "save_every_steps")
+        if self.save_every_minutes is not None:
+            require_above_zero(self, "save_every_minutes")
         for name in ("keep_last", "keep_best"):
             if getattr(self, name) is not None:
                 require_positive(self, name)
-        if self.on_error not in ("continue", "stop"):
-            raise ValueError(f"`checkpoint.on_error` must be one of continue, stop, but is {self.on_error!r}")
+        require_one_of(self, "on_error", ("continue", "stop"))
 
 
 @dataclass(frozen=True)
@@ -269,7 +240,6 @@ class ResumeConfig:
     weights_only: bool = False
 
     def __post_init__(self) -> None:
-        if self.schedule not in ("assert", "keep", "override"):
-            raise ValueError(f"`resume.schedule` must be one of assert, keep, override, but is {self.schedule!r}")
+        require_one_of(self, "schedule", ("assert", "keep", "override"))
         if self.weights_only and self.path in ("none", "auto"):
             raise ValueError(f"`resume.path` must be a checkpoint where `resume.weights_only`=true, but is {self.path}")

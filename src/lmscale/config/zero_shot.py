@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from .checks import require_positive
+from .checks import ACCELERATORS, require_one_of, require_positive
 from .from_dict import build, to_plain
-from .generate import ACCELERATORS, GenerateTokenizer
+from .generate import GenerateTokenizer
 from .layout import ParallelConfig
 from .training import PrecisionConfig
 
@@ -54,8 +54,7 @@ class LambadaConfig:
     stop_word_filter: bool = False
 
     def __post_init__(self) -> None:
-        if self.form not in LAMBADA_FORMS:
-            raise ValueError(f"`form` must be one of {', '.join(LAMBADA_FORMS)}, but is {self.form!r}")
+        require_one_of(self, "form", LAMBADA_FORMS)
 
 
 TASKS = {"wikitext103": WikiText103Config, "lambada": LambadaConfig}
@@ -96,8 +95,7 @@ class ZeroShotConfig:
             raise ValueError("`parallel.sequence_parallel` must be false for an evaluation, but is true")
         if self.parallel.zero1:
             raise ValueError("`parallel.zero1` must be false for an evaluation, which has no optimizer, but is true")
-        if self.accelerator not in ACCELERATORS:
-            raise ValueError(f"`accelerator` must be one of {', '.join(ACCELERATORS)}, but is {self.accelerator!r}")
+        require_one_of(self, "accelerator", ACCELERATORS)
         if self.ckpt is None and not self.count_only:
             raise ValueError("`ckpt` must be given, unless count_only=true")
 

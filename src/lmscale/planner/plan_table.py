@@ -58,16 +58,16 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
     lines = [
         f"{name} on {plan.num_devices:,} of {cluster.name} ({cluster.device})",
         f"  {plan.overrides}",
-        f"  {plan.job.dtype}, {plan.num_micro_batches} micro-batch(es) a rank and step, "
+        f"  {plan.job.dtype}, {plan.num_micro_batches} micro-batch(es) per rank and step, "
         f"global batch {plan.job.global_batch_size:,} x {plan.job.seq_length:,} tokens",
         "",
-        f"  {'parameters':<32}{plan.num_parameters:>20,}   a rank {plan.rank_parameters:,}",
-        f"  {'FLOPs a step, model':<32}{short_number(plan.model_flops):>20}",
-        f"  {'FLOPs a step, hardware':<32}{short_number(plan.hardware_flops):>20}",
+        f"  {'parameters':<32}{plan.num_parameters:>20,}   per rank {plan.rank_parameters:,}",
+        f"  {'FLOPs per step, model':<32}{short_number(plan.model_flops):>20}",
+        f"  {'FLOPs per step, hardware':<32}{short_number(plan.hardware_flops):>20}",
         "",
         *_memory_lines(plan),
         "",
-        f"  {'collectives of a rank and step':<58}{'kind':<15}{'group':>7}{'count':>8}{'MiB each':>11}{'GiB':>10}",
+        f"  {'collectives per rank and step':<58}{'kind':<15}{'group':>7}{'count':>8}{'MiB each':>11}{'GiB':>10}",
         *(
             f"    {a.phase + ': ' + a.what:<56}{a.kind.replace('_', '-'):<15}{a.group:>7}"
             f"{a.count:>8,}{a.num_bytes / 2**20:>11,.3f}{a.total_bytes / GIB:>10,.3f}"
@@ -108,8 +108,8 @@ _EVIDENCE = {
 
 
 def _memory_lines(plan: Plan) -> list[str]:
-    """A rank's bytes by part, a column for each recomputation mode; the plan's own is marked."""
-    title = f"memory of a rank, GiB ({plan.usable_bytes / GIB:.1f} usable)"
+    """Bytes per rank by part, one column per recomputation mode; the plan's own is marked."""
+    title = f"memory per rank, GiB ({plan.usable_bytes / GIB:.1f} usable)"
     heads = [mode.value + ("*" if mode is plan.recompute else "") for mode in Recompute]
     lines = [f"  {title:<44}" + "".join(f"{head:>12}" for head in heads)]
     estimates = [plan.memory[mode] for mode in Recompute]
@@ -153,7 +153,7 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
     for plan in ranking.too_large:
         lines.append(
             f"   refused: tp {plan.layout.tp_size} x dp {plan.layout.dp_size} needs at least "
-            f"{plan.needed_bytes / GIB:.1f} GiB a rank, {plan.missing_bytes / GIB:.1f} more than the "
+            f"{plan.needed_bytes / GIB:.1f} GiB per rank, {plan.missing_bytes / GIB:.1f} more than the "
             f"{plan.usable_bytes / GIB:.1f} there are (micro_batch_size={plan.job.micro_batch_size}, "
             f"recompute={plan.recompute.value})"
         )

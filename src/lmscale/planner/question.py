@@ -124,7 +124,7 @@ def _resolve_layout(question: PlanConfig, job: Job) -> ParallelConfig:
         if found is not None:
             return found
     raise ValueError(
-        "`parallel.tp_size`=auto found none: no power of two divides the model and fits; "
+        "no tp_size fits (`parallel.tp_size`=auto): no power of two divides the model and fits; "
         f"{suggest_layout(job, resolved(1), machine)}"
     )
 

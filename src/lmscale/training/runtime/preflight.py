@@ -1,4 +1,4 @@
-"""Everything that can be refused before a process is started or a tensor allocated."""
+"""The checks before a process is started or a tensor allocated."""
 
 import dataclasses
 import importlib.util
@@ -19,7 +19,7 @@ from ...planner.memory import GIB
 from ..output.resuming import find_checkpoint
 from .launch import World, resolve_accelerator, world_from_outside
 
-WORKERS_PER_CORE = 4  # loader processes that wait for a disk may be more than the cores
+WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
 FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 SAMPLE_OVERHEAD_BYTES = 1024  # Python objects of one sequence: a dict of arrays and its reference in the data order
 
@@ -82,8 +82,8 @@ def check_host(run: RunConfig, layout: ParallelConfig, world: World | None) -> N
     """Refuse threads, loader processes and batches beyond this host, and a run folder that cannot be written.
 
     Raises:
-        ValueError: more threads a rank than cores; more loader processes than `WORKERS_PER_CORE` a core; a step whose
-            sequences, all held by their rank before it begins, do not fit the free memory.
+        ValueError: more threads per rank than cores; more loader processes than `WORKERS_PER_CORE` per core; a step
+            whose sequences, all held by their rank before it begins, do not fit the free memory.
     """
     cores = os.cpu_count() or 1
     bounds = {"trainer.num_threads": (run.trainer.num_threads, cores, "")}
@@ -91,7 +91,7 @@ def check_host(run: RunConfig, layout: ParallelConfig, world: World | None) -> N
     for name, (value, bound, times) in bounds.items():
         if value is not None and value > bound:
             raise ValueError(f"`{name}` must be at most {times}the {cores} cores of this machine, but is {value}")
-    num_tensors = 2 if run.model.architecture == "gpt" else 4  # int64 [b, s], once a sample and once stacked
+    num_tensors = 2 if run.model.architecture == "gpt" else 4  # int64 [s], per sample and once more stacked
     sequence = SAMPLE_OVERHEAD_BYTES + 2 * num_tensors * 8 * run.data.seq_length
     there, ranks = host_memory_available(), world.local_size if world is not None else layout.world_size
     largest = there // (sequence * ranks) * layout.dp_size
@@ -129,8 +129,8 @@ def resolve_layout(request: ParallelRequest, job: Job, world: World | None, acce
         # Where the ranks are started here, more of them need more of the one host's memory, never less.
         if tp_size is None or (tp_size > 1 and accelerator == "cpu" and world is None):
             raise ValueError(
-                "`parallel.tp_size`=auto found none: no power of two divides the model and fits the memory of "
-                f"{device_memory(accelerator) / 2**30:.1f} GiB a {'host' if accelerator == 'cpu' else 'GPU'}"
+                "no tp_size fits (`parallel.tp_size`=auto): no power of two divides the model and fits the memory of "
+                f"{device_memory(accelerator) / 2**30:.1f} GiB per {'host' if accelerator == 'cpu' else 'GPU'}"
             )
     if dp_size == "auto":
         dp_size = 1 if devices is None else max(1, devices // tp_size)
@@ -151,8 +151,8 @@ def resolve_layout(request: ParallelRequest, job: Job, world: World | None, acce
 def resolve_recompute(run: RunConfig, layout: ParallelConfig, accelerator: str) -> RunConfig:
     """The run with `model.recompute=auto` resolved: on a GPU the mode that recomputes least of those that fit.
 
-    On a CPU none: the free memory of hosts changes and differs, and ranks that chose differently would wait for ever.
-    Where nothing fits it is none too, and `check_memory` refuses it.
+    On a CPU none: free memory changes and differs between hosts, and ranks that chose different modes would deadlock.
+    Where no mode fits it is none too, and `check_memory` refuses the run.
     """
     mode = None
     if run.model.recompute == "auto" and accelerator == "gpu":
@@ -166,8 +166,8 @@ def check_memory(run: RunConfig, layout: ParallelConfig, world: World | None, ac
     On a CPU the local ranks share the host's memory; on GPUs each has its own.
 
     Raises:
-        ValueError: with the bytes needed a rank, the bytes there and the smallest tp_size that would fit devices of
-            this size.
+        ValueError: with the bytes needed per rank, the bytes available and the smallest tp_size that would fit
+            devices of this size.
     """
     on_gpu, job, sharing = accelerator == "gpu", job_of(run), 1
     if not on_gpu:
@@ -192,8 +192,8 @@ def check_memory(run: RunConfig, layout: ParallelConfig, world: World | None, ac
     raise ValueError(
         f"the memory a rank needs must be at most what its {device} has: {run.name} at {job.dtype}, "
         f"tp_size {layout.tp_size}, micro_batch_size {run.micro_batch_size} needs {needed:,} bytes "
-        f"({needed / GIB:.1f} GiB) a rank, and {reserved / GIB:.1f} GiB the framework, x {sharing} rank(s) on this "
-        f"{device}, which has {there:,} ({there / GIB:.1f} GiB); {way_out}"
+        f"({needed / GIB:.1f} GiB) per rank, and {reserved / GIB:.1f} GiB for the framework, x {sharing} rank(s) on "
+        f"this {device}, which has {there:,} ({there / GIB:.1f} GiB); {way_out}"
     )
 
 
@@ -211,7 +211,7 @@ def job_of(run: RunConfig) -> Job:
 
 
 def device_memory(accelerator: str) -> int:
-    """Bytes a rank may use: the whole memory of the first GPU, or what is free on the host (and in its cgroup)."""
+    """Bytes for the ranks on a device: all memory of the first GPU, or what is free on the host (and in its cgroup)."""
     if accelerator == "gpu":
         return torch.cuda.get_device_properties(0).total_memory
     return host_memory_available()
