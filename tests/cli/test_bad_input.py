@@ -228,7 +228,7 @@ def test_a_model_too_large_is_refused_within_seconds(tmp_path, overrides) -> Non
     assert time.monotonic() - start < 15
     line = only_line(done.stderr)
     assert done.returncode == 2
-    assert "bytes" in line and "GiB) a rank" in line and f"x {4 if overrides else 1} rank(s)" in line
+    assert "bytes" in line and "GiB) per rank" in line and f"x {4 if overrides else 1} rank(s)" in line
     assert "parallel.tp_size=" in line.split("smallest layout that fits is ")[1]
 
 

@@ -28,8 +28,8 @@ class Recompute(str, Enum):
     """What the backward pass computes again instead of keeping it in memory (section 4.2, activation checkpointing).
 
     `NONE` keeps everything; `SELECTIVE` recomputes the GELU and, unless a GPU's fused kernel computes it, the attention
-    core, which cost little and communicate nothing; `FULL` keeps one [b, s, h] tensor per layer and recomputes the rest,
-    as the paper does.
+    core, which cost little and communicate nothing; `FULL` keeps one [b, s, h] tensor per layer, as
+    the paper does.
     """
 
     NONE = "none"
