@@ -137,6 +137,17 @@ class TransformerConfig:
         """The same model with `auto` resolved to `mode`; unchanged where a mode was chosen."""
         return self if self.recompute != "auto" else dataclasses.replace(self, recompute=mode)
 
+    def require_resolved(self) -> None:
+        """Refuse to build a model from a config that still leaves something open.
+
+        Raises:
+            ValueError: `vocab_size` is None or `recompute` is `auto`.
+        """
+        if self.vocab_size is None:
+            raise ValueError("`vocab_size` must be known before a model is built, but is null")
+        if self.recompute == "auto":
+            raise ValueError("`recompute` must be none, selective or full before a model is built, but is auto")
+
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the word embedding (v): `vocab_size` rounded up to `vocab_multiple`."""
