@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import warm
-from door import environment
+from entry_points import environment
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 

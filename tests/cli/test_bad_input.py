@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from door import TINY, train
+from entry_points import TINY, train
 
 from lmscale.config import TransformerConfig
 from lmscale.config.layout import ParallelRequest

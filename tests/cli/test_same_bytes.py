@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from door import REPOSITORY
+from entry_points import REPOSITORY
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -37,14 +37,14 @@ LAYOUTS = [  # tp_size, dp_size, micro-batch, sequence parallelism
 
 @pytest.fixture(scope="module")
 def composed() -> dict:
-    """Both doors' plain values for every model of the grid."""
+    """Plain values of train.py and plan.py for every model of the grid."""
     found = {}
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        for (model, batch), door in itertools.product(GRID, ("train", "plan")):
+        for (model, batch), entry_point in itertools.product(GRID, ("train", "plan")):
             overrides = [f"model={model}", f"global_batch_size={batch}", "precision=bf16", "parallel=default"]
-            values = OmegaConf.to_container(compose(door, overrides), resolve=False)
+            values = OmegaConf.to_container(compose(entry_point, overrides), resolve=False)
             values = {key: value for key, value in values.items() if key != "hydra"}
-            found[model, door] = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+            found[model, entry_point] = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     return found
 
 
@@ -84,7 +84,9 @@ def check(run: RunConfig, accelerator: str, memory_bytes: int, monkeypatch) -> N
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
 @pytest.mark.parametrize("model", [model for model, _ in GRID])
-def test_both_doors_need_the_same_bytes_for_every_layout(composed, model, accelerator, tmp_path, monkeypatch) -> None:
+def test_train_and_plan_need_the_same_bytes_for_every_layout(
+    composed, model, accelerator, tmp_path, monkeypatch
+) -> None:
     seen, is_gpu = set(), accelerator == "gpu"
     for layout, dtype, recompute in itertools.product(LAYOUTS, ("fp32", "fp16", "bf16"), ("none", "selective", "full")):
         run = as_run(changed(composed[model, "train"], layout, dtype, recompute), tmp_path)
@@ -99,7 +101,7 @@ def test_both_doors_need_the_same_bytes_for_every_layout(composed, model, accele
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
-def test_both_doors_refuse_one_byte_less_and_take_the_byte(composed, accelerator, tmp_path, monkeypatch) -> None:
+def test_train_and_plan_refuse_one_byte_less_and_take_the_byte(composed, accelerator, tmp_path, monkeypatch) -> None:
     is_gpu, layout = accelerator == "gpu", (2, 2, 4, True)
     values = changed(composed["gpt_2.5b", "plan"], layout, "fp32", "full")
     run = as_run(changed(composed["gpt_2.5b", "train"], layout, "fp32", "full"), tmp_path)
@@ -116,7 +118,7 @@ def test_both_doors_refuse_one_byte_less_and_take_the_byte(composed, accelerator
 
 @pytest.mark.parametrize("dp_size", ["auto", 1, 2])
 @pytest.mark.parametrize("model", [model for model, _ in GRID])
-def test_both_doors_find_the_same_smallest_layout(composed, model, dp_size, tmp_path, monkeypatch) -> None:
+def test_train_and_plan_find_the_same_smallest_layout(composed, model, dp_size, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     found = set()
     for gib, dtype, sequence_parallel in itertools.product((5, 12, 24, 60, 200), ("fp32", "fp16"), (False, True)):
