@@ -43,7 +43,7 @@ class Calibration:
         matmul_share: rate of matrix products over the peak of their type, 0 to 1.
         elementwise_factor: times the counted bytes of element-wise work.
         layer_overhead_ms: work of a layer and micro-batch that no further rank shortens, under full recomputation.
-        tensor_bandwidth_gb_s: of an all-reduce between the devices of a node, bytes each way, 10^9 a second.
+        tensor_bandwidth_gb_s: of an all-reduce between the devices of a node, bytes each way, 10^9 per second.
         data_bandwidth_gb_s: of the gradients' all-reduce where it leaves the node.
         fused_attention: scaled_dot_product_attention keeps the scores on the chip; false: they pass through memory.
         sources: of the figures.
@@ -78,7 +78,7 @@ class Cluster:
         devices_per_node: that share the fast links.
         memory_gib: of one device, 2^30 bytes.
         reserved_gib: of it, what the framework, its context and fragments take before a tensor is made.
-        memory_bandwidth_gb_s: of one device, read and written bytes together, 10^9 a second.
+        memory_bandwidth_gb_s: of one device, read and written bytes together, 10^9 per second.
         latency_us: of one all-reduce.
         watts: of one device with its share of the node under load; None: no energy is predicted.
         peaks: matrix-product rates.
@@ -140,7 +140,7 @@ class Cluster:
         return peak * 1e12
 
     def bandwidth(self, num_devices: int) -> float:
-        """Bytes a second of an all-reduce among neighbours: within a node the fast links', beyond it the network's."""
+        """Bytes per second of an all-reduce among neighbours: the fast links' within a node, the network's beyond it."""
         inside = num_devices <= self.devices_per_node
         rate = self.calibration.tensor_bandwidth_gb_s if inside else self.calibration.data_bandwidth_gb_s
         return rate * 1e9
