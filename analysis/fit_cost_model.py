@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lmscale.planner.cluster import Calibration, Cluster, Peaks
+from lmscale.config.cluster import Calibration, Cluster, Peaks
 from lmscale.report.scaling import (
     CELLS,
     LATER_SHAPES,

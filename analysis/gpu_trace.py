@@ -5,10 +5,10 @@ analysis/bench.py: `python analysis/gpu_trace.py model=gpt_1.2b precision=bf16 p
 from pathlib import Path
 
 import hydra
-from lmscale.cli.entry_point import open_door, run_task
 from omegaconf import DictConfig
 
 from lmscale.bench_config import BenchConfig
+from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.results import record_path, write_record
 
 NUM_SHOWN = 25
@@ -45,4 +45,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    open_door(main)
+    run_hydra_main(main)

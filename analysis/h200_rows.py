@@ -22,7 +22,7 @@ from lmscale.results import new_record, write_record
 # What the measurements import, ours last: each brings in what it needs itself.
 IMPORTS = (
     *("torch", "lightning", "transformers", "hydra", "pytest", "xdist", "pytest_timeout"),
-    *("lmscale.cli.entry_point", "lmscale.training.pretrain", "lmscale.bench.race", "lmscale.bench.trace"),
+    *("lmscale.cli.hydra_main", "lmscale.training.pretrain", "lmscale.bench.race", "lmscale.bench.trace"),
 )
 LAST_STEPS = 50  # of a curve, whose mean stands for where the run has come to
 

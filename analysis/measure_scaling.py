@@ -25,11 +25,10 @@ from scaling_cases import SCALING, Case, cpu_cases, gpu_cases
 from torch.distributed.device_mesh import init_device_mesh
 
 from lmscale.config import ParallelConfig
-from lmscale.config.plan import load_cluster
+from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, collectives, sample_dropout_keys
-from lmscale.planner.cluster import Cluster
 from lmscale.planner.flops import model_flops_per_step, scored_tokens
 from lmscale.planner.memory import estimate_memory
 from lmscale.planner.params import count_parameters

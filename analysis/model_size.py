@@ -32,7 +32,7 @@ from lmscale.results import new_record, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "analysis" / "results"
-SWEEP = ROOT / "conf" / "sweep" / "model_size.yaml"
+SWEEP = ROOT / "conf" / "train" / "sweep" / "model_size.yaml"
 NUM_POINTS = 20  # of a curve, at most
 MEASURES = {
     "parameters_without_embeddings": "parameters",

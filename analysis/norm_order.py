@@ -41,7 +41,7 @@ from lmscale.results import new_record, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "analysis" / "results"
-SWEEP = OmegaConf.load(ROOT / "conf" / "sweep" / "norm_order.yaml")
+SWEEP = OmegaConf.load(ROOT / "conf" / "train" / "sweep" / "norm_order.yaml")
 TRAINED = OmegaConf.to_container(
     OmegaConf.masked_copy(
         SWEEP, ["model", "tokenizer", "micro_batch_size", "global_batch_size", "schedule", "trainer"]

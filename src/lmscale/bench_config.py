@@ -141,7 +141,7 @@ class BenchConfig:
         values = {key: value for key, value in self.model.items() if key != "name"}
         if values.get("vocab_size") is None:
             values["vocab_size"] = PADDED_VOCABULARIES.get(values.get("architecture"))
-        return build(TransformerConfig, values, "model.")
+        return build(TransformerConfig, values, "model.").with_recompute(Recompute.NONE)
 
     @classmethod
     def from_dict(cls, values: dict) -> "BenchConfig":

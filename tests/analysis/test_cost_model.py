@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from door import environment
+from entry_points import environment
 
-from lmscale.config.plan import load_cluster
-from lmscale.planner.cluster import Cluster
+from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.report.figures.scaling import draw_figure_1, draw_figure_5
 from lmscale.report.scaling import (
     CELLS,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from lmscale.config.cluster import Cluster
 from lmscale.config.from_dict import build
-from lmscale.planner.cluster import Cluster
 from lmscale.report.entries import all_entries
 from lmscale.report.evidence import KINDS, Context
 from lmscale.report.ledger_rows import kinds, ledger, short_form
@@ -167,9 +167,7 @@ def test_every_command_composes() -> None:
             python, script, *words = shlex.split(command)
             assert python == "python" and (ROOT / script).is_file(), command
             if script in ROOTS:
-                short = {"task": "finetune_task@task", "sweep": "finetune_sweep"} if script == "finetune/run.py" else {}
-                short |= {"resume": "resume.path"}
-                overrides = [f"{short.get(w.split('=')[0], w.split('=')[0])}={w.split('=', 1)[1]}" for w in words]
+                overrides = [re.sub("^resume=", "resume.path=", word) for word in words]
                 assert compose(ROOTS[script], overrides, return_hydra_config=True), command
 
 

@@ -9,11 +9,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import warm
-from door import environment
+from entry_points import environment
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lmscale.cli.entry_point import look_up
+from lmscale.cli.conf_files import look_up
 from lmscale.config.pretrain import RunConfig
 from lmscale.report.figures.model_size import draw_laws, draw_model_sizes
 from lmscale.report.power_law import fit_power_law
@@ -55,7 +55,7 @@ def test_every_cell_of_the_sweep_composes_at_a_size_of_its_own() -> None:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             values = compose("train", ["sweep=model_size", f"model.hidden_size={size}", "seed=2"])
         run = RunConfig.from_dict(OmegaConf.to_container(values, resolve=True) | {"run_dir": "/somewhere"})
-        config = run.transformer_config(512)
+        config = run.model.with_vocab_size(512)
         assert (config.architecture, config.hidden_size, run.seed, config.padded_vocab_size) == ("gpt", size, 2, 512)
         shapes.add((config.num_layers, run.trainer.max_steps * run.global_batch_size * run.data.seq_length))
     assert len(shapes) >= 5 and len({tokens for _, tokens in shapes}) == 1

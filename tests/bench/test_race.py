@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import warm
-from door import REPOSITORY, environment
+from entry_points import REPOSITORY, environment
 
 from lmscale.bench.contenders import Ours, make_batches
 from lmscale.bench.megatron import has_softmax_kernel

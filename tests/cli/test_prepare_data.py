@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from door import REPOSITORY, TINY, environment, train
+from entry_points import REPOSITORY, TINY, environment, train
 from preparing import SMALL, digests, edited, manifest_of, passages, prepare, read_documents, write_lines
 
 from lmscale.corpus.collecting import document_key

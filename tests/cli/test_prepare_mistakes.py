@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from door import REPOSITORY, environment
+from entry_points import REPOSITORY, environment
 from preparing import SMALL, digests, passages, prepare, write_lines
 
 BAD = {

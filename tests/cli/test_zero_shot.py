@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from door import REPOSITORY, environment
+from entry_points import REPOSITORY, environment
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
 from lmscale.data.tokenizer import train_tokenizer
 from lmscale.results import load_records
 
-DOOR = str(REPOSITORY / "src" / "zero_shot.py")
+SCRIPT = str(REPOSITORY / "src" / "zero_shot.py")
 WIKI = " \n = Lobsters = \n \n The lobster is a large , blue crustacean of the sea . \n" * 6
 TEXTS = [
     "The lobster is a large, blue crustacean of the sea.",
@@ -25,7 +25,7 @@ TEXTS = [
 
 
 def zero_shot(*overrides: str, cwd: Path) -> subprocess.CompletedProcess:
-    return warm.run([DOOR, *overrides], cwd, environment(), timeout=300)
+    return warm.run([SCRIPT, *overrides], cwd, environment(), timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_the_record_of_another_run_is_kept(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_torchrun_is_joined(folder: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", DOOR, *LAMBADA]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, *LAMBADA]
     command += ["ckpt=gpt2", "parallel.dp_size=2", "hydra.run.dir=torchrun"]
     run = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import warm
-from door import REPOSITORY, environment
+from entry_points import REPOSITORY, environment
 
 from lmscale.data.indexed import IndexedDataset
 from lmscale.data.tokenizer import read_tokenizer

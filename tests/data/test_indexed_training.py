@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from corpora import write_dataset
-from door import train
+from entry_points import train
 from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
 from lmscale.data.embedded import embedded_documents

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from door import TINY, train
+from entry_points import TINY, train
 from runs import assert_same_run, read_rows, run_jobs, tiny_run
 
 from lmscale.checkpoint import CheckpointError, CheckpointReader, list_checkpoints

@@ -5,7 +5,7 @@ vocabulary, L layers, p tensor-parallel size.
 """
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from .checks import require_fraction, require_positive
@@ -28,8 +28,8 @@ class Recompute(str, Enum):
     """What the backward pass computes again instead of keeping it in memory (section 4.2, activation checkpointing).
 
     `NONE` keeps everything; `SELECTIVE` recomputes the GELU and, unless a GPU's fused kernel computes it, the attention
-    core, which cost little and communicate nothing; `FULL` keeps one [b, s, h] tensor a layer and recomputes the layer,
-    as the paper does.
+    core, which cost little and communicate nothing; `FULL` keeps one [b, s, h] tensor per layer, as
+    the paper does.
     """
 
     NONE = "none"
@@ -52,20 +52,28 @@ class TransformerConfig:
     Args:
         architecture: `gpt` (causal, tanh GELU by default) or `bert` (bidirectional, with pooler, masked-LM and
             sentence-order heads).
-        vocab_size: number of token ids the model may meet and predict. The weight holds `padded_vocab_size` rows; the
-            rows beyond are zero, never predicted and never updated.
+        num_layers: transformer layers (L).
+        hidden_size: width of the model (h).
+        num_attention_heads: attention heads (n) per layer; must divide `hidden_size`.
+        vocab_size: number of token ids the model may meet and predict; None until the tokenizer is known. The weight
+            holds `padded_vocab_size` rows; the rows beyond are zero, never predicted and never updated.
         vocab_multiple: rows are padded to a multiple of this, the same at every layout, so that initialisation and
             checkpoints do not depend on `tp_size`. 1,024 gives the paper's 51,200 and 30,720; 1 means no padding.
         max_position_embeddings: longest sequence in tokens.
         ffn_hidden_size: width of the MLP; None means 4 h, the paper's.
-        norm_order, layer_norm_eps: None as eps means the published value of the order: 1e-5 pre, 1e-12 post.
+        norm_order: where LayerNorm stands: `pre` (the paper's, Figure 7 b) or `post` (the original BERT, Figure 7 a).
+        layer_norm_eps: None means the published value of the order: 1e-5 pre, 1e-12 post.
         gelu: `tanh` (GPT-2) or `erf` (BERT); None means that of the architecture.
-        hidden_dropout, attention_dropout, embedding_dropout: probabilities, applied to both sublayer outputs, to the
-            softmax's probabilities, and to the embedding sum; None as embedding_dropout means hidden_dropout.
-        initializer_std, scale_residual_init: N(0, std); sublayer output weights by 1/sqrt(2 L) more (section 4.2).
+        hidden_dropout: probability of dropping an element of a sublayer's output.
+        attention_dropout: probability of dropping an attention probability.
+        embedding_dropout: probability of dropping an element of the embedding sum; None means `hidden_dropout`.
+        initializer_std: weights are drawn from N(0, std) (section 4.2).
+        scale_residual_init: scale the output weights of sublayers at initialization by 1/sqrt(2 L) (section 4.2).
         attention: `sdpa` (torch's fused kernels where the device has them) or `exact`: plain softmax(QK^T/sqrt(d))V,
             whose dropout mask does not depend on the layout.
-        recompute: activation checkpointing; `auto`, which `train.py` fills in by memory, is none to all others.
+        recompute: activation checkpointing: `none`, `selective`, `full`, or `auto`, which a run's preflight check and
+            the planner resolve by memory before a model is built.
+        name: of the model, for names of runs; equal sizes under two names are equal.
 
     Raises:
         ValueError: a size that is not positive, heads that do not divide the hidden size, an unknown choice.
@@ -77,7 +85,7 @@ class TransformerConfig:
     num_layers: int
     hidden_size: int
     num_attention_heads: int
-    vocab_size: int
+    vocab_size: int | None
     max_position_embeddings: int
     vocab_multiple: int = 1024
     ffn_hidden_size: int | None = None
@@ -90,18 +98,20 @@ class TransformerConfig:
     initializer_std: float = 0.02
     scale_residual_init: bool = True
     attention: str = "sdpa"
-    recompute: Recompute = Recompute.NONE
+    recompute: Recompute | str = Recompute.NONE
+    name: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.architecture not in ("gpt", "bert"):
             raise ValueError(f"`architecture` must be one of gpt, bert, but is {self.architecture!r}")
         object.__setattr__(self, "norm_order", _choose(NormOrder, "norm_order", self.norm_order))
-        asked = Recompute.NONE if self.recompute == "auto" else self.recompute
-        object.__setattr__(self, "recompute", _choose(Recompute, "recompute", asked))
-        require_positive(self, "num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        if self.recompute != "auto":
+            object.__setattr__(self, "recompute", _choose(Recompute, "recompute", self.recompute))
+        require_positive(self, "num_layers", "hidden_size", "num_attention_heads")
         require_positive(self, "max_position_embeddings", "vocab_multiple")
-        if self.ffn_hidden_size is not None:
-            require_positive(self, "ffn_hidden_size")
+        for name in ("vocab_size", "ffn_hidden_size"):
+            if getattr(self, name) is not None:
+                require_positive(self, name)
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"`hidden_size` must be a multiple of `num_attention_heads` ({self.num_attention_heads}), "
@@ -118,6 +128,25 @@ class TransformerConfig:
             raise ValueError(f"`layer_norm_eps` must be above 0, but is {self.layer_norm_eps!r}")
         if not self.initializer_std > 0:
             raise ValueError(f"`initializer_std` must be above 0, but is {self.initializer_std!r}")
+
+    def with_vocab_size(self, vocab_size: int) -> "TransformerConfig":
+        """The same model with the tokenizer's number of ids, unless it has a vocabulary of its own."""
+        return self if self.vocab_size is not None else dataclasses.replace(self, vocab_size=vocab_size)
+
+    def with_recompute(self, mode: Recompute) -> "TransformerConfig":
+        """The same model with `auto` resolved to `mode`; unchanged where a mode was chosen."""
+        return self if self.recompute != "auto" else dataclasses.replace(self, recompute=mode)
+
+    def require_resolved(self) -> None:
+        """Refuse to build a model from a config that still leaves something open.
+
+        Raises:
+            ValueError: `vocab_size` is None or `recompute` is `auto`.
+        """
+        if self.vocab_size is None:
+            raise ValueError("`vocab_size` must be known before a model is built, but is null")
+        if self.recompute == "auto":
+            raise ValueError("`recompute` must be none, selective or full before a model is built, but is auto")
 
     @property
     def padded_vocab_size(self) -> int:
@@ -155,15 +184,16 @@ class TransformerConfig:
         """Refuse a `tp_size` that cannot cut this model into equal shards.
 
         Raises:
-            ValueError: naming the first of heads, hidden size, MLP width and vocabulary rows that `tp_size` does not
-                divide.
+            ValueError: naming the first of heads, hidden size, MLP width and (if known) vocabulary rows that `tp_size`
+                does not divide.
         """
         sizes = {
             "num_attention_heads": self.num_attention_heads,
             "hidden_size": self.hidden_size,
             "ffn_hidden_size": self.ffn_size,
-            "padded_vocab_size": self.padded_vocab_size,
         }
+        if self.vocab_size is not None:
+            sizes["padded_vocab_size"] = self.padded_vocab_size
         for name, value in sizes.items():
             if value % tp_size:
                 raise ValueError(f"`{name}` must be a multiple of `tp_size` ({tp_size}), but is {value}")
@@ -180,5 +210,6 @@ class TransformerConfig:
                 raise ValueError(f"`{name}` must be a multiple of {multiple} with precision=fp8, but is {size}")
 
     def to_dict(self) -> dict:
-        """Plain values, ready for JSON; `TransformerConfig(**d)` gives an equal config back."""
-        return {k: v.value if isinstance(v, Enum) else v for k, v in dataclasses.asdict(self).items()}
+        """Plain values without the name, ready for JSON; `TransformerConfig(**d)` gives an equal config back."""
+        values = dataclasses.asdict(self).items()
+        return {k: v.value if isinstance(v, Enum) else v for k, v in values if k != "name"}

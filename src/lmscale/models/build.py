@@ -44,8 +44,9 @@ def build_model(
         a `GPT` or a `BERT` in training mode.
 
     Raises:
-        ValueError: `context.tp_size` does not divide the model.
+        ValueError: `context.tp_size` does not divide the model; the config leaves its vocabulary or recomputation open.
     """
+    config.require_resolved()
     kind = GPT if config.architecture == "gpt" else BERT
     with torch.device(device), _default_dtype(dtype):
         model = kind(config, context)

@@ -48,8 +48,8 @@ def micro_batch_collectives(
 ) -> tuple[Collective, ...]:
     """What the tensor ranks send in the forward and backward pass of one micro-batch; nothing where there is one rank.
 
-    Forward: 2 all-reduces a layer (g after attention and MLP) and 1 of the embedding; backward: 2 a layer (f) and 1 of
-    the output projection; all of b s h e bytes, the last for BERT of m h e, m its scored tokens. Full recomputation
+    Forward: 2 all-reduces per layer (g after attention and MLP) and 1 of the embedding. Backward: 2 per layer (f) and 1
+    of the output projection. All of b s h e bytes, the last for BERT of m h e, m its scored tokens. Full recomputation
     repeats the forward's, except that without hidden dropout torch's checkpoint stops once it has what the backward
     pass needs: in a pre-norm layer that is before the last all-reduce. The loss: 3 of b s (BERT: m) numbers in fp32
     (maximum, sum, picked logit), never of b s v, in pieces of LOGITS_AT_ONCE logits of the rank.

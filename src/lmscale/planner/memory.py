@@ -74,10 +74,9 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Bytes at the fullest moment: in the backward pass of the loss, of the last layer or of the first, or in the
-        update.
+        """Peak bytes: in the backward pass of the loss, of the last layer or of the first, or in the update.
 
-        Between the layers activations go as gradients come, so one of the ends is the fullest.
+        Between the layers activations go as gradients come, so the peak is at one of the ends.
         """
         last_layer = self.projection_gradient + self.recomputed_layer + self.gradient_in_flight
         at_end = self.early_gradients + self.activations + max(self.logits, last_layer)
@@ -85,9 +84,9 @@ class MemoryEstimate:
         return self.weights + self.optimizer_state + max(at_end, at_start, self.gradients + self.update)
 
     def format(self) -> str:
-        """A table, one part a line, in GiB."""
+        """A table in GiB, one part per line."""
         rows = [(name.replace("_", " "), getattr(self, name)) for name in PARTS]
-        rows.append(("total at the fullest moment", self.total))
+        rows.append(("peak", self.total))
         return "\n".join(f"{name:<28}{value / GIB:>10.3f} GiB" for name, value in rows)
 
 
@@ -104,7 +103,7 @@ def estimate_memory(
     zero1: bool = False,
     half_moments: bool = False,
 ) -> MemoryEstimate:
-    """Bytes a rank needs for one training step: within 5 % of those of all its tensors at the fullest moment.
+    """Bytes a rank needs for one training step: within 5 % of the peak of all its tensors.
 
     A layer keeps, of replicated tensors, 4 b s h e: inputs of both LayerNorms, of QKV and of the MLP; and 2 b s h of
     dropout masks. Of tensors cut over p it keeps (4 h + 2 f) b s e / p: Q, K, V, input of the output projection, input
@@ -178,7 +177,7 @@ def estimate_memory(
 
 
 def _loss_bytes(num_rows: int, columns: int, h: int, e: int) -> int:
-    """The fullest moment of `linear_cross_entropy`, without the gradient of the rows."""
+    """Peak of `linear_cross_entropy`, without the gradient of the rows."""
     wide, at_once = max(e, FP32_BYTES), max(1, LOGITS_AT_ONCE // columns)
     piece, weight = min(num_rows, at_once) * columns, columns * h
     total = weight * wide if num_rows > at_once else 0  # one piece's product needs no sum
@@ -211,7 +210,7 @@ def _core_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int,
 
 
 def _in_flight_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: int, e: int, on_gpu: bool) -> int:
-    """Gradients on their way in the last layer at its fullest moment, beyond the activations of the whole layer.
+    """Gradients on their way in the last layer at its peak, beyond the activations of the whole layer.
 
     In the MLP b s f e / p; in the attention core SCORES_IN_FLIGHT tensors of its scores in fp32, when what the MLP kept
     is gone already.

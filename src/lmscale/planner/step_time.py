@@ -11,8 +11,8 @@ kernels really make.
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config.cluster import Calibration, Cluster
 from ..partition import part_sizes
-from .cluster import Calibration, Cluster
 from .communication import micro_batch_collectives
 from .flops import scored_tokens
 from .memory import BYTES, FP32_BYTES
@@ -103,7 +103,7 @@ def predict_step_time(
 
     Products: their FLOPs, widths in whole tiles, over `matmul_share` of the peak; with fp8 those of the layers' linears
     alone are float8's, the others bf16's. Element-wise work: counted bytes
-    times `elementwise_factor` over the memory's bandwidth. Overhead: `layer_overhead_ms` a layer, 3/4 of it where the
+    times `elementwise_factor` over the memory's bandwidth. Overhead: `layer_overhead_ms` per layer, 3/4 of it where the
     backward pass does not repeat the forward. Collectives: 2 (p - 1) / p of an all-reduce's bytes over the bandwidth,
     half of that for the others, and a latency each. AdamW: bytes read and written, 48 N for half types. Nothing
     overlaps unless `techniques` says so.

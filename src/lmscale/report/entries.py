@@ -197,7 +197,7 @@ def _table_6() -> Iterator[Entry]:
     for task, rows in paper.TABLE_6.items():
         for size, values in zip(_BERTS, rows, strict=True):
             for (key, unit), value in zip(_TABLE_6_KEYS.items(), values, strict=True):
-                found = setting(f"finetune_task/{task}.yaml", f"table_6/{size.lower()}/{key}")
+                found = setting(f"finetune/task/{task}.yaml", f"table_6/{size.lower()}/{key}")
                 command = commands.finetune(task, size, "finetune_search")
                 entry_id = f"table_6/{task}/bert_{size.lower()}/{key}"
                 yield Entry(entry_id, value, unit, found, command, paper.RECONSTRUCTED)

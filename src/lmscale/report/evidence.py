@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from ..planner.cluster import Cluster
+from ..config.cluster import Cluster
 from .ledger import PRINTED
 
 REPRODUCED, SCALED_DOWN, MODELLED, SETTING, NOT_RUN = "reproduced", "scaled down", "modelled", "setting", "not run"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from ..config.cluster import Cluster
 from ..config.from_dict import build
-from ..planner.cluster import Cluster
 
 NEEDED = {  # and what makes them
     "cost_model.json": "fit_cost_model.py",

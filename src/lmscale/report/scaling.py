@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, TransformerConfig
-from ..planner.cluster import Cluster
+from ..config.cluster import Cluster
 from ..planner.flops import hardware_flops_per_step
 from ..planner.params import count_parameters
 from ..planner.step_time import StepTime, Techniques, predict_step_time

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from ..planner.cluster import Cluster
+from ..config.cluster import Cluster
 from ..planner.flops import hardware_flops_per_step
 from .ledger import SEQ_LENGTH
 from .scaling import (

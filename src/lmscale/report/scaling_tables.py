@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from ..planner.cluster import Cluster
+from ..config.cluster import Cluster
 from ..planner.params import count_parameters
 from .ledger import DATA_RANKS, GPT_MODELS, STUDY_MODELS
 from .scaling import CELLS, SIZES, TRAINING_DAYS, predict_cell, predict_days, study_model

@@ -4,7 +4,7 @@ import pandas as pd
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..planner.communication import micro_batch_collectives
-from ..planner.job import Job, Layout, rank_memory
+from ..planner.job import Job, rank_memory
 from ..planner.params import count_parameters
 from .ledger import BERT_752M, BERT_MODELS, BERT_VOCABULARY, GPT_MODELS, STUDY_MODELS
 from .scaling import MICRO_BATCH, SEQ_LENGTH, study_model
@@ -48,9 +48,9 @@ def memory_table() -> pd.DataFrame:
     for name, config in paper_models().items():
         batch, seq_length = (MICRO_BATCH, SEQ_LENGTH) if config.architecture == "gpt" else (4, BERT_SEQ_LENGTH)
         for recompute in (Recompute.NONE, Recompute.FULL):
-            job = Job(config, batch, seq_length, "fp16", 1)
+            job = Job(config, batch, batch, seq_length, "fp16", 1).change(recompute=recompute)
             sizes = [size for size in TP_SIZES if config.num_attention_heads % size == 0]
-            found = {f"tp {n}": rank_memory(job, Layout(n, 1, batch, recompute), True).total / _GIB for n in sizes}
+            found = {f"tp {n}": rank_memory(job, ParallelConfig(n), True).total / _GIB for n in sizes}
             rows.append({"model": name, "recompute": recompute.value} | found)
     return pd.DataFrame(rows).assign(unit="GiB a rank", evidence="predicted")
 

@@ -81,8 +81,8 @@ def _corpus() -> Iterator[Entry]:
         "section_5.3/held_out": commands.PREPARE_BERT,
     }
     rows = (
-        ("section_4.1/min_tokens", 128, "tokens a document", setting("cleaning/paper.yaml", "min_tokens")),
-        ("section_4.1/jaccard", 0.7, "Jaccard similarity", setting("dedup/paper.yaml", "jaccard")),
+        ("section_4.1/min_tokens", 128, "tokens a document", setting("prepare_data/cleaning/paper.yaml", "min_tokens")),
+        ("section_4.1/jaccard", 0.7, "Jaccard similarity", setting("prepare_data/dedup/paper.yaml", "jaccard")),
         ("section_4.1/size", 174, "GB", not_run(_NO_CORPUS)),
         ("section_5.2/ngram", 8, "words", setting("prepare_data.yaml", "overlap/ngram")),
         ("section_5.2/overlap/wikitext103_test", 10.8, "% of 8-grams, at most", not_run(_NO_CORPUS)),
@@ -178,7 +178,7 @@ def _models() -> Iterator[Entry]:
         why = f"needs the corpus and {row.num_gpus} GPUs; not trained"
         loss = not_run(f"{why}. Called perplexity, almost surely nats")
         yield _own(f"{place}/validation", row.validation, "perplexity", loss, command)
-    seeds = setting("finetune_sweep/five_seeds.yaml", "hydra/sweeper/params/seed", lambda text: len(text.split(",")))
+    seeds = setting("finetune/sweep/five_seeds.yaml", "hydra/sweeper/params/seed", lambda text: len(text.split(",")))
     yield Entry("section_5.3/seeds", paper.NUM_SEEDS, "seeds, their median", seeds, commands.finetune("mnli", "336M"))
 
 
@@ -192,7 +192,7 @@ def _evaluation() -> Iterator[Entry]:
     small = "zero_shot_small_wikitext103.json".__eq__
     words = recorded(small, ("wikitext103/T_o",), "the validation file", "")
     targets = recorded(small, ("wikitext103/T",), "the validation file, a tokenizer of 8,192 ids", "")
-    file = "task/wikitext103.yaml"
+    file = "zero_shot/task/wikitext103.yaml"
     yield Entry("appendix_e/T_o", paper.WIKITEXT_TEST_WORDS, "words", words, count)
     yield Entry("appendix_e/T", paper.WIKITEXT_TEST_TARGETS, "tokens", targets, count)
     yield Entry("appendix_e/window", paper.SEQ_LENGTH, "tokens", setting(file, "window"), zero_shot)

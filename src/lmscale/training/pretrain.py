@@ -78,8 +78,8 @@ def prepare_job(run: RunConfig) -> PretrainJob:
         ValueError: anything in the configuration that cannot work, in one line.
     """
     run, accelerator, layout, kernels, resume_from = check_run(run)
-    corpus = prepare_corpus(run.data, run.tokenizer, run.model["architecture"], run.model.get("vocab_size"))
-    config = run.transformer_config(corpus.vocab_size)
+    corpus = prepare_corpus(run.data, run.tokenizer, run.model.architecture, run.model.vocab_size)
+    config = run.model.with_vocab_size(corpus.vocab_size)
     batch = run.check_layout(layout.tp_size, layout.dp_size, corpus.vocab_size)
     job = PretrainJob(run, config, layout, batch, corpus, accelerator, resume_from, kernels)
     data = make_datamodule(job)  # refuses a corpus that is too small here, before the ranks would
