@@ -147,7 +147,7 @@ def test_model_sizes_are_those_of_tables_1_2_and_4(model, layers, hidden, heads,
     _, sizes = build(compose_train(f"model={model}"))
     assert (sizes.num_layers, sizes.hidden_size, sizes.num_attention_heads) == (layers, hidden, heads)
     assert (sizes.padded_vocab_size, sizes.max_position_embeddings) == (rows, positions)
-    assert sizes.architecture == model.split("_")[0]
+    assert sizes.family == model.split("_")[0]
     assert sizes.norm_order.value == "pre" and sizes.hidden_dropout == 0.1 and sizes.attention_dropout == 0.1
 
 

@@ -17,7 +17,7 @@ ARCHITECTURES, NORM_ORDERS = ["gpt", "bert"], ["pre", "post"]
 
 def forward_of(config: TransformerConfig, drop_keys: Tensor | None, train: bool = True) -> Tensor:
     model, batch = random_model(config, ONE).train(train), random_batch(config)
-    if config.architecture == "gpt":
+    if config.family == "gpt":
         return model(batch["tokens"], None, drop_keys)
     return model(batch["tokens"], batch["token_types"], batch["attention_mask"], None, drop_keys)[0]
 

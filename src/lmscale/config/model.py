@@ -7,21 +7,12 @@ vocabulary, L layers, p tensor-parallel size.
 import dataclasses
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from .checks import require_fraction, require_positive
+from .family import family_of, load
 
 FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
-
-
-class NormOrder(str, Enum):
-    """Where LayerNorm stands in a transformer layer; the paper's Figure 7.
-
-    `POST` is the original BERT (Figure 7 a): LayerNorm after each residual addition and after the embeddings.
-    `PRE` is the paper's rearrangement (Figure 7 b): LayerNorm at the input of each sublayer, and one after the stack.
-    """
-
-    PRE = "pre"
-    POST = "post"
 
 
 class Recompute(str, Enum):
@@ -37,6 +28,13 @@ class Recompute(str, Enum):
     FULL = "full"
 
 
+_FAMILY_IN_FILES = "architecture"  # the name of `family` in checkpoints and records
+
+
+def _placements() -> dict[str, Any]:
+    return load("lmscale.models.norm_placement:PLACEMENTS")
+
+
 def _choose(enum: type[Enum], name: str, value: object) -> Enum:
     try:
         return enum(value)
@@ -47,19 +45,20 @@ def _choose(enum: type[Enum], name: str, value: object) -> Enum:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Architecture of one BERT or GPT, independent of how it is cut over devices.
+    """Architecture of one model, independent of how it is cut over devices.
 
     Args:
-        architecture: `gpt` (causal, tanh GELU by default) or `bert` (bidirectional, with pooler, masked-LM and
-            sentence-order heads).
+        family: a folder of `lmscale.models`, `gpt` (causal) or `bert` (bidirectional, with pooler, masked-LM and
+            sentence-order heads), or `package.module` of a family elsewhere; see `family_of`.
         vocab_size: number of token ids the model may meet and predict. The weight holds `padded_vocab_size` rows; the
             rows beyond are zero, never predicted and never updated.
         vocab_multiple: rows are padded to a multiple of this, the same at every layout, so that initialisation and
             checkpoints do not depend on `tp_size`. 1,024 gives the paper's 51,200 and 30,720; 1 means no padding.
         max_position_embeddings: longest sequence in tokens.
         ffn_hidden_size: width of the MLP; None means 4 h, the paper's.
-        norm_order, layer_norm_eps: None as eps means the published value of the order: 1e-5 pre, 1e-12 post.
-        gelu: `tanh` (GPT-2) or `erf` (BERT); None means that of the architecture.
+        norm_order: where LayerNorms and residuals stand, a name in `models/norm_placement.py`: `pre` or `post`.
+        layer_norm_eps: None means the published value of the placement: 1e-5 pre, 1e-12 post.
+        gelu: `tanh` (GPT-2) or `erf` (BERT); None means that of the family.
         hidden_dropout, attention_dropout, embedding_dropout: probabilities, applied to both sublayer outputs, to the
             softmax's probabilities, and to the embedding sum; None as embedding_dropout means hidden_dropout.
         initializer_std, scale_residual_init: N(0, std); sublayer output weights by 1/sqrt(2 L) more (section 4.2).
@@ -73,7 +72,7 @@ class TransformerConfig:
     Source: sections 2.2, 4.2 and 5, Tables 1, 2 and 4; Figure 7.
     """
 
-    architecture: str
+    family: str
     num_layers: int
     hidden_size: int
     num_attention_heads: int
@@ -81,7 +80,7 @@ class TransformerConfig:
     max_position_embeddings: int
     vocab_multiple: int = 1024
     ffn_hidden_size: int | None = None
-    norm_order: NormOrder = NormOrder.PRE
+    norm_order: str = "pre"
     layer_norm_eps: float | None = None
     gelu: str | None = None
     hidden_dropout: float = 0.1
@@ -93,9 +92,9 @@ class TransformerConfig:
     recompute: Recompute = Recompute.NONE
 
     def __post_init__(self) -> None:
-        if self.architecture not in ("gpt", "bert"):
-            raise ValueError(f"`architecture` must be one of gpt, bert, but is {self.architecture!r}")
-        object.__setattr__(self, "norm_order", _choose(NormOrder, "norm_order", self.norm_order))
+        family_of(self.family)
+        if self.norm_order not in _placements():
+            raise ValueError(f"`norm_order` must be one of {', '.join(_placements())}, but is {self.norm_order!r}")
         asked = Recompute.NONE if self.recompute == "auto" else self.recompute
         object.__setattr__(self, "recompute", _choose(Recompute, "recompute", asked))
         require_positive(self, "num_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -135,16 +134,19 @@ class TransformerConfig:
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def placement(self) -> Any:
+        """The `NormPlacement` of `norm_order`."""
+        return _placements()[self.norm_order]
+
+    @property
     def norm_eps(self) -> float:
         """LayerNorm's epsilon: 1e-12 in the original BERT (post), 1e-5 in Megatron-LM (pre), unless set."""
-        if self.layer_norm_eps is not None:
-            return self.layer_norm_eps
-        return 1e-12 if self.norm_order is NormOrder.POST else 1e-5
+        return self.placement.eps if self.layer_norm_eps is None else self.layer_norm_eps
 
     @property
     def gelu_form(self) -> str:
         """`tanh` for GPT-2, `erf` for BERT, unless set."""
-        return self.gelu or ("tanh" if self.architecture == "gpt" else "erf")
+        return self.gelu or family_of(self.family).gelu
 
     @property
     def input_dropout(self) -> float:
@@ -180,5 +182,20 @@ class TransformerConfig:
                 raise ValueError(f"`{name}` must be a multiple of {multiple} with precision=fp8, but is {size}")
 
     def to_dict(self) -> dict:
-        """Plain values, ready for JSON; `TransformerConfig(**d)` gives an equal config back."""
-        return {k: v.value if isinstance(v, Enum) else v for k, v in dataclasses.asdict(self).items()}
+        """Plain values, ready for JSON; `from_dict` gives an equal config back.
+
+        The family is called `architecture` there, as it was in the first checkpoints and records.
+        """
+        values = {_FAMILY_IN_FILES: self.family} | dataclasses.asdict(self)
+        del values["family"]
+        return {k: v.value if isinstance(v, Enum) else v for k, v in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "TransformerConfig":
+        """The config of `to_dict`'s values.
+
+        Raises:
+            TypeError: an unknown or missing key.
+            ValueError: a value that cannot be.
+        """
+        return cls(**{"family" if name == _FAMILY_IN_FILES else name: value for name, value in values.items()})

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ...config import ParallelConfig, Recompute, TransformerConfig
+from ...config.family import family_of
 from ...config.pretrain import STAND_IN_VOCAB_SIZE, ParallelRequest, RunConfig
 from ...data.indexed_corpus import check_indexed
 from ...data.sources import check_corpus
@@ -62,7 +63,7 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
     check_memory(provisional, run, layout, world, accelerator)
     check_corpus(run.data)
     check_indexed(run.data)
-    check_tokenizer(run.tokenizer, provisional.architecture)
+    check_tokenizer(run.tokenizer, provisional.family)
     return run, accelerator, layout, kernels, find_checkpoint(run)
 
 
@@ -93,7 +94,7 @@ def check_host(run: RunConfig, layout: ParallelConfig, world: World | None) -> N
     for name, (value, bound, times) in bounds.items():
         if value is not None and value > bound:
             raise ValueError(f"`{name}` must be at most {times}the {cores} cores of this machine, but is {value}")
-    num_tensors = 2 if run.model["architecture"] == "gpt" else 4  # int64 [b, s], once a sample and once stacked
+    num_tensors = family_of(run.model["family"]).num_sample_tensors  # int64 [s], per sample and once more stacked
     sequence = SAMPLE_OVERHEAD_BYTES + 2 * num_tensors * 8 * run.data.seq_length
     there, ranks = host_memory_available(), world.local_size if world is not None else layout.world_size
     largest = there // (sequence * ranks) * layout.dp_size
