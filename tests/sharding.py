@@ -25,10 +25,10 @@ SMALL = {
 }
 
 
-def small_config(architecture: str, **changes) -> TransformerConfig:
+def small_config(family: str, **changes) -> TransformerConfig:
     """A tiny model of odd sizes, without dropout unless asked for."""
     values = {"hidden_dropout": 0.0, "attention_dropout": 0.0} | SMALL | changes
-    return TransformerConfig(family=architecture, **values)
+    return TransformerConfig(family=family, **values)
 
 
 def random_model(config: TransformerConfig, context: ParallelContext, seed: int = 7) -> nn.Module:

@@ -52,7 +52,7 @@ def theirs(kind: HeadKind, model: FinetuneModel, config: TransformerConfig):
     published = config_to_hf(config, "float64", {"pad_token_id": 0})
     published.num_labels, published._attn_implementation = OUTPUTS[kind], "eager"
     task = {HeadKind.CLASSIFICATION: "SequenceClassification", HeadKind.CHOICE: "MultipleChoice"}
-    prefix = "MegatronBert" if config.norm_order.value == "pre" else "Bert"
+    prefix = "MegatronBert" if config.norm_order == "pre" else "Bert"
     other = getattr(transformers, f"{prefix}For{task.get(kind, 'QuestionAnswering')}")(published).double().eval()
     state, weights = other.state_dict(), dict(model.named_parameters())
     for row in model_of(config).rows(config):

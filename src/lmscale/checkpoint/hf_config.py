@@ -91,9 +91,8 @@ def config_from_hf(values: dict[str, Any], vocab_multiple: int | None = None) ->
             raise CheckpointError(f"`{key}` of config.json must be {fixed[key]!r}, but is {values[key]!r}")
     ours = {name: getattr(published, key) for key, name in model.keys.items()}
     if ours["gelu"] not in GELU_FORMS:
-        raise CheckpointError(
-            f"`{model.their_key('gelu')}` of config.json must be one of {', '.join(GELU_FORMS)}, but is {ours['gelu']!r}"
-        )
+        activation, forms = model.their_key("gelu"), ", ".join(GELU_FORMS)
+        raise CheckpointError(f"`{activation}` of config.json must be one of {forms}, but is {ours['gelu']!r}")
     ours["gelu"] = GELU_FORMS[ours["gelu"]]
     if vocab_multiple is not None:
         ours["vocab_multiple"] = vocab_multiple
@@ -129,8 +128,8 @@ def config_to_hf(config: TransformerConfig, dtype: str, token_ids: dict[str, int
     model = model_of(config)
     if "embedding_dropout" not in model.keys.values() and config.input_dropout != config.hidden_dropout:
         raise CheckpointError(
-            f"`embedding_dropout` of a {config.family.upper()} must equal hidden_dropout ({config.hidden_dropout}) for Hugging Face, "
-            f"but is {config.input_dropout}"
+            f"`embedding_dropout` of a {config.family.upper()} must equal hidden_dropout ({config.hidden_dropout}) for "
+            f"Hugging Face, but is {config.input_dropout}"
         )
     ours = config.to_dict() | {
         "ffn_hidden_size": config.ffn_size,

@@ -65,7 +65,7 @@ def export_hugging_face(
         write_hf_files(folder, shapes, _read_theirs(reader, rows, config, dtype), max_file_bytes)
         published.save_pretrained(folder)
         if files is not None:
-            files.copy_to(folder, model)
+            files.copy_to(folder)
         with HuggingFaceReader(folder) as written:
             compare_models(reader, written, config, rounded_to=dtype)
     return Path(target)
@@ -130,7 +130,7 @@ def import_hugging_face(
             with CheckpointReader(written) as ours:
                 compare_models(ours, reader, config)
             if files is not None:
-                files.copy_to(folder / TOKENIZER_FOLDER, reader.model)
+                files.copy_to(folder / TOKENIZER_FOLDER)
     return Path(target) / written.name
 
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from ..config import TransformerConfig
-from ..models.hugging_face import HuggingFaceModel
+from ..config.family import family_of
 from .errors import CheckpointError
 
 TOKENIZER_FOLDER = "tokenizer"  # beside a checkpoint of ours
@@ -50,13 +50,14 @@ class TokenizerFiles:
         lines = self.files["vocab.txt"].read_text(encoding="utf-8").splitlines()
         return {token: index for index, token in enumerate(lines)}
 
-    def copy_to(self, folder: Path, model: HuggingFaceModel) -> None:
-        """Copy the files, and say which tokens are special to `model` where none of them does."""
+    def copy_to(self, folder: Path) -> None:
+        """Copy the files, and say which tokens are special where none of them does."""
         folder.mkdir(exist_ok=True)
         for name, path in self.files.items():
             shutil.copyfile(path, folder / name)
         if "tokenizer.json" in self.files and "tokenizer_config.json" not in self.files:
-            specials = {role: token for role, token in model.token_roles.items() if token in self.ids}
+            roles = family_of(self.config.family).corpus.token_roles
+            specials = {role: token for role, token in roles.items() if token in self.ids}
             values = {"tokenizer_class": "PreTrainedTokenizerFast", **specials}
             values["model_max_length"] = self.config.max_position_embeddings
             (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")

@@ -23,7 +23,7 @@ class CorpusForm:
         tokenizer: the published tokenizer, `tokenizer=`.
         hub_name: its name on the Hugging Face hub.
         algorithm: `bpe` (byte-level) or `wordpiece` (uncased), of that tokenizer and of one trained on the corpus.
-        special_tokens: tokens whose ids the samples need.
+        token_roles: the special tokens by their role in transformers.
     """
 
     name: str
@@ -31,7 +31,12 @@ class CorpusForm:
     tokenizer: str
     hub_name: str
     algorithm: str
-    special_tokens: tuple[str, ...]
+    token_roles: dict[str, str]
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The tokens whose ids the samples need."""
+        return tuple(dict.fromkeys(self.token_roles.values()))
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,6 @@ class HuggingFaceModel:
         aliases: tensors that must equal another one where a file has both.
         ignored: buffers in files of older versions, which hold constants.
         new_heads: prefixes of ours that a file of a plain model lacks and training can begin anew.
-        token_roles: special tokens of its tokenizer by their role.
         token_ids: of the tokenizer's ids, or None without one, and our config: the ids that its configuration names.
         words: prefix of their word embedding, which has a row for each word.
         embeddings: prefixes of what else their embeddings take.
@@ -121,7 +120,6 @@ class HuggingFaceModel:
     layer: tuple[Row, ...]
     aliases: dict[str, str]
     ignored: re.Pattern
-    token_roles: dict[str, str]
     token_ids: Callable[[dict[str, int] | None, TransformerConfig], dict[str, int | None]]
     words: str
     embeddings: tuple[str, ...]
@@ -175,5 +173,5 @@ def model_of(config: TransformerConfig) -> HuggingFaceModel:
         if model.settings["norm_order"] == config.norm_order:
             return model
     orders = " or ".join(model.settings["norm_order"] for model in load(path).MODELS)
-    names = " or ".join(model.config_class.removesuffix("Config") for model in load(path).MODELS)
-    raise ValueError(f"`norm_order` must be {orders} for Hugging Face's {names}, but is {config.norm_order}")
+    kind = config.family.upper()
+    raise ValueError(f"`norm_order` of a {kind} must be {orders} for Hugging Face, but is {config.norm_order}")

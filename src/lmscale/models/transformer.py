@@ -11,6 +11,7 @@ from ..parallel import (
     ParallelContext,
     VocabParallelEmbedding,
     counter_dropout,
+    describe_parameters,
     embedding_lookup,
     first_position,
     gather_sequence,
@@ -49,6 +50,8 @@ class Transformer(nn.Module):
 
     Source: sections 2.2 and 3; Figure 7.
     """
+
+    extra_repr = describe_parameters
 
     def __init__(self, config: TransformerConfig, context: ParallelContext) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from .layers import (
     embedding_lookup,
 )
 from .rng import counter_dropout, counter_keep_mask, sample_dropout_keys, seed_rank_generator, site_keys
-from .shard_spec import ShardSpec, parameter
+from .shard_spec import ShardSpec, describe_parameters, parameter
 from .shared_memory import SharedMemoryChannel, open_channel
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "copy_to_tensor_parallel_region",
     "counter_dropout",
     "counter_keep_mask",
+    "describe_parameters",
     "embedding_lookup",
     "fingerprint",
     "first_difference",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .collectives import column_linear, reduce_from_tensor_parallel_region
 from .context import ParallelContext
 from .float8 import float8_linear
-from .shard_spec import parameter
+from .shard_spec import describe_parameters, parameter
 
 
 class ColumnParallelLinear(nn.Module):
@@ -28,6 +28,7 @@ class ColumnParallelLinear(nn.Module):
     Source: section 3, Figure 3.
     """
 
+    extra_repr = describe_parameters
     def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
         super().__init__()
         self.context = context
@@ -53,6 +54,7 @@ class RowParallelLinear(nn.Module):
     Source: section 3, Figure 3.
     """
 
+    extra_repr = describe_parameters
     def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
         super().__init__()
         self.context = context
@@ -79,6 +81,7 @@ class ReplicatedLinear(nn.Module):
         weight [out, in], bias [out]; x [..., in]; returns [..., out].
     """
 
+    extra_repr = describe_parameters
     def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
         super().__init__()
         self.weight = parameter(context, (out_features, in_features), init="normal", std=init_std)
@@ -102,6 +105,7 @@ class LayerNorm(nn.Module):
         kernel: what computes it from x, weight, bias and eps; `layer_norm` unless replaced (`models.build_model`).
     """
 
+    extra_repr = describe_parameters
     kernel: Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
     def __init__(self, hidden_size: int, eps: float, context: ParallelContext, sees_shard: bool = True) -> None:
@@ -139,6 +143,7 @@ class VocabParallelEmbedding(nn.Module):
     Source: section 3 (input embedding).
     """
 
+    extra_repr = describe_parameters
     def __init__(
         self, vocab_size: int, padded_vocab_size: int, hidden_size: int, context: ParallelContext, init_std: float
     ) -> None:

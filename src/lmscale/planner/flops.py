@@ -103,8 +103,8 @@ def rank_flops_per_micro_batch(config: TransformerConfig, tp_size: int, micro_ba
     """FLOPs one tensor rank does in the forward and backward pass of a micro-batch, to the last product.
 
     What `hardware_flops_per_step` counts, over `tp_size`; besides, the family's dense heads, which every rank computes
-    whole (BERT: masked-LM dense 6 m h^2 for m scored tokens, pooler 6 b h^2, sentence order 12 b h); and full recomputation without
-    the last linear of a layer, 2 b s f h / p, where nothing that follows it needs its result.
+    whole (BERT: masked-LM dense 6 m h^2 for m scored tokens, pooler 6 b h^2, sentence order 12 b h); and full
+    recomputation without the last linear of a layer, 2 b s f h / p, where nothing that follows it needs its result.
 
     Args:
         micro_batch_size: sequences b.

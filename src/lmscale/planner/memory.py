@@ -107,10 +107,11 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Bytes a rank needs for one training step: within 5 % of those of all its tensors at the fullest moment.
 
-    A layer keeps, of replicated tensors, 4 b s h e: inputs of its two LayerNorms (another placement may have more), of QKV and of the MLP; and 2 b s h of
-    dropout masks. Of tensors cut over p it keeps (4 h + 2 f) b s e / p: Q, K, V, input of the output projection, input
-    and output of the GELU. With f = 4h and e = 2 that is b s h (10 + 24 / p), 34 b s h at p = 1. Exact attention keeps
-    besides, for each of the b n s^2 / p scores, the softmax (fp32 at least), and with dropout mask and result.
+    A layer keeps, of replicated tensors, 4 b s h e: inputs of its two LayerNorms (another placement may have more), of
+    QKV and of the MLP; and 2 b s h of dropout masks. Of tensors cut over p it keeps (4 h + 2 f) b s e / p: Q, K, V,
+    input of the output projection, input and output of the GELU. With f = 4h and e = 2 that is b s h (10 + 24 / p), 34
+    b s h at p = 1. Exact attention keeps besides, for each of the b n s^2 / p scores, the softmax (fp32 at least), and
+    with dropout mask and result.
 
     SDPA keeps no scores where its kernel is a flash one. On a CPU there is none with attention dropout: softmax, noise
     and product stay, in fp32 at least.

@@ -21,7 +21,7 @@ FAMILY = Family(
         tokenizer="bert",
         hub_name="google-bert/bert-base-uncased",
         algorithm="wordpiece",
-        special_tokens=("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
+        token_roles={f"{role}_token": f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")},
     ),
     is_causal=False,
     gelu="erf",

@@ -75,7 +75,6 @@ _model = partial(
     aliases=_ALIASES,
     ignored=_IGNORED,
     new_heads=("pooler.", "lm_head.", "order_head."),
-    token_roles={f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")},
     token_ids=_token_ids,
     words="bert.embeddings.word_embeddings",
     embeddings=("bert.embeddings.position", "bert.embeddings.token_type", "bert.embeddings.LayerNorm"),

@@ -10,6 +10,7 @@ from ...parallel import (
     LayerNorm,
     ParallelContext,
     ReplicatedLinear,
+    describe_parameters,
     linear_cross_entropy,
     parameter,
     vocab_parallel_logits,
@@ -28,6 +29,8 @@ class MaskedLanguageModelHead(nn.Module):
 
     Source: Devlin et al. 2018; section 3 for the cut.
     """
+
+    extra_repr = describe_parameters
 
     def __init__(self, config: TransformerConfig, context: ParallelContext) -> None:
         super().__init__()
@@ -60,8 +63,8 @@ class BERT(LanguageModel):
         tokens int64 [b, s]; token_types int64 [b, s], or None for zeros; attention_mask bool or 0 and 1 [b, s], true
         for real tokens, or None; labels int64 [b, s] with -100 where not masked, or None; sample_keys int32 [b] of the
         dropout masks, or None where one process draws them; scored int64 [m], where the labels of the flattened batch
-        are not -100, or None: the model finds them, and the host waits for a GPU. Returns (logits [b, s, v/p] without labels, else the sum of the losses in nats; sentence-order
-        logits [b, 2]).
+        are not -100, or None: the model finds them, and the host waits for a GPU. Returns (logits [b, s, v/p] without
+        labels, else the sum of the losses in nats; sentence-order logits [b, 2]).
 
     Communicates:
         over the tensor group: the transformer's; backward one all-reduce of the tied projection, of [b, s, h], with

@@ -12,7 +12,7 @@ FAMILY = Family(
         tokenizer="gpt2",
         hub_name="openai-community/gpt2",
         algorithm="bpe",
-        special_tokens=("<|endoftext|>",),
+        token_roles=dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
     ),
     is_causal=True,
     gelu="tanh",

@@ -54,7 +54,6 @@ GPT2 = HuggingFaceModel(
     ),
     aliases={"lm_head.weight": "transformer.wte.weight"},
     ignored=re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),  # the causal mask and its -1e4
-    token_roles=dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
     token_ids=_token_ids,
     words="transformer.wte",
     embeddings=("transformer.wpe",),
