@@ -5,8 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from runs import tiny_run
+
 from lmscale.config import TransformerConfig
 from lmscale.config.family import BUILT_IN, family_of, load
+from lmscale.config.pretrain import RunConfig
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "lmscale"
 # The families' folders and sample kinds; the paper's own data, and the race against trainers of one family each.
@@ -54,3 +57,6 @@ def test_files_call_the_family_architecture_and_both_names_are_read() -> None:
     assert TransformerConfig.from_dict(values) == config
     del values["architecture"]
     assert TransformerConfig.from_dict(values | {"family": "gpt"}) == config
+    run = tiny_run("bert", Path("run"))
+    assert run.to_dict()["model"]["architecture"] == "bert"  # in a run folder's config.json
+    assert RunConfig.from_dict(run.to_dict()) == run

@@ -28,7 +28,17 @@ class Recompute(str, Enum):
     FULL = "full"
 
 
-_FAMILY_IN_FILES = "architecture"  # the name of `family` in checkpoints and records
+_FAMILY_IN_FILES = "architecture"  # the name of `family` in checkpoints, records and run folders
+
+
+def to_file(model: dict) -> dict:
+    """The keys of a model as files have them, which call its family `architecture`, as the first checkpoints did."""
+    return {_FAMILY_IN_FILES if key == "family" else key: value for key, value in model.items()}
+
+
+def from_file(model: dict) -> dict:
+    """The keys of a model as the fields of `TransformerConfig`, from a file or from the user."""
+    return {"family" if key == _FAMILY_IN_FILES else key: value for key, value in model.items()}
 
 
 def _placements() -> dict[str, Any]:
@@ -182,13 +192,8 @@ class TransformerConfig:
                 raise ValueError(f"`{name}` must be a multiple of {multiple} with precision=fp8, but is {size}")
 
     def to_dict(self) -> dict:
-        """Plain values, ready for JSON; `from_dict` gives an equal config back.
-
-        The family is called `architecture` there, as it was in the first checkpoints and records.
-        """
-        values = {_FAMILY_IN_FILES: self.family} | dataclasses.asdict(self)
-        del values["family"]
-        return {k: v.value if isinstance(v, Enum) else v for k, v in values.items()}
+        """Plain values, ready for JSON (`to_file`); `from_dict` gives an equal config back."""
+        return {k: v.value if isinstance(v, Enum) else v for k, v in to_file(dataclasses.asdict(self)).items()}
 
     @classmethod
     def from_dict(cls, values: dict) -> "TransformerConfig":
@@ -198,4 +203,4 @@ class TransformerConfig:
             TypeError: an unknown or missing key.
             ValueError: a value that cannot be.
         """
-        return cls(**{"family" if name == _FAMILY_IN_FILES else name: value for name, value in values.items()})
+        return cls(**from_file(values))

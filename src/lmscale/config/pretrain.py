@@ -11,7 +11,7 @@ from .checks import require_positive
 from .data import DataConfig, TokenizerConfig
 from .from_dict import build, keys_of, to_plain
 from .layout import BatchConfig
-from .model import FLOAT8_MULTIPLE, TransformerConfig
+from .model import FLOAT8_MULTIPLE, TransformerConfig, from_file, to_file
 from .training import (
     CheckpointConfig,
     OptimizerConfig,
@@ -205,8 +205,10 @@ class RunConfig:
         """
         if isinstance(values.get("resume"), str):
             values = values | {"resume": {"path": values["resume"]}}
+        if isinstance(values.get("model"), dict):
+            values = values | {"model": from_file(values["model"])}
         return build(cls, values, "")
 
     def to_dict(self) -> dict:
         """Nested plain values, ready for JSON; `from_dict` gives an equal run back."""
-        return to_plain(self)
+        return to_plain(self) | {"model": to_file(self.model)}

@@ -29,6 +29,7 @@ class ColumnParallelLinear(nn.Module):
     """
 
     extra_repr = describe_parameters
+
     def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
         super().__init__()
         self.context = context
@@ -55,6 +56,7 @@ class RowParallelLinear(nn.Module):
     """
 
     extra_repr = describe_parameters
+
     def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
         super().__init__()
         self.context = context
@@ -82,6 +84,7 @@ class ReplicatedLinear(nn.Module):
     """
 
     extra_repr = describe_parameters
+
     def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
         super().__init__()
         self.weight = parameter(context, (out_features, in_features), init="normal", std=init_std)
@@ -144,6 +147,7 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     extra_repr = describe_parameters
+
     def __init__(
         self, vocab_size: int, padded_vocab_size: int, hidden_size: int, context: ParallelContext, init_std: float
     ) -> None:
