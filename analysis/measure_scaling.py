@@ -123,7 +123,7 @@ def measure_case(case: Case, context: ParallelContext, device: torch.device, ste
 
 def one_pass(model: torch.nn.Module, tokens: torch.Tensor, keys: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
     """Mean loss of one micro-batch, for either architecture; BERT's over the positions `scored`."""
-    if model.config.architecture == "gpt":
+    if model.config.family == "gpt":
         return model(tokens, tokens, keys) / tokens.numel()
     loss, order = model(tokens, torch.zeros_like(tokens), None, tokens, keys, scored)
     return loss / len(scored) + order.float().mean()

@@ -75,7 +75,7 @@ def describe_cell(run_dir: Path, cpu_s: float) -> dict[str, Any]:
     """The record of a cell from its run folder: the run's, with sizes and validation curve, without what is local."""
     run = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
     config, steps = run["config"], int(run["metrics"]["steps"]["value"])
-    model = TransformerConfig(**config["model"])
+    model = TransformerConfig.from_dict(config["model"])
     counts = count_parameters(model)
     embeddings = counts.parts["word embedding"] + counts.parts["position embedding"]
     seq_length, batch = config["data"]["seq_length"], config["global_batch_size"]

@@ -185,7 +185,7 @@ def measure(case: Case, context: ParallelContext) -> int:
     def step() -> None:
         optimizer.zero_grad()
         for _ in range(case.num_micro_batches):
-            if config.architecture == "gpt":
+            if config.family == "gpt":
                 (model(tokens, tokens, keys) / tokens.numel()).backward()
             else:
                 loss, order = model(tokens, torch.zeros_like(tokens), None, tokens, keys, scored)

@@ -41,7 +41,7 @@ def make_config(shape: str, dropout: float) -> TransformerConfig:
     """The GPT of a shape."""
     hidden, heads, layers = SHAPES[shape]
     return TransformerConfig(
-        architecture="gpt",
+        family="gpt",
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,

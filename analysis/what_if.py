@@ -53,7 +53,7 @@ def gpt(num_layers: int, hidden_size: int, heads: int, **changes: Any) -> Transf
     """A GPT with the paper's vocabulary and sequence unless changed."""
     fields = {"vocab_size": 50257, "max_position_embeddings": 1024} | changes
     return TransformerConfig(
-        architecture="gpt",
+        family="gpt",
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_attention_heads=heads,

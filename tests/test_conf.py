@@ -73,7 +73,7 @@ def test_figure_7_at_full_size_is_the_papers_recipe_at_both_orders(model: str, o
     run, sizes = build(compose_train("experiment=fig7_paper", f"model={model}", f"model.norm_order={order}"))
     alone, _ = build(compose_train(f"model={model}"))
     assert (run.optimizer, run.schedule, run.global_batch_size) == (alone.optimizer, alone.schedule, 1024)
-    assert (run.name, sizes.norm_order.value, run.trainer.max_steps) == (f"fig7_{model}_{order}", order, 2_000_000)
+    assert (run.name, sizes.norm_order, run.trainer.max_steps) == (f"fig7_{model}_{order}", order, 2_000_000)
 
 
 @pytest.mark.parametrize("model", GROUPS["model"])
@@ -151,8 +151,8 @@ def test_model_sizes_are_those_of_tables_1_2_and_4(model, layers, hidden, heads,
     _, sizes = build(compose_train(f"model={model}"))
     assert (sizes.num_layers, sizes.hidden_size, sizes.num_attention_heads) == (layers, hidden, heads)
     assert (sizes.padded_vocab_size, sizes.max_position_embeddings) == (rows, positions)
-    assert sizes.architecture == model.split("_")[0]
-    assert sizes.norm_order.value == "pre" and sizes.hidden_dropout == 0.1 and sizes.attention_dropout == 0.1
+    assert sizes.family == model.split("_")[0]
+    assert sizes.norm_order == "pre" and sizes.hidden_dropout == 0.1 and sizes.attention_dropout == 0.1
 
 
 def test_the_paper_recipes_carry_the_numbers_of_section_5() -> None:

@@ -90,7 +90,7 @@ def test_the_attention_shapes_are_those_of_the_models() -> None:
             config.max_position_embeddings,
             config.head_size,
         )
-        assert shape.causal == (config.architecture == "gpt")
+        assert shape.causal == (config.family == "gpt")
 
 
 def test_list_b_composes_into_typed_configurations(tmp_path) -> None:

@@ -54,7 +54,7 @@ class GPT(nn.Module):
 
 def bench_of(architecture: str = "gpt", **changes) -> BenchConfig:
     values = {
-        "model": {"architecture": architecture, **SIZES},
+        "model": {"family": architecture, **SIZES},
         "precision": {"dtype": "fp32"},
         "micro_batch_size": 3,
         "compiles": False,

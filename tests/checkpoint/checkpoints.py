@@ -22,9 +22,9 @@ GPT, BERT, MEGATRON_BERT = "GPT2LMHeadModel", "BertForPreTraining", "MegatronBer
 
 # The three models that transformers has too.
 FAMILIES = {
-    GPT: {"architecture": "gpt", "norm_order": "pre"},
-    BERT: {"architecture": "bert", "norm_order": "post"},
-    MEGATRON_BERT: {"architecture": "bert", "norm_order": "pre"},
+    GPT: {"family": "gpt", "norm_order": "pre"},
+    BERT: {"family": "bert", "norm_order": "post"},
+    MEGATRON_BERT: {"family": "bert", "norm_order": "pre"},
 }
 
 
@@ -96,7 +96,7 @@ def load_ours(path: Path, context: ParallelContext | None = None) -> nn.Module:
     """The model of a checkpoint, this rank's shard of it."""
     context = context or ParallelContext()
     with CheckpointReader(path) as reader:
-        model = build_model(TransformerConfig(**reader.metadata.model), context, seed=None).eval()
+        model = build_model(TransformerConfig.from_dict(reader.metadata.model), context, seed=None).eval()
         for name, param in model.named_parameters():
             reader.read_into(f"model/{name}", param.data, context.tp_rank)
     return model

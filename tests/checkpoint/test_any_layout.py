@@ -46,7 +46,7 @@ def load_at(path: Path, context: ParallelContext, dtype: torch.dtype) -> MixedPr
     """One rank's model and optimizer as the training builds and loads them; nothing here communicates."""
     metadata = read_metadata(path)
     with _BUILDING:
-        model = build_model(TransformerConfig(**metadata.model), context, seed=None, dtype=dtype)
+        model = build_model(TransformerConfig.from_dict(metadata.model), context, seed=None, dtype=dtype)
     with CheckpointReader(path) as reader:
 
         def read_into(key: str, out: torch.Tensor) -> None:
@@ -147,7 +147,7 @@ def save_large(folder: Path, config: TransformerConfig, tp_size: int) -> Checkpo
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_loading_a_shard_takes_little_more_than_the_shard(tmp_path, tp_size) -> None:
     """Rank 0 of 2 reads its weights and moments from a checkpoint of `tp_size`: peak below 1.3 shards and a tensor."""
-    sizes = {"architecture": "gpt", "num_layers": 6, "hidden_size": 768, "num_attention_heads": 12}
+    sizes = {"family": "gpt", "num_layers": 6, "hidden_size": 768, "num_attention_heads": 12}
     sizes |= {"vocab_size": 8000, "max_position_embeddings": 512}
     large = save_large(tmp_path, TransformerConfig(**sizes), tp_size)
     save_large(tmp_path / "tiny", TransformerConfig(**(sizes | {"num_layers": 1, "hidden_size": 48})), tp_size)

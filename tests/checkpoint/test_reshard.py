@@ -138,7 +138,7 @@ def test_a_conversion_needs_the_memory_of_a_few_tensors(tmp_path, architecture: 
     # model of billions has none as small as those of this one.
     changes = {"MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     script = Path(__file__).with_name("peak_memory.py")
-    command = [sys.executable, str(script), str(tmp_path), json.dumps(SIZES | {"architecture": architecture})]
+    command = [sys.executable, str(script), str(tmp_path), json.dumps(SIZES | {"family": architecture})]
     done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])

@@ -39,7 +39,7 @@ BAD = {
     "a sweep of finetuning": (["sweep=finetune_search"], "`sweep` must be one of model_size, norm_order, but is"),
     "unknown key": (["trainer.max_stps=3"], "`trainer.max_stps` is not a known key"),
     "appended key": (["+wings=2"], "`wings` is not a known key"),
-    "appended key of the model": (["+model.wings=2"], "`model.wings` is not a known key; known here: architecture"),
+    "appended key of the model": (["+model.wings=2"], "`model.wings` is not a known key; known here: family"),
     "nested key": (["++trainer.wings.left=2"], "`trainer.wings` is not a known key"),
     "unknown group": (["modle=gpt_tiny"], "`modle` is not a known key or group"),
     "grammar": (

@@ -15,7 +15,7 @@ from lmscale.config.generate import Sampling
 from lmscale.evaluation.generation import Generator, in_batches
 from lmscale.evaluation.prompts import Prompt, Row
 from lmscale.models import GPT
-from lmscale.models.attention import KeyValueCache
+from lmscale.models.key_value_cache import KeyValueCache
 from lmscale.parallel import ParallelContext
 
 PLAIN = ParallelContext()
@@ -163,7 +163,7 @@ def _load(path, context: ParallelContext) -> GPT:
     from lmscale.models import build_model
 
     with CheckpointReader(path) as reader:
-        config = TransformerConfig(**reader.metadata.model)
+        config = TransformerConfig.from_dict(reader.metadata.model)
         model = build_model(config, context, seed=None, dtype=torch.float64).eval()
         for name, param in model.named_parameters():
             reader.read_into(f"model/{name}", param.data, context.tp_rank)

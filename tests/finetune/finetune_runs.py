@@ -28,7 +28,7 @@ def make_checkpoint(folder: Path, tp_size: int = 1, state: dict | None = None, w
     tokenizer = make_tokenizer()
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 48}
     config = TransformerConfig(
-        **{"architecture": "bert", "vocab_size": tokenizer.vocab_size, "vocab_multiple": 64, **sizes, **changes}
+        **{"family": "bert", "vocab_size": tokenizer.vocab_size, "vocab_multiple": 64, **sizes, **changes}
     )
     model = build_model(config, ParallelContext(), seed=5, dtype=torch.float64)
     tensors, entries = {}, {}

@@ -18,7 +18,7 @@ OUTPUTS = {HeadKind.CLASSIFICATION: 3, HeadKind.CHOICE: 4, HeadKind.SPAN: 2}
 def small(norm_order: str, **changes) -> TransformerConfig:
     sizes = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "vocab_size": 61, "vocab_multiple": 64}
     sizes |= {"max_position_embeddings": 19, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    return TransformerConfig(**{"architecture": "bert", "norm_order": norm_order, **sizes, **changes})
+    return TransformerConfig(**{"family": "bert", "norm_order": norm_order, **sizes, **changes})
 
 
 def build(config, kind, context=None, head_dropout=0.0) -> FinetuneModel:
@@ -47,15 +47,15 @@ def batch(kind: HeadKind) -> list[torch.Tensor]:
 def theirs(kind: HeadKind, model: FinetuneModel, config: TransformerConfig):
     """transformers' model of the kind with our weights."""
     from lmscale.checkpoint.hf_config import config_to_hf
-    from lmscale.checkpoint.hf_names import family_of
+    from lmscale.models.hugging_face import model_of
 
     published = config_to_hf(config, "float64", {"pad_token_id": 0})
     published.num_labels, published._attn_implementation = OUTPUTS[kind], "eager"
     task = {HeadKind.CLASSIFICATION: "SequenceClassification", HeadKind.CHOICE: "MultipleChoice"}
-    prefix = "MegatronBert" if config.norm_order.value == "pre" else "Bert"
+    prefix = "MegatronBert" if config.norm_order == "pre" else "Bert"
     other = getattr(transformers, f"{prefix}For{task.get(kind, 'QuestionAnswering')}")(published).double().eval()
     state, weights = other.state_dict(), dict(model.named_parameters())
-    for row in family_of(config).rows(config):
+    for row in model_of(config).rows(config):
         if row.ours in weights and row.theirs in state:
             state[row.theirs].copy_(row.to_theirs(weights[row.ours].detach(), config))
     head = "qa_outputs" if kind is HeadKind.SPAN else "classifier"

@@ -28,7 +28,7 @@ def small_model(architecture: str, **changes: object) -> TransformerConfig:
         "max_position_embeddings": SEQUENCE,
         "attention_dropout": 0.0,
     }
-    return TransformerConfig(architecture=architecture, **(fields | changes))
+    return TransformerConfig(family=architecture, **(fields | changes))
 
 
 def saved_bytes(config: TransformerConfig, dtype: str) -> int:
@@ -47,7 +47,7 @@ def saved_bytes(config: TransformerConfig, dtype: str) -> int:
     tokens = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % VOCAB
     keys = sample_dropout_keys(seed=1, sample_numbers=torch.arange(BATCH))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        if config.architecture == "gpt":
+        if config.family == "gpt":
             model(tokens, tokens, keys)
         else:
             model(tokens, torch.zeros_like(tokens), None, tokens, keys, scored_places(config))

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ..bench_config import FILE_PEERS, BenchConfig
 from ..checkpoint.hf_config import config_to_hf
-from ..checkpoint.hf_names import family_of
 from ..config import TransformerConfig
 from ..config.training import OptimizerConfig
 from ..kernels import Kernels
 from ..models import build_model, scored_positions
+from ..models.hugging_face import model_of
 from ..parallel import IGNORE_LABEL, ParallelContext, sample_dropout_keys, seed_rank_generator
 from ..training.step.module import DTYPES
 from ..training.step.optimizer import MixedPrecisionAdamW
@@ -56,7 +56,7 @@ class Ours(Contender):
         seed_rank_generator(self.bench.seed, number, 0, 0, 0)
         numbers = number * len(tokens) + torch.arange(len(tokens), device=tokens.device)
         keys = sample_dropout_keys(self.bench.seed, numbers)
-        if self.model.config.architecture == "gpt":
+        if self.model.config.family == "gpt":
             loss = self.model(tokens, labels, keys) / (labels != IGNORE_LABEL).sum()
         else:
             masked, order = self.model(tokens, batch["token_types"], None, labels, keys, batch["scored"])
@@ -94,7 +94,7 @@ class HuggingFace(Plain):
 
     def __init__(self, bench: BenchConfig, device: torch.device, compiles: bool) -> None:
         super().__init__(hugging_face_model(bench), bench, device, compiles)
-        self.is_gpt = bench.model["architecture"] == "gpt"
+        self.is_gpt = bench.model["family"] == "gpt"
 
     def loss(self, batch: Batch) -> Tensor:
         if self.is_gpt:  # its own loss shifts the labels; ours are shifted already
@@ -138,8 +138,8 @@ def hugging_face_model(bench: BenchConfig) -> nn.Module:
 
     config = bench.transformer_config()
     ours = dict(build_model(config, ParallelContext(), seed=bench.seed).named_parameters())
-    model = getattr(transformers, family_of(config).model_class)(config_to_hf(config, "float32", {}))
-    weights = {row.theirs: row.to_theirs(ours[row.ours].detach(), config) for row in family_of(config).rows(config)}
+    model = getattr(transformers, model_of(config).model_class)(config_to_hf(config, "float32", {}))
+    weights = {row.theirs: row.to_theirs(ours[row.ours].detach(), config) for row in model_of(config).rows(config)}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     tied = [name for name in missing if "lm_head" not in name and "decoder" not in name and "position_ids" not in name]
     assert not tied and not unexpected, (tied, unexpected)
@@ -190,7 +190,7 @@ def make_batches(config: TransformerConfig, bench: BenchConfig, count: int, devi
     for _ in range(count):
         drawn = torch.multinomial(weights, shape[0] * (shape[1] + 1), replacement=True, generator=generator)
         drawn = drawn.view(shape[0], shape[1] + 1)
-        if config.architecture == "gpt":
+        if config.family == "gpt":
             # transformers' own loss leaves out a sequence's last position: it has no next token there.
             labels = drawn[:, 1:].clone()
             labels[:, -1] = IGNORE_LABEL

@@ -191,7 +191,7 @@ def check_model(metadata: CheckpointMetadata, model: dict[str, Any], path: str |
 def _effective(model: dict[str, Any]) -> dict[str, Any]:
     """The values with defaults filled in: null and the default itself are the same model."""
     try:
-        config = TransformerConfig(**model)
+        config = TransformerConfig.from_dict(model)
     except (TypeError, ValueError):  # of a version with other keys: compared as it stands
         return model
     return model | {"layer_norm_eps": config.norm_eps, "gelu": config.gelu_form, "ffn_hidden_size": config.ffn_size}

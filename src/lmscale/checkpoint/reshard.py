@@ -43,7 +43,7 @@ def open_source(path: str | Path) -> tuple[Path, CheckpointMetadata, Transformer
     if damage is not None:
         raise CheckpointError(f"checkpoint {path.name} is damaged: {damage}")
     try:
-        return path, metadata, TransformerConfig(**metadata.model)
+        return path, metadata, TransformerConfig.from_dict(metadata.model)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path.name}: {METADATA} names a model that cannot be ({error})") from None
 

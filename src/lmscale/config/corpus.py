@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from .checks import require_not_negative, require_one_of, require_positive
 from .data import TokenizerConfig
+from .family import BUILT_IN
 from .from_dict import build
 
 UNDECODABLE = ("fall_back", "replace", "refuse")
@@ -45,7 +46,7 @@ class SourceConfig:
     undecodable: str = "fall_back"
     text_documents: str = "block"
     join_lines: bool = False
-    architectures: list = field(default_factory=lambda: ["gpt", "bert"])
+    architectures: list = field(default_factory=lambda: list(BUILT_IN))
 
     def __post_init__(self) -> None:
         require_one_of(self, "kind", ("local", "huggingface"))
@@ -217,7 +218,7 @@ class PrepareConfig:
     keep_work: bool = False
 
     def __post_init__(self) -> None:
-        require_one_of(self, "architecture", ("gpt", "bert"))
+        require_one_of(self, "architecture", BUILT_IN)
         require_one_of(self, "duplicate_ids", ("count", "refuse"))
         require_positive(self, "shard_mb")
         if self.validation_every < 2:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from .checks import require_fraction, require_not_negative, require_one_of, require_positive
+from .family import corpus_forms
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,9 @@ class TokenizerConfig:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("trained", "gpt2", "bert"):
-            raise ValueError(f"`tokenizer.kind` must be one of trained, gpt2, bert, but is {self.kind!r}")
+        kinds = ("trained", *corpus_forms())
+        if self.kind not in kinds:
+            raise ValueError(f"`tokenizer.kind` must be one of {', '.join(kinds)}, but is {self.kind!r}")
         if self.vocab_size is not None:
             require_positive(self, "vocab_size")
 

@@ -7,21 +7,12 @@ vocabulary, L layers, p tensor-parallel size.
 import dataclasses
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from .checks import require_fraction, require_positive
+from .family import family_of, load
 
 FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
-
-
-class NormOrder(str, Enum):
-    """Where LayerNorm stands in a transformer layer; the paper's Figure 7.
-
-    `POST` is the original BERT (Figure 7 a): LayerNorm after each residual addition and after the embeddings.
-    `PRE` is the paper's rearrangement (Figure 7 b): LayerNorm at the input of each sublayer, and one after the stack.
-    """
-
-    PRE = "pre"
-    POST = "post"
 
 
 class Recompute(str, Enum):
@@ -37,6 +28,23 @@ class Recompute(str, Enum):
     FULL = "full"
 
 
+_FAMILY_IN_FILES = "architecture"  # the name of `family` in checkpoints, records and run folders
+
+
+def to_file(model: dict) -> dict:
+    """The keys of a model as files have them, which call its family `architecture`, as the first checkpoints did."""
+    return {_FAMILY_IN_FILES if key == "family" else key: value for key, value in model.items()}
+
+
+def from_file(model: dict) -> dict:
+    """The keys of a model as the fields of `TransformerConfig`, from a file or from the user."""
+    return {"family" if key == _FAMILY_IN_FILES else key: value for key, value in model.items()}
+
+
+def _placements() -> dict[str, Any]:
+    return load("lmscale.models.norm_placement:PLACEMENTS")
+
+
 def _choose(enum: type[Enum], name: str, value: object) -> Enum:
     try:
         return enum(value)
@@ -47,11 +55,11 @@ def _choose(enum: type[Enum], name: str, value: object) -> Enum:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Architecture of one BERT or GPT, independent of how it is cut over devices.
+    """Architecture of one model, independent of how it is cut over devices.
 
     Args:
-        architecture: `gpt` (causal, tanh GELU by default) or `bert` (bidirectional, with pooler, masked-LM and
-            sentence-order heads).
+        family: a folder of `lmscale.models`, `gpt` (causal) or `bert` (bidirectional, with pooler, masked-LM and
+            sentence-order heads), or `package.module` of a family elsewhere; see `family_of`.
         num_layers: transformer layers (L).
         hidden_size: width of the model (h).
         num_attention_heads: attention heads (n) per layer; must divide `hidden_size`.
@@ -61,9 +69,10 @@ class TransformerConfig:
             checkpoints do not depend on `tp_size`. 1,024 gives the paper's 51,200 and 30,720; 1 means no padding.
         max_position_embeddings: longest sequence in tokens.
         ffn_hidden_size: width of the MLP; None means 4 h, the paper's.
-        norm_order: where LayerNorm stands: `pre` (the paper's, Figure 7 b) or `post` (the original BERT, Figure 7 a).
-        layer_norm_eps: None means the published value of the order: 1e-5 pre, 1e-12 post.
-        gelu: `tanh` (GPT-2) or `erf` (BERT); None means that of the architecture.
+        norm_order: where LayerNorms and residuals stand, a name in `models/norm_placement.py`: `pre` (the paper's,
+            Figure 7 b) or `post` (the original BERT, Figure 7 a).
+        layer_norm_eps: None means the published value of the placement: 1e-5 pre, 1e-12 post.
+        gelu: `tanh` (GPT-2) or `erf` (BERT); None means that of the family.
         hidden_dropout: probability of dropping an element of a sublayer's output.
         attention_dropout: probability of dropping an attention probability.
         embedding_dropout: probability of dropping an element of the embedding sum; None means `hidden_dropout`.
@@ -81,7 +90,7 @@ class TransformerConfig:
     Source: sections 2.2, 4.2 and 5, Tables 1, 2 and 4; Figure 7.
     """
 
-    architecture: str
+    family: str
     num_layers: int
     hidden_size: int
     num_attention_heads: int
@@ -89,7 +98,7 @@ class TransformerConfig:
     max_position_embeddings: int
     vocab_multiple: int = 1024
     ffn_hidden_size: int | None = None
-    norm_order: NormOrder = NormOrder.PRE
+    norm_order: str = "pre"
     layer_norm_eps: float | None = None
     gelu: str | None = None
     hidden_dropout: float = 0.1
@@ -102,9 +111,9 @@ class TransformerConfig:
     name: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.architecture not in ("gpt", "bert"):
-            raise ValueError(f"`architecture` must be one of gpt, bert, but is {self.architecture!r}")
-        object.__setattr__(self, "norm_order", _choose(NormOrder, "norm_order", self.norm_order))
+        family_of(self.family)
+        if self.norm_order not in _placements():
+            raise ValueError(f"`norm_order` must be one of {', '.join(_placements())}, but is {self.norm_order!r}")
         if self.recompute != "auto":
             object.__setattr__(self, "recompute", _choose(Recompute, "recompute", self.recompute))
         require_positive(self, "num_layers", "hidden_size", "num_attention_heads")
@@ -164,16 +173,19 @@ class TransformerConfig:
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def placement(self) -> Any:
+        """The `NormPlacement` of `norm_order`."""
+        return _placements()[self.norm_order]
+
+    @property
     def norm_eps(self) -> float:
         """LayerNorm's epsilon: 1e-12 in the original BERT (post), 1e-5 in Megatron-LM (pre), unless set."""
-        if self.layer_norm_eps is not None:
-            return self.layer_norm_eps
-        return 1e-12 if self.norm_order is NormOrder.POST else 1e-5
+        return self.placement.eps if self.layer_norm_eps is None else self.layer_norm_eps
 
     @property
     def gelu_form(self) -> str:
         """`tanh` for GPT-2, `erf` for BERT, unless set."""
-        return self.gelu or ("tanh" if self.architecture == "gpt" else "erf")
+        return self.gelu or family_of(self.family).gelu
 
     @property
     def input_dropout(self) -> float:
@@ -210,6 +222,16 @@ class TransformerConfig:
                 raise ValueError(f"`{name}` must be a multiple of {multiple} with precision=fp8, but is {size}")
 
     def to_dict(self) -> dict:
-        """Plain values without the name, ready for JSON; `TransformerConfig(**d)` gives an equal config back."""
-        values = dataclasses.asdict(self).items()
+        """Plain values without the name, ready for JSON (`to_file`); `from_dict` gives an equal config back."""
+        values = to_file(dataclasses.asdict(self)).items()
         return {k: v.value if isinstance(v, Enum) else v for k, v in values if k != "name"}
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "TransformerConfig":
+        """The config of `to_dict`'s values.
+
+        Raises:
+            TypeError: an unknown or missing key.
+            ValueError: a value that cannot be.
+        """
+        return cls(**from_file(values))

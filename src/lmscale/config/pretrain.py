@@ -10,7 +10,7 @@ from .checks import require_not_negative, require_one_of, require_positive, requ
 from .data import DataConfig, TokenizerConfig
 from .from_dict import build, keys_of, to_plain
 from .layout import BatchConfig, ParallelRequest
-from .model import FLOAT8_MULTIPLE, TransformerConfig
+from .model import FLOAT8_MULTIPLE, TransformerConfig, from_file, to_file
 from .training import (
     CheckpointConfig,
     OptimizerConfig,
@@ -166,8 +166,11 @@ class RunConfig:
         """
         if isinstance(values.get("resume"), str):
             values = values | {"resume": {"path": values["resume"]}}
+        if isinstance(values.get("model"), dict):
+            values = values | {"model": from_file(values["model"])}
         return build(cls, values, "")
 
     def to_dict(self) -> dict:
         """Nested plain values, ready for JSON; `from_dict` gives an equal run back."""
-        return to_plain(self)
+        values = to_plain(self)
+        return values | {"model": to_file(values["model"])}

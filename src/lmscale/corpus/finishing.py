@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
+from ..config.family import family_of
 from ..data.indexed import IndexedDataset, merge
 from ..data.tokenizer import read_tokenizer
 from .cleaning import NUM_SAMPLES
@@ -83,8 +84,7 @@ class JoinParts(PipelineStep):
 
 def part_name(plan: Plan, source: str, split: str) -> str:
     """The prefix of a part's files, in the manner of Megatron-LM: `wikipedia_train_text_document`."""
-    level = "document" if plan.config.architecture == "gpt" else "sentence"
-    return f"{source}_{split}_text_{level}"
+    return f"{source}_{split}_text_{family_of(plan.config.architecture).corpus.sequence}"
 
 
 class FinishDataset(PipelineStep):
@@ -152,7 +152,9 @@ class FinishDataset(PipelineStep):
                 "tokens": dataset.num_tokens,
                 "sha256": digest,
             }
-            if self.plan.config.architecture == "bert":  # of a document of one sentence no pair can be made
+            if (
+                family_of(self.plan.config.architecture).corpus.sequence == "sentence"
+            ):  # of a document of one sentence no pair can be made
                 pairs = int((np.diff(dataset.document_indices) > 1).sum())
                 found[source][split]["documents_with_a_pair"] = pairs
         for name, held in found.items():
@@ -173,8 +175,8 @@ class FinishDataset(PipelineStep):
         for name, held in sources.items():
             if held["train"].get("documents_with_a_pair") == 0:
                 raise ValueError(
-                    f"`sources.{name}` must have documents of two sentences or more for architecture=bert, but all "
-                    f"{held['train']['documents']} have one"
+                    f"`sources.{name}` must have documents of two sentences or more for "
+                    f"architecture={self.plan.config.architecture}, but all {held['train']['documents']} have one"
                 )
         if not any("validation" in held for held in sources.values()):
             raise ValueError(

@@ -11,6 +11,7 @@ import tokenizers
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
+from ..config.family import family_of
 from ..data.indexed import IndexedWriter, best_dtype
 from ..data.sentences import SentenceEncoder
 from ..data.tokenizer import END_OF_TEXT, Tokenizer, read_tokenizer, train_tokenizer
@@ -204,7 +205,7 @@ class TokenizeShard(PipelineStep):
 
     def _encoder(self, tokenizer: Tokenizer) -> Callable[[list[str]], tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """What turns texts into ids, sizes of sequences and sequences a document."""
-        if self.architecture == "gpt":
+        if family_of(self.architecture).corpus.sequence == "document":
             end = tokenizer.id_of(END_OF_TEXT)
             return lambda texts: _encode_whole(tokenizer, end, texts)
         sentences = SentenceEncoder(tokenizer)

@@ -159,6 +159,19 @@ class BERTDataset:
         return labels
 
 
+def make_samples(
+    prepared: PreparedCorpus,
+    split: str,
+    part: CorpusPart,
+    config: DataConfig,
+    seed: int,
+    number: int = 0,
+    num_samples: int | None = None,
+) -> BERTDataset:
+    """The samples of one dataset; an epoch has the same number whatever a run takes."""
+    return BERTDataset(prepared, part, config, seed, split, number)
+
+
 def truncate_pair(
     a: np.ndarray, b: np.ndarray, target: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:

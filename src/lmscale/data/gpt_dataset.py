@@ -4,11 +4,12 @@ from pathlib import Path
 
 import numpy as np
 
+from ..config.data import DataConfig
 from .gathering import ranges, read_stretches
 from .gpt_index import GPTOrder, write_windows
 from .index_cache import cached_index
 from .indexed_dataset import IndexedDataset
-from .prepared import CorpusPart
+from .prepared import CorpusPart, PreparedCorpus
 
 
 class GPTDataset:
@@ -110,3 +111,19 @@ class ShuffledGPTDataset(GPTDataset):
         stops[last] = starts[last] + ends[:, 1] + 1
         starts[last - counts + 1] += begins[:, 1]
         return self._shifted(read_stretches(self.dataset, starts, stops - starts, self.vocab_size))
+
+
+def make_samples(
+    prepared: PreparedCorpus,
+    split: str,
+    part: CorpusPart,
+    config: DataConfig,
+    seed: int,
+    number: int = 0,
+    num_samples: int | None = None,
+) -> GPTDataset:
+    """The samples of one dataset; those of a training split that is shuffled are shuffled for `num_samples`."""
+    if num_samples is None or not prepared.shuffles_documents:
+        return GPTDataset(part, prepared.vocab_size, config.seq_length, split)
+    folder = Path(prepared.index_folder)
+    return ShuffledGPTDataset(part, prepared.vocab_size, config.seq_length, split, seed, num_samples, folder)

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from ..config.data import DataConfig, TokenizerConfig
+from ..config.family import CorpusForm, family_of
 from .bert_index import usable_documents
 from .indexed_dataset import IndexedDataset
 from .prepared import CorpusPart, PreparedCorpus
-from .tokenizer import BERT_SPECIALS, END_OF_TEXT, Tokenizer, load_published_tokenizer, read_tokenizer
+from .tokenizer import Tokenizer, load_published_tokenizer, read_tokenizer
 
 INDEX_FOLDER = "indices"  # in the cache
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
@@ -32,11 +33,11 @@ def open_indexed(
         ValueError: files that are missing or damaged, a tokenizer that is missing or another than the dataset's, ids
             that it has not, or a model with fewer.
     """
-    sources = {"train": _Sources(data.path, "path")}
+    form, sources = family_of(architecture).corpus, {"train": _Sources(data.path, "path")}
     if data.validation_path is not None:
         sources["validation"] = _Sources(data.validation_path, "validation_path")
     for held in sources.values():
-        held.check_architecture(architecture)
+        held.check_form(form)
     loaded, folder = _find_tokenizer(
         [path for held in sources.values() for path in held.folders], tokenizer, cache, architecture
     )
@@ -48,13 +49,13 @@ def open_indexed(
     for dataset in datasets.values():
         _probe_ids(dataset, loaded.vocab_size)
     manifest = {split: _counts(held, datasets) for split, held in parts.items()}
-    manifest |= {"architecture": architecture, "tokenizer": loaded.fingerprint, "vocab_size": loaded.vocab_size}
-    manifest["notes"] = _notes(parts["train"], datasets) if architecture == "bert" else []
+    manifest |= {"architecture": form.name, "tokenizer": loaded.fingerprint, "vocab_size": loaded.vocab_size}
+    manifest["notes"] = _notes(parts["train"], datasets) if form.sequence == "sentence" else []
     return PreparedCorpus(
         str(folder),
         architecture,
         loaded.vocab_size,
-        special_ids_of(loaded, architecture),
+        special_ids_of(loaded, form),
         manifest,
         parts,
         str(cache / INDEX_FOLDER),
@@ -73,18 +74,13 @@ def check_indexed(data: DataConfig) -> None:
             _Sources(getattr(data, key), key)
 
 
-def sequence_of(architecture: str) -> str:
-    """What a sequence of an indexed dataset is, as in upstream's file names."""
-    return "document" if architecture == "gpt" else "sentence"
-
-
-def special_ids_of(tokenizer: Tokenizer, architecture: str) -> dict[str, int]:
+def special_ids_of(tokenizer: Tokenizer, form: CorpusForm) -> dict[str, int]:
     """Ids of the special tokens that samples need.
 
     Raises:
         ValueError: the vocabulary lacks one.
     """
-    return {token: tokenizer.id_of(token) for token in ((END_OF_TEXT,) if architecture == "gpt" else BERT_SPECIALS)}
+    return {token: tokenizer.id_of(token) for token in form.special_tokens}
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int | None) -> None:
@@ -123,11 +119,11 @@ class _Sources:
         """Where a tokenizer.json may lie."""
         return [self.root] if self.root else sorted({Path(prefix).absolute().parent for prefix in self.prefixes})
 
-    def check_architecture(self, architecture: str) -> None:
-        """Refuse a folder made for the other kind of model."""
-        if self.manifest is not None and self.manifest["architecture"] != architecture:
+    def check_form(self, form: CorpusForm) -> None:
+        """Refuse a folder made for another kind of model."""
+        if self.manifest is not None and self.manifest["architecture"] != form.name:
             raise ValueError(
-                f"`data.{self.key}` must be prepared for {architecture} (the model), but {self.root} is for "
+                f"`data.{self.key}` must be prepared for {form.name} (the model), but {self.root} is for "
                 f"{self.manifest['architecture']}"
             )
 

@@ -13,8 +13,9 @@ import numpy as np
 import tokenizers
 
 from ..config.data import DataConfig, TokenizerConfig
+from ..config.family import CorpusForm, family_of
 from .indexed import IndexedWriter, best_dtype
-from .indexed_corpus import INDEX_FOLDER, check_vocabulary, open_indexed, sequence_of, special_ids_of
+from .indexed_corpus import INDEX_FOLDER, check_vocabulary, open_indexed, special_ids_of
 from .indexed_dataset import IndexedDataset
 from .prepared import CorpusPart, PreparedCorpus
 from .sentences import SentenceEncoder
@@ -37,14 +38,14 @@ def prepare_corpus(
     place. The cache is keyed by the content of the sources, so a changed file is read again.
 
     Args:
-        architecture: `gpt` or `bert`.
+        architecture: the family, as `model.family`.
         model_vocab_size: ids the model has; None takes as many as the tokenizer's.
 
     Raises:
         ValueError: anything wrong with the sources or the tokenizer, a corpus too small to hold something out, or a
             tokenizer with more ids than the model.
     """
-    cache = cache_folder(data.cache_dir)
+    cache, form = cache_folder(data.cache_dir), family_of(architecture).corpus
     if data.kind == "indexed":
         return open_indexed(data, tokenizer, architecture, model_vocab_size, cache)
     corpus = open_corpus(data)
@@ -61,22 +62,22 @@ def prepare_corpus(
     source = _source_key(data, corpus, held_out)
     loaded = load_tokenizer(tokenizer, architecture, model_vocab_size, lambda: documents()[0], source, cache)
     check_vocabulary(loaded, model_vocab_size)
-    facts = (FORMAT_VERSION, source, architecture, loaded.fingerprint, tokenizers.__version__)
+    facts = (FORMAT_VERSION, source, form.name, loaded.fingerprint, tokenizers.__version__)
     folder = cache / "corpora" / hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
     if not (folder / "manifest.json").is_file():
-        _build(folder, documents(), loaded, architecture, {k: d.notes for k, d in read.items()})
+        _build(folder, documents(), loaded, form, {k: d.notes for k, d in read.items()})
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     manifest["notes"] = list(_notes(data, tokenizer, loaded.vocab_size, manifest))
     parts = {}
     for split in ("train", "validation"):
         held = manifest[split]
-        prefix = str(folder / f"{split}_text_{sequence_of(architecture)}")
+        prefix = str(folder / f"{split}_text_{form.sequence}")
         parts[split] = (CorpusPart(prefix, 0, held["documents"], f"{held['sha256']} {manifest['tokenizer']}"),)
     return PreparedCorpus(
         str(folder),
         architecture,
         loaded.vocab_size,
-        special_ids_of(loaded, architecture),
+        special_ids_of(loaded, form),
         manifest,
         parts,
         str(cache / INDEX_FOLDER),
@@ -167,14 +168,14 @@ def _split(read: dict[str, Documents], every: int) -> tuple[list[str], list[str]
 
 
 def _build(
-    folder: Path, parts: tuple[list[str], list[str]], tokenizer: Tokenizer, architecture: str, notes: dict
+    folder: Path, parts: tuple[list[str], list[str]], tokenizer: Tokenizer, form: CorpusForm, notes: dict
 ) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=".building_", dir=folder.parent))
     try:
         manifest = {
             "format_version": FORMAT_VERSION,
-            "architecture": architecture,
+            "architecture": form.name,
             "tokenizer": tokenizer.fingerprint,
             "vocab_size": tokenizer.vocab_size,
             "sources": notes,
@@ -185,10 +186,8 @@ def _build(
             },
         }
         for split, texts in zip(("train", "validation"), parts, strict=True):
-            writer = IndexedWriter(
-                building / f"{split}_text_{sequence_of(architecture)}", best_dtype(tokenizer.vocab_size)
-            )
-            counts = (_write_gpt if architecture == "gpt" else _write_bert)(writer, texts, tokenizer)
+            writer = IndexedWriter(building / f"{split}_text_{form.sequence}", best_dtype(tokenizer.vocab_size))
+            counts = _WRITERS[form.sequence](writer, texts, tokenizer)
             writer.finish()
             manifest[split] = {
                 "documents": len(texts),
@@ -207,7 +206,7 @@ def _build(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _write_gpt(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) -> dict[str, int]:
+def _write_documents(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) -> dict[str, int]:
     end = tokenizer.id_of(END_OF_TEXT)
     for start in range(0, len(texts), _BATCH):
         for ids in tokenizer.encode_batch(texts[start : start + _BATCH]):
@@ -215,7 +214,7 @@ def _write_gpt(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) ->
     return {}
 
 
-def _write_bert(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) -> dict[str, int]:
+def _write_sentences(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) -> dict[str, int]:
     """Returns counts of what sentence pairs cannot use whole."""
     encoder, num_cut, num_without_pair = SentenceEncoder(tokenizer), 0, 0
     for start in range(0, len(texts), _BATCH):
@@ -224,3 +223,6 @@ def _write_bert(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) -
         num_cut += cut
         num_without_pair += int((counts < 2).sum())
     return {"sentences_cut": num_cut, "documents_without_pair": num_without_pair}
+
+
+_WRITERS = {"document": _write_documents, "sentence": _write_sentences}

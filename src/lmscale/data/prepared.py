@@ -31,8 +31,8 @@ class PreparedCorpus:
 
     Args:
         folder: holds tokenizer.json, the tokenizer that made the tokens.
-        architecture: `gpt` or `bert`.
-        special_ids: id by token: END_OF_TEXT for GPT, the five of BERT.
+        architecture: the family, as `model.family`.
+        special_ids: id by token, of the family's `special_tokens`.
         manifest: `sha256` and counts of both parts, source notes, versions; as `notes`, which are not in the file,
             lines for the user on what differs from what was asked.
         parts: by split, train or validation, the datasets that are blended.

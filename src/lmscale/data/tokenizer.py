@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from ..config.data import TokenizerConfig
+from ..config.family import corpus_forms, family_of
 
 END_OF_TEXT = "<|endoftext|>"
 BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -21,7 +22,6 @@ DEFAULT_VOCAB_SIZE = 2000
 TRAINING_VERSION = 2  # raised when the same text gives another tokenizer, so that cached ones are made again
 NUM_BYTES = 256  # the alphabet of a byte-level BPE
 MAX_LETTERS = 200  # WordPiece: rarer letters of the corpus are unknown
-HUB_NAMES = {"gpt2": "openai-community/gpt2", "bert": "google-bert/bert-base-uncased"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def load_tokenizer(
     """The tokenizer of a run; a trained one is made once and kept in the cache.
 
     Args:
-        architecture: `gpt` (byte-level BPE) or `bert` (uncased WordPiece).
+        architecture: the family, whose corpus form names the algorithm.
         training_texts: read only when a tokenizer must be trained.
 
     Raises:
@@ -105,14 +105,17 @@ def load_tokenizer(
     return load_published_tokenizer(config, architecture)
 
 
-def load_published_tokenizer(config: TokenizerConfig, architecture: str) -> Tokenizer:
+def load_published_tokenizer(config: TokenizerConfig, architecture: str | None = None) -> Tokenizer:
     """GPT-2's or BERT's published tokenizer, from local files or the hub.
+
+    Args:
+        architecture: the family that it must suit; None: any.
 
     Raises:
         ValueError: missing or unreadable files, a kind that does not suit the architecture, a hub that cannot be
             reached.
     """
-    check_tokenizer(config, architecture)
+    check_tokenizer(config, architecture or corpus_forms()[config.kind].name)
     inner = _load_published(config)
     # A published tokenizer.json may cut or fill what it encodes to one model's length: documents are whole here.
     inner.no_truncation()
@@ -129,7 +132,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def train_tokenizer(texts: list[str], architecture: str, vocab_size: int, key: str) -> tokenizers.Tokenizer:
-    """Byte-level BPE (gpt) or uncased WordPiece (bert), the same for the same texts in the same order.
+    """Byte-level BPE or uncased WordPiece, as the family has it, the same for the same texts in the same order.
 
     Args:
         key: what asked for the size, for messages.
@@ -137,7 +140,7 @@ def train_tokenizer(texts: list[str], architecture: str, vocab_size: int, key: s
     Raises:
         ValueError: a size too small for the letters there are.
     """
-    return (_train_bpe if architecture == "gpt" else _train_wordpiece)(texts, vocab_size, key)
+    return _TRAINERS[family_of(architecture).corpus.algorithm](texts, vocab_size, key)
 
 
 def check_tokenizer(config: TokenizerConfig, architecture: str) -> None:
@@ -147,13 +150,13 @@ def check_tokenizer(config: TokenizerConfig, architecture: str) -> None:
     Raises:
         ValueError: in each case.
     """
-    size = config.vocab_size
-    if config.kind == "trained" and architecture == "gpt" and size is not None and size <= NUM_BYTES:
+    size, form = config.vocab_size, family_of(architecture).corpus
+    if config.kind == "trained" and form.algorithm == "bpe" and size is not None and size <= NUM_BYTES:
         raise ValueError(
             f"`tokenizer.vocab_size` must be above {NUM_BYTES} (all bytes and {END_OF_TEXT}), but is {size}"
         )
-    if config.kind != "trained" and config.kind != {"gpt": "gpt2", "bert": "bert"}[architecture]:
-        raise ValueError(f"`tokenizer` must suit the model ({architecture}), but is {config.kind}")
+    if config.kind != "trained" and config.kind != form.tokenizer:
+        raise ValueError(f"`tokenizer` must suit the model ({form.name}), but is {config.kind}")
     if config.kind != "trained" and config.path is not None and not Path(config.path).exists():
         raise ValueError(f"`tokenizer.path` must be a file or a folder, but {config.path} does not exist")
 
@@ -165,8 +168,9 @@ def _size_to_train(config: TokenizerConfig, model_vocab_size: int | None) -> int
 
 
 def _trained_name(config: TokenizerConfig, architecture: str, model_vocab_size: int | None, corpus: str) -> str:
-    facts = (TRAINING_VERSION, architecture, _size_to_train(config, model_vocab_size), corpus, tokenizers.__version__)
-    return f"tokenizers/{architecture}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
+    name = family_of(architecture).corpus.name
+    facts = (TRAINING_VERSION, name, _size_to_train(config, model_vocab_size), corpus, tokenizers.__version__)
+    return f"tokenizers/{name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
 
 
 def _train_bpe(texts: list[str], vocab_size: int, key: str) -> tokenizers.Tokenizer:
@@ -228,6 +232,9 @@ def _train_wordpiece(texts: list[str], vocab_size: int, key: str) -> tokenizers.
     return tokenizer
 
 
+_TRAINERS = {"bpe": _train_bpe, "wordpiece": _train_wordpiece}
+
+
 def _wordpiece(model: models.WordPiece) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -237,8 +244,9 @@ def _wordpiece(model: models.WordPiece) -> tokenizers.Tokenizer:
 
 
 def _load_published(config: TokenizerConfig) -> tokenizers.Tokenizer:
+    form = corpus_forms()[config.kind]
     if config.path is None:
-        name = config.name or HUB_NAMES[config.kind]
+        name = config.name or form.hub_name
         try:
             return tokenizers.Tokenizer.from_pretrained(name)
         except Exception as error:  # the hub client has many errors for: no such name, no network
@@ -254,7 +262,7 @@ def _load_published(config: TokenizerConfig) -> tokenizers.Tokenizer:
             return tokenizers.Tokenizer.from_file(str(whole))
         except Exception as error:  # the library raises bare Exception for a file it cannot read
             raise ValueError(f"`tokenizer.path` must be a readable tokenizer.json, but {whole}: {error}") from None
-    if config.kind == "bert":
+    if form.algorithm == "wordpiece":
         vocab = path / "vocab.txt" if path.is_dir() else path
         if not vocab.is_file():
             raise ValueError(

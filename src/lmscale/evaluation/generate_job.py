@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ..config.family import family_of
 from ..config.generate import GenerateConfig
 from ..data.tokenizer import END_OF_TEXT, Tokenizer
 from ..parallel import ParallelContext
@@ -49,8 +50,9 @@ def prepare(config: GenerateConfig) -> GenerateJob:
     """
     given = open_given(config.tokenizer)
     model, beside = describe_checkpoint(config.ckpt)
-    if model.architecture != "gpt":
-        raise ValueError(f"`ckpt` must be a GPT, which goes on from left to right, but {config.ckpt} is a BERT")
+    if not family_of(model.family).is_causal:
+        kind = model.family.upper()
+        raise ValueError(f"`ckpt` must be a GPT, which generates from left to right, but {config.ckpt} is a {kind}")
     model.check_tensor_parallel(config.parallel.tp_size)
     if config.accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("`accelerator` must be cpu or auto on a machine without a GPU, but is gpu")

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..config.generate import Sampling
 from ..data.tokenizer import Tokenizer
 from ..models import GPT
-from ..models.attention import KeyValueCache
+from ..models.key_value_cache import KeyValueCache
 from .prompts import Row
 from .sampling import choose_tokens, sample_key
 

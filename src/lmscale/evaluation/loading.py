@@ -35,6 +35,7 @@ from ..checkpoint.hugging_face import import_hugging_face
 from ..checkpoint.reshard import find_checkpoint
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
+from ..config.family import family_of
 from ..data.tokenizer import Tokenizer, load_published_tokenizer
 from ..models import build_model
 from ..parallel import ParallelContext, choose_communicator
@@ -163,8 +164,8 @@ def find_tokenizer_beside(folder: Path, config: TransformerConfig) -> Tokenizer 
     """
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    kind = "gpt2" if config.architecture == "gpt" else "bert"
-    return load_published_tokenizer(TokenizerConfig(kind, path=str(folder)), config.architecture)
+    kind = family_of(config.family).corpus.tokenizer
+    return load_published_tokenizer(TokenizerConfig(kind, path=str(folder)), config.family)
 
 
 def _load_ours(path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
@@ -215,7 +216,7 @@ def _check(path: Path, context: ParallelContext) -> tuple[CheckpointMetadata, Tr
 
 def _config_of(path: Path, metadata: CheckpointMetadata) -> TransformerConfig:
     try:
-        return TransformerConfig(**metadata.model)
+        return TransformerConfig.from_dict(metadata.model)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path.name}: {METADATA} names a model that cannot be ({error})") from None
 

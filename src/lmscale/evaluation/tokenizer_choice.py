@@ -20,7 +20,7 @@ def open_given(asked: GenerateTokenizer) -> Tokenizer | None:
         return None
     if asked.path is not None and not Path(asked.path).exists():
         raise ValueError(f"`tokenizer.path` must be a file or a folder, but {asked.path} does not exist")
-    return load_published_tokenizer(TokenizerConfig("gpt2", path=asked.path, name=asked.name), "gpt")
+    return load_published_tokenizer(TokenizerConfig("gpt2", path=asked.path, name=asked.name))
 
 
 def choose_tokenizer(

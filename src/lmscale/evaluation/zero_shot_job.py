@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..config import TransformerConfig
+from ..config.family import family_of
 from ..config.zero_shot import ZeroShotConfig
 from ..data.tokenizer import Tokenizer
 from ..parallel import ParallelContext
@@ -56,7 +57,7 @@ def prepare(config: ZeroShotConfig) -> ZeroShotJob:
     refuse_other_record(config.run_dir)
     given = open_given(config.tokenizer)
     model, beside = describe_checkpoint(config.ckpt)
-    _check_architecture(model, config.ckpt)
+    _check_family(model, config.ckpt)
     model.check_tensor_parallel(config.parallel.tp_size)
     if config.accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("`accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
@@ -77,7 +78,7 @@ def count(config: ZeroShotConfig) -> dict[str, int]:
     tokenizer: Tokenizer | None = open_given(config.tokenizer)
     if config.ckpt is not None:
         model, beside = describe_checkpoint(config.ckpt)
-        _check_architecture(model, config.ckpt)
+        _check_family(model, config.ckpt)
         tokenizer = choose_tokenizer(tokenizer, find_tokenizer_beside(beside, model), model, config.ckpt)
     if tokenizer is None:
         raise ValueError("`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER) where `ckpt` is not")
@@ -87,9 +88,9 @@ def count(config: ZeroShotConfig) -> dict[str, int]:
     return task.counts
 
 
-def _check_architecture(model: TransformerConfig, ckpt: str) -> None:
-    if model.architecture != "gpt":
-        raise ValueError(f"`ckpt` must be a GPT, which predicts the next token, but {ckpt} is a BERT")
+def _check_family(model: TransformerConfig, ckpt: str) -> None:
+    if not family_of(model.family).is_causal:
+        raise ValueError(f"`ckpt` must be a GPT, which predicts the next token, but {ckpt} is a {model.family.upper()}")
 
 
 def _check_fit(task: WikiText103 | Lambada, model: TransformerConfig) -> None:

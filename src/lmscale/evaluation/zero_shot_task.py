@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..config import NormOrder, TransformerConfig
+from ..config import TransformerConfig
 from ..config.zero_shot import LambadaConfig, WikiText103Config
 from ..data.tokenizer import Tokenizer
 from ..report.ledger import GPT_MODELS, GPT_VOCABULARY, PAPER_STEPS, WIKITEXT_TEST_TARGETS, WIKITEXT_TEST_WORDS
@@ -107,6 +107,6 @@ def find_evidence(task: WikiText103 | Lambada, model: TransformerConfig, step: i
         as_in_paper = (windows.num_targets, windows.window, windows.stride) == (WIKITEXT_TEST_TARGETS, 1024, 32)
     else:
         as_in_paper = task.form == "openai"  # the raw text, section 5.2
-    as_in_paper = as_in_paper and model.vocab_size == GPT_VOCABULARY and model.norm_order is NormOrder.PRE
+    as_in_paper = as_in_paper and model.vocab_size == GPT_VOCABULARY and model.norm_order == "pre"
     is_run = as_in_paper and task.split == "test" and step == PAPER_STEPS and paper_size is not None
     return "run" if is_run else "scaled_down", paper_size

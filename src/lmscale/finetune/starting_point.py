@@ -9,6 +9,7 @@ from ..checkpoint import TOKENIZER_FOLDER
 from ..checkpoint.reshard import open_source
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
+from ..config.family import family_of
 from ..config.finetune import FinetuneConfig
 from ..data.tokenizer import Tokenizer, load_published_tokenizer
 from .tasks import HeadKind, benchmark_of
@@ -41,8 +42,8 @@ def check_starting_point(run: FinetuneConfig) -> tuple[StartingPoint, Tokenizer]
     """
     path, metadata, config = open_source(run.ckpt)
     task = run.task
-    if config.architecture != "bert":
-        raise ValueError(f"`ckpt` must be of a BERT, but {path} is of a {config.architecture}")
+    if not family_of(config.family).has_pooler:
+        raise ValueError(f"`ckpt` must be of a BERT, but {path} is of a {config.family}")
     if task.max_seq_length > config.max_position_embeddings:
         raise ValueError(
             f"`task.max_seq_length` must be at most the {config.max_position_embeddings} positions of the checkpoint, "
@@ -74,13 +75,13 @@ def check_starting_point(run: FinetuneConfig) -> tuple[StartingPoint, Tokenizer]
     return StartingPoint(str(path), config, tokenizer_path, has_head), tokenizer
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, family: str) -> Tokenizer:
     """A WordPiece with the special tokens that inputs need.
 
     Raises:
         ValueError: it cannot be read or lacks one.
     """
-    tokenizer = load_published_tokenizer(TokenizerConfig("bert", path=str(path)), "bert")
+    tokenizer = load_published_tokenizer(TokenizerConfig(family_of(family).corpus.tokenizer, path=str(path)), family)
     for token in ("[CLS]", "[SEP]"):
         tokenizer.id_of(token)
     return tokenizer
@@ -88,10 +89,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, config: TransformerConfig) -> tuple[str, Tokenizer]:
     beside = checkpoint.parent / TOKENIZER_FOLDER
-    own = load_tokenizer(beside) if beside.is_dir() else None
+    own = load_tokenizer(beside, config.family) if beside.is_dir() else None
     if run.tokenizer.path is None and own is None:
         raise ValueError(f"`tokenizer.path` must be given where the checkpoint has none beside it, in {beside}")
-    chosen = own if run.tokenizer.path is None else load_tokenizer(run.tokenizer.path)
+    chosen = own if run.tokenizer.path is None else load_tokenizer(run.tokenizer.path, config.family)
     path = run.tokenizer.path or str(beside)
     if own is not None and _rules(chosen) != _rules(own):
         raise ValueError(f"`tokenizer.path` must be the checkpoint's tokenizer, that of {beside}, but is {path}")

@@ -1,7 +1,5 @@
 """The two-layer MLP with GELU between, cut by columns and then by rows."""
 
-import math
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,13 +24,12 @@ class MLP(nn.Module):
 
     def __init__(self, config: TransformerConfig, context: ParallelContext) -> None:
         super().__init__()
-        residual_std = config.initializer_std
-        if config.scale_residual_init:
-            residual_std /= math.sqrt(2 * config.num_layers)
         self.gelu_approximation = "tanh" if config.gelu_form == "tanh" else "none"
         self.recompute_gelu = config.recompute is Recompute.SELECTIVE
         self.up = ColumnParallelLinear(config.hidden_size, config.ffn_size, context, config.initializer_std)
-        self.down = RowParallelLinear(config.ffn_size, config.hidden_size, context, residual_std)
+        self.down = RowParallelLinear(
+            config.ffn_size, config.hidden_size, context, config.placement.residual_std(config)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.up(x)  # [b, s, 4h/p]

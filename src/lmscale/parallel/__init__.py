@@ -17,7 +17,7 @@ from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedd
 from .replicated_layers import LayerNorm, ReplicatedLinear, embedding_lookup
 from .rng import counter_dropout, counter_keep_mask, sample_dropout_keys, seed_rank_generator, site_keys
 from .sequence_parallel import first_position, gather_sequence, sequence_shard
-from .shard_spec import ShardSpec, parameter
+from .shard_spec import ShardSpec, describe_parameters, parameter
 from .shared_memory import SharedMemoryChannel, open_channel
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "copy_to_tensor_parallel_region",
     "counter_dropout",
     "counter_keep_mask",
+    "describe_parameters",
     "embedding_lookup",
     "fingerprint",
     "first_difference",

@@ -11,7 +11,7 @@ from .context import ParallelContext
 from .fast_linear import choose_column_linear, choose_row_linear
 from .replicated_layers import embedding_lookup
 from .sequence_parallel import reduce_to_sequence_shard
-from .shard_spec import parameter
+from .shard_spec import describe_parameters, parameter
 
 
 class ColumnParallelLinear(nn.Module):
@@ -30,6 +30,8 @@ class ColumnParallelLinear(nn.Module):
 
     Source: section 3, Figure 3.
     """
+
+    extra_repr = describe_parameters
 
     def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
         super().__init__()
@@ -66,6 +68,8 @@ class RowParallelLinear(nn.Module):
     Source: section 3, Figure 3.
     """
 
+    extra_repr = describe_parameters
+
     def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
         super().__init__()
         self.context = context
@@ -95,6 +99,8 @@ class VocabParallelEmbedding(nn.Module):
 
     Source: section 3 (input embedding).
     """
+
+    extra_repr = describe_parameters
 
     def __init__(
         self, vocab_size: int, padded_vocab_size: int, hidden_size: int, context: ParallelContext, init_std: float

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .context import ParallelContext
-from .shard_spec import parameter
+from .shard_spec import describe_parameters, parameter
 
 
 class ReplicatedLinear(nn.Module):
@@ -19,6 +19,8 @@ class ReplicatedLinear(nn.Module):
     Shapes:
         weight [out, in], bias [out]; x [..., in]; returns [..., out].
     """
+
+    extra_repr = describe_parameters
 
     def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
         super().__init__()
@@ -43,6 +45,7 @@ class LayerNorm(nn.Module):
         kernel: computes it from x, weight, bias and eps; `layer_norm` unless replaced (`models.build_model`).
     """
 
+    extra_repr = describe_parameters
     kernel: Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
     def __init__(self, hidden_size: int, eps: float, context: ParallelContext, grad_is_partial: bool = True) -> None:

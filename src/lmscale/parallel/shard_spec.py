@@ -60,3 +60,12 @@ def parameter(
     param = nn.Parameter(torch.empty(shape))
     param.shard = ShardSpec(tuple(full_shape), shard_dim, init, std, used_rows, grad_is_partial)
     return param
+
+
+def describe_parameters(module: nn.Module) -> str:
+    """A module's own parameters for `print(model)`: shapes on this rank, and of the whole where they are shards."""
+    found = []
+    for name, param in module.named_parameters(recurse=False):
+        full = param.shard.full_shape if hasattr(param, "shard") else param.shape
+        found.append(f"{name} {list(param.shape)}" + (f" of {list(full)}" if param.shape != full else ""))
+    return ", ".join(found)

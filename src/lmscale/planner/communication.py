@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config.family import family_of
 from ..partition import buffer_pieces, part_sizes
 from .buckets import gradient_pieces
 from .flops import recomputes_whole_layer, scored_tokens
@@ -183,8 +184,9 @@ def partial_parameters(config: TransformerConfig) -> int:
     embeddings.
     """
     h = config.hidden_size
-    types = 2 * h if config.architecture == "bert" else 0
-    return config.num_layers * 6 * h + 2 * h + config.max_position_embeddings * h + types
+    in_layer, outside = config.placement.num_layer_norms, config.placement.num_outer_norms
+    tables = config.max_position_embeddings + family_of(config.family).num_token_types
+    return h * (config.num_layers * (2 * in_layer + 2) + 2 * outside + tables)
 
 
 def _loss_all_reduces(num_rows: int, num_columns: int, num_bytes: int) -> list[Collective]:

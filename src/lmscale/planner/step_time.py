@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..config.cluster import Calibration, Cluster
+from ..config.family import family_of
 from ..partition import part_sizes
 from .communication import micro_batch_collectives
 from .flops import scored_tokens
@@ -181,7 +182,7 @@ def _tiled_flops(config: TransformerConfig, tp_size: int, b: int, s: int) -> tup
     core_again = 0.5 if config.attention == "exact" else 1.0  # see `hardware_flops_per_step`
     again = {Recompute.NONE: 0.0, Recompute.SELECTIVE: core_again, Recompute.FULL: 1.0}[config.recompute]
     linear_passes = 4 if config.recompute is Recompute.FULL else 3
-    heads = 6 * num_scored * h * h if config.architecture == "bert" else 0
+    heads = 6 * num_scored * family_of(config.family).head.multiply_adds(h)[0]
     cores = config.num_layers * scores * (3 + again)
     return config.num_layers * linears * linear_passes, cores + 3 * logits + heads
 

@@ -104,7 +104,7 @@ LATER_SHAPES = (
 def study_model(num_layers: int, hidden_size: int, heads: int) -> TransformerConfig:
     """A GPT of the study: full recomputation, scores in memory."""
     return TransformerConfig(
-        architecture="gpt",
+        family="gpt",
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_attention_heads=heads,

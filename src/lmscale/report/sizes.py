@@ -1,5 +1,7 @@
 """What the study's models hold and send, by formula: parameters by part and rank, memory of a rank, messages."""
 
+from dataclasses import replace
+
 import pandas as pd
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
@@ -10,6 +12,7 @@ from .ledger import BERT_752M, BERT_MODELS, BERT_VOCABULARY, GPT_MODELS, STUDY_M
 from .scaling import MICRO_BATCH, SEQ_LENGTH, study_model
 
 BERT_SEQ_LENGTH = 512  # tokens: section 4.2
+BERT_MICRO_BATCH = 4  # sequences
 TP_SIZES = (1, 2, 4, 8)
 DEVICES = {"V100": 32.0, "A100": 79.2, "H200": 139.8}  # GiB, as in conf/cluster/
 _EMBEDDINGS = ("word embedding", "position embedding", "token-type embedding")
@@ -46,7 +49,8 @@ def memory_table() -> pd.DataFrame:
     (GPT) or 4 (BERT) sequences on one data rank; with exact attention, as the paper had it."""
     rows = []
     for name, config in paper_models().items():
-        batch, seq_length = (MICRO_BATCH, SEQ_LENGTH) if config.architecture == "gpt" else (4, BERT_SEQ_LENGTH)
+        seq_length = config.max_position_embeddings
+        batch = MICRO_BATCH if seq_length == SEQ_LENGTH else BERT_MICRO_BATCH
         for recompute in (Recompute.NONE, Recompute.FULL):
             job = Job(config, batch, batch, seq_length, "fp16", 1).change(recompute=recompute)
             sizes = [size for size in TP_SIZES if config.num_attention_heads % size == 0]
@@ -63,7 +67,7 @@ def communication_table() -> pd.DataFrame:
         row: dict[str, object] = {"model": f"gpt_{name.lower()}", "tensor ranks": model.tp_size}
         for recompute in ("none", "full"):
             config = study_model(*model.size)
-            config = TransformerConfig(**(config.to_dict() | {"recompute": recompute}))
+            config = replace(config, recompute=recompute)
             layout = ParallelConfig(model.tp_size, 1)
             sent = micro_batch_collectives(config, layout, MICRO_BATCH, SEQ_LENGTH, "fp16")
             row[f"all-reduces, recompute {recompute}"] = sum(collective.count for collective in sent)

@@ -78,7 +78,7 @@ def _measurement(name: str, record: dict[str, Any]) -> dict[str, Any]:
 
 def _describe(about: dict[str, Any], metric: str, metrics: dict[str, dict[str, Any]]) -> str:
     """A model and a file that are not the paper's, in words."""
-    model, file = TransformerConfig(**about["model"]), about["file"]
+    model, file = TransformerConfig.from_dict(about["model"]), about["file"]
     millions = count_parameters(model).total / 1e6
     which = file["name"] if file["split"] == "other" else f"{file['split']} file"
     if metric.startswith("lambada"):

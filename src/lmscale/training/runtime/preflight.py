@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ...config import ParallelConfig, Recompute
+from ...config.family import family_of
 from ...config.layout import ParallelRequest
 from ...config.pretrain import RunConfig
 from ...data.indexed_corpus import check_indexed
@@ -60,7 +61,7 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
     check_memory(run, layout, world, accelerator)
     check_corpus(run.data)
     check_indexed(run.data)
-    check_tokenizer(run.tokenizer, run.model.architecture)
+    check_tokenizer(run.tokenizer, run.model.family)
     return run, accelerator, layout, kernels, find_checkpoint(run)
 
 
@@ -91,7 +92,7 @@ def check_host(run: RunConfig, layout: ParallelConfig, world: World | None) -> N
     for name, (value, bound, times) in bounds.items():
         if value is not None and value > bound:
             raise ValueError(f"`{name}` must be at most {times}the {cores} cores of this machine, but is {value}")
-    num_tensors = 2 if run.model.architecture == "gpt" else 4  # int64 [s], per sample and once more stacked
+    num_tensors = family_of(run.model.family).num_sample_tensors  # int64 [s], per sample and once more stacked
     sequence = SAMPLE_OVERHEAD_BYTES + 2 * num_tensors * 8 * run.data.seq_length
     there, ranks = host_memory_available(), world.local_size if world is not None else layout.world_size
     largest = there // (sequence * ranks) * layout.dp_size

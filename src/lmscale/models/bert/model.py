@@ -1,19 +1,21 @@
 """BERT with masked-LM and sentence-order heads: the bidirectional model of section 5.3."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import TransformerConfig
-from ..parallel import (
+from ...config import TransformerConfig
+from ...parallel import (
     IGNORE_LABEL,
     LayerNorm,
     ParallelContext,
     ReplicatedLinear,
+    describe_parameters,
     linear_cross_entropy,
     parameter,
     vocab_parallel_logits,
 )
-from .transformer import Transformer
+from ..language_model import LanguageModel
 
 
 class MaskedLanguageModelHead(nn.Module):
@@ -27,6 +29,8 @@ class MaskedLanguageModelHead(nn.Module):
 
     Source: Devlin et al. 2018; section 3 for the cut.
     """
+
+    extra_repr = describe_parameters
 
     def __init__(self, config: TransformerConfig, context: ParallelContext) -> None:
         super().__init__()
@@ -50,17 +54,17 @@ class MaskedLanguageModelHead(nn.Module):
         return linear_cross_entropy(rows, word_embedding, self.bias, labels, vocab_size, self.context, compiles)
 
 
-class BERT(nn.Module):
+class BERT(LanguageModel):
     """Bidirectional encoder with pooler, masked-LM head and sentence-order head.
 
     With labels the masked-LM head works on the scored positions alone, 15 % of them.
 
     Shapes:
-        tokens, token_types int64 [b, s]; attention_mask bool [b, s], True for real tokens, or None; labels int64
-        [b, s] with -100 where not masked, or None; sample_keys int32 [b], needed in training with dropout; scored int64
-        [m], where the labels of the flattened batch are not -100, or None: they are looked for, which makes the host
-        wait for a GPU. Returns (logits [b, s, v/p] without labels, else the sum of the losses in nats; sentence-order
-        logits [b, 2]).
+        tokens int64 [b, s]; token_types int64 [b, s], or None for zeros; attention_mask bool or 0 and 1 [b, s], true
+        for real tokens, or None; labels int64 [b, s] with -100 where not masked, or None; sample_keys int32 [b] of the
+        dropout masks, or None where one process draws them; scored int64 [m], where the labels of the flattened batch
+        are not -100, or None: the model finds them, and the host waits for a GPU. Returns (logits [b, s, v/p] without
+        labels, else the sum of the losses in nats; sentence-order logits [b, 2]).
 
     Communicates:
         over the tensor group: the transformer's; backward one all-reduce of the tied projection, of [b, s, h], with
@@ -69,44 +73,39 @@ class BERT(nn.Module):
     Source: sections 3 and 5.3; Devlin et al. 2018; sentence order from Lan et al. 2019 (ALBERT).
     """
 
-    def __init__(self, config: TransformerConfig, context: ParallelContext) -> None:
-        super().__init__()
-        self.config, self.context = config, context
-        self.transformer = Transformer(config, context)
-        self.pooler = ReplicatedLinear(config.hidden_size, config.hidden_size, context, config.initializer_std)
-        self.lm_head = MaskedLanguageModelHead(config, context)
-        self.order_head = ReplicatedLinear(config.hidden_size, 2, context, config.initializer_std)
-        self.compiles = False
-
-    def compile_layers(self, cuda_graphs: bool = False) -> None:
-        """Let torch.compile fuse the layers, one graph for all, and the passes over the logits; names stay.
-
-        Args:
-            cuda_graphs: record the layers on a GPU and replay them.
-        """
-        self.compiles = True
-        self.transformer.compile_layers(cuda_graphs)
+    def add_heads(self) -> None:
+        """The pooler and both heads."""
+        hidden, std = self.config.hidden_size, self.config.initializer_std
+        self.pooler = ReplicatedLinear(hidden, hidden, self.context, std)
+        self.lm_head = MaskedLanguageModelHead(self.config, self.context)
+        self.order_head = ReplicatedLinear(hidden, 2, self.context, std)
 
     def forward(
         self,
         tokens: Tensor,
-        token_types: Tensor,
-        attention_mask: Tensor | None,
+        token_types: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         sample_keys: Tensor | None = None,
         scored: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if token_types is None:
+            token_types = torch.zeros_like(tokens)
         hidden = self.transformer(tokens, token_types, attention_mask, sample_keys)
         first = hidden[:, 0].contiguous()  # a view would keep all of `hidden` for the backward pass
         order_logits = self.order_head(self.pooler(first).tanh())
-        weight = self.transformer.word_embedding.weight
         if labels is None:
-            return self.lm_head(hidden, weight), order_logits
+            return self.logits(hidden), order_logits
         if scored is None:
             scored = scored_positions(labels)
         rows = hidden.flatten(0, 1).index_select(0, scored)
+        weight = self.transformer.word_embedding.weight
         loss = self.lm_head.sum_losses(rows, weight, labels.flatten().index_select(0, scored), self.compiles)
         return loss, order_logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of every word from the masked-LM head, [..., h] to [..., v/p]."""
+        return self.lm_head(hidden, self.transformer.word_embedding.weight)
 
 
 def scored_positions(labels: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Which tensor of Hugging Face's GPT-2, BERT and Megatron-BERT is which of ours, as one table for both directions.
+"""How a family says which model of transformers computes the same, and which tensor of it is which of ours.
+
+The table of tensors serves both directions.
 
 A row names a tensor of theirs, the tensor of ours it comes from, and the *view* of ours that has its elements in their
 order. Reading the view exports, writing through it imports, so the two cannot disagree. Linears: ours are [out, in] as
@@ -10,11 +12,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..config import NormOrder, TransformerConfig
-from .errors import CheckpointError
+from ..config import TransformerConfig
+from ..config.family import BUILT_IN, family_of, load
 
 
 @dataclass(frozen=True)
@@ -59,33 +62,75 @@ class Row:
         view.copy_(theirs.view(view.shape))
 
 
-def _pair(theirs: str, ours: str, weight: Layout = SAME) -> list[Row]:
+def pair(theirs: str, ours: str, weight: Layout = SAME) -> list[Row]:
     """A module's weight and bias."""
     return [Row(f"{theirs}.weight", f"{ours}.weight", weight), Row(f"{theirs}.bias", f"{ours}.bias", SAME)]
 
 
 @dataclass(frozen=True)
-class Family:
+class ComparedHead:
+    """A head that both models may have, run on its own by the comparison.
+
+    Args:
+        part: its name in messages.
+        ours, theirs: prefixes of its parameters.
+        run_ours, run_theirs: of (model, hidden states [1, s, h]).
+    """
+
+    part: str
+    ours: str
+    theirs: str
+    run_ours: Callable[[nn.Module, Tensor], Tensor]
+    run_theirs: Callable[[nn.Module, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
     """A model of transformers and its tensors.
 
     Args:
         model_type, config_class, model_class: as transformers names them.
+        settings: fields of `TransformerConfig` that the class implies.
+        keys: their configuration key -> our field.
         prefix: of the tensors that the plain model (without heads) has too, and saves without it.
         layers: their name of the list of layers; ours is `transformer.layers`.
         outer, layer: rows outside the layers, and of each layer below its index.
         aliases: tensors that must equal another one where a file has both.
         ignored: buffers in files of older versions, which hold constants.
+        new_heads: prefixes of ours that a file of a plain model lacks and training can begin anew.
+        token_ids: of the tokenizer's ids, or None without one, and our config: the ids that its configuration names.
+        words: prefix of their word embedding, which has a row for each word.
+        embeddings: prefixes of what else their embeddings take.
+        embed: of (model, tokens, token types or None, positions): their embeddings.
+        final_norm: their LayerNorm behind the stack, or None.
+        masks_layers: their layers are given the causal mask.
+        heads: what is compared besides the scores of the words.
+        head, head_by_row: prefixes of what scores the words: whole, and with a row for each word.
+        score: of (model, hidden states): their scores of the words.
     """
 
     model_type: str
     config_class: str
     model_class: str
+    settings: dict[str, Any]
+    keys: dict[str, str]
     prefix: str
     layers: str
     outer: tuple[Row, ...]
     layer: tuple[Row, ...]
     aliases: dict[str, str]
     ignored: re.Pattern
+    token_ids: Callable[[dict[str, int] | None, TransformerConfig], dict[str, int | None]]
+    words: str
+    embeddings: tuple[str, ...]
+    embed: Callable[[nn.Module, Tensor, Tensor | None, Tensor], Tensor]
+    final_norm: str | None
+    head: tuple[str, ...]
+    head_by_row: str
+    score: Callable[[nn.Module, Tensor], Tensor]
+    masks_layers: bool = False
+    heads: tuple[ComparedHead, ...] = ()
+    new_heads: tuple[str, ...] = ()
 
     def rows(self, config: TransformerConfig) -> list[Row]:
         """Every row of a model, those of one tensor of ours side by side."""
@@ -102,97 +147,31 @@ class Family:
         name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
         return name if name.startswith((self.prefix, "lm_head.", "cls.")) else self.prefix + name
 
-
-# What a file of a plain model lacks and training can begin anew.
-HEADS = ("pooler.", "lm_head.", "order_head.")
-
-_GPT2 = Family(
-    model_type="gpt2",
-    config_class="GPT2Config",
-    model_class="GPT2LMHeadModel",
-    prefix="transformer.",
-    layers="transformer.h",
-    outer=(
-        Row("transformer.wte.weight", "transformer.word_embedding.weight", USED_ROWS),
-        Row("transformer.wpe.weight", "transformer.position_embedding", SAME),
-        *_pair("transformer.ln_f", "transformer.final_norm"),
-    ),
-    layer=(
-        *_pair("ln_1", "attention_norm"),
-        Row("attn.c_attn.weight", "attention.qkv.weight", QKV_TRANSPOSED),
-        Row("attn.c_attn.bias", "attention.qkv.bias", QKV_BIAS),
-        *_pair("attn.c_proj", "attention.output", TRANSPOSED),
-        *_pair("ln_2", "mlp_norm"),
-        *_pair("mlp.c_fc", "mlp.up", TRANSPOSED),
-        *_pair("mlp.c_proj", "mlp.down", TRANSPOSED),
-    ),
-    aliases={"lm_head.weight": "transformer.wte.weight"},
-    ignored=re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),  # the causal mask and its -1e4
-)
-
-_BERT_OUTER = (
-    Row("bert.embeddings.word_embeddings.weight", "transformer.word_embedding.weight", USED_ROWS),
-    Row("bert.embeddings.position_embeddings.weight", "transformer.position_embedding", SAME),
-    Row("bert.embeddings.token_type_embeddings.weight", "transformer.token_type_embedding", SAME),
-    *_pair("bert.pooler.dense", "pooler"),
-    Row("cls.predictions.bias", "lm_head.bias", USED_ROWS),
-    *_pair("cls.predictions.transform.dense", "lm_head.dense"),
-    *_pair("cls.predictions.transform.LayerNorm", "lm_head.norm"),
-    *_pair("cls.seq_relationship", "order_head"),
-)
-_BERT_LAYER = (
-    *(
-        Row(f"attention.self.{name}.{kind}", f"attention.qkv.{kind}", layout)
-        for kind in ("weight", "bias")
-        for name, layout in (("query", QUERY), ("key", KEY), ("value", VALUE))
-    ),
-    *_pair("attention.output.dense", "attention.output"),
-    *_pair("intermediate.dense", "mlp.up"),
-    *_pair("output.dense", "mlp.down"),
-)
-_BERT_ALIASES = {
-    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-    "cls.predictions.decoder.bias": "cls.predictions.bias",
-}
-_BERT_IGNORED = re.compile(r"bert\.embeddings\.(position_ids|token_type_ids)")  # 0, 1, 2, ... and zeros
-
-_POST_NORM = Family(
-    model_type="bert",
-    config_class="BertConfig",
-    model_class="BertForPreTraining",
-    prefix="bert.",
-    layers="bert.encoder.layer",
-    outer=(*_BERT_OUTER, *_pair("bert.embeddings.LayerNorm", "transformer.embedding_norm")),
-    layer=(
-        *_BERT_LAYER,
-        *_pair("attention.output.LayerNorm", "attention_norm"),
-        *_pair("output.LayerNorm", "mlp_norm"),
-    ),
-    aliases=_BERT_ALIASES,
-    ignored=_BERT_IGNORED,
-)
-_PRE_NORM = Family(
-    model_type="megatron-bert",
-    config_class="MegatronBertConfig",
-    model_class="MegatronBertForPreTraining",
-    prefix="bert.",
-    layers="bert.encoder.layer",
-    outer=(*_BERT_OUTER, *_pair("bert.encoder.ln", "transformer.final_norm")),
-    layer=(*_BERT_LAYER, *_pair("attention.ln", "attention_norm"), *_pair("ln", "mlp_norm")),
-    aliases=_BERT_ALIASES,
-    ignored=_BERT_IGNORED,
-)
-FAMILIES = {family.model_type: family for family in (_GPT2, _POST_NORM, _PRE_NORM)}
+    def their_key(self, field: str) -> str:
+        """Their configuration key of a field of `TransformerConfig`."""
+        return next(key for key, name in self.keys.items() if name == field)
 
 
-def family_of(config: TransformerConfig) -> Family:
+def models_by_type() -> dict[str, HuggingFaceModel]:
+    """Every model of transformers that a built-in family converts, by its `model_type`."""
+    modules = [load(path) for path in (family_of(name).hugging_face for name in BUILT_IN) if path]
+    return {model.model_type: model for module in modules for model in module.MODELS}
+
+
+def model_of(config: TransformerConfig) -> HuggingFaceModel:
     """The model of transformers that computes what ours does.
 
     Raises:
-        CheckpointError: there is none (a GPT with LayerNorm after the residual additions).
+        ValueError: there is none, for the family or its norm placement.
     """
-    if config.architecture == "bert":
-        return _POST_NORM if config.norm_order is NormOrder.POST else _PRE_NORM
-    if config.norm_order is NormOrder.POST:
-        raise CheckpointError("`norm_order` of a GPT must be pre for Hugging Face's GPT-2, but is post")
-    return _GPT2
+    path = family_of(config.family).hugging_face
+    if path is None:
+        raise ValueError(
+            f"`family` must be one that Hugging Face has here ({', '.join(BUILT_IN)}), but is {config.family}"
+        )
+    for model in load(path).MODELS:
+        if model.settings["norm_order"] == config.norm_order:
+            return model
+    orders = " or ".join(model.settings["norm_order"] for model in load(path).MODELS)
+    kind = config.family.upper()
+    raise ValueError(f"`norm_order` of a {kind} must be {orders} for Hugging Face, but is {config.norm_order}")
