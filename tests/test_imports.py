@@ -20,11 +20,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
         {"config", "partition"},
         FRAMEWORKS,
     ),
-    "report": (
-        "the paper's numbers beside ours: ledger, tables, figures",
-        {"config", "planner", "results"},
-        FRAMEWORKS,
-    ),
+    "paper": ("what tells a run of the paper from a smaller one", set(), FRAMEWORKS),
     "cli": ("what entry points share: Hydra in, one-line errors and exit codes out", set(), {"torch", "lightning"}),
     "parallel": (
         "tensor parallelism: f, g, layers, loss, norm, initialization, dropout",
@@ -45,7 +41,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "corpus": ("raw text to token files", {"config", "data"}, FRAMEWORKS),
     "evaluation": (
         "zero-shot evaluation, scores, text generation",
-        {"config", "parallel", "models", "data", "checkpoint", "results", "report"},
+        {"config", "parallel", "models", "data", "checkpoint", "results", "paper"},
         FRAMEWORKS - {"torch"},
     ),
     "training": (
@@ -55,7 +51,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     ),
     "finetune": (
         "finetuning: heads, tasks and their data",
-        {"config", "results", "report", "parallel", "models", "checkpoint", "data", "evaluation", "training"},
+        {"config", "results", "paper", "parallel", "models", "checkpoint", "data", "evaluation", "training"},
         {"hydra", "omegaconf"},
     ),
     "bench": ("our training step and others' on the same work", set(), {"hydra", "omegaconf"}),

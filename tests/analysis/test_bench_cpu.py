@@ -9,8 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from analysis.benchmarks.tables import cpu_speed
 from lmscale.bench_config import BenchConfig
-from lmscale.report.speed import cpu_speed
 
 ROOT = Path(__file__).parents[2]
 

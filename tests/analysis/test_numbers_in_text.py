@@ -1,19 +1,15 @@
 """No number in the README or a notebook without a record: measured ones name theirs, the others are facts held here."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from numbers_in_text import Stated, blocks, notebook_texts, stated_numbers, unproved, values_named
 
-from lmscale.report.records import read_records
+from analysis.report import make_tables
+from analysis.report.records import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import make_tables  # noqa: E402
-
 LATER = "a duration; its column says that it is not recorded"
 # Passages of the README and the notebooks that need no record: the file that holds the number and how it is written
 # there, or a reason.
@@ -113,7 +109,7 @@ FACTS = {
 @pytest.fixture(scope="module")
 def records() -> dict[str, dict]:
     """The committed records, and the ledger as one."""
-    found = read_records(make_tables.RESULTS)
+    found = read_records(make_tables.ANALYSIS)
     rows = make_tables.all_rows(found)["Ledger"]
     values = [(row.id, row.paper) for row in rows.itertuples()] + [(f"ours/{r.id}", r.ours) for r in rows.itertuples()]
     metrics = {name: {"value": value} for name, value in values if isinstance(value, (int, float))}
@@ -214,7 +210,7 @@ def wrong_in_notebook(path: Path, records: dict[str, dict], values: list[float])
 
 
 def test_every_number_of_a_notebook_has_a_record(records) -> None:
-    rows = make_tables.all_rows(read_records(make_tables.RESULTS))
+    rows = make_tables.all_rows(read_records(make_tables.ANALYSIS))
     values = all_values(records, rows)
     wrong = {path.name: wrong_in_notebook(path, records, values) for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert {name: numbers for name, numbers in wrong.items() if numbers} == {}

@@ -8,14 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lmscale.report.records import NEEDED, read_records
+from analysis.report import make_report, make_tables
+from analysis.report.records import NEEDED, read_records
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import make_report  # noqa: E402
-import make_tables  # noqa: E402
-
 EMPTY = {"meta", "wbr", "img", "input", "br", "link"}
 
 
@@ -49,7 +45,7 @@ def records(tmp_path_factory) -> Path:
     """A folder with the records that are needed, and nothing else."""
     folder = tmp_path_factory.mktemp("records")
     for name in NEEDED:
-        shutil.copy(make_tables.RESULTS / name, folder)
+        shutil.copy(next(make_tables.ANALYSIS.glob(f"*/records/{name}")), folder)
     return folder
 
 

@@ -6,23 +6,20 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from analysis.report import make_tables
+from analysis.report.records import read_records
+from analysis.zero_shot.table import table_3
 from lmscale.config import TransformerConfig
 from lmscale.evaluation.windows import Windows
 from lmscale.evaluation.zero_shot_task import Lambada, WikiText103, find_evidence
-from lmscale.report.ledger import GPT_MODELS, PAPER_STEPS
-from lmscale.report.records import read_records
-from lmscale.report.zero_shot import table_3
+from lmscale.paper import GPT_SIZES, STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import make_tables  # noqa: E402
-
 SMALL = TransformerConfig("gpt", 3, 24, 4, 301, 64)
 
 
 def gpt(size: str) -> TransformerConfig:
-    return TransformerConfig("gpt", *GPT_MODELS[size].size, 50_257, 1024)
+    return TransformerConfig("gpt", *GPT_SIZES[size], 50_257, 1024)
 
 
 def zero_shot_record(task: str, kind: str, value: float | None, model: TransformerConfig = SMALL, **about) -> dict:
@@ -43,7 +40,7 @@ def rows_of(table: pd.DataFrame, evidence: str) -> list[tuple]:
 
 
 def test_the_committed_tables_are_those_of_the_committed_records() -> None:
-    rows = make_tables.all_rows(read_records(make_tables.RESULTS))
+    rows = make_tables.all_rows(read_records(make_tables.ANALYSIS))
     pages = make_tables.render_all(rows)
     committed = {path.name: path.read_text(encoding="utf-8") for path in make_tables.TABLES_FOLDER.glob("*.md")}
     assert committed == {f"{name.lower().replace(' ', '_')}.md": page for name, page in pages.items()}
@@ -101,9 +98,9 @@ def lambada(form: str = "openai", number: int = 5_153) -> Lambada:
 
 @pytest.mark.parametrize("task", [wikitext(), lambada()])
 def test_the_papers_whole_setting_is_a_run(task: WikiText103 | Lambada) -> None:
-    assert find_evidence(task, gpt("2.5B"), PAPER_STEPS) == ("run", "2.5B")
-    assert find_evidence(task, gpt("2.5B"), PAPER_STEPS - 1) == ("scaled_down", "2.5B")
-    assert find_evidence(task, SMALL, PAPER_STEPS) == ("scaled_down", None)
+    assert find_evidence(task, gpt("2.5B"), STEPS) == ("run", "2.5B")
+    assert find_evidence(task, gpt("2.5B"), STEPS - 1) == ("scaled_down", "2.5B")
+    assert find_evidence(task, SMALL, STEPS) == ("scaled_down", None)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +115,7 @@ def test_the_papers_whole_setting_is_a_run(task: WikiText103 | Lambada) -> None:
     ],
 )
 def test_any_other_file_or_protocol_is_scaled_down(task: WikiText103 | Lambada) -> None:
-    assert find_evidence(task, gpt("8.3B"), PAPER_STEPS) == ("scaled_down", "8.3B")
+    assert find_evidence(task, gpt("8.3B"), STEPS) == ("scaled_down", "8.3B")
 
 
 def test_records_without_the_cost_model_are_refused_in_one_line(tmp_path, capsys, monkeypatch) -> None:

@@ -2,19 +2,16 @@
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from analysis.zero_shot import small as zero_shot_small
 from lmscale.config.pretrain import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import zero_shot_small  # noqa: E402
 
 
 def test_the_settings_of_the_training_are_keys_of_the_door() -> None:
