@@ -3,8 +3,8 @@
     python analysis/report/make_tables.py          # or: make tables
 
 Writes what the records give and nothing else; a test holds the committed files to it. `ledger.md` has every number of
-the paper, the README its short form. To add a table, give `TABLES` its title and `all_rows` its rows, with the columns
-that the others have.
+the paper, the README its short form; `docs/results.md` has tables of what was measured.
+To add a table, give `TABLES` its title and `all_rows` its rows, with the columns that the others have.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from analysis.ledger.rows import heading, kinds, ledger, short_form
 from analysis.norm_order.cells import read_cells
 from analysis.norm_order.summary import order_differences, order_table
 from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
+from analysis.report.results_page import fill, metric_tables
 from analysis.scaling.sizes import communication_table, memory_table, parameter_table
 from analysis.scaling.tables import figure_tables, scaling_tables
 from analysis.zero_shot.table import table_3
@@ -159,6 +160,12 @@ def short_ledger(rows: pd.DataFrame) -> str:
     return f"Of {len(rows)} numbers of the paper: {counts}.\n\n{_table(short_form(rows))}\n"
 
 
+def fill_results(page: str, rows: dict[str, pd.DataFrame], records: dict[str, dict]) -> str:
+    """`docs/results.md` with its tables from the records."""
+    tables = {name: _table(table) for name, table in (rows | metric_tables(records)).items()}
+    return fill(page, tables | {"ledger": short_ledger(rows["Ledger"]).rstrip()})
+
+
 def in_readme(text: str, block: str) -> str:
     """The README with its ledger replaced.
 
@@ -193,7 +200,7 @@ def _page(name: str, title: str, note: str, rows: pd.DataFrame) -> str:
 def _table(rows: pd.DataFrame) -> str:
     """A Markdown table; cells without a value are empty."""
     numbers = [column for column in rows.columns if pd.api.types.is_numeric_dtype(rows[column])]
-    numbers += [column for column in ("paper", "ours") if column in rows.columns and column not in numbers]
+    numbers += [column for column in ("paper", "ours", "measured") if column in rows.columns and column not in numbers]
     lines = [" | ".join(rows.columns), " | ".join("---:" if column in numbers else "---" for column in rows.columns)]
     lines += [" | ".join(format_cell(value) for value in row) for row in rows.itertuples(index=False)]
     return "\n".join(f"| {line} |" for line in lines)
@@ -216,9 +223,12 @@ def main() -> int:
     parser.add_argument(
         "--readme", type=Path, default=ROOT / "README.md", help="file with a place for the short ledger"
     )
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md", help="file with places for tables")
     options = parser.parse_args()
     try:
-        rows = all_rows(read_records(options.records))
+        records = read_records(options.records)
+        rows = all_rows(records)
+        results = fill_results(options.page.read_text(encoding="utf-8"), rows, records)
         readme = in_readme(options.readme.read_text(encoding="utf-8"), short_ledger(rows["Ledger"]))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -229,6 +239,7 @@ def main() -> int:
         path.write_text(page, encoding="utf-8")
         print(path)
     options.readme.write_text(readme, encoding="utf-8")
+    options.page.write_text(results, encoding="utf-8")
     return 0
 
 

@@ -14,7 +14,7 @@ from made_cells import make_study, records_of, write_cell
 from omegaconf import OmegaConf
 
 from analysis.norm_order import run as script
-from analysis.norm_order.cells import CELL, read_cells, read_curves, read_gradient_norms, retried_cells
+from analysis.norm_order.cells import CELL, at_chosen_rates, read_cells, read_curves, read_gradient_norms, retried_cells
 from analysis.norm_order.summary import order_differences, summarize
 from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.data.bert_dataset import IGNORE_LABEL, BERTDataset
@@ -67,6 +67,11 @@ def test_what_notebook_04_says_of_gradients_and_failures_holds() -> None:
     assert uneven["post", True] < 1.3 and 1.3 < uneven["post", False] < 3
     falls = (first[0] / top.xs(1, level="step")).groupby("order")
     assert falls.min()["pre"] > 1.5 and falls.max()["post"] < 1.3
+    deep = at_chosen_rates(cells, cells, script.FACTORIAL)
+    learned = (
+        deep[deep["layers"].isin([24, 48])].groupby("order")["state"].agg(["size", lambda s: (s == "learned").sum()])
+    )
+    assert learned.loc["pre"].tolist() == [8, 8] and learned.loc["post"].tolist() == [8, 1]
     for retry in retried_cells(cells, script.FACTORIAL).itertuples():
         same = (cells["layers"] == retry.layers) & (cells["seed"] == retry.seed) & cells["scaled"]
         assert retry.train_loss < cells[same & (cells["order"] == "pre")]["train_loss"].item()

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -98,6 +99,12 @@ def test_wide_things_scroll_in_a_box_of_their_own(text) -> None:
 def test_what_is_missing_is_said_and_not_left_out(page) -> None:
     words = " ".join(page.words)
     assert "no record has a metric of this name" in words and "needs the pretrained 3.9B BERT" in words
+
+
+def test_the_report_is_made_without_torch() -> None:
+    code = "import sys, analysis.report.make_report; print({'torch', 'lightning', 'hydra'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_text_with_marks_of_html_is_escaped() -> None:

@@ -1,13 +1,15 @@
 """The committed tables are those of the committed records, and Table 3 says what kind of evidence each value is."""
 
+import re
 import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from analysis.report import make_tables
+from analysis.report import make_tables, results_page
 from analysis.report.records import read_records
+from analysis.report.results_page import metric_tables
 from analysis.zero_shot.table import table_3
 from lmscale.config import TransformerConfig
 from lmscale.evaluation.windows import Windows
@@ -40,12 +42,31 @@ def rows_of(table: pd.DataFrame, evidence: str) -> list[tuple]:
 
 
 def test_the_committed_tables_are_those_of_the_committed_records() -> None:
-    rows = make_tables.all_rows(read_records(make_tables.ANALYSIS))
+    records = read_records(make_tables.ANALYSIS)
+    rows = make_tables.all_rows(records)
     pages = make_tables.render_all(rows)
     committed = {path.name: path.read_text(encoding="utf-8") for path in make_tables.TABLES_FOLDER.glob("*.md")}
     assert committed == {f"{name.lower().replace(' ', '_')}.md": page for name, page in pages.items()}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert readme == make_tables.in_readme(readme, make_tables.short_ledger(rows["Ledger"]))
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert results == make_tables.fill_results(results, rows, records)
+    named = set(re.findall(r"<!-- table: (.*?) -->", results))
+    assert named >= set(metric_tables(records)) and results.count("<!-- end of the table -->") == len(named)
+
+
+def test_a_table_of_metrics_shows_their_sum_number_and_largest(monkeypatch, tmp_path) -> None:
+    described = "kills:\n" + "".join(
+        f"  - {{what: {of}, record: a.json, metric: kills/.*, of: {of}}}\n" for of in ("sum", "number", "largest")
+    )
+    (tmp_path / "results.yaml").write_text(described + "  - {what: gone, record: b.json, metric: time}\n")
+    monkeypatch.setattr(results_page, "__file__", str(tmp_path / "results_page.py"))
+    metrics = {"kills/0": {"value": 7, "unit": "kills"}, "kills/1": {"value": -9, "unit": "kills"}}
+    table = metric_tables({"a.json": {"metrics": metrics}})["kills"]
+    assert table["measured"].tolist() == [-2, 2, 9, None]
+    assert table["unit"].tolist() == ["kills", "", "kills", "not run"]
+    with pytest.raises(ValueError, match=r"must fit metrics of a.json, but 'kills/.\*' fits 0"):
+        metric_tables({"a.json": {"metrics": {}}})
 
 
 def test_without_records_every_value_of_table_3_is_there_and_not_run() -> None:
