@@ -1,11 +1,11 @@
-# make setup | demo | test | test-slow | tables | figures | report | lint | format | clean      (another Python: make setup PYTHON=python3.12)
+# make setup | demo | test | test-slow | h200-wheels | tables | figures | report | lint | format | clean      (another Python: make setup PYTHON=python3.12)
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 REAL_BERT := .venv/.real_bert
 
-.PHONY: setup demo test test-slow tables figures report lint format clean
+.PHONY: setup demo test test-slow h200-wheels tables figures report lint format clean
 
 setup: $(INSTALLED)
 
@@ -30,6 +30,10 @@ test: setup $(REAL_BERT)
 
 test-slow: setup $(REAL_BERT)
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# What a GPU machine without network needs besides PyTorch: WHEELS=.wheels PYTHON=python3 bash analysis/h200.sh a1
+h200-wheels: setup
+	PYTHON=$(BIN)/python bash analysis/h200_wheels.sh .wheels
 
 # The paper's tables beside ours and the ledger, from the committed records; also the README's short form.
 tables: setup

@@ -37,6 +37,7 @@ part_3() { bench bench_bert_cpu model=bert_tiny model.hidden_dropout=0 model.att
 part_4() { run "$PYTHON" analysis/benchmarks/tensor_parallel_cost.py --record "$RESULTS/tensor_parallel_cost_cpu.json"; }
 part_5() { run "$PYTHON" analysis/benchmarks/lightning_cost.py --record "$RESULTS/lightning_cost_cpu.json"; }
 part_6() { run "$PYTHON" analysis/benchmarks/head_memory.py --record "$RESULTS/head_memory.json"; }
-PARTS=6
+PARTS="1 2 3 4 5 6"
 
-run_parts "$@"
+choose_parts "$@"
+for part in "${CHOSEN[@]}"; do "part_$part"; done

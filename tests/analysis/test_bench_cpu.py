@@ -64,7 +64,7 @@ def test_what_cannot_be_measured_is_said_before_anything_is() -> None:
     script = str(ROOT / "analysis" / "bench_cpu.sh")
     done = subprocess.run(["bash", script, "2", "9"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: a part must be a number from 1 to 6, but is 9\n"
+    assert done.stderr == "error: a part must be one of 1 2 3 4 5 6, but is 9\n"
     without = os.environ | {"DRY_RUN": "1", "NANOGPT": ""}
     done = subprocess.run(["bash", script, "2"], env=without, capture_output=True, text=True, check=True)
     assert done.stdout.count("bench.py") == 1 and "bench_nanogpt_cpu" not in done.stdout  # a record of it stays

@@ -1,20 +1,29 @@
-"""Rows of `analysis/bench_gpu.sh`: a record's figure beside the one that is required.
+"""Rows of `analysis/h200.sh`: a record's figure beside the one that is required.
 
-python analysis/bench_gpu_rows.py row TITLE RECORD METRIC LEAST
-python analysis/bench_gpu_rows.py keep RUN_FOLDER RECORD       # a run's record, with the curve of its loss
-python analysis/bench_gpu_rows.py seeds RECORD_FP8 RECORD_BF16 RECORD_BF16 ...
+python analysis/h200_rows.py row TITLE RECORD METRIC LEAST
+python analysis/h200_rows.py keep RUN_FOLDER RECORD       # a run's record, with the curve of its loss
+python analysis/h200_rows.py seeds RECORD_FP8 RECORD_BF16 RECORD_BF16 ...
+python analysis/h200_rows.py tests JUNIT_XML RECORD            # the outcome of every test of a pytest run
+python analysis/h200_rows.py imports                           # exit code 2 where a package is missing
 """
 
 import argparse
 import csv
+import importlib
 import json
 import math
 import statistics
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from lmscale.results import write_record
+from lmscale.results import new_record, write_record
 
+# What the measurements import, ours last: each brings in what it needs itself.
+IMPORTS = (
+    *("torch", "lightning", "transformers", "hydra", "pytest", "xdist", "pytest_timeout"),
+    *("lmscale.cli.entry_point", "lmscale.training.pretrain", "lmscale.bench.race", "lmscale.bench.trace"),
+)
 LAST_STEPS = 50  # of a curve, whose mean stands for where the run has come to
 
 
@@ -67,6 +76,45 @@ def seeds(fp8: Path, bf16: list[Path]) -> str:
     )
 
 
+def tests(junit: Path, path: Path, may_skip: bool) -> str:
+    """Write the record of a pytest run that passed; returns how many tests passed and which were skipped.
+
+    Raises:
+        ValueError: a test failed, or none passed although `may_skip` is false: then the machine showed nothing.
+    """
+    outcomes = {}
+    for case in ElementTree.parse(junit).iter("testcase"):
+        found = {child.tag for child in case} & {"failure", "error", "skipped"}
+        outcomes[case.get("name")] = {"outcome": next(iter(found), "passed"), "time_s": float(case.get("time"))}
+    count = {kind: [n for n, o in outcomes.items() if o["outcome"] == kind] for kind in ("passed", "skipped")}
+    failed = sorted(set(outcomes) - set(count["passed"]) - set(count["skipped"]))
+    if failed:
+        raise ValueError(f"every test must pass, but these failed: {', '.join(failed)}")
+    if not count["passed"] and not may_skip:
+        raise ValueError(f"at least one test must pass, but all {len(outcomes)} were skipped")
+    metrics = {kind: {"value": len(names), "unit": "tests"} for kind, names in count.items()}
+    record = new_record("gpu_tests", "run", {"may_skip": may_skip}, None, metrics, device=_device_name())
+    write_record(record | {"tests": outcomes}, path)
+    return f"{len(count['passed'])} passed, {len(count['skipped'])} skipped: {', '.join(count['skipped']) or 'none'}"
+
+
+def missing_imports() -> list[str]:
+    """What of `IMPORTS` cannot be imported, with the reason."""
+    missing = []
+    for name in IMPORTS:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            missing.append(f"{name} ({error})")
+    return missing
+
+
+def _device_name() -> str:
+    import torch  # two seconds that the other commands need not spend
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
 def read(path: Path) -> dict:
     """A record.
 
@@ -87,7 +135,7 @@ def read_metric(path: Path, metric: str) -> dict:
     """
     metrics = read(path)["metrics"]
     if metric not in metrics:
-        kept = "; a run's record has it from `bench_gpu_rows.py keep`" if metric.startswith("train/loss_") else ""
+        kept = "; a run's record has it from `h200_rows.py keep`" if metric.startswith("train/loss_") else ""
         raise ValueError(f"{path} must have the metric {metric}, but has not{kept}")
     return metrics[metric]
 
@@ -126,12 +174,22 @@ def main() -> None:
     compared = commands.add_parser("seeds")
     compared.add_argument("fp8", type=Path)
     compared.add_argument("bf16", type=Path, nargs="+")
+    tested = commands.add_parser("tests")
+    tested.add_argument("junit", type=Path)
+    tested.add_argument("record", type=Path)
+    tested.add_argument("--may-skip", action="store_true", help="a rehearsal, where no test can run")
+    commands.add_parser("imports")
     args = parser.parse_args()
     try:
         if args.command == "row":
             print(row(args.title, args.record, args.metric, args.least))
         elif args.command == "keep":
             print(keep(args.folder, args.record))
+        elif args.command == "tests":
+            print(tests(args.junit, args.record, args.may_skip))
+        elif args.command == "imports":
+            if missing := missing_imports():
+                raise ValueError(f"packages must be there, in WHEELS or installed, but are not: {'; '.join(missing)}")
         else:
             print(seeds(args.fp8, args.bf16))
     except FileNotFoundError as error:

@@ -1,0 +1,113 @@
+"""Attention backends of torch on the same inputs: forward and backward time of each, and its rounding error."""
+
+import math
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .timing import median_time_s
+
+BACKENDS = {
+    "default": None,  # torch's own choice, which is what the models use
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One model's attention on one rank: b sequences, n heads, s tokens, head size d."""
+
+    name: str
+    b: int
+    n: int
+    s: int
+    d: int
+
+    @property
+    def causal(self) -> bool:
+        """GPT attends to the left only."""
+        return self.name.startswith("gpt")
+
+    @classmethod
+    def parse(cls, text: str) -> "AttentionShape":
+        """From `name:b:n:s:d`, for example `gpt_1.2b:16:16:1024:96`.
+
+        Raises:
+            ValueError: another form, or a size below 1.
+        """
+        name, *sizes = text.split(":")
+        if not name.startswith(("gpt", "bert")) or len(sizes) != 4 or not all(s.isdigit() and int(s) for s in sizes):
+            raise ValueError(
+                f"an attention shape must be name:b:n:s:d with a name that starts with gpt or bert, but is {text!r}"
+            )
+        return cls(name, *map(int, sizes))
+
+
+def time_backends(
+    shape: AttentionShape, backends: list[str], dropout: float, device: torch.device, rounds: int, repeats: int
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Seconds of one forward and backward pass by backend, in bf16, and why the others cannot run.
+
+    The inputs are strided views of the fused QKV output, as in the models, and the gradient is taken back to it: a
+    backend that needs contiguous inputs pays for the copies. The backends take turns; each time is the median over
+    `rounds` of the medians over `repeats` calls.
+
+    Args:
+        backends: names of `BACKENDS`.
+    """
+    qkv = torch.randn(shape.b, shape.s, shape.n, 3, shape.d, dtype=torch.bfloat16, device=device, requires_grad=True)
+    grad = torch.randn(shape.b, shape.s, shape.n * shape.d, dtype=torch.bfloat16, device=device)
+    times: dict[str, list[float]] = {}
+    refused = {}
+    for name in backends:
+        try:
+            _attend(qkv, shape, dropout, name).backward(grad)
+            times[name] = []
+        except RuntimeError as error:  # torch's way to say that a backend does not take these inputs
+            refused[name] = str(error).strip().splitlines()[0]
+    for _ in range(rounds):
+        for name, found in times.items():
+            found.append(median_time_s(_pass(qkv, grad, shape, dropout, name), device, repeats))
+    return {name: statistics.median(found) for name, found in times.items()}, refused
+
+
+def relative_error(shape: AttentionShape, backend: str, device: torch.device) -> float:
+    """||out - reference|| / ||reference|| of one sequence without dropout; the reference is computed in fp32."""
+    qkv = torch.randn(1, shape.s, shape.n, 3, shape.d, dtype=torch.bfloat16, device=device)
+    out = _attend(qkv, shape, 0.0, backend).float()
+    q, k, v = qkv.float().permute(3, 0, 2, 1, 4)  # each [1, n, s, d]
+    scores = q @ k.transpose(-1, -2) / math.sqrt(shape.d)
+    if shape.causal:
+        hidden = torch.ones(shape.s, shape.s, dtype=torch.bool, device=device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    reference = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    return float((out - reference).norm() / reference.norm())
+
+
+def _attend(qkv: Tensor, shape: AttentionShape, dropout: float, backend: str) -> Tensor:
+    q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each [b, n, s, d], as models/attention.py makes them
+    with _only(backend):
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=shape.causal)
+    return out.transpose(1, 2).flatten(2)  # [b, s, n d]
+
+
+def _pass(qkv: Tensor, grad: Tensor, shape: AttentionShape, dropout: float, backend: str) -> Callable[[], None]:
+    def forward_and_backward() -> None:
+        qkv.grad = None
+        _attend(qkv, shape, dropout, backend).backward(grad)
+
+    return forward_and_backward
+
+
+def _only(backend: str) -> AbstractContextManager:
+    chosen = BACKENDS[backend]
+    return nullcontext() if chosen is None else sdpa_kernel(chosen)

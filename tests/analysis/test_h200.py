@@ -1,0 +1,225 @@
+"""The commands of `analysis/h200.sh` fit their entry points and their time, and a failure is reported."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lmscale.bench.attention import AttentionShape
+from lmscale.bench_config import BenchConfig
+from lmscale.config.pretrain import RunConfig
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "analysis" / "h200.sh"
+PARTS = [f"a{number}" for number in range(1, 6)] + [f"b{number}" for number in range(1, 11)]
+
+
+def commands(*parts: str, **changes: str) -> list[tuple[int, list[str]]]:
+    """What parts, or all, would run: the time limit in seconds, and the words after the interpreter's."""
+    done = subprocess.run(
+        ["bash", str(SCRIPT), *parts],
+        env=os.environ | {"DRY_RUN": "1"} | changes,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    lines = [shlex.split(line) for line in done.stdout.splitlines() if "not measured" not in line]
+    timed = [words for words in lines if words[0] == "timeout"]
+    assert all(words[:2] == ["rm", "-rf"] for words in lines if words not in timed)
+    return [(int(words[2]), words[4:]) for words in timed]
+
+
+def values_of(door: str, overrides: list[str]) -> dict:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        composed = compose(door, overrides)
+    return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+
+
+def bench_of(words: list[str]) -> BenchConfig:
+    return BenchConfig.from_dict(values_of("bench", words))
+
+
+def test_list_a_is_correctness_then_a_trace_and_the_three_models() -> None:
+    found = [words for _, words in commands("a")]
+    assert found == [words for part in ("a1", "a2", "a3", "a4", "a5") for _, words in commands(part)]
+    assert [words[0] for words in found] == [
+        *("analysis/gpu_facts.py", "-m", "analysis/gpu_trace.py", "analysis/attention_backends.py"),
+        *["analysis/bench.py"] * 4,
+    ]
+    tests = [Path(word) for word in found[1] if word.startswith("tests/")]
+    marked = {
+        path.relative_to(ROOT)
+        for path in (ROOT / "tests").rglob("*.py")
+        if path != Path(__file__) and "pytest.mark.gpu" in path.read_text()
+    }
+    assert set(tests) == marked
+    assert found[1][1:4] == ["pytest", "-m", "gpu"]
+    benches = [bench_of(words[1:]) for words in (found[2], *found[4:])]
+    assert [(b.model["name"], b.micro_batch_size, b.cuda_graphs) for b in benches] == [
+        *(("gpt_1.2b", 16, False), ("gpt_1.2b", 16, False)),
+        *(("bert_336m", 128, False), ("bert_336m", 128, True), ("bert_3.9b", 16, False)),
+    ]
+    assert {(b.accelerator, b.precision.dtype, b.peak_tflops_per_s, *b.peers) for b in benches[1:]} == {
+        ("gpu", "bf16", 790)
+    }
+
+
+def test_the_attention_shapes_are_those_of_the_models() -> None:
+    words = commands("a2")[1][1]
+    texts = words[words.index("--shape") + 1 : words.index("--backends")]
+    assert words[words.index("--backends") + 1 : words.index("--accelerator")] == [
+        "default",
+        "flash",
+        "cudnn",
+        "efficient",
+    ]
+    for text in texts:
+        shape = AttentionShape.parse(text)
+        name, _, tp_size = shape.name.partition("_tp_")
+        config = bench_of([f"model={name}", "peers=[]"]).transformer_config()
+        assert (shape.n * int(tp_size or 1), shape.s, shape.d) == (
+            config.num_attention_heads,
+            config.max_position_embeddings,
+            config.head_size,
+        )
+        assert shape.causal == (config.architecture == "gpt")
+
+
+def test_list_b_composes_into_typed_configurations(tmp_path) -> None:
+    (tmp_path / "model.py").write_text("class GPT: ...\nclass GPTConfig: ...\n")
+    found = [words for _, words in commands("b", NANOGPT=str(tmp_path / "model.py"))]
+    benches = [bench_of(words) for script, *words in found if script == "analysis/bench.py"]
+    assert [(b.model["name"], b.cuda_graphs, b.precision.dtype, *b.peers) for b in benches] == [
+        *(("gpt_355m", False, "bf16"), ("gpt_355m", True, "bf16")),
+        *(("gpt_355m", False, "bf16", peer) for peer in ("hf_compiled", "file_compiled", "megatron_core")),
+        ("gpt_2.5b", False, "fp8", "ours_bf16"),
+    ]
+    trains = [words for script, *words in found if script == "src/train.py"]
+    assert len(found) == len(benches) + len(trains)
+    runs = []
+    for words in trains:
+        kept = [word for word in words if not word.startswith("hydra.run.dir=")]
+        runs.append(RunConfig.from_dict(values_of("train", kept) | {"run_dir": "x"}))
+    assert [(run.name, run.precision.dtype, run.trainer.max_steps) for run in runs] == [
+        ("h200_gpt_8.3b_20_steps", "bf16", 20),
+        ("h200_2.5b_fp8_seed_1234", "fp8", 200),
+        *((f"h200_2.5b_bf16_seed_{seed}", "bf16", 200) for seed in (1234, 1235, 1236)),
+    ]
+    assert runs[0].model["recompute"] == "auto" and "optimizer.moments=bf16" in trains[0]
+
+
+def test_every_call_ends_within_nine_minutes_and_no_two_records_share_a_name(tmp_path) -> None:
+    (tmp_path / "model.py").write_text("class GPT: ...\nclass GPTConfig: ...\n")
+    records = []
+    for part in PARTS:
+        found = commands(part, NANOGPT=str(tmp_path / "model.py"))
+        assert 0 < sum(limit for limit, _ in found) <= 9 * 60 - 20, part  # 20 s to install wheels and to import
+        records += [
+            word for _, words in found for word in words if word.endswith((".json", ".xml")) or "run.dir=" in word
+        ]
+    assert len(set(records)) == len(records) == 19
+
+
+def test_the_rehearsal_composes_every_command_with_tiny_models_on_a_cpu() -> None:
+    for _, (script, *words) in commands("a", "b", REHEARSE="1"):
+        assert not any(word.startswith(("analysis/results", "record=analysis")) for word in words)
+        if script == "src/train.py":
+            kept = [word for word in words if not word.startswith("hydra.run.dir=")]
+            run = RunConfig.from_dict(values_of("train", kept) | {"run_dir": "x"})
+            assert (run.trainer.accelerator, run.trainer.max_steps, run.model["num_layers"]) == ("cpu", 3, 2)
+        elif script in ("analysis/bench.py", "analysis/gpu_trace.py"):
+            bench = bench_of(words)
+            assert (bench.accelerator, bench.model["num_layers"], bench.rounds) == ("cpu", 2, 1)
+        elif script != "-m":
+            assert words[words.index("--accelerator") + 1] == "cpu"
+
+
+def run_script(*parts: str, **changes: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | changes
+    return subprocess.run(["bash", str(SCRIPT), *parts], env=environment, capture_output=True, text=True)
+
+
+def test_what_cannot_be_run_is_said_before_anything_is() -> None:
+    done = subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True)
+    assert done.returncode == 2 and "some parts" in done.stdout
+    done = subprocess.run(["bash", str(SCRIPT), "a1", "a6"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: a part must be one of {' '.join(PARTS)}, but is a6\n"
+
+
+def fake_python(folder: Path, code: int) -> str:
+    """An interpreter that prints its script's name, writes the record if it is to succeed, and ends with `code`."""
+    path = folder / "python"
+    path.write_text(
+        "#!/usr/bin/env bash\ncase $1 in */h200_rows.py) exit 0 ;; esac\necho ran\n"
+        f'for word; do case $word in record=*) [ {code} -ne 0 ] || echo "{{}}" > "${{word#record=}}" ;; esac; done\n'
+        f"exit {code}\n"
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_failure_is_one_line_the_next_follows_and_the_exit_code_tells(tmp_path) -> None:
+    folders = {"RESULTS": str(tmp_path / "results"), "LOGS": str(tmp_path / "logs"), "OUT": str(tmp_path / "out")}
+    done = run_script("a4", "a5", **folders | {"PYTHON": fake_python(tmp_path, 3), "WHEELS": ""})
+    assert done.returncode == 1
+    names = ("h200_bert_336m", "h200_bert_336m_cuda_graphs", "h200_bert_3.9b")
+    assert [line for line in done.stdout.splitlines() if "not measured" in line] == [
+        f"{name}: not measured, exit code 3; see {tmp_path}/logs/{name}.log" for name in names
+    ]
+    assert done.stdout.count("since the start") == 2
+    with tarfile.open(tmp_path / "out" / "h200_a4_a5.tar.gz") as archive:  # the logs say why
+        assert {Path(name).name for name in archive.getnames()} >= {f"{name}.log" for name in names}
+
+
+def test_a_record_that_is_there_is_kept_unless_forced(tmp_path) -> None:
+    folders = {"RESULTS": str(tmp_path / "results"), "LOGS": str(tmp_path / "logs"), "OUT": str(tmp_path / "out")}
+    settings = folders | {"PYTHON": fake_python(tmp_path, 0), "WHEELS": ""}
+    again = "the record is there already"
+    for changes, skipped in (({}, False), ({}, True), ({"FORCE": "1"}, False)):
+        done = run_script("a5", **settings | changes)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (again in done.stdout, "ran" in done.stdout.splitlines()) == (skipped, not skipped)
+        with tarfile.open(tmp_path / "out" / "h200_a5.tar.gz") as archive:
+            assert "./analysis/results/h200_bert_3.9b.json" in archive.getnames()
+
+
+@pytest.mark.slow
+def test_list_a_is_rehearsed_end_to_end_on_a_cpu(tmp_path) -> None:
+    done = run_script(
+        "a", REHEARSE="1", LOGS=str(tmp_path / "logs"), RESULTS=str(tmp_path / "results"), OUT=str(tmp_path / "out")
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not measured" not in done.stdout and "not measured" not in done.stderr
+    records = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "results").glob("*.json")}
+    assert set(records) == {
+        f"rehearsal_{name}"
+        for name in (
+            *("machine", "gpu_tests", "trace_gpt_1.2b", "attention_backends"),
+            *("gpt_1.2b", "bert_336m", "bert_336m_cuda_graphs", "bert_3.9b"),
+        )
+    }
+    trace = records["rehearsal_trace_gpt_1.2b"]
+    assert (
+        trace["metrics"]["graphs"]["value"] == 3 and trace["graph_breaks"] == {}
+    )  # a layer, two passes over the logits
+    assert trace["syncs"]["aten::_local_scalar_dense"] > 0  # the optimizer reads the gradient's norm
+    assert sum(kernel["share"] for kernel in trace["kernels"]) > 0.5
+    attention = records["rehearsal_attention_backends"]["metrics"]
+    assert attention["bert_336m/error/math"]["value"] < 1e-2 and attention["gpt_1.2b/dropout_0.1/math"]["value"] > 0
+    (archive,) = (tmp_path / "out").iterdir()
+    with tarfile.open(archive) as packed:
+        names = {Path(name).name for name in packed.getnames()}
+    assert {f"{name}.json" for name in records} | {
+        "rehearsal_trace_gpt_1.2b.trace.json.gz",
+        "rehearsal_gpu_tests.xml",
+    } <= names
+    assert archive.stat().st_size < 16 * 2**20

@@ -1,0 +1,111 @@
+"""The rows of `analysis/h200_rows.py` say what is reached, and what it is given to keep is kept whole."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("h200_rows", ROOT / "analysis" / "h200_rows.py")
+rows = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(rows)
+
+
+def write(path: Path, **metrics: float) -> Path:
+    path.write_text(
+        json.dumps({"metrics": {n.replace("__", "/"): {"value": v, "unit": "u"} for n, v in metrics.items()}})
+    )
+    return path
+
+
+def test_a_row_has_the_required_figure_beside_and_the_verdict(tmp_path) -> None:
+    record = write(tmp_path / "a.json", ours__share=0.61)
+    assert rows.row("gpt", record, "ours/share", 0.6).endswith("0.61 u (required: 0.6)  reached")
+    assert rows.row("gpt", record, "ours/share", 0.62).endswith("(required: 0.62)  NOT REACHED")
+
+
+def test_the_loss_of_a_run_is_kept_and_compared_with_seeds(tmp_path) -> None:
+    write(tmp_path / "record.json")
+    (tmp_path / "metrics.csv").write_text("step,train/loss,val/loss\n0,,9\n1,8.0,\n2,7.0,\n3,6.5,\n")
+    rows.keep(tmp_path, tmp_path / "kept.json")
+    kept = rows.read(tmp_path / "kept.json")
+    assert kept["metrics"]["train/loss_fall"]["value"] == 1.5 and kept["train_losses"] == [8.0, 7.0, 6.5]
+    name = "train__loss_mean_of_last"
+    bf16 = [write(tmp_path / f"{i}.json", **{name: loss}) for i, loss in enumerate((3.0, 3.1, 3.2))]
+    assert rows.seeds(write(tmp_path / "near.json", **{name: 3.25}), bf16).endswith("reached")
+    assert rows.seeds(write(tmp_path / "far.json", **{name: 3.35}), bf16).endswith("NOT REACHED")
+
+
+def test_a_loss_that_is_not_finite_is_kept_and_is_not_reached(tmp_path) -> None:
+    write(tmp_path / "record.json")
+    (tmp_path / "metrics.csv").write_text("step,train/loss\n1,8.0\n2,nan\n")
+    kept = tmp_path / "kept.json"
+    rows.keep(tmp_path, kept)
+    assert rows.read(kept)["train_losses"] == [8.0, None]
+    assert rows.row("gpt", kept, "train/loss_fall", 0.01).endswith("nan nats/token (required: 0.01)  NOT REACHED")
+    with pytest.raises(ValueError, match="train/loss_mean_of_last must be finite, but is nan in"):
+        rows.seeds(kept, [kept, kept])
+
+
+def test_a_record_that_lacks_what_is_asked_for_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys) -> None:
+    bare, listed = write(tmp_path / "bare.json", ours__step=1.0), tmp_path / "list.json"
+    listed.write_text("[]")
+    (tmp_path / "record.json").write_text(bare.read_text())
+    (tmp_path / "metrics.csv").write_text("step,train/loss\n")
+    mistakes = {
+        ("row", "gpt", str(bare), "ours/mfu", "0.5"): "must have the metric ours/mfu, but has not",
+        ("row", "gpt", str(listed), "ours/mfu", "0.5"): "must be a record, but has no metrics",
+        ("seeds", *[str(bare)] * 3): "has not; a run's record has it from `h200_rows.py keep`",
+        ("seeds", *[str(bare)] * 2): "the records in bf16 must be at least 2",
+        ("keep", str(tmp_path), str(tmp_path / "kept.json")): "metrics.csv must have a loss, but has none",
+    }
+    for words, message in mistakes.items():
+        monkeypatch.setattr("sys.argv", ["h200_rows.py", *words])
+        with pytest.raises(SystemExit) as ended:
+            rows.main()
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+CASES = {
+    "passed": '<testcase name="a" time="1.5"/>',
+    "skipped": '<testcase name="b" time="0"><skipped message="no apex"/></testcase>',
+    "failure": '<testcase name="c" time="2"><failure message="x"/></testcase>',
+    "error": '<testcase name="d" time="2"><error message="x"/></testcase>',
+}
+
+
+def junit(folder: Path, *cases: str) -> Path:
+    path = folder / "junit.xml"
+    path.write_text(f"<testsuites><testsuite>{''.join(CASES[case] for case in cases)}</testsuite></testsuites>")
+    return path
+
+
+def test_a_test_run_that_passed_becomes_a_record(tmp_path) -> None:
+    record = tmp_path / "record.json"
+    assert rows.tests(junit(tmp_path, "passed", "skipped"), record, may_skip=False) == "1 passed, 1 skipped: b"
+    found = json.loads(record.read_text())
+    assert found["metrics"]["passed"]["value"] == 1
+    assert found["tests"]["a"] == {"outcome": "passed", "time_s": 1.5} and found["tests"]["b"]["outcome"] == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("cases", "message"),
+    [
+        (("passed", "failure"), "these failed: c"),
+        (("passed", "error"), "these failed: d"),
+        (("skipped",), "all 1 were skipped"),
+        ((), "all 0 were skipped"),
+    ],
+)
+def test_a_test_run_that_shows_nothing_leaves_no_record(tmp_path, cases, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        rows.tests(junit(tmp_path, *cases), tmp_path / "record.json", may_skip=False)
+    assert not (tmp_path / "record.json").exists()
+
+
+def test_a_missing_package_is_named(monkeypatch) -> None:
+    assert rows.missing_imports() == []
+    monkeypatch.setattr(rows, "IMPORTS", ("json", "no_such_package"))
+    assert rows.missing_imports() == ["no_such_package (No module named 'no_such_package')"]

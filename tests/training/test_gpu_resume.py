@@ -1,0 +1,47 @@
+"""A stopped run continues bit for bit on a GPU when layers are recomputed with attention dropout."""
+
+import pytest
+import torch
+from runs import assert_same_run, read_rows, tiny_run
+
+from lmscale.training.pretrain import prepare_job, pretrain
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+# Recomputed dropout must be that of the forward pass, and the resumed run must draw as the whole one does: a compiled
+# graph that keeps a generator of its own passes the first and fails the second.
+@pytest.mark.parametrize("compile_", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_recomputed_run_with_attention_dropout_resumes_bitwise(tmp_path, recompute, compile_) -> None:
+    settings = {
+        "trainer__accelerator": "gpu",
+        "trainer__max_steps": 6,
+        "precision__dtype": "bf16",
+        "deterministic": True,
+        "model__hidden_size": 64,
+        "model__recompute": recompute,
+        "model__hidden_dropout": 0.1,
+        "model__attention_dropout": 0.3,
+        "data__seq_length": 32,
+        "compile": compile_,
+    }
+    pretrain(prepare_job(tiny_run("gpt", tmp_path / "whole", **settings)))
+    for stop in (3, None):
+        torch.compiler.reset()  # each part compiles anew, as the process of a real restart does
+        run = tiny_run("gpt", tmp_path / "parts", trainer__stop_after_steps=stop, resume="auto", **settings)
+        job = prepare_job(run)
+        assert job.kernels.compiles == compile_
+        pretrain(job)
+    assert len(read_rows(tmp_path / "whole")) >= 6
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_attention_dropout_changes_the_losses(tmp_path) -> None:
+    losses = []
+    for dropout in (0.0, 0.3):
+        settings = {"trainer__accelerator": "gpu", "precision__dtype": "bf16", "model__recompute": "selective"}
+        folder = tmp_path / str(dropout)
+        pretrain(prepare_job(tiny_run("gpt", folder, model__attention_dropout=dropout, compile=True, **settings)))
+        losses.append([row["train/loss"] for row in read_rows(folder) if "train/loss" in row])
+    assert losses[0] != losses[1]
