@@ -31,9 +31,9 @@ test: setup $(REAL_BERT)
 test-slow: setup $(REAL_BERT)
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
-# What a GPU machine without network needs besides PyTorch: WHEELS=.wheels PYTHON=python3 bash analysis/h200.sh a1
+# What a GPU machine without network needs besides PyTorch: WHEELS=.wheels PYTHON=python3 bash analysis/benchmarks/h200.sh a1
 h200-wheels: setup
-	PYTHON=$(BIN)/python bash analysis/h200_wheels.sh .wheels
+	PYTHON=$(BIN)/python bash analysis/benchmarks/h200_wheels.sh .wheels
 
 # The paper's tables beside ours and the ledger, from the committed records; also the README's short form.
 tables: setup

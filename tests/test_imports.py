@@ -54,8 +54,6 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
         {"config", "results", "paper", "parallel", "models", "checkpoint", "data", "evaluation", "training"},
         {"hydra", "omegaconf"},
     ),
-    "bench": ("our training step and others' on the same work", set(), {"hydra", "omegaconf"}),
-    "bench_config": ("what a benchmark is asked", {"config"}, FRAMEWORKS),
 }
 
 
@@ -103,9 +101,8 @@ def test_a_package_imports_only_what_it_may(part) -> None:
     for name in files:
         prefixes = {".".join(found.split(".")[:n]) for found in IMPORTS[name] for n in (1, 2)}
         assert not prefixes & forbidden, (name, prefixes & forbidden)
-        if part != "bench":  # races everything against everything
-            ours = {part_of(found) for found in IMPORTS[name] if found.startswith("lmscale")} - {part, ""}
-            assert ours <= allowed, (name, ours - allowed)
+        ours = {part_of(found) for found in IMPORTS[name] if found.startswith("lmscale")} - {part, ""}
+        assert ours <= allowed, (name, ours - allowed)
 
 
 def test_every_package_has_its_rule() -> None:
@@ -117,7 +114,7 @@ def test_only_the_datamodule_of_the_data_package_knows_lightning() -> None:
     assert found == {"lmscale.data.datamodule"}
 
 
-KNOWN_CIRCLES = {"bench", "corpus", "training"}  # one each, to be untied
+KNOWN_CIRCLES = {"corpus", "training"}  # one each, to be untied
 
 
 def test_no_import_goes_in_a_circle() -> None:

@@ -74,8 +74,8 @@ TABLES = {
         "the goals of speed and memory on two CPU cores",
         "Ratios of times are a peer's over ours on the same work, A B A B in one run, medians of the rounds' "
         "ratios unless it says fastest; the machine is shared, so they move by a tenth from run to run. "
-        "`bash analysis/bench_cpu.sh` measures them; the goals of a GPU, `bash analysis/h200.sh`, have not been "
-        "run.",
+        "`bash analysis/benchmarks/bench_cpu.sh` measures them; the goals of a GPU, "
+        "`bash analysis/benchmarks/h200.sh`, have not been run.",
     ),
     "Table 1": ("parameters of the scaling study", _MODELLED),
     "Table 2": (

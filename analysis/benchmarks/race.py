@@ -8,11 +8,15 @@ import time
 import numpy as np
 import torch
 
-from ..bench_config import BenchConfig
-from ..planner.flops import TERA, dense_peak_flops_per_s, model_flops_per_step
-from ..results import new_record
-from ..training.runtime.launch import resolve_accelerator
-from .contenders import make_batches, make_contender
+from analysis.benchmarks.config import FILE_PEERS, BenchConfig
+from lmscale.planner.flops import TERA, dense_peak_flops_per_s, model_flops_per_step
+from lmscale.results import new_record
+from lmscale.training.runtime.launch import resolve_accelerator
+
+from .peers.batches import make_batches
+from .peers.contender import Contender
+from .peers.ours import Ours
+from .peers.plain import HuggingFace, ModelFile
 
 NUM_BATCHES = 4
 
@@ -76,6 +80,29 @@ def race(bench: BenchConfig) -> dict:
     if problem is not None:
         raise LossesDifferError(problem, record)
     return record
+
+
+def make_contender(name: str, bench: BenchConfig, device: torch.device) -> Contender:
+    """One of `ours` and `config.PEERS`.
+
+    Raises:
+        ValueError: a peer that is not installed, or whose family has no such model.
+    """
+    if name == "ours":
+        return Ours(bench, device, bench.precision.dtype)
+    if name == "ours_bf16":
+        return Ours(bench, device, "bf16")
+    if name in ("hf_eager", "hf_compiled"):
+        return HuggingFace(bench, device, compiles=name == "hf_compiled")
+    if name in FILE_PEERS:
+        return ModelFile(bench, device, compiles=name == "file_compiled")
+    if name == "lightning":
+        from .peers.lightning_loop import LightningLoop
+
+        return LightningLoop(bench, device)
+    from .peers.megatron import MegatronCore
+
+    return MegatronCore(bench, device)
 
 
 def _wait(device: torch.device) -> None:

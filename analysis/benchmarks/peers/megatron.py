@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..bench_config import BenchConfig
-from ..parallel import IGNORE_LABEL
-from .contenders import MAX_NORM, Batch, Contender
+from analysis.benchmarks.config import BenchConfig
+from lmscale.parallel import IGNORE_LABEL
+
+from .contender import MAX_NORM, Batch, Contender
 
 
 class MegatronCore(Contender):

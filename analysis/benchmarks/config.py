@@ -4,11 +4,11 @@ import ast
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .config import Recompute, TransformerConfig
-from .config.checks import require_positive
-from .config.from_dict import build, keys_of, to_plain
-from .config.model import FLOAT8_MULTIPLE
-from .config.training import PrecisionConfig
+from lmscale.config import Recompute, TransformerConfig
+from lmscale.config.checks import require_positive
+from lmscale.config.from_dict import build, keys_of, to_plain
+from lmscale.config.model import FLOAT8_MULTIPLE
+from lmscale.config.training import PrecisionConfig
 
 PADDED_VOCABULARIES = {"gpt": 51_200, "bert": 30_720}
 NAMES_OF_A_MODEL_FILE = {"GPT", "GPTConfig"}

@@ -1,10 +1,17 @@
-"""Our training step against others' on the same work: `python analysis/bench.py peers=[hf_compiled]`; every key is in
-conf/bench.yaml."""
+"""Our training step against others' on the same work; every key is in conf/bench.yaml.
+
+python analysis/benchmarks/bench.py peers=[hf_compiled]
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.bench_config import BenchConfig
+from analysis.benchmarks.config import BenchConfig
 from lmscale.cli.entry_point import open_door, run_task
 from lmscale.results import record_path, write_record
 
@@ -15,7 +22,7 @@ def bench(values: dict) -> None:
     if config.record is not None:
         record_path(config.record)
     # torch and transformers take seconds to import: not before the cheap checks above.
-    from lmscale.bench.race import LossesDifferError, race
+    from analysis.benchmarks.race import LossesDifferError, race
 
     try:
         record = race(config)
@@ -35,7 +42,7 @@ def show(record: dict) -> None:
         print(f"{name:<32} {value} {entry['unit']}", flush=True)
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
+@hydra.main(version_base="1.3", config_path="../../conf", config_name="bench")
 def main(cfg: DictConfig) -> None:
     """Entry of Hydra, once for each job of a sweep."""
     run_task(bench, cfg)

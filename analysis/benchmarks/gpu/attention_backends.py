@@ -1,16 +1,18 @@
 """Time torch's attention backends at the shapes of the paper's models, forward and backward, with and without dropout.
 
-python analysis/attention_backends.py --shape gpt_1.2b:16:16:1024:96 --backends default flash cudnn --record FILE
+python analysis/benchmarks/gpu/attention_backends.py --shape gpt_1.2b:16:16:1024:96 --record FILE
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `analysis`, which is not installed
+
 import torch
 
-from lmscale.bench.attention import BACKENDS, AttentionShape, relative_error, time_backends
-from lmscale.bench.device import require_device
+from analysis.benchmarks.gpu.attention import BACKENDS, AttentionShape, relative_error, time_backends
+from analysis.benchmarks.gpu.device import require_device
 from lmscale.results import new_record, record_argument, write_record
 
 

@@ -9,10 +9,12 @@ from torch._dynamo.utils import counters
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from ..bench_config import BenchConfig
-from ..results import new_record
-from ..training.runtime.launch import resolve_accelerator
-from .contenders import Ours, make_batches
+from analysis.benchmarks.config import BenchConfig
+from analysis.benchmarks.peers.batches import make_batches
+from analysis.benchmarks.peers.ours import Ours
+from lmscale.results import new_record
+from lmscale.training.runtime.launch import resolve_accelerator
+
 from .device import require_device
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")  # starts of names; Triton's launches are cu...

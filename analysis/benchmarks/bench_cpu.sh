@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Every figure of speed and memory that the project promises of a CPU with two free cores; records go to analysis/results/.
+# Every figure of speed and memory that the project promises of a CPU with two free cores; records go to analysis/benchmarks/records/.
 #
-#   bash analysis/bench_cpu.sh 1          one part, or several; without a number this text
-#   DRY_RUN=1 bash analysis/bench_cpu.sh  the commands of a part, or of all, without running them
+#   bash analysis/benchmarks/bench_cpu.sh 1          one part, or several; without a number this text
+#   DRY_RUN=1 bash analysis/benchmarks/bench_cpu.sh  the commands of a part, or of all, without running them
 #
 #   1 GPT against Hugging Face compiled    2 GPT with dropout against eager peers    3 BERT against Hugging Face compiled
 #   4 two tensor ranks    5 Lightning and callbacks    6 the head's memory
@@ -11,18 +11,18 @@
 #
 # Nothing else may run beside it: a busy core takes most of every gain.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
-RESULTS=${RESULTS:-analysis/results}
+RESULTS=${RESULTS:-analysis/benchmarks/records}
 SIZES=(model.num_layers=6 model.hidden_size=512 model.num_attention_heads=8 model.max_position_embeddings=256
   micro_batch_size=8 precision=bf16 accelerator=cpu num_threads=2 rounds=6 steps_per_round=2)
 
-. analysis/bench_parts.sh
+. analysis/benchmarks/bench_parts.sh
 
 bench() {  # name of the record, further keys
   local name=$1
   shift
-  run "$PYTHON" analysis/bench.py "${SIZES[@]}" "$@" "record=$RESULTS/$name.json"
+  run "$PYTHON" analysis/benchmarks/bench.py "${SIZES[@]}" "$@" "record=$RESULTS/$name.json"
 }
 
 part_1() { bench bench_gpt_cpu model=gpt_tiny model.hidden_dropout=0 model.attention_dropout=0 'peers=[hf_compiled]'; }

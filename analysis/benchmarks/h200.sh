@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Every figure that the project promises of one H200, in parts of less than nine minutes.
 #
-#   bash analysis/h200.sh a1 a2           some parts; `a` or `b` is a whole list; without a name this text
-#   DRY_RUN=1 bash analysis/h200.sh a     the commands of a part, a list or all, without running them
-#   REHEARSE=1 bash analysis/h200.sh a    the same commands on a CPU with tiny models; records in outputs/h200_rehearsal
+#   bash analysis/benchmarks/h200.sh a1 a2           some parts; `a` or `b` is a whole list; without a name this text
+#   DRY_RUN=1 bash analysis/benchmarks/h200.sh a     the commands of a part, a list or all, without running them
+#   REHEARSE=1 bash analysis/benchmarks/h200.sh a    the same commands on a CPU with tiny models; records in outputs/h200_rehearsal
 #
 #   a, about 25 minutes: first correctness, then what the rest is judged by
 #     a1 the machine, its bf16 peak and bandwidth; pytest -m gpu    a2 a trace of gpt_1.2b; attention backends
@@ -18,7 +18,7 @@
 # PYTHON=python3             default: .venv/bin/python where there is one, else python3
 # WHEELS=FOLDER              packages that a machine without network lacks (`make h200-wheels`), installed for this call
 # OUT=FOLDER                 gets one archive of all records and logs of the call; unpack it at the root of the repository
-# RESULTS=analysis/results   where records go
+# RESULTS=analysis/benchmarks/records   where records go
 # CARD=h200                  how the records' names begin
 # PEAK=790                   TFLOP/s that shares are of: large bf16 products on an H200; a1 measures it again
 # SMALL=1                    a card of 80 GB: bert_3.9b recomputes its layers, in a record of its own
@@ -26,7 +26,7 @@
 # A PYTHON with megatron-core is needed for b4 (pip install megatron-core).
 
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 if [ -z "${PYTHON:-}" ]; then
   PYTHON=python3
   [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python
@@ -34,12 +34,12 @@ fi
 REHEARSE=${REHEARSE:-}
 PEAK=${PEAK:-790}
 LOGS=${LOGS:-outputs/h200${REHEARSE:+_rehearsal}}
-RESULTS=${RESULTS:-$([ -n "$REHEARSE" ] && echo "$LOGS" || echo analysis/results)}
+RESULTS=${RESULTS:-$([ -n "$REHEARSE" ] && echo "$LOGS" || echo analysis/benchmarks/records)}
 CARD=$([ -n "$REHEARSE" ] && echo rehearsal || echo "${CARD:-h200}")
 PARTS="a1 a2 a3 a4 a5 b1 b2 b3 b4 b5 b6 b7 b8 b9 b10"
 
-. analysis/bench_parts.sh
-. analysis/h200_steps.sh
+. analysis/benchmarks/bench_parts.sh
+. analysis/benchmarks/h200_steps.sh
 
 part_a1() { machine; gpu_tests; }
 part_a2() { trace_of gpt_1.2b 16; attention; }
@@ -66,7 +66,7 @@ part_b8() { loss_run bf16 1234; }
 part_b9() { loss_run bf16 1235; }
 part_b10() {
   loss_run bf16 1236
-  [ -n "${DRY_RUN:-}" ] || "$PYTHON" analysis/h200_rows.py seeds "$RESULTS/${CARD}_2.5b_fp8_seed_1234.json" \
+  [ -n "${DRY_RUN:-}" ] || "$PYTHON" analysis/benchmarks/h200_rows.py seeds "$RESULTS/${CARD}_2.5b_fp8_seed_1234.json" \
     "$RESULTS/${CARD}"_2.5b_bf16_seed_123{4,5,6}.json
 }
 

@@ -1,14 +1,20 @@
-"""Trace our training step and count its kernels, launches, graphs and host syncs; the keys are those of
-analysis/bench.py: `python analysis/gpu_trace.py model=gpt_1.2b precision=bf16 peers=[] record=FILE.json`.
-`steps_per_round` steps are traced; the Chrome trace goes beside the record."""
+"""Trace our training step and count its kernels, launches, graphs and host syncs; the keys are those of bench.py.
 
+    python analysis/benchmarks/gpu/gpu_trace.py model=gpt_1.2b precision=bf16 peers=[] record=FILE.json
+
+`steps_per_round` steps are traced; the Chrome trace goes beside the record.
+"""
+
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `analysis`, which is not installed
+
 import hydra
-from lmscale.cli.entry_point import open_door, run_task
 from omegaconf import DictConfig
 
-from lmscale.bench_config import BenchConfig
+from analysis.benchmarks.config import BenchConfig
+from lmscale.cli.entry_point import open_door, run_task
 from lmscale.results import record_path, write_record
 
 NUM_SHOWN = 25
@@ -23,7 +29,7 @@ def trace_step(values: dict) -> None:
         raise ValueError("`record` must be a file for a trace, but is null")
     path = record_path(config.record)
     # torch takes seconds to import: not before the cheap checks above.
-    from lmscale.bench.trace import trace
+    from analysis.benchmarks.gpu.trace import trace
 
     record = trace(config, path.with_name(f"{path.stem}.trace.json.gz"))
     for name, entry in record["metrics"].items():
@@ -38,7 +44,7 @@ def trace_step(values: dict) -> None:
     write_record(record, Path(config.record))
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
+@hydra.main(version_base="1.3", config_path="../../../conf", config_name="bench")
 def main(cfg: DictConfig) -> None:
     """Entry of Hydra, once for each job of a sweep."""
     run_task(trace_step, cfg)

@@ -26,7 +26,7 @@ prepare() {  # packages on the path, folders, and every import that the parts ne
       --root-user-action=ignore --target "$SITE" "$WHEELS"/*.whl || { echo "error: the wheels in $WHEELS cannot be installed" >&2; exit 2; }
     export PYTHONPATH=$PYTHONPATH:$SITE
   fi
-  "$PYTHON" analysis/h200_rows.py imports || exit 2
+  "$PYTHON" analysis/benchmarks/h200_rows.py imports || exit 2
 }
 
 step() {  # name of the record and the log, limit in seconds, command; false where there is no record in the end
@@ -56,15 +56,15 @@ fail() {
 }
 
 show() {  # title, name of the record, metric, least value that is required
-  [ -n "${DRY_RUN:-}" ] || { "$PYTHON" analysis/h200_rows.py row "$1" "$RESULTS/$2.json" "$3" "$4"; pack; }
+  [ -n "${DRY_RUN:-}" ] || { "$PYTHON" analysis/benchmarks/h200_rows.py row "$1" "$RESULTS/$2.json" "$3" "$4"; pack; }
 }
 
 pack() {  # after every measurement, so that a call that is cut short leaves what it has
   [ -n "${OUT:-}" ] || return 0
   local stage name file
-  stage=$(mktemp -d -p "$SITE") && mkdir -p "$stage/analysis/results" "$stage/outputs/h200" || return
+  stage=$(mktemp -d -p "$SITE") && mkdir -p "$stage/analysis/benchmarks/records" "$stage/outputs/h200" || return
   for name in "${NAMES[@]}"; do
-    [ ! -f "$RESULTS/$name.json" ] || cp "$RESULTS/$name.json" "$stage/analysis/results"
+    [ ! -f "$RESULTS/$name.json" ] || cp "$RESULTS/$name.json" "$stage/analysis/benchmarks/records"
     for file in "$LOGS/$name".{log,xml,trace.json.gz}; do
       [ ! -f "$file" ] || [ "$(stat -c %s "$file")" -gt 12582912 ] || cp "$file" "$stage/outputs/h200"
     done
@@ -76,7 +76,7 @@ pack() {  # after every measurement, so that a call that is cut short leaves wha
 machine() {
   local name=${CARD}_machine sizes=(8192x8192x8192 16384x16384x8192 16384x6144x1536 8192x10240x2560) gib=4
   [ -z "$REHEARSE" ] || { sizes=(64x64x64 32x16x48); gib=0.01; }
-  TAIL=30 step "$name" 90 "$PYTHON" analysis/gpu_facts.py --product "${sizes[@]}" --copy-gib "$gib" --accelerator "$ACCELERATOR" \
+  TAIL=30 step "$name" 90 "$PYTHON" analysis/benchmarks/gpu/gpu_facts.py --product "${sizes[@]}" --copy-gib "$gib" --accelerator "$ACCELERATOR" \
     --record "$RESULTS/$name.json" && show "large bf16 products" "$name" gemm/peak "$PEAK"
 }
 
@@ -85,14 +85,14 @@ gpu_tests() {  # four at a time: most of their time is compilation on the host
   step "$name" 240 "$PYTHON" -m pytest -m gpu -n "$([ -n "$REHEARSE" ] && echo 0 || echo 4)" -p no:cacheprovider -q -rs \
     --junitxml="$xml" tests/training/test_gpu.py tests/training/test_gpu_resume.py || return
   [ -n "${DRY_RUN:-}" ] || has "$name" && return
-  "$PYTHON" analysis/h200_rows.py tests "$xml" "$RESULTS/$name.json" ${REHEARSE:+--may-skip} || fail "$name" "the tests show nothing"
+  "$PYTHON" analysis/benchmarks/h200_rows.py tests "$xml" "$RESULTS/$name.json" ${REHEARSE:+--may-skip} || fail "$name" "the tests show nothing"
   pack
 }
 
 compare() {  # name of the record, limit in seconds, keys
   local name=$1 limit=$2
   shift 2
-  step "$name" "$limit" "$PYTHON" analysis/bench.py "peak_tflops_per_s=$PEAK" accelerator=gpu \
+  step "$name" "$limit" "$PYTHON" analysis/benchmarks/bench.py "peak_tflops_per_s=$PEAK" accelerator=gpu \
     steps_per_round=5 rounds=4 warm_up_steps=5 "$@" "record=$RESULTS/$name.json" "${TINY[@]}"
 }
 
@@ -105,7 +105,7 @@ share() {  # model, sequences, least share of the peak, limit in seconds, furthe
 
 trace_of() {  # model, sequences; a rehearsal compiles too, for the number of graphs
   local name=${CARD}_trace_$1
-  TAIL=45 step "$name" 300 "$PYTHON" analysis/gpu_trace.py "model=$1" precision=bf16 'peers=[]' "micro_batch_size=$2" accelerator=gpu \
+  TAIL=45 step "$name" 300 "$PYTHON" analysis/benchmarks/gpu/gpu_trace.py "model=$1" precision=bf16 'peers=[]' "micro_batch_size=$2" accelerator=gpu \
     steps_per_round=2 warm_up_steps=4 "record=$LOGS/$name.json" "${TINY[@]}" ${REHEARSE:+compiles=true} || return
   [ -z "${DRY_RUN:-}" ] || return 0
   # The Chrome trace is written beside the record and is no result: it stays with the logs.
@@ -117,7 +117,7 @@ attention() {
   local name=${CARD}_attention_backends backends=(default flash cudnn efficient)
   local shapes=(gpt_1.2b:16:16:1024:96 bert_336m:128:16:512:64 bert_3.9b:16:40:512:64 gpt_8.3b_tp_8:8:4:1024:96)
   [ -z "$REHEARSE" ] || { shapes=(gpt_1.2b:2:2:16:8 bert_336m:2:3:16:8); backends=(math); }
-  TAIL=60 step "$name" 180 "$PYTHON" analysis/attention_backends.py --shape "${shapes[@]}" --backends "${backends[@]}" \
+  TAIL=60 step "$name" 180 "$PYTHON" analysis/benchmarks/gpu/attention_backends.py --shape "${shapes[@]}" --backends "${backends[@]}" \
     --accelerator "$ACCELERATOR" --record "$RESULTS/$name.json" && pack_after
 }
 
@@ -144,7 +144,7 @@ train() {  # name of the run and its record, further keys; on the documentation 
     checkpoint.save_every_steps=0 checkpoint.save_last=false logger.log_every_steps=1 logger.tensorboard=false "$@" \
     "${TINY_RUN[@]}" || return 1
   [ -n "${DRY_RUN:-}" ] || has "$name" && return
-  "$PYTHON" analysis/h200_rows.py keep "$folder" "$RESULTS/$name.json" && pack
+  "$PYTHON" analysis/benchmarks/h200_rows.py keep "$folder" "$RESULTS/$name.json" && pack
 }
 
 loss_run() {  # precision, seed: 200 steps of the 2.5 B model

@@ -1,10 +1,10 @@
-"""Rows of `analysis/h200.sh`: a record's figure beside the one that is required.
+"""Rows of `analysis/benchmarks/h200.sh`: a record's figure beside the one that is required.
 
-python analysis/h200_rows.py row TITLE RECORD METRIC LEAST
-python analysis/h200_rows.py keep RUN_FOLDER RECORD       # a run's record, with the curve of its loss
-python analysis/h200_rows.py seeds RECORD_FP8 RECORD_BF16 RECORD_BF16 ...
-python analysis/h200_rows.py tests JUNIT_XML RECORD            # the outcome of every test of a pytest run
-python analysis/h200_rows.py imports                           # exit code 2 where a package is missing
+python analysis/benchmarks/h200_rows.py row TITLE RECORD METRIC LEAST
+python analysis/benchmarks/h200_rows.py keep RUN_FOLDER RECORD       # a run's record, with the curve of its loss
+python analysis/benchmarks/h200_rows.py seeds RECORD_FP8 RECORD_BF16 RECORD_BF16 ...
+python analysis/benchmarks/h200_rows.py tests JUNIT_XML RECORD            # the outcome of every test of a pytest run
+python analysis/benchmarks/h200_rows.py imports                           # exit code 2 where a package is missing
 """
 
 import argparse
@@ -17,12 +17,19 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
 from lmscale.results import new_record, write_record
 
 # What the measurements import, ours last: each brings in what it needs itself.
 IMPORTS = (
     *("torch", "lightning", "transformers", "hydra", "pytest", "xdist", "pytest_timeout"),
-    *("lmscale.cli.entry_point", "lmscale.training.pretrain", "lmscale.bench.race", "lmscale.bench.trace"),
+    *(
+        "lmscale.cli.entry_point",
+        "lmscale.training.pretrain",
+        "analysis.benchmarks.race",
+        "analysis.benchmarks.gpu.trace",
+    ),
 )
 LAST_STEPS = 50  # of a curve, whose mean stands for where the run has come to
 

@@ -1,6 +1,6 @@
 """What a GPU machine is and what it reaches: versions, bf16 products and the bandwidth of a copy.
 
-python analysis/gpu_facts.py --product 8192x8192x8192 --copy-gib 4 --record FILE
+python analysis/benchmarks/gpu/gpu_facts.py --product 8192x8192x8192 --copy-gib 4 --record FILE
 """
 
 import argparse
@@ -9,10 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `analysis`, which is not installed
+
 import torch
 
-from lmscale.bench.device import require_device
-from lmscale.bench.timing import median_time_s
+from analysis.benchmarks.gpu.device import require_device
+from analysis.benchmarks.gpu.timing import median_time_s
 from lmscale.results import new_record, record_argument, write_record
 
 FIELDS = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"

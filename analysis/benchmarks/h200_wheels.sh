@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # The packages that list a of h200.sh needs and a machine with PyTorch, Lightning, transformers and pytest lacks.
 #
-#   bash analysis/h200_wheels.sh FOLDER
+#   bash analysis/benchmarks/h200_wheels.sh FOLDER
 #
 # They are pure Python, so wheels that are built here run there. With everything else that travels (the tracked files)
 # they must stay below 64 MiB.
 
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 [ $# -eq 1 ] || { sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 2; }
 FOLDER=$1
 PYTHON=${PYTHON:-.venv/bin/python}

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..bench_config import BenchConfig
-from .contenders import MAX_NORM, Batch, Contender, hugging_face_model
+from analysis.benchmarks.config import BenchConfig
+
+from .contender import MAX_NORM, Batch, Contender
+from .plain import hugging_face_model
 
 
 class LightningLoop(Contender):
