@@ -10,13 +10,16 @@ hidden size of 16 the gradient of the word embedding is next to nothing: what is
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
 import torch
 import torch.nn.functional as F
-from peak_memory import TensorBytes
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from analysis.correctness.peak_memory import TensorBytes
 from lmscale.parallel import ParallelContext, linear_cross_entropy
 from lmscale.results import new_record, record_argument, write_record
 

@@ -14,7 +14,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,12 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from analysis.scaling.cases import SCALING, Case, cpu_cases, gpu_cases
+from analysis.scaling.clock import Clock
 from lmscale.config import ParallelConfig
 from lmscale.config.plan import load_cluster
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext, collectives, sample_dropout_keys
+from lmscale.parallel import ParallelContext, sample_dropout_keys
 from lmscale.planner.cluster import Cluster
 from lmscale.planner.flops import model_flops_per_step, scored_tokens
 from lmscale.planner.memory import estimate_memory
@@ -41,57 +41,6 @@ from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class Clock:
-    """Seconds of a step, and of them what goes into collectives: each is waited for before and after.
-
-    Of a collective that runs beside the computation it is what begins it and what still has to be waited for.
-    """
-
-    PLACES = ((dist, "all_reduce"), (collectives, "_all_gather_tensor"), (collectives, "_reduce_scatter_tensor"))
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.communication = device, 0.0
-        self._originals = [getattr(module, name) for module, name in self.PLACES]
-
-    def now(self) -> float:
-        """Seconds, once the device has done what it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def __enter__(self) -> "Clock":
-        for (module, name), original in zip(self.PLACES, self._originals, strict=True):
-            setattr(module, name, self._timed(original))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for (module, name), original in zip(self.PLACES, self._originals, strict=True):
-            setattr(module, name, original)
-
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = self.now()
-            result = function(*args, **kwargs)
-            self.communication += self.now() - start
-            return None if result is None else TimedWork(result, self)
-
-        return timed
-
-
-@dataclasses.dataclass
-class TimedWork:
-    """A collective under way, whose waiting counts."""
-
-    work: dist.Work
-    clock: Clock
-
-    def wait(self) -> None:
-        """Until it is done."""
-        start = self.clock.now()
-        self.work.wait()
-        self.clock.communication += self.clock.now() - start
 
 
 def measure_case(case: Case, context: ParallelContext, device: torch.device, steps: int) -> dict[str, float]:
