@@ -35,7 +35,7 @@ test-slow: setup $(REAL_BERT)
 h200-wheels: setup
 	PYTHON=$(BIN)/python bash analysis/benchmarks/h200_wheels.sh .wheels
 
-# The paper's tables beside ours and the ledger, from the committed records; also the README's short form.
+# The paper's tables beside ours, the ledger, its short form in the README and docs/results.md, from the committed records.
 tables: setup
 	$(BIN)/python analysis/report/make_tables.py
 

@@ -40,7 +40,7 @@ SETTINGS = (
 
 
 def train(run_dir: Path, in_background: bool) -> tuple[list[float], list[float], int]:
-    """Seconds waited at each save but the first (which allocates), seconds a step, and the checkpoint's bytes."""
+    """Seconds waited at each save but the first (which allocates), seconds per step, and the checkpoint's bytes."""
     overrides = (*SETTINGS, f"checkpoint.async={str(in_background).lower()}", f"hydra.run.dir={run_dir}")
     subprocess.run([sys.executable, ROOT / "src" / "train.py", *overrides], check=True, stdout=subprocess.DEVNULL)
     with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:

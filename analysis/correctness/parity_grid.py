@@ -86,7 +86,7 @@ def layout_name(layout: ParallelConfig) -> str:
 
 
 def make_run(case: Case, layout: ParallelConfig, num_steps: int, root: Path, lr: float = LR) -> RunConfig:
-    """The run of a case at a layout: 2 layers, 4 heads, 8 sequences a step in micro-batches of 4.
+    """The run of a case at a layout: 2 layers, 4 heads, 8 sequences per step in micro-batches of 4.
 
     One process accumulates two micro-batches a step and two data ranks take one each, so that data parallelism is
     compared with gradient accumulation. fp32 products are computed in fp32 (`matmul_precision: highest`): the default

@@ -11,7 +11,7 @@ _MARKS = {"published weights": "o", "random weights": "X"}
 
 
 def draw_small_runs(rows: pd.DataFrame) -> Figure:
-    """A point a run, a column a task, the floor as a dash.
+    """One point per run, one column per task, the floor as a dash.
 
     Args:
         rows: of `small_runs`.

@@ -9,7 +9,7 @@ COLUMNS = ("id", "paper", "ours", "unit", "evidence", "from", "origin", "command
 
 
 def ledger(context: Context) -> pd.DataFrame:
-    """One row an entry, in the order of `paper.yaml`.
+    """One row per entry, in the order of `paper.yaml`.
 
     Returns:
         columns `COLUMNS`: `ours` is in the paper's unit, or words with its own; `from` is the record, the code, the

@@ -19,7 +19,7 @@ LAWS = {"plain": ("--", "$a\\,x^{-b}$"), "floor": ("-", "$a\\,x^{-b} + c$")}
 
 
 def read_sizes(record: dict[str, Any]) -> pd.DataFrame:
-    """A row a size: columns `size` (layers x hidden), the measures of size, the loss with its lowest and highest."""
+    """One row per size: `size` (layers x hidden), the measures of size, the loss with its lowest and highest."""
     metrics, names = record["metrics"], list(record["config"]["curves"])
     columns = (*PANELS, "parameters", "loss", "loss_lowest", "loss_highest")
     rows = [{"size": name} | {c: metrics[f"{name}/{c}"]["value"] for c in columns} for name in names]
@@ -64,7 +64,7 @@ def _draw_panel(axis: Axes, record: dict[str, Any], rows: pd.DataFrame, measure:
 
 
 def draw_model_sizes(record: dict[str, Any]) -> Figure:
-    """Validation perplexity over the iterations, a curve a size, the mean of its seeds, from narrow to wide."""
+    """Validation perplexity over the iterations, one curve per size, the mean of its seeds, from narrow to wide."""
     curves = {}
     for name, points in record["config"]["curves"].items():
         table = pd.DataFrame(points).rename(columns={"step": "steps"})

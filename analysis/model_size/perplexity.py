@@ -1,4 +1,4 @@
-"""Figure 6's form: validation perplexity over training, a curve a run."""
+"""Figure 6's form: validation perplexity over training, one curve per run."""
 
 import pandas as pd
 import seaborn as sns

@@ -1,4 +1,4 @@
-"""Figure 6: validation perplexity over the steps of any runs, a curve a run folder.
+"""Figure 6: validation perplexity over the steps of any runs, one curve per run folder.
 
     python analysis/model_size/perplexity_curves.py outputs/gpt_355m/RUN outputs/gpt_2.5b/RUN --labels "355 M" "2.5 B"
 
@@ -31,7 +31,7 @@ class Curve:
     """What one run folder tells.
 
     Args:
-        points: columns `steps`, `tokens` (seen in training) and `perplexity`, a row a validation.
+        points: columns `steps`, `tokens` (seen in training) and `perplexity`, one row per validation.
         sha256: of metrics.csv.
         config: the run's.
     """

@@ -21,11 +21,11 @@ CELL = ["layers", *ARM, "lr", "seed"]
 
 
 def read_cells(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """One row a cell of `run.py`.
+    """One row per cell of `run.py`.
 
     Returns:
         layers, order, scaled, lr, seed; train_loss (mean of the last 50 steps), validation_loss, lowest_loss,
-        scored_entropy and context_free_loss in nats a masked token; steps, cpu_time (s); state, one of `STATES`;
+        scored_entropy and context_free_loss in nats per masked token; steps, cpu_time (s); state, one of `STATES`;
         unstable, bool.
 
     Raises:

@@ -17,7 +17,7 @@ _NORM = "gradient norm,\nnats a unit of weight"
 
 
 def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) -> Figure:
-    """Training loss over steps, a panel a depth, each arm at its chosen learning rate; a line is a seed.
+    """Training loss over steps, one panel per depth, each arm at its chosen learning rate; a line is a seed.
 
     Args:
         curves, cells: of `read_curves` and `read_cells`.
@@ -31,7 +31,7 @@ def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) 
 
 
 def draw_rates(cells: pd.DataFrame, factorial: int) -> Figure:
-    """Last training loss over the learning rate at the depth of the factorial, a panel a start; a mark is a seed."""
+    """Last training loss over the learning rate at the factorial's depth, one panel per start; a mark is a seed."""
     rows = _arms(cells[cells["layers"] == factorial]).rename(columns={"lr": "learning rate", "train_loss": _LOSS})
     rates = sorted(rows["learning rate"].unique())
     figure = _panels(rows, x="learning rate", y=_LOSS, col="start", title="{col_name}")
@@ -46,7 +46,7 @@ def draw_rates(cells: pd.DataFrame, factorial: int) -> Figure:
 
 
 def draw_gradient_norms(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int, step: int = 1) -> Figure:
-    """Gradient norm of each layer, a panel a depth, each arm at its chosen learning rate; a line is a seed.
+    """Gradient norm of each layer, one panel per depth, each arm at its chosen learning rate; a line is a seed.
 
     Args:
         norms: of `read_gradient_norms`.
@@ -83,7 +83,7 @@ def _arms(rows: pd.DataFrame) -> pd.DataFrame:
 def _panels(
     rows: pd.DataFrame, x: str, y: str, title: str, col: str = "layers", share_x: bool = True, **shown
 ) -> Figure:
-    """Two panels a row at column width, one legend below them; by default lightness is the order, style the start."""
+    """Two panels per row at column width, one legend below them; by default lightness is the order, style the start."""
     arms = {"hue": "norm order", "style": "start" if col != "start" else None, "palette": _PALETTE}
     lines = {"units": "seed", "estimator": None, "linewidth": 0.9} | arms | shown
     if col == "start":  # a mean over the seeds, which are marks

@@ -205,7 +205,7 @@ def describe_cell(
 
 
 def reference_losses(config: dict[str, Any]) -> dict[str, float]:
-    """Losses to see a curve against, in nats a masked token, by counting the scored tokens of `REFERENCE_EPOCHS`.
+    """Losses to see a curve against, in nats per masked token, by counting the scored tokens of `REFERENCE_EPOCHS`.
 
     They are scored in other shares than they have in the corpus: long words are skipped or cut.
 
@@ -266,7 +266,7 @@ def main() -> int:
 
     def run(cells: list[Cell]) -> None:
         missing = [cell for cell in cells if not (records / f"{cell.name}.json").is_file()]
-        if missing:  # about 20 CPU seconds a layer each
+        if missing:  # about 20 CPU seconds per layer each
             print(
                 f"{len(missing)} of {len(cells)} cells of {cells[0].layers} layers have no record and are trained now"
             )

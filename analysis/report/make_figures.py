@@ -74,7 +74,7 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
         }
     if "finetune_small.json" in records:
         found["downstream"] = (
-            "Table 5 in small, scaled down. A small BERT from published and from random weights, a point a seed",
+            "Table 5 in small, scaled down. A small BERT from published and from random weights, one point per seed",
             draw_small_runs(small_runs(records)),
         )
     cells = records_below(records, "norm_order")
@@ -85,19 +85,19 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
         rows, curves, norms = read_cells(cells), read_curves(cells), read_gradient_norms(cells)
         found |= {
             "norm_order_curves": (
-                f"{of} Training loss by depth, a line a seed; {lines}",
+                f"{of} Training loss by depth, one line per seed; {lines}",
                 draw_loss_curves(curves, rows, factorial),
             ),
             "norm_order_rates": (
-                f"{of} Last training loss over the learning rate at {factorial} layers, a mark a seed; {lines}",
+                f"{of} Last training loss over the learning rate at {factorial} layers, one mark per seed; {lines}",
                 draw_rates(rows, factorial),
             ),
             "norm_order_gradients": (
-                f"{of} Gradient norm of each layer before the first update, a line a seed",
+                f"{of} Gradient norm of each layer before the first update, one line per seed",
                 draw_gradient_norms(norms, rows, factorial),
             ),
             "norm_order_gradients_trained": (
-                f"{of} Gradient norm of each layer at step {MIDDLE}, mean of 10 steps, a line a seed",
+                f"{of} Gradient norm of each layer at step {MIDDLE}, mean of 10 steps, one line per seed",
                 draw_gradient_norms(norms, rows, factorial, MIDDLE),
             ),
             "norm_order_failures": (

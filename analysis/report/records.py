@@ -26,10 +26,13 @@ def read_records(folder: Path, needed: Iterable[str] = tuple(NEEDED)) -> dict[st
     Other JSON files are left alone.
 
     Raises:
-        ValueError: one of `needed` is missing, or a file is torn.
+        ValueError: one of `needed` is missing, a file cannot be read, or two records have one name.
     """
     paths = sorted(folder.rglob("*.json")) if folder.is_dir() else []
-    found = {path.relative_to(folder).as_posix().rpartition("records/")[2]: _read(path) for path in paths}
+    names = [path.relative_to(folder).as_posix().rpartition("records/")[2] for path in paths]
+    if again := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"the names of records must be different, but {', '.join(sorted(again))} is there twice")
+    found = {name: _read(path) for name, path in zip(names, paths, strict=True)}
     records = {
         name: record for name, record in found.items() if isinstance(record, dict) and "record_version" in record
     }
@@ -43,7 +46,7 @@ def _read(path: Path) -> object:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"`--records` must hold JSON, but {path} is torn or none: {error}") from error
+        raise ValueError(f"`--records` must hold JSON, but {path} is truncated or no JSON: {error}") from error
 
 
 def records_below(records: dict[str, dict], folder: str) -> list[dict]:
@@ -52,7 +55,7 @@ def records_below(records: dict[str, dict], folder: str) -> list[dict]:
 
 
 def metrics_table(record: dict, *prefixes: str) -> pd.DataFrame:
-    """A row a metric, columns `value` and `unit`; with prefixes only the metrics whose name begins with one."""
+    """One row per metric, columns `value` and `unit`; with prefixes only the metrics whose name begins with one."""
     rows = {name: entry for name, entry in record["metrics"].items() if not prefixes or name.startswith(prefixes)}
     return pd.DataFrame.from_dict(rows, orient="index", columns=["value", "unit"])
 

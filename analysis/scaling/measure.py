@@ -44,7 +44,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def measure_case(case: Case, context: ParallelContext, device: torch.device, steps: int) -> dict[str, float]:
-    """Median and best seconds a step of this rank, the share spent in collectives, and peak memory on a GPU."""
+    """Median and best seconds per step of this rank, the share spent in collectives, and peak memory on a GPU."""
     model = build_model(case.config, context, seed=1, dtype=DTYPES[case.dtype]).to(device)
     optimizer = MixedPrecisionAdamW(
         model.named_parameters(), OptimizerConfig(lr=1e-4), PrecisionConfig(case.dtype), context

@@ -33,7 +33,7 @@ def paper_models() -> dict[str, TransformerConfig]:
 
 
 def parameter_table() -> pd.DataFrame:
-    """One row a model: millions of parameters in all and by part, of a rank of 4, and of it on every rank."""
+    """One row per model: millions of parameters in all and by part, of a rank of 4, and of it on every rank."""
     rows = []
     for name, config in paper_models().items():
         count = count_parameters(config, 4)
@@ -47,7 +47,7 @@ def parameter_table() -> pd.DataFrame:
 
 
 def memory_table() -> pd.DataFrame:
-    """One row a model, tensor size and recomputation: GiB of a rank of the paper's recipe, fp16, one micro-batch of 8
+    """One row per model, tensor size and recomputation: GiB of a rank of the paper's recipe, fp16, one micro-batch of 8
     (GPT) or 4 (BERT) sequences on one data rank; with exact attention, as the paper had it."""
     rows = []
     for name, config in paper_models().items():
@@ -61,7 +61,7 @@ def memory_table() -> pd.DataFrame:
 
 
 def communication_table() -> pd.DataFrame:
-    """One row a model of Table 1 at its tensor size: all-reduces and GiB that a rank sends for one micro-batch of 8
+    """One row per model of Table 1 at its tensor size: all-reduces and GiB that a rank sends for one micro-batch of 8
     sequences in fp16, with and without recomputation, and what splitting the loss over the vocabulary saves."""
     rows = []
     for name, tp_size in STUDY_TP_SIZES.items():

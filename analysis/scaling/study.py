@@ -1,6 +1,6 @@
 """The paper's scaling study as data, and each of its cells as the cost model has it.
 
-Percentages are of linear scaling as the paper counts it: parameters a second and GPU, against the 1.2 B model on one
+Percentages are of linear scaling as the paper counts it: parameters per second and GPU, against the 1.2 B model on one
 GPU, (N_n / N_1) / n x t_1 / t_n. Its baseline of 39 TFLOP/s, 30 % of the peak, anchors the model's clock.
 """
 
@@ -137,7 +137,7 @@ def study_model(num_layers: int, hidden_size: int, heads: int) -> TransformerCon
 
 
 def baseline() -> tuple[TransformerConfig, float]:
-    """The 1.2 B model and its seconds a step of 8 sequences on one V100, from the printed 39 TFLOP/s."""
+    """The 1.2 B model and its seconds per step of 8 sequences on one V100, from the printed 39 TFLOP/s."""
     config = study_model(*SIZES["1.2B"])
     return config, hardware_flops_per_step(config, SEQ_LENGTH, MICRO_BATCH) / BASELINE_FLOPS_PER_S
 

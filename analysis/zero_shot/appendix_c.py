@@ -40,7 +40,7 @@ ROUNDS, NUM_TIMED_ROWS, NUM_TIMED_TOKENS = 3, 4, 200  # of the comparison with a
 
 
 def make_rows(loaded: LoadedModel, num_new: int) -> list[Row]:
-    """One row a prompt."""
+    """One row per prompt."""
     reader = PromptReader(loaded.tokenizer, loaded.config, num_new)
     return [row for i, text in enumerate(PROMPTS) for row in reader.rows(reader.read(text, f"prompt {i + 1}"))]
 

@@ -51,7 +51,7 @@ def write_articles(source: Path, target: Path) -> None:
     target.write_text(text, encoding="utf-8")
 
 
-def run_door(name: str, *overrides: str) -> None:
+def run_script(name: str, *overrides: str) -> None:
     """One entry script; its output goes to the terminal."""
     command = [sys.executable, str(ROOT / "src" / name), *overrides]
     print("python", f"src/{name}", *overrides, flush=True)
@@ -67,7 +67,7 @@ def train(race: Path, folder: Path, num_threads: int) -> Path:
             write_articles(race / f"race_{split}.jsonl.gz", folder / f"{split}.jsonl")
         paths = (f"data.path={folder}/train.jsonl", f"data.validation_path={folder}/dev.jsonl")
         caches = (f"data.cache_dir={folder}/cache", f"trainer.num_threads={num_threads}")
-        run_door("train.py", "data=local", *paths, *caches, *TRAINING, f"hydra.run.dir={run}")
+        run_script("train.py", "data=local", *paths, *caches, *TRAINING, f"hydra.run.dir={run}")
     return run
 
 
@@ -76,7 +76,7 @@ def evaluate(task: str, path: Path, run: Path, folder: Path) -> dict:
     if not (folder / task / "record.json").is_file():
         options = ("task.stop_word_filter=true",) if task == "lambada" else ()
         names = (f"task={task}", f"task.path={path}", f"ckpt={run}", f"hydra.run.dir={folder / task}")
-        run_door("zero_shot.py", *names, *options)
+        run_script("zero_shot.py", *names, *options)
     record = json.loads((folder / task / "record.json").read_text(encoding="utf-8"))
     trained = json.loads((run / "record.json").read_text(encoding="utf-8"))
     own = trained["metrics"]

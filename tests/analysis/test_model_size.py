@@ -34,7 +34,7 @@ def run_main(monkeypatch, *arguments: object) -> int:
 
 @pytest.fixture
 def trained(monkeypatch) -> list[list[str]]:
-    """Runs of the door in forks of a warm process; the overrides of each that was started."""
+    """Runs of the entry point in forks of a warm process; the overrides of each that was started."""
     started = []
 
     def train(overrides) -> None:

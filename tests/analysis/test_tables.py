@@ -55,6 +55,16 @@ def test_the_committed_tables_are_those_of_the_committed_records() -> None:
     assert named >= set(metric_tables(records)) and results.count("<!-- end of the table -->") == len(named)
 
 
+def test_a_record_is_found_by_its_name_in_the_folder_of_its_study(tmp_path) -> None:
+    for place in ("one/records/a.json", "two/records/cells/b.json"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text('{"record_version": 1}')
+    assert list(read_records(tmp_path, needed=())) == ["a.json", "cells/b.json"]
+    (tmp_path / "two" / "records" / "a.json").write_text("{}")
+    with pytest.raises(ValueError, match="names of records must be different, but a.json is there twice"):
+        read_records(tmp_path, needed=())
+
+
 def test_a_table_of_metrics_shows_their_sum_number_and_largest(monkeypatch, tmp_path) -> None:
     described = "kills:\n" + "".join(
         f"  - {{what: {of}, record: a.json, metric: kills/.*, of: {of}}}\n" for of in ("sum", "number", "largest")

@@ -193,7 +193,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(changes: list[str], message: str)
     assert done.stderr.count("\n") == 1
 
 
-def test_the_door_writes_a_record(tmp_path) -> None:
+def test_the_script_writes_a_record(tmp_path) -> None:
     small = [f"model.{key}={value}" for key, value in SIZES.items()]
     numbers = ["rounds=1", "steps_per_round=1", "warm_up_steps=1", "compiles=false", "num_threads=1", "accelerator=cpu"]
     path = tmp_path / "bench.json"
@@ -206,7 +206,7 @@ def test_the_door_writes_a_record(tmp_path) -> None:
     assert record["metrics"]["hf_eager/ratio"]["unit"] == "their time / ours" and record["kind"] == "run"
 
 
-def test_where_the_losses_differ_the_door_prints_the_times_and_writes_no_record(tmp_path) -> None:
+def test_where_the_losses_differ_the_script_prints_the_times_and_writes_no_record(tmp_path) -> None:
     small = [f"model.{key}={value}" for key, value in SIZES.items()]
     numbers = ["rounds=1", "steps_per_round=1", "warm_up_steps=1", "compiles=false", "num_threads=1", "accelerator=cpu"]
     changes = ["peers=[hf_eager]", "precision=bf16", "max_loss_difference=0", f"record={tmp_path / 'bench.json'}"]
