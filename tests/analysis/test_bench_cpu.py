@@ -1,4 +1,4 @@
-"""The commands of `analysis/bench_cpu.sh` are ones that their doors take, and the table of goals tells yes from no."""
+"""The commands of `bench_cpu.sh` fit their entry points, and the table of goals tells yes from no."""
 
 import os
 import shlex
@@ -9,15 +9,15 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lmscale.bench_config import BenchConfig
-from lmscale.report.speed import cpu_speed
+from analysis.benchmarks.config import BenchConfig
+from analysis.benchmarks.tables import cpu_speed
 
 ROOT = Path(__file__).parents[2]
 
 
 def commands(**changes: str) -> list[list[str]]:
     """What all parts would run."""
-    script = str(ROOT / "analysis" / "bench_cpu.sh")
+    script = str(ROOT / "analysis" / "benchmarks" / "bench_cpu.sh")
     environment = os.environ | {"DRY_RUN": "1"} | changes
     done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=True)
     return [shlex.split(line)[1:] for line in done.stdout.splitlines()]
@@ -28,7 +28,7 @@ def test_every_comparison_is_a_typed_configuration(tmp_path) -> None:
     model_file.write_text("class GPT: ...\nclass GPTConfig: ...\n")
     benches, others = [], []
     for script, *words in commands(NANOGPT=str(model_file)):
-        if script != "analysis/bench.py":
+        if script != "analysis/benchmarks/bench.py":
             others.append(script)
             continue
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -61,7 +61,7 @@ def test_less_is_better_for_times_and_bytes() -> None:
 
 
 def test_what_cannot_be_measured_is_said_before_anything_is() -> None:
-    script = str(ROOT / "analysis" / "bench_cpu.sh")
+    script = str(ROOT / "analysis" / "benchmarks" / "bench_cpu.sh")
     done = subprocess.run(["bash", script, "2", "9"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: a part must be one of 1 2 3 4 5 6, but is 9\n"

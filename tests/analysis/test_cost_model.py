@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from entry_points import environment
 
-from lmscale.config.cluster import Cluster, load_cluster
-from lmscale.report.figures.scaling import draw_figure_1, draw_figure_5
-from lmscale.report.scaling import (
+from analysis.scaling import fit_cost_model, measure, what_if
+from analysis.scaling.cases import cpu_cases, gpu_cases
+from analysis.scaling.figures import draw_figure_1, draw_figure_5
+from analysis.scaling.sizes import DEVICES
+from analysis.scaling.study import (
     CELLS,
     TRAINING_DAYS,
     anchor,
@@ -20,15 +22,10 @@ from lmscale.report.scaling import (
     study_time,
     with_constants,
 )
-from lmscale.report.scaling_figures import OURS, figure_1_rows, figure_5_rows, figure_tables
-from lmscale.report.scaling_tables import scaling_tables
-from lmscale.report.sizes import DEVICES
+from analysis.scaling.tables import OURS, figure_1_rows, figure_5_rows, figure_tables, scaling_tables
+from lmscale.config.cluster import Cluster, load_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import fit_cost_model  # noqa: E402
-import what_if  # noqa: E402
 
 
 def shipped(name: str) -> Cluster:
@@ -175,7 +172,7 @@ def test_every_what_if_table_says_that_it_is_modelled() -> None:
 
 
 def test_the_committed_what_if_tables_are_what_the_script_computes_now() -> None:
-    record = json.loads((ROOT / "analysis" / "results" / "what_if.json").read_text(encoding="utf-8"))
+    record = json.loads((ROOT / "analysis" / "scaling" / "records" / "what_if.json").read_text(encoding="utf-8"))
     assert record["kind"] == "modelled" and record["environment"]["dirty"] is False
     now = json.loads(json.dumps(what_if.tables()))
     assert list(record["config"]["tables"]) == list(now)
@@ -233,7 +230,7 @@ def test_tables_1_2_7_and_8_stand_beside_the_papers_values(fitted: Cluster) -> N
 
 @pytest.mark.slow
 def test_scaling_is_measured_on_real_ranks_and_says_so(tmp_path) -> None:
-    command = [sys.executable, str(ROOT / "analysis" / "measure_scaling.py"), "--only", "strong"]
+    command = [sys.executable, str(ROOT / "analysis" / "scaling" / "measure.py"), "--only", "strong"]
     command += ["--steps", "1", "--rounds", "1", "--record", str(tmp_path / "record.json")]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -246,25 +243,21 @@ def test_scaling_is_measured_on_real_ranks_and_says_so(tmp_path) -> None:
     assert two["percent_of_linear"] > 0
 
 
-def test_scaling_is_measured_by_the_first_row_of_its_own_study_and_model(monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "analysis"))
-    import measure_scaling
-    from scaling_cases import cpu_cases, gpu_cases
-
+def test_scaling_is_measured_by_the_first_row_of_its_own_study_and_model() -> None:
     strong = [case for case in gpu_cases(8) if case.study == "strong" and case.subject == "gpt_1.2b"]
     assert [case.tp_size for case in strong] == [1, 2, 4, 8]
     ideal = {case: {"best_s": 8.0 / case.tp_size, "best_communication_s": 0.0, "median_s": 1.0} for case in strong}
     rows = [
-        measure_scaling.row(case, found | {"peak_bytes": 0, "load_average": 0.0}, (strong[0], ideal[strong[0]]), None)
+        measure.row(case, found | {"peak_bytes": 0, "load_average": 0.0}, (strong[0], ideal[strong[0]]), None)
         for case, found in ideal.items()
     ]
     assert [row["percent_of_linear"] for row in rows] == pytest.approx([100.0] * 4)
     heads = [case for case in cpu_cases(2) if case.study == "heads"]
-    assert {case.tp_size for case in heads} == {2} and heads[0].study not in measure_scaling.SCALING
+    assert {case.tp_size for case in heads} == {2} and heads[0].study not in measure.SCALING
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--ranks", "0"], ["--only", "nonsense"]])
 def test_measuring_refuses_what_gives_no_row(arguments: list[str]) -> None:
-    command = [sys.executable, str(ROOT / "analysis" / "measure_scaling.py"), *arguments]
+    command = [sys.executable, str(ROOT / "analysis" / "scaling" / "measure.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and f"{arguments[0]} must" in done.stderr

@@ -7,16 +7,14 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from PIL import Image
 
+from analysis.report import make_figures
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import make_figures  # noqa: E402
-
 COMMITTED = ROOT / "analysis" / "figures" / "norm_order_curves.png"
 
 
 def test_the_readmes_figure_is_of_the_committed_records() -> None:
-    _, figure = make_figures.figures(make_figures.RESULTS)[COMMITTED.stem]
+    _, figure = make_figures.figures(make_figures.ANALYSIS)[COMMITTED.stem]
     assert Image.open(COMMITTED).text["Source"] == make_figures.fingerprint(figure)
     assert f"]({COMMITTED.relative_to(ROOT)})" in (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -34,8 +32,8 @@ def test_a_fingerprint_is_of_data_and_words() -> None:
 
 
 def test_one_figure_alone_is_drawn_and_an_unknown_one_refused(tmp_path) -> None:
-    captions = make_figures.draw_all(make_figures.RESULTS, tmp_path / "one", only="figure_5")
+    captions = make_figures.draw_all(make_figures.ANALYSIS, tmp_path / "one", only="figure_5")
     assert [path.name for path in captions] == ["figure_5.png"] == [path.name for path in (tmp_path / "one").iterdir()]
-    script = [sys.executable, str(ROOT / "analysis" / "make_figures.py")]
+    script = [sys.executable, str(ROOT / "analysis" / "report" / "make_figures.py")]
     done = subprocess.run([*script, "--only", "figure_9"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 2 and done.stderr.startswith("error: `--only` must be one of parameters,")

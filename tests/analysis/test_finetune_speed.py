@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "analysis"))
 sys.path.insert(0, str(ROOT / "tests" / "finetune"))
 
-import finetune_speed  # noqa: E402
 from finetuning import make_task, make_tokenizer, write_task  # noqa: E402
 
+from analysis.finetuning import speed as finetune_speed  # noqa: E402
 from lmscale.finetune.batches import collate  # noqa: E402
 from lmscale.finetune.features import load_features  # noqa: E402
 from lmscale.finetune.preparing import prepare_features  # noqa: E402

@@ -1,4 +1,4 @@
-"""The commands of `analysis/h200.sh` fit their entry points and their time, and a failure is reported."""
+"""The commands of `analysis/benchmarks/h200.sh` fit their entry points and their time, and a failure is reported."""
 
 import json
 import os
@@ -12,12 +12,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lmscale.bench.attention import AttentionShape
-from lmscale.bench_config import BenchConfig
+from analysis.benchmarks.config import BenchConfig
+from analysis.benchmarks.gpu.attention import AttentionShape
 from lmscale.config.pretrain import RunConfig
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "analysis" / "h200.sh"
+SCRIPT = ROOT / "analysis" / "benchmarks" / "h200.sh"
 PARTS = [f"a{number}" for number in range(1, 6)] + [f"b{number}" for number in range(1, 11)]
 
 
@@ -51,8 +51,13 @@ def test_list_a_is_correctness_then_a_trace_and_the_three_models() -> None:
     found = [words for _, words in commands("a")]
     assert found == [words for part in ("a1", "a2", "a3", "a4", "a5") for _, words in commands(part)]
     assert [words[0] for words in found] == [
-        *("analysis/gpu_facts.py", "-m", "analysis/gpu_trace.py", "analysis/attention_backends.py"),
-        *["analysis/bench.py"] * 4,
+        *(
+            "analysis/benchmarks/gpu/gpu_facts.py",
+            "-m",
+            "analysis/benchmarks/gpu/gpu_trace.py",
+            "analysis/benchmarks/gpu/attention_backends.py",
+        ),
+        *["analysis/benchmarks/bench.py"] * 4,
     ]
     tests = [Path(word) for word in found[1] if word.startswith("tests/")]
     marked = {
@@ -96,7 +101,7 @@ def test_the_attention_shapes_are_those_of_the_models() -> None:
 def test_list_b_composes_into_typed_configurations(tmp_path) -> None:
     (tmp_path / "model.py").write_text("class GPT: ...\nclass GPTConfig: ...\n")
     found = [words for _, words in commands("b", NANOGPT=str(tmp_path / "model.py"))]
-    benches = [bench_of(words) for script, *words in found if script == "analysis/bench.py"]
+    benches = [bench_of(words) for script, *words in found if script == "analysis/benchmarks/bench.py"]
     assert [(b.model["name"], b.cuda_graphs, b.precision.dtype, *b.peers) for b in benches] == [
         *(("gpt_355m", False, "bf16"), ("gpt_355m", True, "bf16")),
         *(("gpt_355m", False, "bf16", peer) for peer in ("hf_compiled", "file_compiled", "megatron_core")),
@@ -130,12 +135,12 @@ def test_every_call_ends_within_nine_minutes_and_no_two_records_share_a_name(tmp
 
 def test_the_rehearsal_composes_every_command_with_tiny_models_on_a_cpu() -> None:
     for _, (script, *words) in commands("a", "b", REHEARSE="1"):
-        assert not any(word.startswith(("analysis/results", "record=analysis")) for word in words)
+        assert not any(word.startswith(("analysis/benchmarks/records", "record=analysis")) for word in words)
         if script == "src/train.py":
             kept = [word for word in words if not word.startswith("hydra.run.dir=")]
             run = RunConfig.from_dict(values_of("train", kept) | {"run_dir": "x"})
             assert (run.trainer.accelerator, run.trainer.max_steps, run.model.num_layers) == ("cpu", 3, 2)
-        elif script in ("analysis/bench.py", "analysis/gpu_trace.py"):
+        elif script in ("analysis/benchmarks/bench.py", "analysis/benchmarks/gpu/gpu_trace.py"):
             bench = bench_of(words)
             assert (bench.accelerator, bench.model["num_layers"], bench.rounds) == ("cpu", 2, 1)
         elif script != "-m":
@@ -189,7 +194,7 @@ def test_a_record_that_is_there_is_kept_unless_forced(tmp_path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert (again in done.stdout, "ran" in done.stdout.splitlines()) == (skipped, not skipped)
         with tarfile.open(tmp_path / "out" / "h200_a5.tar.gz") as archive:
-            assert "./analysis/results/h200_bert_3.9b.json" in archive.getnames()
+            assert "./analysis/benchmarks/records/h200_bert_3.9b.json" in archive.getnames()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The rows of `analysis/h200_rows.py` say what is reached, and what it is given to keep is kept whole."""
+"""The rows of `analysis/benchmarks/h200_rows.py` say what is reached, and what it is given to keep is kept whole."""
 
 import importlib.util
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("h200_rows", ROOT / "analysis" / "h200_rows.py")
+_spec = importlib.util.spec_from_file_location("h200_rows", ROOT / "analysis" / "benchmarks" / "h200_rows.py")
 rows = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(rows)
 

@@ -2,25 +2,22 @@
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
+from analysis.ledger.entries import ENTRIES, PAPER, paper_shape
+from analysis.ledger.evidence import KINDS, Context
+from analysis.ledger.rows import kinds, ledger, short_form
+from analysis.report import make_tables
+from analysis.report.records import read_records
+from lmscale import paper
 from lmscale.config.cluster import Cluster
 from lmscale.config.from_dict import build
-from lmscale.report.entries import all_entries
-from lmscale.report.evidence import KINDS, Context
-from lmscale.report.ledger_rows import kinds, ledger, short_form
-from lmscale.report.records import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import make_tables  # noqa: E402
-
-RECORDS = read_records(make_tables.RESULTS)
+RECORDS = read_records(make_tables.ANALYSIS)
 ROOTS = {
     "src/train.py": "train",
     "src/plan.py": "plan",
@@ -107,6 +104,17 @@ def _nearly(value: object) -> object:
     return value if isinstance(value, str) else pytest.approx(value)
 
 
+def test_what_tells_a_run_of_the_paper_has_the_papers_values() -> None:
+    gpts = {"355M": "gpt_355m", "2.5B": "gpt_2.5b", "8.3B": "gpt_8.3b_24heads"}
+    assert {size: paper_shape(f"table_2/{model}") for size, model in gpts.items()} == paper.GPT_SIZES
+    assert {size: paper_shape(f"table_4/bert_{size.lower()}") for size in paper.BERT_SIZES} == paper.BERT_SIZES
+    assert (paper.STEPS, paper.SEQ_LENGTH) == (PAPER["section_4.2/gpt/steps"], PAPER["section_4.2/gpt/seq_length"])
+    vocabularies = (PAPER["section_5.1/vocabulary"], PAPER["section_4.2/bert/vocabulary"])
+    assert (paper.GPT_VOCABULARY, paper.BERT_VOCABULARY) == vocabularies
+    counts = (PAPER["appendix_e/T_o"], PAPER["appendix_e/T"])
+    assert (paper.WIKITEXT_TEST_WORDS, paper.WIKITEXT_TEST_TARGETS) == counts
+
+
 def test_places_stand_in_their_order(rows) -> None:
     places = list(dict.fromkeys(entry.split("/")[0] for entry in rows.index))
     assert places[:12] == [f"table_{n}" for n in range(1, 9)] + [f"figure_{n}" for n in (1, 5, 6, 7)]
@@ -161,7 +169,7 @@ def test_the_short_form_adds_up_and_fits_a_readme(rows) -> None:
 
 def test_every_command_composes() -> None:
     """One of each form, whatever the model's size; that each model has its file, its settings show."""
-    forms = {re.sub(r"[\d.]+[mb]\b|=\d+", "", entry.command): entry.command for entry in all_entries() if entry.command}
+    forms = {re.sub(r"[\d.]+[mb]\b|=\d+", "", entry.command): entry.command for entry in ENTRIES if entry.command}
     with initialize_config_dir(str(ROOT / "conf"), version_base=None):
         for command in forms.values():
             python, script, *words = shlex.split(command)

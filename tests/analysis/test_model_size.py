@@ -13,17 +13,14 @@ from entry_points import environment
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from analysis.model_size import run as model_size
+from analysis.model_size.figure import draw_laws, draw_model_sizes
+from analysis.model_size.power_law import fit_power_law
+from analysis.report import make_figures
 from lmscale.cli.conf_files import look_up
 from lmscale.config.pretrain import RunConfig
-from lmscale.report.figures.model_size import draw_laws, draw_model_sizes
-from lmscale.report.power_law import fit_power_law
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import make_figures  # noqa: E402
-import model_size  # noqa: E402
-
 MINIATURE = ["tokenizer.vocab_size=400", "data.seq_length=16", "micro_batch_size=2", "global_batch_size=4"]
 MINIATURE += ["trainer.max_steps=4", "schedule.warmup_steps=1", "trainer.validate_every_steps=2"]
 MINIATURE += ["trainer.num_validation_samples=4"]
@@ -37,7 +34,7 @@ def run_main(monkeypatch, *arguments: object) -> int:
 
 @pytest.fixture
 def trained(monkeypatch) -> list[list[str]]:
-    """Runs of the door in forks of a warm process; the overrides of each that was started."""
+    """Runs of the entry point in forks of a warm process; the overrides of each that was started."""
     started = []
 
     def train(overrides) -> None:
@@ -204,7 +201,7 @@ def test_the_figures_hold_the_records_numbers_with_units_at_a_columns_width(tmp_
 
 
 def test_the_figures_are_made_once_there_is_a_record(tmp_path) -> None:
-    shutil.copy(make_figures.RESULTS / "cost_model.json", tmp_path)
+    shutil.copy(ROOT / "analysis" / "scaling" / "records" / "cost_model.json", tmp_path)
     assert not [name for name in make_figures.figures(tmp_path) if name.startswith("model_size")]
     record = model_size.summarize(model_size.read_cells(make_series(tmp_path / "cells")))
     (tmp_path / "model_size.json").write_text(json.dumps(record))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from made_cells import make_study, records_of, write_cell
 
-from lmscale.report.figures.norm_order import draw_failures, draw_gradient_norms, draw_loss_curves, draw_rates
-from lmscale.report.norm_order import NATS, choose_rates, read_cells, read_curves, read_gradient_norms
-from lmscale.report.norm_order_summary import (
+from analysis.norm_order.cells import NATS, choose_rates, read_cells, read_curves, read_gradient_norms
+from analysis.norm_order.figure import draw_failures, draw_gradient_norms, draw_loss_curves, draw_rates
+from analysis.norm_order.summary import (
     endings,
     equal_rate_differences,
     interaction,

@@ -1,7 +1,6 @@
-"""`analysis/norm_order.py`: its cells, their records, a miniature of it, and the committed study."""
+"""`analysis/norm_order/run.py`: its cells, their records, a miniature of it, and the committed study."""
 
 import collections
-import importlib.util
 import json
 import math
 import subprocess
@@ -14,22 +13,14 @@ from hydra import compose, initialize_config_dir
 from made_cells import make_study, records_of, write_cell
 from omegaconf import OmegaConf
 
+from analysis.norm_order import run as script
+from analysis.norm_order.cells import CELL, at_chosen_rates, read_cells, read_curves, read_gradient_norms, retried_cells
+from analysis.norm_order.summary import order_differences, summarize
 from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.data.bert_dataset import IGNORE_LABEL, BERTDataset
 from lmscale.data.prepare import prepare_corpus
-from lmscale.report.norm_order import CELL, read_cells, read_curves, read_gradient_norms, retried_cells
-from lmscale.report.norm_order_summary import order_differences, summarize
 
-SCRIPT = Path(__file__).parents[2] / "analysis" / "norm_order.py"
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("norm_order_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+SCRIPT = Path(script.__file__)
 
 
 @pytest.fixture
@@ -37,7 +28,7 @@ def study(tmp_path) -> Path:
     return make_study(tmp_path)
 
 
-def test_records_of_anything_else_are_refused_with_their_file(script, study) -> None:
+def test_records_of_anything_else_are_refused_with_their_file(study) -> None:
     assert len(script.read_folder(study)) == 36
     path = study / "8_pre_True_3e-3_1.json"
     path.write_text(path.read_text().replace('"hidden_size": 64', '"hidden_size": 128'))
@@ -49,14 +40,14 @@ def test_records_of_anything_else_are_refused_with_their_file(script, study) -> 
             script.read_folder(study)
 
 
-def test_the_committed_summary_is_that_of_the_committed_cells(script) -> None:
-    folder = SCRIPT.parent / "results" / "norm_order"
+def test_the_committed_summary_is_that_of_the_committed_cells() -> None:
+    folder = script.RECORDS / "norm_order"
     committed = json.loads(folder.with_suffix(".json").read_text())
     assert summarize(read_cells(script.read_folder(folder)), script.FACTORIAL)["metrics"] == committed["metrics"]
 
 
-def test_what_notebook_04_says_of_gradients_and_failures_holds(script) -> None:
-    records = script.read_folder(SCRIPT.parent / "results" / "norm_order")
+def test_what_notebook_04_says_of_gradients_and_failures_holds() -> None:
+    records = script.read_folder(script.RECORDS / "norm_order")
     cells = read_cells(records)
     norms = read_gradient_norms(records).merge(cells[[*CELL, "state"]], on=CELL)
     stuck = cells[cells["state"] == "stuck"]
@@ -76,14 +67,19 @@ def test_what_notebook_04_says_of_gradients_and_failures_holds(script) -> None:
     assert uneven["post", True] < 1.3 and 1.3 < uneven["post", False] < 3
     falls = (first[0] / top.xs(1, level="step")).groupby("order")
     assert falls.min()["pre"] > 1.5 and falls.max()["post"] < 1.3
+    deep = at_chosen_rates(cells, cells, script.FACTORIAL)
+    learned = (
+        deep[deep["layers"].isin([24, 48])].groupby("order")["state"].agg(["size", lambda s: (s == "learned").sum()])
+    )
+    assert learned.loc["pre"].tolist() == [8, 8] and learned.loc["post"].tolist() == [8, 1]
     for retry in retried_cells(cells, script.FACTORIAL).itertuples():
         same = (cells["layers"] == retry.layers) & (cells["seed"] == retry.seed) & cells["scaled"]
         assert retry.train_loss < cells[same & (cells["order"] == "pre")]["train_loss"].item()
 
 
-def test_the_reference_losses_are_those_of_the_scored_tokens(script) -> None:
+def test_the_reference_losses_are_those_of_the_scored_tokens() -> None:
     """Against the counts of what is shown and scored at the same place, taken from another seed's samples."""
-    with initialize_config_dir(str(SCRIPT.parents[1] / "conf"), version_base=None):
+    with initialize_config_dir(str(script.ROOT / "conf"), version_base=None):
         config = OmegaConf.to_container(compose("train", ["sweep=norm_order"]), resolve=True)
     found = script.reference_losses(config)
     data, tokenizer = DataConfig(**config["data"]), TokenizerConfig(**config["tokenizer"])
@@ -112,7 +108,7 @@ def test_the_reference_losses_are_those_of_the_scored_tokens(script) -> None:
     assert found["context_free_loss"] == pytest.approx(least, abs=0.01)
 
 
-def test_the_factorial_comes_first_and_chooses_the_rates_of_other_depths(script, tmp_path) -> None:
+def test_the_factorial_comes_first_and_chooses_the_rates_of_other_depths(tmp_path) -> None:
     cells = script.cells_of_stage(script.FACTORIAL, script.SEEDS, tmp_path)
     assert len(cells) == 2 * 2 * 3 * 3 and [cell.seed for cell in cells] == sorted(cell.seed for cell in cells)
     with pytest.raises(ValueError, match="must all be there first, but 12_pre_scaled_1.5e-3_1 is not"):
@@ -127,7 +123,7 @@ def test_the_factorial_comes_first_and_chooses_the_rates_of_other_depths(script,
     assert [cell.seed for cell in script.cells_of_stage(48, script.SEEDS, tmp_path)] == [1] * 4
 
 
-def test_seeds_that_did_not_learn_are_tried_at_the_lower_rates(script, tmp_path) -> None:
+def test_seeds_that_did_not_learn_are_tried_at_the_lower_rates(tmp_path) -> None:
     def write(cell, loss: float) -> None:
         write_cell(tmp_path, cell.layers, cell.order, cell.scaled, cell.lr, cell.seed, loss)
 
@@ -149,7 +145,7 @@ def test_seeds_that_did_not_learn_are_tried_at_the_lower_rates(script, tmp_path)
     assert summarize(found, 12)["metrics"]["24_layers/post_scaled/lr_0.0015/seed_1"]["value"] == 4.2
 
 
-def test_a_cell_is_trained_once_and_its_record_has_curve_and_gradients(script, tmp_path, capfd) -> None:
+def test_a_cell_is_trained_once_and_its_record_has_curve_and_gradients(tmp_path, capfd) -> None:
     (tmp_path / "outputs").mkdir()
     cell = script.Cell(2, "post", False, "6e-3", 5)
     more = ["trainer.max_steps=30", "trainer.validate_every_steps=15", "schedule.warmup_steps=2", "micro_batch_size=16"]

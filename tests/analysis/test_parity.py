@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from entry_points import environment
 
-CARD = Path(__file__).resolve().parents[2] / "analysis" / "parity.py"
+CARD = Path(__file__).resolve().parents[2] / "analysis" / "correctness" / "parity.py"
 SMALL = ("--architecture", "gpt", "--dtype", "fp64", "--tp", "1", "2", "--dp", "1", "2", "--max-world", "2")
 
 

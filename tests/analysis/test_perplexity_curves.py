@@ -9,11 +9,9 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+from analysis.model_size import perplexity_curves
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import perplexity_curves  # noqa: E402
-
 SHAPES = ((2, 24, 4), (3, 32, 4), (5, 40, 8), (7, 48, 8))
 
 

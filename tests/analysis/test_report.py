@@ -2,20 +2,17 @@
 
 import re
 import shutil
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from lmscale.report.records import NEEDED, read_records
+from analysis.report import make_report, make_tables
+from analysis.report.records import NEEDED, read_records
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import make_report  # noqa: E402
-import make_tables  # noqa: E402
-
 EMPTY = {"meta", "wbr", "img", "input", "br", "link"}
 
 
@@ -49,7 +46,7 @@ def records(tmp_path_factory) -> Path:
     """A folder with the records that are needed, and nothing else."""
     folder = tmp_path_factory.mktemp("records")
     for name in NEEDED:
-        shutil.copy(make_tables.RESULTS / name, folder)
+        shutil.copy(next(make_tables.ANALYSIS.glob(f"*/records/{name}")), folder)
     return folder
 
 
@@ -102,6 +99,12 @@ def test_wide_things_scroll_in_a_box_of_their_own(text) -> None:
 def test_what_is_missing_is_said_and_not_left_out(page) -> None:
     words = " ".join(page.words)
     assert "no record has a metric of this name" in words and "needs the pretrained 3.9B BERT" in words
+
+
+def test_the_report_is_made_without_torch() -> None:
+    code = "import sys, analysis.report.make_report; print({'torch', 'lightning', 'hydra'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_text_with_marks_of_html_is_escaped() -> None:

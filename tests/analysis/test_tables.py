@@ -1,28 +1,27 @@
 """The committed tables are those of the committed records, and Table 3 says what kind of evidence each value is."""
 
+import re
 import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from analysis.report import make_tables, results_page
+from analysis.report.records import read_records
+from analysis.report.results_page import metric_tables
+from analysis.zero_shot.table import table_3
 from lmscale.config import TransformerConfig
 from lmscale.evaluation.windows import Windows
 from lmscale.evaluation.zero_shot_task import Lambada, WikiText103, find_evidence
-from lmscale.report.ledger import GPT_MODELS, PAPER_STEPS
-from lmscale.report.records import read_records
-from lmscale.report.zero_shot import table_3
+from lmscale.paper import GPT_SIZES, STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import make_tables  # noqa: E402
-
 SMALL = TransformerConfig("gpt", 3, 24, 4, 301, 64)
 
 
 def gpt(size: str) -> TransformerConfig:
-    return TransformerConfig("gpt", *GPT_MODELS[size].size, 50_257, 1024)
+    return TransformerConfig("gpt", *GPT_SIZES[size], 50_257, 1024)
 
 
 def zero_shot_record(task: str, kind: str, value: float | None, model: TransformerConfig = SMALL, **about) -> dict:
@@ -43,12 +42,41 @@ def rows_of(table: pd.DataFrame, evidence: str) -> list[tuple]:
 
 
 def test_the_committed_tables_are_those_of_the_committed_records() -> None:
-    rows = make_tables.all_rows(read_records(make_tables.RESULTS))
+    records = read_records(make_tables.ANALYSIS)
+    rows = make_tables.all_rows(records)
     pages = make_tables.render_all(rows)
     committed = {path.name: path.read_text(encoding="utf-8") for path in make_tables.TABLES_FOLDER.glob("*.md")}
     assert committed == {f"{name.lower().replace(' ', '_')}.md": page for name, page in pages.items()}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert readme == make_tables.in_readme(readme, make_tables.short_ledger(rows["Ledger"]))
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert results == make_tables.fill_results(results, rows, records)
+    named = set(re.findall(r"<!-- table: (.*?) -->", results))
+    assert named >= set(metric_tables(records)) and results.count("<!-- end of the table -->") == len(named)
+
+
+def test_a_record_is_found_by_its_name_in_the_folder_of_its_study(tmp_path) -> None:
+    for place in ("one/records/a.json", "two/records/cells/b.json"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text('{"record_version": 1}')
+    assert list(read_records(tmp_path, needed=())) == ["a.json", "cells/b.json"]
+    (tmp_path / "two" / "records" / "a.json").write_text("{}")
+    with pytest.raises(ValueError, match="names of records must be different, but a.json is there twice"):
+        read_records(tmp_path, needed=())
+
+
+def test_a_table_of_metrics_shows_their_sum_number_and_largest(monkeypatch, tmp_path) -> None:
+    described = "kills:\n" + "".join(
+        f"  - {{what: {of}, record: a.json, metric: kills/.*, of: {of}}}\n" for of in ("sum", "number", "largest")
+    )
+    (tmp_path / "results.yaml").write_text(described + "  - {what: gone, record: b.json, metric: time}\n")
+    monkeypatch.setattr(results_page, "__file__", str(tmp_path / "results_page.py"))
+    metrics = {"kills/0": {"value": 7, "unit": "kills"}, "kills/1": {"value": -9, "unit": "kills"}}
+    table = metric_tables({"a.json": {"metrics": metrics}})["kills"]
+    assert table["measured"].tolist() == [-2, 2, 9, None]
+    assert table["unit"].tolist() == ["kills", "", "kills", "not run"]
+    with pytest.raises(ValueError, match=r"must fit metrics of a.json, but 'kills/.\*' fits 0"):
+        metric_tables({"a.json": {"metrics": {}}})
 
 
 def test_without_records_every_value_of_table_3_is_there_and_not_run() -> None:
@@ -101,9 +129,9 @@ def lambada(form: str = "openai", number: int = 5_153) -> Lambada:
 
 @pytest.mark.parametrize("task", [wikitext(), lambada()])
 def test_the_papers_whole_setting_is_a_run(task: WikiText103 | Lambada) -> None:
-    assert find_evidence(task, gpt("2.5B"), PAPER_STEPS) == ("run", "2.5B")
-    assert find_evidence(task, gpt("2.5B"), PAPER_STEPS - 1) == ("scaled_down", "2.5B")
-    assert find_evidence(task, SMALL, PAPER_STEPS) == ("scaled_down", None)
+    assert find_evidence(task, gpt("2.5B"), STEPS) == ("run", "2.5B")
+    assert find_evidence(task, gpt("2.5B"), STEPS - 1) == ("scaled_down", "2.5B")
+    assert find_evidence(task, SMALL, STEPS) == ("scaled_down", None)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +146,7 @@ def test_the_papers_whole_setting_is_a_run(task: WikiText103 | Lambada) -> None:
     ],
 )
 def test_any_other_file_or_protocol_is_scaled_down(task: WikiText103 | Lambada) -> None:
-    assert find_evidence(task, gpt("8.3B"), PAPER_STEPS) == ("scaled_down", "8.3B")
+    assert find_evidence(task, gpt("8.3B"), STEPS) == ("scaled_down", "8.3B")
 
 
 def test_records_without_the_cost_model_are_refused_in_one_line(tmp_path, capsys, monkeypatch) -> None:

@@ -1,16 +1,11 @@
 """Shares of a trace by kind of work: own time, regions before names, kernels by their launches; their record."""
 
-import importlib.util
 import json
 import time
-from pathlib import Path
 
 import pytest
 
-_path = Path(__file__).parents[2] / "analysis" / "trace_shares.py"
-_spec = importlib.util.spec_from_file_location("trace_shares", _path)
-trace_shares = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(trace_shares)
+from analysis.benchmarks import trace_shares
 
 
 def op(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, **args: int) -> dict:

@@ -1,24 +1,23 @@
-"""The script behind Table 3's scaled-down rows: its settings are keys of the door, and nothing is run twice."""
+"""The script behind Table 3's scaled-down rows: its settings are keys of the entry point, and nothing is run twice."""
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from analysis.zero_shot import small as zero_shot_small
 from lmscale.config.pretrain import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import zero_shot_small  # noqa: E402
 
 
-def test_the_settings_of_the_training_are_keys_of_the_door() -> None:
-    overrides = [o for o in zero_shot_small.TRAINING if not o.startswith("resume=")]  # short for a key, by the door
+def test_the_settings_of_the_training_are_keys_of_the_entry_point() -> None:
+    overrides = [
+        o for o in zero_shot_small.TRAINING if not o.startswith("resume=")
+    ]  # short for a key, by the entry point
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         composed = compose("train", ["data=local", "data.path=a.jsonl", "data.validation_path=b.jsonl", *overrides])
     run = RunConfig.from_dict({**OmegaConf.to_container(composed, resolve=True), "run_dir": "/somewhere"})
@@ -37,7 +36,7 @@ def test_articles_become_lines_of_text(tmp_path: Path) -> None:
 
 @pytest.fixture
 def finished(tmp_path: Path, monkeypatch) -> Path:
-    """A folder in which everything was run; a door that is asked for nevertheless is an error."""
+    """A folder in which everything was run; an entry point that is run nevertheless is an error."""
     metrics = {name: {"value": 5.0, "unit": "any"} for name in ("val/loss", "val/perplexity", "train_time", "other")}
     config = {name: {"of": name} for name in zero_shot_small.KEPT} | {"logger": {}}
     for name, record in {
@@ -46,7 +45,7 @@ def finished(tmp_path: Path, monkeypatch) -> Path:
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "record.json").write_text(json.dumps(record))
-    monkeypatch.setattr(zero_shot_small, "run_door", lambda *words: pytest.fail(f"{words} is done already"))
+    monkeypatch.setattr(zero_shot_small, "run_script", lambda *words: pytest.fail(f"{words} is done already"))
     return tmp_path
 
 

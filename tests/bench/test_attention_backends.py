@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lmscale.bench.attention import AttentionShape, relative_error, time_backends
-from lmscale.bench.device import require_device
-from lmscale.bench.timing import median_time_s
+from analysis.benchmarks.gpu.attention import AttentionShape, relative_error, time_backends
+from analysis.benchmarks.gpu.device import require_device
+from analysis.benchmarks.gpu.timing import median_time_s
 
 CPU = torch.device("cpu")
 

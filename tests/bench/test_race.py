@@ -8,10 +8,11 @@ import torch
 import warm
 from entry_points import REPOSITORY, environment
 
-from lmscale.bench.contenders import Ours, make_batches
-from lmscale.bench.megatron import has_softmax_kernel
-from lmscale.bench.race import LossesDifferError, race
-from lmscale.bench_config import BenchConfig
+from analysis.benchmarks.config import BenchConfig
+from analysis.benchmarks.peers.batches import make_batches
+from analysis.benchmarks.peers.megatron import has_softmax_kernel
+from analysis.benchmarks.peers.ours import Ours
+from analysis.benchmarks.race import LossesDifferError, race
 
 SIZES = {
     "num_layers": 2,
@@ -121,7 +122,7 @@ def test_what_ends_lightnings_thread_is_raised_in_the_step(monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("lmscale.bench.lightning_loop._Module.training_step", fail)
+    monkeypatch.setattr("analysis.benchmarks.peers.lightning_loop._Module.training_step", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         race(bench_of(peers=["lightning"]))
 
@@ -186,17 +187,17 @@ def test_our_step_trains() -> None:
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(changes: list[str], message: str) -> None:
-    script = str(REPOSITORY / "analysis" / "bench.py")
+    script = str(REPOSITORY / "analysis" / "benchmarks" / "bench.py")
     done = warm.run([script, *changes], REPOSITORY, environment(), timeout=100)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_the_door_writes_a_record(tmp_path) -> None:
+def test_the_script_writes_a_record(tmp_path) -> None:
     small = [f"model.{key}={value}" for key, value in SIZES.items()]
     numbers = ["rounds=1", "steps_per_round=1", "warm_up_steps=1", "compiles=false", "num_threads=1", "accelerator=cpu"]
     path = tmp_path / "bench.json"
-    script = str(REPOSITORY / "analysis" / "bench.py")
+    script = str(REPOSITORY / "analysis" / "benchmarks" / "bench.py")
     done = warm.run(
         [script, *small, *numbers, "peers=[hf_eager]", f"record={path}"], REPOSITORY, environment(), timeout=200
     )
@@ -205,11 +206,11 @@ def test_the_door_writes_a_record(tmp_path) -> None:
     assert record["metrics"]["hf_eager/ratio"]["unit"] == "their time / ours" and record["kind"] == "run"
 
 
-def test_where_the_losses_differ_the_door_prints_the_times_and_writes_no_record(tmp_path) -> None:
+def test_where_the_losses_differ_the_script_prints_the_times_and_writes_no_record(tmp_path) -> None:
     small = [f"model.{key}={value}" for key, value in SIZES.items()]
     numbers = ["rounds=1", "steps_per_round=1", "warm_up_steps=1", "compiles=false", "num_threads=1", "accelerator=cpu"]
     changes = ["peers=[hf_eager]", "precision=bf16", "max_loss_difference=0", f"record={tmp_path / 'bench.json'}"]
-    script = str(REPOSITORY / "analysis" / "bench.py")
+    script = str(REPOSITORY / "analysis" / "benchmarks" / "bench.py")
     done = warm.run([script, *small, *numbers, *changes], REPOSITORY, environment(), timeout=200)
     assert done.returncode == 2 and "error: `max_loss_difference` must be at least" in done.stderr
     assert "hf_eager/ratio " in done.stdout and not list(tmp_path.iterdir())

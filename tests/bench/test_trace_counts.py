@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from torch.autograd import DeviceType
 
-from lmscale.bench import trace
-from lmscale.bench_config import BenchConfig
+from analysis.benchmarks.config import BenchConfig
+from analysis.benchmarks.gpu import trace
 from lmscale.config.training import PrecisionConfig
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +65,9 @@ def test_kernels_launches_and_waits_are_counted_per_step() -> None:
 )
 def test_a_trace_of_others_or_without_a_record_is_refused(tmp_path, keys, message) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "analysis" / "gpu_trace.py"), *keys], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, str(ROOT / "analysis" / "benchmarks" / "gpu" / "gpu_trace.py"), *keys],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1

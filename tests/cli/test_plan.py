@@ -14,8 +14,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import lmscale.planner.flops as flops
+from analysis.scaling.study import SIZES, study_model
 from lmscale.planner.params import count_parameters
-from lmscale.report.scaling import SIZES, study_model
 
 PAPER = ("model=gpt_8.3b", "parallel.tp_size=8", "parallel.dp_size=64", "cluster=dgx2h_v100")
 _spec = importlib.util.spec_from_file_location("plan_script", REPOSITORY / "src" / "plan.py")

@@ -9,7 +9,7 @@ import pytest
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
-MAKE_FIGURES = FOLDER.parent / "analysis" / "make_figures.py"
+MAKE_FIGURES = FOLDER.parent / "analysis" / "report" / "make_figures.py"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 WITHOUT_DRAWING = ("text/html", "text/plain")
 

@@ -1,20 +1,16 @@
 """The predicted memory of a rank against the bytes of all tensors alive at the fullest moment of a real step."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from analysis.correctness import peak_memory
+from analysis.correctness.peak_memory import CASES
 from lmscale.parallel import ParallelContext
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import peak_memory  # noqa: E402
-from peak_memory import CASES  # noqa: E402
-
-RECORD = json.loads((ROOT / "analysis" / "results" / "peak_memory.json").read_text(encoding="utf-8"))
+RECORD = json.loads((ROOT / "analysis" / "correctness" / "records" / "peak_memory.json").read_text(encoding="utf-8"))
 ONE_RANK = [name for name, case in CASES.items() if case.tp_size == 1 and not case.traced]
 TWO_RANKS = [name for name, case in CASES.items() if case.tp_size == 2]
 TRACED = [name for name, case in CASES.items() if case.traced]

@@ -11,7 +11,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks
 
 
 def soak(tmp_path, kills: int, steps_a_kill: int, timeout_s: float) -> dict:
-    command = [sys.executable, str(REPOSITORY / "analysis" / "soak.py"), "--kills", str(kills)]
+    command = [sys.executable, str(REPOSITORY / "analysis" / "correctness" / "soak.py"), "--kills", str(kills)]
     command += ["--steps-a-kill", str(steps_a_kill), "--folder", str(tmp_path / "soak"), "--seed", "3"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr

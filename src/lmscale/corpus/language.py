@@ -24,7 +24,8 @@ def identify_language(text: str) -> tuple[str, float]:
     Returns:
         code (ISO 639-1, or 639-3 where that has none; `und` for a text without letters) and probability in [0, 1].
 
-    Source: the paper's section 4.1 filters with langdetect; analysis/language_cost.py compares it with this model.
+    Source: the paper's section 4.1 filters with langdetect; analysis/data_costs/language_cost.py
+        compares it with this model.
     """
     found = _judge(text[:FIRST_CHARACTERS])
     if found[1] < SURE and len(text) > FIRST_CHARACTERS:

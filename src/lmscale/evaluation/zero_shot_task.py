@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..config import TransformerConfig
 from ..config.zero_shot import LambadaConfig, WikiText103Config
 from ..data.tokenizer import Tokenizer
-from ..report.ledger import GPT_MODELS, GPT_VOCABULARY, PAPER_STEPS, WIKITEXT_TEST_TARGETS, WIKITEXT_TEST_WORDS
+from ..paper import GPT_SIZES, GPT_VOCABULARY, STEPS, WIKITEXT_TEST_TARGETS, WIKITEXT_TEST_WORDS
 from .lambada import Passage, encode_passages, read_passages
 from .text_files import read_text_file
 from .wikitext import count_words, detokenize
@@ -101,12 +101,12 @@ def find_evidence(task: WikiText103 | Lambada, model: TransformerConfig, step: i
         the paper's name of the model's size, None where it has none.
     """
     shape = (model.num_layers, model.hidden_size, model.num_attention_heads)
-    paper_size = next((name for name, paper in GPT_MODELS.items() if paper.size == shape), None)
+    paper_size = next((name for name, paper in GPT_SIZES.items() if paper == shape), None)
     if isinstance(task, WikiText103):
         windows = task.windows
         as_in_paper = (windows.num_targets, windows.window, windows.stride) == (WIKITEXT_TEST_TARGETS, 1024, 32)
     else:
         as_in_paper = task.form == "openai"  # the raw text, section 5.2
     as_in_paper = as_in_paper and model.vocab_size == GPT_VOCABULARY and model.norm_order == "pre"
-    is_run = as_in_paper and task.split == "test" and step == PAPER_STEPS and paper_size is not None
+    is_run = as_in_paper and task.split == "test" and step == STEPS and paper_size is not None
     return "run" if is_run else "scaled_down", paper_size

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from ..config import TransformerConfig
 from ..config.finetune import FinetuneConfig
-from ..report.ledger import BERT_MODELS
+from ..paper import BERT_SIZES
 
 # Examples of the published sets that Table 5 is about.
 SCORED = {
@@ -34,7 +34,7 @@ def find_evidence(
         `scaled_down`; and the size, None where the paper has none.
     """
     shape = (model.num_layers, model.hidden_size, model.num_attention_heads)
-    size = next((name for name, paper in BERT_MODELS.items() if paper.size == shape), None)
+    size = next((name for name, paper in BERT_SIZES.items() if paper == shape), None)
     if run.task.name not in SCORED:
         return "scaled_down", size
     whole = all(num_examples.get(name) == count for name, count in SCORED[run.task.name].items())

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Every figure of speed and memory that the project promises of a CPU with two free cores; records go to analysis/benchmarks/records/.
+#
+#   bash analysis/benchmarks/bench_cpu.sh 1          one part, or several; without a number this text
+#   DRY_RUN=1 bash analysis/benchmarks/bench_cpu.sh  the commands of a part, or of all, without running them
+#
+#   1 GPT against Hugging Face compiled    2 GPT with dropout against eager peers    3 BERT against Hugging Face compiled
+#   4 two tensor ranks    5 Lightning and callbacks    6 the head's memory
+#
+# NANOGPT=path/to/model.py   nanoGPT's model file, two further peers of part 2 (not part of this repository)
+#
+# Nothing else may run beside it: a busy core takes most of every gain.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+PYTHON=${PYTHON:-.venv/bin/python}
+RESULTS=${RESULTS:-analysis/benchmarks/records}
+SIZES=(model.num_layers=6 model.hidden_size=512 model.num_attention_heads=8 model.max_position_embeddings=256
+  micro_batch_size=8 precision=bf16 accelerator=cpu num_threads=2 rounds=6 steps_per_round=2)
+
+. analysis/benchmarks/bench_parts.sh
+
+bench() {  # name of the record, further keys
+  local name=$1
+  shift
+  run "$PYTHON" analysis/benchmarks/bench.py "${SIZES[@]}" "$@" "record=$RESULTS/$name.json"
+}
+
+part_1() { bench bench_gpt_cpu model=gpt_tiny model.hidden_dropout=0 model.attention_dropout=0 'peers=[hf_compiled]'; }
+part_2() {
+  local dropout=(model=gpt_tiny model.hidden_dropout=0.1 model.attention_dropout=0.1)
+  bench bench_gpt_dropout_cpu "${dropout[@]}" 'peers=[hf_eager]'
+  if [ -n "${NANOGPT:-}" ]; then
+    bench bench_nanogpt_cpu "${dropout[@]}" 'peers=[file_eager,file_compiled]' "file=$NANOGPT"
+  else echo "against nanoGPT: not measured, NANOGPT=path/to/model.py is not given"; fi
+}
+part_3() { bench bench_bert_cpu model=bert_tiny model.hidden_dropout=0 model.attention_dropout=0 'peers=[hf_compiled]'; }
+part_4() { run "$PYTHON" analysis/benchmarks/tensor_parallel_cost.py --record "$RESULTS/tensor_parallel_cost_cpu.json"; }
+part_5() { run "$PYTHON" analysis/benchmarks/lightning_cost.py --record "$RESULTS/lightning_cost_cpu.json"; }
+part_6() { run "$PYTHON" analysis/benchmarks/head_memory.py --record "$RESULTS/head_memory.json"; }
+PARTS="1 2 3 4 5 6"
+
+choose_parts "$@"
+for part in "${CHOSEN[@]}"; do "part_$part"; done

@@ -1,0 +1,168 @@
+"""What a comparison of training steps is asked to do: the typed form of `conf/bench.yaml`."""
+
+import ast
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lmscale.config import Recompute, TransformerConfig
+from lmscale.config.checks import require_positive
+from lmscale.config.from_dict import build, keys_of, to_plain
+from lmscale.config.model import FLOAT8_MULTIPLE
+from lmscale.config.training import PrecisionConfig
+
+PADDED_VOCABULARIES = {"gpt": 51_200, "bert": 30_720}
+NAMES_OF_A_MODEL_FILE = {"GPT", "GPTConfig"}
+PEERS = ("hf_eager", "hf_compiled", "lightning", "megatron_core", "file_eager", "file_compiled", "ours_bf16")
+FILE_PEERS = {"file_eager", "file_compiled"}
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """One comparison.
+
+    Args:
+        model: the fields of `TransformerConfig`, and `name`; a `vocab_size` of null is the paper's padded one.
+        peers: some of `PEERS`: Hugging Face's model as it is and compiled, it in a plain Lightning loop, GPT of
+            megatron-core with the local spec, a model file in nanoGPT's form (`GPT`, `GPTConfig`), it too as it is and
+            compiled, our own step in bf16 beside the one in float8. None: ours alone.
+        precision: fp32, bf16 or fp8; with fp8 the peers compute in bf16.
+        file: the model file of the peers `file_eager` and `file_compiled`.
+        micro_batch_size: sequences of a step.
+        seq_length: tokens of a sequence.
+        compiles: compile our layers, and the model of the peer `lightning`.
+        cuda_graphs: record our layers on a GPU and replay them.
+        peak_tflops_per_s: a rate that ours and the peers' FLOP/s are given as a share of, besides the sheet's.
+        steps_per_round, rounds: steps of a contender before the next one's turn; turns of each.
+        warm_up_steps: of each contender, not timed, with compilation in the first.
+        lr: of AdamW, the same for all.
+        max_loss_difference: relative, between ours and a peer's mean loss over the timed steps; more is an error.
+        record: path of the record; None writes none.
+    """
+
+    model: dict
+    precision: PrecisionConfig
+    micro_batch_size: int
+    peers: list = field(default_factory=lambda: ["hf_compiled"])
+    file: str | None = None
+    seq_length: int | None = None
+    compiles: bool = True
+    cuda_graphs: bool = False
+    peak_tflops_per_s: float | None = None
+    steps_per_round: int = 3
+    rounds: int = 5
+    warm_up_steps: int = 2
+    lr: float = 1e-4
+    max_loss_difference: float = 0.02
+    seed: int = 1234
+    accelerator: str = "auto"
+    num_threads: int | None = None
+    record: str | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, "micro_batch_size", "steps_per_round", "rounds", "warm_up_steps")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
+        for name in ("seq_length", "num_threads"):
+            if getattr(self, name) is not None:
+                require_positive(self, name)
+        self._check_peers()
+        if self.accelerator not in ("auto", "cpu", "gpu"):
+            raise ValueError(f"`accelerator` must be one of auto, cpu, gpu, but is {self.accelerator!r}")
+        if not self.lr > 0:
+            raise ValueError(f"`lr` must be above 0, but is {self.lr!r}")
+        if not self.max_loss_difference >= 0:
+            raise ValueError(f"`max_loss_difference` must be at least 0, but is {self.max_loss_difference!r}")
+        if self.precision.dtype not in ("fp32", "bf16", "fp8"):
+            raise ValueError(f"`precision` must be fp32, bf16 or fp8 for a comparison, but is {self.precision.dtype}")
+        if "ours_bf16" in self.peers and self.precision.dtype != "fp8":
+            raise ValueError(f"`precision` must be fp8 with the peer ours_bf16, but is {self.precision.dtype}")
+        if self.cuda_graphs and not (self.compiles and self.precision.dtype in ("bf16", "fp8")):
+            raise ValueError("`cuda_graphs` must be false unless compiles=true and precision=bf16 or fp8, but is true")
+        if self.peak_tflops_per_s is not None and not self.peak_tflops_per_s > 0:
+            raise ValueError(f"`peak_tflops_per_s` must be above 0, but is {self.peak_tflops_per_s!r}")
+        config = self.transformer_config()
+        if config.vocab_size < 2:  # one id is padding to transformers
+            raise ValueError(f"`model.vocab_size` must be at least 2, but is {config.vocab_size}")
+        if self.length < 2:
+            raise ValueError(f"`seq_length` must be at least 2, but is {self.length}")
+        if self.cuda_graphs and config.recompute is not Recompute.NONE:
+            raise ValueError(f"`cuda_graphs` must be false with model.recompute={config.recompute.value}, but is true")
+        if self.precision.dtype == "fp8":
+            with keys_of(TransformerConfig, "model."):
+                config.check_float8(tp_size=1)
+            if self.micro_batch_size * self.length % FLOAT8_MULTIPLE:
+                raise ValueError(
+                    f"`micro_batch_size` x `seq_length` must be a multiple of {FLOAT8_MULTIPLE} with precision=fp8, "
+                    f"but is {self.micro_batch_size} x {self.length}"
+                )
+        if config.family == "bert" and {*FILE_PEERS, "megatron_core", "lightning"} & set(self.peers):
+            raise ValueError(
+                f"`peers` of a BERT must be hf_eager, hf_compiled or ours_bf16, but are {', '.join(self.peers)}"
+            )
+        if self.length > config.max_position_embeddings:
+            raise ValueError(
+                f"`seq_length` must be at most `model.max_position_embeddings` ({config.max_position_embeddings}), "
+                f"but is {self.length}"
+            )
+
+    def _check_peers(self) -> None:
+        if any(peer not in PEERS for peer in self.peers):
+            raise ValueError(f"`peers` must be some of {', '.join(PEERS)}, but is {self.peers!r}")
+        if len(set(self.peers)) < len(self.peers):
+            raise ValueError(f"`peers` must be different ones, but is {self.peers!r}")
+        if bool(FILE_PEERS & set(self.peers)) != (self.file is not None):
+            raise ValueError("`file` must be given where `peers` has file_eager or file_compiled, and only there")
+        if self.file is None:
+            return
+        if not Path(self.file).is_file():
+            raise ValueError(f"`file` must be a file, but {self.file} is not")
+        missing = NAMES_OF_A_MODEL_FILE - _names_in(Path(self.file))
+        if missing:
+            raise ValueError(
+                f"`file` must define GPT and GPTConfig, but {self.file} lacks {', '.join(sorted(missing))}"
+            )
+
+    @property
+    def peers_dtype(self) -> str:
+        """fp32 or bf16: what the peers compute in. None of them knows float8."""
+        return "fp32" if self.precision.dtype == "fp32" else "bf16"
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence: `seq_length`, or the model's positions."""
+        return self.seq_length or self.transformer_config().max_position_embeddings
+
+    def transformer_config(self) -> TransformerConfig:
+        """The model.
+
+        Raises:
+            ValueError: an unknown key of `model`, a missing one, or a value that cannot be.
+        """
+        values = {key: value for key, value in self.model.items() if key != "name"}
+        if values.get("vocab_size") is None:
+            values["vocab_size"] = PADDED_VOCABULARIES.get(values.get("family"))
+        return build(TransformerConfig, values, "model.").with_recompute(Recompute.NONE)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "BenchConfig":
+        """Build from nested plain values.
+
+        Raises:
+            ValueError: an unknown key, a missing one, or a value that cannot be, with its dotted name.
+        """
+        return build(cls, {k: v for k, v in values.items() if k not in ("overrides", "run_dir")}, "")
+
+    def to_dict(self) -> dict:
+        """Nested plain values."""
+        return to_plain(self)
+
+
+def _names_in(path: Path) -> set[str]:
+    """Classes of a Python file and names that it imports from others, without running it."""
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"`file` must be a Python file, but {path} is not: {error}") from None
+    classes = {node.name for node in body if isinstance(node, ast.ClassDef)}
+    imports = [alias for node in body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return classes | {alias.asname or alias.name for alias in imports}

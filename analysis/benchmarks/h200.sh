@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Every figure that the project promises of one H200, in parts of less than nine minutes.
+#
+#   bash analysis/benchmarks/h200.sh a1 a2           some parts; `a` or `b` is a whole list; without a name this text
+#   DRY_RUN=1 bash analysis/benchmarks/h200.sh a     the commands of a part, a list or all, without running them
+#   REHEARSE=1 bash analysis/benchmarks/h200.sh a    the same commands on a CPU with tiny models; records in outputs/h200_rehearsal
+#
+#   a, about 25 minutes: first correctness, then what the rest is judged by
+#     a1 the machine, its bf16 peak and bandwidth; pytest -m gpu    a2 a trace of gpt_1.2b; attention backends
+#     a3 gpt_1.2b    a4 bert_336m    a5 bert_3.9b
+#   b
+#     b1 gpt_355m    b2 against Hugging Face    b3 against nanoGPT    b4 against megatron-core
+#     b5 gpt_8.3b trains    b6 float8's speed    b7-b10 float8's loss: 200 steps in fp8, and in bf16 with three seeds
+#
+# A measurement whose record is there is skipped; FORCE=1 repeats it. Each has a time limit of its own. One that fails
+# says so in a line, the next one follows, and the exit code is 1.
+#
+# PYTHON=python3             default: .venv/bin/python where there is one, else python3
+# WHEELS=FOLDER              packages that a machine without network lacks (`make h200-wheels`), installed for this call
+# OUT=FOLDER                 gets one archive of all records and logs of the call; unpack it at the root of the repository
+# RESULTS=analysis/benchmarks/records   where records go
+# CARD=h200                  how the records' names begin
+# PEAK=790                   TFLOP/s that shares are of: large bf16 products on an H200; a1 measures it again
+# SMALL=1                    a card of 80 GB: bert_3.9b recomputes its layers, in a record of its own
+# NANOGPT=path/to/model.py   nanoGPT's model file (b3; not part of this repository)
+# A PYTHON with megatron-core is needed for b4 (pip install megatron-core).
+
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+if [ -z "${PYTHON:-}" ]; then
+  PYTHON=python3
+  [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python
+fi
+REHEARSE=${REHEARSE:-}
+PEAK=${PEAK:-790}
+LOGS=${LOGS:-outputs/h200${REHEARSE:+_rehearsal}}
+RESULTS=${RESULTS:-$([ -n "$REHEARSE" ] && echo "$LOGS" || echo analysis/benchmarks/records)}
+CARD=$([ -n "$REHEARSE" ] && echo rehearsal || echo "${CARD:-h200}")
+PARTS="a1 a2 a3 a4 a5 b1 b2 b3 b4 b5 b6 b7 b8 b9 b10"
+
+. analysis/benchmarks/bench_parts.sh
+. analysis/benchmarks/h200_steps.sh
+
+part_a1() { machine; gpu_tests; }
+part_a2() { trace_of gpt_1.2b 16; attention; }
+part_a3() { share gpt_1.2b 16 0.60 480; }
+part_a4() { share bert_336m 128 0.50 240; share bert_336m 128 0.50 240 cuda_graphs=true; }
+part_a5() { share bert_3.9b 16 0.60 480 ${SMALL:+model.recompute=full}; }
+
+part_b1() { share gpt_355m 32 0.52 240; share gpt_355m 32 0.52 240 cuda_graphs=true; }
+part_b2() { against hf_compiled 1.2; }
+part_b3() {
+  if [ -n "${NANOGPT:-}" ]; then against file_compiled 1.15 "file=$NANOGPT"
+  else echo "gpt_355m against nanoGPT: not measured, NANOGPT=path/to/model.py is not given"; fi
+}
+part_b4() { against megatron_core 1.3; }
+part_b5() {
+  local name=${CARD}_gpt_8.3b_20_steps
+  train "$name" model=gpt_8.3b optimizer.moments=bf16 micro_batch_size=2 global_batch_size=8 \
+    trainer.max_steps=20 schedule.warmup_steps=2 &&
+    show "gpt_8.3b, fall of the loss over 20 steps (nats)" "$name" train/loss_fall 0.01
+}
+part_b6() { float8_speed; }
+part_b7() { loss_run fp8 1234; }
+part_b8() { loss_run bf16 1234; }
+part_b9() { loss_run bf16 1235; }
+part_b10() {
+  loss_run bf16 1236
+  [ -n "${DRY_RUN:-}" ] || "$PYTHON" analysis/benchmarks/h200_rows.py seeds "$RESULTS/${CARD}_2.5b_fp8_seed_1234.json" \
+    "$RESULTS/${CARD}"_2.5b_bf16_seed_123{4,5,6}.json
+}
+
+choose_parts "$@"
+[ -n "${DRY_RUN:-}" ] || prepare
+for part in "${CHOSEN[@]}"; do
+  started=$SECONDS
+  "part_$part"
+  [ -n "${DRY_RUN:-}" ] || echo "== $part: $((SECONDS - started)) s, $SECONDS s since the start"
+done
+exit "$FAILED"

@@ -1,0 +1,210 @@
+"""Rows of `analysis/benchmarks/h200.sh`: a record's figure beside the one that is required.
+
+python analysis/benchmarks/h200_rows.py row TITLE RECORD METRIC LEAST
+python analysis/benchmarks/h200_rows.py keep RUN_FOLDER RECORD       # a run's record, with the curve of its loss
+python analysis/benchmarks/h200_rows.py seeds RECORD_FP8 RECORD_BF16 RECORD_BF16 ...
+python analysis/benchmarks/h200_rows.py tests JUNIT_XML RECORD            # the outcome of every test of a pytest run
+python analysis/benchmarks/h200_rows.py imports                           # exit code 2 where a package is missing
+"""
+
+import argparse
+import csv
+import importlib
+import json
+import math
+import statistics
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
+from lmscale.results import new_record, write_record
+
+# What the measurements import, ours last: each brings in what it needs itself.
+IMPORTS = (
+    *("torch", "lightning", "transformers", "hydra", "pytest", "xdist", "pytest_timeout"),
+    *(
+        "lmscale.cli.hydra_main",
+        "lmscale.training.pretrain",
+        "analysis.benchmarks.race",
+        "analysis.benchmarks.gpu.trace",
+    ),
+)
+LAST_STEPS = 50  # of a curve, whose mean stands for where the run has come to
+
+
+def row(title: str, record: Path, metric: str, least: float) -> str:
+    """One line: what was measured, what is required, and whether it is reached."""
+    entry = read_metric(record, metric)
+    if entry["value"] is None:
+        return f"{title:<55} {entry['non_finite']} {entry['unit']} (required: {least:g})  NOT REACHED"
+    verdict = "reached" if entry["value"] >= least else "NOT REACHED"
+    return f"{title:<55} {entry['value']:.4g} {entry['unit']} (required: {least:g})  {verdict}"
+
+
+def keep(folder: Path, path: Path) -> str:
+    """Write a run's record with its first and last losses and what the loss fell by; returns its path.
+
+    Raises:
+        ValueError: the run has no losses.
+    """
+    with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
+        losses = [float(line["train/loss"]) for line in csv.DictReader(file) if line["train/loss"]]
+    if not losses:
+        raise ValueError(f"{folder / 'metrics.csv'} must have a loss, but has none")
+    record = read(folder / "record.json")
+    last = statistics.mean(losses[-LAST_STEPS:])
+    figures = {
+        "train/loss_first": losses[0],
+        "train/loss_fall": losses[0] - losses[-1],
+        "train/loss_mean_of_last": last,
+    }
+    record["metrics"] |= {name: metric_of(value) for name, value in figures.items()}
+    record["train_losses"] = [loss if math.isfinite(loss) else None for loss in losses]
+    write_record(record, path)
+    return f"record: {path}"
+
+
+def seeds(fp8: Path, bf16: list[Path]) -> str:
+    """Whether float8's loss lies among those of bf16: no further from their mean than two standard deviations.
+
+    Raises:
+        ValueError: less than two records in bf16, or one that `keep` has not written.
+    """
+    if len(bf16) < 2:
+        raise ValueError(f"the records in bf16 must be at least 2, for a standard deviation, but there is {len(bf16)}")
+    found, *others = (read_finite(path, "train/loss_mean_of_last") for path in (fp8, *bf16))
+    mean, spread = statistics.mean(others), statistics.stdev(others)
+    verdict = "reached" if abs(found - mean) <= 2 * spread else "NOT REACHED"
+    return (
+        f"gpt_2.5b, mean loss of the last {LAST_STEPS} of 200 steps: fp8 {found:.4f}, bf16 {mean:.4f} +- {spread:.4f} "
+        f"over {len(others)} seeds (required: within two standard deviations)  {verdict}"
+    )
+
+
+def tests(junit: Path, path: Path, may_skip: bool) -> str:
+    """Write the record of a pytest run that passed; returns how many tests passed and which were skipped.
+
+    Raises:
+        ValueError: a test failed, or none passed although `may_skip` is false: then the machine showed nothing.
+    """
+    outcomes = {}
+    for case in ElementTree.parse(junit).iter("testcase"):
+        found = {child.tag for child in case} & {"failure", "error", "skipped"}
+        outcomes[case.get("name")] = {"outcome": next(iter(found), "passed"), "time_s": float(case.get("time"))}
+    count = {kind: [n for n, o in outcomes.items() if o["outcome"] == kind] for kind in ("passed", "skipped")}
+    failed = sorted(set(outcomes) - set(count["passed"]) - set(count["skipped"]))
+    if failed:
+        raise ValueError(f"every test must pass, but these failed: {', '.join(failed)}")
+    if not count["passed"] and not may_skip:
+        raise ValueError(f"at least one test must pass, but all {len(outcomes)} were skipped")
+    metrics = {kind: {"value": len(names), "unit": "tests"} for kind, names in count.items()}
+    record = new_record("gpu_tests", "run", {"may_skip": may_skip}, None, metrics, device=_device_name())
+    write_record(record | {"tests": outcomes}, path)
+    return f"{len(count['passed'])} passed, {len(count['skipped'])} skipped: {', '.join(count['skipped']) or 'none'}"
+
+
+def missing_imports() -> list[str]:
+    """What of `IMPORTS` cannot be imported, with the reason."""
+    missing = []
+    for name in IMPORTS:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            missing.append(f"{name} ({error})")
+    return missing
+
+
+def _device_name() -> str:
+    import torch  # two seconds that the other commands need not spend
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def read(path: Path) -> dict:
+    """A record.
+
+    Raises:
+        ValueError: it is none.
+    """
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(record, dict) or not isinstance(record.get("metrics"), dict):
+        raise ValueError(f"{path} must be a record, but has no metrics")
+    return record
+
+
+def read_metric(path: Path, metric: str) -> dict:
+    """A metric of a record.
+
+    Raises:
+        ValueError: it has no such metric.
+    """
+    metrics = read(path)["metrics"]
+    if metric not in metrics:
+        kept = "; a run's record has it from `h200_rows.py keep`" if metric.startswith("train/loss_") else ""
+        raise ValueError(f"{path} must have the metric {metric}, but has not{kept}")
+    return metrics[metric]
+
+
+def read_finite(path: Path, metric: str) -> float:
+    """A metric's value.
+
+    Raises:
+        ValueError: it has no such metric, or one that is not finite.
+    """
+    entry = read_metric(path, metric)
+    if entry["value"] is None:
+        raise ValueError(f"{metric} must be finite, but is {entry['non_finite']} in {path}")
+    return entry["value"]
+
+
+def metric_of(loss: float) -> dict:
+    """A loss as a record has it."""
+    if math.isfinite(loss):
+        return {"value": loss, "unit": "nats/token"}
+    return {"value": None, "non_finite": str(loss), "unit": "nats/token"}
+
+
+def main() -> None:
+    """Print what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("row")
+    one.add_argument("title")
+    one.add_argument("record", type=Path)
+    one.add_argument("metric")
+    one.add_argument("least", type=float)
+    kept = commands.add_parser("keep")
+    kept.add_argument("folder", type=Path)
+    kept.add_argument("record", type=Path)
+    compared = commands.add_parser("seeds")
+    compared.add_argument("fp8", type=Path)
+    compared.add_argument("bf16", type=Path, nargs="+")
+    tested = commands.add_parser("tests")
+    tested.add_argument("junit", type=Path)
+    tested.add_argument("record", type=Path)
+    tested.add_argument("--may-skip", action="store_true", help="a rehearsal, where no test can run")
+    commands.add_parser("imports")
+    args = parser.parse_args()
+    try:
+        if args.command == "row":
+            print(row(args.title, args.record, args.metric, args.least))
+        elif args.command == "keep":
+            print(keep(args.folder, args.record))
+        elif args.command == "tests":
+            print(tests(args.junit, args.record, args.may_skip))
+        elif args.command == "imports":
+            if missing := missing_imports():
+                raise ValueError(f"packages must be there, in WHEELS or installed, but are not: {'; '.join(missing)}")
+        else:
+            print(seeds(args.fp8, args.bf16))
+    except FileNotFoundError as error:
+        sys.exit(f"not measured yet: {error.filename} is missing")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+# The measurements of h200.sh, which sources it; the parts and their sizes are there.
+
+FAILED=0
+SITE=
+NAMES=()  # of this call's measurements: the files that an archive gets
+ACCELERATOR=gpu
+TINY=()       # what a rehearsal changes in a comparison, and in a run of training
+TINY_RUN=()
+if [ -n "$REHEARSE" ]; then
+  ACCELERATOR=cpu
+  SIZES=(model.num_layers=2 model.hidden_size=64 model.num_attention_heads=4 model.vocab_size=1000
+    model.max_position_embeddings=32 micro_batch_size=2)
+  TINY=("${SIZES[@]}" compiles=false cuda_graphs=false accelerator=cpu steps_per_round=1 rounds=1 warm_up_steps=1)
+  TINY_RUN=("${SIZES[@]}" data.seq_length=32 global_batch_size=2 model.vocab_size=null trainer.accelerator=cpu
+    trainer.max_steps=3 schedule.warmup_steps=1)
+fi
+
+prepare() {  # packages on the path, folders, and every import that the parts need: a missing one ends the call at once
+  export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
+  mkdir -p "$RESULTS" "$LOGS" ${OUT:+"$OUT"} || exit 2
+  SITE=$(mktemp -d) || exit 2
+  trap 'rm -rf "$SITE"' EXIT
+  if [ -n "${WHEELS:-}" ]; then
+    # --no-deps: the machine's own torch stays
+    "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --disable-pip-version-check \
+      --root-user-action=ignore --target "$SITE" "$WHEELS"/*.whl || { echo "error: the wheels in $WHEELS cannot be installed" >&2; exit 2; }
+    export PYTHONPATH=$PYTHONPATH:$SITE
+  fi
+  "$PYTHON" analysis/benchmarks/h200_rows.py imports || exit 2
+}
+
+step() {  # name of the record and the log, limit in seconds, command; false where there is no record in the end
+  local name=$1 limit=$2 started=$SECONDS code
+  shift 2
+  if [ -n "${DRY_RUN:-}" ]; then run timeout --kill-after=10 "$limit" "$@"; return; fi
+  NAMES+=("$name")
+  if has "$name"; then
+    echo "$name: the record is there already; FORCE=1 repeats it"
+    return
+  fi
+  rm -f "$RESULTS/$name.json"
+  # Into a file and not through a pipe: compile workers that outlive a killed process would hold a pipe open.
+  timeout --kill-after=10 "$limit" "$@" > "$LOGS/$name.log" 2>&1
+  code=$?
+  tail -n "${TAIL:-12}" "$LOGS/$name.log"
+  if [ $code -ne 0 ]; then fail "$name" "exit code $code$([ $code -ne 124 ] || echo ", stopped after $limit s")"; return 1; fi
+  echo "$name: $((SECONDS - started)) s"
+}
+
+has() { [ -z "${FORCE:-}" ] && [ -f "$RESULTS/$1.json" ]; }
+
+fail() {
+  FAILED=1
+  echo "$1: not measured, $2; see $LOGS/$1.log"
+  pack
+}
+
+show() {  # title, name of the record, metric, least value that is required
+  [ -n "${DRY_RUN:-}" ] || { "$PYTHON" analysis/benchmarks/h200_rows.py row "$1" "$RESULTS/$2.json" "$3" "$4"; pack; }
+}
+
+pack() {  # after every measurement, so that a call that is cut short leaves what it has
+  [ -n "${OUT:-}" ] || return 0
+  local stage name file
+  stage=$(mktemp -d -p "$SITE") && mkdir -p "$stage/analysis/benchmarks/records" "$stage/outputs/h200" || return
+  for name in "${NAMES[@]}"; do
+    [ ! -f "$RESULTS/$name.json" ] || cp "$RESULTS/$name.json" "$stage/analysis/benchmarks/records"
+    for file in "$LOGS/$name".{log,xml,trace.json.gz}; do
+      [ ! -f "$file" ] || [ "$(stat -c %s "$file")" -gt 12582912 ] || cp "$file" "$stage/outputs/h200"
+    done
+  done
+  tar -czf "$SITE/archive" -C "$stage" . && mv "$SITE/archive" "$OUT/${CARD}_$(IFS=_; echo "${CHOSEN[*]}").tar.gz"
+  rm -rf "$stage"
+}
+
+machine() {
+  local name=${CARD}_machine sizes=(8192x8192x8192 16384x16384x8192 16384x6144x1536 8192x10240x2560) gib=4
+  [ -z "$REHEARSE" ] || { sizes=(64x64x64 32x16x48); gib=0.01; }
+  TAIL=30 step "$name" 90 "$PYTHON" analysis/benchmarks/gpu/gpu_facts.py --product "${sizes[@]}" --copy-gib "$gib" --accelerator "$ACCELERATOR" \
+    --record "$RESULTS/$name.json" && show "large bf16 products" "$name" gemm/peak "$PEAK"
+}
+
+gpu_tests() {  # four at a time: most of their time is compilation on the host
+  local name=${CARD}_gpu_tests xml=$LOGS/${CARD}_gpu_tests.xml
+  step "$name" 240 "$PYTHON" -m pytest -m gpu -n "$([ -n "$REHEARSE" ] && echo 0 || echo 4)" -p no:cacheprovider -q -rs \
+    --junitxml="$xml" tests/training/test_gpu.py tests/training/test_gpu_resume.py || return
+  [ -n "${DRY_RUN:-}" ] || has "$name" && return
+  "$PYTHON" analysis/benchmarks/h200_rows.py tests "$xml" "$RESULTS/$name.json" ${REHEARSE:+--may-skip} || fail "$name" "the tests show nothing"
+  pack
+}
+
+compare() {  # name of the record, limit in seconds, keys
+  local name=$1 limit=$2
+  shift 2
+  step "$name" "$limit" "$PYTHON" analysis/benchmarks/bench.py "peak_tflops_per_s=$PEAK" accelerator=gpu \
+    steps_per_round=5 rounds=4 warm_up_steps=5 "$@" "record=$RESULTS/$name.json" "${TINY[@]}"
+}
+
+share() {  # model, sequences, least share of the peak, limit in seconds, further keys, the first of which goes into the name
+  local model=$1 sequences=$2 least=$3 limit=$4 name=${CARD}_$1${5:+_${5%%=*}}
+  shift 4
+  compare "$name" "$limit" "model=$model" precision=bf16 'peers=[]' "micro_batch_size=$sequences" "$@" &&
+    show "$model${1:+ $1}, share of $PEAK TFLOP/s" "$name" ours/share_of_given_peak "$least"
+}
+
+trace_of() {  # model, sequences; a rehearsal compiles too, for the number of graphs
+  local name=${CARD}_trace_$1
+  TAIL=45 step "$name" 300 "$PYTHON" analysis/benchmarks/gpu/gpu_trace.py "model=$1" precision=bf16 'peers=[]' "micro_batch_size=$2" accelerator=gpu \
+    steps_per_round=2 warm_up_steps=4 "record=$LOGS/$name.json" "${TINY[@]}" ${REHEARSE:+compiles=true} || return
+  [ -z "${DRY_RUN:-}" ] || return 0
+  # The Chrome trace is written beside the record and is no result: it stays with the logs.
+  [ "$LOGS" -ef "$RESULTS" ] || [ ! -f "$LOGS/$name.json" ] || mv "$LOGS/$name.json" "$RESULTS"
+  pack
+}
+
+attention() {
+  local name=${CARD}_attention_backends backends=(default flash cudnn efficient)
+  local shapes=(gpt_1.2b:16:16:1024:96 bert_336m:128:16:512:64 bert_3.9b:16:40:512:64 gpt_8.3b_tp_8:8:4:1024:96)
+  [ -z "$REHEARSE" ] || { shapes=(gpt_1.2b:2:2:16:8 bert_336m:2:3:16:8); backends=(math); }
+  TAIL=60 step "$name" 180 "$PYTHON" analysis/benchmarks/gpu/attention_backends.py --shape "${shapes[@]}" --backends "${backends[@]}" \
+    --accelerator "$ACCELERATOR" --record "$RESULTS/$name.json" && pack_after
+}
+
+pack_after() { [ -n "${DRY_RUN:-}" ] || pack; }
+
+against() {  # peer, least ratio of times, further keys
+  local peer=$1 least=$2 name=${CARD}_against_$1
+  shift 2
+  compare "$name" 520 model=gpt_355m precision=bf16 "peers=[$peer]" micro_batch_size=16 "$@" &&
+    show "gpt_355m against $peer" "$name" "$peer/ratio_paired" "$least"
+}
+
+float8_speed() {
+  compare "${CARD}_fp8" 520 model=gpt_2.5b precision=fp8 'peers=[ours_bf16]' micro_batch_size=8 &&
+    show "gpt_2.5b, fp8 against bf16" "${CARD}_fp8" ours_bf16/ratio_paired 1.2
+}
+
+train() {  # name of the run and its record, further keys; on the documentation that ships with Python
+  local name=$1 folder=$LOGS/$1
+  shift
+  has "$name" || run rm -rf "$folder"  # of a start that was cut short
+  step "$name" 520 "$PYTHON" src/train.py data=embedded tokenizer=trained "name=$name" "hydra.run.dir=$folder" \
+    trainer.accelerator=gpu trainer.progress_bar=false trainer.validate_every_steps=0 trainer.num_validation_samples=8 \
+    checkpoint.save_every_steps=0 checkpoint.save_last=false logger.log_every_steps=1 logger.tensorboard=false "$@" \
+    "${TINY_RUN[@]}" || return 1
+  [ -n "${DRY_RUN:-}" ] || has "$name" && return
+  "$PYTHON" analysis/benchmarks/h200_rows.py keep "$folder" "$RESULTS/$name.json" && pack
+}
+
+loss_run() {  # precision, seed: 200 steps of the 2.5 B model
+  train "${CARD}_2.5b_$1_seed_$2" model=gpt_2.5b "precision=$1" "seed=$2" micro_batch_size=8 global_batch_size=8 \
+    trainer.max_steps=200 schedule.warmup_steps=20
+}

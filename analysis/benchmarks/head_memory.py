@@ -1,0 +1,80 @@
+"""Bytes of the output projection and its loss, in pieces and with all logits at once.
+
+    python analysis/benchmarks/head_memory.py --record analysis/benchmarks/records/head_memory.json
+
+Forward and backward pass on tensors without contents (nothing is computed): the fullest moment's bytes of all tensors
+but the input rows and the word embedding. `at once` is F.linear, then torch's cross-entropy on fp32 logits. With a
+hidden size of 16 the gradient of the word embedding is next to nothing: what is left are the logits and theirs.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from analysis.correctness.peak_memory import TensorBytes
+from lmscale.parallel import ParallelContext, linear_cross_entropy
+from lmscale.results import new_record, record_argument, write_record
+
+VOCAB = 51_200
+SHAPES = {"logits alone, 8 x 1,024": (8 * 1024, 16), "gpt_355m, 8 x 1,024": (8 * 1024, 1024)}  # rows, hidden size
+SHAPES |= {"gpt_355m, 32 x 1,024": (32 * 1024, 1024), "gpt_1.2b, 16 x 1,024": (16 * 1024, 1536)}
+SHAPES |= {"gpt_8.3b, 8 x 1,024": (8 * 1024, 3072)}
+
+
+def in_pieces(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """This project's loss."""
+    return linear_cross_entropy(hidden, weight, None, labels, VOCAB, ParallelContext())
+
+
+def at_once(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Torch's, with fp32 logits as Hugging Face's and nanoGPT's models have them."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
+
+
+def peak_bytes(head: Callable[[Tensor, Tensor, Tensor], Tensor], rows: int, hidden_size: int) -> int:
+    """Of a forward and backward pass, the input rows and the word embedding left out."""
+    with FakeTensorMode():
+        hidden = torch.empty(rows, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(VOCAB, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.empty(rows, dtype=torch.int64)
+        with TensorBytes([hidden, weight, labels]) as tracked:
+            start = tracked.now
+            head(hidden, weight, labels).backward()
+    return tracked.peak - start
+
+
+def main() -> int:
+    """Count, print, record."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--record", type=record_argument, help="where the record goes; nowhere by default")
+    options = parser.parse_args()
+    metrics = {}
+    for name, (rows, hidden_size) in SHAPES.items():
+        pieces, whole = (peak_bytes(head, rows, hidden_size) for head in (in_pieces, at_once))
+        logits = rows * VOCAB * 4
+        metrics[f"{name}/in_pieces"] = {"value": pieces, "unit": "bytes"}
+        metrics[f"{name}/at_once"] = {"value": whole, "unit": "bytes"}
+        metrics[f"{name}/share_of_at_once"] = {"value": pieces / whole, "unit": "of at once"}
+        metrics[f"{name}/share_of_fp32_logits"] = {"value": pieces / logits, "unit": "of the logits in fp32"}
+    for name, entry in metrics.items():
+        print(f"{name:<44} {entry['value']:.6g} {entry['unit']}")
+    if options.record is not None:
+        config = {"shapes": {n: list(s) for n, s in SHAPES.items()}, "vocab_size": VOCAB, "dtype": "bf16"}
+        layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
+        write_record(
+            new_record("head_memory", "modelled", config, None, metrics, device="cpu", layout=layout), options.record
+        )
+        print(f"record: {options.record}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

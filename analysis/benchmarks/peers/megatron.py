@@ -1,0 +1,112 @@
+"""megatron-core's GPT with its local spec (no Transformer Engine, no apex), on one device, also a CPU."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from analysis.benchmarks.config import BenchConfig
+from lmscale.parallel import IGNORE_LABEL
+
+from .contender import MAX_NORM, Batch, Contender
+
+
+class MegatronCore(Contender):
+    """`GPTModel` in fp32, or with all weights in bf16 and AdamW's step on them: it computes in the type of its weights,
+    and its optimizer with fp32 masters needs Transformer Engine or apex. So bf16 is less work than ours. It draws its
+    own weights.
+
+    Raises:
+        ValueError: megatron-core is not installed.
+    """
+
+    def __init__(self, bench: BenchConfig, device: torch.device) -> None:
+        try:
+            from megatron.core import parallel_state, tensor_parallel
+            from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+            from megatron.core.models.gpt.gpt_model import GPTModel
+            from megatron.core.transformer.transformer_config import TransformerConfig
+        except ImportError as error:
+            raise ValueError(
+                f"`peers` must not have megatron_core where it is not installed (pip install megatron-core): {error}"
+            ) from None
+        config = bench.transformer_config()
+        self.is_cpu = device.type == "cpu"
+        if not dist.is_initialized():
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            dist.init_process_group("gloo" if self.is_cpu else "nccl", rank=0, world_size=1, store=dist.HashStore())
+        dtype = torch.float32 if bench.peers_dtype == "fp32" else torch.bfloat16
+        sizes = TransformerConfig(
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            hidden_dropout=config.hidden_dropout,
+            attention_dropout=config.attention_dropout,
+            params_dtype=dtype,
+            bf16=dtype is torch.bfloat16,
+            use_cpu_initialization=self.is_cpu,
+            gradient_accumulation_fusion=False,
+            bias_dropout_fusion=not self.is_cpu,
+            masked_softmax_fusion=not self.is_cpu and has_softmax_kernel(),
+            bias_activation_fusion=not self.is_cpu,
+        )
+        with _no_cuda(self.is_cpu):
+            parallel_state.initialize_model_parallel()
+            tensor_parallel.model_parallel_cuda_manual_seed(bench.seed)
+            torch.manual_seed(bench.seed)
+            model = GPTModel(
+                sizes,
+                get_gpt_layer_local_spec(),
+                config.padded_vocab_size,
+                config.max_position_embeddings,
+                share_embeddings_and_output_weights=True,
+            )
+        self.model = model.to(device, dtype).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=bench.lr, weight_decay=0.01, fused=True)
+
+    def step(self, batch: Batch, number: int) -> Tensor:
+        self.optimizer.zero_grad()
+        tokens, labels = batch["tokens"], batch["labels"]
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        hidden = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).triu(1)[
+            None, None
+        ]
+        is_scored = labels != IGNORE_LABEL
+        with _no_cuda(self.is_cpu):
+            losses = self.model(tokens, positions, hidden, labels=labels.masked_fill(~is_scored, 0))
+            loss = (losses.float() * is_scored).sum() / is_scored.sum()
+            loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.optimizer.step()
+        return loss.detach()
+
+
+def has_softmax_kernel() -> bool:
+    """Whether the fused softmax is there, which comes with apex and not with megatron-core."""
+    kernels = ("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda")  # it looks at the first always
+    return all(importlib.util.find_spec(name) is not None for name in kernels)
+
+
+@contextmanager
+def _no_cuda(applies: bool) -> Iterator[None]:
+    """On a CPU, put stand-ins where megatron-core asks for the CUDA device and its generators."""
+    if not applies:
+        yield
+        return
+    from megatron.core.tensor_parallel import random
+
+    with (
+        mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),
+        mock.patch.object(torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+        mock.patch.object(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        mock.patch.object(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        mock.patch.object(torch.cuda, "manual_seed", torch.manual_seed),
+        mock.patch.object(torch.cuda, "default_generators", [torch.default_generator]),
+        mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
+    ):
+        yield

@@ -1,0 +1,42 @@
+"""This project's own training step."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from analysis.benchmarks.config import BenchConfig
+from lmscale.config.training import OptimizerConfig
+from lmscale.kernels import Kernels
+from lmscale.models import build_model
+from lmscale.parallel import IGNORE_LABEL, ParallelContext, sample_dropout_keys, seed_rank_generator
+from lmscale.training.step.module import DTYPES
+from lmscale.training.step.optimizer import MixedPrecisionAdamW
+
+from .contender import MAX_NORM, Batch, Contender
+
+
+class Ours(Contender):
+    """This project's model and optimizer, as `train.py` uses them on one device; `dtype` as in `precision=`."""
+
+    def __init__(self, bench: BenchConfig, device: torch.device, dtype: str) -> None:
+        config = bench.transformer_config()
+        self.bench, context = bench, ParallelContext()
+        kernels = Kernels(float8=dtype == "fp8", compiles=bench.compiles, cuda_graphs=bench.cuda_graphs)
+        self.model = build_model(config, context, seed=bench.seed, dtype=DTYPES[dtype], device=device, kernels=kernels)
+        optimizer = OptimizerConfig(lr=bench.lr, max_grad_norm=MAX_NORM)
+        self.optimizer = MixedPrecisionAdamW(self.model.named_parameters(), optimizer, bench.precision, context)
+
+    def step(self, batch: Batch, number: int) -> Tensor:
+        self.optimizer.zero_grad()
+        tokens, labels = batch["tokens"], batch["labels"]
+        seed_rank_generator(self.bench.seed, number, 0, 0, 0)
+        numbers = number * len(tokens) + torch.arange(len(tokens), device=tokens.device)
+        keys = sample_dropout_keys(self.bench.seed, numbers)
+        if self.model.config.family == "gpt":
+            loss = self.model(tokens, labels, keys) / (labels != IGNORE_LABEL).sum()
+        else:
+            masked, order = self.model(tokens, batch["token_types"], None, labels, keys, batch["scored"])
+            loss = masked / len(batch["scored"]) + F.cross_entropy(order.float(), batch["sop_labels"])
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()

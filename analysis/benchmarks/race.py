@@ -1,0 +1,161 @@
+"""The race: every contender in turn on the same batches, timed step by step, with the losses compared."""
+
+import os
+import statistics
+import sys
+import time
+
+import numpy as np
+import torch
+
+from analysis.benchmarks.config import FILE_PEERS, BenchConfig
+from lmscale.planner.flops import TERA, dense_peak_flops_per_s, model_flops_per_step
+from lmscale.results import new_record
+from lmscale.training.runtime.launch import resolve_accelerator
+
+from .peers.batches import make_batches
+from .peers.contender import Contender
+from .peers.ours import Ours
+from .peers.plain import HuggingFace, ModelFile
+
+NUM_BATCHES = 4
+
+
+class LossesDifferError(ValueError):
+    """A peer's loss is not ours; `record` has what was measured all the same."""
+
+    def __init__(self, message: str, record: dict) -> None:
+        super().__init__(message)
+        self.record = record
+
+
+def race(bench: BenchConfig) -> dict:
+    """Time ours and the peers, A B A B; returns the record.
+
+    Ratios are a peer's time over ours: of the medians, and the median of the rounds' own ratios, in which both met the
+    same moment of the machine.
+
+    Raises:
+        ValueError: a peer that is not there.
+        LossesDifferError: a peer's loss is not ours within `max_loss_difference`: somebody computes less.
+    """
+    device = torch.device("cuda" if resolve_accelerator(bench.accelerator) == "gpu" else "cpu")
+    if bench.num_threads is not None:
+        cores = os.cpu_count() or 1
+        if bench.num_threads > cores:
+            raise ValueError(
+                f"`num_threads` must be at most the {cores} cores of this machine, but is {bench.num_threads}"
+            )
+        torch.set_num_threads(bench.num_threads)
+    torch.set_float32_matmul_precision("medium")
+    config = bench.transformer_config()
+    if bench.cuda_graphs and device.type == "cpu":
+        raise ValueError("`cuda_graphs` must be false on a CPU, but is true")
+    batches = make_batches(config, bench, NUM_BATCHES, device)
+    names = ["ours", *bench.peers]
+    contenders = {name: make_contender(name, bench, device) for name in names}
+    steps, losses = dict.fromkeys(names, 0), {name: [] for name in names}
+    times: dict[str, list[list[float]]] = {name: [] for name in names}
+    for name in names:
+        started = time.perf_counter()
+        for _ in range(bench.warm_up_steps):
+            contenders[name].step(batches[steps[name] % NUM_BATCHES], steps[name])
+            steps[name] += 1
+        _wait(device)
+        print(f"{name}: warm after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+    for _ in range(bench.rounds):
+        for name in names:
+            taken = []
+            for _ in range(bench.steps_per_round):
+                _wait(device)
+                started = time.perf_counter()
+                loss = contenders[name].step(batches[steps[name] % NUM_BATCHES], steps[name])
+                _wait(device)
+                taken.append(time.perf_counter() - started)
+                losses[name].append(float(loss))
+                steps[name] += 1
+            times[name].append(taken)
+    record = _record(bench, device, times, losses)
+    problem = _compare_losses(losses, bench.max_loss_difference)
+    if problem is not None:
+        raise LossesDifferError(problem, record)
+    return record
+
+
+def make_contender(name: str, bench: BenchConfig, device: torch.device) -> Contender:
+    """One of `ours` and `config.PEERS`.
+
+    Raises:
+        ValueError: a peer that is not installed, or whose family has no such model.
+    """
+    if name == "ours":
+        return Ours(bench, device, bench.precision.dtype)
+    if name == "ours_bf16":
+        return Ours(bench, device, "bf16")
+    if name in ("hf_eager", "hf_compiled"):
+        return HuggingFace(bench, device, compiles=name == "hf_compiled")
+    if name in FILE_PEERS:
+        return ModelFile(bench, device, compiles=name == "file_compiled")
+    if name == "lightning":
+        from .peers.lightning_loop import LightningLoop
+
+        return LightningLoop(bench, device)
+    from .peers.megatron import MegatronCore
+
+    return MegatronCore(bench, device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _compare_losses(losses: dict[str, list[float]], bound: float) -> str | None:
+    """Who is further from ours than `bound`, in words; None where nobody is."""
+    ours = statistics.mean(losses["ours"])
+    for name, found in losses.items():
+        difference = abs(statistics.mean(found) / ours - 1)
+        if not difference <= bound:
+            return (
+                f"`max_loss_difference` must be at least {difference:.4f} for {name}, whose mean loss is "
+                f"{statistics.mean(found):.4f} and ours {ours:.4f}, but is {bound}; no record is written"
+            )
+    return None
+
+
+def _record(
+    bench: BenchConfig, device: torch.device, times: dict[str, list[list[float]]], losses: dict[str, list[float]]
+) -> dict:
+    config = bench.transformer_config()
+    name_of_device = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    peak = dense_peak_flops_per_s(name_of_device, bench.precision.dtype, "medium")
+    flops = model_flops_per_step(config, bench.length, bench.micro_batch_size)
+    metrics = {}
+    for name, rounds in times.items():
+        every = sorted(t for taken in rounds for t in taken)
+        tenth, median, ninetieth = np.percentile(every, [10, 50, 90]).tolist()
+        metrics |= {
+            f"{name}/step": {"value": median, "unit": "s"},
+            f"{name}/step_least": {"value": every[0], "unit": "s"},
+            f"{name}/step_p10": {"value": tenth, "unit": "s"},
+            f"{name}/step_p90": {"value": ninetieth, "unit": "s"},
+            f"{name}/tokens_per_s": {"value": bench.micro_batch_size * bench.length / median, "unit": "tokens/s"},
+            f"{name}/model_flops_per_s": {"value": flops / median, "unit": "FLOP/s"},
+            f"{name}/loss": {"value": statistics.mean(losses[name]), "unit": "nats"},
+        }
+        if peak is not None:
+            metrics[f"{name}/mfu"] = {"value": flops / median / peak, "unit": "of the sheet's peak"}
+        if bench.peak_tflops_per_s is not None:
+            share = flops / median / (bench.peak_tflops_per_s * TERA)
+            metrics[f"{name}/share_of_given_peak"] = {"value": share, "unit": "of peak_tflops_per_s"}
+        if name != "ours":
+            paired = [statistics.median(a) / statistics.median(b) for a, b in zip(rounds, times["ours"], strict=True)]
+            ours = sorted(t for taken in times["ours"] for t in taken)
+            metrics |= {
+                f"{name}/ratio": {"value": median / statistics.median(ours), "unit": "their time / ours"},
+                f"{name}/ratio_paired": {"value": statistics.median(paired), "unit": "their time / ours"},
+                f"{name}/ratio_least": {"value": every[0] / ours[0], "unit": "their time / ours"},
+            }
+    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": torch.get_num_threads()}
+    name = f"bench_{bench.model.get('name', config.family)}"
+    return new_record(name, "run", bench.to_dict(), bench.seed, metrics, device=name_of_device, layout=layout)

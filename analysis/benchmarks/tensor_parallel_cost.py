@@ -1,0 +1,184 @@
+"""What a second tensor rank brings: speed on two cores, and bytes of activations with sequence parallelism.
+
+    python analysis/benchmarks/tensor_parallel_cost.py --record outputs/tensor_parallel_cost.json
+
+Two processes with one thread each. In every round the first trains the whole model alone, while the other waits, and
+then both train it together, without and with sequence parallelism (bf16, vocabulary 8,192, 8 x 256 tokens, dropout 0):
+forward pass, backward pass, update.
+Ratios are of the fastest steps and, paired, of the rounds' fastest. Another process on the same cores takes all of the
+gain: the record says how busy the machine was. Activations are the bytes that a forward pass keeps for its backward
+pass, with the paper's dropout, the parameters left out.
+"""
+
+import argparse
+import dataclasses
+import os
+import statistics
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from lmscale.config import TransformerConfig
+from lmscale.config.training import OptimizerConfig, PrecisionConfig
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext, open_channel, sample_dropout_keys
+from lmscale.results import new_record, record_argument, write_record
+from lmscale.training.step.optimizer import MixedPrecisionAdamW
+
+SHAPES = {"h512_l4": (512, 8, 4), "h1024_l2": (1024, 16, 2)}  # hidden size, heads, layers
+VOCAB, BATCH, SEQ_LENGTH = 8192, 8, 256
+TIMEOUT = timedelta(minutes=30)
+
+
+def make_config(shape: str, dropout: float) -> TransformerConfig:
+    """The GPT of a shape."""
+    hidden, heads, layers = SHAPES[shape]
+    return TransformerConfig(
+        family="gpt",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        vocab_size=VOCAB,
+        max_position_embeddings=SEQ_LENGTH,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+    )
+
+
+class Trainee:
+    """One model, AdamW, and the same tokens every step."""
+
+    def __init__(self, config: TransformerConfig, context: ParallelContext, dtype: torch.dtype) -> None:
+        self.model = build_model(config, context, seed=1, dtype=dtype)
+        self.optimizer = MixedPrecisionAdamW(
+            self.model.named_parameters(), OptimizerConfig(lr=1e-4), PrecisionConfig("bf16"), context
+        )
+        self.tokens = (torch.arange(BATCH * SEQ_LENGTH) * 7919 % VOCAB).view(BATCH, SEQ_LENGTH)
+        self.keys = sample_dropout_keys(seed=1, sample_numbers=torch.arange(BATCH))
+
+    def loss(self) -> Tensor:
+        """Mean over the tokens, in nats."""
+        return self.model(self.tokens, self.tokens, self.keys) / self.tokens.numel()
+
+    def fastest_step(self, steps: int) -> tuple[float, float]:
+        """Seconds of the fastest of `steps`, and the last loss."""
+        times = []
+        for _ in range(steps):
+            started = time.perf_counter()
+            self.optimizer.zero_grad()
+            loss = self.loss()
+            loss.backward()
+            self.optimizer.reduce_gradients()
+            self.optimizer.step()
+            times.append(time.perf_counter() - started)
+        return min(times), loss.item()
+
+    def activation_bytes(self) -> int:
+        """What the forward pass up to the loss keeps for the backward pass, each storage once, without parameters."""
+        known = {param.untyped_storage().data_ptr() for param in self.model.parameters()}
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        transformer: nn.Module = self.model.transformer
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            hidden = transformer(self.tokens, sample_keys=self.keys)
+        del hidden
+        return sum(kept.values())
+
+
+def worker(rank: int, folder: str, rounds: int, steps: int, over_gloo: bool) -> None:
+    """One of the two ranks; rank 0 writes what was found."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), 2)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+    channel = None if over_gloo else open_channel(dist.group.WORLD, TIMEOUT)
+    both = ParallelContext(tp_rank=rank, tp_size=2, tp_group=dist.group.WORLD, tp_communicator=channel)
+    cut = dataclasses.replace(both, sequence_parallel=True)
+    found: dict[str, dict] = {}
+    for shape in SHAPES:
+        config = make_config(shape, dropout=0.0)
+        contexts = {"tp1": ParallelContext(), "tp2": both, "tp2_sequence": cut}
+        own = [name for name in contexts if rank == 0 or name != "tp1"]  # the whole model is the first rank's
+        trainees = {name: Trainee(config, contexts[name], torch.bfloat16) for name in own}
+        times: dict[str, list[float]] = {name: [] for name in contexts}
+        for number in range(rounds + 1):  # the first warms up
+            losses: dict[str, float] = {}
+            for name in contexts:
+                dist.barrier()
+                if name in trainees:
+                    seconds, losses[name] = trainees[name].fastest_step(steps)
+                    times[name].append(seconds)
+            # Later the same tokens, again and again, pull apart what half numbers round differently.
+            if not number and max(losses.values()) / min(losses.values()) > 1.001:
+                raise RuntimeError(f"the losses of one rank and of two must agree, but are {losses}")
+            if rank == 0 and number:
+                taken = ", ".join(f"{name} {times[name][-1] * 1e3:.0f} ms" for name in contexts)
+                print(f"{shape}, round {number}: {taken}", flush=True)
+        times = {name: measured[1:] for name, measured in times.items()}
+        dropped = make_config(shape, dropout=0.1)
+        sizes = {name: Trainee(dropped, contexts[name], torch.bfloat16).activation_bytes() for name in own}
+        found[shape] = {"times": times, "bytes": sizes}
+    if rank == 0:
+        torch.save(found, Path(folder) / "found")
+    dist.destroy_process_group()
+
+
+def to_metrics(found: dict[str, dict], load: float) -> dict[str, dict]:
+    """What the record holds; `load` is of the machine without the two ranks."""
+    metrics = {}
+    for shape, parts in found.items():
+        ones = parts["times"]["tp1"]
+        for name, times in parts["times"].items():
+            metrics[f"{shape}/{name}_step_least"] = {"value": min(times), "unit": "s"}
+            if name != "tp1":
+                paired = statistics.median(one / two for one, two in zip(ones, times, strict=True))
+                metrics[f"{shape}/{name}_speedup_least"] = {"value": min(ones) / min(times), "unit": "tp 1 / tp 2"}
+                metrics[f"{shape}/{name}_speedup_paired"] = {"value": paired, "unit": "tp 1 / tp 2"}
+        for name, size in parts["bytes"].items():
+            metrics[f"{shape}/{name}_activations"] = {"value": size, "unit": "bytes"}
+            if name != "tp1":
+                metrics[f"{shape}/{name}_share"] = {"value": size / parts["bytes"]["tp1"], "unit": "of tp 1"}
+    return metrics | {"load_average_before": {"value": load, "unit": "processes"}}
+
+
+def main() -> int:
+    """Measure, print, record."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=4, help="steps of one turn")
+    parser.add_argument("--over-gloo", action="store_true", help="add up over TCP instead of in shared memory")
+    parser.add_argument("--record", type=record_argument, help="where the record goes; nowhere by default")
+    options = parser.parse_args()
+    if options.rounds < 1 or options.steps < 1:
+        print("error: `--rounds` and `--steps` must be at least 1", file=sys.stderr)
+        return 2
+    load = os.getloadavg()[0]  # of others: our own processes would be in it later
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, (folder, options.rounds, options.steps, options.over_gloo), nprocs=2, join=True)
+        metrics = to_metrics(torch.load(Path(folder) / "found", weights_only=True), load)
+    for name, entry in metrics.items():
+        print(f"{name:<34} {entry['value']:.6g} {entry['unit']}")
+    if options.record is not None:
+        config = {"shapes": {n: list(s) for n, s in SHAPES.items()}, "vocab_size": VOCAB, "dtype": "bf16"}
+        config |= {"micro_batch_size": BATCH, "seq_length": SEQ_LENGTH} | vars(options) | {"record": None}
+        layout = {"tp_size": 2, "dp_size": 1, "threads_per_rank": 1}
+        record = new_record("tensor_parallel_cost", "run", config, 1, metrics, device="cpu", layout=layout)
+        write_record(record, options.record)
+        print(f"record: {options.record}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""Kill a training at random moments, again and again, and show that nothing is lost.
+
+    python analysis/correctness/soak.py --kills 25
+
+A run at tensor-parallel 2 that saves every few steps, in the background, meets kill -9: one of its ranks (the launcher
+then starts all of them again), the launcher (its ranks must end by themselves) or the whole job (this script then
+starts it again with resume=auto), at a random moment or as soon as a checkpoint is being written. After each kill every
+complete checkpoint must still be there, or have made room for newer ones, with all its checksums. At the end losses,
+gradient norms and every tensor must be, bit for bit, those of a run that nobody has touched. Prints a table and writes
+a record; exit code 1 if anything was lost.
+"""
+
+import argparse
+import contextlib
+import csv
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from lmscale.checkpoint import CheckpointReader, checkpoint_step, find_damage, list_checkpoints, read_metadata
+from lmscale.results import new_record, record_argument, write_record
+
+ROOT = Path(__file__).resolve().parents[2]
+SAVE_EVERY, KEEP_LAST = 5, 3
+SETTINGS = (
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "data.seq_length=32",
+    "tokenizer.vocab_size=800",
+    "micro_batch_size=2",
+    "global_batch_size=4",
+    "parallel.tp_size=2",
+    "trainer.num_threads=1",
+    "trainer.num_validation_samples=4",
+    "trainer.progress_bar=false",
+    "trainer.accelerator=cpu",
+    "logger.tensorboard=false",
+    f"checkpoint.save_every_steps={SAVE_EVERY}",
+    f"checkpoint.keep_last={KEEP_LAST}",
+    "checkpoint.async=true",
+    "max_restarts=1000",
+    "resume=auto",
+)
+
+
+def main() -> int:
+    """Soak, compare, report."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=25)
+    parser.add_argument("--steps-a-kill", type=int, default=30, help="length of the run, in steps a kill")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=None, help="default: outputs/soak/<time>")
+    parser.add_argument("--record", type=record_argument, default=None, help="default: soak.json in the folder")
+    options = parser.parse_args()
+    if options.kills < 1 or options.steps_a_kill < 10:
+        print("error: `--kills` must be at least 1 and `--steps-a-kill` at least 10", file=sys.stderr)
+        return 2
+    folder = options.folder or ROOT / "outputs" / "soak" / time.strftime("%Y-%m-%d_%H-%M-%S")
+    folder.mkdir(parents=True)
+    steps = options.kills * options.steps_a_kill
+    start = time.time()
+    soak = Soak(folder / "soaked", folder / "soaked.log", steps, random.Random(options.seed))
+    try:
+        for number in range(options.kills):
+            soak.kill_once()
+            print(f"kill {number + 1:>3}: {soak.last}", flush=True)
+        soak.finish()
+    finally:
+        soak.end()
+    untouched = Soak(folder / "untouched", folder / "untouched.log", steps, random.Random(0))
+    try:
+        untouched.finish()
+    finally:
+        untouched.end()
+    differences = compare(folder / "soaked", folder / "untouched")
+    return report(soak, differences, options, steps, time.time() - start, options.record or folder / "soak.json")
+
+
+class Soak:
+    """One job in its run folder, started and killed.
+
+    Args:
+        log: where the output of all its starts goes.
+    """
+
+    def __init__(self, run_dir: Path, log: Path, steps: int, chance: random.Random) -> None:
+        self.run_dir, self.log, self.chance = run_dir, log, chance
+        self.overrides = (*SETTINGS, f"trainer.max_steps={steps}", f"hydra.run.dir={run_dir}")
+        self.kills: Counter[str] = Counter()
+        self.lost: list[str] = []
+        self.num_in_save = 0
+        self.last = ""
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen:
+        with open(self.log, "a", encoding="utf-8") as log:
+            command = [sys.executable, str(ROOT / "src" / "train.py"), *self.overrides]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+    def kill_once(self) -> None:
+        """Let the job get on, then kill a rank or all of it, and look at what is left on disk."""
+        reached = self._wait_for_progress()
+        in_save = self.chance.random() < 0.4
+        if in_save:
+            in_save = self._wait_for_save()
+        else:
+            time.sleep(self.chance.uniform(0.0, 2.5))
+        before = {checkpoint_step(path) for path in list_checkpoints(self.run_dir / "checkpoints")}
+        ranks = self._ranks()
+        target = self.chance.choice(["rank 0", "rank 1", "launcher", "job"]) if len(ranks) == 2 else "job"
+        if target == "job":
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        elif target == "launcher":
+            self.process.kill()
+            self.process.wait()
+            self._wait_until_gone(ranks)
+        else:
+            try:
+                os.kill(ranks[int(target[-1])], signal.SIGKILL)
+            except ProcessLookupError:
+                target = "nobody: the rank had just gone"
+        self.kills[target] += 1
+        self.num_in_save += in_save
+        self._look_for_losses(before)
+        if target in ("job", "launcher"):
+            self.process = self._start()
+        self.last = f"{target}{' in mid-save' if in_save else ''} after step {reached}"
+
+    def _wait_for_progress(self) -> int:
+        """Until the newest start has written a row of its own; returns the last step."""
+        before, deadline = self._last_step(), time.monotonic() + 180
+        while self._last_step() <= before:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the job ended or stood still; see {self.log}")
+            time.sleep(0.02)
+        return self._last_step()
+
+    def _wait_until_gone(self, ranks: list[int]) -> None:
+        deadline = time.monotonic() + 30
+        while any(_is_running(rank) for rank in ranks):
+            if time.monotonic() > deadline:
+                self.lost.append("a rank outlived its launcher")
+                break
+            time.sleep(0.05)
+
+    def _wait_for_save(self) -> bool:
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            if any((self.run_dir / "checkpoints").glob(".step_*.unfinished")):
+                return True
+        return False
+
+    def _last_step(self) -> int:
+        """Of metrics.csv; a resumed start takes rows away before it writes new ones, so this may go down."""
+        try:
+            lines = (self.run_dir / "metrics.csv").read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return 0
+        return int(lines[-1].split(",")[0]) if len(lines) > 1 else 0
+
+    def _ranks(self) -> list[int]:
+        listing = subprocess.run(
+            ["ps", "-ww", "-o", "pid=", "-o", "args=", "--ppid", str(self.process.pid)], capture_output=True, text=True
+        )
+        return [int(line.split()[0]) for line in listing.stdout.splitlines() if "spawn_main" in line]
+
+    def _look_for_losses(self, before: set[int]) -> None:
+        """What was complete is still there, or has gone for newer ones; all of it is sound."""
+        found = list_checkpoints(self.run_dir / "checkpoints")
+        after = {checkpoint_step(path) for path in found}
+        gone = {step for step in before - after if len([s for s in after if s > step]) < KEEP_LAST}
+        self.lost += [f"step_{step}.ckpt is gone" for step in gone]
+        for path in found:
+            try:
+                damage = find_damage(path, read_metadata(path))
+            except ValueError as error:
+                damage = str(error)
+            if damage and path.exists():  # a job that was started again may have removed an old one meanwhile
+                self.lost.append(f"{path.name}: {damage}")
+
+    def finish(self) -> None:
+        """Wait until the job is done.
+
+        Raises:
+            RuntimeError: it ended otherwise.
+        """
+        if self.process.wait(timeout=3600) != 0:
+            raise RuntimeError(f"the job ended with exit code {self.process.returncode}; see {self.log}")
+
+    def end(self) -> None:
+        """Leave no process behind: the job has a process group of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process is there and not merely waiting for its end to be noticed."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def compare(soaked: Path, untouched: Path) -> dict[str, int]:
+    """How many rows, and how many tensors of the last checkpoint, are not bit for bit the same."""
+    rows, others = (_read_rows(path) for path in (soaked, untouched))
+    differing = sum(row != other for row, other in zip(rows, others, strict=False)) + abs(len(rows) - len(others))
+    path, other_path = (list_checkpoints(folder / "checkpoints")[-1] for folder in (soaked, untouched))
+    with CheckpointReader(path) as one, CheckpointReader(other_path) as other:
+        keys = one.metadata.tensors.keys() | other.metadata.tensors.keys()
+        tensors = sum(not torch.equal(one.read(key), other.read(key)) for key in keys)
+        digests = one.metadata.state["data_digest"] != other.metadata.state["data_digest"]
+    return {"rows": differing, "tensors": tensors, "data-order certificate": int(digests)}
+
+
+def _read_rows(folder: Path) -> list[tuple[str, ...]]:
+    with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
+        return [(row["step"], row["train/loss"], row["grad_norm"], row["lr"]) for row in csv.DictReader(file)]
+
+
+def report(
+    soak: Soak, differences: dict[str, int], options: argparse.Namespace, steps: int, seconds: float, path: Path
+) -> int:
+    """Print the table, write the record, and say whether all is well."""
+    print(f"\n{'fault':<28}{'times':>6}")
+    for target, count in sorted(soak.kills.items()):
+        print(f"kill -9 of {target:<17}{count:>6}")
+    print(f"{'of these while saving':<28}{soak.num_in_save:>6}")
+    print(f"{'checkpoints lost':<28}{len(soak.lost):>6}")
+    for name, count in differences.items():
+        print(f"{name + ' that differ':<28}{count:>6}")
+    for line in soak.lost:
+        print(line)
+    metrics = {f"kills/{name}": {"value": count, "unit": "kills"} for name, count in soak.kills.items()}
+    metrics["kills_in_mid_save"] = {"value": soak.num_in_save, "unit": "kills"}
+    metrics["checkpoints_lost"] = {"value": len(soak.lost), "unit": "checkpoints"}
+    metrics |= {f"differing/{name}": {"value": count, "unit": name} for name, count in differences.items()}
+    metrics["time"] = {"value": seconds, "unit": "s"}
+    record = new_record(
+        name="soak",
+        kind="run",
+        config={"overrides": list(SETTINGS), "kills": options.kills},
+        seed=options.seed,
+        metrics=metrics,
+        device="cpu",
+        layout={"tp_size": 2, "dp_size": 1, "threads_per_rank": 1},
+        steps=[0, steps],
+    )
+    write_record(record, path)
+    print(f"record: {path}")
+    return 1 if soak.lost or any(differences.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""The small finetunings: every seed, from published weights and from random ones, and the floor set before."""
+
+import pandas as pd
+import seaborn as sns
+from matplotlib.figure import Figure
+
+from analysis.report.style import COLUMN_WIDTH, PALETTE, column_style
+
+_COLORS = {"published weights": PALETTE["paper"], "random weights": PALETTE["ours"]}
+_MARKS = {"published weights": "o", "random weights": "X"}
+
+
+def draw_small_runs(rows: pd.DataFrame) -> Figure:
+    """One point per run, one column per task, the floor as a dash.
+
+    Args:
+        rows: of `small_runs`.
+    """
+    tasks = list(rows["metric"].unique())
+    with column_style():
+        figure = Figure(figsize=(COLUMN_WIDTH, 2.6), layout="constrained")
+        axis = figure.subplots()
+        for kind, part in rows.groupby("kind"):
+            places = part["metric"].map(tasks.index) + 0.08 * (part["seed"] - part["seed"].mean())
+            axis.scatter(places, part["score"], color=_COLORS[kind], marker=_MARKS[kind], s=22, label=kind)
+        for place, task in enumerate(tasks):
+            floor = rows.loc[rows["metric"] == task, "floor"].iloc[0]
+            word = "floor, set before" if place == 0 else None
+            axis.hlines(floor, place - 0.3, place + 0.3, color="0.3", linewidth=1, linestyle="--", label=word)
+        axis.set_xticks(range(len(tasks)), [task.replace("/", "\n") for task in tasks])
+        axis.set(ylabel="%", ylim=(0, 100))
+        figure.legend(loc="outside upper center", ncols=2, frameon=False)
+        sns.despine(figure)
+    return figure

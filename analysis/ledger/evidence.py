@@ -1,0 +1,249 @@
+"""Our side of a number of the paper: from records, exact counts, the cost model or the configuration.
+
+`paper.yaml` names the sources of each number; the first that has something counts. No value of ours is typed here.
+"""
+
+import dataclasses
+import math
+import operator
+import shlex
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+import pandas as pd
+
+from analysis.norm_order.cells import STATES
+from analysis.scaling.sizes import paper_models
+from analysis.scaling.study import BASELINE_FLOPS_PER_S, MICRO_BATCH, predict_petaflops
+from lmscale.config import ParallelConfig, Recompute
+from lmscale.config.cluster import Cluster
+from lmscale.paper import SEQ_LENGTH
+from lmscale.planner.communication import Collective, micro_batch_collectives
+from lmscale.planner.flops import TERA
+from lmscale.planner.params import count_parameters
+
+from .entries import Entry
+
+REPRODUCED, SCALED_DOWN, MODELLED, SETTING, NOT_RUN = "reproduced", "scaled down", "modelled", "setting", "not run"
+KINDS = {
+    REPRODUCED: "counted exactly, or run as the paper describes it; so far counts alone: parameters, rows, messages",
+    SCALED_DOWN: "measured on a smaller model or other data, named beside it: does not compare with the paper's value",
+    MODELLED: "computed by the cost model, which was fitted to part of the paper's scaling study",
+    SETTING: "an input, not a result: what the command sets or the cost model takes from the paper",
+    NOT_RUN: "we have nothing, and why",
+}
+_OF_RECORD = {"run": REPRODUCED, "scaled_down": SCALED_DOWN, "modelled": MODELLED}
+_DEFINED = ("by definition", "the anchor")  # evidence of the baseline's cells
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "100 / n": lambda n: 100 / n,
+    "n - 1": lambda n: n - 1,
+    "n / 8": lambda n: n / 8,
+    "length": lambda text: len(text.split(",")),
+    "std / sqrt(2 layers)": lambda scaled: "std / sqrt(2 layers)" if scaled else "std",
+}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What evidence is drawn from.
+
+    Args:
+        records: by name, as `read_records` has them.
+        tables: rows of the rendered tables by name, with columns `configuration`, `unit`, `ours` and `evidence`.
+        settings: contents of `conf/` by path below it.
+        cluster: the fitted cluster of `cost_model.json`.
+    """
+
+    records: Mapping[str, dict[str, Any]]
+    tables: Mapping[str, pd.DataFrame]
+    settings: Mapping[str, dict[str, Any]]
+    cluster: Cluster
+
+    def setting(self, file: str, key: str) -> Any:
+        """The value of a key in a file of `conf/`; `/` between a group and its key, for sizes have dots."""
+        value = self.settings[file]
+        for part in key.split("/"):
+            value = value[part]
+        return value
+
+
+@dataclass(frozen=True)
+class Found:
+    """Our side of a number.
+
+    Args:
+        kind: of `KINDS`.
+        source: the record or code it is from, or why there is none.
+        ours: None where there is none.
+        unit: where it is not the paper's.
+    """
+
+    kind: str
+    source: str
+    ours: float | str | None = None
+    unit: str | None = None
+
+
+def find(entry: Entry, context: Context) -> Found:
+    """What the first source of an entry that has something gives; else why there is nothing."""
+    found = _recorded("*", entry.id, "its metric of this name", None, context)
+    for source, look in _SOURCES.items():
+        if found is None and source in entry.source:
+            found = look(entry, context)
+    return found or Found(NOT_RUN, entry.source.get("why", ""))
+
+
+def _table_row(entry: Entry, context: Context) -> Found | None:
+    rows = context.tables[entry.source["table"]]
+    row = rows[(rows["configuration"] == entry.source["row"]) & (rows["unit"] == entry.unit)].iloc[0]
+    kind, _, role = row["evidence"].partition(", ")
+    if kind == NOT_RUN:
+        return None
+    if kind == "exact":
+        return Found(REPRODUCED, "counted by `lmscale.planner.params`", row["ours"])
+    if kind in _DEFINED:
+        return Found(SETTING, kind, row["ours"])
+    record = f"`{row['record']}`" if kind == REPRODUCED else "`cost_model.json`"
+    return Found(kind, ", ".join(filter(None, (record, role))), row["ours"])
+
+
+def _small_row(entry: Entry, context: Context) -> Found | None:
+    rows = context.tables[entry.source["small_in"]]
+    rows = rows[(rows["unit"] == entry.unit) & (rows["evidence"] == SCALED_DOWN)]
+    if rows.empty:
+        return None
+    row = rows.iloc[0]
+    return Found(SCALED_DOWN, f"`{row['record']}`: {row['configuration']}", row["ours"])
+
+
+def _record(entry: Entry, context: Context) -> Found | None:
+    source = entry.source
+    return _recorded(source["record"], source["metric"], source["what"], source.get("record_unit"), context)
+
+
+def _recorded(pattern: str, metric: str, what: str, unit: str | None, context: Context) -> Found | None:
+    """The median of a metric over the records whose name fits a pattern and that have it, in the record's unit."""
+    records = {name: r for name, r in sorted(context.records.items()) if fnmatchcase(name, pattern)}
+    found = {name: record for name, record in records.items() if metric in record["metrics"]}
+    if not found:
+        return None
+    entries = [record["metrics"][metric] for record in found.values()]
+    values = [float(entry["non_finite"]) if "non_finite" in entry else entry["value"] for entry in entries]
+    first, several = next(iter(found)), f" and {len(found) - 1} more, median" if len(found) > 1 else ""
+    stated = entries[0]["unit"]
+    in_unit = unit or (None if stated == "count" else stated)
+    return Found(_OF_RECORD[found[first]["kind"]], f"`{first}`{several}: {what}", statistics.median(values), in_unit)
+
+
+def _norm_order(entry: Entry, context: Context) -> Found | None:
+    """The norm-order study at a depth that stands for the paper's: how its runs ended, and their loss."""
+    order, depth = entry.source["norm_order"], entry.source["layers"]
+    metrics = context.records.get("norm_order.json", {"metrics": {}})["metrics"]
+    place = f"{depth}_layers/scaled"
+    if f"{place}/{order}/learned" not in metrics:
+        return None
+    counts = {state: metrics[f"{place}/{order}/{state}"]["value"] for state in STATES}
+    ended = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    loss, rate = metrics.get(f"{place}/{order}"), metrics[f"{place}/lr_{order}"]["value"]
+    end = "" if loss is None else f": {loss['value']:.3f} {loss['unit']}"
+    what = f"runs of a small BERT of {depth} layers, learning rate {rate:g}"
+    return Found(SCALED_DOWN, f"`norm_order.json`: {what}", f"{ended}{end}")
+
+
+def _setting(entry: Entry, context: Context) -> Found:
+    """A key of a file in `conf/`, or one less (`-`) or over (`/`) another."""
+    file, words = entry.source["conf"], entry.source["key"].split(" ")
+    value = context.setting(file, words[0])
+    if len(words) == 3:
+        value = {"-": operator.sub, "/": operator.truediv}[words[1]](value, context.setting(file, words[2]))
+    shown = " ".join(word if word == "/" else word.replace("/", ".") for word in words)
+    convert = _CONVERSIONS.get(entry.source.get("as"), lambda value: value)
+    return Found(SETTING, f"`conf/{file}`, `{shown}`", convert(value))
+
+
+def _in_command(entry: Entry, context: Context) -> Found:
+    keys = entry.source["in_command"].split(" x ")
+    values = dict(word.split("=", 1) for word in shlex.split(entry.command) if "=" in word)
+    product = math.prod(int(values[key]) for key in keys)
+    return Found(SETTING, "the command: " + " x ".join(f"`{key}`" for key in keys), product)
+
+
+def _parameters(entry: Entry, context: Context) -> Found:
+    scale = {"billion parameters": 1e9, "million parameters": 1e6}[entry.unit]
+    count = count_parameters(paper_models()[entry.source["of"]]).total / scale
+    return Found(REPRODUCED, "counted by `lmscale.planner.params`", count)
+
+
+@cache
+def _sent() -> tuple[Collective, ...]:
+    """What the tensor ranks of the 2.5 B model send in one micro-batch; full recomputation would repeat the forward
+    pass's messages."""
+    config = dataclasses.replace(paper_models()["gpt_2.5b"], recompute=Recompute.NONE)
+    return tuple(micro_batch_collectives(config, ParallelConfig(2, 1), MICRO_BATCH, SEQ_LENGTH, "fp16"))
+
+
+def _messages(what: str, attribute: str, over: float, note: str = "") -> Callable[[Entry, Context], Found]:
+    def count(entry: Entry, context: Context) -> Found:
+        number = sum(getattr(each, attribute) for each in _sent() if each.what == what) / over
+        return Found(REPRODUCED, f"counted by `lmscale.planner.communication`{note}", number)
+
+    return count
+
+
+def _trained_tokens(entry: Entry, context: Context) -> Found:
+    """Steps over 336M's, at the same batch."""
+    steps, file = context.setting("recipe/base/paper_bert.yaml", "trainer/max_steps"), entry.source["of"]
+    own = context.settings[file].get("trainer", {}).get("max_steps", steps)
+    return Found(SETTING, f"`conf/{file}`, `trainer.max_steps` over that of 336M", own / steps)
+
+
+def _of_cluster(kind: str, source: str, compute: Callable[[Cluster], float]) -> Callable[[Entry, Context], Found]:
+    return lambda _, context: Found(kind, source, compute(context.cluster))
+
+
+_LAYERS, _HIDDEN = paper_models()["gpt_2.5b"].num_layers, paper_models()["gpt_2.5b"].hidden_size
+_POSITIONS = MICRO_BATCH * SEQ_LENGTH
+_GPUS = 512  # of the largest runs
+_OF_THE_LOSS = ": the rows' maxima, sums and scores of the target, of which the paper's formula needs the last two"
+_COMPUTED: dict[str, Callable[[Entry, Context], Found]] = {
+    "parameters": _parameters,
+    "trained_tokens": _trained_tokens,
+    "ensemble": lambda entry, _: Found(SETTING, "the command: its run folders", entry.command.count("multirun/")),
+    "padded vocabulary": lambda *_: Found(
+        REPRODUCED, "counted by `lmscale.config`", paper_models()["gpt_8.3b"].padded_vocab_size
+    ),
+    "all-reduces forward": _messages("attention and MLP outputs", "count", _LAYERS),
+    "all-reduces backward": _messages("gradients of attention and MLP inputs", "count", _LAYERS),
+    "elements of an all-reduce": _messages("attention and MLP outputs", "num_bytes", 2 * _POSITIONS * _HIDDEN),  # fp16
+    "all-reduces of the embedding": _messages("embedding", "count", 1),
+    "numbers of the loss": _messages("loss", "total_bytes", 4 * _POSITIONS, _OF_THE_LOSS),  # fp32
+    "one": _of_cluster(SETTING, "by definition", lambda _: 1.0),
+    "baseline": _of_cluster(SETTING, "the anchor of the cost model's clock", lambda _: BASELINE_FLOPS_PER_S / TERA),
+    "baseline share": _of_cluster(
+        SETTING, "39 TFLOP/s over the cluster's peak", lambda c: 100 * BASELINE_FLOPS_PER_S / (c.peaks.fp16 * TERA)
+    ),
+    "bandwidth in a server": _of_cluster(
+        MODELLED, "`cost_model.json`, effective, fitted", lambda c: c.calibration.tensor_bandwidth_gb_s
+    ),
+    "bandwidth between servers": _of_cluster(
+        MODELLED, "`cost_model.json`, effective, fitted", lambda c: c.calibration.data_bandwidth_gb_s
+    ),
+    "efficiency on 512 GPUs": _of_cluster(
+        MODELLED,
+        "`cost_model.json`, PFLOP/s on 512 GPUs over 512 x 39 TFLOP/s",
+        lambda cluster: 100 * predict_petaflops(cluster) * 1e15 / (_GPUS * BASELINE_FLOPS_PER_S),
+    ),
+}
+_SOURCES: dict[str, Callable[[Entry, Context], Found | None]] = {
+    "table": _table_row,
+    "small_in": _small_row,
+    "record": _record,
+    "norm_order": _norm_order,
+    "conf": _setting,
+    "in_command": _in_command,
+    "computed": lambda entry, context: _COMPUTED[entry.source["computed"]](entry, context),
+}

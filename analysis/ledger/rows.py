@@ -1,0 +1,57 @@
+"""The ledger as rows: every number of the paper with our side of it, and the few that stand for the rest."""
+
+import pandas as pd
+
+from .entries import ENTRIES, SHORT_FORM
+from .evidence import KINDS, SCALED_DOWN, Context, find
+
+COLUMNS = ("id", "paper", "ours", "unit", "evidence", "from", "origin", "command")
+
+
+def ledger(context: Context) -> pd.DataFrame:
+    """One row per entry, in the order of `paper.yaml`.
+
+    Returns:
+        columns `COLUMNS`: `ours` is in the paper's unit, or words with its own; `from` is the record, the code, the
+        key, or why there is none; `origin` how the paper's value was got.
+    """
+    rows = []
+    for entry in ENTRIES:
+        found = find(entry, context)
+        ours = found.ours
+        if found.unit is not None and not entry.unit.endswith(found.unit):
+            ours = f"{ours:.4g} ({found.unit})"
+        row = (entry.id, entry.paper, ours, entry.unit, found.kind, found.source, entry.origin, entry.command)
+        rows.append(row)
+    return pd.DataFrame(rows, columns=list(COLUMNS), dtype=object)
+
+
+def heading(place: str) -> str:
+    """A place of the paper as it stands above its rows: `Table 1`, `Section 4.1`, `Appendix C`."""
+    word, _, number = place.partition("_")
+    return f"{word.capitalize()} {number.upper()}".rstrip()
+
+
+def kinds(rows: pd.DataFrame) -> pd.DataFrame:
+    """How many entries each kind of evidence has: columns `evidence`, `numbers`, `meaning`."""
+    counts = rows["evidence"].value_counts()
+    return pd.DataFrame(
+        {
+            "evidence": list(KINDS),
+            "numbers": [int(counts.get(kind, 0)) for kind in KINDS],
+            "meaning": list(KINDS.values()),
+        }
+    )
+
+
+def short_form(rows: pd.DataFrame) -> pd.DataFrame:
+    """The main rows: columns `where`, `paper`, `ours`, `unit`, `evidence`; of what is scaled down, what it is, and of a
+    cell of the cost model whether it was fitted."""
+    main = rows.set_index("id").loc[list(SHORT_FORM), ["paper", "ours", "unit", "evidence", "from"]]
+    small = main["evidence"] == SCALED_DOWN
+    main.loc[small, "evidence"] += ": " + main.loc[small, "from"].str.split(": ", n=1).str[1]
+    role = main["from"].str.extract(r"`cost_model.json`, (\w.*)$")[0].replace("fit", "fitted to it")
+    main.loc[role.notna(), "evidence"] += ", " + role.dropna()
+    main = main.drop(columns="from")
+    main.insert(0, "where", list(SHORT_FORM.values()))
+    return main.reset_index(drop=True)

@@ -1,0 +1,73 @@
+"""Figure 6 in small, from the record of `run.py`: loss against size, perplexity over the iterations."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator
+
+from analysis.report.style import COLUMN_WIDTH, column_style
+
+from .perplexity import draw_perplexity
+
+PANEL_HEIGHT = 2.1  # inches
+PANELS = {"parameters_without_embeddings": "parameters without embeddings", "flops": "FLOPs of the training"}
+LAWS = {"plain": ("--", "$a\\,x^{-b}$"), "floor": ("-", "$a\\,x^{-b} + c$")}
+
+
+def read_sizes(record: dict[str, Any]) -> pd.DataFrame:
+    """One row per size: `size` (layers x hidden), the measures of size, the loss with its lowest and highest."""
+    metrics, names = record["metrics"], list(record["config"]["curves"])
+    columns = (*PANELS, "parameters", "loss", "loss_lowest", "loss_highest")
+    rows = [{"size": name} | {c: metrics[f"{name}/{c}"]["value"] for c in columns} for name in names]
+    return pd.DataFrame(rows)
+
+
+def draw_laws(record: dict[str, Any]) -> Figure:
+    """Loss against parameters and against FLOPs, in powers, a column wide; laws with the 95 % interval of b: of a line
+    by the distances of the means from it, of a law with a floor over the seeds."""
+    with column_style():
+        figure = Figure(figsize=(COLUMN_WIDTH, len(PANELS) * PANEL_HEIGHT), layout="constrained")
+        axes = figure.subplots(len(PANELS))
+        for axis, measure in zip(axes, PANELS, strict=True):
+            _draw_panel(axis, record, read_sizes(record), measure)
+        sns.despine(figure)
+    return figure
+
+
+def _draw_panel(axis: Axes, record: dict[str, Any], rows: pd.DataFrame, measure: str) -> None:
+    bars = [rows["loss"] - rows["loss_lowest"], rows["loss_highest"] - rows["loss"]]
+    label = f"mean and range of {len(record['config']['seeds'])} seeds"
+    axis.errorbar(rows[measure], rows["loss"], bars, fmt="o", color="black", markersize=3.5, capsize=2, label=label)
+    x = np.geomspace(rows[measure].min() / 1.3, rows[measure].max() * 1.3, 100)
+    for kind, (style, form) in LAWS.items():
+        if kind == "floor" and not record["config"]["floor_is_borne"][measure]:
+            continue
+        law = {
+            key.split("/")[2]: m["value"]
+            for key, m in record["metrics"].items()
+            if key.startswith(f"{measure}/{kind}/")
+        }
+        a, b, c = law["a"], law["b"], law.get("c", 0.0)
+        low, high = law.get("b_low", law["b_seeds_low"]), law.get("b_high", law["b_seeds_high"])
+        words = f"{form}, b {low:.3f} to {high:.3f}" + (f", c {c:.2f}" if kind == "floor" else "")
+        axis.plot(x, a * x**-b + c, style, color="0.35", linewidth=1, label=words)
+    axis.set(xscale="log", yscale="log", xlabel=PANELS[measure], ylabel="validation loss (nats/token)")
+    axis.yaxis.set_major_locator(LogLocator(subs=np.arange(1, 10, 0.5)))  # less than a decade
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_locator(LogLocator(subs=()))
+    axis.set_ylim(top=axis.get_ylim()[1] * 1.15)  # the legend stands above the points
+    axis.legend(frameon=False, loc="upper right")
+
+
+def draw_model_sizes(record: dict[str, Any]) -> Figure:
+    """Validation perplexity over the iterations, one curve per size, the mean of its seeds, from narrow to wide."""
+    curves = {}
+    for name, points in record["config"]["curves"].items():
+        table = pd.DataFrame(points).rename(columns={"step": "steps"})
+        millions = record["metrics"][f"{name}/parameters"]["value"] / 1e6
+        curves[f"{name}, {millions:.2f} M"] = table.assign(perplexity=np.exp(table.pop("loss")))
+    return draw_perplexity(curves)

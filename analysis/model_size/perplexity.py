@@ -1,0 +1,44 @@
+"""Figure 6's form: validation perplexity over training, one curve per run."""
+
+import pandas as pd
+import seaborn as sns
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from analysis.report.style import COLUMN_WIDTH, column_style
+
+AXES = {"steps": "iterations", "tokens": "tokens"}
+
+
+def draw_perplexity(curves: dict[str, pd.DataFrame], x: str = "steps") -> Figure:
+    """All curves in one picture; they differ in marks, dashes and lightness, the last one darkest.
+
+    Args:
+        curves: by label, with columns `perplexity` and `x`.
+        x: `steps` or `tokens`.
+    """
+    rows = pd.concat([points.assign(run=label) for label, points in curves.items()], ignore_index=True)
+    with column_style():
+        figure = Figure(figsize=(COLUMN_WIDTH, 2.4), layout="constrained")
+        axis = figure.subplots()
+        sns.lineplot(
+            rows,
+            x=x,
+            y="perplexity",
+            hue="run",
+            style="run",
+            markers=True,
+            palette=[colormaps["viridis"](0.8 - 0.8 * i / max(len(curves) - 1, 1)) for i in range(len(curves))],
+            errorbar=None,
+            markersize=5,
+            markevery=0.1,  # of the length of the curve
+            ax=axis,
+        )
+        axis.set(xlabel=AXES[x], ylabel="validation perplexity, log scale", yscale="log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axis.yaxis.set_minor_locator(NullLocator())
+        axis.legend(title=None, frameon=False)
+        sns.despine(figure)
+    return figure

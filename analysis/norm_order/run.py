@@ -1,0 +1,292 @@
+"""Figure 7 as a controlled experiment: the cells of `sweep=norm_order` one by one, then what they show.
+
+    python analysis/norm_order/run.py --jobs 2              # all that is not there yet, then the summary; hours
+    python analysis/norm_order/run.py --stages 12 --seeds 1
+
+Norm order x scaling of the weights before a residual x learning rate at 12 layers; at 6 and 24 layers each of these
+four with the learning rate that served it best at 12; at 48 layers the same with one seed. The seeds with which an arm
+does not learn at 24 layers are tried there at the lower rates too. A cell is one run of `src/train.py` on one thread,
+on the documentation that ships with Python; its record goes to `records/norm_order/`, and a cell that has one is not
+run again. The summary is `records/norm_order.json`; `make tables` and `make figures` show it.
+"""
+
+import argparse
+import csv
+import itertools
+import json
+import math
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from analysis.norm_order.cells import ARM, choose_rates, read_cells
+from analysis.norm_order.summary import summarize
+from lmscale.config.data import DataConfig, TokenizerConfig
+from lmscale.config.from_dict import build
+from lmscale.data.bert_dataset import IGNORE_LABEL, BERTDataset
+from lmscale.data.prepare import prepare_corpus
+from lmscale.results import new_record, write_record
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = ROOT / "analysis" / "norm_order" / "records"
+SWEEP = OmegaConf.load(ROOT / "conf" / "train" / "sweep" / "norm_order.yaml")
+TRAINED = OmegaConf.to_container(
+    OmegaConf.masked_copy(
+        SWEEP, ["model", "tokenizer", "micro_batch_size", "global_batch_size", "schedule", "trainer"]
+    ),
+    resolve=False,
+)
+FACTORIAL = int(SWEEP.model.num_layers)
+SEEDS = range(1, 4)
+STAGES = {FACTORIAL: 3, 6: 3, 24: 3, 48: 1}  # layers: seeds, in this order: the first chooses the others' rates
+RETRIED = 24  # layers at which runs that do not learn get the grid's lower rates, lest depth stand for a rate
+WINDOW = 25  # steps of which a point of a curve is the mean
+NORM_WINDOW = 10  # steps of which a gradient norm in training is the mean; at step 1 it is that step's alone
+REFERENCE_EPOCHS = 4  # 226,000 scored tokens: their entropy is within 0.001 nats
+DIVERGED = 3  # exit code of a run without finite gradients
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run. `lr` is kept as the sweep writes it."""
+
+    layers: int
+    order: str
+    scaled: bool
+    lr: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its record and run folder."""
+        return f"{self.layers}_{self.order}_{'scaled' if self.scaled else 'unscaled'}_{self.lr}_{self.seed}"
+
+    def overrides(self) -> tuple[str, ...]:
+        """Of train.py."""
+        return (
+            "sweep=norm_order",
+            "hydra.mode=RUN",
+            f"model.num_layers={self.layers}",
+            f"model.norm_order={self.order}",
+            f"model.scale_residual_init={str(self.scaled).lower()}",
+            f"optimizer.lr={self.lr}",
+            f"seed={self.seed}",
+        )
+
+
+def swept(key: str) -> list[str]:
+    """The values that the sweep gives to a key."""
+    return SWEEP.hydra.sweeper.params[key].split(",")
+
+
+def cells_of_stage(layers: int, seeds: Iterable[int], records: Path) -> list[Cell]:
+    """The cells at a depth, one seed after the other.
+
+    Raises:
+        ValueError: the factorial, which chooses the learning rates, is not complete.
+    """
+    arms = list(itertools.product(swept("model.norm_order"), (True, False)))
+    if layers == FACTORIAL:
+        rates = {arm: swept("optimizer.lr") for arm in arms}
+    else:
+        needed = cells_of_stage(FACTORIAL, SEEDS, records)
+        missing = [cell.name for cell in needed if not (records / f"{cell.name}.json").is_file()]
+        if missing:
+            raise ValueError(f"the cells at {FACTORIAL} layers must all be there first, but {missing[0]} is not")
+        chosen = choose_rates(read_cells(read_folder(records)), FACTORIAL)
+        rates = {arm: [lr for lr in swept("optimizer.lr") if float(lr) == chosen[arm]] for arm in arms}
+    kept = [seed for seed in seeds if seed <= STAGES[layers]]
+    return [Cell(layers, *arm, lr, seed) for seed in kept for arm in arms for lr in rates[arm]]
+
+
+def cells_to_retry(seeds: Iterable[int], records: Path) -> list[Cell]:
+    """At `RETRIED` layers, those seeds with which an arm did not learn at its chosen rate, at the rates below."""
+    cells = read_cells(read_folder(records))
+    chosen, retries = choose_rates(cells, FACTORIAL), []
+    for (order, scaled), group in cells[cells["layers"] == RETRIED].groupby(ARM):
+        lower = [lr for lr in swept("optimizer.lr") if float(lr) < chosen[order, scaled]]
+        failed = group[(group["lr"] == chosen[order, scaled]) & (group["state"] != "learned")]
+        retries += [
+            Cell(RETRIED, order, bool(scaled), lr, int(seed))
+            for lr in lower
+            for seed in failed["seed"]
+            if seed in seeds
+        ]
+    return retries
+
+
+def read_folder(records: Path) -> list[dict[str, Any]]:
+    """The records of the cells, in the order of their names.
+
+    Raises:
+        ValueError: a file is no record of a cell of this sweep.
+    """
+    found = []
+    for path in sorted(records.glob("*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            same = all(record["config"]["sweep"][key] == wanted for key, wanted in TRAINED.items())
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"`--records` must hold cells of this study, but {path} is none") from error
+        if not same:
+            raise ValueError(f"`--records` must hold cells of this sweep, but {path} is of another")
+        found.append(record)
+    return found
+
+
+def run_cell(cell: Cell, more: Sequence[str], outputs: Path, records: Path) -> None:
+    """Train one cell and keep its record; nothing where that is there already. What was left half done goes."""
+    target, run_dir = records / f"{cell.name}.json", outputs / cell.name
+    if target.is_file():
+        return
+    print(f"--- {cell.name}", flush=True)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    command = [sys.executable, str(ROOT / "src" / "train.py"), *cell.overrides(), *more, f"hydra.run.dir={run_dir}"]
+    with open(outputs / f"{cell.name}.log", "w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=subprocess.STDOUT
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    process.returncode = code  # Popen would wait for it again
+    if code not in (0, DIVERGED):
+        raise RuntimeError(f"{cell.name} ended with code {code}; see {log.name}")
+    write_record(describe_cell(cell, more, run_dir, code == DIVERGED, usage), target)
+
+
+def describe_cell(
+    cell: Cell, more: Sequence[str], run_dir: Path, diverged: bool, usage: resource.struct_rusage
+) -> dict[str, Any]:
+    """The record of a cell from its run folder: figures, loss curve and gradient norms by layer."""
+    with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
+        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+    rows = [row for row in rows if math.isfinite(row["train/lm_loss"] + row["grad_norm"])]  # what a diverged run had
+    losses = [row["train/lm_loss"] for row in rows] or [math.nan]
+    curve = [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses) - WINDOW + 1, WINDOW)]
+    nats = "nats/masked token"
+    metrics = {
+        "train_loss": {"value": statistics.fmean(losses[-2 * WINDOW :]), "unit": nats},
+        "lowest_loss": {"value": min(curve or losses), "unit": nats},
+        "non_finite": {"value": int(diverged), "unit": "runs"},
+        "steps": {"value": len(rows), "unit": "steps"},
+        "cpu_time": {"value": usage.ru_utime + usage.ru_stime, "unit": "s"},
+    }
+    config: dict[str, Any] = {
+        "overrides": [*cell.overrides(), *more],
+        "sweep": OmegaConf.to_container(SWEEP, resolve=False),
+    }
+    if not diverged:
+        run = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
+        metrics["validation_loss"] = run["metrics"]["val/lm_loss"] | {"unit": nats}
+        metrics |= {k: {"value": loss, "unit": nats} for k, loss in reference_losses(run["config"]).items()}
+        config["corpus"] = {part: run["config"]["corpus"][part] for part in ("train", "validation")}
+    config |= {
+        "cell": vars(cell),
+        "window": WINDOW,
+        "curve": curve,
+        "validation": [[int(row["step"]), row["val/lm_loss"]] for row in rows if "val/lm_loss" in row],
+        "gradient_norms": {str(step): norms_at(rows, step) for step in steps_of_norms(len(rows)) if rows},
+    }
+    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
+    return new_record("norm_order_cell", "scaled_down", config, cell.seed, metrics, device="cpu", layout=layout)
+
+
+def reference_losses(config: dict[str, Any]) -> dict[str, float]:
+    """Losses to see a curve against, in nats per masked token, by counting the scored tokens of `REFERENCE_EPOCHS`.
+
+    They are scored in other shares than they have in the corpus: long words are skipped or cut.
+
+    Returns:
+        scored_entropy: of a model that ignores its input and knows how often each token is scored.
+        context_free_loss: the least that is possible from the scored place alone. There stands [MASK] for 8 of 10
+        tokens, the token itself or one at random for 1 each.
+    """
+    data = build(DataConfig, config["data"], "data.")
+    tokenizer = build(TokenizerConfig, config["tokenizer"], "tokenizer.")
+    corpus = prepare_corpus(data, tokenizer, "bert", config["model"]["vocab_size"])
+    (part,) = corpus.parts["train"]
+    dataset = BERTDataset(corpus, part, data, seed=0, name="train")
+    counts = np.zeros(corpus.vocab_size)
+    for epoch, indices in itertools.product(range(REFERENCE_EPOCHS), np.array_split(np.arange(len(dataset)), 16)):
+        labels = dataset.batch(np.full(len(indices), epoch), indices)["labels"]
+        counts += np.bincount(labels[labels != IGNORE_LABEL], minlength=corpus.vocab_size)
+    share = counts / counts.sum()
+    seen = 0.1 * share[None, :] * (1 / len(share) + np.eye(len(share)))  # [shown, scored]: random or itself
+    joint = np.concatenate([0.8 * share[None, :], seen])
+    conditional = joint / joint.sum(axis=1, keepdims=True)
+    return {
+        "scored_entropy": float(-(share * np.log(np.where(share > 0, share, 1.0))).sum()),
+        "context_free_loss": float(-(joint * np.log(np.where(joint > 0, conditional, 1.0))).sum()),
+    }
+
+
+def steps_of_norms(num_steps: int) -> list[int]:
+    """Initialisation, the end of the warm-up, the middle, the end."""
+    return sorted({1, min(int(SWEEP.schedule.warmup_steps), num_steps), max(num_steps // 2, 1), num_steps})
+
+
+def norms_at(rows: list[dict[str, float]], step: int) -> dict[str, float]:
+    """Gradient norm by part of the model, the mean of up to `NORM_WINDOW` steps up to `step`."""
+    some = rows[max(step - NORM_WINDOW, 0) : step]
+    parts = [key for key in some[0] if key.startswith("grad_norm/")]
+    return {key.split("/", 1)[1]: statistics.fmean(row[key] for row in some) for key in parts}
+
+
+def main() -> int:
+    """Run what is missing, stage by stage; then sum up."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("overrides", nargs="*", help="more keys of train.py, for a trial with other --records")
+    parser.add_argument("--stages", nargs="*", type=int, choices=STAGES, default=list(STAGES), help="depths")
+    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=list(SEEDS))
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time, one thread each")
+    parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "norm_order", help="run folders")
+    parser.add_argument(
+        "--records", type=Path, default=RECORDS / "norm_order", help="folder of the cells; the summary is beside"
+    )
+    options = parser.parse_args()
+    outputs, records = options.outputs.resolve(), options.records.resolve()
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, but is {options.jobs}")
+    if options.overrides and records == RECORDS / "norm_order":
+        parser.error("--records must be another folder with other keys: these are not the study's cells")
+    outputs.mkdir(parents=True, exist_ok=True)
+
+    def run(cells: list[Cell]) -> None:
+        missing = [cell for cell in cells if not (records / f"{cell.name}.json").is_file()]
+        if missing:  # about 20 CPU seconds per layer each
+            print(
+                f"{len(missing)} of {len(cells)} cells of {cells[0].layers} layers have no record and are trained now"
+            )
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(lambda cell: run_cell(cell, options.overrides, outputs, records), cells))
+
+    try:
+        for layers in options.stages:
+            run(cells_of_stage(layers, options.seeds, records))
+            if layers == RETRIED:
+                run(cells_to_retry(options.seeds, records))
+        summary = summarize(read_cells(read_folder(records)), FACTORIAL)
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    path = records.with_suffix(".json")
+    write_record(summary, path)
+    print(f"record: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""What the cells of the norm-order study show together: differences with intervals, counts of endings, the record.
+
+An interval is Student's, of values paired by seed, and only of runs that all learned; else the counts say what was.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from lmscale.results import new_record
+
+from .cells import ARM, DIVERGED_ABOVE, NATS, STATES, STUCK_WITHIN, at_chosen_rates, retried_cells
+
+REFERENCES = ("scored_entropy", "context_free_loss")  # losses to see a curve against
+STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # 97.5 % quantile by degrees of freedom
+
+
+def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and the half width of its 95 % interval by Student's t; nan where there is one value alone."""
+    mean, count = statistics.fmean(values), len(values)
+    if count == 1:
+        return mean, math.nan
+    return mean, STUDENT_T[count - 1] * statistics.stdev(values) / count**0.5
+
+
+def difference(
+    cells: pd.DataFrame, of: str, first: Any, second: Any, loss: str = "train_loss"
+) -> tuple[float, float, int]:
+    """`second` minus `first` of a column's values in a loss, paired by seed: mean, half width, pairs.
+
+    nan where a run did not learn, or no seed has both.
+    """
+    by_seed = cells.pivot(index="seed", columns=of, values=loss)
+    pairs = list((by_seed[second] - by_seed[first]).dropna())
+    return (*(mean_and_interval(pairs) if pairs and _all_learned(cells) else (math.nan, math.nan)), len(pairs))
+
+
+def start_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
+    """Loss without the scaling of the start minus the loss with it, in either order.
+
+    Returns:
+        layers, order, lr (text: `chosen`, or at the depth that has every rate, each), difference, half_width.
+    """
+    at_depth = cells[cells["layers"] == factorial]
+    chosen = at_chosen_rates(cells, cells, factorial).groupby(["layers", "order"])
+    groups = [(layers, order, "chosen", group) for (layers, order), group in chosen]
+    groups += [(factorial, order, f"{lr:g}", g) for (order, lr), g in at_depth.groupby(["order", "lr"])]
+    rows = []
+    for layers, order, lr, group in groups:
+        if group["scaled"].nunique() == 2:
+            mean, half_width, _ = difference(group, "scaled", True, False)
+            rows.append({"layers": layers, "order": order, "lr": lr, "difference": mean, "half_width": half_width})
+    return pd.DataFrame(rows)
+
+
+def interaction(cells: pd.DataFrame, factorial: int, layers: int) -> tuple[float, float]:
+    """How much more the scaling does for post-norm than for pre-norm at a depth, at the chosen rates.
+
+    Post minus pre with the scaling, less post minus pre without it, paired by seed: mean and half width, nats.
+    """
+    group = at_chosen_rates(cells, cells, factorial)
+    group = group[group["layers"] == layers]
+    if not _all_learned(group):
+        return math.nan, math.nan
+    by_arm = group.pivot(index="seed", columns=ARM, values="train_loss")
+    of = {scaled: by_arm["post", scaled] - by_arm["pre", scaled] for scaled in (True, False)}
+    return mean_and_interval(list(of[True] - of[False]))
+
+
+def order_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
+    """Post- against pre-norm at every depth and start, each at the learning rate chosen for it.
+
+    Returns:
+        as `compare_orders`, with layers and scaled.
+    """
+    return compare_orders(at_chosen_rates(cells, cells, factorial), ["layers", "scaled"])
+
+
+def equal_rate_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
+    """Post- against pre-norm at the depth that has every rate, each rate by itself.
+
+    Returns:
+        as `compare_orders`, with layers, scaled and lr.
+    """
+    return compare_orders(cells[cells["layers"] == factorial], ["layers", "scaled", "lr"])
+
+
+def compare_orders(cells: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Post- against pre-norm in every group of cells that has both.
+
+    Returns:
+        the columns `by`; of each order its mean training loss (pre, post), lr_pre, lr_post, and how its cells ended,
+        as text; difference and half_width, paired by seed; the same of the validation loss, with `validation_` before
+        the name; seeds, how many pairs. Where a run did not learn, its end is of another kind than those of the others:
+        there is no mean of them (nan), and no difference.
+    """
+    rows = []
+    for key, group in cells.groupby(by):
+        sides = {order: group[group["order"] == order] for order in ("pre", "post")}
+        if any(side.empty for side in sides.values()):
+            continue
+        row: dict[str, Any] = dict(zip(by, key, strict=True))
+        for order, side in sides.items():
+            row |= {order: side["train_loss"].mean() if _all_learned(side) else math.nan}
+            row |= {f"lr_{order}": side["lr"].iloc[0], f"state_{order}": count_states(side["state"])}
+        row |= dict(zip(("difference", "half_width", "seeds"), difference(group, "order", "pre", "post"), strict=True))
+        seen = difference(group, "order", "pre", "post", "validation_loss")
+        row |= dict(zip(("validation_difference", "validation_half_width"), seen[:2], strict=True))
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _all_learned(cells: pd.DataFrame) -> bool:
+    return bool((cells["state"] == "learned").all())
+
+
+def count_states(states: Iterable[str]) -> str:
+    """`3 learned`, or `1 learned, 2 diverged`."""
+    states = list(states)
+    return ", ".join(f"{states.count(state)} {state}" for state in STATES if state in states)
+
+
+def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
+    """The record of the study.
+
+    Args:
+        factorial: the depth at which all learning rates were run.
+
+    Raises:
+        ValueError: a cell is missing of those at `factorial` layers, both orders and starts at every rate and seed.
+    """
+    at_depth = cells[cells["layers"] == factorial] if len(cells) else cells
+    values = {key: at_depth[key].nunique() if len(at_depth) else 0 for key in (*ARM, "lr", "seed")}
+    if values["order"] * values["scaled"] < 4 or len(at_depth) != math.prod(values.values()):
+        raise ValueError(f"the study must have all cells at {factorial} layers, but some are missing")
+    metrics: dict[str, dict[str, Any]] = {}
+
+    def add(name: str, value: float, unit: str = NATS) -> None:
+        if not math.isnan(value):  # where a run did not learn there is no mean, of one seed no width
+            metrics[name] = {"value": value, "unit": unit}
+
+    for row in order_differences(cells, factorial).to_dict("records"):
+        name = f"{row['layers']}_layers/{_start(row['scaled'])}"
+        for key in ("pre", "post", "difference", "half_width", "validation_difference", "validation_half_width"):
+            add(f"{name}/{key}", row[key])
+        for key, unit in (("lr_pre", "1"), ("lr_post", "1"), ("seeds", "pairs")):
+            add(f"{name}/{key}", row[key], unit)
+    for row in equal_rate_differences(cells, factorial).to_dict("records"):
+        name = f"{factorial}_layers/{_start(row['scaled'])}/lr_{row['lr']:g}/difference"
+        add(name, row["difference"])
+        add(f"{name}_half_width", row["half_width"])
+    for row in start_differences(cells, factorial).to_dict("records"):
+        rate = "" if row["lr"] == "chosen" else f"/lr_{row['lr']}"
+        name = f"{row['layers']}_layers/{row['order']}{rate}/unscaled_minus_scaled"
+        add(name, row["difference"])
+        add(f"{name}_half_width", row["half_width"])
+    for layers in sorted(cells["layers"].unique()):
+        mean, half_width = interaction(cells, factorial, layers)
+        add(f"{layers}_layers/interaction", mean)
+        add(f"{layers}_layers/interaction_half_width", half_width)
+    for (order, scaled, lr), group in at_depth.groupby([*ARM, "lr"]):
+        if _all_learned(group):
+            mean, half_width = mean_and_interval(list(group["train_loss"]))
+            name = f"{factorial}_layers/{order}_{_start(scaled)}/lr_{lr:g}"
+            add(f"{name}/loss", mean)
+            add(f"{name}/half_width", half_width)
+    for cell in retried_cells(cells, factorial).itertuples():
+        add(f"{cell.layers}_layers/{cell.order}_{_start(cell.scaled)}/lr_{cell.lr:g}/seed_{cell.seed}", cell.train_loss)
+    for (layers, order, scaled), row in endings(at_chosen_rates(cells, cells, factorial)).iterrows():
+        for state, count in row.items():
+            add(f"{layers}_layers/{_start(scaled)}/{order}/{state}", int(count), "cells at the chosen rate")
+    for order, rows in endings(cells).groupby("order"):
+        for state, count in rows.sum().items():
+            add(f"{order}/{state}", int(count), "cells in all")
+    for name in REFERENCES:
+        add(name, cells[name].dropna().iloc[0])
+    add("cpu_time", cells["cpu_time"].sum(), "s")
+    rules = {"diverged_above": DIVERGED_ABOVE, "stuck_within": STUCK_WITHIN, "factorial": factorial}
+    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
+    seeds = sorted(int(seed) for seed in cells["seed"].unique())
+    return new_record(
+        "norm_order", "scaled_down", rules | {"seeds": seeds}, seeds[0], metrics, device="cpu", layout=layout
+    )
+
+
+def endings(cells: pd.DataFrame) -> pd.DataFrame:
+    """How many cells ended in each of `STATES`, and how many were unstable on the way, by depth and arm."""
+    rows = pd.concat([pd.get_dummies(cells["state"]).reindex(columns=list(STATES), fill_value=0), cells], axis=1)
+    return rows.groupby(["layers", *ARM])[[*STATES, "unstable"]].sum().astype(int)
+
+
+def _start(scaled: bool) -> str:
+    return "scaled" if scaled else "unscaled"
+
+
+def start_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """`start_differences` as a table for reading."""
+    shown = [_interval(row.difference, row.half_width) for row in rows.itertuples()]
+    columns = {"layers": rows["layers"], "norm order": rows["order"], "learning rate": rows["lr"]}
+    return pd.DataFrame(columns | {"not scaled - scaled, 95 %": shown, "unit": NATS})
+
+
+def order_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """`order_differences` or `equal_rate_differences` as a table for reading."""
+    return pd.DataFrame(
+        {
+            "layers": rows["layers"],
+            "start before residuals": ["scaled" if scaled else "not scaled" for scaled in rows["scaled"]],
+            "pre-norm (lr)": [_loss_and_rate(r.pre, r.lr_pre) for r in rows.itertuples()],
+            "post-norm (lr)": [_loss_and_rate(r.post, r.lr_post) for r in rows.itertuples()],
+            "post - pre, 95 %": [_interval(r.difference, r.half_width) for r in rows.itertuples()],
+            "validation": [_interval(r.validation_difference, r.validation_half_width) for r in rows.itertuples()],
+            "unit": NATS,
+            "pre-norm runs": rows["state_pre"],
+            "post-norm runs": rows["state_post"],
+            "evidence": "scaled down",
+        }
+    )
+
+
+def _loss_and_rate(loss: float, lr: float) -> str:
+    return ("-" if math.isnan(loss) else f"{loss:.3f}") + f" ({lr:g})"
+
+
+def _interval(mean: float, half_width: float) -> str:
+    if math.isnan(mean):
+        return ""
+    return f"{mean:+.3f}" + (" (one seed)" if math.isnan(half_width) else f" +- {half_width:.3f}")

@@ -1,0 +1,162 @@
+"""Every figure that the committed records give, as files: `make figures`.
+
+    python analysis/report/make_figures.py                 # outputs/figures/
+    python analysis/report/make_figures.py --only norm_order_curves --folder analysis/figures    # the README's
+
+Figures 1 and 5, the paper's bars beside the cost model's; Figure 6 in small (`analysis/model_size/`); Figure 7 as a
+controlled experiment (`analysis/norm_order/`); Table 5 in small. To add one, give `figures` its name, caption and
+drawing.
+"""
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
+import matplotlib
+
+matplotlib.use("Agg")  # files, no window
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from analysis.finetuning.figure import draw_small_runs
+from analysis.finetuning.table import small_runs
+from analysis.model_size.figure import draw_laws, draw_model_sizes
+from analysis.norm_order.cells import read_cells, read_curves, read_gradient_norms
+from analysis.norm_order.figure import draw_failures, draw_gradient_norms, draw_loss_curves, draw_rates
+from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
+from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_wall, draw_parts
+from analysis.scaling.sizes import DEVICES, memory_table, parameter_table
+from analysis.scaling.tables import figure_1_rows, figure_5_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+MIDDLE = 500  # step of the norm-order study's runs
+
+
+def figures(results: Path) -> dict[str, tuple[str, Figure]]:
+    """Name: caption and drawing of every figure for which a folder of records has what it needs.
+
+    Raises:
+        ValueError: a record that a figure needs is missing, or a file is torn.
+    """
+    records = read_records(results, needed=["cost_model.json"])
+    cluster = fitted_cluster(records["cost_model.json"])
+    found = {
+        "parameters": ("Where the parameters of the paper's models are", draw_parts(parameter_table())),
+        "memory_wall": (
+            "Memory of a rank of the study's models with full recomputation, predicted, and of devices",
+            draw_memory_wall(memory_table(), DEVICES),
+        ),
+        "figure_1": (
+            "Figure 1. Sustained FLOP/s, the paper's and the cost model's",
+            draw_figure_1(figure_1_rows(cluster)),
+        ),
+        "figure_5": (
+            "Figure 5. Weak scaling, the paper's bars and the cost model's",
+            draw_figure_5(figure_5_rows(cluster)),
+        ),
+    }
+    if "model_size.json" in records:
+        record = records["model_size.json"]
+        found |= {
+            "model_size": (
+                "Figure 6 in small, scaled down. Validation perplexity of GPTs of six sizes, mean of the seeds",
+                draw_model_sizes(record),
+            ),
+            "model_size_laws": (
+                "Loss against size, scaled down. Bars span the seeds; lines are power laws with the 95 % interval of b",
+                draw_laws(record),
+            ),
+        }
+    if "finetune_small.json" in records:
+        found["downstream"] = (
+            "Table 5 in small, scaled down. A small BERT from published and from random weights, one point per seed",
+            draw_small_runs(small_runs(records)),
+        )
+    cells = records_below(records, "norm_order")
+    if cells and "norm_order.json" in records:
+        of = "Figure 7 as a controlled experiment, scaled down."
+        lines = "dotted: a model that ignores its input; dashed: the least loss without other places"
+        factorial = records["norm_order.json"]["config"]["factorial"]
+        rows, curves, norms = read_cells(cells), read_curves(cells), read_gradient_norms(cells)
+        found |= {
+            "norm_order_curves": (
+                f"{of} Training loss by depth, one line per seed; {lines}",
+                draw_loss_curves(curves, rows, factorial),
+            ),
+            "norm_order_rates": (
+                f"{of} Last training loss over the learning rate at {factorial} layers, one mark per seed; {lines}",
+                draw_rates(rows, factorial),
+            ),
+            "norm_order_gradients": (
+                f"{of} Gradient norm of each layer before the first update, one line per seed",
+                draw_gradient_norms(norms, rows, factorial),
+            ),
+            "norm_order_gradients_trained": (
+                f"{of} Gradient norm of each layer at step {MIDDLE}, mean of 10 steps, one line per seed",
+                draw_gradient_norms(norms, rows, factorial, MIDDLE),
+            ),
+            "norm_order_failures": (
+                f"{of} Gradient norm of each layer of every post-norm run at {factorial} layers, at all rates",
+                draw_failures(norms, rows, factorial, (1, MIDDLE)),
+            ),
+        }
+    return found
+
+
+def draw_all(results: Path, folder: Path, suffix: str = "png", only: str | None = None) -> dict[Path, str]:
+    """Draw every figure of a folder of records, in the format of `suffix`; returns the files and what each shows.
+
+    Each file's metadata has the fingerprint of what is drawn, under `Source`.
+
+    Raises:
+        ValueError: there is no figure called `only`.
+    """
+    drawn = figures(results)
+    if only is not None and only not in drawn:
+        raise ValueError(f"`--only` must be one of {', '.join(drawn)}, but is {only}")
+    folder.mkdir(parents=True, exist_ok=True)
+    captions = {}
+    for name, (caption, figure) in drawn.items():
+        if only in (None, name):
+            path = folder / f"{name}.{suffix}"
+            figure.savefig(path, dpi=200, bbox_inches="tight", metadata={"Source": fingerprint(figure)})
+            captions[path] = caption
+    return captions
+
+
+def fingerprint(figure: Figure) -> str:
+    """A digest of the lines, bars, points and words of a figure's axes, the same on every machine."""
+    seen = []
+    for axis in figure.axes:
+        seen += [axis.get_title(), axis.get_xlabel(), axis.get_ylabel()]
+        drawn = [line.get_xydata() for line in axis.lines]
+        drawn += [patch.get_bbox().get_points() for patch in axis.patches if isinstance(patch, Rectangle)]
+        drawn += [points.get_offsets() for points in axis.collections]
+        seen += [" ".join(f"{value:.5g}" for value in np.asarray(part).ravel()) for part in drawn]
+    return hashlib.sha256("\n".join(seen).encode()).hexdigest()
+
+
+def main() -> int:
+    """Draw all and say what each shows."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--records", type=Path, default=ANALYSIS, help="folder of records")
+    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "figures")
+    parser.add_argument("--only", metavar="NAME", help="one figure")
+    options = parser.parse_args()
+    try:
+        captions = draw_all(options.records, options.folder, only=options.only)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for path, caption in captions.items():
+        print(f"{path}: {caption}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

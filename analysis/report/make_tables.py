@@ -1,0 +1,247 @@
+"""The paper's tables and the bars of its figures beside ours, from the committed records: `analysis/tables/`.
+
+    python analysis/report/make_tables.py          # or: make tables
+
+Writes what the records give and nothing else; a test holds the committed files to it. `ledger.md` has every number of
+the paper, the README its short form; `docs/results.md` has tables of what was measured.
+To add a table, give `TABLES` its title and `all_rows` its rows, with the columns that the others have.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
+import pandas as pd
+from omegaconf import OmegaConf
+
+from analysis.benchmarks.tables import cpu_speed, profile
+from analysis.correctness.table import peak_memory
+from analysis.finetuning.table import table_5
+from analysis.ledger.evidence import Context
+from analysis.ledger.rows import heading, kinds, ledger, short_form
+from analysis.norm_order.cells import read_cells
+from analysis.norm_order.summary import order_differences, order_table
+from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
+from analysis.report.results_page import fill, metric_tables
+from analysis.scaling.sizes import communication_table, memory_table, parameter_table
+from analysis.scaling.tables import figure_tables, scaling_tables
+from analysis.zero_shot.table import table_3
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLES_FOLDER = ANALYSIS / "tables"
+_MODELLED = (
+    "`exact` is counted. `modelled` comes from the cost model of `analysis/scaling/records/cost_model.json`, with "
+    "whether the cell was in its fit; nothing was run on GPUs."
+)
+# name: title, what its reader must know
+TABLES = {
+    "Parameters": (
+        "of the paper's models, by part and of a rank",
+        "Counted by formula and, in the tests, on the modules themselves. The vocabulary is padded to 51,200 and to "
+        "30,720 rows at every layout.",
+    ),
+    "Memory": (
+        "of a rank of the paper's models",
+        "Predicted by `lmscale.planner`: fp16 with fp32 masters, exact attention, one data rank, one micro-batch of 8 "
+        "GPT sequences of 1,024 tokens or 4 BERT sequences of 512. Empty: the heads do not divide. `Peak memory` has "
+        "what such predictions are worth.",
+    ),
+    "Communication": (
+        "of a rank of the models of Table 1 for one micro-batch",
+        "Counted by formula and, in the tests, in a traced world of 512 ranks: fp16, 8 sequences of 1,024 tokens. A "
+        "gathered output would send its logits besides.",
+    ),
+    "Figure 1": ("sustained PFLOP/s of the study's models, without and with 64-way data parallelism", _MODELLED),
+    "Figure 5": ("weak scaling of model and model + data parallelism", _MODELLED),
+    "Peak memory": (
+        "predicted beside tracked bytes of a rank",
+        "Predicted by `lmscale.planner`, as the planner and a run's own check do; tracked: all tensors alive at "
+        "the fullest moment of a step (`analysis/correctness/peak_memory.py`). `real`: on a CPU, on one rank or two; "
+        "`traced`: models of the paper without contents, with a GPU's attention kernels. No GPU was used; what kernels "
+        "allocate inside, the allocator's rounding and the framework are in neither. No case was used to find a term "
+        "of the estimate.",
+    ),
+    "Profile": (
+        "where a step's time goes",
+        "Shares of three traced steps on one thread of a CPU, by kind of work: an operation counts with the time it "
+        "takes itself, the optimizer and the vocabulary whole. `analysis/benchmarks/profile.md` says of which "
+        "models, how it was made and what it shows; the records `profile_gpt.json` and `profile_bert.json` have the "
+        "rest.",
+    ),
+    "Speed CPU": (
+        "the goals of speed and memory on two CPU cores",
+        "Ratios of times are a peer's over ours on the same work, A B A B in one run, medians of the rounds' "
+        "ratios unless it says fastest; the machine is shared, so they move by a tenth from run to run. "
+        "`bash analysis/benchmarks/bench_cpu.sh` measures them; the goals of a GPU, "
+        "`bash analysis/benchmarks/h200.sh`, have not been run.",
+    ),
+    "Table 1": ("parameters of the scaling study", _MODELLED),
+    "Table 2": (
+        "GPT-2 models and their days an epoch",
+        f"{_MODELLED} The paper's days are \"the time it takes to advance one epoch which is equivalent to 68,507 "
+        'iterations", with no word on validation. Ours are of so many optimizer steps, 8 sequences a data rank, alone '
+        "and with 100 batches of validation every 1,000 steps, the defaults of the released code; checkpoints and data "
+        "loading are in neither.",
+    ),
+    "Table 3": (
+        "zero-shot results of GPT-2 models",
+        "`reproduced`: the paper's size, 300,000 steps, test file and protocol. `scaled down`: another model or file, "
+        "so there is no printed value beside it. `not run`: we have none. Perplexity is exp(loss / T_o), accuracy is "
+        "of the whole last word; the records have the other variants, T, T_o, windows and hashes.",
+    ),
+    "Table 5": (
+        "finetuned BERT models",
+        "`reproduced`: a size of Table 4 on the whole published set. `scaled down`: a published post-norm BERT of "
+        "22.7 M parameters on parts of the sets (`analysis/finetuning/small.py`), so there is no printed value beside "
+        "it. `not run`: we have none. RACE is of the test set, the rest of the development sets.",
+    ),
+    "Figure 7": (
+        "layer-norm placement as a controlled experiment",
+        "Training loss, the mean of the last 50 of 1,000 steps of a BERT of hidden 64, each arm at the learning rate "
+        "that served it best at 12 layers (`analysis/norm_order/run.py`). The difference is paired by seed, with "
+        "Student's 95 % interval; there is none where a run did not learn. `stuck`: an end less than 0.1 nats below "
+        "the least loss that is possible without a look at other places, or above it; `diverged`: no finite gradient, "
+        "or an end 0.25 nats above the run's own lowest.",
+    ),
+    "Table 7": ("effect of the number of attention heads on scaling", _MODELLED),
+    "Table 8": ("strong scaling of the 1.2 B model", _MODELLED),
+}
+
+
+LEDGER_START, LEDGER_END = "<!-- ledger: made by analysis/report/make_tables.py -->", "<!-- end of the ledger -->"
+LEDGER_TITLE = "every number of the paper and ours"
+LEDGER_NOTE = (
+    "A number's id says where it stands in the paper. `from` is the record in `analysis/*/records/`, the code that "
+    "counts, the key that sets it, or why there is nothing; `origin` says how the paper's value was got; `command`, by "
+    "its number above the table, would reproduce it on the paper's machines and data. A measurement `scaled down` "
+    "stands for the smallest of the paper's models and does not compare with it. What "
+    "the abstract repeats of the tables, rounded, and points of curves that are drawn but not printed are no entries. "
+    "A record fills an entry by naming a metric as its id."
+)
+
+
+def read_settings(folder: Path = ROOT / "conf") -> dict[str, dict]:
+    """The files of `conf/` by their path in it, as written."""
+    return {
+        path.relative_to(folder).as_posix(): OmegaConf.to_container(OmegaConf.load(path))
+        for path in sorted(folder.rglob("*.yaml"))
+    }
+
+
+def all_rows(records: dict[str, dict]) -> dict[str, pd.DataFrame]:
+    """The rows of every table by its name, and those of `Ledger`."""
+    cluster = fitted_cluster(records["cost_model.json"])
+    rows = scaling_tables(cluster) | figure_tables(cluster)
+    rows["Peak memory"] = peak_memory(records["peak_memory.json"])
+    rows["Profile"] = profile({name: records[f"profile_{name.lower()}.json"] for name in ("GPT", "BERT")})
+    rows["Speed CPU"] = cpu_speed(records)
+    rows["Table 3"] = table_3(records)
+    rows["Table 5"] = table_5(records)
+    rows |= {"Parameters": parameter_table(), "Memory": memory_table(), "Communication": communication_table()}
+    cells = records_below(records, "norm_order")
+    if cells and "norm_order.json" in records:
+        rows["Figure 7"] = order_table(
+            order_differences(read_cells(cells), records["norm_order.json"]["config"]["factorial"])
+        )
+    return rows | {"Ledger": ledger(Context(records, rows, read_settings(), cluster))}
+
+
+def render_all(rows: dict[str, pd.DataFrame]) -> dict[str, str]:
+    """The Markdown of every table by its name, and the ledger's."""
+    pages = {name: _page(name, *TABLES[name], rows[name]) for name in TABLES if name in rows}
+    return pages | {"Ledger": _ledger_page(rows["Ledger"])}
+
+
+def short_ledger(rows: pd.DataFrame) -> str:
+    """The ledger in short, for the README: how many numbers of each kind, and the main ones."""
+    counts = ", ".join(f"{row.numbers} {row.evidence}" for row in kinds(rows).itertuples())
+    return f"Of {len(rows)} numbers of the paper: {counts}.\n\n{_table(short_form(rows))}\n"
+
+
+def fill_results(page: str, rows: dict[str, pd.DataFrame], records: dict[str, dict]) -> str:
+    """`docs/results.md` with its tables from the records."""
+    tables = {name: _table(table) for name, table in (rows | metric_tables(records)).items()}
+    return fill(page, tables | {"ledger": short_ledger(rows["Ledger"]).rstrip()})
+
+
+def in_readme(text: str, block: str) -> str:
+    """The README with its ledger replaced.
+
+    Raises:
+        ValueError: it has no place for one.
+    """
+    before, start, rest = text.partition(LEDGER_START)
+    _, end, after = rest.partition(LEDGER_END)
+    if not end:
+        raise ValueError(f"`--readme` must have a place between {LEDGER_START} and {LEDGER_END}")
+    return f"{before}{start}\n{block}{end}{after}"
+
+
+def _ledger_page(rows: pd.DataFrame) -> str:
+    """Every number under its place in the paper, with the commands of a place above its rows."""
+    parts = [_page("Ledger", LEDGER_TITLE, LEDGER_NOTE, kinds(rows))]
+    places = rows["id"].str.split("/").str[0]
+    for place in places.unique():
+        part = rows[places == place].copy()
+        commands = list(dict.fromkeys(command for command in part["command"] if command))
+        part["command"] = [f"[{commands.index(command) + 1}]" if command else "" for command in part["command"]]
+        lines = [f"{number}. `{command}`" for number, command in enumerate(commands, 1)]
+        parts.append("\n".join([f"## {heading(place)}", "", *lines, "", _table(part), ""]))
+    return "\n".join(parts)
+
+
+def _page(name: str, title: str, note: str, rows: pd.DataFrame) -> str:
+    """A heading, the note, and the rows as a Markdown table; cells without a value are empty."""
+    return f"# {name}: {title}\n\n<!-- made by analysis/report/make_tables.py -->\n\n{note}\n\n{_table(rows)}\n"
+
+
+def _table(rows: pd.DataFrame) -> str:
+    """A Markdown table; cells without a value are empty."""
+    numbers = [column for column in rows.columns if pd.api.types.is_numeric_dtype(rows[column])]
+    numbers += [column for column in ("paper", "ours", "measured") if column in rows.columns and column not in numbers]
+    lines = [" | ".join(rows.columns), " | ".join("---:" if column in numbers else "---" for column in rows.columns)]
+    lines += [" | ".join(format_cell(value) for value in row) for row in rows.itertuples(index=False)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def format_cell(value: object) -> str:
+    """Text as it is, numbers to four digits."""
+    if value is None or value != value:  # nan
+        return ""
+    if not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def main() -> int:
+    """Write every table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--records", type=Path, default=ANALYSIS, help="folder of records")
+    parser.add_argument("--output", type=Path, default=TABLES_FOLDER, help="folder of the Markdown files")
+    parser.add_argument(
+        "--readme", type=Path, default=ROOT / "README.md", help="file with a place for the short ledger"
+    )
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md", help="file with places for tables")
+    options = parser.parse_args()
+    try:
+        records = read_records(options.records)
+        rows = all_rows(records)
+        results = fill_results(options.page.read_text(encoding="utf-8"), rows, records)
+        readme = in_readme(options.readme.read_text(encoding="utf-8"), short_ledger(rows["Ledger"]))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    options.output.mkdir(parents=True, exist_ok=True)
+    for name, page in render_all(rows).items():
+        path = options.output / f"{name.lower().replace(' ', '_')}.md"
+        path.write_text(page, encoding="utf-8")
+        print(path)
+    options.readme.write_text(readme, encoding="utf-8")
+    options.page.write_text(results, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

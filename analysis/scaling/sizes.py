@@ -1,0 +1,80 @@
+"""What the study's models hold and send, by formula: parameters by part and rank, memory of a rank, messages."""
+
+import dataclasses
+from functools import cache
+
+import pandas as pd
+
+from analysis.ledger.entries import paper_shape
+from lmscale.config import ParallelConfig, Recompute, TransformerConfig
+from lmscale.paper import BERT_SEQ_LENGTH, BERT_SIZES, BERT_VOCABULARY, SEQ_LENGTH
+from lmscale.planner.communication import micro_batch_collectives
+from lmscale.planner.job import Job, rank_memory
+from lmscale.planner.params import count_parameters
+
+from .study import MICRO_BATCH, SIZES, STUDY_TP_SIZES, study_model
+
+TP_SIZES = (1, 2, 4, 8)
+DEVICES = {"V100": 32.0, "A100": 79.2, "H200": 139.8}  # GiB, as in conf/cluster/
+_EMBEDDINGS = ("word embedding", "position embedding", "token-type embedding")
+_GIB = 2**30
+BERT_MICRO_BATCH = 4  # sequences
+
+
+@cache
+def paper_models() -> dict[str, TransformerConfig]:
+    """Every model of the paper by its name in `conf/model/`, GPTs first, from small to large."""
+    gpts = {f"gpt_{name.lower()}": size for name, size in SIZES.items()}
+    berts = {"bert_336m": BERT_SIZES["336M"], "bert_752m": paper_shape("figure_7/bert_752m")}
+    berts |= {f"bert_{name.lower()}": BERT_SIZES[name] for name in ("1.3B", "3.9B")}
+    return {name: study_model(*size) for name, size in gpts.items()} | {
+        name: TransformerConfig("bert", *size, BERT_VOCABULARY, BERT_SEQ_LENGTH, recompute="full", attention="exact")
+        for name, size in berts.items()
+    }
+
+
+def parameter_table() -> pd.DataFrame:
+    """One row per model: millions of parameters in all and by part, of a rank of 4, and of it on every rank."""
+    rows = []
+    for name, config in paper_models().items():
+        count = count_parameters(config, 4)
+        embeddings = sum(count.parts.get(part, 0) for part in _EMBEDDINGS)
+        layers = count.parts["attention"] + count.parts["mlp"]
+        other = count.total - embeddings - layers
+        millions = {"total": count.total, "embeddings": embeddings, "layers": layers, "other": other}
+        millions |= {"a rank of 4": count.per_rank, "of it on every rank": count.replicated}
+        rows.append({"model": name} | {part: number / 1e6 for part, number in millions.items()})
+    return pd.DataFrame(rows).assign(unit="million parameters", evidence="exact")
+
+
+def memory_table() -> pd.DataFrame:
+    """One row per model, tensor size and recomputation: GiB of a rank of the paper's recipe, fp16, one micro-batch of 8
+    (GPT) or 4 (BERT) sequences on one data rank; with exact attention, as the paper had it."""
+    rows = []
+    for name, config in paper_models().items():
+        seq_length = config.max_position_embeddings
+        batch = MICRO_BATCH if seq_length == SEQ_LENGTH else BERT_MICRO_BATCH
+        for recompute in (Recompute.NONE, Recompute.FULL):
+            job = Job(config, batch, batch, seq_length, "fp16", 1).change(recompute=recompute)
+            sizes = [size for size in TP_SIZES if config.num_attention_heads % size == 0]
+            found = {f"tp {n}": rank_memory(job, ParallelConfig(n), True).total / _GIB for n in sizes}
+            rows.append({"model": name, "recompute": recompute.value} | found)
+    return pd.DataFrame(rows).assign(unit="GiB a rank", evidence="predicted")
+
+
+def communication_table() -> pd.DataFrame:
+    """One row per model of Table 1 at its tensor size: all-reduces and GiB that a rank sends for one micro-batch of 8
+    sequences in fp16, with and without recomputation, and what splitting the loss over the vocabulary saves."""
+    rows = []
+    for name, tp_size in STUDY_TP_SIZES.items():
+        row: dict[str, object] = {"model": f"gpt_{name.lower()}", "tensor ranks": tp_size}
+        for recompute in ("none", "full"):
+            config = dataclasses.replace(study_model(*SIZES[name]), recompute=Recompute(recompute))
+            layout = ParallelConfig(tp_size, 1)
+            sent = micro_batch_collectives(config, layout, MICRO_BATCH, SEQ_LENGTH, "fp16")
+            row[f"all-reduces, recompute {recompute}"] = sum(collective.count for collective in sent)
+            row[f"GiB, recompute {recompute}"] = sum(collective.total_bytes for collective in sent) / _GIB
+        logits = MICRO_BATCH * SEQ_LENGTH * config.padded_vocab_size * 2  # bytes, that a gathered output would send
+        row["GiB of logits, never sent"] = logits / _GIB if tp_size > 1 else 0.0
+        rows.append(row)
+    return pd.DataFrame(rows).assign(evidence="exact")

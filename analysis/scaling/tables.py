@@ -1,0 +1,158 @@
+"""Tables 1, 2, 7 and 8 and the bars of Figures 1 and 5: the paper's value, ours, and what kind of evidence ours is."""
+
+import pandas as pd
+
+from analysis.ledger.entries import PAPER as PAPER_NUMBERS
+from lmscale.config.cluster import Cluster
+from lmscale.paper import SEQ_LENGTH
+from lmscale.planner.flops import hardware_flops_per_step
+from lmscale.planner.params import count_parameters
+
+from .study import (
+    BASELINE_FLOPS_PER_S,
+    CELLS,
+    DATA_RANKS,
+    MICRO_BATCH,
+    PETAFLOPS_512,
+    SIZES,
+    STUDY_TP_SIZES,
+    TRAINING_DAYS,
+    Cell,
+    predict_cell,
+    predict_days,
+    study_model,
+    study_time,
+)
+
+_TABLE_2 = {"355M": "gpt_355m", "2.5B": "gpt_2.5b", "8.3B": "gpt_8.3b_24heads"}
+PAPER, OURS = "paper", "lmscale, modelled"
+_PRINTED = {"text": "printed in the text", "figure": "read off the figure"}
+
+
+def figure_cells() -> tuple[Cell, ...]:
+    """The cells of Figure 5, and before them the one GPU that is 100 by definition."""
+    first = Cell("Figure 5", "MP, 1 GPU", "1.2B", 16, 1, 1, "figure_5/mp/1_gpu", "text", "baseline")
+    return (first, *(cell for cell in CELLS if cell.table == "Figure 5"))
+
+
+def paper_petaflops(cell: Cell) -> tuple[float, bool]:
+    """The paper's sustained PFLOP/s of a cell of `figure_cells`, and whether they are printed.
+
+    Printed are 39 TFLOP/s on one GPU and 15.1 PFLOP/s on 512; the others are Figure 5 times the one-GPU figure.
+    """
+    num_gpus = cell.tp_size * cell.dp_size
+    printed = {1: BASELINE_FLOPS_PER_S / 1e15, 512: PETAFLOPS_512}
+    if num_gpus in printed:
+        return printed[num_gpus], True
+    return cell.paper / 100 * num_gpus * BASELINE_FLOPS_PER_S / 1e15, False
+
+
+def configuration(cell: Cell) -> str:
+    """A cell as it is called in the tables: `model parallel, 8 GPUs`."""
+    num_gpus = cell.tp_size * cell.dp_size
+    return f"{_panel(cell)}, {num_gpus} GPU{'s' if num_gpus > 1 else ''}"
+
+
+def _panel(cell: Cell) -> str:
+    return "model parallel" if cell.dp_size == 1 else "model + data parallel"
+
+
+def _place(cell: Cell) -> dict:
+    return {"configuration": configuration(cell), "panel": _panel(cell), "GPUs": cell.tp_size * cell.dp_size}
+
+
+def figure_5_rows(cluster: Cluster) -> pd.DataFrame:
+    """Weak scaling, % of linear: the paper's value, the model's, the difference and the role of every cell."""
+    rows = []
+    for cell in figure_cells():
+        ours = predict_cell(cell, cluster)
+        row = _place(cell) | {PAPER: cell.paper, OURS: ours, "difference": ours - cell.paper}
+        rows.append(row | {"role": cell.role, "certainty": cell.certainty})
+    return pd.DataFrame(rows)
+
+
+def figure_1_rows(cluster: Cluster) -> pd.DataFrame:
+    """PFLOP/s sustained by the study's models, without and with 64-way data parallelism: as of Figure 5."""
+    rows = []
+    for cell in figure_cells():
+        layers, hidden, _ = SIZES[cell.size]
+        config = study_model(layers, hidden, cell.heads)
+        paper, printed = paper_petaflops(cell)
+        ours = paper  # the anchor
+        if cell.role != "baseline":
+            seconds = study_time(config, cell.tp_size, cell.dp_size, cluster).total
+            ours = hardware_flops_per_step(config, SEQ_LENGTH, MICRO_BATCH * cell.dp_size) / seconds / 1e15
+        row = _place(cell) | {PAPER: paper, OURS: ours, "difference": ours / paper - 1}
+        rows.append(row | {"certainty": "text" if printed else "figure"})
+    return pd.DataFrame(rows)
+
+
+def figure_tables(cluster: Cluster) -> dict[str, pd.DataFrame]:
+    """Both figures' rows as tables, with the columns of `scaling_tables` and where the paper's value is from."""
+    one, five = figure_1_rows(cluster), figure_5_rows(cluster)
+    sustained = _table(one, "PFLOP/s", _PRINTED | {"figure": "Figure 5 times 39 TFLOP/s and the GPUs"})
+    sustained["evidence"] = ["the anchor" if num_gpus == 1 else "modelled" for num_gpus in one["GPUs"]]
+    scaling = _table(five, "% of linear scaling", _PRINTED)
+    scaling["evidence"] = ["by definition" if role == "baseline" else f"modelled, {role}" for role in five["role"]]
+    last = "the paper's value"
+    return {name: t[[*t.columns.drop(last), last]] for name, t in (("Figure 1", sustained), ("Figure 5", scaling))}
+
+
+def _table(rows: pd.DataFrame, unit: str, printed: dict[str, str]) -> pd.DataFrame:
+    table = pd.DataFrame({"configuration": rows["configuration"], "paper": rows[PAPER], "ours": rows[OURS]})
+    table["difference"], table["unit"] = rows[OURS] - rows[PAPER], unit
+    table["the paper's value"] = rows["certainty"].map(printed)
+    return table
+
+
+def scaling_tables(cluster: Cluster) -> dict[str, pd.DataFrame]:
+    """The tables of the scaling study by name.
+
+    Args:
+        cluster: the anchored cluster of `analysis/scaling/fit_cost_model.py`.
+
+    Returns:
+        rows with columns `paper`, `ours`, `difference` (ours - paper), `unit` and `evidence`: `exact` is counted,
+        `modelled` comes from the cost model; the latter says whether the cell was in the fit.
+    """
+    return {
+        "Table 1": pd.DataFrame(
+            [
+                _parameters(size, PAPER_NUMBERS[f"table_1/gpt_{size.lower()}/parameters"] * 1e3, tp_size * DATA_RANKS)
+                for size, tp_size in STUDY_TP_SIZES.items()
+            ]
+        ),
+        "Table 2": pd.DataFrame(_training_rows(cluster)),
+        "Table 7": pd.DataFrame(_cells("Table 7", cluster)),
+        "Table 8": pd.DataFrame(_cells("Table 8", cluster)),
+    }
+
+
+def _parameters(size: str, printed_millions: float, num_gpus: int) -> dict:
+    ours = count_parameters(study_model(*SIZES[size])).total / 1e6
+    row = {"configuration": f"{size}, {num_gpus} GPUs", "paper": printed_millions, "ours": ours}
+    return row | {"difference": ours - printed_millions, "unit": "million parameters", "evidence": "exact"}
+
+
+def _training_rows(cluster: Cluster) -> list[dict]:
+    """Parameters and days an epoch: of the optimizer steps alone, and with validation as the released code has it."""
+    rows = []
+    for size, heads, tp_size, dp_size, days in TRAINING_DAYS:
+        rows.append(_parameters(size, PAPER_NUMBERS[f"table_2/{_TABLE_2[size]}/parameters"], tp_size * dp_size))
+        alone, validated = predict_days(size, heads, tp_size, dp_size, cluster)
+        for ours, unit in ((validated, "days an epoch"), (alone, "days an epoch, steps alone")):
+            row = {"configuration": f"{size}, {tp_size * dp_size} GPUs", "paper": days, "ours": ours}
+            rows.append(row | {"difference": ours - days, "unit": unit, "evidence": "modelled, held out"})
+    return rows
+
+
+def _cells(table: str, cluster: Cluster) -> list[dict]:
+    """Scaling efficiencies of Table 7, speed-ups of Table 8."""
+    rows = []
+    for cell in (cell for cell in CELLS if cell.table == table):
+        factor = cell.tp_size / 100 if table == "Table 8" else 1.0
+        paper, ours = cell.paper * factor, predict_cell(cell, cluster) * factor
+        row = {"configuration": f"{cell.size}, {cell.label}", "paper": paper, "ours": ours, "difference": ours - paper}
+        unit = "speed-up" if table == "Table 8" else "% of linear scaling"
+        rows.append(row | {"unit": unit, "evidence": f"modelled, {cell.role}"})
+    return rows

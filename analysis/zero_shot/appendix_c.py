@@ -1,0 +1,154 @@
+"""Appendix C in small: what a trained GPT makes of five prompts, with the seeds that make it again.
+
+    python src/train.py data=local data.path=articles.jsonl data.validation_path=held_out.jsonl ...
+    python analysis/zero_shot/appendix_c.py --run outputs/gpt_tiny/RUN --trained-on "what the articles are"
+
+Samples the newest checkpoint of a run folder, measures what the cache of keys and values saves there, and writes a
+record and the texts as Markdown. Every sample comes again with
+`python src/generate.py ckpt=RUN prompt=... temperature=0.8 top_p=0.9 max_new_tokens=150 seed=1234`.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from lmscale.checkpoint import read_metadata
+from lmscale.config.generate import Sampling
+from lmscale.data.tokenizer import END_OF_TEXT
+from lmscale.evaluation.generation import Generator
+from lmscale.evaluation.loading import LoadedModel, load_model
+from lmscale.evaluation.prompts import PromptReader, Row
+from lmscale.parallel import ParallelContext
+from lmscale.results import new_record, write_record
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = ROOT / "analysis" / "zero_shot" / "records"
+PROMPTS = (
+    "Tom was a student in a small school. One day, his teacher",
+    "Dear Mary,\nThank you for your letter. I am writing to tell you about",
+    "Many people in China like to drink tea.",
+    "A long time ago, there was an old man who lived",
+    "Why is it important to learn English? First,",
+)
+SAMPLING, SEED, NUM_NEW = Sampling(temperature=0.8, top_p=0.9), 1234, 150
+ROUNDS, NUM_TIMED_ROWS, NUM_TIMED_TOKENS = 3, 4, 200  # of the comparison with and without the cache
+
+
+def make_rows(loaded: LoadedModel, num_new: int) -> list[Row]:
+    """One row per prompt."""
+    reader = PromptReader(loaded.tokenizer, loaded.config, num_new)
+    return [row for i, text in enumerate(PROMPTS) for row in reader.rows(reader.read(text, f"prompt {i + 1}"))]
+
+
+def sample(loaded: LoadedModel) -> list[dict]:
+    """The samples, each drawn as it would be alone."""
+    generator = Generator(loaded.model, SAMPLING, loaded.tokenizer.inner.token_to_id(END_OF_TEXT), SEED)
+    rows = make_rows(loaded, NUM_NEW)
+    generator.lengthen(rows)
+    return [
+        {"prompt": row.prompt.text, "seed": SEED, "sample": row.sample, "finish": row.finish}
+        | {"num_tokens": len(row.tokens), "text": loaded.tokenizer.decode(row.tokens)}
+        for row in rows
+    ]
+
+
+@torch.inference_mode()
+def recompute(loaded: LoadedModel, rows: list[Row]) -> None:
+    """The most probable tokens with every position computed again for each, as the cache avoids."""
+    for row in rows:
+        row.tokens = []
+    shortest = min(len(row.prompt.ids) for row in rows)
+    ids = torch.tensor([row.prompt.ids[:shortest] for row in rows])  # equal lengths: no row needs filling
+    for _ in range(NUM_TIMED_TOKENS):
+        ids = torch.cat((ids, loaded.model(ids)[:, -1].argmax(dim=-1, keepdim=True)), dim=1)
+
+
+def measure_cache(loaded: LoadedModel) -> dict[str, dict]:
+    """Tokens a second of the same rows with and without the cache, in turn; medians."""
+    rates: dict[str, list[float]] = {"cached": [], "recomputed": []}
+    generator = Generator(loaded.model, Sampling(temperature=0), None, SEED)
+    for _ in range(ROUNDS):
+        for name in rates:
+            rows = make_rows(loaded, NUM_TIMED_TOKENS)[:NUM_TIMED_ROWS]
+            start = time.perf_counter()
+            if name == "cached":
+                generator.lengthen(rows)
+            else:
+                recompute(loaded, rows)
+            rates[name].append(NUM_TIMED_ROWS * NUM_TIMED_TOKENS / (time.perf_counter() - start))
+    metrics = {f"{name}/rate": {"value": statistics.median(rates[name]), "unit": "tokens/s"} for name in rates}
+    ratio = metrics["cached/rate"]["value"] / metrics["recomputed/rate"]["value"]
+    return metrics | {"cache_speedup": {"value": ratio, "unit": "cached / recomputed"}}
+
+
+def markdown(record: dict) -> str:
+    """The texts, below what made them."""
+    config, metrics = record["config"], record["metrics"]
+    model, training = config["model"], config["training"]
+    lines = [
+        "# Appendix C in small: samples of a trained GPT",
+        "",
+        f"A GPT of {model['num_layers']} layers x {model['hidden_size']} (vocabulary {model['vocab_size']}), trained "
+        f"on {config['trained_on']}: {training['steps']:,} steps of {training['tokens_per_step']:,} tokens, validation "
+        f"perplexity {metrics['validation_perplexity']['value']:.1f}. The paper's GPT-2 models have 355 M to 8.3 B "
+        "parameters and read 157 billion tokens (300,000 steps of 512 x 1,024).",
+        "",
+        f"Temperature {config['temperature']}, top-p {config['top_p']}, at most {NUM_NEW} tokens, seed {SEED}, "
+        "sample 0 of each prompt (in brackets). Nothing was chosen or left out.",
+    ]
+    for number, one in enumerate(record["samples"], start=1):
+        end = "end of text" if one["finish"] == "end_of_text" else f"cut at {one['num_tokens']} tokens"
+        lines += ["", f"## {number}", "", "```text", f"[{one['prompt']}]{one['text']}", "```", "", f"({end})"]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Sample, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--run", type=Path, required=True, help="run folder of a trained GPT")
+    parser.add_argument("--trained-on", required=True, help="the text it was trained on, in words")
+    parser.add_argument("--output", type=Path, default=RECORDS, help="folder of appendix_c.json and appendix_c.md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    loaded = load_model(options.run, ParallelContext())
+    run = read_metadata(loaded.path).run
+    own = json.loads((options.run / "record.json").read_text(encoding="utf-8"))["metrics"]
+    training = {
+        "steps": loaded.step,
+        "tokens_per_step": run["global_batch_size"] * run["data"]["seq_length"],
+        "seed": run["seed"],
+        "optimizer": run["optimizer"],
+        "precision": run["precision"]["dtype"],
+    }
+    metrics = measure_cache(loaded)
+    metrics["validation_loss"], metrics["validation_perplexity"] = own["val/loss"], own["val/perplexity"]
+    metrics["train_time"] = own["train_time"]
+    config = {
+        "model": loaded.config.to_dict(),
+        "checkpoint": loaded.checkpoint_id,
+        "tokenizer": loaded.tokenizer.fingerprint,
+        "trained_on": options.trained_on,
+        "training": training,
+        "temperature": SAMPLING.temperature,
+        "top_p": SAMPLING.top_p,
+        "max_new_tokens": NUM_NEW,
+        "timed_rows": NUM_TIMED_ROWS,
+        "timed_tokens": NUM_TIMED_TOKENS,
+    }
+    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
+    record = new_record("appendix_c", "scaled_down", config, SEED, metrics, device="cpu", layout=layout)
+    record["samples"] = sample(loaded)
+    write_record(record, options.output / "appendix_c.json")
+    (options.output / "appendix_c.md").write_text(markdown(record), encoding="utf-8")
+    print(markdown(record))
+    print(json.dumps({name: entry["value"] for name, entry in metrics.items()}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

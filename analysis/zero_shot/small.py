@@ -1,0 +1,107 @@
+"""Table 3 in small: train a GPT on RACE's articles, then measure it on WikiText-103's validation file and LAMBADA.
+
+    python analysis/zero_shot/small.py --race race/ --wikitext wiki.valid.tokens --lambada lambada_test.jsonl
+
+The windows are the paper's (1,024 tokens, 32 new targets each); the model, its text and its time are not: 4 layers x
+256, 2 million tokens. Three commands run one after another in `--folder`; what is done there already is not done again.
+The two records, with what the model was trained on, are `zero_shot_small_*.json` in `--output`.
+"""
+
+import argparse
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from lmscale.results import write_record
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = ROOT / "analysis" / "zero_shot" / "records"
+TRAINED_ON = "2 million tokens of the 25,137 articles of RACE's training set (40 MB of English for learners)"
+TRAINING = (
+    "name=gpt_race",
+    "model.num_layers=4",
+    "model.hidden_size=256",
+    "model.hidden_dropout=0",
+    "model.attention_dropout=0",
+    "model.max_position_embeddings=1024",
+    "data.seq_length=1024",
+    "tokenizer.vocab_size=8192",
+    "micro_batch_size=2",
+    "global_batch_size=4",
+    "optimizer.lr=0.002",
+    "schedule.warmup_steps=40",
+    "trainer.max_steps=500",
+    "trainer.validate_every_steps=250",
+    "trainer.num_validation_samples=64",
+    "trainer.progress_bar=false",
+    "checkpoint.save_every_steps=250",
+    "logger.tensorboard=false",
+    "precision=bf16",
+    "resume=auto",
+)
+KEPT = ("data", "seed", "global_batch_size", "optimizer", "schedule", "precision")
+
+
+def write_articles(source: Path, target: Path) -> None:
+    """RACE's articles as the JSON lines that `data=local` reads."""
+    with gzip.open(source, "rt", encoding="utf-8") as rows:
+        text = "".join(json.dumps({"text": json.loads(row)["article"]}) + "\n" for row in rows)
+    target.write_text(text, encoding="utf-8")
+
+
+def run_script(name: str, *overrides: str) -> None:
+    """One entry script; its output goes to the terminal."""
+    command = [sys.executable, str(ROOT / "src" / name), *overrides]
+    print("python", f"src/{name}", *overrides, flush=True)
+    subprocess.run(command, check=True)
+
+
+def train(race: Path, folder: Path, num_threads: int) -> Path:
+    """The run folder of the trained model."""
+    run = folder / "gpt_race"
+    if not (run / "record.json").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        for split in ("train", "dev"):
+            write_articles(race / f"race_{split}.jsonl.gz", folder / f"{split}.jsonl")
+        paths = (f"data.path={folder}/train.jsonl", f"data.validation_path={folder}/dev.jsonl")
+        caches = (f"data.cache_dir={folder}/cache", f"trainer.num_threads={num_threads}")
+        run_script("train.py", "data=local", *paths, *caches, *TRAINING, f"hydra.run.dir={run}")
+    return run
+
+
+def evaluate(task: str, path: Path, run: Path, folder: Path) -> dict:
+    """The record of one evaluation, completed by what the model was trained on."""
+    if not (folder / task / "record.json").is_file():
+        options = ("task.stop_word_filter=true",) if task == "lambada" else ()
+        names = (f"task={task}", f"task.path={path}", f"ckpt={run}", f"hydra.run.dir={folder / task}")
+        run_script("zero_shot.py", *names, *options)
+    record = json.loads((folder / task / "record.json").read_text(encoding="utf-8"))
+    trained = json.loads((run / "record.json").read_text(encoding="utf-8"))
+    own = trained["metrics"]
+    record["config"]["training"] = {key: trained["config"][key] for key in KEPT} | {"trained_on": TRAINED_ON}
+    record["metrics"] |= {f"training/{name}": own[name] for name in ("val/loss", "val/perplexity", "train_time")}
+    return record
+
+
+def main() -> int:
+    """Train, evaluate twice, write both records."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--race", type=Path, required=True, help="folder of race_train.jsonl.gz, race_dev.jsonl.gz")
+    parser.add_argument("--wikitext", type=Path, required=True, help="wiki.valid.tokens of WikiText-103")
+    parser.add_argument("--lambada", type=Path, required=True, help="LAMBADA's passages as JSON lines")
+    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "zero_shot_small", help="of the runs")
+    parser.add_argument("--num-threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=RECORDS)
+    options = parser.parse_args()
+    run = train(options.race, options.folder, options.num_threads)
+    for task, path in (("lambada", options.lambada), ("wikitext103", options.wikitext)):
+        record = evaluate(task, path, run, options.folder)
+        write_record(record, options.output / f"zero_shot_small_{task}.json")
+        print(options.output / f"zero_shot_small_{task}.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
