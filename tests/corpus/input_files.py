@@ -9,7 +9,8 @@ from pathlib import Path
 import zstandard
 
 from lmscale.config.corpus import SourceConfig
-from lmscale.corpus.reading import SourceReader, list_inputs
+from lmscale.corpus.inputs import list_inputs
+from lmscale.corpus.reading import SourceReader
 
 TEXTS = ["First text,\nof two lines.", "Second: naïve café ☕.", "Third."]
 

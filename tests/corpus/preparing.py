@@ -11,7 +11,7 @@ import numpy as np
 import warm
 from door import REPOSITORY, environment
 
-from lmscale.data.indexed import IndexedDataset
+from lmscale.data.indexed_dataset import IndexedDataset
 from lmscale.data.tokenizer import read_tokenizer
 
 SMALL = ("tokenizer.vocab_size=600", "shard_mb=1", "evaluation=none", "launcher.workers=1")

@@ -82,7 +82,7 @@ def test_items_too_short_to_check_are_named_and_never_found() -> None:
     assert index.not_checkable.tolist() == [0, 1, 2]
     # The short items themselves are documents here: their only n-gram would be equal.
     assert found_by(index, ["yes", "", "a b c d e f g", "a b c d e f g h"], 0.01) == [(3, 3, 1.0)]
-    report = index.overlap(index.nothing_seen())
+    report = index.overlap(index.new_seen())
     assert report["set"]["items"] == 4 and report["set"]["items_not_checkable"] == 3
 
 
@@ -91,7 +91,7 @@ def test_overlap_counts_positions_and_joins_shards() -> None:
     index = EvaluationIndex(items, 3)
     shards = []
     for documents in (["z a b c"], ["b c a", "r s q"], ["x y z x"]):
-        seen = index.nothing_seen()
+        seen = index.new_seen()
         index.mark_seen(word_ngrams(documents, 3)[0], seen)
         shards.append(seen)
     report = index.overlap(shards[0] | shards[1])
@@ -113,7 +113,7 @@ def test_overlap_on_real_text_is_that_of_plain_sets(shared_data) -> None:
     held = {ngram for text in train for ngram in plain_ngrams(text, 8)}
     wanted = [ngram for text in dev for ngram in plain_ngrams(text, 8)]
     index = EvaluationIndex({"race_dev": dev}, 8)
-    seen = index.nothing_seen()
+    seen = index.new_seen()
     for start in range(0, len(train), 500):
         index.mark_seen(word_ngrams(train[start : start + 500], 8)[0], seen)
     report = index.overlap(seen)["race_dev"]
@@ -141,7 +141,7 @@ def test_an_index_of_nothing_finds_nothing() -> None:
     for sets in ({}, {"set": []}, {"set": ["short"]}):
         index = EvaluationIndex(sets, 8)
         assert found_by(index, ["a b c d e f g h i", ""], 0.5) == []
-        seen = index.nothing_seen()
+        seen = index.new_seen()
         index.mark_seen(word_ngrams(["a b c d e f g h i"], 8)[0], seen)
         assert all(held["percent"] == 0 for held in index.overlap(seen).values())
     assert found_by(EvaluationIndex({"set": ["a b c"]}, 3), [], 0.5) == []

@@ -13,7 +13,8 @@ import pytest
 from input_files import TEXTS, archive, lines, pack, read, source
 
 from lmscale.config.corpus import SourceConfig
-from lmscale.corpus.reading import SourceReader, list_inputs
+from lmscale.corpus.inputs import list_inputs
+from lmscale.corpus.reading import SourceReader
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import zstandard
 from input_files import TEXTS, archive, lines, pack, problems, read, source
 
 from lmscale.corpus import formats
-from lmscale.corpus.reading import SourceReader, list_inputs
+from lmscale.corpus.inputs import list_inputs
+from lmscale.corpus.reading import SourceReader
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from lmscale.config.data import DataConfig, TokenizerConfig
-from lmscale.data.indexed import IndexedWriter
 from lmscale.data.indexed_corpus import identity_of
 from lmscale.data.indexed_dataset import IndexedDataset
+from lmscale.data.indexed_writer import IndexedWriter
 from lmscale.data.prepare import prepare_corpus
 from lmscale.data.prepared import CorpusPart, PreparedCorpus
 

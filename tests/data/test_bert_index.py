@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lmscale.data import bert_index
 from lmscale.data.bert_index import TargetLengths, usable_documents, write_pairs
-from lmscale.data.indexed import IndexedWriter
 from lmscale.data.indexed_dataset import IndexedDataset
+from lmscale.data.indexed_writer import IndexedWriter
 
 LENGTHS = TargetLengths(key=99, longest=29, short_probability=0.3)
 

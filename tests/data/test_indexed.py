@@ -16,8 +16,8 @@ from corpora import write_dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmscale.data.indexed import IndexedWriter, best_dtype, merge
 from lmscale.data.indexed_dataset import DTYPES, HEADER, IndexedDataset
+from lmscale.data.indexed_writer import IndexedWriter, best_dtype, merge
 
 DOCUMENTS = [[[5, 6, 7], [8]], [], [[]], [[9, 10, 11, 12], [], [13, 14]], [[15]]]
 SEVERAL = st.lists(st.lists(st.lists(st.integers(0, 65_535), max_size=5), max_size=4), max_size=6)

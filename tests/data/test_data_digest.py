@@ -2,7 +2,7 @@
 
 import torch
 
-from lmscale.data.certificate import digest_number, digest_of_samples, digest_text, expected_digest
+from lmscale.data.data_digest import digest_number, digest_of_samples, digest_text, expected_digest
 from lmscale.data.sampler import GlobalBatchSampler
 
 
