@@ -8,7 +8,7 @@ import pytest
 
 from lmscale.config import TransformerConfig
 from lmscale.evaluation.windows import Windows
-from lmscale.evaluation.zero_shot_task import Lambada, WikiText103, find_evidence
+from lmscale.evaluation.zero_shot_task import Lambada, WikiText103, record_kind
 from lmscale.report.ledger import GPT_MODELS, PAPER_STEPS
 from lmscale.report.records import read_records
 from lmscale.report.zero_shot import table_3
@@ -101,9 +101,9 @@ def lambada(form: str = "openai", number: int = 5_153) -> Lambada:
 
 @pytest.mark.parametrize("task", [wikitext(), lambada()])
 def test_the_papers_whole_setting_is_a_run(task: WikiText103 | Lambada) -> None:
-    assert find_evidence(task, gpt("2.5B"), PAPER_STEPS) == ("run", "2.5B")
-    assert find_evidence(task, gpt("2.5B"), PAPER_STEPS - 1) == ("scaled_down", "2.5B")
-    assert find_evidence(task, SMALL, PAPER_STEPS) == ("scaled_down", None)
+    assert record_kind(task, gpt("2.5B"), PAPER_STEPS) == ("run", "2.5B")
+    assert record_kind(task, gpt("2.5B"), PAPER_STEPS - 1) == ("scaled_down", "2.5B")
+    assert record_kind(task, SMALL, PAPER_STEPS) == ("scaled_down", None)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_papers_whole_setting_is_a_run(task: WikiText103 | Lambada) -> None:
     ],
 )
 def test_any_other_file_or_protocol_is_scaled_down(task: WikiText103 | Lambada) -> None:
-    assert find_evidence(task, gpt("8.3B"), PAPER_STEPS) == ("scaled_down", "8.3B")
+    assert record_kind(task, gpt("8.3B"), PAPER_STEPS) == ("scaled_down", "8.3B")
 
 
 def test_records_without_the_cost_model_are_refused_in_one_line(tmp_path, capsys, monkeypatch) -> None:

@@ -93,7 +93,7 @@ def _rows(file: TensorFileReader, name: str, first: int, last: int) -> torch.Ten
 
 def test_a_tensor_out_of_turn_of_another_shape_or_never_written_is_refused(tmp_path) -> None:
     shapes = {"a": ((2,), torch.float32), "b": ((2,), torch.float32)}
-    with pytest.raises(RuntimeError, match="out of its turn"), TensorFileWriter(tmp_path / "f", shapes) as file:
+    with pytest.raises(RuntimeError, match="out of order"), TensorFileWriter(tmp_path / "f", shapes) as file:
         file.write("b", torch.zeros(2))
     with pytest.raises(RuntimeError, match="must be"), TensorFileWriter(tmp_path / "f", shapes) as file:
         file.write("a", torch.zeros(3))
@@ -175,7 +175,7 @@ def test_a_flipped_byte_names_its_tensor(saved) -> None:
     file.write_bytes(whole)
     assert (
         find_damage(saved, read_metadata(saved))
-        == "rank_1_of_2.safetensors: tensor model/rows does not have its checksum"
+        == "rank_1_of_2.safetensors: tensor model/rows does not match its checksum"
     )
     assert find_damage(saved, read_metadata(saved), share=0, num_shares=2) is None
     assert find_damage(saved, read_metadata(saved), share=1, num_shares=2) is not None

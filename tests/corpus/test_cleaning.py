@@ -278,7 +278,7 @@ def test_a_language_less_probable_than_asked_for_is_dropped_as_unsure() -> None:
 
 
 def test_an_unknown_language_is_refused() -> None:
-    with pytest.raises(ValueError, match="`language` must be a code that lid.176 knows .*, but is 'english'"):
+    with pytest.raises(ValueError, match="`language` must be a code of lid.176 .*, but is 'english'"):
         KeepLanguage("english")
 
 

@@ -165,5 +165,5 @@ def test_a_threshold_that_is_no_share_is_refused(threshold) -> None:
 
 
 def test_a_slash_in_a_sets_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="must have no slash in it, but is 'a/b'"):
+    with pytest.raises(ValueError, match="must not contain a slash, but is 'a/b'"):
         EvaluationIndex({"a/b": ["text"]})

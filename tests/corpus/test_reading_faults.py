@@ -131,7 +131,7 @@ def test_an_archive_cut_between_two_members_is_refused(folder, blocks) -> None:
 def test_a_cut_line_at_the_end_of_a_plain_file_is_a_bad_row(folder) -> None:
     content = lines([{"text": text} for text in TEXTS])
     (folder / "a.jsonl").write_bytes(content[:-5])
-    with pytest.raises(ValueError, match=r"a\.jsonl, row 3: must be one JSON object a line"):
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 3: must be one JSON object per line"):
         read(folder)
 
 
@@ -169,7 +169,7 @@ def test_links_in_an_archive_are_bad_rows_and_folders_are_nothing(folder) -> Non
 
 def test_utf16_is_refused_and_not_read_as_letters_with_zeros_between(folder) -> None:
     (folder / "a.txt").write_text("text", encoding="utf-16")
-    with pytest.raises(ValueError, match=r"a\.txt: must be UTF-8, but begins like UTF-16"):
+    with pytest.raises(ValueError, match=r"a\.txt: must be UTF-8, but begins with a UTF-16 byte-order mark"):
         read(folder)
 
 
@@ -186,7 +186,7 @@ def test_a_file_that_changed_since_it_was_listed_is_refused(folder) -> None:
     sources = {"books": source(folder)}
     reader = SourceReader(list_inputs(sources), sources, 0, folder.with_name("work"))
     (folder / "a.jsonl").write_bytes(lines([{"text": "Other."}]))
-    with pytest.raises(ValueError, match=r"a\.jsonl: must not change while it is prepared"):
+    with pytest.raises(ValueError, match=r"a\.jsonl: must not change during the preparation"):
         list(reader.run())
     (folder / "a.jsonl").unlink()
     with pytest.raises(ValueError, match=r"a\.jsonl must be a complete, readable file, but is not: No such file"):

@@ -81,7 +81,7 @@ def test_a_full_disk_and_a_folder_that_cannot_be_made_are_errors_of_one_line(tmp
     def fail(file) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(ValueError, match="`data.cache_dir` must be a folder with room, .*: No space left") as caught:
+    with pytest.raises(ValueError, match="`data.cache_dir` must be a writable folder .*: No space left") as caught:
         cached_index(tmp_path / "a", "gpt", (), fail)
     assert "\n" not in str(caught.value)
     assert [path.suffix for path in (tmp_path / "a").iterdir()] == [".lock"]

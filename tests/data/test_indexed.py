@@ -159,9 +159,9 @@ BAD = {
     "code 0": (header(code=0) + GOOD[34:], 10, "must be from 1 to 8, but is 0"),
     "code 9": (header(code=9) + GOOD[34:], 10, "must be from 1 to 8, but is 9"),
     "short header": (GOOD[:20], 10, "header must have 34 bytes, but the file has 20"),
-    "cut short": (GOOD[:-1], 10, "must take 94 bytes, but it is cut short: 93"),
-    "trailing": (GOOD + b"\x00", 10, "must take 94 bytes, but it has bytes behind its end: 95"),
-    "multimodal": (GOOD + b"\x00" * 3, 10, "has a mode a sequence"),
+    "truncated": (GOOD[:-1], 10, "must take 94 bytes, but it is truncated: 93"),
+    "trailing": (GOOD + b"\x00", 10, "must take 94 bytes, but it has bytes after its end: 95"),
+    "multimodal": (GOOD + b"\x00" * 3, 10, "has a mode per sequence"),
     "short bin": (GOOD, 8, r"\.bin must have the 10 bytes of its .idx, but has 8"),
     "long bin": (GOOD, 12, r"\.bin must have the 10 bytes of its .idx, but has 12"),
     "odd bin": (GOOD, 11, "but has 11"),
@@ -174,7 +174,7 @@ BAD = {
     "falling documents": (
         header(documents=4) + SIZES + POINTERS + struct.pack("<4q", 0, 2, 1, 3),
         10,
-        "must not fall, but does behind entry 1",
+        "must not decrease, but does after entry 1",
     ),
     "no documents": (header(documents=0) + SIZES + POINTERS, 10, "but is empty"),
 }
@@ -227,7 +227,7 @@ def test_ids_outside_the_type_and_other_types_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="must name at least one"):
         merge([], tmp_path / "c")
     write_dataset(tmp_path / "d", DOCUMENTS, "int32")
-    with pytest.raises(ValueError, match="tokens must be uint16 as the others', but are int32"):
+    with pytest.raises(ValueError, match="tokens must be uint16 as in the other datasets, but are int32"):
         merge([write_dataset(tmp_path / "e", DOCUMENTS), tmp_path / "d"], tmp_path / "c")
     assert not list(tmp_path.glob("c*"))
 

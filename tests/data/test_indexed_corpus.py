@@ -167,7 +167,7 @@ def test_a_folder_of_prepare_data_brings_its_parts_weights_and_tokenizer(folder)
 def test_what_is_wrong_with_a_folder_is_said_in_one_line(folder, tokenizers) -> None:
     cases = [
         ({"architecture": "bert"}, "must be prepared for gpt .*, but .* is for bert"),
-        ({"tokenizer": "0" * 64}, "`tokenizer` must be the one that `data.path` was made with"),
+        ({"tokenizer": "0" * 64}, "`tokenizer` must be the one that `data.path` was prepared with"),
         ({"format": 2}, "`format` must be 1, but is 2"),
     ]
     for changes, message in cases:
@@ -194,7 +194,7 @@ def test_a_tokenizer_that_is_missing_or_another_is_refused(folder, tokenizers, s
     with pytest.raises(ValueError, match="`tokenizer.vocab_size` must be null when `data` is indexed"):
         opened(a, folder, tokenizer=TokenizerConfig("trained", vocab_size=300))
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match="`tokenizer` must be gpt2 or bert where no tokenizer.json lies beside"):
+    with pytest.raises(ValueError, match="`tokenizer` must be gpt2 or bert if there is no tokenizer.json beside"):
         opened(a, folder)
     prepared = opened(a, folder, tokenizer=published)
     assert prepared.vocab_size == 50_257 and prepared.load_tokenizer().id_of("<|endoftext|>") == 50_256
@@ -219,7 +219,7 @@ def test_a_path_that_is_no_dataset_and_a_split_without_documents_are_refused(fol
     for path in (folder / "nowhere", folder / "a_text_document.bin", {str(folder / "no"): 1}):
         with pytest.raises(ValueError, match=r"but there is no .*\.idx"):
             opened(path, folder)
-    with pytest.raises(ValueError, match="must have documents for validation, but .*a_text_document has none there"):
+    with pytest.raises(ValueError, match="must have documents for validation, but .*a_text_document has none"):
         opened(folder / "a_text_document", folder, split="1,0,0")
     for split in ("train", "1,2", "0,1,1", "1,-1,1"):
         with pytest.raises(ValueError, match="`data.split` must be the shares"):

@@ -99,7 +99,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch) -> None
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)  # and put back afterwards
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     start = time.monotonic()
-    with pytest.raises(ValueError, match="`data.name` must be .* 'no/such': .*127.0.0.1:9 was not reached"):
+    with pytest.raises(ValueError, match="`data.name` must be .* 'no/such': .*127.0.0.1:9 could not be reached"):
         open_corpus(DataConfig("huggingface", 16, name="no/such"))
     assert time.monotonic() - start < 10
 

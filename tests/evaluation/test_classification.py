@@ -30,7 +30,7 @@ def test_groups_are_scored_apart_and_together() -> None:
 @pytest.mark.parametrize("score", [accuracy, binary_f1])
 def test_nothing_to_score_and_lists_of_two_lengths_are_refused(score) -> None:
     for predictions, labels in ([], []), ([1], [1, 0]):
-        with pytest.raises(ValueError, match="as many as labels"):
+        with pytest.raises(ValueError, match="must equal that of labels"):
             score(predictions, labels)
 
 

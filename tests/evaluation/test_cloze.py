@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.config.data import TokenizerConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer, train_tokenizer
-from lmscale.evaluation.cloze import answer_passages
+from lmscale.evaluation.cloze import predict_last_words
 from lmscale.evaluation.lambada import Passage, check_lengths, encode_passages, read_passages, stop_word_ids
 from lmscale.evaluation.scoring import score_places, vocab_parallel_argmax
 from lmscale.evaluation.text_files import TextFile, read_text_file
@@ -62,7 +62,7 @@ def mended(passages: list[Passage], model) -> list[Passage]:
 def test_every_word_is_scored_as_by_itself() -> None:
     model = random_model(small_config("gpt"), ParallelContext()).eval()
     passages = mended(random_passages(), model)
-    answers = answer_passages(model, passages, 40)
+    answers = predict_last_words(model, passages, 40)
     assert [answer.line for answer in answers] == [passage.line for passage in passages]
     kinds = set()
     for passage, answer in zip(passages, answers, strict=True):
@@ -81,13 +81,13 @@ def layout_answers(rank: int) -> list:
     for tp_size in (1, 2, 4):
         context = make_context(tp_size, WORLD // tp_size)
         model = random_model(small_config("gpt"), context).eval()
-        found.append(answer_passages(model, passages, 40, banned=[5, 60]))
+        found.append(predict_last_words(model, passages, 40, banned=[5, 60]))
     return found
 
 
 def test_every_passage_counts_once_at_every_layout() -> None:
     model = random_model(small_config("gpt"), ParallelContext()).eval()
-    expected = answer_passages(model, mended(random_passages(), model), 40, banned=[5, 60])
+    expected = predict_last_words(model, mended(random_passages(), model), 40, banned=[5, 60])
     by_rank = run_ranks(layout_answers, WORLD)
     assert all(found == by_rank[0] for found in by_rank)
     assert by_rank[0][0] == expected  # 53 passages over 4 data ranks, to the bit
@@ -101,18 +101,18 @@ def test_every_passage_counts_once_at_every_layout() -> None:
 @pytest.mark.parametrize("micro_batch_tokens", [1, 13, 100_000])
 def test_answers_do_not_depend_on_the_batches(micro_batch_tokens: int) -> None:
     model = random_model(small_config("gpt"), ParallelContext()).eval()
-    expected = answer_passages(model, random_passages(), 40)
-    for ours, theirs in zip(answer_passages(model, random_passages(), micro_batch_tokens), expected, strict=True):
+    expected = predict_last_words(model, random_passages(), 40)
+    for ours, theirs in zip(predict_last_words(model, random_passages(), micro_batch_tokens), expected, strict=True):
         assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, rel=1e-12)
 
 
 def test_an_oracle_knows_every_word_and_a_uniform_model_none() -> None:
     cycle = list(range(1, 24)) + [0]
     passages = [Passage(line, (line, line + 1), (line + 2, line + 3)) for line in range(1, 20)]
-    answers = answer_passages(oracle(cycle), passages, 40)
+    answers = predict_last_words(oracle(cycle), passages, 40)
     assert all(answer.right and answer.log_likelihood == 0.0 for answer in answers)
     passages = [Passage(1, (4,), (9, 0))]  # a uniform model's most probable token is the first of all, 0
-    (answer,) = answer_passages(zero_model(small_config("gpt")), passages, 40)
+    (answer,) = predict_last_words(zero_model(small_config("gpt")), passages, 40)
     assert (answer.right, answer.last_token_right) == (False, True)
 
 
@@ -122,7 +122,7 @@ def test_stop_words_are_passed_over_in_the_first_place_alone() -> None:
         for token in range(24):
             model.transformer.layers[0].mlp.down.weight[(token + 2) % 24, token] = 0.5
     passages = [Passage(1, (3,), (4, 5)), Passage(2, (3,), (5, 6)), Passage(3, (2,), (3, 4)), Passage(4, (3,), (5, 4))]
-    answers = answer_passages(model, passages, 40, banned=[4])
+    answers = predict_last_words(model, passages, 40, banned=[4])
     assert [answer.right for answer in answers] == [True, False, True, False]
     assert [answer.right_filtered for answer in answers] == [False, True, True, False]  # 4 may come second
 
@@ -157,8 +157,8 @@ def test_both_forms_are_read_as_they_stand() -> None:
         ("openai", ['{"text": "a b"}', '{"text": "a c"'], "must have JSON on each line, but passages, line 2"),
         ("openai", ['{"text": "a b"}', '{"txt": "a c"}'], 'must have {"text": ...} on each line, but passages, line 2'),
         ("openai", ['{"text": "alone"}'], "two words or more on each line, but passages, line 1"),
-        ("openai", ["a passage of words"], "`task.form` must suit the file, but is openai, and passages, line 1"),
-        ("original", ['{"text": "a b"}'], "`task.form` must suit the file, but is original, and passages, line 1"),
+        ("openai", ["a passage of words"], "`task.form` must match the file, but is openai, and passages, line 1"),
+        ("original", ['{"text": "a b"}'], "`task.form` must match the file, but is original, and passages, line 1"),
         ("original", ["two words", "", "two words"], "two words or more on each line, but passages, line 2"),
     ],
 )
@@ -225,7 +225,7 @@ def test_plain_transformers_code_finds_the_same_answers_for_the_exported_model(t
             param.copy_(param.float())  # as the checkpoint holds it
     published = export_hugging_face(save_gpt(tmp_path / "ours", model, tokenizer), tmp_path / "published")
     passages = encode_passages(read_passages(text_file(*map(json.dumps, rows)), "openai"), tokenizer)
-    ours = answer_passages(model, passages, 100)
+    ours = predict_last_words(model, passages, 100)
     for answer, (likelihood, right, last) in zip(ours, transformers_answers(published, rows, tokenizer), strict=True):
         assert answer.log_likelihood == pytest.approx(likelihood, rel=1e-12)
         assert (answer.right, answer.last_token_right) == (right, last)

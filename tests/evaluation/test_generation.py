@@ -42,7 +42,7 @@ def make_rows(prompts=PROMPTS, num_new: int = 12, num_samples: int = 1) -> list[
 
 
 def lengthened(model: GPT, rows: list[Row], sampling: Sampling = GREEDY, end_id: int | None = None) -> list[Row]:
-    Generator(model, sampling, end_id, seed=3).lengthen(rows)
+    Generator(model, sampling, end_id, seed=3).extend(rows)
     return rows
 
 
@@ -121,7 +121,7 @@ def test_samples_of_a_prompt_differ_and_come_again_with_their_seed() -> None:
     first, again = (tokens_of(lengthened(model, make_rows(num_samples=3), Sampling(1.0))) for _ in range(2))
     assert first == again and len({tuple(tokens) for tokens in first}) == 15
     other = make_rows(num_samples=3)
-    Generator(model, Sampling(1.0), None, seed=4).lengthen(other)
+    Generator(model, Sampling(1.0), None, seed=4).extend(other)
     assert all(a != b for a, b in zip(first, tokens_of(other), strict=True))
 
 

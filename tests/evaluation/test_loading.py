@@ -17,7 +17,7 @@ from lmscale.config import TransformerConfig
 from lmscale.config.generate import GenerateTokenizer
 from lmscale.data.tokenizer import Tokenizer, train_tokenizer
 from lmscale.evaluation.loading import describe_checkpoint, evaluation_groups, load_model
-from lmscale.evaluation.tokenizer_choice import choose_tokenizer, open_given
+from lmscale.evaluation.tokenizer_choice import choose_tokenizer, load_requested_tokenizer
 from lmscale.models import BERT, GPT
 from lmscale.parallel import ParallelContext
 
@@ -144,11 +144,11 @@ def forget(values: dict) -> None:
     "change, message",
     [
         (rename, r"lacks transformer.layers.2.attention.output.bias \(12 such tensors\)"),
-        (narrow, r"transformer.position_embedding must be \(12, 24\), cut along None, but is \(13, 24\)"),
+        (narrow, r"transformer.position_embedding must be \(12, 24\), sharded along None, but is \(13, 24\)"),
         (forget, r"lacks transformer.final_norm.weight \(1 such tensors\)"),
         (lambda values: values["model"].update(norm_order="post"), "lacks transformer.embedding_norm.bias"),
-        (lambda values: values["model"].update(num_layers=1), "has no place for transformer.layers.1.attention.output"),
-        (lambda values: values["model"].update(hidden_size=25), "names a model that cannot be"),
+        (lambda values: values["model"].update(num_layers=1), "does not have transformer.layers.1.attention.output"),
+        (lambda values: values["model"].update(hidden_size=25), "has an invalid model"),
     ],
 )
 def test_a_checkpoint_that_does_not_match_its_model_is_refused(tmp_path, change, message: str) -> None:
@@ -161,7 +161,7 @@ def test_a_checkpoint_that_does_not_match_its_model_is_refused(tmp_path, change,
 def test_what_is_no_model_is_refused(tmp_path) -> None:
     (tmp_path / "file.bin").write_bytes(b"weights")
     (tmp_path / "empty").mkdir()
-    for name, message in (("none", "is not"), ("file.bin", "is a file"), ("empty", "no checkpoint")):
+    for name, message in (("none", "is not"), ("file.bin", "is a file"), ("empty", "not a checkpoint")):
         with pytest.raises(CheckpointError, match=message):
             load_model(tmp_path / name, PLAIN)
 
@@ -207,9 +207,9 @@ def test_a_tokenizer_must_be_that_of_the_checkpoint(tmp_path) -> None:
     assert choose_tokenizer(None, own, model, "ckpt") is own
     assert choose_tokenizer(own, None, model, "ckpt") is own
     assert choose_tokenizer(trained(280), own, model, "ckpt").fingerprint == own.fingerprint
-    with pytest.raises(ValueError, match="`tokenizer` must be given .* none lies beside ckpt"):
+    with pytest.raises(ValueError, match="`tokenizer` must be given .* none is saved with ckpt"):
         choose_tokenizer(None, None, model, "ckpt")
-    with pytest.raises(ValueError, match="`tokenizer` must be that of the checkpoint, but another one lies beside"):
+    with pytest.raises(ValueError, match="`tokenizer` must be that of the checkpoint, but another one is saved with"):
         choose_tokenizer(other, own, model, "ckpt")
     large = small_config("gpt", vocab_size=50_257)
     with pytest.raises(ValueError, match=f"whose model has 50257 ids, but it has {own.vocab_size}"):
@@ -219,11 +219,11 @@ def test_a_tokenizer_must_be_that_of_the_checkpoint(tmp_path) -> None:
 
 
 def test_the_same_tokenizer_in_another_kind_of_file_is_the_same(shared_data, tmp_path) -> None:
-    given = open_given(GenerateTokenizer(path=str(shared_data / "gpt2-bpe")))
-    assert open_given(GenerateTokenizer()) is None
+    given = load_requested_tokenizer(GenerateTokenizer(path=str(shared_data / "gpt2-bpe")))
+    assert load_requested_tokenizer(GenerateTokenizer()) is None
     given.inner.save(str(tmp_path / "tokenizer.json"))
-    saved = open_given(GenerateTokenizer(path=str(tmp_path)))
+    saved = load_requested_tokenizer(GenerateTokenizer(path=str(tmp_path)))
     model = small_config("gpt", vocab_size=50_257)
     assert choose_tokenizer(given, saved, model, "ckpt") is given
     with pytest.raises(ValueError, match="`tokenizer.path` must be a file or a folder, but .*none does not exist"):
-        open_given(GenerateTokenizer(path=str(tmp_path / "none")))
+        load_requested_tokenizer(GenerateTokenizer(path=str(tmp_path / "none")))

@@ -100,7 +100,7 @@ def rename_a_question(values: dict) -> None:
         ("race", edit_array("features/labels.npy", lambda a: a.__setitem__(0, (a[0] + 1) % 4)), "must have the labels"),
         ("squad_v1", edit_array("features/offsets.npy", lambda a: a.__setitem__((5, 0), 99)), "must have the windows"),
         ("race", edit_json("task.json", lambda v: v.__setitem__("name", "mnli")), "must be of the task"),
-        ("squad_v1", edit_json(IDS, rename_a_question), "must have the questions of .*others under the same ids"),
+        ("squad_v1", edit_json(IDS, rename_a_question), "must have the questions of .*others with the same ids"),
         (
             "squad_v1",
             edit_json("task.json", lambda v: v.__setitem__("num_best", 1)),

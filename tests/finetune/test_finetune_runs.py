@@ -279,7 +279,7 @@ def test_a_tokenizer_that_changes_letters_otherwise_is_refused(tmp_path, ckpt) -
 
 
 def test_a_trained_pooler_is_not_drawn_anew(tmp_path, ckpt) -> None:
-    with pytest.raises(ValueError, match="`new_pooler` must be false where the checkpoint has a trained pooler"):
+    with pytest.raises(ValueError, match="`new_pooler` must be false if the checkpoint has a trained pooler"):
         prepare_job(make_run("qqp", tmp_path, ckpt, new_pooler=True))
 
 

@@ -32,8 +32,8 @@ def test_the_real_files_are_read_whole(shared_data) -> None:
         ("squad_v1", "squad/dev-v1.1.shared.json"),
         ("squad_v2", "squad/dev-v2.0.shared.json"),
     ):
-        examples, account = read_examples(make_task(task), str(shared_data / place))
-        assert account.notes() == []
+        examples, report = read_examples(make_task(task), str(shared_data / place))
+        assert report.notes() == []
         counts[place.split("/")[1].split(".")[0]] = len(examples)
     assert counts == {
         "train": 8999,  # of both tasks
@@ -79,19 +79,19 @@ def test_a_test_file_needs_no_labels(tmp_path) -> None:
 
 def test_malformed_rows_of_qqp_are_left_out_and_counted(tmp_path) -> None:
     rows = ["1\t0\t0\twhy\twhat\t1", "2\t0\t0\t\twhat\t0", "3\t0\t0\twhy", "4\t0\t0\twhy\t \t1", "5\t0\t0\ta\tb\t0"]
-    examples, account = read_examples(make_task("qqp"), tsv(tmp_path / "t.tsv", QQP, *rows))
+    examples, report = read_examples(make_task("qqp"), tsv(tmp_path / "t.tsv", QQP, *rows))
     assert [e.id for e in examples] == ["1", "5"]
-    assert account.skipped == {"an empty question": ["line 3", "line 5"], "not 6 columns": ["line 4"]}
-    assert len(account.notes()) == 2 and "2 rows left out" in account.notes()[0]
+    assert report.skipped == {"an empty question": ["line 3", "line 5"], "not 6 columns": ["line 4"]}
+    assert len(report.notes()) == 2 and "2 rows skipped" in report.notes()[0]
 
 
 def test_a_set_to_submit_keeps_every_row_of_qqp(tmp_path) -> None:
     header = "id\tquestion1\tquestion2"
     place = tsv(tmp_path / "test.tsv", header, "0\twhy\twhat", "1\t\twhat", "2\twhy\t ")
-    examples, account = read_examples(make_task("qqp"), place)
+    examples, report = read_examples(make_task("qqp"), place)
     assert [e.id for e in examples] == ["0", "1", "2"]
-    assert account.kept == {"an empty question": ["line 3", "line 4"]}
-    assert "2 rows kept, an empty question: line 3, line 4" in account.notes()[0]
+    assert report.kept == {"an empty question": ["line 3", "line 4"]}
+    assert "2 rows kept, an empty question: line 3, line 4" in report.notes()[0]
     with pytest.raises(ValueError, match="line 3: a row without label must have 3 columns, but is 2"):
         read_examples(make_task("qqp"), tsv(tmp_path / "short.tsv", header, "0\twhy\twhat", "1\twhy"))
 
@@ -101,8 +101,8 @@ def test_line_ends_of_windows_and_blank_lines_are_no_part_of_the_data(tmp_path, 
     path = write_task(tmp_path, name, 3)
     expected = read_examples(make_task(name), str(path))[0]
     path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n", 3) + b"\r\n\n")  # both kinds in one file
-    examples, account = read_examples(make_task(name), str(path))
-    assert examples == expected and account.notes() == []
+    examples, report = read_examples(make_task(name), str(path))
+    assert examples == expected and report.notes() == []
 
 
 def test_labels_for_some_of_the_examples_are_refused(tmp_path) -> None:
@@ -130,7 +130,7 @@ def test_labels_for_some_of_the_examples_are_refused(tmp_path) -> None:
         ("mnli", [MNLI, "1\ta\tb\tmaybe"], "line 2: `gold_label` must be one of contradiction.*'maybe'"),
         ("mnli", [MNLI, "1\ta\tb"], "line 2: a row must have 4 columns, but is 3"),
         ("mnli", ["index\tsentence1", "1\ta"], "lacks sentence2"),
-        ("mnli", [MNLI], "an example at least"),
+        ("mnli", [MNLI], "at least one example"),
         ("mnli", [MNLI, "1\ta\tb\tneutral", "1\tc\td\tneutral"], "'1' is there twice, examples 1 and 2"),
         ("mnli", [""], "begin with a line of column names"),
     ],
@@ -149,7 +149,7 @@ GOOD = {"id": "high1.txt", "article": "a", "questions": ["q", "r"], "options": [
         ({"answers": ["A", "E"]}, "line 1 question 2: `answers` must be A, B, C or D, but is 'E'"),
         ({"questions": ["", "r"]}, "line 1 question 1: a question must not be empty"),
         ({"options": [["a"] * 4, ["a"] * 3]}, "question 2: `options` must be four texts"),
-        ({"answers": ["A"]}, r"lists of one length, but is \[2, 2, 1\]"),
+        ({"answers": ["A"]}, r"lists of equal length, but is \[2, 2, 1\]"),
         ({"options": [["a"] * 4, ["a", "b", None, 4]]}, "question 2: `options` must be four texts"),
         ({"id": 7, "level": "high"}, "line 1: `id` must be a text, but is 7"),
         ({"id": "high\ud800"}, "line 1: `id` must be a text"),
@@ -211,7 +211,7 @@ def squad_with(tmp_path: Path, name: str, **changes) -> str:
         ("squad_v1", {"answers": [{"text": 5, "answer_start": 0}]}, "an answer must stand"),
         ("squad_v1", {"answers": None}, r"\[2\].qas\[0\]: `answers` must be a list of objects"),
         ("squad_v1", {"id": 7}, r"\[2\].qas\[0\]: `id` must be a text, but is 7"),
-        ("squad_v1", {"question": "\udfff"}, r"\[2\].qas\[0\]: a question must not be empty, and a text"),
+        ("squad_v1", {"question": "\udfff"}, r"\[2\].qas\[0\]: a question must be a non-empty text"),
         ("squad_v2", {"is_impossible": True}, "not both"),
     ],
 )
