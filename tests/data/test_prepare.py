@@ -1,4 +1,4 @@
-"""From files to token files: counts, the cache, and every refusal."""
+"""Preparing a corpus: counts, the cache, and all errors."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ TEXTS = [
 TRAINED = TokenizerConfig("trained", vocab_size=300)
 
 
-def test_gpt_tokens_are_the_documents_each_closed_by_end_of_text(tmp_path) -> None:
+def test_gpt_tokens_are_documents_followed_by_end_of_text(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, TEXTS, "gpt", validation_every=5)
     tokenizer, dataset = prepared.load_tokenizer(), prepared.dataset("train")
     kept = [text for i, text in enumerate(TEXTS) if i % 5 != 4]
@@ -46,16 +46,16 @@ def test_windows_overlap_by_one_and_predict_every_token_once(tmp_path) -> None:
     assert np.array_equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
 
 
-def test_a_special_token_written_in_a_text_is_plain_text(tmp_path) -> None:
+def test_a_special_token_in_a_text_is_plain_text(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, [*TEXTS, f"before {END_OF_TEXT} after", "last"], "gpt", validation_every=60)
     ids = prepared.dataset("train").tokens
     assert (ids == prepared.special_ids[END_OF_TEXT]).sum() == prepared.manifest["train"]["documents"]
 
 
-def test_a_corpus_too_small_for_what_was_asked_is_noted_with_both_numbers(tmp_path) -> None:
+def test_a_corpus_too_small_for_the_request_is_noted_with_both_numbers(tmp_path) -> None:
     config = local_config(tmp_path / "corpus.txt", tmp_path, validation_every=99)
     (tmp_path / "corpus.txt").write_text("\n\n".join(TEXTS))
-    for _ in range(2):  # made, and from the cache
+    for _ in range(2):  # built, then cached
         prepared = prepare_corpus(config, TokenizerConfig("trained", vocab_size=1_000_000), "gpt", None)
         first, second = prepared.manifest["notes"]
         assert first.startswith("`tokenizer.vocab_size` is 1,000,000, but the corpus has no more than")
@@ -64,7 +64,7 @@ def test_a_corpus_too_small_for_what_was_asked_is_noted_with_both_numbers(tmp_pa
     assert prepare_texts(tmp_path, TEXTS, "bert", validation_every=45).manifest["notes"][1:] == []
 
 
-def test_the_second_call_reads_nothing_anew_and_a_changed_file_is_read(tmp_path) -> None:
+def test_a_cached_corpus_is_read_again_only_if_a_file_changes(tmp_path) -> None:
     first = prepare_texts(tmp_path, TEXTS, "bert")
     stamp = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*") if p.is_file()}
     second = prepare_texts(tmp_path, TEXTS, "bert")
@@ -73,7 +73,7 @@ def test_the_second_call_reads_nothing_anew_and_a_changed_file_is_read(tmp_path)
     assert prepare_texts(tmp_path, [*TEXTS, "One more. And more."], "bert").folder != first.folder
 
 
-def test_every_file_form_gives_the_same_documents(tmp_path) -> None:
+def test_every_file_format_gives_the_same_documents(tmp_path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
@@ -89,7 +89,7 @@ def test_every_file_form_gives_the_same_documents(tmp_path) -> None:
     assert len(hashes) == 1
 
 
-def test_a_dataset_by_name_is_read(tmp_path) -> None:
+def test_a_hugging_face_dataset_is_read(tmp_path) -> None:
     folder = tmp_path / "my_dataset"
     folder.mkdir()
     (folder / "train.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
@@ -117,7 +117,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_file_is_refused_in_one_line(tmp_path, name) -> None:
+def test_a_bad_file_raises_one_line(tmp_path, name) -> None:
     content, message = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
@@ -126,7 +126,7 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, name) -> None:
     assert not list((tmp_path / "cache").rglob("manifest.json"))
 
 
-def test_a_missing_path_and_an_empty_folder_are_refused(tmp_path) -> None:
+def test_a_missing_path_and_an_empty_folder_raise(tmp_path) -> None:
     with pytest.raises(ValueError, match="`data.path` must exist"):
         prepare_corpus(local_config(tmp_path / "nowhere", tmp_path), TRAINED, "gpt", None)
     (tmp_path / "empty").mkdir()
@@ -141,7 +141,7 @@ def test_undecodable_bytes_are_replaced_and_counted_on_request(tmp_path) -> None
     assert prepared.manifest["sources"]["train"]["undecodable_bytes"] == 2
 
 
-def test_ids_beyond_the_model_are_refused(tmp_path) -> None:
+def test_ids_beyond_the_models_vocabulary_raise(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("\n\n".join(TEXTS))
     with pytest.raises(ValueError, match="`model.vocab_size` must be at least the tokenizer's"):
         prepare_corpus(local_config(tmp_path / "a.txt", tmp_path), TokenizerConfig("trained", 290), "gpt", 280)
@@ -153,7 +153,7 @@ def test_a_small_model_vocabulary_sizes_the_trained_tokenizer(tmp_path) -> None:
     assert prepared.vocab_size == 270
 
 
-def test_a_split_shorter_than_a_window_is_refused(tmp_path) -> None:
+def test_a_split_shorter_than_a_window_raises(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, TEXTS, "gpt")
     with pytest.raises(ValueError, match=r"at least `data.seq_length` \+ 1 \(5001\) tokens"):
         windows(prepared, "validation", 5000)
@@ -173,13 +173,13 @@ def test_the_published_tokenizers_give_the_published_ids(shared_data, tmp_path) 
         prepare_corpus(config, TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt", 50000)
 
 
-def test_the_unigram_yardstick_by_hand() -> None:
+def test_unigram_cross_entropy_by_hand() -> None:
     train, validation = np.array([0, 0, 1]), np.array([0, 2])
     expected = -(np.log(3 / 6) + np.log(1 / 6)) / 2  # counts + 1: 3, 2, 1
     assert unigram_cross_entropy(train, validation, 3) == pytest.approx(expected)
 
 
-def test_the_embedded_corpus_is_there_and_has_a_yardstick(tmp_path) -> None:
+def test_the_embedded_corpus_has_a_unigram_cross_entropy(tmp_path) -> None:
     documents, missing = embedded_documents()
     assert sum(map(len, documents)) > 1_500_000
     assert len(missing) < 0.1 * len(MODULES)
@@ -212,8 +212,8 @@ def test_sentences(text, sentences) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("piece", [".", "a", "ab1", "a.", "'", '."', ". [", "\n "])
-def test_odd_lines_of_a_megabyte_take_no_longer_than_others(piece) -> None:
-    split_sentences(piece * (10**6 // len(piece)) + "é. B")  # trying each place anew would take hours
+def test_unusual_lines_of_a_megabyte_take_linear_time(piece) -> None:
+    split_sentences(piece * (10**6 // len(piece)) + "é. B")  # a match attempt at each position would take hours
 
 
 def test_sentences_of_real_text_keep_every_word(shared_data) -> None:

@@ -1,4 +1,4 @@
-"""LAMBADA: each passage once, the whole last word, at every layout, and as plain transformers code has it."""
+"""LAMBADA: each passage once, the whole last word, at every layout, and equal to plain transformers code."""
 
 import json
 import random
@@ -59,7 +59,7 @@ def mended(passages: list[Passage], model) -> list[Passage]:
     return made
 
 
-def test_every_word_is_scored_as_by_itself() -> None:
+def test_every_word_is_scored_as_if_alone() -> None:
     model = random_model(small_config("gpt"), ParallelContext()).eval()
     passages = mended(random_passages(), model)
     answers = predict_last_words(model, passages, 40)
@@ -106,7 +106,7 @@ def test_answers_do_not_depend_on_the_batches(micro_batch_tokens: int) -> None:
         assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, rel=1e-12)
 
 
-def test_an_oracle_knows_every_word_and_a_uniform_model_none() -> None:
+def test_an_oracle_predicts_every_word_and_a_uniform_model_none() -> None:
     cycle = list(range(1, 24)) + [0]
     passages = [Passage(line, (line, line + 1), (line + 2, line + 3)) for line in range(1, 20)]
     answers = predict_last_words(oracle(cycle), passages, 40)
@@ -116,7 +116,7 @@ def test_an_oracle_knows_every_word_and_a_uniform_model_none() -> None:
     assert (answer.right, answer.last_token_right) == (False, True)
 
 
-def test_stop_words_are_passed_over_in_the_first_place_alone() -> None:
+def test_stop_words_are_excluded_only_as_first_token() -> None:
     model = oracle(list(range(1, 24)) + [0])
     with torch.no_grad():  # a second thought behind each token: the one after the next
         for token in range(24):
@@ -127,12 +127,12 @@ def test_stop_words_are_passed_over_in_the_first_place_alone() -> None:
     assert [answer.right_filtered for answer in answers] == [False, True, True, False]  # 4 may come second
 
 
-def test_of_equal_scores_the_smallest_id_is_the_most_probable() -> None:
+def test_ties_go_to_the_smallest_id() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [float("-inf")] * 3])
     assert vocab_parallel_argmax(logits, ParallelContext()).tolist() == [1, 0]
 
 
-def test_padded_places_do_not_change_a_score() -> None:
+def test_padding_does_not_change_a_score() -> None:
     model = random_model(small_config("gpt"), ParallelContext()).eval()
     rows, columns, targets = torch.tensor([0, 0]), torch.tensor([2, 3]), torch.tensor([7, 8])
     short, _, _ = score_places(model, torch.tensor([[5, 6, 7, 7]]), rows, columns, targets)
@@ -144,7 +144,7 @@ def text_file(*lines: str) -> TextFile:
     return TextFile("passages", "".join(line + "\n" for line in lines), "")
 
 
-def test_both_forms_are_read_as_they_stand() -> None:
+def test_both_forms_are_read_unchanged() -> None:
     rows = ['  "Go," said\n\nAnn', "It's  the   end"]
     read = read_passages(text_file(*(json.dumps({"text": row}) for row in rows)), "openai")
     assert read == [('"Go," said', "Ann"), ("It's  the", "end")]
@@ -162,12 +162,12 @@ def test_both_forms_are_read_as_they_stand() -> None:
         ("original", ["two words", "", "two words"], "two words or more on each line, but passages, line 2"),
     ],
 )
-def test_a_line_of_another_form_is_refused_with_its_number(form: str, lines: list[str], message: str) -> None:
+def test_a_line_of_another_form_raises_with_its_number(form: str, lines: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("{", r"\{").replace("...", r"\.\.\.")):
         read_passages(text_file(*lines), form)
 
 
-def test_a_passage_longer_than_the_positions_is_refused_with_its_line() -> None:
+def test_a_passage_longer_than_the_positions_raises_with_its_line() -> None:
     fits = Passage(1, (1,) * 12, (5, 6))  # reads 13 tokens
     check_lengths([fits], 13, "file")
     with pytest.raises(ValueError, match=r"at most the model's positions \(13\) long, but file, line 2 has 14 tokens"):
@@ -211,7 +211,7 @@ def transformers_answers(folder: Path, rows: list[dict], tokenizer: Tokenizer) -
     return found
 
 
-def test_plain_transformers_code_finds_the_same_answers_for_the_exported_model(tmp_path) -> None:
+def test_plain_transformers_code_gives_the_same_answers_for_the_exported_model(tmp_path) -> None:
     texts = ["she said that the cat sat on the mat and he said no", "no cat sat on that mat , she said to the man"] * 5
     inner = train_tokenizer(texts, "gpt", 290, "size")
     inner.encode_special_tokens = True

@@ -94,7 +94,7 @@ def crafted_checkpoint(folder: Path, tokenizer: Tokenizer, passages: list[Passag
 
 
 @pytest.mark.slow
-def test_lm_eval_finds_the_same_likelihoods_and_the_same_words(shared_data, tmp_path, lm_eval_folder) -> None:
+def test_lm_eval_gives_the_same_likelihoods_and_words(shared_data, tmp_path, lm_eval_folder) -> None:
     path = shared_data / "lambada" / "lambada_test.shared.jsonl"
     tokenizer = load_published_tokenizer(TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt")
     file = read_text_file(path)

@@ -1,4 +1,4 @@
-"""Models loaded for evaluation: exactly the weights that are there, at any layout, or none."""
+"""Models loaded for evaluation: exactly the checkpoint's weights, at any layout, or an error."""
 
 import json
 import os
@@ -39,14 +39,14 @@ def gpt(config: TransformerConfig | None = None) -> torch.nn.Module:
 
 
 def same_weights(loaded: torch.nn.Module, model: torch.nn.Module) -> bool:
-    """Bit for bit what was saved, in fp32."""
+    """Bitwise equal to the saved weights, in fp32."""
     ours, theirs = dict(loaded.named_parameters()), dict(model.named_parameters())
     return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n].float().to(ours[n].dtype)) for n in ours)
 
 
 @pytest.mark.parametrize("architecture, kind", [("gpt", GPT), ("bert", BERT)])
 @pytest.mark.parametrize("norm_order", ["pre", "post"])
-def test_every_weight_is_that_of_the_checkpoint_whatever_its_layout(tmp_path, architecture, kind, norm_order) -> None:
+def test_every_weight_equals_the_checkpoints_at_any_layout(tmp_path, architecture, kind, norm_order) -> None:
     model = random_model(small_config(architecture, norm_order=norm_order, attention_dropout=0.3), PLAIN)
     for tp_size in (1, 2, 4):
         path = save_gpt(tmp_path / str(tp_size), model, tp_size=tp_size)
@@ -56,7 +56,7 @@ def test_every_weight_is_that_of_the_checkpoint_whatever_its_layout(tmp_path, ar
         assert (loaded.step, loaded.tokenizer, loaded.path) == (7, None, path)
 
 
-def test_a_run_folder_means_its_newest_checkpoint_and_brings_its_tokenizer(tmp_path) -> None:
+def test_a_run_folder_denotes_its_latest_checkpoint_and_tokenizer(tmp_path) -> None:
     tokenizer = trained(300)
     save_gpt(tmp_path, gpt(), tokenizer, step=9)
     newest = random_model(small_config("gpt"), PLAIN, seed=8)
@@ -78,7 +78,7 @@ def test_a_hugging_face_folder_gives_the_same_model_tokenizer_and_identity(tmp_p
     assert (theirs.path, theirs.step, theirs.checkpoint_id) == (published, 0, ours.checkpoint_id)
 
 
-def test_the_identity_is_that_of_the_weights_not_of_the_place(tmp_path) -> None:
+def test_the_identity_depends_on_the_weights_and_not_on_the_path(tmp_path) -> None:
     path = save_gpt(tmp_path / "one", gpt())
     moved = shutil.copytree(path, tmp_path / "two" / path.name)
     other = save_gpt(tmp_path / "three", random_model(small_config("gpt"), PLAIN, seed=8))
@@ -87,7 +87,7 @@ def test_the_identity_is_that_of_the_weights_not_of_the_place(tmp_path) -> None:
 
 
 def loaded_shards(rank: int, path: str, published: str) -> list[bool]:
-    os.environ["LOCAL_RANK"] = str(rank)  # one of them converts for all
+    os.environ["LOCAL_RANK"] = str(rank)  # one rank converts for all
     found = []
     for tp_size, dp_size, sources in ((2, 2, (path, published)), (4, 1, (path,)), (1, 4, (path,))):
         context = make_context(tp_size, dp_size)
@@ -103,7 +103,7 @@ def loaded_shards(rank: int, path: str, published: str) -> list[bool]:
     return found
 
 
-def test_ranks_load_their_shards_and_refuse_damage_together(tmp_path) -> None:
+def test_ranks_load_their_shards_and_all_raise_on_damage(tmp_path) -> None:
     model = gpt(small_config("gpt", vocab_multiple=1024))
     path = save_gpt(tmp_path, model, tp_size=4)
     published = export_hugging_face(path, tmp_path / "published")
@@ -151,14 +151,14 @@ def forget(values: dict) -> None:
         (lambda values: values["model"].update(hidden_size=25), "has an invalid model"),
     ],
 )
-def test_a_checkpoint_that_does_not_match_its_model_is_refused(tmp_path, change, message: str) -> None:
+def test_a_checkpoint_that_does_not_match_its_model_raises(tmp_path, change, message: str) -> None:
     path = save_gpt(tmp_path, gpt())
     change_metadata(path, change)
     with pytest.raises(CheckpointError, match=message):
         load_model(path, PLAIN)
 
 
-def test_what_is_no_model_is_refused(tmp_path) -> None:
+def test_a_path_without_model_raises(tmp_path) -> None:
     (tmp_path / "file.bin").write_bytes(b"weights")
     (tmp_path / "empty").mkdir()
     for name, message in (("none", "is not"), ("file.bin", "is a file"), ("empty", "not a checkpoint")):
@@ -166,7 +166,7 @@ def test_what_is_no_model_is_refused(tmp_path) -> None:
             load_model(tmp_path / name, PLAIN)
 
 
-def test_a_damaged_newest_checkpoint_is_not_replaced_by_an_older_one(tmp_path) -> None:
+def test_a_damaged_latest_checkpoint_is_not_replaced_by_an_older_one(tmp_path) -> None:
     save_gpt(tmp_path, gpt(), step=3)
     path = save_gpt(tmp_path, gpt(), step=5)
     next(path.glob("*.safetensors")).write_bytes(b"")
@@ -174,7 +174,7 @@ def test_a_damaged_newest_checkpoint_is_not_replaced_by_an_older_one(tmp_path) -
         load_model(tmp_path, PLAIN)
 
 
-def test_a_published_model_with_a_tensor_missing_is_refused(tmp_path) -> None:
+def test_a_published_model_with_a_missing_tensor_raises(tmp_path) -> None:
     published = export_hugging_face(save_gpt(tmp_path / "ours", gpt()), tmp_path / "published")
     tensors = load_file(published / "model.safetensors")
     del tensors["transformer.h.1.mlp.c_fc.weight"]
@@ -193,14 +193,14 @@ def test_the_model_is_described_without_its_weights(tmp_path) -> None:
     assert (config.num_layers, config.vocab_size, folder) == (2, 99, published)
 
 
-def test_a_world_of_another_size_is_refused(monkeypatch) -> None:
+def test_a_wrong_world_size_raises(monkeypatch) -> None:
     assert evaluation_groups(1, 1) == PLAIN
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match=r"must be `parallel.tp_size` x `parallel.dp_size` \(2 x 2\), but 3 ranks"):
         evaluation_groups(2, 2)
 
 
-def test_a_tokenizer_must_be_that_of_the_checkpoint(tmp_path) -> None:
+def test_a_tokenizer_must_match_the_checkpoint(tmp_path) -> None:
     own = trained(280)
     other = Tokenizer(train_tokenizer(["words of another text that has nothing of the first"] * 5, "gpt", 280, "size"))
     model = small_config("gpt", vocab_size=own.vocab_size)
@@ -218,7 +218,7 @@ def test_a_tokenizer_must_be_that_of_the_checkpoint(tmp_path) -> None:
         choose_tokenizer(own, None, small_config("gpt"), "ckpt")
 
 
-def test_the_same_tokenizer_in_another_kind_of_file_is_the_same(shared_data, tmp_path) -> None:
+def test_the_same_tokenizer_in_another_file_format_matches(shared_data, tmp_path) -> None:
     given = load_requested_tokenizer(GenerateTokenizer(path=str(shared_data / "gpt2-bpe")))
     assert load_requested_tokenizer(GenerateTokenizer()) is None
     given.inner.save(str(tmp_path / "tokenizer.json"))

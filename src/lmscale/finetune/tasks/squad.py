@@ -62,7 +62,7 @@ def _example(
             return []
     if task.name == "squad_v1" and is_labelled and not answers:
         report.refuse(
-            "a question of SQuAD 1.1 must have an answer (task=squad_v2 accepts questions without)", name, where
+            "a question of SQuAD 1.1 must have an answer (task=squad_v2 accepts none)", name, where
         )
         return []
     if task.name == "squad_v2" and bool(qa.get("is_impossible", not answers)) != (not answers) and is_labelled:
