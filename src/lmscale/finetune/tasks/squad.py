@@ -61,9 +61,7 @@ def _example(
             report.refuse("an answer must occur in its context at `answer_start`", (text, start, name), where)
             return []
     if task.name == "squad_v1" and is_labelled and not answers:
-        report.refuse(
-            "a question of SQuAD 1.1 must have an answer (task=squad_v2 accepts none)", name, where
-        )
+        report.refuse("a question of SQuAD 1.1 must have an answer (task=squad_v2 accepts none)", name, where)
         return []
     if task.name == "squad_v2" and bool(qa.get("is_impossible", not answers)) != (not answers) and is_labelled:
         report.refuse("a question must have answers or `is_impossible`, not both", name, where)
