@@ -139,23 +139,11 @@ def test_without_pairs_every_document_is_a_cluster() -> None:
 # ---- survivors
 
 
-def test_the_longest_is_kept_then_the_smallest_keys_then_the_smallest_number() -> None:
+def test_the_longest_is_kept_then_the_smallest_number() -> None:
     labels = np.array([0, 0, 0, 3, 3, 3, 6, 6, 8])
     lengths = np.array([5, 9, 7, 4, 4, 4, 2, 2, 1])
     keep = choose_survivors(labels, lengths)
     assert np.flatnonzero(keep).tolist() == [1, 3, 6, 8]
-    high = np.array([0, 0, 0, 2, 1, 1, 9, 9, 0], dtype=np.uint64)
-    low = np.array([0, 0, 0, 0, 8, 7, 5, 5, 0], dtype=np.uint64)
-    assert np.flatnonzero(choose_survivors(labels, lengths, high, low)).tolist() == [1, 5, 6, 8]
-
-
-def test_survivors_do_not_depend_on_the_order_of_documents() -> None:
-    generator = np.random.default_rng(6)
-    labels, lengths = clusters(500, random_graph(500, 300, 7)), generator.integers(1, 5, 500)
-    keys = generator.permutation(500)
-    expected = set(keys[choose_survivors(labels, lengths, keys)].tolist())
-    order = generator.permutation(500)
-    assert set(keys[order][choose_survivors(labels[order], lengths[order], keys[order])].tolist()) == expected
 
 
 # ---- causes

@@ -10,7 +10,9 @@ from corpora import local_config, prepare_texts
 from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.data.embedded import MODULES, embedded_documents
 from lmscale.data.gpt_dataset import GPTDataset
+from lmscale.data.indexed_dataset import IndexedDataset
 from lmscale.data.prepare import corpus_unigram_cross_entropy, prepare_corpus, unigram_cross_entropy
+from lmscale.data.prepared import PreparedCorpus
 from lmscale.data.sentences import split_sentences
 from lmscale.data.tokenizer import END_OF_TEXT
 
@@ -20,9 +22,14 @@ TEXTS = [
 TRAINED = TokenizerConfig("trained", vocab_size=300)
 
 
+def first_dataset(prepared: PreparedCorpus) -> IndexedDataset:
+    """The training split of a corpus prepared from text."""
+    return IndexedDataset(prepared.parts["train"][0].prefix)
+
+
 def test_gpt_tokens_are_documents_followed_by_end_of_text(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, TEXTS, "gpt", validation_every=5)
-    tokenizer, dataset = prepared.load_tokenizer(), prepared.dataset("train")
+    tokenizer, dataset = prepared.load_tokenizer(), first_dataset(prepared)
     kept = [text for i, text in enumerate(TEXTS) if i % 5 != 4]
     assert len(dataset) == dataset.num_documents == len(kept)
     for number, text in enumerate(kept):
@@ -38,7 +45,7 @@ def windows(prepared, split: str, seq_length: int) -> GPTDataset:
 
 def test_windows_overlap_by_one_and_predict_every_token_once(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, TEXTS, "gpt")
-    dataset, tokens = windows(prepared, "train", 17), prepared.dataset("train").tokens
+    dataset, tokens = windows(prepared, "train", 17), first_dataset(prepared).tokens
     batch = dataset.batch(np.zeros(len(dataset), dtype=np.int64), np.arange(len(dataset)))
     labels = batch["labels"].reshape(-1)
     assert np.array_equal(labels, tokens[1 : 1 + len(labels)])
@@ -48,7 +55,7 @@ def test_windows_overlap_by_one_and_predict_every_token_once(tmp_path) -> None:
 
 def test_a_special_token_in_a_text_is_plain_text(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, [*TEXTS, f"before {END_OF_TEXT} after", "last"], "gpt", validation_every=60)
-    ids = prepared.dataset("train").tokens
+    ids = first_dataset(prepared).tokens
     assert (ids == prepared.special_ids[END_OF_TEXT]).sum() == prepared.manifest["train"]["documents"]
 
 
@@ -58,7 +65,7 @@ def test_a_corpus_too_small_for_the_request_is_noted_with_both_numbers(tmp_path)
     for _ in range(2):  # built, then cached
         prepared = prepare_corpus(config, TokenizerConfig("trained", vocab_size=1_000_000), "gpt", None)
         first, second = prepared.manifest["notes"]
-        assert first.startswith("`tokenizer.vocab_size` is 1,000,000, but the corpus has no more than")
+        assert first.startswith("`tokenizer.vocab_size` is 1,000,000, but the corpus has only")
         assert f"{prepared.vocab_size:,} different pieces" in first
         assert "`data.validation_every` is 99, but the corpus has 45 documents" in second
     assert prepare_texts(tmp_path, TEXTS, "bert", validation_every=45).manifest["notes"][1:] == []
@@ -163,9 +170,9 @@ def test_the_published_tokenizers_give_the_published_ids(shared_data, tmp_path) 
     (tmp_path / "a.txt").write_text("Hello world\n\nHello world")
     config = local_config(tmp_path / "a.txt", tmp_path)
     gpt2 = prepare_corpus(config, TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt", 50257)
-    assert gpt2.dataset("train").tokens.tolist() == [15496, 995, 50256]
+    assert first_dataset(gpt2).tokens.tolist() == [15496, 995, 50256]
     bert = prepare_corpus(config, TokenizerConfig("bert", path=str(shared_data / "bert-uncased")), "bert", 30522)
-    assert bert.load_tokenizer().decode(bert.dataset("train").tokens) == "hello world"
+    assert bert.load_tokenizer().decode(first_dataset(bert).tokens) == "hello world"
     assert [bert.special_ids[t] for t in ("[PAD]", "[CLS]", "[SEP]", "[MASK]")] == [0, 101, 102, 103]
     with pytest.raises(ValueError, match="`tokenizer` must suit the model"):
         prepare_corpus(config, TokenizerConfig("bert", path=str(shared_data / "bert-uncased")), "gpt", None)

@@ -129,18 +129,17 @@ def clusters(num_documents: int, pairs: np.ndarray) -> np.ndarray:
     return label
 
 
-def choose_survivors(labels: np.ndarray, lengths: np.ndarray, *keys: np.ndarray) -> np.ndarray:
-    """Choose the document to keep in each cluster: the longest, and among equally long ones that of the smallest key.
+def choose_survivors(labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Choose the document to keep in each cluster: the longest, with ties broken by the smallest number.
 
     Args:
         labels: int64 [documents], from `clusters`.
         lengths: [documents], text lengths in characters.
-        keys: arrays [documents] that order equally long documents, most significant first; then by number.
 
     Returns:
         bool [documents], True for documents to keep.
     """
-    order = np.lexsort((*reversed(keys), -np.asarray(lengths, dtype=np.int64), labels))
+    order = np.lexsort((-np.asarray(lengths, dtype=np.int64), labels))
     in_order = labels[order]
     is_first = np.ones(len(labels), dtype=bool)
     is_first[1:] = in_order[1:] != in_order[:-1]

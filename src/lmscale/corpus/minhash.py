@@ -59,19 +59,6 @@ def band_hashes(
     return hashes.T
 
 
-def candidate_probability(jaccard: float, bands: int, rows: int) -> float:
-    """Return the probability that two documents agree in all rows of at least one band: 1 - (1 - s**rows)**bands.
-
-    Args:
-        jaccard: similarity s of their shingle sets, 0 to 1.
-        bands: number of bands of the signature.
-        rows: number of hash functions per band.
-
-    Source: Leskovec, Rajaraman and Ullman, "Mining of massive datasets", section 3.4.
-    """
-    return 1 - (1 - jaccard**rows) ** bands
-
-
 def _multipliers(number: int, seed: int) -> np.ndarray:
     """Return odd uint32 [number], the first outputs of SplitMix64, which do not depend on a library's version."""
     counters = [(seed + (k + 1) * _STEP) % 2**64 for k in range(number)]

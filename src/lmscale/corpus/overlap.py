@@ -15,8 +15,8 @@ LARGEST_FILTER = 2**26  # bytes
 class EvaluationIndex:
     """Index of the word n-grams of evaluation items, for lookup of training documents.
 
-    An item of fewer than n words has no n-gram and cannot be checked; it is listed in `not_checkable`. Shorter n-grams
-    are not used instead, because common phrases would match everywhere.
+    An item of fewer than n words has no n-gram and cannot be checked. Shorter n-grams are not used instead, because
+    common phrases would match everywhere.
 
     Args:
         sets: texts of the items by name of the set.
@@ -25,8 +25,7 @@ class EvaluationIndex:
     Attributes:
         names: `set/number` of each item; numbers count from 0 in each set.
         ngrams: uint64 [distinct n-grams], hashes, ascending; `seen` arrays use the same order.
-        num_ngrams: int64 [items], number of distinct n-grams of each item.
-        not_checkable: int64 [items without n-grams], their indices in `names`.
+        num_ngrams: int64 [items], number of distinct n-grams of each item; 0 if it cannot be checked.
 
     Raises:
         ValueError: `n` is less than 1, or the name of a set contains a slash.
@@ -47,7 +46,6 @@ class EvaluationIndex:
         self._positions[order] = np.cumsum(is_first) - 1
         self._filter_shift, self._filter = _build_filter(self.ngrams)
         self._items, self._first_item, self.num_ngrams = self._build_postings()
-        self.not_checkable = np.flatnonzero(self.num_ngrams == 0)
 
     def contaminates(
         self, values: np.ndarray, offsets: np.ndarray, threshold: float = 0.5

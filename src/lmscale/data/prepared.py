@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from .indexed_dataset import IndexedDataset
 from .tokenizer import Tokenizer, read_tokenizer
 
 INDEX_FOLDER = "indices"  # in the cache
@@ -51,10 +50,6 @@ class PreparedCorpus:
     parts: dict[str, tuple[CorpusPart, ...]]
     index_folder: str
     shuffles_documents: bool = False
-
-    def dataset(self, split: str) -> IndexedDataset:
-        """Open the first dataset of a split, the only one of a corpus prepared from text."""
-        return IndexedDataset(self.parts[split][0].prefix)
 
     def load_tokenizer(self) -> Tokenizer:
         """Load the tokenizer of the tokens."""

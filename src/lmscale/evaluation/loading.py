@@ -133,28 +133,16 @@ def load_model(
     return _load_ours(checkpoint, context, dtype, device)
 
 
-def find_config(path: str | Path) -> TransformerConfig | None:
-    """Read the configuration of one of our checkpoints without its weights; None for a Hugging Face folder.
-
-    Raises:
-        CheckpointError: as `load_model`, for errors in the metadata.
-    """
-    checkpoint = find_checkpoint(path)
-    if not (checkpoint / METADATA).is_file() and _is_hugging_face(Path(path)):
-        return None
-    return _config_of(checkpoint, read_metadata(checkpoint))
-
-
 def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
     """Read the configuration of the model at `path` without its weights; returns it and its tokenizer folder.
 
     Raises:
         CheckpointError: as `load_model`, for errors in the metadata.
     """
-    config, checkpoint = find_config(path), find_checkpoint(path)
-    if config is None:
+    checkpoint = find_checkpoint(path)
+    if not (checkpoint / METADATA).is_file() and _is_hugging_face(Path(path)):
         return config_from_hf(read_hf_config(checkpoint / "config.json"), None), checkpoint
-    return config, checkpoint.parent / TOKENIZER_FOLDER
+    return _config_of(checkpoint, read_metadata(checkpoint)), checkpoint.parent / TOKENIZER_FOLDER
 
 
 def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer | None:
