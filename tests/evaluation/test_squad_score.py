@@ -99,7 +99,7 @@ def test_the_threshold_equals_that_of_a_search_over_all_values(shared_data) -> N
     "data, predictions, message",
     [
         ({"rows": []}, {}, "official JSON"),
-        ({"version": "1.1", "data": []}, {}, "a question at least"),
+        ({"version": "1.1", "data": []}, {}, "at least one question"),
         (dataset(("1", ["x"]), ("1", ["y"])), {}, "there twice"),
         (dataset(("1", ["x"])), {"1": None}, "must be texts"),
         (dataset(("1", ["x"])), None, "`predictions` must be a mapping by question id, but is of type NoneType"),
