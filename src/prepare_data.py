@@ -13,19 +13,19 @@ def prepare(values: dict) -> None:
     """Build the config and the plan of stages, run them, and print a summary."""
     config = PrepareConfig.from_dict(values)
     # datatrove and pyarrow take seconds to import: only after the cheap checks.
+    from lmscale.corpus.finalizing import summarize
+    from lmscale.corpus.inputs import list_skipped
     from lmscale.corpus.planning import make_plan
-    from lmscale.corpus.reading import passed_over
     from lmscale.corpus.running import run_plan
-    from lmscale.corpus.summary import summary
 
     try:
         plan = make_plan(config)
-        for note in passed_over(config.sources):
+        for note in list_skipped(config.sources):
             print(f"note: {note}", flush=True)
         if not run_plan(plan):
             print(f"submitted; {plan.output / 'manifest.json'} appears when the last job is done")
             return
-        print(summary(plan.output))
+        print(summarize(plan.output))
         if not config.keep_work:
             shutil.rmtree(plan.root)
     except OSError as error:  # the disk is full, a folder is not writable

@@ -114,7 +114,7 @@ def test_only_the_datamodule_of_the_data_package_knows_lightning() -> None:
     assert found == {"lmscale.data.datamodule"}
 
 
-KNOWN_CIRCLES = {"corpus", "training"}  # one each, to be untied
+KNOWN_CIRCLES = {"training"}  # to be untied
 
 
 def test_no_import_goes_in_a_circle() -> None:

@@ -218,7 +218,7 @@ MISTAKES = {
     "a BERT": (["ckpt=${bert}", "prompt=a"], "`ckpt` must be a GPT, which goes on from left to right, but"),
     "no tokenizer": (
         ["ckpt=${bare}", "prompt=a"],
-        "`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER), because none lies beside",
+        "`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER), because none is saved with",
     ),
     "a wrong tokenizer": (
         ["ckpt=${bare}", "tokenizer.path=${published}", "prompt=a"],

@@ -15,7 +15,7 @@ from preparing import SMALL, digests, edited, manifest_of, passages, prepare, re
 
 from lmscale.corpus.collecting import document_key
 from lmscale.corpus.tokenizing import split_of
-from lmscale.data.indexed import IndexedDataset
+from lmscale.data.indexed_dataset import IndexedDataset
 
 FRENCH = (
     "Les élèves de cette école ont visité le musée de la ville avec leurs professeurs pendant toute la journée. " * 9

@@ -189,7 +189,7 @@ def bad_inputs(folder: Path) -> Path:
     [
         ((*LAMBADA,), "`ckpt` must be given, unless count_only=true"),
         ((*LAMBADA, "ckpt=none"), "checkpoint none does not exist"),
-        ((*LAMBADA, "ckpt=no_model"), "no_model is no checkpoint, it has no metadata.json"),
+        ((*LAMBADA, "ckpt=no_model"), "no_model is not a checkpoint: it has no metadata.json"),
         ((*LAMBADA, "ckpt=no_weights"), "has a config.json but neither model.safetensors nor pytorch_model.bin"),
         ((*LAMBADA, "ckpt=bert"), "`ckpt` must be a GPT, which predicts the next token, but bert is a BERT"),
         ((*LAMBADA, "ckpt=no_tokenizer"), "`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER)"),
@@ -200,7 +200,7 @@ def bad_inputs(folder: Path) -> Path:
         ((*LAMBADA, "count_only=true"), "`tokenizer` must be given"),
         ((*LAMBADA, "ckpt=gpt2", "task.path=none.jsonl"), "`task.path` must be a file that can be read"),
         ((*LAMBADA, "ckpt=gpt2", "task.path=cut.jsonl"), "must have JSON on each line, but cut.jsonl, line 13"),
-        ((*LAMBADA, "ckpt=gpt2", "task.path=original.txt"), "`task.form` must suit the file"),
+        ((*LAMBADA, "ckpt=gpt2", "task.path=original.txt"), "`task.form` must match the file"),
         ((*LAMBADA, "ckpt=gpt2", "task.form=new"), "`task.form` must be one of openai, original, but is 'new'"),
         ((*LAMBADA, "ckpt=gpt2", "task.path=long.jsonl"), "must be at most the model's positions (64) long, but"),
         ((*LAMBADA, "ckpt=gpt2", "parallel.tp_size=3"), "`num_attention_heads` must be a multiple of `tp_size` (3)"),

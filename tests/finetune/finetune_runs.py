@@ -1,4 +1,4 @@
-"""Tiny checkpoints and finetunings for tests: jobs made as the door makes them, on real ranks."""
+"""Tiny checkpoints and finetunings for tests: jobs prepared as by the entry point, on real ranks."""
 
 import csv
 import gc
@@ -93,7 +93,7 @@ def run_finetunings(runs: list[FinetuneConfig], world_size: int) -> None:
 
 
 def run_here(run: FinetuneConfig) -> int:
-    """One run in this process; how it ended."""
+    """Run once in this process; returns the exit code."""
     return finetune(prepare_job(run))
 
 

@@ -66,7 +66,7 @@ def theirs(kind: HeadKind, model: FinetuneModel, config: TransformerConfig):
 
 @pytest.mark.parametrize("norm_order", ["pre", "post"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_and_loss_are_those_of_transformers(kind: HeadKind, norm_order: str) -> None:
+def test_logits_and_loss_equal_those_of_transformers(kind: HeadKind, norm_order: str) -> None:
     config = small(norm_order)
     model = build(config, kind).eval()
     tokens, types, mask, labels = batch(kind)
@@ -80,7 +80,7 @@ def test_logits_and_loss_are_those_of_transformers(kind: HeadKind, norm_order: s
     if kind is HeadKind.SPAN:
         for place, expected in enumerate((found.start_logits, found.end_logits)):
             assert (logits[:, place] - expected)[mask].abs().max() < 1e-12
-            assert (logits[:, place][~mask] == -torch.inf).all()  # theirs leaves padding to take part
+            assert (logits[:, place][~mask] == -torch.inf).all()  # transformers includes padding
         expected_loss = (
             F.cross_entropy(found.start_logits.masked_fill(~mask, -torch.inf), labels[:, 0])
             + F.cross_entropy(found.end_logits.masked_fill(~mask, -torch.inf), labels[:, 1])
@@ -107,7 +107,7 @@ def all_losses_and_gradients(rank: int, tp_size: int) -> dict:
     return {case: losses_and_gradients(rank, *case, tp_size) for case in cases}
 
 
-def test_two_tensor_ranks_give_the_losses_and_gradients_of_one() -> None:
+def test_two_tensor_ranks_match_one() -> None:
     ranks = run_ranks(all_losses_and_gradients, 2, 2)
     for case, (losses, gradients) in all_losses_and_gradients(0, 1).items():
         for found in ranks:
@@ -129,7 +129,7 @@ def test_the_dropout_of_the_head_is_independent_of_the_layers() -> None:
     assert not torch.equal(first, model.eval()(tokens, types, mask))
 
 
-def test_padding_changes_no_item() -> None:
+def test_padding_does_not_change_an_item() -> None:
     for kind in KINDS:
         model = build(small("post"), kind).eval()
         tokens, types, mask, labels = batch(kind)
@@ -138,14 +138,14 @@ def test_padding_changes_no_item() -> None:
         assert (model.item_losses(model(*padded), labels) - losses).abs().max() < 1e-12
 
 
-def test_a_span_model_has_no_parameter_that_gets_no_gradient() -> None:
+def test_every_parameter_of_a_span_model_gets_a_gradient() -> None:
     for kind in KINDS:
         _, shards = losses_and_gradients(0, kind, "post", 1)
         assert all(gradient is not None for gradient, _ in shards.values())
         assert any(name.startswith("pooler") for name in shards) is (kind is not HeadKind.SPAN)
 
 
-def test_head_and_new_pooler_are_drawn_apart() -> None:
+def test_head_and_new_pooler_are_initialized_independently() -> None:
     model = build_finetune_model(
         small("pre"),
         HeadKind.CLASSIFICATION,

@@ -12,12 +12,12 @@ from ..models import build_model
 from ..models.hugging_face import Row, model_of
 from ..parallel import ParallelContext, ShardSpec, initialize_parameters
 from ..parallel.shard_spec import parameter
+from .atomic_folder import atomic_folder, check_target
 from .compare import compare_models
 from .errors import CheckpointError
 from .hf_config import config_from_hf, config_to_hf
 from .hf_files import HuggingFaceReader, write_hf_files
 from .metadata import CheckpointMetadata, TensorEntry
-from .new_folder import check_new_folder, new_folder
 from .offline import write_offline
 from .read import CheckpointReader
 from .reshard import open_source
@@ -60,8 +60,8 @@ def export_hugging_face(
     for row in rows:
         on_meta = torch.empty(specs[row.ours].full_shape, device="meta")
         shapes[row.theirs] = tuple(row.to_theirs(on_meta, config).shape), dtype
-    check_new_folder(target, sum(torch.Size(shape).numel() * dtype.itemsize for shape, _ in shapes.values()))
-    with CheckpointReader(path) as reader, new_folder(target) as folder:
+    check_target(target, sum(torch.Size(shape).numel() * dtype.itemsize for shape, _ in shapes.values()))
+    with CheckpointReader(path) as reader, atomic_folder(target) as folder:
         write_hf_files(folder, shapes, _read_theirs(reader, rows, config, dtype), max_file_bytes)
         published.save_pretrained(folder)
         if files is not None:
@@ -123,8 +123,8 @@ def import_hugging_face(
             run={"converted_from": str(source), "model_type": reader.model.model_type, "initialized": sorted(fresh)},
             state={},
         )
-        check_new_folder(target, sum(entry.num_bytes for entry in entries.values()))
-        with new_folder(target) as folder:
+        check_target(target, sum(entry.num_bytes for entry in entries.values()))
+        with atomic_folder(target) as folder:
             heads = _draw_heads(config, fresh, seed) if fresh else {}
             written = write_offline(folder, metadata, tp_size, _read_ours(reader, rows, entries, heads, config))
             with CheckpointReader(written) as ours:

@@ -25,7 +25,7 @@ from ..checkpoint import (
     remove_checkpoint,
 )
 from ..config import ParallelConfig
-from ..data.certificate import digest_number
+from ..data.data_digest import digest_number
 from ..parallel import ParallelContext, choose_communicator
 
 # Collectives outlive the watchdog by this, so that it is the watchdog who says where the rank stood.

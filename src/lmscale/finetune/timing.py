@@ -1,12 +1,12 @@
-"""How long the training itself took, without scoring and saving."""
+"""Training time without scoring and saving."""
 
 import time
 
 
-class Stopwatch:
-    """Adds up stretches of time, by the clock and by this process's CPU.
+class Timer:
+    """Accumulate wall-clock time and CPU time of this process over intervals.
 
-    CPU time says on a shared machine what the clock would on a quiet one; waiting, for other ranks too, is not in it.
+    On a shared machine, CPU time approximates the wall-clock time of an idle one; it excludes waiting for other ranks.
     """
 
     def __init__(self) -> None:
@@ -14,11 +14,11 @@ class Stopwatch:
         self._since: tuple[float, float] | None = None
 
     def start(self) -> None:
-        """Begin a stretch."""
+        """Start an interval."""
         self._since = time.perf_counter(), time.process_time()
 
     def stop(self) -> None:
-        """End the stretch, if one has begun."""
+        """Stop the current interval, if any."""
         if self._since is not None:
             self.wall_s += time.perf_counter() - self._since[0]
             self.cpu_s += time.process_time() - self._since[1]

@@ -1,4 +1,4 @@
-"""What a record of a finetuning may say of itself: the paper's run, or something smaller."""
+"""Kind of a finetuning's record: the paper's experiment, or a scaled-down one."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from ..config import TransformerConfig
 from ..config.finetune import FinetuneConfig
 from ..paper import BERT_SIZES
 
-# Examples of the published sets that Table 5 is about.
+# Number of examples of the published sets of Table 5.
 SCORED = {
     "mnli": {"matched": 9_815, "mismatched": 9_832},
     "qqp": {"dev": 40_430},
@@ -14,24 +14,24 @@ SCORED = {
     "squad_v2": {"dev": 11_873},
     "race": {"test": 4_934},
 }
-# Examples of the published training sets; some copies of QQP lack rows that cannot be read.
+# Number of examples of the published training sets; some copies of QQP lack unreadable rows.
 TRAINED = {"mnli": 392_702, "qqp": 363_846, "squad_v1": 87_599, "squad_v2": 130_319, "race": 87_866}
-_MISSING = 0.001  # share of them that may lack
+_MISSING = 0.001  # fraction of them that may be missing
 
 
-def find_evidence(
+def record_kind(
     run: FinetuneConfig, model: TransformerConfig, num_examples: Mapping[str, int], num_trained: int | None
 ) -> tuple[str, str | None]:
-    """The kind of evidence of a run, and the paper's name of its model's size.
+    """Return the kind of a run's record, and the paper's name of the model's size.
 
     Args:
         num_examples: scored examples by set.
-        num_trained: examples of the training set; None where a finetuned checkpoint is scored, whose own record says
-            what it was trained on.
+        num_trained: examples of the training set; None if a finetuned checkpoint is only scored, whose own record
+            describes its training.
 
     Returns:
-        `run` where size and norm order are those of Table 4, the sets those of Table 5 and nothing was trimmed, else
-        `scaled_down`; and the size, None where the paper has none.
+        `run` if size and norm order are those of Table 4 and the sets are the complete sets of Table 5, otherwise
+        `scaled_down`; and the name of the size, None if the paper has none.
     """
     shape = (model.num_layers, model.hidden_size, model.num_attention_heads)
     size = next((name for name, paper in BERT_SIZES.items() if paper == shape), None)

@@ -1,4 +1,4 @@
-"""The end of a preparation: the parts of the shards joined, the reports written, and the manifest last."""
+"""Finalize a dataset: merge the shards, write the reports, and write the manifest last."""
 
 import hashlib
 import json
@@ -13,56 +13,27 @@ from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from ..config.family import family_of
-from ..data.indexed import IndexedDataset, merge
+from ..data.indexed_writer import IndexedDataset, merge
 from ..data.tokenizer import read_tokenizer
 from .cleaning import NUM_SAMPLES
-from .collecting import id_hash
 from .planning import Plan
 from .tokenizing import TOKENIZER
-from .work_folder import WorkFolder, complete_file
+from .work_folder import WorkFolder, atomic_write
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 REPORTS = "reports"
+_STAGE_LABELS = {
+    "clean": "cleaned",
+    "sort": "sorted",
+    "candidates": "candidates",
+    "resolve": "near-duplicates",
+    "tokenize": "tokenized",
+}
 
 
-class CheckIds(PipelineStep):
-    """Count documents that brought the same id as another of their source, or refuse them."""
-
-    type = "CHECK"
-    name = "ids"
-
-    def __init__(self, root: Path, duplicate_ids: str) -> None:
-        super().__init__()
-        self.folder, self.duplicate_ids = WorkFolder(root), duplicate_ids
-
-    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """The only task.
-
-        Raises:
-            ValueError: the policy is `refuse` and there are some, with one of them and its places.
-        """
-        files = sorted(self.folder.path("ids").glob("[0-9]*.npy"))
-        ids = np.concatenate([np.empty(0, dtype=np.uint64), *map(np.load, files)])
-        unique, counts = np.unique(ids, return_counts=True)
-        surplus = len(ids) - len(unique)
-        self.stat_update("duplicate_ids", value=surplus)
-        if surplus and self.duplicate_ids == "refuse":
-            example = self._example(int(unique[np.argmax(counts > 1)]))
-            raise ValueError(f"`duplicate_ids` is refuse, but {surplus} documents share an id with another: {example}")
-
-    def _example(self, wanted: int) -> str:
-        found = []
-        for file in sorted(self.folder.path("cleaned").rglob("[0-9]*.parquet")):
-            for row in pq.read_table(file, columns=["source", "file", "row", "id"]).to_pylist():
-                if id_hash(row["source"], row["id"]) == wanted:
-                    found.append(f"{row['file']} row {row['row']}")
-                    name = row["id"]
-        return f"{name!r} in {' and '.join(sorted(found)[:3])}"
-
-
-class JoinParts(PipelineStep):
-    """One binary dataset for each source and split, from those of the shards."""
+class MergeShards(PipelineStep):
+    """Merge the shards' binary datasets into one per source and split."""
 
     type = "WRITER"
     name = "join"
@@ -72,7 +43,7 @@ class JoinParts(PipelineStep):
         self.plan, self.folder = plan, WorkFolder(plan.root)
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """Task `rank` joins part `rank` of the plan."""
+        """Task `rank` merges part `rank` of the plan."""
         source, split = self.plan.parts[rank]
         prefixes = [self.folder.path("tokens", shard, f"{source}_{split}") for shard in range(self.plan.num_shards)]
         prefixes = [prefix for prefix in prefixes if prefix.with_name(prefix.name + ".idx").is_file()]
@@ -83,12 +54,12 @@ class JoinParts(PipelineStep):
 
 
 def part_name(plan: Plan, source: str, split: str) -> str:
-    """The prefix of a part's files, in the manner of Megatron-LM: `wikipedia_train_text_document`."""
+    """Return the prefix of a part's files in Megatron-LM's form: `wikipedia_train_text_document`."""
     return f"{source}_{split}_text_{family_of(plan.config.architecture).corpus.sequence}"
 
 
-class FinishDataset(PipelineStep):
-    """Move the dataset to its place, with tokenizer and reports; the manifest comes last and says it is complete."""
+class FinalizeDataset(PipelineStep):
+    """Move the dataset to the output folder with tokenizer and reports; the manifest, written last, completes it."""
 
     type = "WRITER"
     name = "finish"
@@ -101,11 +72,10 @@ class FinishDataset(PipelineStep):
         """The only task.
 
         Raises:
-            ValueError: a source of which nothing is left, or for BERT no document of two sentences, or no document held
-            out.
+            ValueError: a source has no documents left, or for BERT none of two sentences, or no document is held out.
         """
         output, joined = self.plan.output, self.folder.path("joined")
-        for index in joined.glob("*.idx"):  # an earlier attempt ended between moving its .bin and itself
+        for index in joined.glob("*.idx"):  # an earlier attempt stopped after it had moved the .bin
             if not index.with_suffix(".bin").is_file():
                 os.replace(index, output / index.name)
         tokenizer = read_tokenizer(self.folder.path(TOKENIZER))
@@ -132,14 +102,14 @@ class FinishDataset(PipelineStep):
         _write_json(output / MANIFEST, manifest)
         if not self.plan.config.keep_work:
             for path in self.plan.root.iterdir():
-                if path.is_dir() and path.name != "logs":  # into which this task is still writing
+                if path.is_dir() and path.name != "logs":  # this task still writes to the logs
                     shutil.rmtree(path)
 
     def _describe_sources(self) -> dict[str, dict]:
         found: dict[str, dict] = {name: {} for name in sorted(self.plan.config.sources)}
         for source, split in self.plan.parts:
             name = part_name(self.plan, source, split)
-            # Where an earlier attempt ended in the middle of moving, some are at their place already.
+            # An earlier attempt may have moved some of them already.
             prefix = next((p for p in (self.folder.path("joined", name), self.plan.output / name) if _exists(p)), None)
             if prefix is None:
                 continue
@@ -152,9 +122,8 @@ class FinishDataset(PipelineStep):
                 "tokens": dataset.num_tokens,
                 "sha256": digest,
             }
-            if (
-                family_of(self.plan.config.architecture).corpus.sequence == "sentence"
-            ):  # of a document of one sentence no pair can be made
+            level = family_of(self.plan.config.architecture).corpus.sequence
+            if level == "sentence":  # a document of one sentence gives no pair
                 pairs = int((np.diff(dataset.document_indices) > 1).sum())
                 found[source][split]["documents_with_a_pair"] = pairs
         for name, held in found.items():
@@ -185,7 +154,7 @@ class FinishDataset(PipelineStep):
             )
 
     def _stages(self) -> dict[str, dict[str, dict[str, int]]]:
-        """For each stage and step its counts, summed over the tasks."""
+        """Return the counts of each stage and step, summed over tasks."""
         found: dict[str, dict[str, dict[str, int]]] = {}
         for logs in sorted(self.folder.path("logs").iterdir()):
             for file in sorted((logs / "stats").glob("*.json")):
@@ -197,14 +166,14 @@ class FinishDataset(PipelineStep):
         return found
 
     def _inputs(self) -> list[dict]:
-        """Name, size and sha256 of every input, as the tasks of the first stage left them."""
+        """Return name, size and sha256 of every input, as written by the tasks of the first stage."""
         found: list[dict] = []
         for file in sorted(self.folder.path("inputs").glob("[0-9]*.json")):
             found += json.loads(file.read_text(encoding="utf-8"))
         return sorted(found, key=lambda held: (held["source"], held["file"]))
 
     def _write_reports(self, folder: Path) -> dict:
-        """The reports as files; their summaries for the manifest."""
+        """Write the reports as files; return their summaries for the manifest."""
         folder.mkdir(exist_ok=True)
         _write_json(folder / "dropped.json", self._dropped())
         copies = self._concatenate("sorted", "copies.parquet")
@@ -224,7 +193,7 @@ class FinishDataset(PipelineStep):
         return summary
 
     def _dropped(self) -> dict[str, list[dict]]:
-        """Examples of the documents that each filter dropped, by reason, the first by name of their file."""
+        """Return examples of dropped documents by reason, the first ones in order of their files."""
         found: dict[str, list[dict]] = {}
         for file in sorted(self.folder.path("dropped").rglob("[0-9]*.json")):
             for reason, examples in json.loads(file.read_text(encoding="utf-8")).items():
@@ -235,9 +204,9 @@ class FinishDataset(PipelineStep):
         return {reason: held[:NUM_SAMPLES] for reason, held in sorted(by_place.items())}
 
     def _leakage(self, contaminated: pa.Table) -> dict:
-        """For each evaluation set how much of it the training part holds, as in section 5.2."""
+        """Measure how much of each evaluation set occurs in the training split, as in section 5.2."""
         index = self.plan.evaluation.index(self.plan.config.overlap.ngram)
-        seen = index.nothing_seen()
+        seen = index.new_seen()
         for shard in range(self.plan.num_shards):
             seen |= np.load(self.folder.shard_file("overlap", shard, "seen.npy"))
         removed: dict[str, set] = {}
@@ -251,13 +220,36 @@ class FinishDataset(PipelineStep):
         return pa.concat_tables([pq.read_table(self.folder.shard_file(kind, shard, ending)) for shard in shards])
 
 
+def summarize(output: Path) -> str:
+    """Describe the dataset in `output` for the terminal: counts per stage, sizes per part and the leakage table."""
+    manifest = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
+    lines = [f"wrote {output}"]
+    for stage, label in _STAGE_LABELS.items():
+        for step, counts in manifest["stages"].get(stage, {}).items():
+            if counts:
+                text = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in counts.items())
+                lines.append(f"  {label:<16} {step}: {text}")
+    for name, held in manifest["sources"].items():
+        for split in ("train", "validation"):
+            if split in held:
+                part = held[split]
+                lines.append(f"  {name} {split}: {part['documents']:,} documents, {part['tokens']:,} tokens")
+    for name, held in manifest["reports"].get("leakage", {}).items():
+        text = ", ".join(
+            f"{key.replace('_', ' ')} {value:.4g}" if isinstance(value, float) else f"{key.replace('_', ' ')} {value:,}"
+            for key, value in held.items()
+        )
+        lines.append(f"  leakage of {name}: {text}")
+    return "\n".join(lines)
+
+
 def _write_table(path: Path, table: pa.Table) -> None:
-    with complete_file(path) as temporary:
+    with atomic_write(path) as temporary:
         pq.write_table(table, temporary, compression="zstd")
 
 
 def _write_json(path: Path, content: object) -> None:
-    with complete_file(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Writing of binary token files, a document or a shard at a time; `indexed_dataset` has their format."""
+"""Write binary token files by document or by shard; `indexed_dataset` describes the format."""
 
 import os
 import shutil
@@ -15,22 +15,22 @@ _SMALL_VOCAB = 65_500
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """The type upstream keeps ids of a vocabulary in: uint16 below 65,500 ids, else int32."""
+    """Return the dtype Megatron-LM uses for ids of a vocabulary: uint16 below 65,500 ids, otherwise int32."""
     return np.dtype("<u2" if vocab_size < _SMALL_VOCAB else "<i4")
 
 
 class IndexedWriter:
-    """Writes a dataset document by document; nothing under the final names is ever incomplete.
+    """Write a dataset document by document; files with the final names are always complete.
 
-    Held in memory are 4 bytes a sequence and 8 a document. Both files grow under temporary names; `finish` renames
-    `.bin`, then `.idx`, and without its `.idx` a `.bin` is no dataset.
+    Memory holds 4 bytes per sequence and 8 per document. Both files are written under temporary names; `finish` renames
+    `.bin`, then `.idx`. A `.bin` without its `.idx` is not a dataset.
 
     Args:
-        prefix: path of the files without their endings; what is there is replaced by `finish`.
+        prefix: path of the files without suffix; `finish` replaces existing files.
         dtype: of the tokens, one of the format's.
 
     Raises:
-        ValueError: a type the format has not, a folder that cannot be written, and from every method a full disk.
+        ValueError: the format lacks the dtype, the folder cannot be written, or (from every method) the disk is full.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type | str) -> None:
@@ -46,10 +46,10 @@ class IndexedWriter:
             raise self._failure(error) from None
 
     def add_document(self, sequences: Iterable[Sequence[int] | np.ndarray]) -> None:
-        """Append a document: its sequences of ids, any of which may be empty.
+        """Append a document given by its sequences of ids, any of which may be empty.
 
         Raises:
-            ValueError: an id that the type cannot hold.
+            ValueError: the dtype cannot hold an id.
         """
         for sequence in sequences:
             ids = np.asarray(sequence)
@@ -60,15 +60,15 @@ class IndexedWriter:
         self.document_indices.append(len(self.sizes))
 
     def add_documents(self, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> None:
-        """Append many documents at once, which costs little for each.
+        """Append many documents at once, at little cost per document.
 
         Args:
-            ids: integers [tokens], of all sequences back to back.
-            sizes: integers [sequences], tokens of each.
-            counts: integers [documents], sequences of each.
+            ids: integers [tokens], of all concatenated sequences.
+            sizes: integers [sequences], tokens per sequence.
+            counts: integers [documents], sequences per document.
 
         Raises:
-            ValueError: an id that the type cannot hold.
+            ValueError: the dtype cannot hold an id.
         """
         assert sizes.sum() == len(ids) and counts.sum() == len(sizes)
         if ids.size:
@@ -78,9 +78,11 @@ class IndexedWriter:
         self.sizes.frombytes(sizes.astype(np.int32).tobytes())
 
     def append(self, other: "IndexedDataset") -> None:
-        """Append all documents of another dataset of the same type, its bytes unread by Python."""
+        """Append all documents of another dataset of the same dtype by copying its files' bytes."""
         if other.dtype != self.dtype:
-            raise ValueError(f"{other.prefix}: tokens must be {self.dtype.name} as the others', but are {other.dtype}")
+            raise ValueError(
+                f"{other.prefix}: tokens must be {self.dtype.name} as in the other datasets, but are {other.dtype}"
+            )
         try:
             with open(f"{other.prefix}.bin", "rb") as file:
                 shutil.copyfileobj(file, self._file, 1 << 24)
@@ -92,7 +94,7 @@ class IndexedWriter:
         self.document_indices.frombytes((other.document_indices[1:] + first).tobytes())
 
     def finish(self) -> None:
-        """Write the index and give both files their names."""
+        """Write the index and rename both files to their final names."""
         sizes = np.frombuffer(self.sizes, dtype=np.int32)
         try:
             self._file.flush()
@@ -110,7 +112,7 @@ class IndexedWriter:
                 file.write(np.frombuffer(self.document_indices, dtype=np.int64).astype("<i8", copy=False).data)
                 file.flush()
                 os.fsync(file.fileno())
-            # An index of an earlier dataset must not stand beside tokens that are not its own.
+            # An index of an earlier dataset must never be combined with the new tokens.
             Path(f"{self.prefix}.idx").unlink(missing_ok=True)
             os.replace(self._bin, f"{self.prefix}.bin")
             os.replace(self._idx, f"{self.prefix}.idx")
@@ -119,11 +121,11 @@ class IndexedWriter:
             raise self._failure(error) from None
 
     def discard(self) -> None:
-        """Give up: remove what was written."""
+        """Remove the unfinished files."""
         try:
             self._file.close()
         except OSError:
-            pass  # the last buffer does not fit the disk either
+            pass  # flushing the last buffer fails on a full disk
         for path in (self._bin, self._idx):
             Path(path).unlink(missing_ok=True)
 
@@ -151,10 +153,10 @@ class IndexedWriter:
 
 
 def merge(prefixes: Sequence[str | Path], out: str | Path) -> None:
-    """One dataset of all documents of several, in their order.
+    """Concatenate datasets into one.
 
     Raises:
-        ValueError: none is given, they differ in type, one is damaged, or the disk is full.
+        ValueError: no dataset is given, they differ in dtype, one is damaged, or the disk is full.
     """
     if not prefixes:
         raise ValueError("`prefixes` must name at least one dataset, but is empty")

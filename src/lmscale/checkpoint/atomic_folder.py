@@ -1,4 +1,4 @@
-"""A folder that appears under its name only when everything in it is complete."""
+"""Create a folder atomically: it gets its name only when all of its content is complete."""
 
 import os
 import shutil
@@ -10,48 +10,48 @@ from .errors import CheckpointError
 from .metadata import METADATA
 
 
-def check_new_folder(target: str | Path, num_bytes: int) -> None:
-    """Refuse a target that exists, or a disk without room for it; nothing is written.
+def check_target(target: str | Path, num_bytes: int) -> None:
+    """Check that a folder can be created with enough free disk space; nothing is written.
 
     Args:
-        num_bytes: that are going to be written.
+        num_bytes: number of bytes to be written.
 
     Raises:
-        CheckpointError: see above.
+        CheckpointError: the target exists, is inside a checkpoint, or the disk has too little space.
     """
     target = Path(target).absolute()
-    if os.path.lexists(target):  # a link that leads nowhere, too
+    if os.path.lexists(target):  # also true for a dangling link
         raise CheckpointError(f"`target` must not exist yet, but {target} does")
     inside = next((folder for folder in target.parents if (folder / METADATA).is_file()), None)
     if inside is not None:
-        raise CheckpointError(f"`target` must not lie in a checkpoint, but {inside} is one")
+        raise CheckpointError(f"`target` must not be inside a checkpoint, but {inside} is one")
     parent = next(folder for folder in target.parents if folder.exists())
     if not parent.is_dir():
-        raise CheckpointError(f"`target` must lie in a folder, but {parent} is a file")
+        raise CheckpointError(f"`target` must be inside a folder, but {parent} is a file")
     free = shutil.disk_usage(parent).free
     if free < num_bytes:
         raise CheckpointError(f"`target` needs {num_bytes / 1e9:.2f} GB, but {parent} has {free / 1e9:.2f} GB free")
 
 
 @contextmanager
-def new_folder(target: str | Path) -> Iterator[Path]:
-    """A working folder beside `target`; it becomes `target` at the end, and on any error nothing is left."""
+def atomic_folder(target: str | Path) -> Iterator[Path]:
+    """Yield a working folder next to `target` that is renamed to it at the end and removed on any error."""
     target = Path(target).absolute()
     working = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
     working.mkdir(parents=True)
     try:
         yield working
         for path in [*working.rglob("*"), working]:
-            _sync(path)
+            sync_to_disk(path)
         os.rename(working, target)
-        _sync(target.parent)
+        sync_to_disk(target.parent)
     except BaseException:
         shutil.rmtree(working, ignore_errors=True)
         raise
 
 
-def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on disk."""
+def sync_to_disk(path: Path) -> None:
+    """Wait until a file or a directory entry is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""The data-order certificate: a digest of which sample stood at which place of the run.
+"""Digest of the data order: which sample was used at which position of the run.
 
-The digest is a sum modulo 2^64 over all samples consumed of a hash of (number of the sample in the run, its index in
-the epoch's order), so ranks add up their own samples in any order, at any layout, and the total says exactly which
-samples were seen in which order.
+The digest is the sum modulo 2^64, over all samples consumed, of a hash of (number of the sample in the run, its index
+in the dataset). Ranks sum their own samples in any order and at any layout; the total identifies which samples were
+seen in which order.
 """
 
 import torch
@@ -17,10 +17,10 @@ _CHUNK = 1 << 20
 
 
 def digest_of_samples(numbers: Tensor, indices: Tensor) -> Tensor:
-    """Sum of the hashes of samples, int64 [].
+    """Sum the hashes of samples, int64 [].
 
     Shapes:
-        numbers, indices: int64 [n]; the sample's number in the run, and its index in the dataset.
+        numbers, indices: int64 [n]; the sample's number in the run and its index in the dataset.
     """
     x = numbers * _GOLDEN + indices
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1  # torch's >> keeps the sign, hence the masks
@@ -29,10 +29,10 @@ def digest_of_samples(numbers: Tensor, indices: Tensor) -> Tensor:
 
 
 def expected_digest(sampler: GlobalBatchSampler, num_steps: int, share: int = 0, num_shares: int = 1) -> Tensor:
-    """What the digest must be after `num_steps` steps of the order `sampler` gives, int64 [].
+    """Compute the digest after `num_steps` steps of the sampler's order, int64 [].
 
     Args:
-        share, num_shares: the part of the samples to add up, so that ranks can divide the work.
+        share, num_shares: which part of the samples to sum, so that ranks can divide the work.
     """
     consumed = num_steps * sampler.global_batch_size
     first, last = consumed * share // num_shares, consumed * (share + 1) // num_shares
@@ -46,11 +46,11 @@ def expected_digest(sampler: GlobalBatchSampler, num_steps: int, share: int = 0,
 
 
 def digest_text(digest: int) -> str:
-    """16 hexadecimal digits of a digest as torch's signed number."""
+    """Format a digest, torch's signed number, as 16 hexadecimal digits."""
     return f"{digest % 2**64:016x}"
 
 
 def digest_number(text: str) -> int:
-    """The signed 64-bit number of `digest_text`."""
+    """Parse `digest_text` to a signed 64-bit number."""
     number = int(text, 16)
     return number - 2**64 if number >= 2**63 else number

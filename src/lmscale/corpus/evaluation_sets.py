@@ -1,4 +1,4 @@
-"""Evaluation texts that must not be trained on, read once and kept beside the work."""
+"""Evaluation texts that must not occur in the training data: read once, then shared by all tasks through a file."""
 
 import json
 import re
@@ -9,48 +9,48 @@ from ..config.corpus import EvaluationSetConfig
 from ..config.data import DataConfig
 from ..data.sources import open_corpus
 from .overlap import EvaluationIndex
-from .work_folder import complete_file
+from .work_folder import atomic_write
 
 _HEADING = re.compile(r"^ = (?!= ).* = $", re.MULTILINE)  # of an article; sections have two or more signs
 
 
 @dataclass(frozen=True)
 class EvaluationTexts:
-    """The items of each evaluation set, in a file that every task reads.
+    """The items of each evaluation set, stored in a file that every task reads.
 
     Args:
-        path: a JSON file with a list of texts for each set's name.
+        path: a JSON file that maps each set's name to a list of texts.
     """
 
     path: str
 
     def read(self) -> dict[str, list[str]]:
-        """Texts of the items by set."""
+        """Return the texts of the items by set."""
         return json.loads(Path(self.path).read_text(encoding="utf-8"))
 
     def index(self, ngram: int) -> EvaluationIndex:
-        """What finds the items' n-grams in documents."""
+        """Build the index that finds the items' n-grams in documents."""
         return EvaluationIndex(self.read(), ngram)
 
 
 def read_evaluation_sets(sets: dict[str, EvaluationSetConfig]) -> dict[str, list[str]]:
-    """Texts of the items of every evaluation set.
+    """Read the texts of the items of every evaluation set.
 
     Raises:
-        ValueError: a set that cannot be read, is empty or has another form, with its key.
+        ValueError: a set cannot be read, is empty or has another form; the message names its key.
     """
     return {name: _read_items(f"evaluation_sets.{name}", config) for name, config in sets.items()}
 
 
-def keep_evaluation_texts(items: dict[str, list[str]], path: Path) -> EvaluationTexts:
-    """Write the items to `path`, for every task to read."""
-    with complete_file(path) as temporary:
+def write_evaluation_texts(items: dict[str, list[str]], path: Path) -> EvaluationTexts:
+    """Write the items to `path`, from which every task reads them."""
+    with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(items, ensure_ascii=False), encoding="utf-8")
     return EvaluationTexts(str(path))
 
 
 def articles(text: str) -> list[str]:
-    """WikiText's articles: each begins with a line ` = Title = `; what stands before the first heading is one too."""
+    """Split WikiText into articles: each begins with a line ` = Title = `; text before the first heading counts too."""
     starts = [match.start() for match in _HEADING.finditer(text)]
     borders = [0, *starts, len(text)]
     found = [text[a:b].strip() for a, b in zip(borders[:-1], borders[1:], strict=True)]
@@ -83,7 +83,9 @@ def _read_items(key: str, config: EvaluationSetConfig) -> list[str]:
             texts = open_corpus(data).read().texts
         except ValueError as error:
             hint = (
-                f"; {key}.path takes a local file, evaluation=none leaves test sets in" if config.path is None else ""
+                f"; {key}.path takes a local file, evaluation=none keeps test sets in the corpus"
+                if config.path is None
+                else ""
             )
             raise ValueError(str(error).replace("`data.", f"`{key}.") + hint) from None
         found = _articles(key, "".join(texts)) if config.form == "wikitext" else texts

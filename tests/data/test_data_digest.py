@@ -1,13 +1,13 @@
-"""The data-order certificate: any other sample, or any other order, gives another digest; no layout does."""
+"""The data digest depends on the samples and their order, and not on the layout."""
 
 import torch
 
-from lmscale.data.certificate import digest_number, digest_of_samples, digest_text, expected_digest
+from lmscale.data.data_digest import digest_number, digest_of_samples, digest_text, expected_digest
 from lmscale.data.sampler import GlobalBatchSampler
 
 
 def consumed(sampler: GlobalBatchSampler) -> torch.Tensor:
-    """The digest as the training adds it up, a step at a time."""
+    """The digest as training computes it, step by step."""
     total = torch.zeros((), dtype=torch.int64)
     for step in sampler:
         numbers, _, indices = (torch.tensor(column) for column in zip(*step, strict=True))
@@ -15,8 +15,8 @@ def consumed(sampler: GlobalBatchSampler) -> torch.Tensor:
     return total
 
 
-def test_what_ranks_add_up_is_what_is_expected_at_any_layout_and_over_epochs() -> None:
-    steps = 23  # 276 samples of 100 in an epoch
+def test_ranks_sum_to_the_expected_digest_at_any_layout_and_over_epochs() -> None:
+    steps = 23  # 276 samples, 100 per epoch
     expected = expected_digest(GlobalBatchSampler(100, 12, 0, 1, 7, steps), steps)
     for dp_size in (1, 2, 3):
         ranks = [GlobalBatchSampler(100, 12, rank, dp_size, 7, steps) for rank in range(dp_size)]
@@ -36,7 +36,7 @@ def test_another_seed_corpus_length_or_number_of_steps_gives_another_digest() ->
     assert len(digests) == 8
 
 
-def test_two_samples_that_change_places_are_noticed() -> None:
+def test_swapped_samples_change_the_digest() -> None:
     numbers = torch.arange(1000)
     indices = torch.randperm(1000, generator=torch.Generator().manual_seed(1))
     digest = digest_of_samples(numbers, indices)
@@ -48,6 +48,6 @@ def test_two_samples_that_change_places_are_noticed() -> None:
     assert int(digest) not in seen and len(seen) == 999
 
 
-def test_a_digest_survives_its_text() -> None:
+def test_a_digest_round_trips_through_text() -> None:
     for number in (0, 1, -1, 2**63 - 1, -(2**63), 123456789):
         assert digest_number(digest_text(number)) == number

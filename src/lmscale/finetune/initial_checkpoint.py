@@ -1,4 +1,4 @@
-"""The checkpoint that a finetuning begins with: what it is, what it lacks, and whose tokenizer it needs."""
+"""The initial checkpoint of a finetuning: check that it fits the task, and find its tokenizer."""
 
 import dataclasses
 import json
@@ -16,14 +16,14 @@ from .tasks import HeadKind, benchmark_of
 
 
 @dataclass(frozen=True)
-class StartingPoint:
-    """A checkpoint fit for the run's task.
+class InitialCheckpoint:
+    """A checkpoint that fits the run's task.
 
     Args:
-        path: of the checkpoint.
-        config: of its model, with the run's dropout.
+        path: path of the checkpoint.
+        config: its model's configuration with the run's dropout, attention and recompute settings.
         tokenizer_path: file or folder of its tokenizer.
-        has_head: it was finetuned on this task before; its head is taken too.
+        has_head: whether it was finetuned on this task, so that its head is loaded as well.
     """
 
     path: str
@@ -32,13 +32,13 @@ class StartingPoint:
     has_head: bool
 
 
-def check_starting_point(run: FinetuneConfig) -> tuple[StartingPoint, Tokenizer]:
-    """Look at the run's checkpoint and its tokenizer.
+def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, Tokenizer]:
+    """Check the run's checkpoint and its tokenizer.
 
     Raises:
-        ValueError: no checkpoint, a damaged one, one of a GPT; too few positions; no trained pooler where the task
-            needs it, or a new one asked for where there is one; no tokenizer, or another than the checkpoint's; nothing
-            to train and no head.
+        ValueError: the checkpoint is missing, damaged or of a GPT; it has too few positions; the task needs a trained
+            pooler and there is none, or a new one is requested although there is one; the tokenizer is missing or not
+            the checkpoint's; or there is nothing to train and no head.
     """
     path, metadata, config = open_source(run.ckpt)
     task = run.task
@@ -59,27 +59,27 @@ def check_starting_point(run: FinetuneConfig) -> tuple[StartingPoint, Tokenizer]
         )
     if run.new_pooler and has_pooler and not run.from_scratch:
         raise ValueError(
-            f"`new_pooler` must be false where the checkpoint has a trained pooler, as {path.name}, but is true"
+            f"`new_pooler` must be false if the checkpoint has a trained pooler, as {path.name}, but is true"
         )
     before = metadata.state.get("finetune", {}).get("task")
     has_head = before == task.name and not run.from_scratch
     if not has_head and run.trainer.num_epochs == 0:
         raise ValueError(
-            f"`ckpt` must have been finetuned on {task.name} where `trainer.num_epochs` is 0, but {path.name} was "
+            f"`ckpt` must have been finetuned on {task.name} if `trainer.num_epochs` is 0, but {path.name} was "
             + (f"finetuned on {before}" if before else "not finetuned")
         )
     tokenizer_path, tokenizer = _find_tokenizer(run, path, config)
     dropout = {name: getattr(run, name) for name in ("hidden_dropout", "attention_dropout")}
     changes = {name: value for name, value in dropout.items() if value is not None}
     config = dataclasses.replace(config, **changes, attention=run.attention, recompute=run.recompute)
-    return StartingPoint(str(path), config, tokenizer_path, has_head), tokenizer
+    return InitialCheckpoint(str(path), config, tokenizer_path, has_head), tokenizer
 
 
 def load_tokenizer(path: str | Path, family: str) -> Tokenizer:
-    """A WordPiece with the special tokens that inputs need.
+    """Load a tokenizer with the special tokens that inputs need.
 
     Raises:
-        ValueError: it cannot be read or lacks one.
+        ValueError: it cannot be read or lacks a special token.
     """
     tokenizer = load_published_tokenizer(TokenizerConfig(family_of(family).corpus.tokenizer, path=str(path)), family)
     for token in ("[CLS]", "[SEP]"):
@@ -91,7 +91,7 @@ def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, config: TransformerCo
     beside = checkpoint.parent / TOKENIZER_FOLDER
     own = load_tokenizer(beside, config.family) if beside.is_dir() else None
     if run.tokenizer.path is None and own is None:
-        raise ValueError(f"`tokenizer.path` must be given where the checkpoint has none beside it, in {beside}")
+        raise ValueError(f"`tokenizer.path` must be given if the checkpoint has none in {beside}")
     chosen = own if run.tokenizer.path is None else load_tokenizer(run.tokenizer.path, config.family)
     path = run.tokenizer.path or str(beside)
     if own is not None and _rules(chosen) != _rules(own):
@@ -105,6 +105,6 @@ def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, config: TransformerCo
 
 
 def _rules(tokenizer: Tokenizer) -> tuple:
-    """What decides a text's ids: the vocabulary, how letters are changed before, and where words end."""
+    """Return what determines a text's ids: vocabulary, normalizer and pre-tokenizer."""
     parts = json.loads(tokenizer.inner.to_str())
     return tokenizer.inner.get_vocab(), parts["normalizer"], parts["pre_tokenizer"]
