@@ -11,7 +11,7 @@ from sharding import small_config
 
 from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext, cross_entropy
+from lmscale.parallel import ParallelContext, chunked_cross_entropy
 from lmscale.planner.communication import micro_batch_collectives, partial_parameters, step_collectives
 from lmscale.planner.flops import hardware_flops_per_step, rank_flops_per_micro_batch
 from lmscale.planner.memory import LOGITS_AT_ONCE
@@ -102,7 +102,7 @@ def test_a_step_sends_each_gradient_once_however_many_micro_batches_it_has() -> 
 
 
 def test_pieces_are_as_large_as_those_of_the_loss() -> None:
-    assert LOGITS_AT_ONCE == cross_entropy.LOGITS_AT_ONCE
+    assert LOGITS_AT_ONCE == chunked_cross_entropy.LOGITS_AT_ONCE
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])
