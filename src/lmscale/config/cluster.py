@@ -140,7 +140,7 @@ class Cluster:
         return peak * 1e12
 
     def bandwidth(self, num_devices: int) -> float:
-        """Bytes per second of an all-reduce among neighbours: fast links inside a node, the network beyond it."""
+        """Bytes per second of an all-reduce among neighbours: fast links within a node, the network beyond it."""
         inside = num_devices <= self.devices_per_node
         rate = self.calibration.tensor_bandwidth_gb_s if inside else self.calibration.data_bandwidth_gb_s
         return rate * 1e9
