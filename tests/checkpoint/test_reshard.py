@@ -104,7 +104,7 @@ def test_padded_rows_that_are_not_zero_are_never_dropped(tmp_path, monkeypatch) 
     # As in a checkpoint with another vocabulary size.
     fuller = with_multiple(family_config(BERT, vocab_size=104), 1)
     source, _ = save_random(tmp_path / "source", fuller)
-    monkeypatch.setattr(module, "TransformerConfig", lambda **values: config)
+    monkeypatch.setattr(module.TransformerConfig, "from_dict", lambda values: config)
     with pytest.raises(CheckpointError, match="the rows of the padded vocabulary must be zero"):
         reshard(source, tmp_path / "target", 1, 1)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "source"]

@@ -215,7 +215,7 @@ def bert(tmp_path_factory) -> Path:
 MISTAKES = {
     "no checkpoint": ([], "`ckpt` must be given"),
     "a checkpoint that is not there": (["ckpt=nowhere", "prompt=a"], "checkpoint nowhere does not exist"),
-    "a BERT": (["ckpt=${bert}", "prompt=a"], "`ckpt` must be a GPT, which goes on from left to right, but"),
+    "a BERT": (["ckpt=${bert}", "prompt=a"], "`ckpt` must be a GPT, which generates from left to right, but"),
     "no tokenizer": (
         ["ckpt=${bare}", "prompt=a"],
         "`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER), because none is saved with",

@@ -47,7 +47,7 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__})") from None
     found = values.get("model_type") if isinstance(values, dict) else values
-    if found not in list(models_by_type()):
+    if not isinstance(values, dict) or found not in list(models_by_type()):
         raise CheckpointError(f"`model_type` of {path} must be one of {', '.join(models_by_type())}, but is {found!r}")
     return values
 
