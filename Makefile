@@ -1,11 +1,11 @@
-# make setup | demo | test | test-slow | h200-wheels | tables | figures | report | lint | format | clean      (another Python: make setup PYTHON=python3.12)
+# make setup | demo | test | test-slow | h200-wheels | tables | figures | report | reference | lint | format | clean      (another Python: make setup PYTHON=python3.12)
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 REAL_BERT := .venv/.real_bert
 
-.PHONY: setup demo test test-slow h200-wheels tables figures report lint format clean
+.PHONY: setup demo test test-slow h200-wheels tables figures report reference lint format clean
 
 setup: $(INSTALLED)
 
@@ -46,6 +46,10 @@ figures: setup
 # One page with the ledger, all tables and all figures: outputs/report/index.html
 report: setup
 	$(BIN)/python analysis/report/make_report.py
+
+# Every key of every entry point: docs/reference/keys.md
+reference: setup
+	$(BIN)/python -m lmscale.config.reference
 
 lint: setup
 	$(BIN)/ruff check

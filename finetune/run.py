@@ -10,7 +10,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lmscale.cli.entry_point import hydra_files, open_door, run_task
+from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 
 # On a CPU torch keeps a kernel with its buffers for each of the last 1,024 shapes; batches of similar length have many
 # shapes, which came to gigabytes. Read as torch is loaded; 128 is as fast.
@@ -19,10 +19,10 @@ for _cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
 
 
 def finetune(values: dict, files: dict[str, str]) -> None:
-    """Check everything, then start the ranks (or join those that torchrun or srun started).
+    """Build the config and the job, then start the ranks (or join those of torchrun or srun).
 
     Args:
-        files: what goes into the run folder as the training starts, texts by path.
+        files: texts by path, written into the run folder when training starts.
     """
     from lmscale.config.finetune import FinetuneConfig
 
@@ -49,10 +49,10 @@ def objective(cfg: DictConfig) -> float | None:
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="finetune")
 def main(cfg: DictConfig) -> float | None:
-    """Entry of Hydra, once for each job of a sweep."""
+    """Hydra's entry, called once per job of a sweep."""
     run_task(partial(finetune, files=hydra_files(cfg)), cfg)
     return objective(cfg)
 
 
 if __name__ == "__main__":
-    open_door(main, short={"task": "finetune_task@task", "fidelity": "finetune_fidelity", "sweep": "finetune_sweep"})
+    run_hydra_main(main)

@@ -5,12 +5,12 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.cli.entry_point import open_door, run_task
+from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.config.generate import GenerateConfig
 
 
 def generate(values: dict) -> None:
-    """Check everything, then start the ranks (or join those that torchrun or srun started)."""
+    """Build the config and the job, then start the ranks (or join those of torchrun or srun)."""
     config = GenerateConfig.from_dict(values)
     # torch takes seconds to import: not before the cheap checks above.
     from lmscale.evaluation import generate_job
@@ -26,9 +26,9 @@ def generate(values: dict) -> None:
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="generate")
 def main(cfg: DictConfig) -> None:
-    """Entry of Hydra, once for each job of a sweep."""
+    """Hydra's entry, called once per job of a sweep."""
     run_task(generate, cfg)
 
 
 if __name__ == "__main__":
-    open_door(main, literal=("ckpt", "prompt", "file", "out", "tokenizer.path"))
+    run_hydra_main(main, literal=("ckpt", "prompt", "file", "out", "tokenizer.path"))

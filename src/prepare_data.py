@@ -1,42 +1,42 @@
-"""Prepare a corpus: clean, deduplicate, remove test sets, tokenize; see conf/prepare_data.yaml for every key."""
+"""Prepare a corpus: clean, deduplicate, remove test sets, tokenize; every key: conf/prepare_data.yaml."""
 
 import shutil
 
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.cli.entry_point import open_door, run_task
+from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.config.corpus import PrepareConfig
 
 
 def prepare(values: dict) -> None:
-    """Check the keys, run the stages, and say what came out."""
+    """Build the config and the plan of stages, run them, and print a summary."""
     config = PrepareConfig.from_dict(values)
     # datatrove and pyarrow take seconds to import: only after the cheap checks.
+    from lmscale.corpus.finalizing import summarize
+    from lmscale.corpus.inputs import list_skipped
     from lmscale.corpus.planning import make_plan
-    from lmscale.corpus.reading import passed_over
     from lmscale.corpus.running import run_plan
-    from lmscale.corpus.summary import summary
 
     try:
         plan = make_plan(config)
-        for note in passed_over(config.sources):
+        for note in list_skipped(config.sources):
             print(f"note: {note}", flush=True)
         if not run_plan(plan):
             print(f"submitted; {plan.output / 'manifest.json'} appears when the last job is done")
             return
-        print(summary(plan.output))
+        print(summarize(plan.output))
         if not config.keep_work:
             shutil.rmtree(plan.root)
-    except OSError as error:  # a disk that fills up, a folder without permission
-        raise ValueError(f"the preparation stopped, and the same command goes on with it: {error}") from error
+    except OSError as error:  # the disk is full, a folder is not writable
+        raise ValueError(f"the preparation stopped; the same command continues it: {error}") from error
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="prepare_data")
 def main(cfg: DictConfig) -> None:
-    """Entry of Hydra, once for each job of a sweep."""
+    """Hydra's entry, called once per job of a sweep."""
     run_task(prepare, cfg)
 
 
 if __name__ == "__main__":
-    open_door(main)
+    run_hydra_main(main)

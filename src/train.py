@@ -1,19 +1,21 @@
-"""Pretrain BERT or GPT: `python src/train.py model=bert_3.9b parallel.tp_size=2`; see conf/train.yaml for every key."""
+"""Pretrain BERT or GPT: `python src/train.py model=bert_3.9b parallel.tp_size=2`; every key: conf/train.yaml."""
 
 import dataclasses
+import re
+import sys
 from functools import partial
 
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.cli.entry_point import hydra_files, open_door, run_task
+from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 
 
 def train(values: dict, files: dict[str, str]) -> None:
-    """Check everything, then start the ranks (or join those that torchrun or srun started).
+    """Build the config and the job, then start the ranks (or join those of torchrun or srun).
 
     Args:
-        files: what goes into the run folder as the training starts, texts by path.
+        files: texts by path, written into the run folder when training starts.
     """
     from lmscale.config.pretrain import RunConfig
 
@@ -28,9 +30,11 @@ def train(values: dict, files: dict[str, str]) -> None:
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> None:
-    """Entry of Hydra, once for each job of a sweep."""
+    """Hydra's entry, called once per job of a sweep."""
     run_task(partial(train, files=hydra_files(cfg)), cfg)
 
 
 if __name__ == "__main__":
-    open_door(main, short={"resume": "resume.path"})
+    # `resume=X` is short for `resume.path=X`; plain Hydra would replace the whole group by the text.
+    sys.argv = [re.sub("^resume=", "resume.path=", arg) for arg in sys.argv]
+    run_hydra_main(main)

@@ -3,12 +3,12 @@
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.cli.entry_point import open_door, run_task
+from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.config.zero_shot import ZeroShotConfig
 
 
 def evaluate(values: dict) -> None:
-    """Check everything, then start the ranks (or join those that torchrun started)."""
+    """Build the config and the job, then start the ranks (or join those of torchrun or srun)."""
     config = ZeroShotConfig.from_dict(values)
     # torch takes seconds to import: not before the cheap checks above.
     from lmscale.evaluation import zero_shot_job
@@ -29,9 +29,9 @@ def evaluate(values: dict) -> None:
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="zero_shot")
 def main(cfg: DictConfig) -> None:
-    """Entry of Hydra, once for each job of a sweep."""
+    """Hydra's entry, called once per job of a sweep."""
     run_task(evaluate, cfg)
 
 
 if __name__ == "__main__":
-    open_door(main)
+    run_hydra_main(main)

@@ -195,7 +195,7 @@ def _micro_batch_loss(model: nn.Module, micro_batch_size: int, seq_length: int) 
     """Summed loss of a batch without contents."""
     tokens = torch.zeros(micro_batch_size, seq_length, dtype=torch.int64)
     keys = sample_dropout_keys(0, torch.arange(micro_batch_size))
-    if model.config.architecture == "gpt":
+    if model.config.family == "gpt":
         return model(tokens, tokens, keys)
     is_real = torch.ones_like(tokens, dtype=torch.bool)
     scored = torch.zeros(micro_batch_size * scored_tokens(model.config, seq_length), dtype=torch.int64)

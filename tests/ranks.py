@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
-from lmscale.parallel import ParallelContext, open_channel
+from lmscale.parallel import ParallelContext, choose_communicator
 
 
 def run_ranks(worker: Callable, world_size: int, *args: Any, timeout_s: float = 540.0) -> list[Any]:
@@ -51,7 +51,7 @@ def _enter(rank: int, world_size: int, folder: str, worker: Callable, args: tupl
 
 
 def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:
-    """This rank's context in a (data, tensor) grid over the whole world, with the tensor ranks' channel as in a run."""
+    """This rank's context in a (data, tensor) grid over the whole world, with the communicator of a real run."""
     mesh = init_device_mesh("cpu", (dp_size, tp_size), mesh_dim_names=("data", "tensor"))
     return ParallelContext(
         tp_rank=mesh.get_local_rank("tensor"),
@@ -60,7 +60,7 @@ def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:
         dp_size=dp_size,
         tp_group=mesh.get_group("tensor"),
         dp_group=mesh.get_group("data"),
-        tp_channel=open_channel(mesh.get_group("tensor"), timedelta(seconds=60)),
+        tp_communicator=choose_communicator(mesh.get_group("tensor"), timedelta(seconds=60)),
     )
 
 

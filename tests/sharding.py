@@ -25,10 +25,10 @@ SMALL = {
 }
 
 
-def small_config(architecture: str, **changes) -> TransformerConfig:
+def small_config(family: str, **changes) -> TransformerConfig:
     """A tiny model of odd sizes, without dropout unless asked for."""
     values = {"hidden_dropout": 0.0, "attention_dropout": 0.0} | SMALL | changes
-    return TransformerConfig(architecture=architecture, **values)
+    return TransformerConfig(family=family, **values)
 
 
 def random_model(config: TransformerConfig, context: ParallelContext, seed: int = 7) -> nn.Module:
@@ -50,7 +50,7 @@ def random_batch(config: TransformerConfig, batch_size: int = 5, seed: int = 3) 
         "sample_numbers": torch.arange(batch_size),
     }
     batch["labels"][torch.rand(shape, generator=generator) < 0.3] = -100
-    if config.architecture == "bert":
+    if config.family == "bert":
         batch["token_types"] = (torch.arange(shape[1]) > 6).long().expand(shape)
         batch["attention_mask"] = torch.arange(shape[1]) < torch.tensor([13, 9, 13, 11, 7])[:batch_size, None]
         batch["sop_labels"] = torch.randint(0, 2, (batch_size,), generator=generator)
@@ -60,7 +60,7 @@ def random_batch(config: TransformerConfig, batch_size: int = 5, seed: int = 3) 
 def total_loss(model: nn.Module, batch: dict[str, Tensor], seed: int = 11) -> Tensor:
     """Summed loss of a batch, both terms for BERT."""
     keys = sample_dropout_keys(seed, batch["sample_numbers"])
-    if model.config.architecture == "gpt":
+    if model.config.family == "gpt":
         return model(batch["tokens"], batch["labels"], keys)
     loss, order = model(batch["tokens"], batch["token_types"], batch["attention_mask"], batch["labels"], keys)
     return loss + nn.functional.cross_entropy(order, batch["sop_labels"], reduction="sum")

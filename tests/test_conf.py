@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
+from lmscale.cli.conf_files import groups_of
 from lmscale.config import TransformerConfig
 from lmscale.config import corpus as corpus_config
 from lmscale.config import generate as generate_config
@@ -26,25 +27,23 @@ TINY_VOCAB_SIZE = 1999  # stands for the tokenizer's size, which no file knows
 # Files that other keys must complete before a run is whole.
 REQUIRED = {("data", "local"): ["data.path=corpus.txt"], ("data", "huggingface"): ["data.name=wikitext"]}
 REQUIRED["data", "indexed"] = ["data.path=dataset"]
-GROUPS = {
-    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
-    for folder in sorted(CONF.iterdir())
-    if folder.is_dir()
-}
+OF_ONE_ENTRY_POINT = ("train", "finetune", "zero_shot", "prepare_data")  # folders of groups that are theirs alone
+
+
+def choices_in(folder: Path) -> dict[str, list[str]]:
+    """The choices of every group in a folder."""
+    groups = [group for group in sorted(folder.iterdir()) if group.is_dir() and group.name not in OF_ONE_ENTRY_POINT]
+    return {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in groups}
+
+
+GROUPS = choices_in(CONF)  # shared by entry points
+OWN_GROUPS = {entry_point: choices_in(CONF / entry_point) for entry_point in OF_ONE_ENTRY_POINT}
 TRAIN_GROUPS = ["model", "data", "tokenizer", "parallel", "optimizer", "schedule", "trainer", "precision"]
-TRAIN_GROUPS += ["checkpoint", "logger", "recipe", "fidelity"]
-PREPARE_GROUPS = ["corpus", "tokenizer", "cleaning", "dedup", "evaluation", "launcher"]
-# group: door, how it is chosen
-OTHER_GROUPS = {
-    "cluster": ("plan", "cluster"),
-    "task": ("zero_shot", "task"),
-    "finetune_task": ("finetune", "finetune_task@task"),
-    "sweep": ("train", "sweep"),
-    "finetune_sweep": ("finetune", "finetune_sweep"),
-    "experiment": ("train", "experiment"),
-    "finetune_fidelity": ("finetune", "finetune_fidelity"),
-}
+TRAIN_GROUPS += ["checkpoint", "logger", "recipe"]
 CHOICES = [(group, choice) for group in TRAIN_GROUPS for choice in GROUPS[group]]
+CHOICES += [("fidelity", choice) for choice in OWN_GROUPS["train"]["fidelity"]]
+PREPARE_CHOICES = [("tokenizer", choice) for choice in GROUPS["tokenizer"]]
+PREPARE_CHOICES += [(group, choice) for group, choices in OWN_GROUPS["prepare_data"].items() for choice in choices]
 
 
 def compose_train(*overrides: str) -> dict:
@@ -55,10 +54,7 @@ def compose_train(*overrides: str) -> dict:
 
 def build(values: dict) -> tuple[RunConfig, TransformerConfig]:
     run = RunConfig.from_dict({**values, "run_dir": "/somewhere"})
-    sizes = {key: value for key, value in run.model.items() if key != "name"}
-    if sizes["vocab_size"] is None:
-        sizes["vocab_size"] = TINY_VOCAB_SIZE
-    return run, TransformerConfig(**sizes)
+    return run, run.model.with_vocab_size(TINY_VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("group, choice", CHOICES)
@@ -77,7 +73,7 @@ def test_figure_7_at_full_size_is_the_papers_recipe_at_both_orders(model: str, o
     run, sizes = build(compose_train("experiment=fig7_paper", f"model={model}", f"model.norm_order={order}"))
     alone, _ = build(compose_train(f"model={model}"))
     assert (run.optimizer, run.schedule, run.global_batch_size) == (alone.optimizer, alone.schedule, 1024)
-    assert (run.name, sizes.norm_order.value, run.trainer.max_steps) == (f"fig7_{model}_{order}", order, 2_000_000)
+    assert (run.name, sizes.norm_order, run.trainer.max_steps) == (f"fig7_{model}_{order}", order, 2_000_000)
 
 
 @pytest.mark.parametrize("model", GROUPS["model"])
@@ -89,17 +85,25 @@ def test_every_model_composes_with_every_kind_of_recipe(model: str, recipe: str)
 
 
 def test_no_group_is_left_out_of_these_tests() -> None:
-    assert sorted(GROUPS) == sorted({*TRAIN_GROUPS, *PREPARE_GROUPS, *OTHER_GROUPS})
+    assert sorted(GROUPS) == sorted([*TRAIN_GROUPS, "cluster"])
 
 
-@pytest.mark.parametrize("group, choice", [(group, choice) for group in OTHER_GROUPS for choice in GROUPS[group]])
-def test_every_choice_of_the_other_doors_composes(group: str, choice: str) -> None:
-    door, override = OTHER_GROUPS[group]
+@pytest.mark.parametrize(
+    "entry_point, group, choice",
+    [("plan", "cluster", choice) for choice in GROUPS["cluster"]]
+    + [
+        (entry_point, group, choice)
+        for entry_point in ("train", "finetune", "zero_shot")
+        for group, choices in OWN_GROUPS[entry_point].items()
+        for choice in choices
+    ],
+)
+def test_every_choice_of_an_entry_points_own_groups_composes(entry_point: str, group: str, choice: str) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        assert compose(door, [f"{override}={choice}"])
+        assert compose(entry_point, [f"{group}={choice}"])
 
 
-@pytest.mark.parametrize("group, choice", [(group, choice) for group in PREPARE_GROUPS for choice in GROUPS[group]])
+@pytest.mark.parametrize("group, choice", PREPARE_CHOICES)
 def test_every_choice_of_a_preparation_builds_its_typed_configuration(group: str, choice: str) -> None:
     needs = {"bookscorpus": ["architecture=bert"], "slurm": ["launcher.partition=cpu"]}.get(choice, [])
     if (group, choice) != ("corpus", "local"):
@@ -111,10 +115,10 @@ def test_every_choice_of_a_preparation_builds_its_typed_configuration(group: str
     PrepareConfig.from_dict(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
 
 
-@pytest.mark.parametrize(("door", "group"), [("train", "sweep"), ("train", "fidelity"), ("finetune", "finetune_sweep")])
-def test_a_sweep_or_a_fidelity_that_does_not_exist_is_refused(door: str, group: str) -> None:
+@pytest.mark.parametrize(("entry_point", "group"), [("train", "sweep"), ("train", "fidelity"), ("finetune", "sweep")])
+def test_a_sweep_or_a_fidelity_that_does_not_exist_is_refused(entry_point: str, group: str) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(MissingConfigException):
-        compose(door, [f"{group}=other"])
+        compose(entry_point, [f"{group}=other"])
 
 
 def test_every_model_has_the_recipe_of_its_name() -> None:
@@ -124,7 +128,7 @@ def test_every_model_has_the_recipe_of_its_name() -> None:
 @pytest.mark.parametrize("model", GROUPS["model"])
 def test_a_model_states_every_size_of_the_transformer(model: str) -> None:
     stated = set(compose_train(f"model={model}")["model"])
-    assert stated == {field.name for field in dataclasses.fields(TransformerConfig)} | {"name"}
+    assert stated == {field.name for field in dataclasses.fields(TransformerConfig)}
 
 
 @pytest.mark.parametrize(
@@ -147,8 +151,8 @@ def test_model_sizes_are_those_of_tables_1_2_and_4(model, layers, hidden, heads,
     _, sizes = build(compose_train(f"model={model}"))
     assert (sizes.num_layers, sizes.hidden_size, sizes.num_attention_heads) == (layers, hidden, heads)
     assert (sizes.padded_vocab_size, sizes.max_position_embeddings) == (rows, positions)
-    assert sizes.architecture == model.split("_")[0]
-    assert sizes.norm_order.value == "pre" and sizes.hidden_dropout == 0.1 and sizes.attention_dropout == 0.1
+    assert sizes.family == model.split("_")[0]
+    assert sizes.norm_order == "pre" and sizes.hidden_dropout == 0.1 and sizes.attention_dropout == 0.1
 
 
 def test_the_paper_recipes_carry_the_numbers_of_section_5() -> None:
@@ -174,7 +178,7 @@ def test_the_command_line_wins_over_the_recipe() -> None:
 @pytest.mark.parametrize("model", GROUPS["model"])
 def test_every_fidelity_composes_with_every_model_and_its_recipe(model: str) -> None:
     recipes = set()
-    for word in GROUPS["fidelity"]:
+    for word in OWN_GROUPS["train"]["fidelity"]:
         run, _ = build(compose_train(f"model={model}", f"fidelity={word}"))
         assert run.fidelity == word
         schedule = dataclasses.replace(run.schedule, formula="paper")
@@ -252,38 +256,35 @@ def test_every_key_is_read_by_something() -> None:
 
 
 def commands_that_are_not_run() -> list[tuple[str, list[str]]]:
-    """Door and overrides of the commands for other machines, in plain fences of the READMEs."""
+    """Entry point and overrides of the commands for other machines, in plain fences of the READMEs."""
     found = []
     for path in (ROOT / "README.md", ROOT / "finetune" / "README.md"):
         for language, fence in re.findall(r"^```(.*?)\n(.*?)^```$", path.read_text(encoding="utf-8"), re.S | re.M):
             for line in [] if language else fence.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
                 scripts = [word for word in words if re.fullmatch(r"(src|finetune)/\w+\.py", word)]
-                if scripts and scripts[0] in DOORS:
-                    found.append((DOORS[scripts[0]], words[words.index(scripts[0]) + 1 :]))
+                if scripts and scripts[0] in ENTRY_POINTS:
+                    found.append((ENTRY_POINTS[scripts[0]], words[words.index(scripts[0]) + 1 :]))
     return found
 
 
-DOORS = {"src/train.py": "train", "src/plan.py": "plan", "src/prepare_data.py": "prepare_data"}
-DOORS |= {"src/zero_shot.py": "zero_shot", "finetune/run.py": "finetune"}
+ENTRY_POINTS = {"src/train.py": "train", "src/plan.py": "plan", "src/prepare_data.py": "prepare_data"}
+ENTRY_POINTS |= {"src/zero_shot.py": "zero_shot", "finetune/run.py": "finetune"}
 
 
-@pytest.mark.parametrize(("door", "words"), commands_that_are_not_run(), ids=lambda value: " ".join(value)[:60])
-def test_every_command_for_other_machines_composes(door: str, words: list[str], tmp_path) -> None:
-    short = {"task": "finetune_task@task", "sweep": "finetune_sweep"} if door == "finetune" else {}  # as the doors do
-    overrides = [word for word in words if "=" in word]
-    overrides = [f"{short.get(key, key)}={value}" for key, _, value in (word.partition("=") for word in overrides)]
-    if door == "train":
-        overrides = [o.replace("resume=auto", "resume.path=auto") for o in overrides]
+@pytest.mark.parametrize(("entry_point", "words"), commands_that_are_not_run(), ids=lambda value: " ".join(value)[:60])
+def test_every_command_for_other_machines_composes(entry_point: str, words: list[str], tmp_path) -> None:
+    overrides = [word.replace("resume=auto", "resume.path=auto") for word in words if "=" in word]
     own = []
     if "--config-dir" in words:
         text = (ROOT / "finetune" / "README.md").read_text(encoding="utf-8")
         for name, fence in re.findall(r"^```yaml (\S+)\n(.*?)^```$", text, re.S | re.M):
             (tmp_path / name).parent.mkdir(parents=True)
             (tmp_path / name).write_text(fence, encoding="utf-8")
-        own = [f"hydra.searchpath=[file://{tmp_path / words[words.index('--config-dir') + 1]}]"]
+        folders = f"{groups_of(entry_point)},file://{tmp_path / words[words.index('--config-dir') + 1]}"
+        own = [f"hydra.searchpath=[{folders}]"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = compose(door, overrides + own, return_hydra_config=True)
+        composed = compose(entry_point, overrides + own, return_hydra_config=True)
     for override in overrides:
         key, _, value = override.partition("=")
         if key.startswith(("hydra.", "model.", "parallel.", "task.columns.")) and not value.startswith("$"):
@@ -301,11 +302,11 @@ def written_values(node: dict, prefix: str = "") -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("door", ["convert", "finetune", "generate", "plan", "prepare_data", "zero_shot"])
-def test_what_a_doors_own_file_says_is_not_overridden_by_its_groups(door: str) -> None:
+@pytest.mark.parametrize("entry_point", ["convert", "finetune", "generate", "plan", "prepare_data", "zero_shot"])
+def test_what_an_entry_points_own_file_says_is_not_overridden_by_its_groups(entry_point: str) -> None:
     """train.yaml is another matter: its recipes are there to override it."""
-    written = OmegaConf.to_container(OmegaConf.load(CONF / f"{door}.yaml"))
+    written = OmegaConf.to_container(OmegaConf.load(CONF / f"{entry_point}.yaml"))
     own = written_values({key: value for key, value in written.items() if key not in ("defaults", "hydra")})
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = compose(door, ["task=lambada"] if door == "zero_shot" else [])
+        composed = compose(entry_point, ["task=lambada"] if entry_point == "zero_shot" else [])
     assert {key: OmegaConf.select(composed, key) for key in own} == own

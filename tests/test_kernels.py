@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.door import TINY, train
+from cli.entry_points import TINY, train
 from sharding import random_batch, random_model, small_config, total_loss
 from torch import nn
 

@@ -12,7 +12,7 @@ import hydra
 from omegaconf import DictConfig
 
 from analysis.benchmarks.config import BenchConfig
-from lmscale.cli.entry_point import open_door, run_task
+from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.results import record_path, write_record
 
 
@@ -44,9 +44,9 @@ def show(record: dict) -> None:
 
 @hydra.main(version_base="1.3", config_path="../../conf", config_name="bench")
 def main(cfg: DictConfig) -> None:
-    """Entry of Hydra, once for each job of a sweep."""
+    """Hydra's entry, called once per job of a sweep."""
     run_task(bench, cfg)
 
 
 if __name__ == "__main__":
-    open_door(main)
+    run_hydra_main(main)

@@ -95,7 +95,7 @@ class BenchConfig:
                     f"`micro_batch_size` x `seq_length` must be a multiple of {FLOAT8_MULTIPLE} with precision=fp8, "
                     f"but is {self.micro_batch_size} x {self.length}"
                 )
-        if config.architecture == "bert" and {*FILE_PEERS, "megatron_core", "lightning"} & set(self.peers):
+        if config.family == "bert" and {*FILE_PEERS, "megatron_core", "lightning"} & set(self.peers):
             raise ValueError(
                 f"`peers` of a BERT must be hf_eager, hf_compiled or ours_bf16, but are {', '.join(self.peers)}"
             )
@@ -140,8 +140,8 @@ class BenchConfig:
         """
         values = {key: value for key, value in self.model.items() if key != "name"}
         if values.get("vocab_size") is None:
-            values["vocab_size"] = PADDED_VOCABULARIES.get(values.get("architecture"))
-        return build(TransformerConfig, values, "model.")
+            values["vocab_size"] = PADDED_VOCABULARIES.get(values.get("family"))
+        return build(TransformerConfig, values, "model.").with_recompute(Recompute.NONE)
 
     @classmethod
     def from_dict(cls, values: dict) -> "BenchConfig":

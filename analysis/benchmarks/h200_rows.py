@@ -25,7 +25,7 @@ from lmscale.results import new_record, write_record
 IMPORTS = (
     *("torch", "lightning", "transformers", "hydra", "pytest", "xdist", "pytest_timeout"),
     *(
-        "lmscale.cli.entry_point",
+        "lmscale.cli.hydra_main",
         "lmscale.training.pretrain",
         "analysis.benchmarks.race",
         "analysis.benchmarks.gpu.trace",

@@ -19,12 +19,13 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+import lmscale.cli  # noqa: F401  the resolvers of conf/
 from lmscale.config.pretrain import RunConfig
 from lmscale.models import build_model
 from lmscale.parallel import sample_dropout_keys
 from lmscale.results import new_record, record_argument, write_record
 from lmscale.training import pretrain as pretraining
-from lmscale.training.gpt_module import GPTModule
+from lmscale.training.family_module import FamilyModule
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +48,7 @@ SETTINGS = (
 )
 
 
-class PairedModule(GPTModule):
+class PairedModule(FamilyModule):
     """The module of `train.py`; after each of its steps the bare loop takes one. Times in seconds."""
 
     def on_train_start(self) -> None:
@@ -93,12 +94,12 @@ def measure(steps: int, overrides: tuple[str, ...]) -> tuple[list[float], list[f
             kept.append(PairedModule(*args, **kwargs))
             return kept[0]
 
-        original, pretraining.GPTModule = pretraining.GPTModule, make
+        original, pretraining.FamilyModule = pretraining.FamilyModule, make
         try:
             if pretraining.pretrain(job) != 0:
                 raise RuntimeError("the training did not end well")
         finally:
-            pretraining.GPTModule = original
+            pretraining.FamilyModule = original
     return kept[0].harness_times[WARM_UP_STEPS - 1 :], kept[0].bare_times[WARM_UP_STEPS - 1 :]
 
 

@@ -157,5 +157,5 @@ def _record(
                 f"{name}/ratio_least": {"value": every[0] / ours[0], "unit": "their time / ours"},
             }
     layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": torch.get_num_threads()}
-    name = f"bench_{bench.model.get('name', config.architecture)}"
+    name = f"bench_{bench.model.get('name', config.family)}"
     return new_record(name, "run", bench.to_dict(), bench.seed, metrics, device=name_of_device, layout=layout)

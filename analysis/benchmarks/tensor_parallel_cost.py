@@ -41,7 +41,7 @@ def make_config(shape: str, dropout: float) -> TransformerConfig:
     """The GPT of a shape."""
     hidden, heads, layers = SHAPES[shape]
     return TransformerConfig(
-        architecture="gpt",
+        family="gpt",
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -104,7 +104,7 @@ def worker(rank: int, folder: str, rounds: int, steps: int, over_gloo: bool) -> 
     store = dist.FileStore(os.path.join(folder, "store"), 2)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
     channel = None if over_gloo else open_channel(dist.group.WORLD, TIMEOUT)
-    both = ParallelContext(tp_rank=rank, tp_size=2, tp_group=dist.group.WORLD, tp_channel=channel)
+    both = ParallelContext(tp_rank=rank, tp_size=2, tp_group=dist.group.WORLD, tp_communicator=channel)
     cut = dataclasses.replace(both, sequence_parallel=True)
     found: dict[str, dict] = {}
     for shape in SHAPES:

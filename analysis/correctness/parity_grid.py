@@ -96,7 +96,7 @@ def make_run(case: Case, layout: ParallelConfig, num_steps: int, root: Path, lr:
         ValueError: see `RunConfig`; `tp_size` must divide the 4 heads.
     """
     model = {
-        "architecture": case.architecture,
+        "family": case.architecture,
         "num_layers": 2,
         "hidden_size": 24,
         "num_attention_heads": 4,

@@ -28,12 +28,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lmscale.config import TransformerConfig
+from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext, layers, sample_dropout_keys
+from lmscale.parallel import ParallelContext, replicated_layers, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
-from lmscale.planner.job import Job, Layout, rank_memory
+from lmscale.planner.job import Job, rank_memory
 from lmscale.results import new_record, record_argument, write_record
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
@@ -62,8 +62,8 @@ class Case:
     def predicted(self) -> int:
         """Bytes by arithmetic."""
         config, b = self.config, self.micro_batch_size
-        job = Job(config, b * self.num_micro_batches, config.max_position_embeddings, self.dtype, 1)
-        layout = Layout(self.tp_size, 1, b, config.recompute, self.sequence_parallel)
+        job = Job(config, b, b * self.num_micro_batches, config.max_position_embeddings, self.dtype, 1)
+        layout = ParallelConfig(self.tp_size, 1, self.sequence_parallel)
         return rank_memory(job, layout, on_gpu=self.traced).total
 
 
@@ -185,7 +185,7 @@ def measure(case: Case, context: ParallelContext) -> int:
     def step() -> None:
         optimizer.zero_grad()
         for _ in range(case.num_micro_batches):
-            if config.architecture == "gpt":
+            if config.family == "gpt":
                 (model(tokens, tokens, keys) / tokens.numel()).backward()
             else:
                 loss, order = model(tokens, torch.zeros_like(tokens), None, tokens, keys, scored)
@@ -231,7 +231,7 @@ def measure_traced(case: Case) -> int:
         _world("fake", case.tp_size) as contexts,
         FakeTensorMode(),
         patch.object(torch.nn.functional, "scaled_dot_product_attention", _gpu_attention),
-        patch.object(layers, "_sums_in_half", lambda x: False),
+        patch.object(replicated_layers, "sums_in_half", lambda x: False),
     ):
         return measure(case, contexts[case.sequence_parallel] if case.tp_size > 1 else ParallelContext())
 

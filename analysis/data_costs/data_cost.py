@@ -27,9 +27,9 @@ from lmscale.config.data import DataConfig
 from lmscale.data.bert_index import TargetLengths, write_pairs
 from lmscale.data.datamodule import PretrainDataModule
 from lmscale.data.gpt_index import GPTOrder, write_windows
-from lmscale.data.indexed import IndexedWriter
 from lmscale.data.indexed_corpus import identity_of
 from lmscale.data.indexed_dataset import HEADER, MAGIC, VERSION, IndexedDataset
+from lmscale.data.indexed_writer import IndexedWriter
 from lmscale.data.prepared import CorpusPart, PreparedCorpus
 from lmscale.results import new_record, record_argument, write_record
 

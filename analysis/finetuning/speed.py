@@ -26,7 +26,7 @@ import numpy as np
 
 from analysis.finetuning.small import RECORDS, ROOT, find_data, find_minilm, import_bert
 from lmscale.finetune.features import Features, load_features
-from lmscale.finetune.stopwatch import Stopwatch
+from lmscale.finetune.timing import Timer
 from lmscale.results import new_record, record_argument, write_record
 
 CLOCKS = ("wall", "cpu")
@@ -132,7 +132,7 @@ def run_trainer(task: str, side: str, features: Features, outputs: Path) -> dict
     trainer = transformers.Trainer(
         model, arguments, data_collator=collator, train_dataset=as_rows(features, ITEMS[task])
     )
-    watch = Stopwatch()
+    watch = Timer()
     watch.start()
     loss = trainer.train().training_loss
     watch.stop()

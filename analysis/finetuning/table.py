@@ -38,7 +38,7 @@ def table_5(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
     """Every value of Table 5, with the median of ours where records have it, then our small measurements.
 
     A record counts as `reproduced` where the model's size and the scored sets are the paper's
-    (`finetune.evidence.find_evidence` decides when it is written); only such ones stand beside a printed value.
+    (`finetune.record_kind.record_kind` decides when it is written); only such ones stand beside a printed value.
 
     Args:
         records: by file name; those of anything else are left alone.

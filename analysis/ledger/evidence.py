@@ -20,8 +20,8 @@ from analysis.norm_order.cells import STATES
 from analysis.scaling.sizes import paper_models
 from analysis.scaling.study import BASELINE_FLOPS_PER_S, MICRO_BATCH, predict_petaflops
 from lmscale.config import ParallelConfig, Recompute
+from lmscale.config.cluster import Cluster
 from lmscale.paper import SEQ_LENGTH
-from lmscale.planner.cluster import Cluster
 from lmscale.planner.communication import Collective, micro_batch_collectives
 from lmscale.planner.flops import TERA
 from lmscale.planner.params import count_parameters

@@ -34,7 +34,7 @@ from lmscale.results import new_record, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "analysis" / "model_size" / "records"
-SWEEP = ROOT / "conf" / "sweep" / "model_size.yaml"
+SWEEP = ROOT / "conf" / "train" / "sweep" / "model_size.yaml"
 NUM_POINTS = 20  # of a curve, at most
 MEASURES = {
     "parameters_without_embeddings": "parameters",
@@ -77,7 +77,7 @@ def describe_cell(run_dir: Path, cpu_s: float) -> dict[str, Any]:
     """The record of a cell from its run folder: the run's, with sizes and validation curve, without what is local."""
     run = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
     config, steps = run["config"], int(run["metrics"]["steps"]["value"])
-    model = TransformerConfig(**config["model"])
+    model = TransformerConfig.from_dict(config["model"])
     counts = count_parameters(model)
     embeddings = counts.parts["word embedding"] + counts.parts["position embedding"]
     seq_length, batch = config["data"]["seq_length"], config["global_batch_size"]

@@ -42,7 +42,7 @@ from lmscale.results import new_record, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "analysis" / "norm_order" / "records"
-SWEEP = OmegaConf.load(ROOT / "conf" / "sweep" / "norm_order.yaml")
+SWEEP = OmegaConf.load(ROOT / "conf" / "train" / "sweep" / "norm_order.yaml")
 TRAINED = OmegaConf.to_container(
     OmegaConf.masked_copy(
         SWEEP, ["model", "tokenizer", "micro_batch_size", "global_batch_size", "schedule", "trainer"]

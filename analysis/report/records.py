@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from lmscale.config.cluster import Cluster
 from lmscale.config.from_dict import build
-from lmscale.planner.cluster import Cluster
 
 ANALYSIS = Path(__file__).resolve().parents[1]
 NEEDED = {  # and what makes them

@@ -32,7 +32,7 @@ class Case:
 def small_gpt(num_layers: int, hidden_size: int, heads: int, recompute: str = "full") -> TransformerConfig:
     """A GPT of the study, scaled down."""
     return TransformerConfig(
-        architecture="gpt",
+        family="gpt",
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_attention_heads=heads,

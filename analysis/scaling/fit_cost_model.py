@@ -28,7 +28,7 @@ from analysis.scaling.study import (
     scaled_to,
     with_constants,
 )
-from lmscale.planner.cluster import Calibration, Cluster, Peaks
+from lmscale.config.cluster import Calibration, Cluster, Peaks
 from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -27,11 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from analysis.scaling.cases import SCALING, Case, cpu_cases, gpu_cases
 from analysis.scaling.clock import Clock
 from lmscale.config import ParallelConfig
-from lmscale.config.plan import load_cluster
+from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
-from lmscale.planner.cluster import Cluster
 from lmscale.planner.flops import model_flops_per_step, scored_tokens
 from lmscale.planner.memory import estimate_memory
 from lmscale.planner.params import count_parameters
@@ -75,7 +74,7 @@ def measure_case(case: Case, context: ParallelContext, device: torch.device, ste
 
 def one_pass(model: torch.nn.Module, tokens: torch.Tensor, keys: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
     """Mean loss of one micro-batch, for either architecture; BERT's over the positions `scored`."""
-    if model.config.architecture == "gpt":
+    if model.config.family == "gpt":
         return model(tokens, tokens, keys) / tokens.numel()
     loss, order = model(tokens, torch.zeros_like(tokens), None, tokens, keys, scored)
     return loss / len(scored) + order.float().mean()

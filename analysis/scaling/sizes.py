@@ -9,7 +9,7 @@ from analysis.ledger.entries import paper_shape
 from lmscale.config import ParallelConfig, Recompute, TransformerConfig
 from lmscale.paper import BERT_SEQ_LENGTH, BERT_SIZES, BERT_VOCABULARY, SEQ_LENGTH
 from lmscale.planner.communication import micro_batch_collectives
-from lmscale.planner.job import Job, Layout, rank_memory
+from lmscale.planner.job import Job, rank_memory
 from lmscale.planner.params import count_parameters
 
 from .study import MICRO_BATCH, SIZES, STUDY_TP_SIZES, study_model
@@ -18,6 +18,7 @@ TP_SIZES = (1, 2, 4, 8)
 DEVICES = {"V100": 32.0, "A100": 79.2, "H200": 139.8}  # GiB, as in conf/cluster/
 _EMBEDDINGS = ("word embedding", "position embedding", "token-type embedding")
 _GIB = 2**30
+BERT_MICRO_BATCH = 4  # sequences
 
 
 @cache
@@ -51,11 +52,12 @@ def memory_table() -> pd.DataFrame:
     (GPT) or 4 (BERT) sequences on one data rank; with exact attention, as the paper had it."""
     rows = []
     for name, config in paper_models().items():
-        batch, seq_length = (MICRO_BATCH, SEQ_LENGTH) if config.architecture == "gpt" else (4, BERT_SEQ_LENGTH)
+        seq_length = config.max_position_embeddings
+        batch = MICRO_BATCH if seq_length == SEQ_LENGTH else BERT_MICRO_BATCH
         for recompute in (Recompute.NONE, Recompute.FULL):
-            job = Job(config, batch, seq_length, "fp16", 1)
+            job = Job(config, batch, batch, seq_length, "fp16", 1).change(recompute=recompute)
             sizes = [size for size in TP_SIZES if config.num_attention_heads % size == 0]
-            found = {f"tp {n}": rank_memory(job, Layout(n, 1, batch, recompute), True).total / _GIB for n in sizes}
+            found = {f"tp {n}": rank_memory(job, ParallelConfig(n), True).total / _GIB for n in sizes}
             rows.append({"model": name, "recompute": recompute.value} | found)
     return pd.DataFrame(rows).assign(unit="GiB a rank", evidence="predicted")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from analysis.ledger.entries import PAPER, paper_shape
 from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config.cluster import Cluster
 from lmscale.paper import GPT_VOCABULARY, SEQ_LENGTH
-from lmscale.planner.cluster import Cluster
 from lmscale.planner.flops import TERA, hardware_flops_per_step
 from lmscale.planner.params import count_parameters
 from lmscale.planner.step_time import StepTime, Techniques, predict_step_time
@@ -125,7 +125,7 @@ LATER_SHAPES = (
 def study_model(num_layers: int, hidden_size: int, heads: int) -> TransformerConfig:
     """A GPT of the study: full recomputation, scores in memory."""
     return TransformerConfig(
-        architecture="gpt",
+        family="gpt",
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_attention_heads=heads,

@@ -3,8 +3,8 @@
 import pandas as pd
 
 from analysis.ledger.entries import PAPER as PAPER_NUMBERS
+from lmscale.config.cluster import Cluster
 from lmscale.paper import SEQ_LENGTH
-from lmscale.planner.cluster import Cluster
 from lmscale.planner.flops import hardware_flops_per_step
 from lmscale.planner.params import count_parameters
 

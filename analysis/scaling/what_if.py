@@ -13,10 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lmscale.config import ParallelConfig, Recompute, TransformerConfig
-from lmscale.config.plan import load_cluster
-from lmscale.planner.cluster import Cluster
-from lmscale.planner.job import Job, Layout
+from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config.cluster import Cluster, load_cluster
+from lmscale.planner.job import Job
 from lmscale.planner.memory import GIB
 from lmscale.planner.params import count_parameters
 from lmscale.planner.plan import make_plan
@@ -54,7 +53,7 @@ def gpt(num_layers: int, hidden_size: int, heads: int, **changes: Any) -> Transf
     """A GPT with the paper's vocabulary and sequence unless changed."""
     fields = {"vocab_size": 50257, "max_position_embeddings": 1024} | changes
     return TransformerConfig(
-        architecture="gpt",
+        family="gpt",
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_attention_heads=heads,
@@ -96,7 +95,7 @@ def largest(name: str, sizes: tuple[int, ...] = (512, 2048, 8192, 16384)) -> lis
     """The fastest layout of ever larger models on ever more GPUs, a batch of 4,096 sequences of 2,048 tokens."""
     machine, rows = cluster(name), []
     for model, layers, hidden, heads in LARGE:
-        job = Job(gpt(layers, hidden, heads, max_position_embeddings=2048), 4096, 2048, "bf16", 100_000)
+        job = Job(gpt(layers, hidden, heads, max_position_embeddings=2048), 1, 4096, 2048, "bf16", 100_000)
         size = count_parameters(job.config).total
         for num_devices in sizes:
             row = {"cluster": name, "model": model, "parameters": f"{size / 1e9:.1f} G", "GPUs": num_devices}
@@ -111,10 +110,8 @@ def largest(name: str, sizes: tuple[int, ...] = (512, 2048, 8192, 16384)) -> lis
                 rows.append(row | {"layout": short if least.missing_bytes > 0 else "too few ranks a model"})
                 continue
             best = ranking.fitting[0]
-            layout = f"tp {best.layout.tp_size} x dp {best.layout.dp_size}, b {best.layout.micro_batch_size}"
-            rows.append(
-                row | {"layout": f"{layout}, {best.layout.recompute.value}", "s/step": round(best.time.total, 2)}
-            )
+            layout = f"tp {best.layout.tp_size} x dp {best.layout.dp_size}, b {best.job.micro_batch_size}"
+            rows.append(row | {"layout": f"{layout}, {best.recompute.value}", "s/step": round(best.time.total, 2)})
             rows[-1] |= {
                 "MFU %": round(100 * best.mfu, 1),
                 "EFLOP/s": round(best.model_flops / best.time.total / 1e18, 3),
@@ -150,7 +147,7 @@ def beyond_a_node(name: str) -> list[dict[str, Any]]:
 def techniques(name: str) -> list[dict[str, Any]]:
     """Sequence parallelism and overlap on and off, 8.3 B, 8-way, 64 data ranks, 8 sequences a rank."""
     machine = cluster(name)
-    job = Job(gpt(72, 3072, 32), 512, 1024, "fp16" if name == "dgx2h_v100" else "bf16", 300_000)
+    job = Job(gpt(72, 3072, 32, recompute="full"), 8, 512, 1024, "fp16" if name == "dgx2h_v100" else "bf16", 300_000)
     changes = {
         "none of these": Techniques(),
         "sequence parallelism": Techniques(),
@@ -162,7 +159,7 @@ def techniques(name: str) -> list[dict[str, Any]]:
     rows, first = [], None
     for label, changed in changes.items():
         cuts_sequence = label in ("sequence parallelism", "all of these")
-        plan = make_plan(job, Layout(8, 64, 8, Recompute.FULL, cuts_sequence), machine, changed)
+        plan = make_plan(job, ParallelConfig(8, 64, cuts_sequence), machine, changed)
         first = first or plan.time.total
         rows.append({"cluster": name, "technique": label, "ms": round(plan.time.total * 1e3, 1)})
         rows[-1] |= {"speed-up": round(first / plan.time.total, 3), "MFU %": round(100 * plan.mfu, 1)}

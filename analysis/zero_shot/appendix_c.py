@@ -49,7 +49,7 @@ def sample(loaded: LoadedModel) -> list[dict]:
     """The samples, each drawn as it would be alone."""
     generator = Generator(loaded.model, SAMPLING, loaded.tokenizer.inner.token_to_id(END_OF_TEXT), SEED)
     rows = make_rows(loaded, NUM_NEW)
-    generator.lengthen(rows)
+    generator.extend(rows)
     return [
         {"prompt": row.prompt.text, "seed": SEED, "sample": row.sample, "finish": row.finish}
         | {"num_tokens": len(row.tokens), "text": loaded.tokenizer.decode(row.tokens)}
@@ -77,7 +77,7 @@ def measure_cache(loaded: LoadedModel) -> dict[str, dict]:
             rows = make_rows(loaded, NUM_TIMED_TOKENS)[:NUM_TIMED_ROWS]
             start = time.perf_counter()
             if name == "cached":
-                generator.lengthen(rows)
+                generator.extend(rows)
             else:
                 recompute(loaded, rows)
             rates[name].append(NUM_TIMED_ROWS * NUM_TIMED_TOKENS / (time.perf_counter() - start))

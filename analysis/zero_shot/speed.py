@@ -23,7 +23,7 @@ from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
 from lmscale.config.zero_shot import LambadaConfig, WikiText103Config
 from lmscale.data.tokenizer import load_published_tokenizer
-from lmscale.evaluation.cloze import answer_passages
+from lmscale.evaluation.cloze import predict_last_words
 from lmscale.evaluation.lambada import Passage
 from lmscale.evaluation.perplexity import measure_losses
 from lmscale.evaluation.windows import Windows
@@ -120,7 +120,7 @@ def measure(name: str, tokens: list[int], passages: list[Passage]) -> dict[str, 
     )
     lambada = compare(
         lambda: plain_lambada(model, some),
-        lambda: sum(answer.log_likelihood for answer in answer_passages(model, some, micro_batch_tokens)),
+        lambda: sum(answer.log_likelihood for answer in predict_last_words(model, some, micro_batch_tokens)),
     )
     metrics = {f"{name}/wikitext103/bound": {"value": flops_bound(layers, hidden), "unit": "plain / ours, FLOPs"}}
     for task, unit, times, number in (

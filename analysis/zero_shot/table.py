@@ -27,7 +27,7 @@ def table_3(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
     """Every value of Table 3, with ours where a record has it, then our measurements that have no counterpart there.
 
     A record counts as `reproduced` where the model's size, its steps, the file and the protocol are the paper's
-    (`evaluation.zero_shot_task.find_evidence` decides when it is written); only such a one stands beside a printed
+    (`evaluation.zero_shot_task.record_kind` decides when it is written); only such a one stands beside a printed
     value, because perplexities of other files and models do not compare.
 
     Args:
@@ -79,7 +79,7 @@ def _measurement(name: str, record: dict[str, Any]) -> dict[str, Any]:
 
 def _describe(about: dict[str, Any], metric: str, metrics: dict[str, dict[str, Any]]) -> str:
     """A model and a file that are not the paper's, in words."""
-    model, file = TransformerConfig(**about["model"]), about["file"]
+    model, file = TransformerConfig.from_dict(about["model"]), about["file"]
     millions = count_parameters(model).total / 1e6
     which = file["name"] if file["split"] == "other" else f"{file['split']} file"
     if metric.startswith("lambada"):

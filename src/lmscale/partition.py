@@ -1,30 +1,30 @@
-"""How gradients and the optimizer's state are divided: in pieces to send, and with ZeRO stage 1 over the data ranks.
+"""Division of gradients into pieces for communication, and of optimizer state over data ranks (ZeRO stage 1).
 
-Plain arithmetic, shared by the optimizer, which does it, and the planner, which counts it.
+Plain arithmetic shared by the optimizer and the planner.
 """
 
 from collections.abc import Sequence
 
-PIECE_ELEMENTS = 25 * 2**20 // 4  # of the optimizer's buffer; torch's DDP has buckets of as many fp32 numbers
+PIECE_ELEMENTS = 25 * 2**20 // 4  # elements per piece: a bucket of torch's DDP holds as many fp32 numbers
 
 
 def buffer_pieces(num_elements: int) -> list[int]:
-    """Elements of each piece in which the optimizer's buffer sends `num_elements` that lie together."""
+    """Return the number of elements of each piece in which `num_elements` contiguous ones are communicated."""
     whole, rest = divmod(num_elements, PIECE_ELEMENTS)
     return [PIECE_ELEMENTS] * whole + [rest] * (rest > 0)
 
 
 def assign_owners(sizes: Sequence[int], num_owners: int) -> list[int]:
-    """Deal out parameters whole, the largest first, each to the owner with the least so far.
+    """Assign each parameter to an owner, in order of decreasing size, always to the owner with the fewest elements.
 
-    Whole parameters, because a checkpoint's pieces then are what a rank has; the largest of a model is smaller than a
-    data rank's part up to a few dozen data ranks.
+    Parameters are not split, so that the pieces of a checkpoint equal the tensors of a rank. Up to a few dozen data
+    ranks, a model's largest parameter is smaller than a rank's share.
 
     Args:
-        sizes: elements of each parameter on one tensor rank, in the order of the model.
+        sizes: elements of each parameter on one tensor rank, in model order.
 
     Returns:
-        the owner of each parameter.
+        owner of each parameter.
     """
     load, owners = [0] * num_owners, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -34,7 +34,7 @@ def assign_owners(sizes: Sequence[int], num_owners: int) -> list[int]:
 
 
 def part_sizes(sizes: Sequence[int], num_owners: int) -> list[int]:
-    """Elements of each owner's parameters; they do not depend on the order of `sizes`."""
+    """Return the number of elements per owner, which does not depend on the order of `sizes`."""
     parts = [0] * num_owners
     for size, owner in zip(sizes, assign_owners(sizes, num_owners), strict=True):
         parts[owner] += size

@@ -1,7 +1,7 @@
-"""One run, one JSON record: configuration, seed, commit, versions, hardware, and every figure with its unit.
+"""One run, one JSON record: configuration, seed, commit, versions, hardware, and every metric with its unit.
 
-A record is made to be committed and read elsewhere: paths in it are relative, and a figure that is not finite stays
-valid JSON: `{"value": null, "non_finite": "nan", "unit": ...}`. Tables come from records, never from typing.
+Records are committed and read on other machines: paths are relative, and a metric that is not finite is valid JSON,
+`{"value": null, "non_finite": "nan", "unit": ...}`. All tables are generated from records.
 """
 
 import json
@@ -47,22 +47,22 @@ def new_record(
     paths: dict[str, str] | None = None,
     started: float | None = None,
 ) -> dict[str, Any]:
-    """The record of one run, ready for `write_record`.
+    """Build the record of one run for `write_record`.
 
     Args:
         name: short name of the run.
-        kind: `run` as the paper describes it, `scaled_down`, or `modelled` (computed, nothing was run).
-        config: everything the run was told, plain values.
+        kind: `run` as described in the paper, `scaled_down`, or `modelled` (computed, nothing was run).
+        config: the run's whole configuration as plain values.
         seed: None for `modelled`.
         metrics: name -> {"value": number, "unit": text}.
-        device: name of the device it ran on, as its library gives it.
+        device: name of the device as reported by its library.
         layout: tp_size, dp_size, threads_per_rank.
-        steps: first and last optimizer step of this stretch of the run.
-        paths: name -> file of the run worth keeping (curves, checkpoints).
+        steps: first and last optimizer step of this part of the run.
+        paths: name -> output file of the run (curves, checkpoints).
         started: seconds since the epoch.
 
     Raises:
-        ValueError: an unknown kind, or a metric that is not a number with a unit.
+        ValueError: the kind is unknown, or a metric is not a number with a unit.
     """
     if kind not in KINDS:
         raise ValueError(f"`kind` of a record must be one of {', '.join(KINDS)}, but is {kind!r}")
@@ -84,15 +84,14 @@ def new_record(
 
 
 def collect_environment(device: str | None = None) -> dict[str, Any]:
-    """Code, versions and hardware of this process.
+    """Describe code, versions and hardware of this process.
 
     Args:
-        device: name of the accelerator, from whoever has imported torch.
+        device: name of the accelerator; passed in because this module does not import torch.
 
     Returns:
-        commit (None outside a checkout of this project) and whether tracked files differ from it; versions of the
-        packages that matter (None where not installed); Python, platform, CPU, cores this process may use, memory in
-        bytes.
+        commit (None outside a checkout of this project) and whether tracked files differ from it; versions of PACKAGES
+        (None if not installed); Python, platform, CPU, available cores, memory in bytes.
     """
     commit, dirty = _commit()
     return {
@@ -109,10 +108,10 @@ def collect_environment(device: str | None = None) -> dict[str, Any]:
 
 
 def record_path(path: str | Path) -> Path:
-    """The path of a record to be written, looked at before anything is measured.
+    """Check the path of a record before anything is measured, and create its folder.
 
     Raises:
-        ValueError: it is a folder, or in none and none can be made.
+        ValueError: the path is a folder, or its folder cannot be created.
     """
     path = Path(path)
     if path.is_dir():
@@ -125,10 +124,10 @@ def record_path(path: str | Path) -> Path:
 
 
 def record_argument(text: str) -> Path:
-    """`record_path` as the type of a script's `--record`.
+    """`record_path` as the argparse type of a script's `--record`.
 
     Raises:
-        ArgumentTypeError: what it refuses; of a ValueError argparse would not show the text.
+        ArgumentTypeError: instead of ValueError, whose message argparse would not show.
     """
     try:
         return record_path(text)
@@ -137,10 +136,10 @@ def record_argument(text: str) -> Path:
 
 
 def write_record(record: dict[str, Any], path: str | Path) -> None:
-    """Write a record so that the file is there whole or not at all.
+    """Write a record atomically.
 
     Raises:
-        ValueError: a number in it, outside the metrics, is not finite: JSON has none such.
+        ValueError: a number outside the metrics is not finite, which JSON cannot represent.
     """
     path = record_path(path)
     text = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
@@ -152,27 +151,27 @@ def write_record(record: dict[str, Any], path: str | Path) -> None:
     os.replace(temporary, path)
 
 
-def refuse_other_record(folder: str | Path) -> None:
-    """Keep what an earlier run left.
+def check_no_record(folder: str | Path) -> None:
+    """Check that a run folder has no record, which the run would overwrite.
 
     Raises:
-        ValueError: the run folder holds a record.
+        ValueError: the run folder holds the record of another run.
     """
     if (Path(folder) / "record.json").exists():
         raise ValueError(f"`hydra.run.dir` must be a folder without the record of another run, but {folder} has one")
 
 
 def load_records(folder: str | Path) -> "pandas.DataFrame":
-    """All records below a folder, one row each, sorted by path; other JSON files are left alone.
+    """Load all records below a folder, one row per record, sorted by path; other JSON files are ignored.
 
     Returns:
-        columns name, kind, seed, started, finished, commit, dirty, device, path (below `folder`), every metric by its
-        name, and `config.<dotted key>`, `layout.<key>`. `attrs["units"]` has the unit of each metric.
+        columns name, kind, seed, started, finished, commit, dirty, device, path (relative to `folder`), one column per
+        metric, `config.<dotted key>` and `layout.<key>`. `attrs["units"]` holds the unit of each metric.
 
     Raises:
-        ValueError: no such folder, a record of another version, or one metric in two units.
+        ValueError: the folder does not exist, a record has another version, or a metric has two units.
     """
-    import pandas  # half a second that a training run need not spend
+    import pandas  # takes half a second, which training runs avoid
 
     folder = Path(folder)
     if not folder.is_dir():
@@ -211,7 +210,7 @@ def _checked(metric: str, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _portable(value: Any) -> Any:
-    """`value` with absolute paths made relative: to the working directory, to `~`, else to `...` and the last part."""
+    """Make absolute paths relative to the working directory or `~`, or reduce them to `.../<last part>`."""
     if isinstance(value, dict):
         return {str(key): _portable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -237,7 +236,7 @@ def _flat(values: dict, prefix: str) -> dict[str, Any]:
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """Commit of the checkout this package is read from, and whether tracked files differ from it."""
+    """Return the commit of this package's checkout, and whether tracked files differ from it."""
     package = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -245,7 +244,7 @@ def _commit() -> tuple[str | None, bool | None]:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
 
     try:
-        # An environment inside some other repository is not a checkout of this project.
+        # A virtual environment inside another repository is not a checkout of this project.
         if Path(git("rev-parse", "--show-toplevel")) / "src" / "lmscale" != package:
             return None, None
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
@@ -264,5 +263,5 @@ def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):  # not Linux, or a CPU that gives no name
+    except (OSError, StopIteration):  # not Linux, or a CPU without a model name
         return platform.processor() or platform.machine()

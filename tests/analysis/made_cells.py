@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from analysis.norm_order.cells import NATS
 from lmscale.results import new_record, write_record
 
-SWEEP = Path(__file__).parents[2] / "conf" / "sweep" / "norm_order.yaml"
+SWEEP = Path(__file__).parents[2] / "conf" / "train" / "sweep" / "norm_order.yaml"
 RATES = ("1e-3", "3e-3")
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from door import environment
+from entry_points import environment
 
 from analysis.scaling import fit_cost_model, measure, what_if
 from analysis.scaling.cases import cpu_cases, gpu_cases
@@ -23,8 +23,7 @@ from analysis.scaling.study import (
     with_constants,
 )
 from analysis.scaling.tables import OURS, figure_1_rows, figure_5_rows, figure_tables, scaling_tables
-from lmscale.config.plan import load_cluster
-from lmscale.planner.cluster import Cluster
+from lmscale.config.cluster import Cluster, load_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 

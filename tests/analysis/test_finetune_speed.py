@@ -17,7 +17,7 @@ from analysis.finetuning import speed as finetune_speed  # noqa: E402
 from lmscale.finetune.batches import collate  # noqa: E402
 from lmscale.finetune.features import load_features  # noqa: E402
 from lmscale.finetune.preparing import prepare_features  # noqa: E402
-from lmscale.results import new_record, refuse_other_record, write_record  # noqa: E402
+from lmscale.results import check_no_record, new_record, write_record  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ["qqp", "squad_v1"])
@@ -36,7 +36,7 @@ def test_trainer_is_given_the_sequences_and_labels_that_ours_trains_on(tmp_path,
 def test_a_second_round_finds_the_folder_of_the_first_free(tmp_path, monkeypatch) -> None:
     def train(arguments: list[str]) -> subprocess.CompletedProcess:
         run_dir = Path(next(a for a in arguments if a.startswith("hydra.run.dir=")).partition("=")[2])
-        refuse_other_record(run_dir)  # as the entry script does
+        check_no_record(run_dir)  # as the entry script does
         times = {name: {"value": 2.0, "unit": "s"} for name in ("train_time", "train_cpu_time")}
         write_record(new_record("x", "scaled_down", {}, 1, times, device="cpu"), run_dir / "record.json")
         (run_dir / "metrics.csv").write_text("step,train/loss\n5,0.5\n10,0.3\n")

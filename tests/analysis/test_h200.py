@@ -95,7 +95,7 @@ def test_the_attention_shapes_are_those_of_the_models() -> None:
             config.max_position_embeddings,
             config.head_size,
         )
-        assert shape.causal == (config.architecture == "gpt")
+        assert shape.causal == (config.family == "gpt")
 
 
 def test_list_b_composes_into_typed_configurations(tmp_path) -> None:
@@ -118,7 +118,7 @@ def test_list_b_composes_into_typed_configurations(tmp_path) -> None:
         ("h200_2.5b_fp8_seed_1234", "fp8", 200),
         *((f"h200_2.5b_bf16_seed_{seed}", "bf16", 200) for seed in (1234, 1235, 1236)),
     ]
-    assert runs[0].model["recompute"] == "auto" and "optimizer.moments=bf16" in trains[0]
+    assert runs[0].model.recompute == "auto" and "optimizer.moments=bf16" in trains[0]
 
 
 def test_every_call_ends_within_nine_minutes_and_no_two_records_share_a_name(tmp_path) -> None:
@@ -139,7 +139,7 @@ def test_the_rehearsal_composes_every_command_with_tiny_models_on_a_cpu() -> Non
         if script == "src/train.py":
             kept = [word for word in words if not word.startswith("hydra.run.dir=")]
             run = RunConfig.from_dict(values_of("train", kept) | {"run_dir": "x"})
-            assert (run.trainer.accelerator, run.trainer.max_steps, run.model["num_layers"]) == ("cpu", 3, 2)
+            assert (run.trainer.accelerator, run.trainer.max_steps, run.model.num_layers) == ("cpu", 3, 2)
         elif script in ("analysis/benchmarks/bench.py", "analysis/benchmarks/gpu/gpu_trace.py"):
             bench = bench_of(words)
             assert (bench.accelerator, bench.model["num_layers"], bench.rounds) == ("cpu", 2, 1)

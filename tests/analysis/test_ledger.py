@@ -13,8 +13,8 @@ from analysis.ledger.rows import kinds, ledger, short_form
 from analysis.report import make_tables
 from analysis.report.records import read_records
 from lmscale import paper
+from lmscale.config.cluster import Cluster
 from lmscale.config.from_dict import build
-from lmscale.planner.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = read_records(make_tables.ANALYSIS)
@@ -175,9 +175,7 @@ def test_every_command_composes() -> None:
             python, script, *words = shlex.split(command)
             assert python == "python" and (ROOT / script).is_file(), command
             if script in ROOTS:
-                short = {"task": "finetune_task@task", "sweep": "finetune_sweep"} if script == "finetune/run.py" else {}
-                short |= {"resume": "resume.path"}
-                overrides = [f"{short.get(w.split('=')[0], w.split('=')[0])}={w.split('=', 1)[1]}" for w in words]
+                overrides = [re.sub("^resume=", "resume.path=", word) for word in words]
                 assert compose(ROOTS[script], overrides, return_hydra_config=True), command
 
 

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import warm
-from door import environment
+from entry_points import environment
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -17,7 +17,7 @@ from analysis.model_size import run as model_size
 from analysis.model_size.figure import draw_laws, draw_model_sizes
 from analysis.model_size.power_law import fit_power_law
 from analysis.report import make_figures
-from lmscale.cli.entry_point import look_up
+from lmscale.cli.conf_files import look_up
 from lmscale.config.pretrain import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,8 +52,8 @@ def test_every_cell_of_the_sweep_composes_at_a_size_of_its_own() -> None:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             values = compose("train", ["sweep=model_size", f"model.hidden_size={size}", "seed=2"])
         run = RunConfig.from_dict(OmegaConf.to_container(values, resolve=True) | {"run_dir": "/somewhere"})
-        config = run.transformer_config(512)
-        assert (config.architecture, config.hidden_size, run.seed, config.padded_vocab_size) == ("gpt", size, 2, 512)
+        config = run.model.with_vocab_size(512)
+        assert (config.family, config.hidden_size, run.seed, config.padded_vocab_size) == ("gpt", size, 2, 512)
         shapes.add((config.num_layers, run.trainer.max_steps * run.global_batch_size * run.data.seq_length))
     assert len(shapes) >= 5 and len({tokens for _, tokens in shapes}) == 1
     assert len(model_size.swept("seed")) == 3

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from door import environment
+from entry_points import environment
 
 CARD = Path(__file__).resolve().parents[2] / "analysis" / "correctness" / "parity.py"
 SMALL = ("--architecture", "gpt", "--dtype", "fp64", "--tp", "1", "2", "--dp", "1", "2", "--max-world", "2")

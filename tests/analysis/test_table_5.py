@@ -9,7 +9,7 @@ from analysis.finetuning.table import table_5
 from analysis.ledger.entries import PAPER as NUMBERS
 from lmscale.config import TransformerConfig
 from lmscale.config.finetune import FinetuneConfig
-from lmscale.finetune.evidence import SCORED, TRAINED, find_evidence
+from lmscale.finetune.record_kind import SCORED, TRAINED, record_kind
 from lmscale.paper import BERT_SIZES
 
 SMALL = TransformerConfig("bert", 3, 24, 4, 301, 64)
@@ -63,11 +63,11 @@ def test_the_small_bert_stands_apart_from_printed_values() -> None:
 
 def test_only_the_papers_size_on_the_whole_set_is_a_run() -> None:
     whole, trained = SCORED["qqp"], TRAINED["qqp"]
-    assert find_evidence(qqp_run(), PAPER, whole, trained) == ("run", "1.3B")
-    assert find_evidence(qqp_run(), PAPER, whole, None) == ("run", "1.3B")  # a finetuned checkpoint, scored again
-    assert find_evidence(qqp_run(), SMALL, whole, trained) == ("scaled_down", None)
-    assert find_evidence(qqp_run(), PAPER, {"dev": 669}, trained) == ("scaled_down", "1.3B")
-    assert find_evidence(qqp_run(), PAPER, whole, 8_999) == ("scaled_down", "1.3B")
-    assert find_evidence(qqp_run(max_train_examples=100), PAPER, whole, trained)[0] == "scaled_down"
+    assert record_kind(qqp_run(), PAPER, whole, trained) == ("run", "1.3B")
+    assert record_kind(qqp_run(), PAPER, whole, None) == ("run", "1.3B")  # a finetuned checkpoint, scored again
+    assert record_kind(qqp_run(), SMALL, whole, trained) == ("scaled_down", None)
+    assert record_kind(qqp_run(), PAPER, {"dev": 669}, trained) == ("scaled_down", "1.3B")
+    assert record_kind(qqp_run(), PAPER, whole, 8_999) == ("scaled_down", "1.3B")
+    assert record_kind(qqp_run(max_train_examples=100), PAPER, whole, trained)[0] == "scaled_down"
     post = dataclasses.replace(PAPER, norm_order="post")
-    assert find_evidence(qqp_run(), post, whole, trained)[0] == "scaled_down"
+    assert record_kind(qqp_run(), post, whole, trained)[0] == "scaled_down"

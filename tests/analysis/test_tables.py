@@ -13,7 +13,7 @@ from analysis.report.results_page import metric_tables
 from analysis.zero_shot.table import table_3
 from lmscale.config import TransformerConfig
 from lmscale.evaluation.windows import Windows
-from lmscale.evaluation.zero_shot_task import Lambada, WikiText103, find_evidence
+from lmscale.evaluation.zero_shot_task import Lambada, WikiText103, record_kind
 from lmscale.paper import GPT_SIZES, STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,9 +129,9 @@ def lambada(form: str = "openai", number: int = 5_153) -> Lambada:
 
 @pytest.mark.parametrize("task", [wikitext(), lambada()])
 def test_the_papers_whole_setting_is_a_run(task: WikiText103 | Lambada) -> None:
-    assert find_evidence(task, gpt("2.5B"), STEPS) == ("run", "2.5B")
-    assert find_evidence(task, gpt("2.5B"), STEPS - 1) == ("scaled_down", "2.5B")
-    assert find_evidence(task, SMALL, STEPS) == ("scaled_down", None)
+    assert record_kind(task, gpt("2.5B"), STEPS) == ("run", "2.5B")
+    assert record_kind(task, gpt("2.5B"), STEPS - 1) == ("scaled_down", "2.5B")
+    assert record_kind(task, SMALL, STEPS) == ("scaled_down", None)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_the_papers_whole_setting_is_a_run(task: WikiText103 | Lambada) -> None:
     ],
 )
 def test_any_other_file_or_protocol_is_scaled_down(task: WikiText103 | Lambada) -> None:
-    assert find_evidence(task, gpt("8.3B"), STEPS) == ("scaled_down", "8.3B")
+    assert record_kind(task, gpt("8.3B"), STEPS) == ("scaled_down", "8.3B")
 
 
 def test_records_without_the_cost_model_are_refused_in_one_line(tmp_path, capsys, monkeypatch) -> None:

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import warm
-from door import REPOSITORY, environment
+from entry_points import REPOSITORY, environment
 
 from analysis.benchmarks.config import BenchConfig
 from analysis.benchmarks.peers.batches import make_batches
@@ -55,7 +55,7 @@ class GPT(nn.Module):
 
 def bench_of(architecture: str = "gpt", **changes) -> BenchConfig:
     values = {
-        "model": {"architecture": architecture, **SIZES},
+        "model": {"family": architecture, **SIZES},
         "precision": {"dtype": "fp32"},
         "micro_batch_size": 3,
         "compiles": False,

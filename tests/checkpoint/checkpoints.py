@@ -1,4 +1,4 @@
-"""Random models as checkpoints of ours, with optimizer moments, and as folders of transformers."""
+"""Random models as our checkpoints with optimizer moments, and as transformers' folders."""
 
 import dataclasses
 import json
@@ -22,9 +22,9 @@ GPT, BERT, MEGATRON_BERT = "GPT2LMHeadModel", "BertForPreTraining", "MegatronBer
 
 # The three models that transformers has too.
 FAMILIES = {
-    GPT: {"architecture": "gpt", "norm_order": "pre"},
-    BERT: {"architecture": "bert", "norm_order": "post"},
-    MEGATRON_BERT: {"architecture": "bert", "norm_order": "pre"},
+    GPT: {"family": "gpt", "norm_order": "pre"},
+    BERT: {"family": "bert", "norm_order": "post"},
+    MEGATRON_BERT: {"family": "bert", "norm_order": "pre"},
 }
 
 
@@ -66,18 +66,18 @@ def read_all(path: Path) -> dict[str, Tensor]:
 
 
 def equal_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """The same names, types and bits."""
+    """Equal names, dtypes and bits."""
     return a.keys() == b.keys() and all(a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]) for key in a)
 
 
 def without_layout(path: Path) -> dict:
-    """What a checkpoint says about the run, apart from where its tensors lie."""
+    """The metadata of a checkpoint without the locations of its tensors."""
     values = vars(CheckpointReader(path).metadata)
     return {key: value for key, value in values.items() if key not in ("layout", "tensors", "files")}
 
 
 def padded(tensors: dict[str, Tensor], old: TransformerConfig, new: TransformerConfig) -> dict[str, Tensor]:
-    """The same tensors with the other configuration's number of zero rows."""
+    """The tensors with the padding of another configuration."""
     result = {}
     for key, value in tensors.items():
         if value.shape[0] == old.padded_vocab_size:
@@ -96,7 +96,7 @@ def load_ours(path: Path, context: ParallelContext | None = None) -> nn.Module:
     """The model of a checkpoint, this rank's shard of it."""
     context = context or ParallelContext()
     with CheckpointReader(path) as reader:
-        model = build_model(TransformerConfig(**reader.metadata.model), context, seed=None).eval()
+        model = build_model(TransformerConfig.from_dict(reader.metadata.model), context, seed=None).eval()
         for name, param in model.named_parameters():
             reader.read_into(f"model/{name}", param.data, context.tp_rank)
     return model
@@ -112,7 +112,7 @@ def their_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def save_theirs(folder: Path, name: str, **changes) -> nn.Module:
-    """A random model of transformers as it saves itself."""
+    """A random transformers model saved by transformers."""
     torch.manual_seed(5)
     published = config_to_hf(family_config(name, **changes), "float32", {})
     for key in ("bos_token_id", "eos_token_id"):

@@ -1,4 +1,4 @@
-"""A real run's weights and moments, saved and loaded at every pair of layouts: the same bits, and little memory."""
+"""A run's weights and moments, saved and loaded at every pair of layouts: bitwise equal, with little memory."""
 
 import itertools
 import json
@@ -30,12 +30,12 @@ from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 LAYOUTS = [(tp, dp) for tp in (1, 2, 4) for dp in (1, 2)]
-_BUILDING = threading.Lock()  # a model is built under torch's default dtype, of which a process has one
+_BUILDING = threading.Lock()  # building a model sets torch's default dtype, which is global
 
 
 @pytest.fixture(scope="module", params=[("gpt", "bf16"), ("bert", "fp32")], ids=["gpt bf16", "bert fp32"])
 def trained(request, tmp_path_factory) -> Path:
-    """Three steps, so that the moments are something."""
+    """Three steps, so that the moments are not zero."""
     architecture, dtype = request.param
     folder = tmp_path_factory.mktemp(architecture)
     assert pretrain(prepare_job(tiny_run(architecture, folder, precision__dtype=dtype))) == 0
@@ -46,7 +46,7 @@ def load_at(path: Path, context: ParallelContext, dtype: torch.dtype) -> MixedPr
     """One rank's model and optimizer as the training builds and loads them; nothing here communicates."""
     metadata = read_metadata(path)
     with _BUILDING:
-        model = build_model(TransformerConfig(**metadata.model), context, seed=None, dtype=dtype)
+        model = build_model(TransformerConfig.from_dict(metadata.model), context, seed=None, dtype=dtype)
     with CheckpointReader(path) as reader:
 
         def read_into(key: str, out: torch.Tensor) -> None:
@@ -89,7 +89,7 @@ def save_at(path: Path, source: Path, tp_size: int, dp_size: int, dtype: torch.d
     assert errors == [None] * len(threads)
 
 
-def test_every_layout_gives_every_other_the_same_bits(trained, tmp_path) -> None:
+def test_checkpoints_convert_bitwise_between_all_layouts(trained, tmp_path) -> None:
     """(tp, dp) from {1, 2, 4} x {1, 2} to each of them: 36 ways, weights, fp32 masters and both moments."""
     metadata = read_metadata(trained)
     dtype = torch.bfloat16 if metadata.run["precision"]["dtype"] == "bf16" else torch.float32
@@ -145,9 +145,9 @@ def save_large(folder: Path, config: TransformerConfig, tp_size: int) -> Checkpo
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_loading_a_shard_takes_little_more_than_the_shard(tmp_path, tp_size) -> None:
+def test_loading_a_shard_needs_little_more_memory_than_the_shard(tmp_path, tp_size) -> None:
     """Rank 0 of 2 reads its weights and moments from a checkpoint of `tp_size`: peak below 1.3 shards and a tensor."""
-    sizes = {"architecture": "gpt", "num_layers": 6, "hidden_size": 768, "num_attention_heads": 12}
+    sizes = {"family": "gpt", "num_layers": 6, "hidden_size": 768, "num_attention_heads": 12}
     sizes |= {"vocab_size": 8000, "max_position_embeddings": 512}
     large = save_large(tmp_path, TransformerConfig(**sizes), tp_size)
     save_large(tmp_path / "tiny", TransformerConfig(**(sizes | {"num_layers": 1, "hidden_size": 48})), tp_size)

@@ -1,4 +1,4 @@
-"""The checkpoint files: streams that safetensors agrees with, any layout from any, damage and malice refused."""
+"""The checkpoint files: compatible with safetensors, readable at any layout, safe against damage and malice."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from lmscale.checkpoint.tensor_file import TensorFileReader, TensorFileWriter
 
 
 def logical_tensors() -> dict[str, tuple[torch.Tensor, int | None]]:
-    """Tensors of every kind of cut, with their shard dimension."""
+    """Tensors of every shard dimension."""
     generator = torch.Generator().manual_seed(3)
     return {
         "exp_avg/rows": (torch.randn(24, 5, generator=generator), 0),
@@ -48,7 +48,7 @@ def part_of(tensor: torch.Tensor, dim: int | None, rank: int, size: int) -> torc
 
 
 def save_at(folder, tp_size: int, dp_size: int, in_background: bool = False, token: str = "t") -> None:
-    """As `tp_size` x `dp_size` ranks would, each in a thread of its own."""
+    """Save as `tp_size` x `dp_size` ranks, each in its own thread."""
     tensors = logical_tensors()
     errors = []
 
@@ -71,7 +71,7 @@ def save_at(folder, tp_size: int, dp_size: int, in_background: bool = False, tok
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 )
-def test_our_stream_is_what_the_safetensors_library_reads_and_writes(tmp_path, dtype) -> None:
+def test_files_are_interchangeable_with_the_safetensors_library(tmp_path, dtype) -> None:
     tensors = {"a": torch.randn(3, 4).to(dtype), "b": torch.ones(5).to(dtype), "empty": torch.zeros(0, 3).to(dtype)}
     with TensorFileWriter(tmp_path / "ours", {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}) as file:
         checksums = {name: file.write(name, tensor) for name, tensor in tensors.items()}
@@ -91,9 +91,9 @@ def _rows(file: TensorFileReader, name: str, first: int, last: int) -> torch.Ten
     return out
 
 
-def test_a_tensor_out_of_turn_of_another_shape_or_never_written_is_refused(tmp_path) -> None:
+def test_a_tensor_out_of_order_of_another_shape_or_missing_raises(tmp_path) -> None:
     shapes = {"a": ((2,), torch.float32), "b": ((2,), torch.float32)}
-    with pytest.raises(RuntimeError, match="out of its turn"), TensorFileWriter(tmp_path / "f", shapes) as file:
+    with pytest.raises(RuntimeError, match="out of order"), TensorFileWriter(tmp_path / "f", shapes) as file:
         file.write("b", torch.zeros(2))
     with pytest.raises(RuntimeError, match="must be"), TensorFileWriter(tmp_path / "f", shapes) as file:
         file.write("a", torch.zeros(3))
@@ -102,7 +102,7 @@ def test_a_tensor_out_of_turn_of_another_shape_or_never_written_is_refused(tmp_p
 
 
 @pytest.mark.parametrize(("tp_size", "dp_size"), [(1, 1), (2, 1), (1, 3), (2, 2), (4, 2)])
-def test_what_any_layout_saves_any_layout_reads(tmp_path, tp_size, dp_size) -> None:
+def test_any_layout_reads_what_any_layout_saves(tmp_path, tp_size, dp_size) -> None:
     save_at(tmp_path, tp_size, dp_size, in_background=dp_size == 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step_5.ckpt"]
     (path,) = list_checkpoints(tmp_path)
@@ -119,7 +119,7 @@ def test_what_any_layout_saves_any_layout_reads(tmp_path, tp_size, dp_size) -> N
             assert torch.equal(wide, part_of(tensor, dim, 1, 2).double())
 
 
-def test_ranks_write_equally_much_and_everything_once() -> None:
+def test_ranks_write_equal_shares_and_every_tensor_once() -> None:
     entries = {f"w{i}": TensorEntry((64, 10 + i), torch.float32, 0) for i in range(12)}
     entries |= {f"n{i}": TensorEntry((64,), torch.float32, None) for i in range(16)}
     shares = {(t, d): divide_tensors(entries, t, 2, d, 4) for t in range(2) for d in range(4)}
@@ -154,7 +154,7 @@ def saved(tmp_path):
 
 
 def test_every_single_byte_is_covered(saved) -> None:
-    """Flip one byte, at places all over every file: found each time, and named."""
+    """Flip one byte at positions throughout every file: each is detected and named."""
     for file in sorted(saved.iterdir()):
         whole = file.read_bytes()
         for place in range(0, len(whole), max(1, len(whole) // 61)):
@@ -175,7 +175,7 @@ def test_a_flipped_byte_names_its_tensor(saved) -> None:
     file.write_bytes(whole)
     assert (
         find_damage(saved, read_metadata(saved))
-        == "rank_1_of_2.safetensors: tensor model/rows does not have its checksum"
+        == "rank_1_of_2.safetensors: tensor model/rows does not match its checksum"
     )
     assert find_damage(saved, read_metadata(saved), share=0, num_shares=2) is None
     assert find_damage(saved, read_metadata(saved), share=1, num_shares=2) is not None
@@ -224,7 +224,7 @@ def test_pickles_are_never_opened(tmp_path) -> None:
 
 
 def _rewrite(path, change) -> None:
-    """Metadata with a right checksum that says something wrong."""
+    """Wrong metadata with a correct checksum."""
     from lmscale.checkpoint import metadata as module
 
     values = json.loads((path / "metadata.json").read_text())
@@ -248,7 +248,7 @@ def _rewrite(path, change) -> None:
         lambda v: v.update(files=[]),
     ],
 )
-def test_hostile_metadata_is_refused(saved, change) -> None:
+def test_malicious_metadata_raises(saved, change) -> None:
     _rewrite(saved, change)
     with pytest.raises(CheckpointError) as caught:
         read_metadata(saved)
@@ -269,7 +269,7 @@ def test_hostile_metadata_is_refused(saved, change) -> None:
         b"[" * 5000,
     ],
 )
-def test_hostile_headers_are_refused(tmp_path, header) -> None:
+def test_malicious_headers_raise(tmp_path, header) -> None:
     (tmp_path / "f").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(CheckpointError):
         TensorFileReader(tmp_path / "f")

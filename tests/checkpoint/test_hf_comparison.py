@@ -6,8 +6,9 @@ import pytest
 import torch
 from checkpoints import BERT, FAMILIES, GPT, MEGATRON_BERT, family_config, save_random, their_weights
 
-from lmscale.checkpoint import CheckpointError, hf_config, hf_names, hugging_face
+from lmscale.checkpoint import CheckpointError, hf_config, hugging_face
 from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
+from lmscale.models import hugging_face as hf_names
 
 # Mistakes of other converters (transformers issues 12004, 14082 and 32486: the order of QKV, LayerNorms).
 
@@ -45,8 +46,10 @@ MUTANTS = {
 def test_a_wrong_mapping_is_refused_by_the_comparison_and_leaves_no_files(tmp_path, monkeypatch, mutant: str) -> None:
     name, change = MUTANTS[mutant]
     source, _ = save_random(tmp_path / "source", family_config(name))
-    rows = hf_names.Family.rows
-    monkeypatch.setattr(hf_names.Family, "rows", lambda self, config: [change(row) for row in rows(self, config)])
+    rows = hf_names.HuggingFaceModel.rows
+    monkeypatch.setattr(
+        hf_names.HuggingFaceModel, "rows", lambda self, config: [change(row) for row in rows(self, config)]
+    )
     with pytest.raises(CheckpointError, match=r"does not compute the same: layer \d differs by \d.\de.\d\d of its"):
         export_hugging_face(source, tmp_path / "target")
     assert sorted(tmp_path.iterdir()) == [tmp_path / "source"]

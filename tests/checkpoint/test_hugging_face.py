@@ -51,7 +51,7 @@ def test_the_written_model_loads_with_the_auto_classes_and_gives_our_logits(tmp_
     batch = random_batch(config)
     ours = load_ours(source)
     with torch.inference_mode():
-        if config.architecture == "gpt":
+        if config.family == "gpt":
             a, b = ours(batch["tokens"]), theirs(batch["tokens"]).logits
         else:
             a, order = ours(batch["tokens"], batch["token_types"], batch["attention_mask"])
@@ -78,7 +78,7 @@ def test_ours_to_theirs_and_back_is_bit_exact_at_any_layout_and_padding(tmp_path
         wide = with_multiple(config, multiple)
         assert equal_tensors(weights_of(back), padded(weights, config, wide))
         with CheckpointReader(back) as reader:
-            assert TransformerConfig(**reader.metadata.model) == wide  # dropouts, epsilon and GELU too
+            assert TransformerConfig.from_dict(reader.metadata.model) == wide  # dropouts, epsilon and GELU too
             assert reader.metadata.step == 0 and reader.metadata.optimizer == {}
 
 
@@ -165,7 +165,7 @@ def test_heads_that_are_missing_begin_anew_only_when_that_is_asked_for(tmp_path)
     plain = weights_of(path)
     with CheckpointReader(path) as reader:
         anew = {f"model/{name}" for name in reader.metadata.run["initialized"]}
-        config = TransformerConfig(**reader.metadata.model)
+        config = TransformerConfig.from_dict(reader.metadata.model)
     assert {name.split("/")[1].split(".")[0] for name in anew} == {"lm_head", "order_head"}
     assert equal_tensors(
         {k: v for k, v in plain.items() if k not in anew}, {k: v for k, v in whole.items() if k not in anew}

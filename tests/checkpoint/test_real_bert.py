@@ -69,7 +69,7 @@ def test_a_real_bert_gives_the_hidden_states_of_transformers_at_every_layout(min
         assert difference < 1e-5
 
 
-def test_a_real_bert_brings_its_tokenizer(minilm) -> None:
+def test_a_real_bert_is_imported_with_its_tokenizer(minilm) -> None:
     folder, path = minilm
     copied = transformers.AutoTokenizer.from_pretrained(path.parent / "tokenizer")
     assert torch.equal(minilm_batch(path.parent / "tokenizer")["input_ids"], minilm_batch(folder)["input_ids"])

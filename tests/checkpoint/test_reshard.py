@@ -1,4 +1,4 @@
-"""A checkpoint written again at another layout or vocabulary padding: weights and moments, bit for bit."""
+"""A checkpoint converted to another layout or vocabulary padding: weights and moments bitwise equal."""
 
 import collections
 import itertools
@@ -29,7 +29,7 @@ from lmscale.checkpoint.reshard import find_checkpoint, reshard
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_layout_from_every_layout_has_the_same_bits(tmp_path, name: str) -> None:
+def test_resharding_between_any_layouts_is_bitwise(tmp_path, name: str) -> None:
     config = family_config(name)
     for old, new in itertools.product((1, 2, 4), repeat=2):
         source, tensors = save_random(tmp_path / f"from_{old}", config, old, step=old)
@@ -44,7 +44,7 @@ def test_every_layout_from_every_layout_has_the_same_bits(tmp_path, name: str) -
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_another_padding_changes_zero_rows_alone_and_the_way_back_restores_every_bit(tmp_path, name: str) -> None:
+def test_another_padding_changes_only_zero_rows_and_is_invertible(tmp_path, name: str) -> None:
     config, wide = family_config(name), with_multiple(family_config(name), 1024)
     assert (config.padded_vocab_size, wide.padded_vocab_size) == (104, 1024)
     source, tensors = save_random(tmp_path / "source", config)
@@ -58,7 +58,7 @@ def test_another_padding_changes_zero_rows_alone_and_the_way_back_restores_every
     assert read_metadata(natural).tensors["exp_avg_sq/transformer.word_embedding.weight"].shape[0] == config.vocab_size
 
 
-def test_a_run_folder_means_its_newest_checkpoint(tmp_path) -> None:
+def test_a_run_folder_denotes_its_latest_checkpoint(tmp_path) -> None:
     config = family_config(GPT)
     for step in (9, 12):
         save_random(tmp_path / "run" / "checkpoints", config, step=step)
@@ -74,7 +74,7 @@ def _flip_a_byte(path: Path) -> None:
     file.write_bytes(data)
 
 
-def test_what_cannot_be_done_is_refused_before_anything_is_written(tmp_path, monkeypatch) -> None:
+def test_invalid_requests_raise_before_anything_is_written(tmp_path, monkeypatch) -> None:
     source, _ = save_random(tmp_path / "source", family_config(GPT))
     for arguments, message in {
         (3,): "`num_attention_heads` must be a multiple of `tp_size` (3)",
@@ -101,7 +101,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(tmp_path, mon
 
 def test_padded_rows_that_are_not_zero_are_never_dropped(tmp_path, monkeypatch) -> None:
     config = family_config(BERT)
-    # As a checkpoint with another idea of the vocabulary would have them.
+    # As in a checkpoint with another vocabulary size.
     fuller = with_multiple(family_config(BERT, vocab_size=104), 1)
     source, _ = save_random(tmp_path / "source", fuller)
     monkeypatch.setattr(module, "TransformerConfig", lambda **values: config)
@@ -138,7 +138,7 @@ def test_a_conversion_needs_the_memory_of_a_few_tensors(tmp_path, architecture: 
     # model of billions has none as small as those of this one.
     changes = {"MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     script = Path(__file__).with_name("peak_memory.py")
-    command = [sys.executable, str(script), str(tmp_path), json.dumps(SIZES | {"architecture": architecture})]
+    command = [sys.executable, str(script), str(tmp_path), json.dumps(SIZES | {"family": architecture})]
     done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])

@@ -4,14 +4,13 @@ import importlib.util
 import shutil
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from door import TINY, train
+from entry_points import TINY, train
 
 from lmscale.config import TransformerConfig
-from lmscale.config.pretrain import ParallelRequest
-from lmscale.planner.job import usable_bytes
+from lmscale.config.layout import ParallelRequest
+from lmscale.planner.job import Job, usable_bytes
 from lmscale.planner.memory import estimate_memory
 from lmscale.training.runtime import preflight
 from lmscale.training.runtime.preflight import host_memory_available
@@ -40,7 +39,7 @@ BAD = {
     "a sweep of finetuning": (["sweep=finetune_search"], "`sweep` must be one of model_size, norm_order, but is"),
     "unknown key": (["trainer.max_stps=3"], "`trainer.max_stps` is not a known key"),
     "appended key": (["+wings=2"], "`wings` is not a known key"),
-    "appended key of the model": (["+model.wings=2"], "`model.wings` is not a known key; known here: architecture"),
+    "appended key of the model": (["+model.wings=2"], "`model.wings` is not a known key; known here: family"),
     "nested key": (["++trainer.wings.left=2"], "`trainer.wings` is not a known key"),
     "unknown group": (["modle=gpt_tiny"], "`modle` is not a known key or group"),
     "grammar": (
@@ -229,7 +228,7 @@ def test_a_model_too_large_is_refused_within_seconds(tmp_path, overrides) -> Non
     assert time.monotonic() - start < 15
     line = only_line(done.stderr)
     assert done.returncode == 2
-    assert "bytes" in line and "GiB) a rank" in line and f"x {4 if overrides else 1} rank(s)" in line
+    assert "bytes" in line and "GiB) per rank" in line and f"x {4 if overrides else 1} rank(s)" in line
     assert "parallel.tp_size=" in line.split("smallest layout that fits is ")[1]
 
 
@@ -288,19 +287,12 @@ def test_tp_size_auto_does_not_choose_what_the_host_cannot_hold(monkeypatch, dp_
     """On a CPU the ranks share the memory, so that more of them do not need less."""
     config = TransformerConfig("gpt", 2, 64, 4, 2000, 32)
     num_ranks = 1 if dp_size == "auto" else dp_size
-    run = SimpleNamespace(
-        micro_batch_size=2,
-        global_batch_size=2 * num_ranks,
-        data=SimpleNamespace(seq_length=32),
-        precision=SimpleNamespace(dtype="fp32"),
-        trainer=SimpleNamespace(max_steps=1),
-        optimizer=SimpleNamespace(moments="fp32"),
-    )
+    job = Job(config, 2, 2 * num_ranks, 32, "fp32", 1)
     estimate = estimate_memory(config, 1, 2, 32, "fp32", num_ranks, False, accumulates=False)
     needed = (estimate.total - usable_bytes(0, on_gpu=False)) * num_ranks
     request = ParallelRequest("auto", dp_size)
     monkeypatch.setattr(preflight, "host_memory_available", lambda: int(1.01 * needed))
-    assert preflight.resolve_layout(request, config, run, None, "cpu").tp_size == 1
+    assert preflight.resolve_layout(request, job, None, "cpu").tp_size == 1
     monkeypatch.setattr(preflight, "host_memory_available", lambda: int(0.99 * needed))
-    with pytest.raises(ValueError, match="`parallel.tp_size`=auto found none"):
-        preflight.resolve_layout(request, config, run, None, "cpu")
+    with pytest.raises(ValueError, match=r"no tp_size fits \(`parallel.tp_size`=auto\)"):
+        preflight.resolve_layout(request, job, None, "cpu")

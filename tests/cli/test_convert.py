@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from door import REPOSITORY, environment
+from entry_points import REPOSITORY, environment
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from lmscale.checkpoint import CheckpointReader, read_metadata

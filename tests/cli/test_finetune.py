@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from door import REPOSITORY, environment
+from entry_points import REPOSITORY, environment
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -28,14 +28,14 @@ SMALL = (
 )
 
 
-def door(script: str, *arguments: str) -> subprocess.CompletedProcess:
+def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess:
     return warm.run([str(REPOSITORY / "finetune" / script), *arguments], REPOSITORY, environment(), timeout=300)
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
     """A folder, and the overrides that name a checkpoint and files of QQP in it."""
-    folder = tmp_path_factory.mktemp("door")
+    folder = tmp_path_factory.mktemp("finetune")
     ckpt = make_checkpoint(folder / "ckpt")
     train, dev = write_task(folder, "qqp", 16), write_task(folder, "qqp", 9, first=1000)
     data = (f"task.train={train}", f"task.validation.dev={dev}", f"cache_dir={folder / 'cache'}")
@@ -44,7 +44,7 @@ def places(tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
 
 def test_a_command_trains_scores_and_saves_at_two_tensor_ranks(places) -> None:
     folder, overrides = places
-    done = door("run.py", *overrides, "parallel.tp_size=2", f"hydra.run.dir={folder / 'tp'}")
+    done = run_script("run.py", *overrides, "parallel.tp_size=2", f"hydra.run.dir={folder / 'tp'}")
     assert done.returncode == 0, done.stderr
     record = json.loads((folder / "tp/record.json").read_text())
     assert record["layout"]["tp_size"] == 2 and record["metrics"]["steps"]["value"] == 2
@@ -52,7 +52,7 @@ def test_a_command_trains_scores_and_saves_at_two_tensor_ranks(places) -> None:
     assert (folder / "tp/checkpoints/tokenizer/tokenizer.json").is_file()
     assert (folder / "tp/.hydra/overrides.yaml").is_file()
     # and what was written at two ranks is scored by one
-    scored = door(
+    scored = run_script(
         "run.py", *overrides, f"ckpt={folder / 'tp'}", "trainer.num_epochs=0", f"hydra.run.dir={folder / 'one'}"
     )
     assert scored.returncode == 0, scored.stderr
@@ -63,15 +63,15 @@ def test_a_command_trains_scores_and_saves_at_two_tensor_ranks(places) -> None:
 def test_five_seeds_have_a_median_and_make_an_ensemble(places) -> None:
     folder, overrides = places
     sweep = folder / "seeds"
-    done = door("run.py", *overrides, "sweep=five_seeds", "trainer.save=false", f"hydra.sweep.dir={sweep}")
+    done = run_script("run.py", *overrides, "sweep=five_seeds", "trainer.save=false", f"hydra.sweep.dir={sweep}")
     assert done.returncode == 0, done.stderr
     runs = [str(sweep / str(number)) for number in range(5)]
     scores = {run: json.loads(Path(run, "record.json").read_text())["metrics"]["qqp/accuracy"]["value"] for run in runs}
-    found = door("median.py", str(sweep))
+    found = run_script("median.py", str(sweep))
     assert found.returncode == 0, found.stderr
     median = sorted(scores.values())[2]
     assert found.stdout.startswith(f"{median:.2f}  one setting") and scores[found.stdout.split()[-1]] == median
-    combined = door("ensemble.py", *runs, "--out", str(folder / "ensemble"))
+    combined = run_script("ensemble.py", *runs, "--out", str(folder / "ensemble"))
     assert combined.returncode == 0, combined.stderr
     assert len((folder / "ensemble/dev/QQP.tsv").read_text().splitlines()) == 10
     record = json.loads((folder / "ensemble/record.json").read_text())
@@ -82,12 +82,12 @@ def test_five_seeds_have_a_median_and_make_an_ensemble(places) -> None:
         about = json.loads(path.read_text())
         about["kind"], about["config"]["paper_size"] = "run", "3.9B"
         path.write_text(json.dumps(about))
-    assert door("ensemble.py", *runs, "--out", str(folder / "ensemble")).returncode == 0
+    assert run_script("ensemble.py", *runs, "--out", str(folder / "ensemble")).returncode == 0
     record = json.loads((folder / "ensemble/record.json").read_text())
     assert record["kind"] == "run" and record["config"]["paper_size"] == "3.9B ensemble"
 
     # Its folder may be written again, that of a run may not.
-    refused = door("ensemble.py", *runs, "--out", runs[0])
+    refused = run_script("ensemble.py", *runs, "--out", runs[0])
     assert refused.returncode == 2 and "`--out` must be a folder without the record of a run" in refused.stderr
 
 
@@ -95,9 +95,9 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
     """The README's, from files: two texts in a table, one text in lines of JSON; then as every other task."""
     folder, overrides = places
     text = (REPOSITORY / "finetune/README.md").read_text(encoding="utf-8")
-    (tmp_path / "finetune_task").mkdir()
-    example = text.split("```yaml outputs/conf/finetune_task/rte.yaml\n")[1].split("```")[0]
-    (tmp_path / "finetune_task/rte.yaml").write_text(example, encoding="utf-8")
+    (tmp_path / "task").mkdir()
+    example = text.split("```yaml outputs/conf/task/rte.yaml\n")[1].split("```")[0]
+    (tmp_path / "task/rte.yaml").write_text(example, encoding="utf-8")
     labels = ("entailment", "not_entailment")
     rows = [[str(n), sentence(n, 4), sentence(n + 50, 3), labels[n % 3 % 2]] for n in range(20)]
     table = "\n".join("\t".join(row) for row in [["index", "sentence1", "sentence2", "label"], *rows])
@@ -114,7 +114,7 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
         data = (f"task.train={tmp_path}/rte.{form}", f"task.validation.dev={tmp_path}/rte.{form}")
         for seed in (1, 2):
             run = tmp_path / form / str(seed)
-            done = door("run.py", *own, *data, *changes, f"seed={seed}", f"hydra.run.dir={run}")
+            done = run_script("run.py", *own, *data, *changes, f"seed={seed}", f"hydra.run.dir={run}")
             assert done.returncode == 0, done.stderr
             record = json.loads((run / "record.json").read_text())
             assert record["kind"] == "scaled_down" and record["metrics"]["steps"]["value"] == 3
@@ -122,10 +122,10 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
             assert [name for name, _ in predicted] == [str(n) for n in range(20)]
             right = sum(label == row[3] for (_, label), row in zip(predicted, rows, strict=True))
             assert record["metrics"]["rte/accuracy"]["value"] == pytest.approx(100 * right / 20)
-        found = door("median.py", str(tmp_path / form))
+        found = run_script("median.py", str(tmp_path / form))
         assert found.returncode == 0 and "of 2:" in found.stdout, found.stderr
         members = [str(tmp_path / form / str(seed)) for seed in (1, 2)]
-        combined = door("ensemble.py", *members, "--out", str(tmp_path / f"{form}_two"))
+        combined = run_script("ensemble.py", *members, "--out", str(tmp_path / f"{form}_two"))
         assert combined.returncode == 0, combined.stderr
         assert len((tmp_path / f"{form}_two/dev/rte.tsv").read_text().splitlines()) == 21
 
@@ -144,15 +144,17 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
 )
 def test_a_mistake_is_one_line_and_exit_code_2(places, changes, message: str) -> None:
     folder, overrides = places
-    done = door("run.py", *overrides, *changes, f"hydra.run.dir={folder / 'x'}", f"hydra.sweep.dir={folder / 'y'}")
+    done = run_script(
+        "run.py", *overrides, *changes, f"hydra.run.dir={folder / 'x'}", f"hydra.sweep.dir={folder / 'y'}"
+    )
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1
     assert not list(folder.glob("[xy]/**/record.json")), "it was refused after the work"
 
 
-def test_the_other_doors_say_what_they_miss(tmp_path) -> None:
+def test_the_other_scripts_say_what_they_miss(tmp_path) -> None:
     for script, arguments in (("median.py", [str(tmp_path)]), ("ensemble.py", [str(tmp_path), "--out", "x"])):
-        done = door(script, *arguments)
+        done = run_script(script, *arguments)
         assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
@@ -160,7 +162,7 @@ def test_the_other_doors_say_what_they_miss(tmp_path) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_composes_with_every_row_of_table_6(task: str, size: str) -> None:
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        composed = compose("finetune", [f"finetune_task@task={task}", f"size={size}", "ckpt=x"])
+        composed = compose("finetune", [f"task={task}", f"size={size}", "ckpt=x"])
     values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     run = FinetuneConfig.from_dict({**values, "run_dir": "/somewhere"})
     table = {
@@ -178,7 +180,7 @@ def test_every_task_composes_with_every_row_of_table_6(task: str, size: str) -> 
 @pytest.mark.parametrize("sweep, jobs", [("finetune_search", 25), ("five_seeds", 5)])
 def test_sweeps_are_grids_of_the_protocol(sweep: str, jobs: int) -> None:
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        composed = compose("finetune", [f"finetune_sweep={sweep}", "ckpt=x"], return_hydra_config=True)
+        composed = compose("finetune", [f"sweep={sweep}", "ckpt=x"], return_hydra_config=True)
     count = 1
     for values in composed.hydra.sweeper.params.values():
         count *= len(str(values).split(","))

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from door import REPOSITORY, environment
+from entry_points import REPOSITORY, environment
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
 from lmscale.config.data import TokenizerConfig
 from lmscale.data.tokenizer import load_published_tokenizer, train_tokenizer
 
-DOOR = str(REPOSITORY / "src" / "generate.py")
+SCRIPT = str(REPOSITORY / "src" / "generate.py")
 SIZES = {"n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 4}
 NASTY = [
     "a, b, and c",
@@ -38,11 +38,11 @@ NASTY = [
 
 
 def generate(*overrides: str, cwd: Path) -> subprocess.CompletedProcess:
-    return warm.run([DOOR, *overrides], cwd, environment(), timeout=300)
+    return warm.run([SCRIPT, *overrides], cwd, environment(), timeout=300)
 
 
 def typed(text: bytes, *overrides: str, cwd: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, DOOR, *overrides]
+    command = [sys.executable, SCRIPT, *overrides]
     return subprocess.run(command, cwd=cwd, env=environment(), input=text, capture_output=True, timeout=300)
 
 
@@ -177,7 +177,7 @@ def test_prompts_can_be_typed_until_the_input_ends(published, tmp_path, tp_size:
 def test_a_person_sees_where_to_type_and_text_as_it_comes(published, tmp_path) -> None:
     main, terminal = pty.openpty()
     settings = [f"ckpt={published}", "interactive=true", "max_new_tokens=40", "temperature=0"]
-    command = [sys.executable, DOOR, *settings]
+    command = [sys.executable, SCRIPT, *settings]
     with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdin=terminal, stdout=subprocess.PIPE) as process:
         assert process.stdout.read(2) == b"> "
         os.write(main, b"some text\n")
@@ -193,7 +193,7 @@ def test_a_person_sees_where_to_type_and_text_as_it_comes(published, tmp_path) -
 
 
 def test_a_reader_that_leaves_ends_it_quietly(published, tmp_path) -> None:
-    command = [sys.executable, DOOR, f"ckpt={published}", "prompt=a", "max_new_tokens=60", "num_samples=20"]
+    command = [sys.executable, SCRIPT, f"ckpt={published}", "prompt=a", "max_new_tokens=60", "num_samples=20"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -218,7 +218,7 @@ MISTAKES = {
     "a BERT": (["ckpt=${bert}", "prompt=a"], "`ckpt` must be a GPT, which goes on from left to right, but"),
     "no tokenizer": (
         ["ckpt=${bare}", "prompt=a"],
-        "`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER), because none lies beside",
+        "`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER), because none is saved with",
     ),
     "a wrong tokenizer": (
         ["ckpt=${bare}", "tokenizer.path=${published}", "prompt=a"],

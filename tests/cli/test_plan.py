@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from door import REPOSITORY, environment
+from entry_points import REPOSITORY, environment
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -18,9 +18,9 @@ from analysis.scaling.study import SIZES, study_model
 from lmscale.planner.params import count_parameters
 
 PAPER = ("model=gpt_8.3b", "parallel.tp_size=8", "parallel.dp_size=64", "cluster=dgx2h_v100")
-_spec = importlib.util.spec_from_file_location("plan_door", REPOSITORY / "src" / "plan.py")
-door_of_plan = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(door_of_plan)
+_spec = importlib.util.spec_from_file_location("plan_script", REPOSITORY / "src" / "plan.py")
+plan_script = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(plan_script)
 
 
 def cold(*command: str) -> subprocess.CompletedProcess:
@@ -36,7 +36,7 @@ def printed(*overrides: str) -> str:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-        door_of_plan.plan(values | {"overrides": list(overrides)})
+        plan_script.plan(values | {"overrides": list(overrides)})
     return output.getvalue()
 
 
@@ -202,7 +202,7 @@ def test_a_cluster_of_ones_own_is_read_from_its_file(tmp_path) -> None:
         (["num_devices=4", "parallel.tp_size=8", "parallel.dp_size=1"], ["at most the 4 devices", "but is 8 x 1"]),
         (
             ["global_batch_size=1", "parallel.tp_size=auto"],
-            ["auto found none", "parallel.tp_size=8 parallel.dp_size=1"],
+            ["no tp_size fits", "parallel.tp_size=8 parallel.dp_size=1"],
         ),
         (
             ["find_recompute=false", "model.attention=exact", *PAPER],

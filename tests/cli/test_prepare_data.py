@@ -10,12 +10,12 @@ import time
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from door import REPOSITORY, TINY, environment, train
+from entry_points import REPOSITORY, TINY, environment, train
 from preparing import SMALL, digests, edited, manifest_of, passages, prepare, read_documents, write_lines
 
 from lmscale.corpus.collecting import document_key
 from lmscale.corpus.tokenizing import split_of
-from lmscale.data.indexed import IndexedDataset
+from lmscale.data.indexed_dataset import IndexedDataset
 
 FRENCH = (
     "Les élèves de cette école ont visité le musée de la ville avec leurs professeurs pendant toute la journée. " * 9

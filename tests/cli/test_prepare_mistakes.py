@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from door import REPOSITORY, environment
+from entry_points import REPOSITORY, environment
 from preparing import SMALL, digests, passages, prepare, write_lines
 
 BAD = {
@@ -18,7 +18,7 @@ BAD = {
     "partition": (["launcher=slurm"], "`launcher.partition` must be given"),
     "hub": (["corpus=wikipedia"], "wikimedia/wikipedia"),
     "evaluation file": (["evaluation=lambada", "evaluation_sets.lambada.path=/no.jsonl"], "/no.jsonl"),
-    "evaluation hub": (["evaluation=wikitext103"], "evaluation=none leaves test sets in"),
+    "evaluation hub": (["evaluation=wikitext103"], "evaluation=none keeps test sets in the corpus"),
     "tokenizer": (["tokenizer=bert"], "`tokenizer` must suit the model (gpt), but is bert"),
     "tokenizer size": (["tokenizer.vocab_size=100"], "`tokenizer.vocab_size` must be above 256"),
 }
@@ -38,7 +38,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(name, tmp_path) -> None:
 
 
 BAD_CONTENT = {
-    "invalid JSON": ("a.jsonl", b'{"text": "x"}\n{"text": \n', [], "a.jsonl, row 2: must be one JSON object a line"),
+    "invalid JSON": ("a.jsonl", b'{"text": "x"}\n{"text": \n', [], "a.jsonl, row 2: must be one JSON object per line"),
     "no text field": ("a.jsonl", b'{"words": "x"}\n', [], "`text`"),
     "truncated gzip": ("a.jsonl.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03abc", [], "a.jsonl.gz"),
     "truncated zstd": ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x04\x00", [], "a.jsonl.zst"),
@@ -96,7 +96,7 @@ def test_what_is_passed_over_is_said_and_a_higher_limit_of_bad_rows_goes_on(shar
     options = [*SMALL, f"sources.local.path={folder}", f"output={tmp_path / 'out'}", "validation_every=4"]
     done = prepare(*options)
     assert done.returncode == 2 and "b.jsonl, row 2" in done.stderr
-    assert "1 files of other kinds or linked folders are passed over" in done.stdout and "scan.pdf" in done.stdout
+    assert "skipped 1 files of other types or linked folders" in done.stdout and "scan.pdf" in done.stdout
     done = prepare(*options, "max_bad_rows=1")
     assert done.returncode == 0, done.stderr
 
@@ -116,12 +116,12 @@ def test_files_that_change_between_two_attempts_are_noticed(shared_data, tmp_pat
     assert done.returncode == 2 and "must hold out at least one document" in done.stderr
     test_set.write_text(" = Title = \n\n Another article .\n")
     done = prepare(*options)
-    assert done.returncode == 2 and "was begun with other evaluation texts" in done.stderr
+    assert done.returncode == 2 and "was started with other evaluation texts" in done.stderr
     test_set.write_text(" = Title = \n\n An article .\n")
     merges = (bpe / "vocab.bpe").read_text(encoding="utf-8").splitlines()
     (bpe / "vocab.bpe").write_text("\n".join(merges[:-1]) + "\n", encoding="utf-8")
     done = prepare(*options)
-    assert done.returncode == 2 and "was begun with another tokenizer" in done.stderr
+    assert done.returncode == 2 and "was started with another tokenizer" in done.stderr
 
 
 def test_an_attempt_that_ended_between_the_two_files_of_a_part_goes_on(shared_data, tmp_path) -> None:

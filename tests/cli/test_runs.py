@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from door import REPOSITORY, TINY, environment, start, train
+from entry_points import REPOSITORY, TINY, environment, start, train
 from ranks import free_port
 
 SLOW_RUN = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=100000",)

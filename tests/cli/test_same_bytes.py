@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from door import REPOSITORY
+from entry_points import REPOSITORY
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lmscale.config.plan import PlanConfig, load_cluster
+from lmscale.config.cluster import load_cluster
+from lmscale.config.plan import PlanConfig
 from lmscale.config.pretrain import RunConfig
 from lmscale.planner.flops import dense_peak_flops_per_s
 from lmscale.planner.job import CPU_RESERVED_GIB, GPU_RESERVED_GIB
+from lmscale.planner.question import plan_layout
 from lmscale.training.runtime import preflight
 
 GIB = 2**30
@@ -35,14 +37,14 @@ LAYOUTS = [  # tp_size, dp_size, micro-batch, sequence parallelism
 
 @pytest.fixture(scope="module")
 def composed() -> dict:
-    """Both doors' plain values for every model of the grid."""
+    """Plain values of train.py and plan.py for every model of the grid."""
     found = {}
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        for (model, batch), door in itertools.product(GRID, ("train", "plan")):
+        for (model, batch), entry_point in itertools.product(GRID, ("train", "plan")):
             overrides = [f"model={model}", f"global_batch_size={batch}", "precision=bf16", "parallel=default"]
-            values = OmegaConf.to_container(compose(door, overrides), resolve=False)
+            values = OmegaConf.to_container(compose(entry_point, overrides), resolve=False)
             values = {key: value for key, value in values.items() if key != "hydra"}
-            found[model, door] = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+            found[model, entry_point] = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     return found
 
 
@@ -76,14 +78,15 @@ def check(run: RunConfig, accelerator: str, memory_bytes: int, monkeypatch) -> N
     """What `train.py` checks of the memory on a machine that has so much of it."""
     monkeypatch.setattr(preflight, "device_memory", lambda _: memory_bytes)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    config = run.transformer_config(preflight.STAND_IN_VOCAB_SIZE)
-    layout = preflight.resolve_layout(run.parallel, config, run, None, accelerator)
-    preflight.check_memory(config, run, layout, None, accelerator)
+    layout = preflight.resolve_layout(run.parallel, preflight.job_of(run), None, accelerator)
+    preflight.check_memory(run, layout, None, accelerator)
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
 @pytest.mark.parametrize("model", [model for model, _ in GRID])
-def test_both_doors_need_the_same_bytes_for_every_layout(composed, model, accelerator, tmp_path, monkeypatch) -> None:
+def test_train_and_plan_need_the_same_bytes_for_every_layout(
+    composed, model, accelerator, tmp_path, monkeypatch
+) -> None:
     seen, is_gpu = set(), accelerator == "gpu"
     for layout, dtype, recompute in itertools.product(LAYOUTS, ("fp32", "fp16", "bf16"), ("none", "selective", "full")):
         run = as_run(changed(composed[model, "train"], layout, dtype, recompute), tmp_path)
@@ -91,31 +94,31 @@ def test_both_doors_need_the_same_bytes_for_every_layout(composed, model, accele
             check(run, accelerator, 0, monkeypatch)
         printed = int(re.search(r"needs ([\d,]+) bytes", str(refused.value))[1].replace(",", ""))
         values = changed(composed[model, "plan"], layout, dtype, recompute)
-        (plan, _) = as_plan(values, is_gpu, 2**60).plan()
+        plan, _ = plan_layout(as_plan(values, is_gpu, 2**60))
         assert plan.needed_bytes == printed, (layout, dtype, recompute)
         seen.add(printed)
     assert len(seen) > 20  # bf16 needs what fp16 does
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
-def test_both_doors_refuse_one_byte_less_and_take_the_byte(composed, accelerator, tmp_path, monkeypatch) -> None:
+def test_train_and_plan_refuse_one_byte_less_and_take_the_byte(composed, accelerator, tmp_path, monkeypatch) -> None:
     is_gpu, layout = accelerator == "gpu", (2, 2, 4, True)
     values = changed(composed["gpt_2.5b", "plan"], layout, "fp32", "full")
     run = as_run(changed(composed["gpt_2.5b", "train"], layout, "fp32", "full"), tmp_path)
-    needed = as_plan(values, is_gpu, 2**60).plan()[0].needed_bytes
+    needed = plan_layout(as_plan(values, is_gpu, 2**60))[0].needed_bytes
     needed += int((GPU_RESERVED_GIB if is_gpu else CPU_RESERVED_GIB) * GIB)
     sharing = 1 if is_gpu else 4
     check(run, accelerator, sharing * needed, monkeypatch)
-    as_plan(values, is_gpu, needed).plan()
+    plan_layout(as_plan(values, is_gpu, needed))
     with pytest.raises(ValueError, match="must be at most what its"):
         check(run, accelerator, sharing * (needed - 1), monkeypatch)
     with pytest.raises(ValueError, match="must be at most what its device has"):
-        as_plan(values, is_gpu, needed - 1).plan()
+        plan_layout(as_plan(values, is_gpu, needed - 1))
 
 
 @pytest.mark.parametrize("dp_size", ["auto", 1, 2])
 @pytest.mark.parametrize("model", [model for model, _ in GRID])
-def test_both_doors_find_the_same_smallest_layout(composed, model, dp_size, tmp_path, monkeypatch) -> None:
+def test_train_and_plan_find_the_same_smallest_layout(composed, model, dp_size, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     found = set()
     for gib, dtype, sequence_parallel in itertools.product((5, 12, 24, 60, 200), ("fp32", "fp16"), (False, True)):
@@ -123,15 +126,14 @@ def test_both_doors_find_the_same_smallest_layout(composed, model, dp_size, tmp_
         monkeypatch.setattr(preflight, "device_memory", lambda _, memory=memory: memory)
         layout = ("auto", dp_size, 1, sequence_parallel)
         run = as_run(changed(composed[model, "train"], layout, dtype, "full"), tmp_path)
-        config = run.transformer_config(preflight.STAND_IN_VOCAB_SIZE)
         wanted = as_plan(changed(composed[model, "plan"], layout, dtype, "full"), True, memory)
         try:
-            trained = preflight.resolve_layout(run.parallel, config, run, None, "gpu")
+            trained = preflight.resolve_layout(run.parallel, preflight.job_of(run), None, "gpu")
         except ValueError:  # none fits, or not on eight GPUs
-            with pytest.raises(ValueError, match="auto found none"):
-                wanted.plan()
+            with pytest.raises(ValueError, match="no tp_size fits"):
+                plan_layout(wanted)
             continue
-        planned = wanted.plan()[0].layout
+        planned = plan_layout(wanted)[0].layout
         assert (planned.tp_size, planned.dp_size) == (trained.tp_size, trained.dp_size), (gib, dtype)
         found.add(trained.tp_size)
     assert found == {1} if model == "gpt_tiny" else len(found) > 1
@@ -168,21 +170,20 @@ def test_auto_recomputes_no_more_than_a_gpu_needs_and_the_refusal_names_what_fit
 ) -> None:
     values = changed(composed["gpt_2.5b", "train"], (1, 1, 4, False), "bf16", "auto")
     run = as_run(values, tmp_path)
-    config = run.transformer_config(preflight.STAND_IN_VOCAB_SIZE)
     layout = preflight.ParallelConfig(1, 1)
     needed = {}
     for mode in ("none", "selective", "full"):
         plan = changed(composed["gpt_2.5b", "plan"], (1, 1, 4, False), "bf16", mode)
-        needed[mode] = as_plan(plan, True, 2**60).plan()[0].needed_bytes + int(GPU_RESERVED_GIB * GIB)
+        needed[mode] = plan_layout(as_plan(plan, True, 2**60))[0].needed_bytes + int(GPU_RESERVED_GIB * GIB)
     assert needed["none"] > needed["selective"] > needed["full"]
     for mode, memory in needed.items():
         monkeypatch.setattr(preflight, "device_memory", lambda _, memory=memory: memory)
-        assert preflight.choose_recompute(run, layout, "gpu").model["recompute"] == mode
-        assert preflight.choose_recompute(run, layout, "cpu").model["recompute"] == "none"
+        assert preflight.resolve_recompute(run, layout, "gpu").model.recompute == mode
+        assert preflight.resolve_recompute(run, layout, "cpu").model.recompute == "none"
         if mode != "none":
             with pytest.raises(ValueError, match=f"; here model.recompute={mode} fits"):
-                preflight.check_memory(config, run, layout, None, "gpu")
+                preflight.check_memory(run, layout, None, "gpu")
     monkeypatch.setattr(preflight, "device_memory", lambda _: needed["full"] - 1)
-    assert preflight.choose_recompute(run, layout, "gpu").model["recompute"] == "none"
+    assert preflight.resolve_recompute(run, layout, "gpu").model.recompute == "none"
     with pytest.raises(ValueError, match="; model.recompute=full and a smaller micro_batch_size need less"):
-        preflight.check_memory(config, run, layout, None, "gpu")
+        preflight.check_memory(run, layout, None, "gpu")

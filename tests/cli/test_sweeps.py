@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from door import TINY, train
+from entry_points import TINY, train
 from test_runs import losses
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from door import REPOSITORY, environment
+from entry_points import REPOSITORY, environment
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
 from lmscale.data.tokenizer import train_tokenizer
 from lmscale.results import load_records
 
-DOOR = str(REPOSITORY / "src" / "zero_shot.py")
+SCRIPT = str(REPOSITORY / "src" / "zero_shot.py")
 WIKI = " \n = Lobsters = \n \n The lobster is a large , blue crustacean of the sea . \n" * 6
 TEXTS = [
     "The lobster is a large, blue crustacean of the sea.",
@@ -25,7 +25,7 @@ TEXTS = [
 
 
 def zero_shot(*overrides: str, cwd: Path) -> subprocess.CompletedProcess:
-    return warm.run([DOOR, *overrides], cwd, environment(), timeout=300)
+    return warm.run([SCRIPT, *overrides], cwd, environment(), timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_the_record_of_another_run_is_kept(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_torchrun_is_joined(folder: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", DOOR, *LAMBADA]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, *LAMBADA]
     command += ["ckpt=gpt2", "parallel.dp_size=2", "hydra.run.dir=torchrun"]
     run = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -189,7 +189,7 @@ def bad_inputs(folder: Path) -> Path:
     [
         ((*LAMBADA,), "`ckpt` must be given, unless count_only=true"),
         ((*LAMBADA, "ckpt=none"), "checkpoint none does not exist"),
-        ((*LAMBADA, "ckpt=no_model"), "no_model is no checkpoint, it has no metadata.json"),
+        ((*LAMBADA, "ckpt=no_model"), "no_model is not a checkpoint: it has no metadata.json"),
         ((*LAMBADA, "ckpt=no_weights"), "has a config.json but neither model.safetensors nor pytorch_model.bin"),
         ((*LAMBADA, "ckpt=bert"), "`ckpt` must be a GPT, which predicts the next token, but bert is a BERT"),
         ((*LAMBADA, "ckpt=no_tokenizer"), "`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER)"),
@@ -200,7 +200,7 @@ def bad_inputs(folder: Path) -> Path:
         ((*LAMBADA, "count_only=true"), "`tokenizer` must be given"),
         ((*LAMBADA, "ckpt=gpt2", "task.path=none.jsonl"), "`task.path` must be a file that can be read"),
         ((*LAMBADA, "ckpt=gpt2", "task.path=cut.jsonl"), "must have JSON on each line, but cut.jsonl, line 13"),
-        ((*LAMBADA, "ckpt=gpt2", "task.path=original.txt"), "`task.form` must suit the file"),
+        ((*LAMBADA, "ckpt=gpt2", "task.path=original.txt"), "`task.form` must match the file"),
         ((*LAMBADA, "ckpt=gpt2", "task.form=new"), "`task.form` must be one of openai, original, but is 'new'"),
         ((*LAMBADA, "ckpt=gpt2", "task.path=long.jsonl"), "must be at most the model's positions (64) long, but"),
         ((*LAMBADA, "ckpt=gpt2", "parallel.tp_size=3"), "`num_attention_heads` must be a multiple of `tp_size` (3)"),

@@ -1,4 +1,4 @@
-"""What the search for near-duplicates is held against: Python's `re`, sets and `hash`, and counting over all pairs."""
+"""Reference for the near-duplicate search: Python's `re`, sets and `hash`, and a count over all pairs."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from lmscale.corpus.shingles import shingle_sets
 
 
 def plain_shingles(text: str, n: int) -> set:
-    """The rule of `shingle_sets`, spelled out."""
+    """`shingle_sets` in plain Python."""
     words = re.findall(r"\w+", text.lower())
     if not words:
         return {text.lower().strip()}
@@ -52,7 +52,7 @@ def similar_pairs(texts: list[str], n: int, threshold: float) -> dict[tuple[int,
 
 
 def searched_pairs(texts: list[str], n: int = 5, threshold: float = 0.7) -> tuple[np.ndarray, np.ndarray]:
-    """What the pipeline finds: int64 [pairs, 2] of at least `threshold`, and their similarities."""
+    """Pairs found by the pipeline: int64 [pairs, 2] of at least `threshold`, and their similarities."""
     values, offsets = shingle_sets(texts, n)
     hashes = band_hashes(values, offsets)
     candidates = [candidate_pairs(hashes[:, band])[0] for band in range(hashes.shape[1])]

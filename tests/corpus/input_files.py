@@ -1,4 +1,4 @@
-"""Files for tests of reading, and reading them."""
+"""Write input files for tests, and read them."""
 
 import gzip
 import io
@@ -9,7 +9,8 @@ from pathlib import Path
 import zstandard
 
 from lmscale.config.corpus import SourceConfig
-from lmscale.corpus.reading import SourceReader, list_inputs
+from lmscale.corpus.inputs import list_inputs
+from lmscale.corpus.reading import SourceReader
 
 TEXTS = ["First text,\nof two lines.", "Second: naïve café ☕.", "Third."]
 
@@ -29,7 +30,7 @@ def read(path: Path, max_bad_rows: int = 0, world_size: int = 1, **more: object)
 
 
 def problems(entries: list[dict]) -> dict:
-    """Kinds of all files with [count, first row]."""
+    """Problems of all files by kind, as [count, first row]."""
     return {kind: [held["count"], held["first_row"]] for e in entries for kind, held in e["problems"].items()}
 
 

@@ -1,4 +1,4 @@
-"""Corpora for tests of `src/prepare_data.py`, and the command itself."""
+"""Corpora for tests of `src/prepare_data.py`, and the command."""
 
 import gzip
 import hashlib
@@ -9,28 +9,28 @@ from pathlib import Path
 
 import numpy as np
 import warm
-from door import REPOSITORY, environment
+from entry_points import REPOSITORY, environment
 
-from lmscale.data.indexed import IndexedDataset
+from lmscale.data.indexed_dataset import IndexedDataset
 from lmscale.data.tokenizer import read_tokenizer
 
 SMALL = ("tokenizer.vocab_size=600", "shard_mb=1", "evaluation=none", "launcher.workers=1")
 
 
 def prepare(*overrides: str) -> subprocess.CompletedProcess:
-    """`python src/prepare_data.py OVERRIDES`."""
+    """Run `python src/prepare_data.py OVERRIDES`."""
     return warm.run([str(REPOSITORY / "src" / "prepare_data.py"), *overrides], REPOSITORY, environment(), timeout=300)
 
 
 def passages(shared_data: Path, count: int) -> list[str]:
-    """The first passages of RACE's development set, each once."""
+    """The first distinct passages of RACE's development set."""
     with gzip.open(shared_data / "race" / "race_dev.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(next(file)) for _ in range(count)]
     return list(dict.fromkeys(row["article"] for row in rows))
 
 
 def write_lines(path: Path, texts: list[str], **more: list) -> Path:
-    """A JSONL file of `texts` under the key `text`; gzipped where the name says so."""
+    """A JSONL file of `texts` under the key `text`; gzipped if the name ends in .gz."""
     path.parent.mkdir(parents=True, exist_ok=True)
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "wt", encoding="utf-8") as file:
@@ -41,7 +41,7 @@ def write_lines(path: Path, texts: list[str], **more: list) -> Path:
 
 
 def edited(text: str, share: float, seed: int = 7) -> str:
-    """`text` with a share of its words replaced by shorter ones."""
+    """`text` with a fraction of its words replaced by shorter ones."""
     generator, words = random.Random(seed), text.split(" ")
     for place in generator.sample(range(len(words)), round(share * len(words))):
         words[place] = "o"
@@ -54,7 +54,7 @@ def manifest_of(output: Path) -> dict:
 
 
 def digests(output: Path) -> dict[str, str]:
-    """sha256 of every file of a finished dataset but the manifest, which names the inputs."""
+    """sha256 of every file of a finished dataset except the manifest, which names the inputs."""
     return {
         str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(output.rglob("*"))

@@ -1,4 +1,4 @@
-"""Cleaning: repair equal to ftfy's, joined lines, and the filters with what they count."""
+"""Cleaning: repair equal to ftfy's, joined lines, and the filters with their counts."""
 
 import gzip
 import json
@@ -41,18 +41,18 @@ def totals(step: object) -> dict[str, int]:
 # repair
 
 
-def test_the_mojibake_cases_are_repaired_as_ftfy_repairs_them(shared_data) -> None:
+def test_mojibake_is_repaired_as_by_ftfy(shared_data) -> None:
     cases = [case for path in (shared_data / "mojibake").glob("*.json") for case in json.loads(path.read_text("utf-8"))]
     assert len(cases) == 81
     for case in cases:
         for text in (case["original"], case["fixed"]):
             assert repair_text(text) == ftfy.fix_text(text), case["label"]
-    # All of them in one text, where one line's `<` decides about the entities of the next.
+    # All of them in one text, where a `<` in one line affects the entities of the next.
     whole = "\n".join(case["original"] for case in cases)
     assert repair_text(whole) == ftfy.fix_text(whole) != whole
 
 
-def test_real_text_is_repaired_as_ftfy_repairs_it(shared_data) -> None:
+def test_real_text_is_repaired_as_by_ftfy(shared_data) -> None:
     with gzip.open(shared_data / "race" / "race_dev.jsonl.gz", "rt", encoding="utf-8") as file:
         texts = [json.loads(line)["article"] for line in file][::4]
     with tarfile.open(shared_data / "newsgroups" / "20_newsgroups.shared.tar.gz") as archive:
@@ -64,7 +64,7 @@ def test_real_text_is_repaired_as_ftfy_repairs_it(shared_data) -> None:
     assert 50 < sum(a != b for a, b in zip(repaired, texts, strict=True)) < len(texts)
 
 
-def test_every_character_is_repaired_as_ftfy_repairs_it() -> None:
+def test_every_character_is_repaired_as_by_ftfy() -> None:
     letters = [chr(i) for i in range(0x3000)] + [chr(i) for i in range(0x3000, 0x110000, 97)]
     letters += [chr(i) for i in range(0xD7F0, 0xE010)] + [chr(i) for i in range(0xF8F0, 0x10000)]
     for pattern in ("a{0}b", "{0}", "Ã{0} “{0}”"):
@@ -81,17 +81,17 @@ ODD = "aé “”‘’ʼ&lt;&AMP;#<\n\r\x00\x1b[0m\x85\x9dÃÂâ€™œ¡°ﬁ
 @example("“e\u0301”")
 @example("’’Â\n’ ’")
 @settings(max_examples=800, deadline=None)
-def test_any_text_is_repaired_as_ftfy_repairs_it(text) -> None:
+def test_any_text_is_repaired_as_by_ftfy(text) -> None:
     assert repair_text(text) == ftfy.fix_text(text)
 
 
-def test_lines_over_the_length_that_ftfy_takes_at_once_are_cut_as_it_cuts_them() -> None:
+def test_lines_above_ftfys_maximum_length_are_split_as_by_ftfy() -> None:
     limit = cleaning.REPAIR.max_decode_length
     for text in ("x" * (limit - 1) + "Ã©" + "<&lt;’" * 3, "“" * (limit + 5) + "\n&lt;", "5" * limit + "Ã  la"):
         assert repair_text(text) == ftfy.fix_text(text)
 
 
-def test_ftfy_is_not_asked_about_lines_it_would_leave_alone(monkeypatch) -> None:
+def test_ftfy_is_not_called_for_lines_it_would_not_change(monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(ftfy, "fix_text", lambda text, config: asked.append(text) or text)
     plain = "Plain text & more; a <tag>.\n\tIndented.\f\n"
@@ -102,14 +102,14 @@ def test_ftfy_is_not_asked_about_lines_it_would_leave_alone(monkeypatch) -> None
     assert asked == ["one &amp; two\n", "schÃ¶n\n", "\x07\n"]
 
 
-def test_ftfy_is_asked_where_straight_quotes_would_look_like_mojibake_to_it(monkeypatch) -> None:
-    # No text is known for which today's ftfy finds so; it may learn to.
+def test_ftfy_is_called_where_straight_quotes_look_like_mojibake(monkeypatch) -> None:
+    # No such text is known for the current ftfy, but a later version may find one.
     monkeypatch.setattr(cleaning, "is_bad", lambda text: "'" in text)
     monkeypatch.setattr(ftfy, "fix_text", lambda text, config: "asked")
     assert repair_text("it’s") == "asked" and repair_text("“café”") == '"café"'
 
 
-def test_repaired_and_vanished_documents_are_counted() -> None:
+def test_repaired_and_emptied_documents_are_counted() -> None:
     step = RepairText()
     kept = list(step.run(documents(["plain", "schÃ¶n", "\x00\x07", "\ufeff \n"])))
     assert [(d.id, d.text) for d in kept] == [("id1", "plain"), ("id2", "schön")]
@@ -120,7 +120,7 @@ def test_repaired_and_vanished_documents_are_counted() -> None:
 
 
 def joined_by_hand(text: str) -> str:
-    """The rule letter by letter: breaks after a word, with one space behind them, and runs of spaces."""
+    """The rule character by character: breaks after a word, with one space after them, and runs of spaces."""
     result, i = "", 0
     while i < len(text):
         j = i
@@ -136,7 +136,7 @@ def joined_by_hand(text: str) -> str:
     return result
 
 
-def test_lines_broken_inside_a_paragraph_are_joined_and_paragraphs_stay() -> None:
+def test_lines_within_a_paragraph_are_joined_and_paragraphs_are_kept() -> None:
     broken = "It was a dark\nand stormy  night in the\n house.\n\nThe next\n\nday came,\nat last.\n"
     assert join_story_lines(broken) == "It was a dark and stormy night in the house.\n\nThe next day came,\nat last.\n"
 
@@ -180,13 +180,13 @@ def tokenizer_files(tmp_path_factory, shared_data) -> dict[str, Path]:
     return {name: folder / f"{name}.json" for name in made}
 
 
-# What WordPiece drops or joins: lone accents, control and zero-width characters; what Python, but no tokenizer, takes
-# for a space; what BPE may join across it.
+# Characters that WordPiece drops or joins (lone accents, control and zero-width characters), that only Python considers
+# spaces, or across which BPE may merge.
 ODD_WORDS = "ab1é \t\n\r\x00\x0b\x0c\x1c\x85\u0301\u200b\u200d\ufeff\ufffd\u3000\u2028中😀!.'’<|endoftext|>[MASK]"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "trained bpe", "trained wordpiece", "spanning"])
-def test_the_shortcut_agrees_with_counting_the_tokens(tokenizer_files, name) -> None:
+def test_the_length_shortcut_agrees_with_tokenization(tokenizer_files, name) -> None:
     tokenizer = read_tokenizer(tokenizer_files[name])
     tests = {count: token_test(count, tokenizer_files[name]) for count in (1, 2, 3, 5, 8)}
 
@@ -195,7 +195,7 @@ def test_the_shortcut_agrees_with_counting_the_tokens(tokenizer_files, name) -> 
     @example("a\x0bb a\x1cb \u0301 \u200b !\x1c! 1\u0301 2")
     @settings(max_examples=250, deadline=None)
     def check(text: str) -> None:
-        # A text of rows has no surrogates: the reader replaces them.
+        # The reader has replaced surrogates.
         text = text.encode("utf-8", "replace").decode()
         length = len(tokenizer.encode_batch([text])[0])
         for count, is_long in tests.items():
@@ -205,7 +205,7 @@ def test_the_shortcut_agrees_with_counting_the_tokens(tokenizer_files, name) -> 
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_real_documents_at_the_border_are_counted_in_tokens(tokenizer_files, shared_data, name) -> None:
+def test_real_documents_near_the_threshold_are_tokenized(tokenizer_files, shared_data, name) -> None:
     tokenizer = read_tokenizer(tokenizer_files[name])
     lines = (shared_data / "lambada" / "lambada_test.shared.jsonl").read_text("utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines]
@@ -215,7 +215,7 @@ def test_real_documents_at_the_border_are_counted_in_tokens(tokenizer_files, sha
     assert 0.05 < sum(length >= 90 for length in lengths) / len(lengths) < 0.95
 
 
-def test_the_shortcut_is_taken_only_where_it_is_exact(tokenizer_files) -> None:
+def test_the_length_shortcut_is_used_only_where_it_is_exact(tokenizer_files) -> None:
     specs = {name: json.loads(path.read_text("utf-8")) for name, path in tokenizer_files.items()}
     found = {name: cleaning._shortcuts(spec) for name, spec in specs.items()}
     assert found["gpt2"] == (True, 128) and found["bert"] == (True, None)
@@ -229,7 +229,7 @@ def test_the_shortcut_is_taken_only_where_it_is_exact(tokenizer_files) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "spanning"])
-def test_a_tokenizer_that_cuts_or_fills_counts_whole_texts(tokenizer_files, tmp_path, name) -> None:
+def test_a_tokenizer_with_truncation_or_padding_counts_whole_texts(tokenizer_files, tmp_path, name) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_files[name]))
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=20)
@@ -238,7 +238,7 @@ def test_a_tokenizer_that_cuts_or_fills_counts_whole_texts(tokenizer_files, tmp_
     assert is_long("... !!! " * 10) and not is_long(". !")
 
 
-def test_a_long_line_without_spaces_is_judged_at_once(tokenizer_files) -> None:
+def test_a_long_line_without_spaces_is_not_tokenized(tokenizer_files) -> None:
     start = time.perf_counter()
     assert token_test(128, tokenizer_files["gpt2"])("x" * 50_000_000)
     assert token_test(128, None)("word. " * 10_000_000)
@@ -246,7 +246,7 @@ def test_a_long_line_without_spaces_is_judged_at_once(tokenizer_files) -> None:
     assert time.perf_counter() - start < 5.0  # tokenizing the first would take minutes
 
 
-def test_without_a_tokenizer_words_and_marks_are_counted() -> None:
+def test_without_a_tokenizer_words_and_punctuation_are_counted() -> None:
     assert token_test(5, None)("It's one.") and not token_test(6, None)("It's one.")
 
 
@@ -271,18 +271,18 @@ def test_documents_of_other_languages_are_dropped_by_reason() -> None:
     assert [d.id for d in KeepLanguage("de", 0.3).run(documents([ENGLISH, GERMAN]))] == ["id2"]
 
 
-def test_a_language_less_probable_than_asked_for_is_dropped_as_unsure() -> None:
+def test_a_language_below_the_minimum_probability_is_dropped_as_unsure() -> None:
     step = KeepLanguage("en", 1.0)
     assert list(step.run(documents([ENGLISH + " " + GERMAN[:40]]))) == []
     assert totals(step) == {"unsure": 1}
 
 
 def test_an_unknown_language_is_refused() -> None:
-    with pytest.raises(ValueError, match="`language` must be a code that lid.176 knows .*, but is 'english'"):
+    with pytest.raises(ValueError, match="`language` must be a code of lid.176 .*, but is 'english'"):
         KeepLanguage("english")
 
 
-def test_the_first_dropped_documents_of_each_reason_are_kept_for_people(tmp_path) -> None:
+def test_the_first_dropped_documents_per_reason_are_saved(tmp_path) -> None:
     texts = [ENGLISH] + [f"{GERMAN} {i}" * 3 for i in range(30)] + ["123"]
     for _ in range(2):
         list(KeepLanguage("en", 0.3, samples=tmp_path / "language").run(documents(texts), rank=3))

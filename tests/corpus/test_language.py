@@ -1,4 +1,4 @@
-"""Language identification: right on real English, on other languages, the same every time, without a network."""
+"""Language identification: correct on English and other languages, deterministic, without a network."""
 
 import gzip
 import json
@@ -26,12 +26,12 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("language", SENTENCES)
-def test_a_sentence_is_found_to_be_in_its_language(language) -> None:
+def test_the_language_of_a_sentence_is_identified(language) -> None:
     found, score = identify_language(SENTENCES[language])
     assert found == language and 0.5 < score <= 1.0
 
 
-def test_real_english_is_found_to_be_english(shared_data) -> None:
+def test_real_english_is_identified(shared_data) -> None:
     with gzip.open(shared_data / "race" / "race_dev.jsonl.gz", "rt", encoding="utf-8") as file:
         texts = [json.loads(line)["article"] for line in file]
     with tarfile.open(shared_data / "newsgroups" / "20_newsgroups.shared.tar.gz") as archive:
@@ -41,22 +41,22 @@ def test_real_english_is_found_to_be_english(shared_data) -> None:
     assert lost <= 0.005 * len(texts) and len(texts) > 2000
 
 
-def test_text_in_capitals_is_judged_like_any_other() -> None:
+def test_text_in_capitals_is_identified() -> None:
     assert identify_language(SENTENCES["en"].upper())[0] == "en"
     assert identify_language(SENTENCES["de"].upper())[0] == "de"
 
 
 @pytest.mark.parametrize("text", ["", " \n", "12,345 + 7 = ?", "-----\n=====", "'''"])
-def test_a_text_without_letters_is_in_no_language(text) -> None:
+def test_a_text_without_letters_has_no_language(text) -> None:
     assert identify_language(text) == ("und", 0.0)
 
 
-def test_tables_and_marks_between_the_words_do_not_matter() -> None:
+def test_tables_and_punctuation_do_not_change_the_language() -> None:
     words = SENTENCES["en"].split()
     assert identify_language(" |12.50| >> ".join(words)) == identify_language(" ".join(words).replace(".", " "))
 
 
-def test_more_than_the_first_characters_is_judged_only_where_they_leave_doubt() -> None:
+def test_further_characters_are_read_only_if_the_first_are_inconclusive() -> None:
     clear, doubtful = (SENTENCES["en"] + " ") * 8, "Madrid Berlin Paris Roma Wien Lima Oslo Bern " * 16
     assert len(clear) > FIRST_CHARACTERS and len(doubtful) > FIRST_CHARACTERS
     assert identify_language(clear + SENTENCES["ru"] * 100) == identify_language(clear)
@@ -65,7 +65,7 @@ def test_more_than_the_first_characters_is_judged_only_where_they_leave_doubt() 
     assert identify_language("0" * FIRST_CHARACTERS + SENTENCES["ru"] * 8)[0] == "ru"
 
 
-def test_nothing_after_the_judged_characters_matters() -> None:
+def test_later_characters_do_not_matter() -> None:
     doubtful = "Madrid Berlin Paris Roma Wien Lima Oslo Bern " * 50
     assert len(doubtful) > JUDGED_CHARACTERS
     assert identify_language(doubtful + SENTENCES["ru"] * 100) == identify_language(doubtful)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lmscale.corpus import minhash
-from lmscale.corpus.minhash import band_hashes, candidate_probability
+from lmscale.corpus.minhash import band_hashes
 from lmscale.corpus.shingles import mix
 
 
@@ -10,8 +10,13 @@ def random_values(number: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2**64, number, dtype=np.uint64)
 
 
+def candidate_probability(jaccard: float, bands: int, rows: int) -> float:
+    """Probability that two documents agree in a band (Leskovec et al., "Mining of massive datasets", section 3.4)."""
+    return 1 - (1 - jaccard**rows) ** bands
+
+
 def planted_pairs(num_pairs: int, common: int, own: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents 2k and 2k + 1 share `common` shingles and have `own` each besides."""
+    """Documents 2k and 2k + 1 share `common` shingles and have `own` others each."""
     values = random_values(num_pairs * (common + 2 * own), seed).reshape(num_pairs, -1)
     one, other = values[:, : common + own], np.delete(values, np.s_[common : common + own], axis=1)
     documents = np.stack([one, other], axis=1).reshape(2 * num_pairs, common + own)
@@ -20,7 +25,7 @@ def planted_pairs(num_pairs: int, common: int, own: int, seed: int) -> tuple[np.
 
 
 @pytest.mark.parametrize(("common", "own"), [(7, 1), (70, 15), (700, 150), (20, 40)])
-def test_bands_agree_as_often_as_the_similarity_says(common, own) -> None:
+def test_bands_agree_with_the_expected_probability(common, own) -> None:
     num_pairs, bands, rows = 2000, 25, 5
     values, offsets = planted_pairs(num_pairs, common, own, seed=3)
     hashes = band_hashes(values, offsets, bands, rows)
@@ -34,7 +39,7 @@ def test_bands_agree_as_often_as_the_similarity_says(common, own) -> None:
         assert abs(found.mean() - expected) < 5 * error
 
 
-def test_rows_agree_as_often_as_the_similarity_says() -> None:
+def test_rows_agree_with_a_probability_equal_to_the_similarity() -> None:
     values, offsets = planted_pairs(2000, 80, 17, seed=4)
     agree = (lambda h: h[0::2] == h[1::2])(band_hashes(values, offsets, bands=125, rows=1))
     # Per row over 2,000 pairs: standard deviation 0.0102; 125 of them stay within 4.5.
@@ -44,7 +49,7 @@ def test_rows_agree_as_often_as_the_similarity_says() -> None:
     assert abs(agree.sum(axis=1).var() / variance - 1) < 4 * (2 / 2000) ** 0.5
 
 
-def test_signatures_are_smallest_products() -> None:
+def test_signatures_are_minimal_products() -> None:
     values = np.sort(random_values(40, 5))
     offsets = np.array([0, 13, 40])
     hashes = band_hashes(values, offsets, bands=3, rows=1, seed=9)
@@ -58,14 +63,14 @@ def test_signatures_are_smallest_products() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
-def test_where_blocks_end_changes_nothing(monkeypatch, size) -> None:
+def test_block_boundaries_do_not_change_the_result(monkeypatch, size) -> None:
     counts = np.array([0, 3, 0, 0, 200, 1, 64, 0, 5, 0])
     offsets = np.concatenate([[0], np.cumsum(counts)])
     values = random_values(offsets[-1], 6)
     expected = band_hashes(values, offsets, 4, 3)
     monkeypatch.setattr(minhash, "BLOCK_VALUES", size)
     assert np.array_equal(band_hashes(values, offsets, 4, 3), expected)
-    # A document does not depend on the others of its batch.
+    # A document's hashes do not depend on its batch.
     for document, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
         alone = band_hashes(values[start:end], np.array([0, end - start]), 4, 3)
         assert np.array_equal(alone[0], expected[document])
@@ -77,7 +82,7 @@ def test_documents_without_shingles_are_equal_and_no_documents_have_no_hashes() 
     assert band_hashes(np.empty(0, dtype=np.uint64), np.array([0]), 4, 2).shape == (0, 4)
 
 
-def test_another_seed_gives_other_bands_and_the_same_one_the_same() -> None:
+def test_bands_are_a_function_of_the_seed() -> None:
     values, offsets = random_values(50, 2), np.array([0, 20, 50])
     first = band_hashes(values, offsets, seed=1)
     assert first.shape == (2, 25) and first.dtype == np.uint64
@@ -85,13 +90,7 @@ def test_another_seed_gives_other_bands_and_the_same_one_the_same() -> None:
     assert not (first == band_hashes(values, offsets, seed=2)).any()
 
 
-def test_candidate_probability_at_the_default_is_99_percent_at_0_7() -> None:
-    assert candidate_probability(0.7, 25, 5) == pytest.approx(0.98995, abs=1e-5)
-    assert candidate_probability(0.8, 25, 5) > 0.9999
-    assert candidate_probability(0, 25, 5) == 0 and candidate_probability(1, 25, 5) == 1
-
-
 @pytest.mark.parametrize("name", ["bands", "rows"])
-def test_no_bands_or_rows_are_refused(name) -> None:
+def test_zero_bands_or_rows_raise(name) -> None:
     with pytest.raises(ValueError, match=f"`{name}` must be at least 1, but is 0"):
         band_hashes(random_values(3, 1), np.array([0, 3]), **{name: 0})

@@ -41,7 +41,7 @@ def random_texts(number: int, longest: int, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("threshold", [0.01, 0.5, 0.8, 1.0])
 @pytest.mark.parametrize("block", [1, 2**22])
-def test_contaminated_documents_are_those_of_plain_sets(monkeypatch, threshold, block) -> None:
+def test_contaminated_documents_equal_those_of_python_sets(monkeypatch, threshold, block) -> None:
     monkeypatch.setattr(overlap, "BLOCK_ITEMS", block)
     items, documents = random_texts(40, 12, 1), random_texts(60, 30, 2)
     expected = plain_contaminates(documents, items, 3, threshold)
@@ -49,7 +49,7 @@ def test_contaminated_documents_are_those_of_plain_sets(monkeypatch, threshold, 
     assert found_by(EvaluationIndex({"set": items}, 3), documents, threshold) == expected
 
 
-def test_a_bitmap_that_passes_nearly_everything_changes_nothing(monkeypatch) -> None:
+def test_a_bitmap_with_many_false_positives_does_not_change_the_result(monkeypatch) -> None:
     monkeypatch.setattr(overlap, "LARGEST_FILTER", 2)
     items, documents = random_texts(40, 12, 1), random_texts(60, 30, 2)
     expected = plain_contaminates(documents, items, 3, 0.5)
@@ -65,7 +65,7 @@ def test_half_of_an_items_ngrams_is_enough_and_less_is_not() -> None:
     assert found_by(index, [less, half], 0.5) == [(1, 0, 0.5)]
 
 
-def test_an_ngram_that_repeats_counts_once_in_item_and_document() -> None:
+def test_a_repeated_ngram_counts_once_per_item_and_document() -> None:
     index = EvaluationIndex({"set": ["a b a b a b c d"]}, 2)  # ab, ba, bc, cd
     assert index.num_ngrams.tolist() == [4]
     assert found_by(index, ["a b x a b y a b"], 0.01) == [(0, 0, 0.25)]
@@ -77,21 +77,21 @@ def test_items_are_named_by_set_and_number() -> None:
     assert found_by(index, ["A, B: c!"], 1) == [(0, 0, 1.0), (0, 2, 1.0)]
 
 
-def test_items_too_short_to_check_are_named_and_never_found() -> None:
+def test_items_too_short_to_check_are_listed_and_never_found() -> None:
     index = EvaluationIndex({"set": ["yes", "", "a b c d e f g", "a b c d e f g h"]}, 8)
-    assert index.not_checkable.tolist() == [0, 1, 2]
-    # The short items themselves are documents here: their only n-gram would be equal.
+    assert np.flatnonzero(index.num_ngrams == 0).tolist() == [0, 1, 2]
+    # Use the short items as documents: their only n-gram would match.
     assert found_by(index, ["yes", "", "a b c d e f g", "a b c d e f g h"], 0.01) == [(3, 3, 1.0)]
-    report = index.overlap(index.nothing_seen())
+    report = index.overlap(index.new_seen())
     assert report["set"]["items"] == 4 and report["set"]["items_not_checkable"] == 3
 
 
-def test_overlap_counts_positions_and_joins_shards() -> None:
+def test_overlap_counts_positions_and_combines_shards() -> None:
     items = {"one": ["a b c a b c a b", "q r s"], "two": ["x y z"], "none": []}
     index = EvaluationIndex(items, 3)
     shards = []
     for documents in (["z a b c"], ["b c a", "r s q"], ["x y z x"]):
-        seen = index.nothing_seen()
+        seen = index.new_seen()
         index.mark_seen(word_ngrams(documents, 3)[0], seen)
         shards.append(seen)
     report = index.overlap(shards[0] | shards[1])
@@ -108,12 +108,12 @@ def test_overlap_counts_positions_and_joins_shards() -> None:
     assert report["none"] == {"percent": 0, "ngrams": 0, "ngrams_found": 0, "items": 0, "items_not_checkable": 0}
 
 
-def test_overlap_on_real_text_is_that_of_plain_sets(shared_data) -> None:
+def test_overlap_on_real_text_equals_that_of_python_sets(shared_data) -> None:
     train, dev = race_articles(shared_data, "train")[::10], race_articles(shared_data, "dev")
     held = {ngram for text in train for ngram in plain_ngrams(text, 8)}
     wanted = [ngram for text in dev for ngram in plain_ngrams(text, 8)]
     index = EvaluationIndex({"race_dev": dev}, 8)
-    seen = index.nothing_seen()
+    seen = index.new_seen()
     for start in range(0, len(train), 500):
         index.mark_seen(word_ngrams(train[start : start + 500], 8)[0], seen)
     report = index.overlap(seen)["race_dev"]
@@ -121,7 +121,7 @@ def test_overlap_on_real_text_is_that_of_plain_sets(shared_data) -> None:
     assert report["ngrams_found"] == sum(ngram in held for ngram in wanted) > 0
 
 
-def test_contaminated_real_documents_are_those_of_plain_sets(shared_data) -> None:
+def test_contaminated_real_documents_equal_those_of_python_sets(shared_data) -> None:
     train, dev = race_articles(shared_data, "train")[:6_000], race_articles(shared_data, "dev")
     wanted = [set(plain_ngrams(text, 8)) for text in dev]
     items_of: dict[tuple, list[int]] = {}
@@ -137,17 +137,17 @@ def test_contaminated_real_documents_are_those_of_plain_sets(shared_data) -> Non
     assert len(expected) > 25
 
 
-def test_an_index_of_nothing_finds_nothing() -> None:
+def test_an_empty_index_finds_nothing() -> None:
     for sets in ({}, {"set": []}, {"set": ["short"]}):
         index = EvaluationIndex(sets, 8)
         assert found_by(index, ["a b c d e f g h i", ""], 0.5) == []
-        seen = index.nothing_seen()
+        seen = index.new_seen()
         index.mark_seen(word_ngrams(["a b c d e f g h i"], 8)[0], seen)
         assert all(held["percent"] == 0 for held in index.overlap(seen).values())
     assert found_by(EvaluationIndex({"set": ["a b c"]}, 3), [], 0.5) == []
 
 
-def test_a_phrase_that_all_of_100_000_items_share_costs_bounded_time() -> None:
+def test_a_phrase_shared_by_100_000_items_takes_bounded_time() -> None:
     phrase = "the following is a question with several choices"
     items = [f"{phrase} {k} x{k} y{k} z{k} u{k} v{k} w{k} q{k} r{k}" for k in range(100_000)]
     index = EvaluationIndex({"set": items}, 8)
@@ -158,12 +158,12 @@ def test_a_phrase_that_all_of_100_000_items_share_costs_bounded_time() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0, -0.5, 1.5])
-def test_a_threshold_that_is_no_share_is_refused(threshold) -> None:
+def test_a_threshold_outside_0_to_1_raises(threshold) -> None:
     index = EvaluationIndex({"set": ["a b c"]}, 3)
     with pytest.raises(ValueError, match="`threshold` must be above 0 and at most 1, but is"):
         index.contaminates(*word_ngrams(["a b c"], 3), threshold)
 
 
-def test_a_slash_in_a_sets_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="must have no slash in it, but is 'a/b'"):
+def test_a_slash_in_a_sets_name_raises() -> None:
+    with pytest.raises(ValueError, match="must not contain a slash, but is 'a/b'"):
         EvaluationIndex({"a/b": ["text"]})

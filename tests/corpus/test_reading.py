@@ -1,4 +1,4 @@
-"""Reading sources: formats, identities, memory, and datasets."""
+"""Reading sources: formats, ids, memory, and Hugging Face datasets."""
 
 import gzip
 import json
@@ -13,7 +13,8 @@ import pytest
 from input_files import TEXTS, archive, lines, pack, read, source
 
 from lmscale.config.corpus import SourceConfig
-from lmscale.corpus.reading import SourceReader, list_inputs
+from lmscale.corpus.inputs import list_inputs
+from lmscale.corpus.reading import SourceReader
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "A.JSONL"])
-def test_json_lines_are_read_plain_and_packed(folder, name) -> None:
+def test_json_lines_are_read_plain_and_compressed(folder, name) -> None:
     pack(lines([{"text": text} for text in TEXTS]), folder / name)
     documents, entries = read(folder)
     assert [document.text for document in documents] == TEXTS
@@ -38,7 +39,7 @@ def test_blank_lines_end_a_document_of_a_text_file(folder, name) -> None:
     pack("\n\r\nFirst text,\r\nof two lines.\r\n \t\r\n\nSecond: naïve café ☕.\n\nThird.".encode(), folder / name)
     documents, _ = read(folder)
     assert [document.text for document in documents] == TEXTS
-    assert [document.metadata["row"] for document in documents] == [3, 7, 9]  # lines where they begin
+    assert [document.metadata["row"] for document in documents] == [3, 7, 9]  # first lines
 
 
 def test_a_text_file_can_be_one_document(folder) -> None:
@@ -66,7 +67,7 @@ def test_parquet_columns_of_every_text_type_are_read(folder, kind) -> None:
     assert documents[-1].metadata["row"] == 151
 
 
-def test_an_id_of_the_row_is_kept_and_anything_else_under_that_key_is_not(folder) -> None:
+def test_a_rows_id_is_used_only_if_it_is_a_text_or_number(folder) -> None:
     ids = ["x1", 17, "", None, True, 1.5, ["a"], "\ud800"]
     rows = [json.dumps({"text": "word", "id": name}) for name in ids]
     (folder / "a.jsonl").write_text("\n".join(rows))
@@ -74,7 +75,7 @@ def test_an_id_of_the_row_is_kept_and_anything_else_under_that_key_is_not(folder
     assert [d.id for d in documents] == ["x1", "17", *(f"a.jsonl:{row}" for row in range(3, 8)), "\ufffd"]
 
 
-def test_files_are_shared_out_by_name_whatever_the_order_they_are_given_in(folder) -> None:
+def test_files_are_assigned_by_name_independently_of_their_order(folder) -> None:
     for name in ("c/1.jsonl", "a.jsonl", "b.jsonl", "c/0.jsonl", "d.jsonl"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(lines([{"text": f"{name} {i}"} for i in range(3)]))
@@ -88,7 +89,7 @@ def test_files_are_shared_out_by_name_whatever_the_order_they_are_given_in(folde
     assert len(by_rank[0]) + len(by_rank[1]) == 15
 
 
-def test_a_reader_can_be_sent_to_another_process(folder) -> None:
+def test_a_reader_can_be_pickled(folder) -> None:
     (folder / "a.jsonl").write_bytes(lines([{"text": "One."}]))
     sources = {"books": source(folder)}
     reader = pickle.loads(pickle.dumps(SourceReader(list_inputs(sources), sources, 0, folder.with_name("work"))))
@@ -120,11 +121,11 @@ def test_a_line_of_50_mb_is_one_document(folder, name) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.tar.gz", "a.parquet"])
-def test_a_large_file_is_never_in_memory_as_a_whole(folder, name) -> None:
+def test_a_large_file_is_streamed(folder, name) -> None:
     generator, count = random.Random(1), 1000
     texts = [generator.randbytes(10_000).hex() for _ in range(count)]  # 20 MB
     if name.endswith(".parquet"):
-        # Pages of 16 rows: one page is the least that can be read.
+        # Pages of 16 rows: a page is the smallest readable unit.
         pq.write_table(pa.table({"text": texts}), folder / name, use_dictionary=False, write_batch_size=16)
     elif ".tar" in name:
         pack(archive({f"{i}.txt": text.encode() for i, text in enumerate(texts)}), folder / name)
@@ -168,7 +169,7 @@ def test_a_dataset_is_read_part_by_part(dataset, tmp_path) -> None:
     ]
 
 
-def test_a_dataset_that_is_missing_or_lacks_the_column_is_refused(dataset, tmp_path) -> None:
+def test_a_missing_dataset_or_column_raises(dataset, tmp_path) -> None:
     wrong = SourceConfig("huggingface", name=dataset.name, text_field="text")
     with pytest.raises(
         ValueError, match=r"`sources\.hub\.text_field` must be one of the dataset's columns \(story, id"
@@ -182,7 +183,7 @@ def test_a_dataset_that_is_missing_or_lacks_the_column_is_refused(dataset, tmp_p
     assert "\n" not in str(caught.value)
 
 
-def test_a_damaged_part_of_a_dataset_is_refused_with_its_name(dataset, tmp_path) -> None:
+def test_a_damaged_part_of_a_dataset_raises_with_its_name(dataset, tmp_path) -> None:
     sources = {"hub": dataset}
     inputs = list_inputs(sources)
     path = sorted(Path(dataset.name).iterdir())[1]

@@ -1,4 +1,4 @@
-"""Sources that cannot be read as they should: what is counted, what is refused, and with which words."""
+"""Faulty sources: what is counted, what raises an error, and its message."""
 
 import gzip
 import os
@@ -12,7 +12,8 @@ import zstandard
 from input_files import TEXTS, archive, lines, pack, problems, read, source
 
 from lmscale.corpus import formats
-from lmscale.corpus.reading import SourceReader, list_inputs
+from lmscale.corpus.inputs import list_inputs
+from lmscale.corpus.reading import SourceReader
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def test_bytes_that_are_not_utf8_are_read_as_cp1252_or_latin1_and_counted(folder
     assert problems(entries) == {"undecodable": [2, 5]}
 
 
-def test_undecodable_bytes_can_be_replaced_or_refused(folder) -> None:
+def test_undecodable_bytes_are_replaced_or_raise(folder) -> None:
     (folder / "a.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "caf\xe9"}\n')
     documents, entries = read(folder, undecodable="replace")
     assert documents[1].text == "caf\ufffd" and problems(entries) == {"undecodable": [1, 2]}
@@ -59,7 +60,7 @@ BAD_ROWS = ["{", "[1]", "7", '{"txt": "x"}', '{"text": null}', '{"text": 5}', "[
 
 
 @pytest.mark.parametrize("bad", BAD_ROWS, ids=lambda bad: bad[:16])
-def test_one_bad_row_is_refused_with_its_place_and_by_a_limit_counted(folder, bad) -> None:
+def test_a_bad_row_raises_with_its_location_or_is_counted_below_the_limit(folder, bad) -> None:
     content = '{"text": "One."}\n\n' + bad + '\n{"text": "Two."}\n' + bad + "\n"
     (folder / "a.jsonl").write_text(content)
     with pytest.raises(ValueError, match=r"a\.jsonl, row 3: must ") as caught:
@@ -72,7 +73,7 @@ def test_one_bad_row_is_refused_with_its_place_and_by_a_limit_counted(folder, ba
         read(folder, max_bad_rows=1)
 
 
-def test_the_limit_counts_kinds_of_bad_rows_together_and_each_file_by_itself(folder) -> None:
+def test_the_limit_applies_per_file_to_all_kinds_of_bad_rows(folder) -> None:
     (folder / "a.jsonl").write_text('{"text": "One."}\n{\n')
     (folder / "b.jsonl").write_text('{"text": "Two."}\n{"text": 5}\n')
     assert len(read(folder, max_bad_rows=1)[0]) == 2
@@ -81,7 +82,7 @@ def test_the_limit_counts_kinds_of_bad_rows_together_and_each_file_by_itself(fol
         read(folder, max_bad_rows=1)
 
 
-def test_empty_documents_and_files_are_counted_and_not_given_on(folder) -> None:
+def test_empty_documents_and_files_are_counted_and_skipped(folder) -> None:
     (folder / "a.jsonl").write_bytes(lines([{"text": " \n\t"}, {"text": "One."}, {"text": ""}]))
     for name in ("b.jsonl", "c.txt.gz", "d.parquet", "e.tar"):
         (folder / name).write_bytes(b"")
@@ -92,7 +93,7 @@ def test_empty_documents_and_files_are_counted_and_not_given_on(folder) -> None:
     assert problems(entries[:1]) == {"empty_documents": [2, 1]}
 
 
-def test_only_empty_files_are_refused(folder) -> None:
+def test_a_source_of_only_empty_files_raises(folder) -> None:
     for name in ("a.jsonl", "b.txt"):
         (folder / name).write_bytes(b"")
     with pytest.raises(ValueError, match="`sources` must hold text, but all 2 files are empty"):
@@ -101,8 +102,8 @@ def test_only_empty_files_are_refused(folder) -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.tar", "a.tar.gz", "a.tar.zst", "a.parquet"])
 @pytest.mark.parametrize("share", [0.3, 0.7, 0.95])
-def test_a_truncated_file_is_refused_and_never_looks_complete(folder, name, share) -> None:
-    # Random words, so that the packed files are long enough to be cut anywhere.
+def test_a_truncated_file_raises_and_never_looks_complete(folder, name, share) -> None:
+    # Random words keep the compressed files long enough to be cut anywhere.
     texts = [os.urandom(300).hex() for _ in range(200)]
     if name.endswith(".parquet"):
         pq.write_table(pa.table({"text": texts}), folder / name)
@@ -119,22 +120,22 @@ def test_a_truncated_file_is_refused_and_never_looks_complete(folder, name, shar
 
 
 @pytest.mark.parametrize("blocks", range(1, 8))
-def test_an_archive_cut_between_two_members_is_refused(folder, blocks) -> None:
-    # Each member is a header and one block of 512 bytes; a cut there leaves nothing that is visibly broken.
+def test_an_archive_truncated_between_two_members_raises(folder, blocks) -> None:
+    # Each member is a header and one block of 512 bytes; truncation between blocks leaves no visible damage.
     content = archive({f"{i}.txt": b"word " * 100 for i in range(4)})
     (folder / "a.tar").write_bytes(content[: 512 * blocks])
     with pytest.raises(ValueError, match="must be a complete"):
         read(folder)
 
 
-def test_a_cut_line_at_the_end_of_a_plain_file_is_a_bad_row(folder) -> None:
+def test_a_truncated_last_line_is_a_bad_row(folder) -> None:
     content = lines([{"text": text} for text in TEXTS])
     (folder / "a.jsonl").write_bytes(content[:-5])
-    with pytest.raises(ValueError, match=r"a\.jsonl, row 3: must be one JSON object a line"):
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 3: must be one JSON object per line"):
         read(folder)
 
 
-def test_several_frames_and_members_of_packed_files_are_all_read(folder) -> None:
+def test_all_frames_and_members_of_compressed_files_are_read(folder) -> None:
     parts = [lines([{"text": text}]) for text in TEXTS]
     (folder / "a.jsonl.gz").write_bytes(b"".join(map(gzip.compress, parts)))
     (folder / "b.jsonl.zst").write_bytes(b"".join(map(zstandard.compress, parts)))
@@ -142,7 +143,7 @@ def test_several_frames_and_members_of_packed_files_are_all_read(folder) -> None
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.tar"])
-def test_a_file_that_is_not_what_its_suffix_says_is_refused(folder, name) -> None:
+def test_a_file_with_a_wrong_suffix_raises(folder, name) -> None:
     (folder / name).write_bytes(b"only text here, " * 100)
     with pytest.raises(
         ValueError, match=r"a\.\S+ must be a complete, readable file, but is not|must be a complete arch"
@@ -150,14 +151,14 @@ def test_a_file_that_is_not_what_its_suffix_says_is_refused(folder, name) -> Non
         read(folder)
 
 
-def test_archives_of_packed_or_structured_files_are_refused(folder) -> None:
+def test_archives_of_compressed_or_structured_files_raise(folder) -> None:
     for member in ("x.jsonl", "x.parquet", "x.txt.gz", "x.xz"):
         (folder / "a.tar").write_bytes(archive({"first.txt": b"text", member: b"text"}))
         with pytest.raises(ValueError, match=f"must hold texts, but has {member}; unpack it first"):
             read(folder)
 
 
-def test_links_in_an_archive_are_bad_rows_and_folders_are_nothing(folder) -> None:
+def test_links_in_an_archive_are_bad_rows_and_folders_are_skipped(folder) -> None:
     with tarfile.open(folder / "a.tar", "w") as tar:
         for name, kind in (("d", tarfile.DIRTYPE), ("d/link", tarfile.SYMTYPE)):
             info = tarfile.TarInfo(name)
@@ -166,13 +167,13 @@ def test_links_in_an_archive_are_bad_rows_and_folders_are_nothing(folder) -> Non
     assert problems(read(folder, max_bad_rows=1)[1]) == {"missing_text": [1, 1]}
 
 
-def test_utf16_is_refused_and_not_read_as_letters_with_zeros_between(folder) -> None:
+def test_utf16_raises(folder) -> None:
     (folder / "a.txt").write_text("text", encoding="utf-16")
-    with pytest.raises(ValueError, match=r"a\.txt: must be UTF-8, but begins like UTF-16"):
+    with pytest.raises(ValueError, match=r"a\.txt: must be UTF-8, but begins with a UTF-16 byte-order mark"):
         read(folder)
 
 
-def test_a_parquet_file_without_the_column_or_with_numbers_in_it_is_refused(folder) -> None:
+def test_a_parquet_file_without_a_text_column_raises(folder) -> None:
     pq.write_table(pa.table({"content": ["x"], "n": [1]}), folder / "a.parquet")
     with pytest.raises(ValueError, match=r"`text_field` must be one of its columns \(content, n\), but is text"):
         read(folder)
@@ -180,19 +181,19 @@ def test_a_parquet_file_without_the_column_or_with_numbers_in_it_is_refused(fold
         read(folder, text_field="n")
 
 
-def test_a_file_that_changed_since_it_was_listed_is_refused(folder) -> None:
+def test_a_file_that_changed_since_it_was_listed_raises(folder) -> None:
     (folder / "a.jsonl").write_bytes(lines([{"text": "One."}]))
     sources = {"books": source(folder)}
     reader = SourceReader(list_inputs(sources), sources, 0, folder.with_name("work"))
     (folder / "a.jsonl").write_bytes(lines([{"text": "Other."}]))
-    with pytest.raises(ValueError, match=r"a\.jsonl: must not change while it is prepared"):
+    with pytest.raises(ValueError, match=r"a\.jsonl: must not change during the preparation"):
         list(reader.run())
     (folder / "a.jsonl").unlink()
     with pytest.raises(ValueError, match=r"a\.jsonl must be a complete, readable file, but is not: No such file"):
         list(reader.run())
 
 
-def test_no_report_is_left_of_a_task_that_failed(folder) -> None:
+def test_a_failed_task_writes_no_report(folder) -> None:
     (folder / "a.jsonl").write_bytes(lines([{"text": "One."}]))
     (folder / "b.jsonl").write_text("{")
     with pytest.raises(ValueError, match=r"b\.jsonl"):
@@ -200,7 +201,7 @@ def test_no_report_is_left_of_a_task_that_failed(folder) -> None:
     assert not list(folder.with_name("work").glob("inputs/*"))
 
 
-def test_paths_that_are_missing_or_hold_nothing_known_are_refused_before_reading(folder) -> None:
+def test_missing_paths_and_folders_without_known_files_raise_before_reading(folder) -> None:
     with pytest.raises(ValueError, match=r"`sources\.books\.path` must exist"):
         list_inputs({"books": source(folder / "nothing")})
     with pytest.raises(ValueError, match=r"`sources\.books\.path` must hold files ending in"):
@@ -210,13 +211,13 @@ def test_paths_that_are_missing_or_hold_nothing_known_are_refused_before_reading
         list_inputs({"books": source(folder / "a.pdf")})
 
 
-def test_names_that_are_not_utf8_become_text(folder) -> None:
+def test_file_names_that_are_not_utf8_become_text(folder) -> None:
     (Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.txt"))).write_text("One.")
     documents, _ = read(folder)
     assert documents[0].id == "caf\ufffd.txt:1"
 
 
-def test_a_row_over_the_limit_is_refused_before_it_fills_the_memory(folder, monkeypatch) -> None:
+def test_a_row_over_the_limit_raises_before_it_is_read(folder, monkeypatch) -> None:
     monkeypatch.setattr(formats, "MAX_ROW_BYTES", 1000)
     (folder / "a.jsonl").write_bytes(lines([{"text": "One."}, {"text": "x" * 2000}]))
     with pytest.raises(ValueError, match=r"a\.jsonl: line 2 must be at most 1,000 bytes, but is longer"):

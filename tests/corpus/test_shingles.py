@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from lmscale.corpus import shingles
 from lmscale.corpus.shingles import mix, shingle_sets, word_ngrams
 
-# What lower-cases to more characters (İ), by context (Σ) or not at all, is no word in Unicode but a letter elsewhere
-# (combining marks), has 1 to 4 bytes, or is not a character (a lone surrogate).
+# Characters that lower-case to several (İ), depending on context (Σ) or not at all, that are letters but not word
+# characters (combining marks), that have 1 to 4 bytes, or that are lone surrogates.
 ALPHABET = "aAbB9_ \n-'İΣσßéÉ中文क्षै٣½ⅷⓐ\u0301\u200d\ud800\udfff\x00😀𝒳𐐀"
 AWKWARD = [
     "",
@@ -52,35 +52,35 @@ def assert_like_plain_sets(texts: list[str], n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_shingles_are_those_of_plain_python_on_awkward_texts(n) -> None:
+def test_shingles_of_awkward_texts_equal_those_of_plain_python(n) -> None:
     assert_like_plain_sets(AWKWARD, n)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.text(ALPHABET, max_size=60), max_size=6), st.integers(1, 4))
-def test_shingles_are_those_of_plain_python_on_random_texts(texts, n) -> None:
+def test_shingles_of_random_texts_equal_those_of_plain_python(texts, n) -> None:
     assert_like_plain_sets(texts, n)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(ALPHABET, max_size=40), max_size=5), st.integers(1, 4), st.integers(1, 9), st.integers(1, 5))
-def test_where_blocks_end_changes_nothing(texts, n, characters, words) -> None:
+def test_block_boundaries_do_not_change_the_result(texts, n, characters, words) -> None:
     expected = sets_of(texts, n)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shingles, "BLOCK_CHARACTERS", characters)
         patch.setattr(shingles, "BLOCK_WORDS", words)
-        # A word longer than a block has a hash of its own kind; words this short never are.
+        # A word longer than a block has a different hash; these words are shorter.
         if max((len(word) for text in texts for word in re.findall(r"\w+", text.lower())), default=0) <= characters - 1:
             assert sets_of(texts, n) == expected
 
 
-def test_real_texts_have_the_shingles_of_plain_python(shared_data) -> None:
+def test_shingles_of_real_texts_equal_those_of_plain_python(shared_data) -> None:
     posts = list(newsgroup_bodies(shared_data).values())
     texts = race_articles(shared_data, "dev")[:100] + posts[::60] + sorted(posts, key=len)[-5:]
     assert_like_plain_sets(texts, 5)
 
 
-def test_every_character_is_a_word_character_exactly_where_re_says_so() -> None:
+def test_word_characters_equal_those_of_re() -> None:
     expected = [re.match(r"\w", chr(code)) is not None for code in range(0x110000)]
     every = "".join(map(chr, range(0x110000)))
     found = np.concatenate([shingles._word_characters(every[i : i + 128]) for i in range(0, len(every), 128)])
@@ -108,8 +108,8 @@ def test_words_that_differ_in_one_byte_have_different_hashes_at_every_length() -
     assert len(set(values.tolist())) == len(words)
 
 
-def test_hashes_are_spread_over_all_bits() -> None:
-    # Words of 8 letters that differ in the last only: a polynomial of their bytes alone would collide.
+def test_hashes_are_uniform_over_all_bits() -> None:
+    # Words of 8 letters that differ only in the last: a polynomial of their bytes without mixing would collide.
     letters = [chr(97 + k) for k in range(26)]
     texts = [f"aaaaaaa{a} bbbbbbb{b} ccccccc{c}" for a in letters for b in letters for c in letters]
     values, _ = word_ngrams(texts, 3)
@@ -119,7 +119,7 @@ def test_hashes_are_spread_over_all_bits() -> None:
     assert abs(bits.mean(axis=0) - 0.5).max() < 0.019
 
 
-def test_mixing_is_that_of_splitmix64() -> None:
+def test_mix_equals_splitmix64() -> None:
     # The first outputs of SplitMix64 with seed 1234567, as published with the generator.
     step = 0x9E3779B97F4A7C15
     states = np.array([(1234567 + (k + 1) * step) % 2**64 for k in range(3)], dtype=np.uint64)
@@ -131,7 +131,7 @@ def test_hashes_are_the_same_in_every_process() -> None:
     code = f"from lmscale.corpus.shingles import *; print(*shingle_sets({texts!r}, 5)[0].tolist())"
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    # Literally, because files of one version of the code are compared with those of another.
+    # Literal values, because files of different versions of the code are compared.
     assert [int(value) for value in run.stdout.split()] == [
         0x06CBBA3748F2F8F3,
         0xDB0C4E65C321AD06,
@@ -164,7 +164,7 @@ def test_no_texts_have_no_shingles() -> None:
         assert len(values) == 0 and offsets.tolist() == [0]
 
 
-def test_ngrams_of_no_words_are_refused() -> None:
+def test_ngrams_of_zero_words_raise() -> None:
     for function in (shingle_sets, word_ngrams):
         with pytest.raises(ValueError, match="`n` must be at least 1 word, but is 0"):
             function(["a"], 0)

@@ -1,13 +1,13 @@
-"""Prepared corpora for tests: from strings, and a BERT one from bare token lists."""
+"""Prepared corpora for tests, from strings or from token lists."""
 
 from pathlib import Path
 
 import numpy as np
 
 from lmscale.config.data import DataConfig, TokenizerConfig
-from lmscale.data.indexed import IndexedWriter
 from lmscale.data.indexed_corpus import identity_of
 from lmscale.data.indexed_dataset import IndexedDataset
+from lmscale.data.indexed_writer import IndexedWriter
 from lmscale.data.prepare import prepare_corpus
 from lmscale.data.prepared import CorpusPart, PreparedCorpus
 
@@ -29,7 +29,7 @@ def local_config(path: Path, cache: Path, **changes) -> DataConfig:
 
 
 def write_dataset(prefix: Path, documents: list[list[list[int]]], dtype: str = "uint16") -> Path:
-    """A binary dataset of these documents, each a list of sequences of ids; returns its prefix."""
+    """Write an indexed dataset of documents, each a list of sequences of ids; returns its prefix."""
     writer = IndexedWriter(prefix, dtype)
     for sequences in documents:
         writer.add_document(sequences)

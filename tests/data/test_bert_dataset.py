@@ -59,7 +59,7 @@ def test_masked_tokens_are_replaced_80_10_10(dataset, samples) -> None:
     assert within_three_standard_errors(kept, trials, 0.1)
 
 
-def test_runs_of_masked_words_have_the_lengths_of_the_reference(dataset, samples) -> None:
+def test_lengths_of_masked_spans_equal_the_reference(dataset, samples) -> None:
     """51.6 / 27.0 / 17.5 / 3.8 % of runs are 1 / 2 / 3 / more words long (a statistic of Megatron-LM's procedure)."""
     counts = np.zeros(4)
     per_sample = []
@@ -170,7 +170,7 @@ def test_spans_never_overlap_and_never_cut_a_word() -> None:
             assert covered[start:end].all() or not covered[start:end].any()
 
 
-def test_a_dataset_travels_to_a_loader_process_as_names(dataset) -> None:
+def test_a_dataset_is_pickled_as_paths(dataset) -> None:
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 100_000 < dataset.pairs.rows.nbytes + dataset.dataset.tokens.nbytes
     again = pickle.loads(pickled)
@@ -178,7 +178,7 @@ def test_a_dataset_travels_to_a_loader_process_as_names(dataset) -> None:
         assert np.array_equal(value, sample(again, 1, 7)[key])
 
 
-def test_a_corpus_without_pairs_and_a_short_sequence_are_refused(tmp_path) -> None:
+def test_a_corpus_without_pairs_and_a_too_short_sequence_raise(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, [f"Only one sentence {i}" for i in range(9)], "bert")
     with pytest.raises(ValueError, match="at least 2 sentences"):
         make(prepared, seq_length=16)

@@ -1,4 +1,4 @@
-"""Sentence pairs: the rows of a plain loop over sentences, and which documents are left out."""
+"""Index of sentence pairs: equal to a plain loop over sentences; skipped documents."""
 
 import io
 from pathlib import Path
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lmscale.data import bert_index
 from lmscale.data.bert_index import TargetLengths, usable_documents, write_pairs
-from lmscale.data.indexed import IndexedWriter
 from lmscale.data.indexed_dataset import IndexedDataset
+from lmscale.data.indexed_writer import IndexedWriter
 
 LENGTHS = TargetLengths(key=99, longest=29, short_probability=0.3)
 
@@ -25,7 +25,7 @@ def rows_of(dataset: IndexedDataset, first: int, last: int, lengths: TargetLengt
 
 
 def plain_rows(dataset: IndexedDataset, first: int, last: int, lengths: TargetLengths = LENGTHS) -> list[tuple]:
-    """Sentence by sentence, as upstream's build_mapping goes."""
+    """One sentence at a time, as in Megatron-LM's build_mapping."""
     rows, sizes, borders = [], dataset.sizes.tolist(), dataset.document_indices.tolist()
     for begin, end in zip(borders[first:last], borders[first + 1 : last + 1], strict=True):
         if end - begin < 2 or max(sizes[begin:end]) > 512:
@@ -47,7 +47,7 @@ def dataset_of(folder: Path, sizes: list[list[int]]) -> IndexedDataset:
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.lists(st.integers(0, 40), max_size=30), min_size=1, max_size=12), cut=st.integers(0, 11))
-def test_the_rows_are_those_of_a_loop_over_sentences(tmp_path, sizes, cut) -> None:
+def test_rows_equal_those_of_a_loop_over_sentences(tmp_path, sizes, cut) -> None:
     dataset = dataset_of(tmp_path, sizes)
     first = min(cut, len(sizes))
     found = rows_of(dataset, first, len(sizes))
@@ -55,7 +55,7 @@ def test_the_rows_are_those_of_a_loop_over_sentences(tmp_path, sizes, cut) -> No
     assert found.tolist() == [list(row) for row in plain_rows(dataset, first, len(sizes))]
 
 
-def test_documents_over_many_chunks_are_all_there(tmp_path, monkeypatch) -> None:
+def test_documents_of_all_chunks_are_included(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(bert_index, "_CHUNK", 7)
     generator = np.random.default_rng(3)
     counts = generator.integers(0, 60, 300)
@@ -69,14 +69,14 @@ def test_documents_over_many_chunks_are_all_there(tmp_path, monkeypatch) -> None
     assert rows_of(dataset, 0, 300).tolist() == [list(row) for row in plain_rows(dataset, 0, 300)]
 
 
-def test_a_document_with_a_sentence_of_more_than_512_tokens_or_only_one_is_left_out(tmp_path) -> None:
+def test_documents_with_one_sentence_or_one_of_more_than_512_tokens_are_skipped(tmp_path) -> None:
     dataset = dataset_of(tmp_path, [[3, 512], [3, 513, 4], [5], [], [6, 7]])
     assert {tuple(row[:2]) for row in rows_of(dataset, 0, 5).tolist()} == {(0, 2), (6, 8)}
     assert [(starts.tolist(), ends.tolist()) for starts, ends in usable_documents(dataset, 0, 5)] == [([0, 6], [2, 8])]
     assert rows_of(dataset, 1, 4).shape == (0, 3)
 
 
-def test_target_lengths_are_short_as_often_as_asked_and_then_any_length() -> None:
+def test_short_target_lengths_are_uniform_and_have_the_given_probability() -> None:
     drawn = TargetLengths(5, 509, 0.1).of(np.arange(400_000))
     short = drawn[drawn < 509]
     assert abs(len(short) - 0.1 * 400_000 * 507 / 508) < 5 * np.sqrt(0.09 * 400_000)
@@ -87,7 +87,7 @@ def test_target_lengths_are_short_as_often_as_asked_and_then_any_length() -> Non
 
 
 @pytest.mark.parametrize("num_sentences", [2, 3, 4])
-def test_no_sentence_is_left_over(tmp_path, num_sentences) -> None:
+def test_every_sentence_is_used(tmp_path, num_sentences) -> None:
     dataset = dataset_of(tmp_path, [[100] * num_sentences])
     rows = rows_of(dataset, 0, 1)
     assert rows[0, 0] == 0 and rows[-1, 1] == num_sentences

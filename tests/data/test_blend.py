@@ -1,4 +1,4 @@
-"""Blends: the counts of every prefix near the weights, and any stretch by itself."""
+"""Blends: counts of every prefix close to the weights, and ranges computed independently."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_every_prefix_has_each_dataset_within_the_stated_bound(weights, num_samp
 
 @settings(max_examples=100, deadline=None)
 @given(weights=WEIGHTS, first=st.integers(0, 10**10), length=st.integers(0, 200), data=st.data())
-def test_a_stretch_is_the_same_by_itself_as_within_a_longer_one(weights, first, length, data) -> None:
+def test_a_range_equals_that_part_of_a_longer_range(weights, first, length, data) -> None:
     blend = Blend(weights)
     which, places = blend.assign(first, first + length)
     begin = data.draw(st.integers(0, length))
@@ -44,12 +44,12 @@ def test_two_or_three_datasets_are_never_more_than_one_sample_off() -> None:
         assert np.abs(counts - np.arange(1, 5001)[:, None] * np.array(weights) / sum(weights)).max() <= 1
 
 
-def test_only_the_ratio_of_the_weights_counts() -> None:
+def test_only_the_ratio_of_the_weights_matters() -> None:
     assert np.array_equal(Blend([1, 3]).assign(0, 100)[0], Blend([0.5, 1.5]).assign(0, 100)[0])
     assert Blend([1, 3]).assign(0, 8)[0].tolist() == [1, 0, 1, 1, 1, 0, 1, 1]
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_not_above_0_is_refused(weight) -> None:
+def test_a_weight_that_is_not_above_0_raises(weight) -> None:
     with pytest.raises(ValueError, match="a dataset's weight must be above 0, but is"):
         Blend([1.0, weight])

@@ -1,4 +1,4 @@
-"""Steps and validation sequences as each data rank gets them."""
+"""Steps and validation sequences of each data rank."""
 
 from types import SimpleNamespace
 
@@ -64,20 +64,20 @@ def test_the_global_batch_is_the_same_at_every_layout(prepared, dp_size, micro) 
     assert equal(together, whole)
 
 
-def test_a_resumed_loader_goes_on_where_the_run_stopped_and_keeps_its_length(prepared) -> None:
+def test_a_resumed_loader_continues_where_the_run_stopped_and_keeps_its_length(prepared) -> None:
     whole = joined(list(make(prepared).train_dataloader()))
     stopped = make(prepared)
     stopped.completed_steps = 4
     resumed = make(prepared, micro=6)
     resumed.load_state_dict(stopped.state_dict())
     loader = resumed.train_dataloader()
-    assert len(loader) == NUM_STEPS  # Lightning counts the restored steps itself
+    assert len(loader) == NUM_STEPS  # Lightning accounts for restored steps itself
     assert equal(joined(list(loader)), whole[4:])
     with pytest.raises(ValueError, match="`global_batch_size` must divide the 48 sequences .*, but is 10"):
         make(prepared, batch=10).load_state_dict(stopped.state_dict())
 
 
-def test_loaders_leave_the_global_generators_alone(prepared) -> None:
+def test_loaders_do_not_use_the_global_generators(prepared) -> None:
     torch.manual_seed(3)
     np.random.seed(3)
     before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()
@@ -105,7 +105,7 @@ def test_every_validation_sequence_is_on_one_data_rank_once(prepared, dp_size) -
     assert seen == list(range(11))
 
 
-def test_more_validation_sequences_than_there_are_is_refused(prepared) -> None:
+def test_more_validation_sequences_than_available_raise(prepared) -> None:
     available = make(prepared).num_validation_samples
     assert make(prepared, num_validation=available).num_validation_samples == available
     with pytest.raises(ValueError, match=f"must be at most the validation part's {available} sequences"):
@@ -113,7 +113,7 @@ def test_more_validation_sequences_than_there_are_is_refused(prepared) -> None:
 
 
 class _Counting(L.LightningModule):
-    """Counts what Lightning calls during validation."""
+    """Counts Lightning's calls during validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_a_rank_with_nothing_to_validate_still_reaches_the_closing_reduction(pre
     assert module.num_batches == num_batches and module.has_ended
 
 
-def test_the_longest_come_first_where_that_is_asked_for(prepared) -> None:
+def test_the_longest_come_first_if_requested(prepared) -> None:
     """The same samples in every step; a BERT's that are not padded together, those of one length in their order."""
     plain, sorted_ = make(prepared, micro=3), make(prepared, micro=3)
     sorted_.by_length = True
@@ -156,7 +156,7 @@ def test_the_longest_come_first_where_that_is_asked_for(prepared) -> None:
     assert prepared.architecture == "gpt" or 0 < padded < 12 * NUM_STEPS
 
 
-def test_a_micro_batch_without_padding_travels_without_a_mask(prepared) -> None:
+def test_a_micro_batch_without_padding_has_no_mask(prepared) -> None:
     module = make(prepared, micro=3)
     module.by_length = True
     kinds = set()

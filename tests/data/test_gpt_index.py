@@ -1,4 +1,4 @@
-"""Shuffled documents and windows over them: against a plain construction, and what the shuffles promise."""
+"""Shuffled documents and windows over them: equal to a plain construction; properties of the shuffles."""
 
 import io
 
@@ -23,7 +23,7 @@ def table(made: GPTOrder, sizes: np.ndarray = SIZES) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("num_samples", "s"), [(1, 5), (16, 5), (17, 5), (60, 5), (9, 81), (200, 3), (500, 1)])
-def test_the_table_says_where_each_window_of_the_laid_out_documents_begins(num_samples, s) -> None:
+def test_the_index_holds_the_start_of_each_window(num_samples, s) -> None:
     made = order(num_samples, s)
     documents = made.documents_at(np.arange(made.num_epochs * len(SIZES)))
     stream = [(p, offset) for p, document in enumerate(documents) for offset in range(SIZES[document])]
@@ -31,18 +31,18 @@ def test_the_table_says_where_each_window_of_the_laid_out_documents_begins(num_s
     assert np.array_equal(table(made), [stream[k * s] for k in range(made.num_windows + 1)])
 
 
-def test_no_more_epochs_are_taken_than_the_samples_need() -> None:
+def test_the_number_of_epochs_is_minimal() -> None:
     """82 tokens are 16 windows of 5 an epoch; two epochs 32, because one window spans the border; three 49."""
     assert [order(n).num_epochs for n in (1, 16, 17, 32, 33, 49, 50)] == [1, 1, 2, 2, 3, 3, 4]
     assert [order(n, s=41).num_epochs for n in (1, 2)] == [1, 2]  # two windows of 41 need the token behind them
 
 
-def test_a_last_epoch_is_apart_below_four_fifths_of_an_epochs_samples() -> None:
+def test_the_last_epoch_is_separate_below_80_percent_of_its_samples() -> None:
     together = {n: order(n).num_epochs_together for n in (16, 17, 27, 28, 32, 33, 43, 44)}
     assert together == {16: 1, 17: 1, 27: 1, 28: 2, 32: 2, 33: 2, 43: 2, 44: 3}
 
 
-def test_every_epoch_has_every_document_once_where_the_last_is_apart() -> None:
+def test_every_epoch_has_every_document_once_if_the_last_is_separate() -> None:
     made = order(20)
     documents = made.documents_at(np.arange(2 * len(SIZES)))
     assert sorted(documents[:10]) == sorted(documents[10:]) == list(range(10))
@@ -52,7 +52,7 @@ def test_every_epoch_has_every_document_once_where_the_last_is_apart() -> None:
     assert len({tuple(windows[:16]), tuple(windows[16:] - 16), tuple(range(16))}) == 3
 
 
-def test_epochs_shuffled_together_mix_and_hold_every_document_as_often() -> None:
+def test_epochs_shuffled_together_hold_every_document_equally_often() -> None:
     made = order(49)
     documents = made.documents_at(np.arange(3 * len(SIZES)))
     assert np.bincount(documents).tolist() == [3] * 10
@@ -71,7 +71,7 @@ def test_the_order_is_a_function_of_dataset_seed_and_length_and_changes_with_eac
     assert len({first[0], *(other[0] for other in others)}) == 5
 
 
-def test_tables_beyond_32_bits_take_64() -> None:
+def test_tables_beyond_32_bits_use_int64() -> None:
     sizes = np.array([2**33, 5], dtype=np.int64)
     made = GPTOrder("x", 2, int(sizes.sum()), 2**31, 1, 3)
     rows = table(made, sizes)
@@ -86,7 +86,7 @@ def test_a_permutation_has_every_number_once(size) -> None:
     found = permutation(places)
     assert found.dtype == np.int64 and np.array_equal(np.sort(found), places)
     some = np.array([size - 1, 0, size // 2])
-    assert np.array_equal(permutation(some), found[some])  # each place by itself
+    assert np.array_equal(permutation(some), found[some])  # each position separately
     if size > 3:
         assert not np.array_equal(found, Permutation(size, "b")(places))
 

@@ -1,4 +1,4 @@
-"""Cached indices: built once whoever asks, whatever happens to a builder."""
+"""Cached indices: built once for all processes, even if a builder is killed."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def _build(file) -> None:
 def _ask(folder: Path, results) -> None:
     def build(file) -> None:
         (folder / f"built_{os.getpid()}").touch()
-        time.sleep(0.5)  # long enough for the others to ask
+        time.sleep(0.5)  # long enough for the others to request it
         _build(file)
 
     results.put(cached_index(folder / "indices", "gpt", ("fact",), build).rows.tolist())
@@ -51,7 +51,7 @@ def test_four_processes_build_an_index_once(tmp_path) -> None:
     assert [path.suffix for path in (tmp_path / "indices").glob("gpt_*")] == [".npy"]
 
 
-def test_a_killed_builder_neither_blocks_nor_leaves_anything(tmp_path) -> None:
+def test_a_killed_builder_neither_blocks_nor_leaves_files(tmp_path) -> None:
     process = get_context("fork").Process(target=_hang, args=(tmp_path,))
     process.start()
     while not (tmp_path / "started").exists():
@@ -63,7 +63,7 @@ def test_a_killed_builder_neither_blocks_nor_leaves_anything(tmp_path) -> None:
     assert not list((tmp_path / "indices").glob(".*unfinished*"))
 
 
-def test_other_facts_are_another_file_and_the_same_ones_are_read_from_the_disk(tmp_path) -> None:
+def test_an_index_is_cached_by_its_facts(tmp_path) -> None:
     first = cached_index(tmp_path, "gpt", ("a", 1), _build).rows
     assert isinstance(first, np.memmap) and not first.flags.writeable
 
@@ -77,11 +77,11 @@ def test_other_facts_are_another_file_and_the_same_ones_are_read_from_the_disk(t
     assert len(list(tmp_path.glob("*.npy"))) == 1
 
 
-def test_a_full_disk_and_a_folder_that_cannot_be_made_are_errors_of_one_line(tmp_path) -> None:
+def test_a_full_disk_and_an_unwritable_folder_raise_one_line(tmp_path) -> None:
     def fail(file) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(ValueError, match="`data.cache_dir` must be a folder with room, .*: No space left") as caught:
+    with pytest.raises(ValueError, match="`data.cache_dir` must be a writable folder .*: No space left") as caught:
         cached_index(tmp_path / "a", "gpt", (), fail)
     assert "\n" not in str(caught.value)
     assert [path.suffix for path in (tmp_path / "a").iterdir()] == [".lock"]
@@ -91,7 +91,7 @@ def test_a_full_disk_and_a_folder_that_cannot_be_made_are_errors_of_one_line(tmp
 
 
 @pytest.mark.parametrize("size", [0, 90, 200])
-def test_an_index_that_ends_too_early_is_named(tmp_path, size: int) -> None:
+def test_a_truncated_index_is_named(tmp_path, size: int) -> None:
     def build(file) -> None:
         np.save(file, np.arange(64))
 

@@ -1,4 +1,4 @@
-"""Binary token files: byte for byte the format's, the same to upstream's reader, and every break refused."""
+"""Indexed datasets: bitwise in Megatron-LM's format and readable by its code; every violation raises an error."""
 
 import os
 import pickle
@@ -16,15 +16,15 @@ from corpora import write_dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmscale.data.indexed import IndexedWriter, best_dtype, merge
 from lmscale.data.indexed_dataset import DTYPES, HEADER, IndexedDataset
+from lmscale.data.indexed_writer import IndexedWriter, best_dtype, merge
 
 DOCUMENTS = [[[5, 6, 7], [8]], [], [[]], [[9, 10, 11, 12], [], [13, 14]], [[15]]]
 SEVERAL = st.lists(st.lists(st.lists(st.integers(0, 65_535), max_size=5), max_size=4), max_size=6)
 
 
 def plain_files(documents: list[list[list[int]]], letter: str, code: int) -> tuple[bytes, bytes]:
-    """`.bin` and `.idx` by struct alone, an item at a time."""
+    """Write `.bin` and `.idx` with struct only, item by item."""
     tokens, sizes, pointers, borders = b"", b"", b"", struct.pack("<q", 0)
     count = 0
     for document in documents:
@@ -54,7 +54,7 @@ def content(prefix: Path) -> list[list[list[int]]]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents=SEVERAL)
-def test_the_files_are_those_of_a_plain_writer_and_give_the_documents_back(tmp_path, documents) -> None:
+def test_files_equal_those_of_a_plain_writer_and_round_trip(tmp_path, documents) -> None:
     prefix = write_dataset(tmp_path / "a", documents)
     assert files(prefix) == plain_files(documents, "H", 8)
     assert content(prefix) == documents
@@ -70,7 +70,7 @@ def test_the_files_are_those_of_a_plain_writer_and_give_the_documents_back(tmp_p
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=st.lists(SEVERAL, min_size=1, max_size=4))
-def test_a_merged_dataset_is_the_one_written_at_once(tmp_path, parts) -> None:
+def test_a_merged_dataset_equals_one_written_at_once(tmp_path, parts) -> None:
     prefixes = [write_dataset(tmp_path / f"part{i}", documents) for i, documents in enumerate(parts)]
     merge(prefixes, tmp_path / "merged")
     at_once = write_dataset(tmp_path / "at_once", [document for documents in parts for document in documents])
@@ -79,7 +79,7 @@ def test_a_merged_dataset_is_the_one_written_at_once(tmp_path, parts) -> None:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents=SEVERAL)
-def test_documents_added_together_are_the_same_as_one_by_one(tmp_path, documents) -> None:
+def test_documents_added_together_equal_those_added_one_by_one(tmp_path, documents) -> None:
     writer = IndexedWriter(tmp_path / "together", "uint16")
     sequences = [sequence for document in documents for sequence in document]
     ids = np.array([token for sequence in sequences for token in sequence], dtype=np.int64)
@@ -100,7 +100,7 @@ def test_every_token_type_of_the_format_is_read_and_written(tmp_path, code, lett
     assert files(write_dataset(tmp_path / "b", DOCUMENTS, DTYPES[code])) == (tokens, index)
 
 
-def test_ids_take_two_bytes_below_65500_and_four_from_there() -> None:
+def test_ids_take_two_bytes_below_a_vocabulary_of_65500_and_four_above() -> None:
     assert [best_dtype(size).name for size in (1, 30_522, 65_499, 65_500, 250_000)] == ["uint16"] * 3 + ["int32"] * 2
 
 
@@ -117,7 +117,7 @@ def megatron(script: str, *arguments: str) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def test_upstream_reads_the_same_tokens_and_writes_the_same_bytes(tmp_path) -> None:
+def test_megatron_reads_the_same_tokens_and_writes_the_same_bytes(tmp_path) -> None:
     documents = [document for document in DOCUMENTS if document]
     dtypes = ("uint16", "int32")
     for dtype in dtypes:
@@ -159,9 +159,9 @@ BAD = {
     "code 0": (header(code=0) + GOOD[34:], 10, "must be from 1 to 8, but is 0"),
     "code 9": (header(code=9) + GOOD[34:], 10, "must be from 1 to 8, but is 9"),
     "short header": (GOOD[:20], 10, "header must have 34 bytes, but the file has 20"),
-    "cut short": (GOOD[:-1], 10, "must take 94 bytes, but it is cut short: 93"),
-    "trailing": (GOOD + b"\x00", 10, "must take 94 bytes, but it has bytes behind its end: 95"),
-    "multimodal": (GOOD + b"\x00" * 3, 10, "has a mode a sequence"),
+    "truncated": (GOOD[:-1], 10, "must take 94 bytes, but it is truncated: 93"),
+    "trailing": (GOOD + b"\x00", 10, "must take 94 bytes, but it has bytes after its end: 95"),
+    "multimodal": (GOOD + b"\x00" * 3, 10, "has a mode per sequence"),
     "short bin": (GOOD, 8, r"\.bin must have the 10 bytes of its .idx, but has 8"),
     "long bin": (GOOD, 12, r"\.bin must have the 10 bytes of its .idx, but has 12"),
     "odd bin": (GOOD, 11, "but has 11"),
@@ -174,14 +174,14 @@ BAD = {
     "falling documents": (
         header(documents=4) + SIZES + POINTERS + struct.pack("<4q", 0, 2, 1, 3),
         10,
-        "must not fall, but does behind entry 1",
+        "must not decrease, but does after entry 1",
     ),
     "no documents": (header(documents=0) + SIZES + POINTERS, 10, "but is empty"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_file_that_breaks_the_format_is_refused_in_one_line(tmp_path, name) -> None:
+def test_a_file_that_violates_the_format_raises_one_line(tmp_path, name) -> None:
     index, num_bytes, message = BAD[name]
     (tmp_path / "a.bin").write_bytes(b"\x01" * num_bytes)
     (tmp_path / "a.idx").write_bytes(index)
@@ -190,13 +190,13 @@ def test_a_file_that_breaks_the_format_is_refused_in_one_line(tmp_path, name) ->
     assert "\n" not in str(caught.value) and str(tmp_path / "a") in str(caught.value)
 
 
-def test_the_file_that_the_bad_ones_were_made_from_is_good(tmp_path) -> None:
+def test_the_template_of_the_bad_files_is_valid(tmp_path) -> None:
     (tmp_path / "a.bin").write_bytes(b"\x01" * 10)
     (tmp_path / "a.idx").write_bytes(GOOD)
     assert content(tmp_path / "a") == [[[257, 257]], [[], [257, 257, 257]]]
 
 
-def test_a_dataset_found_good_is_looked_at_again_when_it_changes(tmp_path) -> None:
+def test_a_validated_dataset_is_validated_again_when_it_changes(tmp_path) -> None:
     (tmp_path / "a.bin").write_bytes(b"\x01" * 10)
     (tmp_path / "a.idx").write_bytes(GOOD)
     os.utime(tmp_path / "a.idx", (1, 1))
@@ -214,7 +214,7 @@ def test_a_missing_file_is_named(tmp_path, missing) -> None:
         IndexedDataset(prefix)
 
 
-def test_ids_outside_the_type_and_other_types_are_refused(tmp_path) -> None:
+def test_ids_outside_the_dtype_and_unknown_dtypes_raise(tmp_path) -> None:
     writer = IndexedWriter(tmp_path / "a", "uint16")
     writer.add_document([[1]])
     for wrong in (65_536, -1):
@@ -227,7 +227,7 @@ def test_ids_outside_the_type_and_other_types_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="must name at least one"):
         merge([], tmp_path / "c")
     write_dataset(tmp_path / "d", DOCUMENTS, "int32")
-    with pytest.raises(ValueError, match="tokens must be uint16 as the others', but are int32"):
+    with pytest.raises(ValueError, match="tokens must be uint16 as in the other datasets, but are int32"):
         merge([write_dataset(tmp_path / "e", DOCUMENTS), tmp_path / "d"], tmp_path / "c")
     assert not list(tmp_path.glob("c*"))
 
@@ -261,10 +261,8 @@ def _write_into_a_full_disk(prefix: str, num_documents: int, num_tokens: int, li
     [(100, 50_000, 3_000_000), (20, 50_000, 1_999_000), (2000, 5, 30_000)],
     ids=["adding", "the rest of the tokens", "the index"],
 )
-def test_a_full_disk_is_an_error_of_one_line_and_leaves_the_older_dataset_alone(
-    tmp_path, num_documents, num_tokens, limit
-) -> None:
-    """A limit on the size of files stands in for the disk."""
+def test_a_full_disk_raises_one_line_and_keeps_the_older_dataset(tmp_path, num_documents, num_tokens, limit) -> None:
+    """A limit on file sizes replaces a full disk."""
     before = files(write_dataset(tmp_path / "a", DOCUMENTS))
     arguments = str(tmp_path / "a"), num_documents, num_tokens, limit
     process = get_context("fork").Process(target=_write_into_a_full_disk, args=arguments)
@@ -274,7 +272,7 @@ def test_a_full_disk_is_an_error_of_one_line_and_leaves_the_older_dataset_alone(
     assert files(tmp_path / "a") == before and len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_dataset_travels_as_its_name(tmp_path) -> None:
+def test_a_dataset_is_pickled_as_its_prefix(tmp_path) -> None:
     prefix = write_dataset(tmp_path / "a", [[list(range(60_000))]])
     dataset = IndexedDataset(prefix)
     pickled = pickle.dumps(dataset)
@@ -282,7 +280,7 @@ def test_a_dataset_travels_as_its_name(tmp_path) -> None:
     assert np.array_equal(pickle.loads(pickled).tokens, dataset.tokens)
 
 
-def test_the_writer_holds_sizes_and_not_tokens(tmp_path) -> None:
+def test_the_writers_memory_does_not_grow_with_the_tokens(tmp_path) -> None:
     import tracemalloc
 
     document = [np.arange(50_000) % 1000]

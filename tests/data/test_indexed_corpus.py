@@ -1,4 +1,4 @@
-"""Binary datasets as a run's corpus: windows, blends, splits, and every refusal."""
+"""Indexed datasets as a run's corpus: windows, blends, splits, and all errors."""
 
 import json
 from dataclasses import replace
@@ -60,7 +60,7 @@ def module_of(prepared, num_steps: int = 20, num_validation: int | None = None) 
 
 
 @pytest.mark.parametrize(("sequences", "num_samples", "first"), [(1, 30, 0), (1, 400, 7), (3, 400, 0), (3, 30, 11)])
-def test_windows_are_cut_from_the_shuffled_documents_laid_end_to_end(tmp_path, sequences, num_samples, first) -> None:
+def test_windows_cover_the_concatenated_shuffled_documents(tmp_path, sequences, num_samples, first) -> None:
     documents = [sum(sequences, []) for sequences in random_documents(50, 3, sequences)]
     part = replace(whole(write_dataset(tmp_path / "a", random_documents(50, 3, sequences))), first=first)
     dataset = ShuffledGPTDataset(part, VOCAB, 16, "train", 1, num_samples, tmp_path / "indices")
@@ -125,7 +125,7 @@ def test_validation_takes_all_of_every_dataset_or_the_first_of_each_by_weight(fo
         module_of(prepared, num_validation=2 * min(available) + 9)
 
 
-def test_the_corpus_hash_tells_datasets_weights_and_splits_apart(folder) -> None:
+def test_the_corpus_hash_depends_on_datasets_weights_and_splits(folder) -> None:
     a, b = str(folder / "a_text_document"), str(folder / "b_text_document")
     variants = [(a, {}), (b, {}), ({a: 1, b: 1}, {}), ({a: 1, b: 2}, {}), (a, {"split": "7,3,0"})]
     hashes = {module_of(opened(path, folder, **changes)).corpus_hash for path, changes in variants}
@@ -136,7 +136,7 @@ def test_the_corpus_hash_tells_datasets_weights_and_splits_apart(folder) -> None
 
 
 def prepared_folder(folder: Path, architecture: str = "gpt", **changes) -> Path:
-    """As prepare_data.py leaves it, of two sources; the second holds nothing out."""
+    """A folder as written by prepare_data.py, of two sources; the second has no validation split."""
     from lmscale.data.tokenizer import read_tokenizer
 
     sources = {}
@@ -152,7 +152,7 @@ def prepared_folder(folder: Path, architecture: str = "gpt", **changes) -> Path:
     return folder
 
 
-def test_a_folder_of_prepare_data_brings_its_parts_weights_and_tokenizer(folder) -> None:
+def test_a_folder_of_prepare_data_provides_parts_weights_and_tokenizer(folder) -> None:
     prepared = opened(prepared_folder(folder), folder)
     assert [(Path(p.prefix).name, p.weight) for p in prepared.parts["train"]] == [
         ("a_train_text_document", 3.0),
@@ -164,10 +164,10 @@ def test_a_folder_of_prepare_data_brings_its_parts_weights_and_tokenizer(folder)
     assert [Path(p.prefix).name for p in other.parts["validation"]] == ["b_text_document"]
 
 
-def test_what_is_wrong_with_a_folder_is_said_in_one_line(folder, tokenizers) -> None:
+def test_a_bad_folder_raises_one_line(folder, tokenizers) -> None:
     cases = [
         ({"architecture": "bert"}, "must be prepared for gpt .*, but .* is for bert"),
-        ({"tokenizer": "0" * 64}, "`tokenizer` must be the one that `data.path` was made with"),
+        ({"tokenizer": "0" * 64}, "`tokenizer` must be the one that `data.path` was prepared with"),
         ({"format": 2}, "`format` must be 1, but is 2"),
     ]
     for changes, message in cases:
@@ -186,7 +186,7 @@ def test_what_is_wrong_with_a_folder_is_said_in_one_line(folder, tokenizers) -> 
         opened(folder, folder)
 
 
-def test_a_tokenizer_that_is_missing_or_another_is_refused(folder, tokenizers, shared_data) -> None:
+def test_a_missing_or_different_tokenizer_raises(folder, tokenizers, shared_data) -> None:
     a = folder / "a_text_document"
     published = TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe"))
     with pytest.raises(ValueError, match="`tokenizer` must be the one of all datasets"):
@@ -194,13 +194,13 @@ def test_a_tokenizer_that_is_missing_or_another_is_refused(folder, tokenizers, s
     with pytest.raises(ValueError, match="`tokenizer.vocab_size` must be null when `data` is indexed"):
         opened(a, folder, tokenizer=TokenizerConfig("trained", vocab_size=300))
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match="`tokenizer` must be gpt2 or bert where no tokenizer.json lies beside"):
+    with pytest.raises(ValueError, match="`tokenizer` must be gpt2 or bert if there is no tokenizer.json beside"):
         opened(a, folder)
     prepared = opened(a, folder, tokenizer=published)
     assert prepared.vocab_size == 50_257 and prepared.load_tokenizer().id_of("<|endoftext|>") == 50_256
 
 
-def test_ids_that_the_tokenizer_lacks_are_refused_before_the_run_or_in_their_batch(folder) -> None:
+def test_ids_outside_the_vocabulary_raise_before_the_run_or_in_their_batch(folder) -> None:
     part = whole(write_dataset(folder / "wrong", [[[1] * 50], [[2, 3, 299]], [[4] * 20]]))
     with pytest.raises(ValueError, match=r"wrong.bin: ids must be from 0 to \d+ \(the tokenizer's\), but there is 299"):
         opened(folder / "wrong", folder)
@@ -215,11 +215,11 @@ def test_ids_that_the_tokenizer_lacks_are_refused_before_the_run_or_in_their_bat
         opened(folder / "floats", folder)
 
 
-def test_a_path_that_is_no_dataset_and_a_split_without_documents_are_refused(folder) -> None:
+def test_a_path_without_dataset_and_a_split_without_documents_raise(folder) -> None:
     for path in (folder / "nowhere", folder / "a_text_document.bin", {str(folder / "no"): 1}):
         with pytest.raises(ValueError, match=r"but there is no .*\.idx"):
             opened(path, folder)
-    with pytest.raises(ValueError, match="must have documents for validation, but .*a_text_document has none there"):
+    with pytest.raises(ValueError, match="must have documents for validation, but .*a_text_document has none"):
         opened(folder / "a_text_document", folder, split="1,0,0")
     for split in ("train", "1,2", "0,1,1", "1,-1,1"):
         with pytest.raises(ValueError, match="`data.split` must be the shares"):
@@ -233,15 +233,15 @@ def test_a_path_that_is_no_dataset_and_a_split_without_documents_are_refused(fol
         DataConfig("indexed", 16, split="1,1,1")
 
 
-def test_splits_are_contiguous_and_rounded_as_upstream_does() -> None:
-    """Borders by hand from the rule: running sums of rounded shares, the surplus taken off every border."""
+def test_splits_are_contiguous_and_rounded_as_in_megatron() -> None:
+    """Bounds by hand: running sums of rounded shares, with the excess subtracted from every bound."""
     assert split_documents(1000, (0.969, 0.03, 0.001)) == [(0, 969), (969, 999), (999, 1000)]
     assert split_documents(10, (0.55, 0.25, 0.2)) == [(0, 6), (6, 8), (8, 10)]
     assert split_documents(7, (0.5, 0.5, 0.0)) == [(0, 3), (3, 7), (7, 7)]
     assert split_documents(3, (1 / 3, 1 / 3, 1 / 3)) == [(0, 1), (1, 2), (2, 3)]
 
 
-def test_bert_reads_sentences_and_says_which_documents_it_leaves_out(tmp_path, tokenizers) -> None:
+def test_bert_reads_sentences_and_reports_skipped_documents(tmp_path, tokenizers) -> None:
     (tmp_path / "tokenizer.json").write_bytes((tokenizers["bert"] / "tokenizer.json").read_bytes())
     documents = [[[7] * 9, [8] * 5, [9] * 11] for _ in range(20)] + [[[7] * 600, [8]], [[9]]]
     write_dataset(tmp_path / "a_text_sentence", documents[-2:] + documents[:-2])
@@ -258,7 +258,7 @@ def test_bert_reads_sentences_and_says_which_documents_it_leaves_out(tmp_path, t
     assert batch["tokens"].shape == (6, 16) and (batch["labels"] != -100).any(axis=1).all()
 
 
-def test_a_corpus_prepared_from_text_is_a_dataset_that_can_be_named(tmp_path) -> None:
+def test_a_corpus_prepared_from_text_can_be_opened_as_indexed_data(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, TEXTS, "gpt", validation_every=6)
     named = opened(prepared.parts["train"][0].prefix, tmp_path)
     assert named.load_tokenizer().fingerprint == prepared.load_tokenizer().fingerprint

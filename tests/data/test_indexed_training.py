@@ -1,4 +1,4 @@
-"""Training on binary datasets: through the door, at every layout, and on after a stop."""
+"""Training on indexed datasets: with train.py, at every layout, and resumed."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from corpora import write_dataset
-from door import train
+from entry_points import train
 from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
 from lmscale.data.embedded import embedded_documents
@@ -56,7 +56,7 @@ def run_of(architecture: str, datasets: dict[str, Path], run_dir: Path, **change
 
 @pytest.fixture(scope="module")
 def folder(datasets, tmp_path_factory) -> Path:
-    """Each architecture at three layouts, and as `parts` stopped in one process and gone on with in two."""
+    """Each architecture at three layouts, and as `parts`, started in one process and resumed in two."""
     root = tmp_path_factory.mktemp("layouts")
     settings = {"trainer__max_steps": 4, "trainer__validate_every_steps": 2, "micro_batch_size": 2}
     on_two = []
@@ -76,7 +76,7 @@ def folder(datasets, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("other", ["2x1", "1x2", "parts"])
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])
-def test_a_blended_run_does_not_depend_on_the_layout_and_goes_on_at_another(folder, architecture, other) -> None:
+def test_a_blended_run_does_not_depend_on_the_layout_and_resumes_at_another(folder, architecture, other) -> None:
     plain, path = folder / architecture / "1x1", folder / architecture / other
     rows, tensors, others = read_rows(plain), read_tensors(plain), read_tensors(path)
     assert len(rows) == 4
@@ -86,7 +86,7 @@ def test_a_blended_run_does_not_depend_on_the_layout_and_goes_on_at_another(fold
         torch.testing.assert_close(others[key], tensors[key], rtol=0, atol=BOUND)
 
 
-def test_a_run_may_be_made_longer_and_another_blend_is_refused(tmp_path, datasets) -> None:
+def test_a_run_can_be_extended_but_not_with_another_blend(tmp_path, datasets) -> None:
     settings = {"trainer__validate_every_steps": 2, "resume": "auto"}
     assert pretrain(prepare_job(run_of("gpt", datasets, tmp_path / "run", trainer__max_steps=2, **settings))) == 0
     assert pretrain(prepare_job(run_of("gpt", datasets, tmp_path / "run", trainer__max_steps=3, **settings))) == 0
@@ -97,7 +97,7 @@ def test_a_run_may_be_made_longer_and_another_blend_is_refused(tmp_path, dataset
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])
-def test_the_door_trains_on_a_binary_dataset(tmp_path, datasets, architecture) -> None:
+def test_train_py_trains_on_an_indexed_dataset(tmp_path, datasets, architecture) -> None:
     done = train(
         f"model={architecture}_tiny",
         "data=indexed",
@@ -122,7 +122,7 @@ def test_the_door_trains_on_a_binary_dataset(tmp_path, datasets, architecture) -
     assert [path.suffix for path in (tmp_path / "cache" / "indices").glob(f"{architecture}_*")][:1] == [".npy"]
 
 
-def test_the_door_refuses_a_dataset_in_one_line(tmp_path, datasets) -> None:
+def test_train_py_reports_a_bad_dataset_in_one_line(tmp_path, datasets) -> None:
     done = train("model=gpt_tiny", "data=indexed", f"data.path={tmp_path}/nothing", f"hydra.run.dir={tmp_path}/run")
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert f"but there is no {tmp_path}/nothing.idx" in done.stderr

@@ -1,4 +1,4 @@
-"""From files to token files: counts, the cache, and every refusal."""
+"""Preparing a corpus: counts, the cache, and all errors."""
 
 import gzip
 import json
@@ -10,7 +10,9 @@ from corpora import local_config, prepare_texts
 from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.data.embedded import MODULES, embedded_documents
 from lmscale.data.gpt_dataset import GPTDataset
+from lmscale.data.indexed_dataset import IndexedDataset
 from lmscale.data.prepare import corpus_unigram_cross_entropy, prepare_corpus, unigram_cross_entropy
+from lmscale.data.prepared import PreparedCorpus
 from lmscale.data.sentences import split_sentences
 from lmscale.data.tokenizer import END_OF_TEXT
 
@@ -20,9 +22,14 @@ TEXTS = [
 TRAINED = TokenizerConfig("trained", vocab_size=300)
 
 
-def test_gpt_tokens_are_the_documents_each_closed_by_end_of_text(tmp_path) -> None:
+def first_dataset(prepared: PreparedCorpus) -> IndexedDataset:
+    """The training split of a corpus prepared from text."""
+    return IndexedDataset(prepared.parts["train"][0].prefix)
+
+
+def test_gpt_tokens_are_documents_followed_by_end_of_text(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, TEXTS, "gpt", validation_every=5)
-    tokenizer, dataset = prepared.load_tokenizer(), prepared.dataset("train")
+    tokenizer, dataset = prepared.load_tokenizer(), first_dataset(prepared)
     kept = [text for i, text in enumerate(TEXTS) if i % 5 != 4]
     assert len(dataset) == dataset.num_documents == len(kept)
     for number, text in enumerate(kept):
@@ -38,7 +45,7 @@ def windows(prepared, split: str, seq_length: int) -> GPTDataset:
 
 def test_windows_overlap_by_one_and_predict_every_token_once(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, TEXTS, "gpt")
-    dataset, tokens = windows(prepared, "train", 17), prepared.dataset("train").tokens
+    dataset, tokens = windows(prepared, "train", 17), first_dataset(prepared).tokens
     batch = dataset.batch(np.zeros(len(dataset), dtype=np.int64), np.arange(len(dataset)))
     labels = batch["labels"].reshape(-1)
     assert np.array_equal(labels, tokens[1 : 1 + len(labels)])
@@ -46,25 +53,25 @@ def test_windows_overlap_by_one_and_predict_every_token_once(tmp_path) -> None:
     assert np.array_equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
 
 
-def test_a_special_token_written_in_a_text_is_plain_text(tmp_path) -> None:
+def test_a_special_token_in_a_text_is_plain_text(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, [*TEXTS, f"before {END_OF_TEXT} after", "last"], "gpt", validation_every=60)
-    ids = prepared.dataset("train").tokens
+    ids = first_dataset(prepared).tokens
     assert (ids == prepared.special_ids[END_OF_TEXT]).sum() == prepared.manifest["train"]["documents"]
 
 
-def test_a_corpus_too_small_for_what_was_asked_is_noted_with_both_numbers(tmp_path) -> None:
+def test_a_corpus_too_small_for_the_request_is_noted_with_both_numbers(tmp_path) -> None:
     config = local_config(tmp_path / "corpus.txt", tmp_path, validation_every=99)
     (tmp_path / "corpus.txt").write_text("\n\n".join(TEXTS))
-    for _ in range(2):  # made, and from the cache
+    for _ in range(2):  # built, then cached
         prepared = prepare_corpus(config, TokenizerConfig("trained", vocab_size=1_000_000), "gpt", None)
         first, second = prepared.manifest["notes"]
-        assert first.startswith("`tokenizer.vocab_size` is 1,000,000, but the corpus has no more than")
+        assert first.startswith("`tokenizer.vocab_size` is 1,000,000, but the corpus has only")
         assert f"{prepared.vocab_size:,} different pieces" in first
         assert "`data.validation_every` is 99, but the corpus has 45 documents" in second
     assert prepare_texts(tmp_path, TEXTS, "bert", validation_every=45).manifest["notes"][1:] == []
 
 
-def test_the_second_call_reads_nothing_anew_and_a_changed_file_is_read(tmp_path) -> None:
+def test_a_cached_corpus_is_read_again_only_if_a_file_changes(tmp_path) -> None:
     first = prepare_texts(tmp_path, TEXTS, "bert")
     stamp = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*") if p.is_file()}
     second = prepare_texts(tmp_path, TEXTS, "bert")
@@ -73,7 +80,7 @@ def test_the_second_call_reads_nothing_anew_and_a_changed_file_is_read(tmp_path)
     assert prepare_texts(tmp_path, [*TEXTS, "One more. And more."], "bert").folder != first.folder
 
 
-def test_every_file_form_gives_the_same_documents(tmp_path) -> None:
+def test_every_file_format_gives_the_same_documents(tmp_path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
@@ -89,7 +96,7 @@ def test_every_file_form_gives_the_same_documents(tmp_path) -> None:
     assert len(hashes) == 1
 
 
-def test_a_dataset_by_name_is_read(tmp_path) -> None:
+def test_a_hugging_face_dataset_is_read(tmp_path) -> None:
     folder = tmp_path / "my_dataset"
     folder.mkdir()
     (folder / "train.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
@@ -117,7 +124,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_file_is_refused_in_one_line(tmp_path, name) -> None:
+def test_a_bad_file_raises_one_line(tmp_path, name) -> None:
     content, message = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
@@ -126,7 +133,7 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, name) -> None:
     assert not list((tmp_path / "cache").rglob("manifest.json"))
 
 
-def test_a_missing_path_and_an_empty_folder_are_refused(tmp_path) -> None:
+def test_a_missing_path_and_an_empty_folder_raise(tmp_path) -> None:
     with pytest.raises(ValueError, match="`data.path` must exist"):
         prepare_corpus(local_config(tmp_path / "nowhere", tmp_path), TRAINED, "gpt", None)
     (tmp_path / "empty").mkdir()
@@ -141,7 +148,7 @@ def test_undecodable_bytes_are_replaced_and_counted_on_request(tmp_path) -> None
     assert prepared.manifest["sources"]["train"]["undecodable_bytes"] == 2
 
 
-def test_ids_beyond_the_model_are_refused(tmp_path) -> None:
+def test_ids_beyond_the_models_vocabulary_raise(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("\n\n".join(TEXTS))
     with pytest.raises(ValueError, match="`model.vocab_size` must be at least the tokenizer's"):
         prepare_corpus(local_config(tmp_path / "a.txt", tmp_path), TokenizerConfig("trained", 290), "gpt", 280)
@@ -153,7 +160,7 @@ def test_a_small_model_vocabulary_sizes_the_trained_tokenizer(tmp_path) -> None:
     assert prepared.vocab_size == 270
 
 
-def test_a_split_shorter_than_a_window_is_refused(tmp_path) -> None:
+def test_a_split_shorter_than_a_window_raises(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, TEXTS, "gpt")
     with pytest.raises(ValueError, match=r"at least `data.seq_length` \+ 1 \(5001\) tokens"):
         windows(prepared, "validation", 5000)
@@ -163,9 +170,9 @@ def test_the_published_tokenizers_give_the_published_ids(shared_data, tmp_path) 
     (tmp_path / "a.txt").write_text("Hello world\n\nHello world")
     config = local_config(tmp_path / "a.txt", tmp_path)
     gpt2 = prepare_corpus(config, TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt", 50257)
-    assert gpt2.dataset("train").tokens.tolist() == [15496, 995, 50256]
+    assert first_dataset(gpt2).tokens.tolist() == [15496, 995, 50256]
     bert = prepare_corpus(config, TokenizerConfig("bert", path=str(shared_data / "bert-uncased")), "bert", 30522)
-    assert bert.load_tokenizer().decode(bert.dataset("train").tokens) == "hello world"
+    assert bert.load_tokenizer().decode(first_dataset(bert).tokens) == "hello world"
     assert [bert.special_ids[t] for t in ("[PAD]", "[CLS]", "[SEP]", "[MASK]")] == [0, 101, 102, 103]
     with pytest.raises(ValueError, match="`tokenizer` must suit the model"):
         prepare_corpus(config, TokenizerConfig("bert", path=str(shared_data / "bert-uncased")), "gpt", None)
@@ -173,13 +180,13 @@ def test_the_published_tokenizers_give_the_published_ids(shared_data, tmp_path) 
         prepare_corpus(config, TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt", 50000)
 
 
-def test_the_unigram_yardstick_by_hand() -> None:
+def test_unigram_cross_entropy_by_hand() -> None:
     train, validation = np.array([0, 0, 1]), np.array([0, 2])
     expected = -(np.log(3 / 6) + np.log(1 / 6)) / 2  # counts + 1: 3, 2, 1
     assert unigram_cross_entropy(train, validation, 3) == pytest.approx(expected)
 
 
-def test_the_embedded_corpus_is_there_and_has_a_yardstick(tmp_path) -> None:
+def test_the_embedded_corpus_has_a_unigram_cross_entropy(tmp_path) -> None:
     documents, missing = embedded_documents()
     assert sum(map(len, documents)) > 1_500_000
     assert len(missing) < 0.1 * len(MODULES)
@@ -212,8 +219,8 @@ def test_sentences(text, sentences) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("piece", [".", "a", "ab1", "a.", "'", '."', ". [", "\n "])
-def test_odd_lines_of_a_megabyte_take_no_longer_than_others(piece) -> None:
-    split_sentences(piece * (10**6 // len(piece)) + "é. B")  # trying each place anew would take hours
+def test_unusual_lines_of_a_megabyte_take_linear_time(piece) -> None:
+    split_sentences(piece * (10**6 // len(piece)) + "é. B")  # a match attempt at each position would take hours
 
 
 def test_sentences_of_real_text_keep_every_word(shared_data) -> None:

@@ -1,4 +1,4 @@
-"""The order of samples does not depend on the layout, and continues anywhere."""
+"""The order of samples does not depend on the layout, and resumes at any step."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_the_ranks_together_see_the_global_batch_in_order(dp_size) -> None:
         assert [reference for share in shares for reference in share[step]] == whole
 
 
-def test_every_epoch_has_every_sample_once_and_an_order_of_its_own() -> None:
+def test_every_epoch_has_every_sample_once_in_a_new_order() -> None:
     seen = [reference for step in steps() for reference in step]
     assert [number for number, _, _ in seen] == list(range(BATCH * STEPS))
     epochs = [[index for _, epoch, index in seen if epoch == e] for e in range(3)]
@@ -29,11 +29,11 @@ def test_every_epoch_has_every_sample_once_and_an_order_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("start", [1, 3, 4, 10])
-def test_a_resumed_order_is_the_rest_of_the_whole(start) -> None:
+def test_a_resumed_order_is_the_remainder(start) -> None:
     assert steps(1, 3, start=start) == steps(1, 3)[start:]
 
 
-def test_another_seed_is_another_order() -> None:
+def test_another_seed_gives_another_order() -> None:
     assert steps(seed=5)[0] != steps(seed=6)[0]
 
 

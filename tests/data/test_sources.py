@@ -1,4 +1,4 @@
-"""What counts as a document, what identifies a corpus, and what is refused."""
+"""Documents of each source, fingerprints of corpora, and errors."""
 
 import gzip
 import time
@@ -14,13 +14,13 @@ from lmscale.data.sources import open_corpus
 TRAINED = TokenizerConfig("trained", vocab_size=300)
 
 
-def test_blank_lines_end_a_document_also_with_spaces_in_them(tmp_path) -> None:
+def test_blank_lines_with_spaces_end_a_document(tmp_path) -> None:
     (tmp_path / "a.txt").write_bytes(b" one\n two\n \n\t\nthree\r\n\r\nfour\n\n\n\n")
     corpus = open_corpus(local_config(tmp_path / "a.txt", tmp_path))
     assert corpus.read().texts == [" one\n two", "three", "four"]
 
 
-def test_the_same_bytes_under_another_suffix_are_another_corpus(tmp_path) -> None:
+def test_the_fingerprint_depends_on_the_suffix(tmp_path) -> None:
     body = b'{"text": "one two"}\n\n{"text": "three four"}\n'
     for name in ("a.txt", "a.jsonl"):
         (tmp_path / name).write_bytes(body)
@@ -40,7 +40,7 @@ def test_a_folder_is_read_in_order_with_the_hash_of_each_file(tmp_path) -> None:
     assert documents.notes["files"]["b/same.txt"].startswith("16367aacb67a4a01")  # sha256 of "second"
 
 
-def test_lone_surrogates_are_refused_or_replaced_and_counted(tmp_path) -> None:
+def test_lone_surrogates_raise_or_are_replaced_and_counted(tmp_path) -> None:
     (tmp_path / "s.jsonl").write_text('{"text": "x \\ud83d\\ude00 y"}\n{"text": "x \\ud800 y"}\n{"text": "z"}\n')
     with pytest.raises(ValueError, match="line 2: `text` must be Unicode text"):
         prepare_corpus(local_config(tmp_path / "s.jsonl", tmp_path), TRAINED, "gpt", None)
@@ -51,7 +51,7 @@ def test_lone_surrogates_are_refused_or_replaced_and_counted(tmp_path) -> None:
     assert prepare_corpus(config, TRAINED, "gpt", None).manifest["train"]["documents"] == 2
 
 
-def test_a_column_of_numbers_is_refused(tmp_path) -> None:
+def test_a_column_of_numbers_raises(tmp_path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
@@ -63,7 +63,7 @@ def test_a_column_of_numbers_is_refused(tmp_path) -> None:
         prepare_corpus(config, TRAINED, "gpt", None)
 
 
-def test_a_damaged_gzip_is_refused(tmp_path) -> None:
+def test_a_damaged_gzip_raises(tmp_path) -> None:
     packed = bytearray(gzip.compress(b'{"text": "some words"}\n' * 50))
     packed[10] ^= 0xFF  # the first byte of the compressed data
     (tmp_path / "a.jsonl.gz").write_bytes(packed)
@@ -71,7 +71,7 @@ def test_a_damaged_gzip_is_refused(tmp_path) -> None:
         prepare_corpus(local_config(tmp_path / "a.jsonl.gz", tmp_path), TRAINED, "gpt", None)
 
 
-def test_refusals_name_the_key_that_is_wrong(tmp_path) -> None:
+def test_errors_name_the_wrong_key(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo")
     config = local_config(tmp_path / "a.txt", tmp_path, validation_path=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="`data.validation_path` must exist"):
@@ -91,15 +91,15 @@ def test_a_validation_file_is_held_out_whole(tmp_path) -> None:
     assert (manifest["train"]["documents"], manifest["validation"]["documents"]) == (1, 2)
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch) -> None:
+def test_an_unreachable_hub_is_contacted_once(tmp_path, monkeypatch) -> None:
     import datasets
     import huggingface_hub
 
     for module in (datasets.config, huggingface_hub.constants):
-        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)  # and put back afterwards
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)  # restored afterwards
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     start = time.monotonic()
-    with pytest.raises(ValueError, match="`data.name` must be .* 'no/such': .*127.0.0.1:9 was not reached"):
+    with pytest.raises(ValueError, match="`data.name` must be .* 'no/such': .*127.0.0.1:9 could not be reached"):
         open_corpus(DataConfig("huggingface", 16, name="no/such"))
     assert time.monotonic() - start < 10
 
@@ -108,7 +108,7 @@ def test_the_embedded_corpus_has_one_fingerprint() -> None:
     assert embedded_fingerprint() == embedded_fingerprint() and len(embedded_fingerprint()) == 64
 
 
-def test_what_sentence_pairs_cannot_use_is_counted(tmp_path) -> None:
+def test_cut_sentences_and_documents_without_a_pair_are_counted(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("Only one sentence\n\nA pair. It is one.\n\n" + "word " * 300 + "\n\nHeld. Out.")
     prepared = prepare_corpus(local_config(tmp_path / "a.txt", tmp_path), TokenizerConfig("trained", 60), "bert", None)
     train = prepared.manifest["train"]

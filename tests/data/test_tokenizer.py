@@ -1,4 +1,4 @@
-"""Tokenizers: training gives the same pieces everywhere, and published files are read whole."""
+"""Tokenizers: deterministic training, and published files."""
 
 import pytest
 import tokenizers
@@ -44,7 +44,7 @@ def test_frequent_words_become_one_piece(tmp_path) -> None:
     assert tokenizer.vocab_size < 60  # the corpus has no more pieces to give
 
 
-def test_a_vocabulary_too_small_for_the_letters_is_refused(tmp_path) -> None:
+def test_a_vocabulary_too_small_for_the_letters_raises(tmp_path) -> None:
     with pytest.raises(ValueError, match="`tokenizer.vocab_size` must be at least .*, but is 9"):
         train(tmp_path, "bert", 9)
     with pytest.raises(ValueError, match="`tokenizer.vocab_size` must be above 256 .*, but is 256"):
@@ -56,7 +56,7 @@ def test_nothing_unfinished_stays_in_the_cache(tmp_path) -> None:
     assert [p.suffix for p in (tmp_path / "tokenizers").iterdir()] == [".json"]
 
 
-def test_a_tokenizer_json_that_cuts_and_fills_encodes_whole_documents(tmp_path) -> None:
+def test_a_tokenizer_json_with_truncation_and_padding_encodes_whole_documents(tmp_path) -> None:
     inner = train(tmp_path, "gpt").inner
     inner.enable_truncation(5)
     inner.enable_padding(length=9)
@@ -82,7 +82,7 @@ def test_ids_beyond_a_gap_in_the_vocabulary_count(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
-def test_a_path_without_tokenizer_files_is_refused_in_one_line(tmp_path, kind) -> None:
+def test_a_path_without_tokenizer_files_raises_one_line(tmp_path, kind) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "broken"):

@@ -1,4 +1,4 @@
-"""GPTs whose answers are known, and GPTs as checkpoints of ours."""
+"""GPTs with known predictions, and GPTs saved as our checkpoints."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from lmscale.parallel import ParallelContext
 
 
 def zero_model(config: TransformerConfig, context: ParallelContext | None = None) -> GPT:
-    """Every weight is zero: all tokens are equally probable."""
+    """All weights are zero, so all tokens are equally probable."""
     model = build_model(config, context or ParallelContext(), seed=None, dtype=torch.float64).eval()
     with torch.no_grad():
         for param in model.parameters():
@@ -42,7 +42,7 @@ def oracle(successor: list[int], **changes) -> GPT:
 def save_gpt(
     folder: Path, model: nn.Module, tokenizer: Tokenizer | None = None, tp_size: int = 1, step: int = 7
 ) -> Path:
-    """A whole model's weights as a checkpoint of ours in fp32, with the tokenizer beside it."""
+    """Save a model as one of our checkpoints in fp32, with the tokenizer."""
     tensors = {f"model/{name}": param.detach().float() for name, param in model.named_parameters()}
     shards = {f"model/{name}": param.shard.shard_dim for name, param in model.named_parameters()}
     entries = {key: TensorEntry(tuple(value.shape), value.dtype, shards[key]) for key, value in tensors.items()}

@@ -7,7 +7,7 @@ from lmscale.evaluation.classification import accuracy, accuracy_by_group, binar
 PREDICTIONS, LABELS = [1, 1, 0, 0, 1, 0, 1], [1, 0, 0, 1, 1, 0, 0]
 
 
-def test_accuracy_is_the_share_of_equal_classes_in_percent() -> None:
+def test_accuracy_is_the_percentage_of_equal_classes() -> None:
     assert accuracy(PREDICTIONS, LABELS) == pytest.approx(100 * 4 / 7)
 
 
@@ -16,11 +16,11 @@ def test_f1_is_that_of_the_duplicates() -> None:
     assert binary_f1(PREDICTIONS, LABELS, positive=0) == pytest.approx(100 * 2 * 2 / (2 * 2 + 1 + 2))
 
 
-def test_f1_of_a_class_that_is_nowhere_is_0() -> None:
+def test_f1_of_an_absent_class_is_0() -> None:
     assert binary_f1([0, 0], [0, 0]) == 0.0
 
 
-def test_groups_are_scored_apart_and_together() -> None:
+def test_groups_are_scored_separately_and_together() -> None:
     groups = ["middle", "high", "high", "middle", "middle", "high", "high"]
     found = accuracy_by_group(PREDICTIONS, LABELS, groups)
     assert found == pytest.approx({"all": 100 * 4 / 7, "middle": 100 * 2 / 3, "high": 50.0})
@@ -28,9 +28,9 @@ def test_groups_are_scored_apart_and_together() -> None:
 
 
 @pytest.mark.parametrize("score", [accuracy, binary_f1])
-def test_nothing_to_score_and_lists_of_two_lengths_are_refused(score) -> None:
+def test_empty_lists_and_lists_of_different_lengths_raise(score) -> None:
     for predictions, labels in ([], []), ([1], [1, 0]):
-        with pytest.raises(ValueError, match="as many as labels"):
+        with pytest.raises(ValueError, match="must equal that of labels"):
             score(predictions, labels)
 
 

@@ -1,4 +1,4 @@
-"""LAMBADA: each passage once, the whole last word, at every layout, and as plain transformers code has it."""
+"""LAMBADA: each passage once, the whole last word, at every layout, and equal to plain transformers code."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.config.data import TokenizerConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer, train_tokenizer
-from lmscale.evaluation.cloze import answer_passages
+from lmscale.evaluation.cloze import predict_last_words
 from lmscale.evaluation.lambada import Passage, check_lengths, encode_passages, read_passages, stop_word_ids
 from lmscale.evaluation.scoring import score_places, vocab_parallel_argmax
 from lmscale.evaluation.text_files import TextFile, read_text_file
@@ -59,10 +59,10 @@ def mended(passages: list[Passage], model) -> list[Passage]:
     return made
 
 
-def test_every_word_is_scored_as_by_itself() -> None:
+def test_every_word_is_scored_as_if_alone() -> None:
     model = random_model(small_config("gpt"), ParallelContext()).eval()
     passages = mended(random_passages(), model)
-    answers = answer_passages(model, passages, 40)
+    answers = predict_last_words(model, passages, 40)
     assert [answer.line for answer in answers] == [passage.line for passage in passages]
     kinds = set()
     for passage, answer in zip(passages, answers, strict=True):
@@ -81,13 +81,13 @@ def layout_answers(rank: int) -> list:
     for tp_size in (1, 2, 4):
         context = make_context(tp_size, WORLD // tp_size)
         model = random_model(small_config("gpt"), context).eval()
-        found.append(answer_passages(model, passages, 40, banned=[5, 60]))
+        found.append(predict_last_words(model, passages, 40, banned=[5, 60]))
     return found
 
 
 def test_every_passage_counts_once_at_every_layout() -> None:
     model = random_model(small_config("gpt"), ParallelContext()).eval()
-    expected = answer_passages(model, mended(random_passages(), model), 40, banned=[5, 60])
+    expected = predict_last_words(model, mended(random_passages(), model), 40, banned=[5, 60])
     by_rank = run_ranks(layout_answers, WORLD)
     assert all(found == by_rank[0] for found in by_rank)
     assert by_rank[0][0] == expected  # 53 passages over 4 data ranks, to the bit
@@ -101,38 +101,38 @@ def test_every_passage_counts_once_at_every_layout() -> None:
 @pytest.mark.parametrize("micro_batch_tokens", [1, 13, 100_000])
 def test_answers_do_not_depend_on_the_batches(micro_batch_tokens: int) -> None:
     model = random_model(small_config("gpt"), ParallelContext()).eval()
-    expected = answer_passages(model, random_passages(), 40)
-    for ours, theirs in zip(answer_passages(model, random_passages(), micro_batch_tokens), expected, strict=True):
+    expected = predict_last_words(model, random_passages(), 40)
+    for ours, theirs in zip(predict_last_words(model, random_passages(), micro_batch_tokens), expected, strict=True):
         assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, rel=1e-12)
 
 
-def test_an_oracle_knows_every_word_and_a_uniform_model_none() -> None:
+def test_an_oracle_predicts_every_word_and_a_uniform_model_none() -> None:
     cycle = list(range(1, 24)) + [0]
     passages = [Passage(line, (line, line + 1), (line + 2, line + 3)) for line in range(1, 20)]
-    answers = answer_passages(oracle(cycle), passages, 40)
+    answers = predict_last_words(oracle(cycle), passages, 40)
     assert all(answer.right and answer.log_likelihood == 0.0 for answer in answers)
     passages = [Passage(1, (4,), (9, 0))]  # a uniform model's most probable token is the first of all, 0
-    (answer,) = answer_passages(zero_model(small_config("gpt")), passages, 40)
+    (answer,) = predict_last_words(zero_model(small_config("gpt")), passages, 40)
     assert (answer.right, answer.last_token_right) == (False, True)
 
 
-def test_stop_words_are_passed_over_in_the_first_place_alone() -> None:
+def test_stop_words_are_excluded_only_as_first_token() -> None:
     model = oracle(list(range(1, 24)) + [0])
     with torch.no_grad():  # a second thought behind each token: the one after the next
         for token in range(24):
             model.transformer.layers[0].mlp.down.weight[(token + 2) % 24, token] = 0.5
     passages = [Passage(1, (3,), (4, 5)), Passage(2, (3,), (5, 6)), Passage(3, (2,), (3, 4)), Passage(4, (3,), (5, 4))]
-    answers = answer_passages(model, passages, 40, banned=[4])
+    answers = predict_last_words(model, passages, 40, banned=[4])
     assert [answer.right for answer in answers] == [True, False, True, False]
     assert [answer.right_filtered for answer in answers] == [False, True, True, False]  # 4 may come second
 
 
-def test_of_equal_scores_the_smallest_id_is_the_most_probable() -> None:
+def test_ties_go_to_the_smallest_id() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [float("-inf")] * 3])
     assert vocab_parallel_argmax(logits, ParallelContext()).tolist() == [1, 0]
 
 
-def test_padded_places_do_not_change_a_score() -> None:
+def test_padding_does_not_change_a_score() -> None:
     model = random_model(small_config("gpt"), ParallelContext()).eval()
     rows, columns, targets = torch.tensor([0, 0]), torch.tensor([2, 3]), torch.tensor([7, 8])
     short, _, _ = score_places(model, torch.tensor([[5, 6, 7, 7]]), rows, columns, targets)
@@ -144,7 +144,7 @@ def text_file(*lines: str) -> TextFile:
     return TextFile("passages", "".join(line + "\n" for line in lines), "")
 
 
-def test_both_forms_are_read_as_they_stand() -> None:
+def test_both_forms_are_read_unchanged() -> None:
     rows = ['  "Go," said\n\nAnn', "It's  the   end"]
     read = read_passages(text_file(*(json.dumps({"text": row}) for row in rows)), "openai")
     assert read == [('"Go," said', "Ann"), ("It's  the", "end")]
@@ -157,17 +157,17 @@ def test_both_forms_are_read_as_they_stand() -> None:
         ("openai", ['{"text": "a b"}', '{"text": "a c"'], "must have JSON on each line, but passages, line 2"),
         ("openai", ['{"text": "a b"}', '{"txt": "a c"}'], 'must have {"text": ...} on each line, but passages, line 2'),
         ("openai", ['{"text": "alone"}'], "two words or more on each line, but passages, line 1"),
-        ("openai", ["a passage of words"], "`task.form` must suit the file, but is openai, and passages, line 1"),
-        ("original", ['{"text": "a b"}'], "`task.form` must suit the file, but is original, and passages, line 1"),
+        ("openai", ["a passage of words"], "`task.form` must match the file, but is openai, and passages, line 1"),
+        ("original", ['{"text": "a b"}'], "`task.form` must match the file, but is original, and passages, line 1"),
         ("original", ["two words", "", "two words"], "two words or more on each line, but passages, line 2"),
     ],
 )
-def test_a_line_of_another_form_is_refused_with_its_number(form: str, lines: list[str], message: str) -> None:
+def test_a_line_of_another_form_raises_with_its_number(form: str, lines: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("{", r"\{").replace("...", r"\.\.\.")):
         read_passages(text_file(*lines), form)
 
 
-def test_a_passage_longer_than_the_positions_is_refused_with_its_line() -> None:
+def test_a_passage_longer_than_the_positions_raises_with_its_line() -> None:
     fits = Passage(1, (1,) * 12, (5, 6))  # reads 13 tokens
     check_lengths([fits], 13, "file")
     with pytest.raises(ValueError, match=r"at most the model's positions \(13\) long, but file, line 2 has 14 tokens"):
@@ -211,7 +211,7 @@ def transformers_answers(folder: Path, rows: list[dict], tokenizer: Tokenizer) -
     return found
 
 
-def test_plain_transformers_code_finds_the_same_answers_for_the_exported_model(tmp_path) -> None:
+def test_plain_transformers_code_gives_the_same_answers_for_the_exported_model(tmp_path) -> None:
     texts = ["she said that the cat sat on the mat and he said no", "no cat sat on that mat , she said to the man"] * 5
     inner = train_tokenizer(texts, "gpt", 290, "size")
     inner.encode_special_tokens = True
@@ -225,7 +225,7 @@ def test_plain_transformers_code_finds_the_same_answers_for_the_exported_model(t
             param.copy_(param.float())  # as the checkpoint holds it
     published = export_hugging_face(save_gpt(tmp_path / "ours", model, tokenizer), tmp_path / "published")
     passages = encode_passages(read_passages(text_file(*map(json.dumps, rows)), "openai"), tokenizer)
-    ours = answer_passages(model, passages, 100)
+    ours = predict_last_words(model, passages, 100)
     for answer, (likelihood, right, last) in zip(ours, transformers_answers(published, rows, tokenizer), strict=True):
         assert answer.log_likelihood == pytest.approx(likelihood, rel=1e-12)
         assert (answer.right, answer.last_token_right) == (right, last)

@@ -1,4 +1,4 @@
-"""Generation: the cache against full recomputation, batches against single rows, ours against transformers."""
+"""Generation: cache against recomputation, batches against single rows, ours against transformers."""
 
 import itertools
 
@@ -15,7 +15,7 @@ from lmscale.config.generate import Sampling
 from lmscale.evaluation.generation import Generator, in_batches
 from lmscale.evaluation.prompts import Prompt, Row
 from lmscale.models import GPT
-from lmscale.models.attention import KeyValueCache
+from lmscale.models.key_value_cache import KeyValueCache
 from lmscale.parallel import ParallelContext
 
 PLAIN = ParallelContext()
@@ -42,7 +42,7 @@ def make_rows(prompts=PROMPTS, num_new: int = 12, num_samples: int = 1) -> list[
 
 
 def lengthened(model: GPT, rows: list[Row], sampling: Sampling = GREEDY, end_id: int | None = None) -> list[Row]:
-    Generator(model, sampling, end_id, seed=3).lengthen(rows)
+    Generator(model, sampling, end_id, seed=3).extend(rows)
     return rows
 
 
@@ -52,12 +52,12 @@ def tokens_of(rows: list[Row]) -> list[list[int]]:
 
 @torch.inference_mode()
 def full_logits(model: GPT, ids: list[int]) -> Tensor:
-    """Of what follows `ids`, everything computed anew."""
+    """Logits after `ids`, recomputed without a cache."""
     return model(torch.tensor([ids]))[0, -1]
 
 
 @pytest.mark.parametrize("norm_order, attention", FORMS)
-def test_the_cache_gives_what_full_recomputation_gives(norm_order: str, attention: str) -> None:
+def test_the_cache_equals_full_recomputation(norm_order: str, attention: str) -> None:
     model = varied_model(longer(norm_order=norm_order, attention=attention), PLAIN)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 99, (4, 24), generator=generator)
@@ -83,7 +83,7 @@ def test_the_cache_gives_what_full_recomputation_gives(norm_order: str, attentio
     assert worst < 1e-12
 
 
-def test_a_cache_is_never_overrun() -> None:
+def test_a_cache_never_exceeds_its_capacity() -> None:
     model = varied_model(longer(), PLAIN)
     with pytest.raises(ValueError, match=r"`capacity` must be at most `max_position_embeddings` \(24\), but is 25"):
         KeyValueCache(model.config, PLAIN, 1, 25, torch.float64)
@@ -93,7 +93,7 @@ def test_a_cache_is_never_overrun() -> None:
 
 
 @pytest.mark.parametrize("norm_order, attention", FORMS)
-def test_greedy_rows_are_those_of_full_recomputation(norm_order: str, attention: str) -> None:
+def test_greedy_rows_equal_those_of_full_recomputation(norm_order: str, attention: str) -> None:
     model = varied_model(longer(norm_order=norm_order, attention=attention), PLAIN)
     rows = lengthened(model, make_rows())
     for row in rows:
@@ -104,7 +104,7 @@ def test_greedy_rows_are_those_of_full_recomputation(norm_order: str, attention:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.5), Sampling(1.0, 9, 0.9)])
-def test_a_batch_gives_each_row_what_it_gets_alone(sampling: Sampling) -> None:
+def test_a_row_does_not_depend_on_its_batch(sampling: Sampling) -> None:
     model = varied_model(longer(), PLAIN)
     together = tokens_of(lengthened(model, make_rows(num_samples=2), sampling, end_id=13))
     alone, pairs = make_rows(num_samples=2), make_rows(num_samples=2)[::-1]
@@ -116,12 +116,12 @@ def test_a_batch_gives_each_row_what_it_gets_alone(sampling: Sampling) -> None:
     assert len({len(tokens) for tokens in together}) > 1 or sampling.temperature == 0  # some ended before others
 
 
-def test_samples_of_a_prompt_differ_and_come_again_with_their_seed() -> None:
+def test_samples_of_a_prompt_differ_and_are_reproducible() -> None:
     model = varied_model(longer(), PLAIN)
     first, again = (tokens_of(lengthened(model, make_rows(num_samples=3), Sampling(1.0))) for _ in range(2))
     assert first == again and len({tuple(tokens) for tokens in first}) == 15
     other = make_rows(num_samples=3)
-    Generator(model, Sampling(1.0), None, seed=4).lengthen(other)
+    Generator(model, Sampling(1.0), None, seed=4).extend(other)
     assert all(a != b for a, b in zip(first, tokens_of(other), strict=True))
 
 
@@ -163,7 +163,7 @@ def _load(path, context: ParallelContext) -> GPT:
     from lmscale.models import build_model
 
     with CheckpointReader(path) as reader:
-        config = TransformerConfig(**reader.metadata.model)
+        config = TransformerConfig.from_dict(reader.metadata.model)
         model = build_model(config, context, seed=None, dtype=torch.float64).eval()
         for name, param in model.named_parameters():
             reader.read_into(f"model/{name}", param.data, context.tp_rank)
@@ -175,7 +175,7 @@ def _lengthen_checkpoint(rank: int, path, end_id: int | None) -> tuple[list, lis
     return tokens_of(rows), [row.finish for row in rows]
 
 
-def test_greedy_output_is_that_of_transformers_on_the_exported_model(tmp_path) -> None:
+def test_greedy_output_equals_that_of_transformers_on_the_exported_model(tmp_path) -> None:
     from transformers import GPT2LMHeadModel
 
     path = save_checkpoint(tmp_path / "ours", longer(num_layers=3))

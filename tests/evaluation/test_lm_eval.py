@@ -19,7 +19,7 @@ from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer
-from lmscale.evaluation.cloze import _places, answer_passages
+from lmscale.evaluation.cloze import _places, predict_last_words
 from lmscale.evaluation.lambada import Passage, encode_passages, read_passages
 from lmscale.evaluation.loading import load_model
 from lmscale.evaluation.text_files import read_text_file
@@ -77,7 +77,7 @@ def learn(model: torch.nn.Module, passages: list[Passage], enough: int) -> int:
             torch.nn.functional.cross_entropy(logits, targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-        right = sum(answer.right for answer in answer_passages(model, passages, 8192))
+        right = sum(answer.right for answer in predict_last_words(model, passages, 8192))
         if right >= enough:
             break
     with torch.no_grad():  # the padded rows have had no gradient and are zero still
@@ -94,14 +94,14 @@ def crafted_checkpoint(folder: Path, tokenizer: Tokenizer, passages: list[Passag
 
 
 @pytest.mark.slow
-def test_lm_eval_finds_the_same_likelihoods_and_the_same_words(shared_data, tmp_path, lm_eval_folder) -> None:
+def test_lm_eval_gives_the_same_likelihoods_and_words(shared_data, tmp_path, lm_eval_folder) -> None:
     path = shared_data / "lambada" / "lambada_test.shared.jsonl"
     tokenizer = load_published_tokenizer(TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt")
     file = read_text_file(path)
     passages = encode_passages(read_passages(file, "openai"), tokenizer)
     checkpoint = crafted_checkpoint(tmp_path / "ours", tokenizer, passages)
     published = export_hugging_face(checkpoint, tmp_path / "published")
-    ours = answer_passages(load_model(checkpoint, ParallelContext()).model, passages, 8192)
+    ours = predict_last_words(load_model(checkpoint, ParallelContext()).model, passages, 8192)
     assert sum(answer.right for answer in ours) >= 50
 
     (tmp_path / "tasks").mkdir()

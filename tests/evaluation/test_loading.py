@@ -1,4 +1,4 @@
-"""Models loaded for evaluation: exactly the weights that are there, at any layout, or none."""
+"""Models loaded for evaluation: exactly the checkpoint's weights, at any layout, or an error."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from lmscale.config import TransformerConfig
 from lmscale.config.generate import GenerateTokenizer
 from lmscale.data.tokenizer import Tokenizer, train_tokenizer
 from lmscale.evaluation.loading import describe_checkpoint, evaluation_groups, load_model
-from lmscale.evaluation.tokenizer_choice import choose_tokenizer, open_given
+from lmscale.evaluation.tokenizer_choice import choose_tokenizer, load_requested_tokenizer
 from lmscale.models import BERT, GPT
 from lmscale.parallel import ParallelContext
 
@@ -39,14 +39,14 @@ def gpt(config: TransformerConfig | None = None) -> torch.nn.Module:
 
 
 def same_weights(loaded: torch.nn.Module, model: torch.nn.Module) -> bool:
-    """Bit for bit what was saved, in fp32."""
+    """Bitwise equal to the saved weights, in fp32."""
     ours, theirs = dict(loaded.named_parameters()), dict(model.named_parameters())
     return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n].float().to(ours[n].dtype)) for n in ours)
 
 
 @pytest.mark.parametrize("architecture, kind", [("gpt", GPT), ("bert", BERT)])
 @pytest.mark.parametrize("norm_order", ["pre", "post"])
-def test_every_weight_is_that_of_the_checkpoint_whatever_its_layout(tmp_path, architecture, kind, norm_order) -> None:
+def test_every_weight_equals_the_checkpoints_at_any_layout(tmp_path, architecture, kind, norm_order) -> None:
     model = random_model(small_config(architecture, norm_order=norm_order, attention_dropout=0.3), PLAIN)
     for tp_size in (1, 2, 4):
         path = save_gpt(tmp_path / str(tp_size), model, tp_size=tp_size)
@@ -56,7 +56,7 @@ def test_every_weight_is_that_of_the_checkpoint_whatever_its_layout(tmp_path, ar
         assert (loaded.step, loaded.tokenizer, loaded.path) == (7, None, path)
 
 
-def test_a_run_folder_means_its_newest_checkpoint_and_brings_its_tokenizer(tmp_path) -> None:
+def test_a_run_folder_denotes_its_latest_checkpoint_and_tokenizer(tmp_path) -> None:
     tokenizer = trained(300)
     save_gpt(tmp_path, gpt(), tokenizer, step=9)
     newest = random_model(small_config("gpt"), PLAIN, seed=8)
@@ -78,7 +78,7 @@ def test_a_hugging_face_folder_gives_the_same_model_tokenizer_and_identity(tmp_p
     assert (theirs.path, theirs.step, theirs.checkpoint_id) == (published, 0, ours.checkpoint_id)
 
 
-def test_the_identity_is_that_of_the_weights_not_of_the_place(tmp_path) -> None:
+def test_the_identity_depends_on_the_weights_and_not_on_the_path(tmp_path) -> None:
     path = save_gpt(tmp_path / "one", gpt())
     moved = shutil.copytree(path, tmp_path / "two" / path.name)
     other = save_gpt(tmp_path / "three", random_model(small_config("gpt"), PLAIN, seed=8))
@@ -87,7 +87,7 @@ def test_the_identity_is_that_of_the_weights_not_of_the_place(tmp_path) -> None:
 
 
 def loaded_shards(rank: int, path: str, published: str) -> list[bool]:
-    os.environ["LOCAL_RANK"] = str(rank)  # one of them converts for all
+    os.environ["LOCAL_RANK"] = str(rank)  # one rank converts for all
     found = []
     for tp_size, dp_size, sources in ((2, 2, (path, published)), (4, 1, (path,)), (1, 4, (path,))):
         context = make_context(tp_size, dp_size)
@@ -103,7 +103,7 @@ def loaded_shards(rank: int, path: str, published: str) -> list[bool]:
     return found
 
 
-def test_ranks_load_their_shards_and_refuse_damage_together(tmp_path) -> None:
+def test_ranks_load_their_shards_and_all_raise_on_damage(tmp_path) -> None:
     model = gpt(small_config("gpt", vocab_multiple=1024))
     path = save_gpt(tmp_path, model, tp_size=4)
     published = export_hugging_face(path, tmp_path / "published")
@@ -144,29 +144,29 @@ def forget(values: dict) -> None:
     "change, message",
     [
         (rename, r"lacks transformer.layers.2.attention.output.bias \(12 such tensors\)"),
-        (narrow, r"transformer.position_embedding must be \(12, 24\), cut along None, but is \(13, 24\)"),
+        (narrow, r"transformer.position_embedding must be \(12, 24\), sharded along None, but is \(13, 24\)"),
         (forget, r"lacks transformer.final_norm.weight \(1 such tensors\)"),
         (lambda values: values["model"].update(norm_order="post"), "lacks transformer.embedding_norm.bias"),
-        (lambda values: values["model"].update(num_layers=1), "has no place for transformer.layers.1.attention.output"),
-        (lambda values: values["model"].update(hidden_size=25), "names a model that cannot be"),
+        (lambda values: values["model"].update(num_layers=1), "does not have transformer.layers.1.attention.output"),
+        (lambda values: values["model"].update(hidden_size=25), "has an invalid model"),
     ],
 )
-def test_a_checkpoint_that_does_not_match_its_model_is_refused(tmp_path, change, message: str) -> None:
+def test_a_checkpoint_that_does_not_match_its_model_raises(tmp_path, change, message: str) -> None:
     path = save_gpt(tmp_path, gpt())
     change_metadata(path, change)
     with pytest.raises(CheckpointError, match=message):
         load_model(path, PLAIN)
 
 
-def test_what_is_no_model_is_refused(tmp_path) -> None:
+def test_a_path_without_model_raises(tmp_path) -> None:
     (tmp_path / "file.bin").write_bytes(b"weights")
     (tmp_path / "empty").mkdir()
-    for name, message in (("none", "is not"), ("file.bin", "is a file"), ("empty", "no checkpoint")):
+    for name, message in (("none", "is not"), ("file.bin", "is a file"), ("empty", "not a checkpoint")):
         with pytest.raises(CheckpointError, match=message):
             load_model(tmp_path / name, PLAIN)
 
 
-def test_a_damaged_newest_checkpoint_is_not_replaced_by_an_older_one(tmp_path) -> None:
+def test_a_damaged_latest_checkpoint_is_not_replaced_by_an_older_one(tmp_path) -> None:
     save_gpt(tmp_path, gpt(), step=3)
     path = save_gpt(tmp_path, gpt(), step=5)
     next(path.glob("*.safetensors")).write_bytes(b"")
@@ -174,7 +174,7 @@ def test_a_damaged_newest_checkpoint_is_not_replaced_by_an_older_one(tmp_path) -
         load_model(tmp_path, PLAIN)
 
 
-def test_a_published_model_with_a_tensor_missing_is_refused(tmp_path) -> None:
+def test_a_published_model_with_a_missing_tensor_raises(tmp_path) -> None:
     published = export_hugging_face(save_gpt(tmp_path / "ours", gpt()), tmp_path / "published")
     tensors = load_file(published / "model.safetensors")
     del tensors["transformer.h.1.mlp.c_fc.weight"]
@@ -193,23 +193,23 @@ def test_the_model_is_described_without_its_weights(tmp_path) -> None:
     assert (config.num_layers, config.vocab_size, folder) == (2, 99, published)
 
 
-def test_a_world_of_another_size_is_refused(monkeypatch) -> None:
+def test_a_wrong_world_size_raises(monkeypatch) -> None:
     assert evaluation_groups(1, 1) == PLAIN
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match=r"must be `parallel.tp_size` x `parallel.dp_size` \(2 x 2\), but 3 ranks"):
         evaluation_groups(2, 2)
 
 
-def test_a_tokenizer_must_be_that_of_the_checkpoint(tmp_path) -> None:
+def test_a_tokenizer_must_match_the_checkpoint(tmp_path) -> None:
     own = trained(280)
     other = Tokenizer(train_tokenizer(["words of another text that has nothing of the first"] * 5, "gpt", 280, "size"))
     model = small_config("gpt", vocab_size=own.vocab_size)
     assert choose_tokenizer(None, own, model, "ckpt") is own
     assert choose_tokenizer(own, None, model, "ckpt") is own
     assert choose_tokenizer(trained(280), own, model, "ckpt").fingerprint == own.fingerprint
-    with pytest.raises(ValueError, match="`tokenizer` must be given .* none lies beside ckpt"):
+    with pytest.raises(ValueError, match="`tokenizer` must be given .* none is saved with ckpt"):
         choose_tokenizer(None, None, model, "ckpt")
-    with pytest.raises(ValueError, match="`tokenizer` must be that of the checkpoint, but another one lies beside"):
+    with pytest.raises(ValueError, match="`tokenizer` must be that of the checkpoint, but another one is saved with"):
         choose_tokenizer(other, own, model, "ckpt")
     large = small_config("gpt", vocab_size=50_257)
     with pytest.raises(ValueError, match=f"whose model has 50257 ids, but it has {own.vocab_size}"):
@@ -218,12 +218,12 @@ def test_a_tokenizer_must_be_that_of_the_checkpoint(tmp_path) -> None:
         choose_tokenizer(own, None, small_config("gpt"), "ckpt")
 
 
-def test_the_same_tokenizer_in_another_kind_of_file_is_the_same(shared_data, tmp_path) -> None:
-    given = open_given(GenerateTokenizer(path=str(shared_data / "gpt2-bpe")))
-    assert open_given(GenerateTokenizer()) is None
+def test_the_same_tokenizer_in_another_file_format_matches(shared_data, tmp_path) -> None:
+    given = load_requested_tokenizer(GenerateTokenizer(path=str(shared_data / "gpt2-bpe")))
+    assert load_requested_tokenizer(GenerateTokenizer()) is None
     given.inner.save(str(tmp_path / "tokenizer.json"))
-    saved = open_given(GenerateTokenizer(path=str(tmp_path)))
+    saved = load_requested_tokenizer(GenerateTokenizer(path=str(tmp_path)))
     model = small_config("gpt", vocab_size=50_257)
     assert choose_tokenizer(given, saved, model, "ckpt") is given
     with pytest.raises(ValueError, match="`tokenizer.path` must be a file or a folder, but .*none does not exist"):
-        open_given(GenerateTokenizer(path=str(tmp_path / "none")))
+        load_requested_tokenizer(GenerateTokenizer(path=str(tmp_path / "none")))

@@ -36,7 +36,7 @@ def context_of(target: int, window: int, stride: int) -> int:
 
 @torch.inference_mode()
 def brute_force(model, tokens: list[int], window: int, stride: int) -> list[float]:
-    """The loss of each target from a forward pass of its own over its whole context."""
+    """The loss of each target from a separate forward pass over its whole context."""
     losses = []
     for target in range(len(tokens) - 1):
         inputs = torch.tensor([tokens[context_of(target, window, stride) : target + 1]])
@@ -51,7 +51,7 @@ def losses_of(model, tokens: list[int], window: int, stride: int, micro_batch_to
 
 @pytest.mark.parametrize("window, stride", SHAPES)
 @pytest.mark.parametrize("norm_order", ["pre", "post"])
-def test_the_loss_of_a_text_is_that_of_every_token_by_itself(window: int, stride: int, norm_order: str) -> None:
+def test_the_loss_of_a_text_is_the_sum_over_single_tokens(window: int, stride: int, norm_order: str) -> None:
     model = random_model(small_config("gpt", norm_order=norm_order), ParallelContext()).eval()
     tokens = stream(47)
     expected = math.fsum(brute_force(model, tokens, window, stride))
@@ -69,13 +69,13 @@ def test_windows_score_every_target_once_with_the_longest_context(num_targets: i
     assert scored == [(target, context_of(target, window, stride)) for target in range(num_targets)]
 
 
-def test_windows_of_published_texts_are_as_many_as_megatron_and_the_paper_count() -> None:
+def test_window_counts_of_published_texts_equal_megatrons_and_the_papers() -> None:
     validation, test = Windows(236_891, 1024, 32), Windows(270_329, 1024, 32)
     assert (len(validation), validation.num_megatron, test.num_megatron) == (7_372, 7_403, 8_448)
 
 
 @pytest.mark.parametrize("window, stride", [(13, 5), (7, 7)])
-def test_a_uniform_model_has_the_vocabulary_to_the_power_of_targets_a_word(window: int, stride: int) -> None:
+def test_the_perplexity_of_a_uniform_model_has_a_closed_form(window: int, stride: int) -> None:
     model = zero_model(small_config("gpt", vocab_size=61))  # 64 rows: padded ones must not count
     perplexity = Perplexity.of(losses_of(model, stream(38, 61), window, stride), 37, 11)
     assert perplexity.paper == pytest.approx(61 ** (37 / 11), rel=1e-12)
@@ -89,12 +89,12 @@ def test_an_oracle_has_perplexity_one() -> None:
     assert Perplexity.of(losses, 70, 9).paper == 1.0
 
 
-def test_an_oracle_of_another_text_has_an_infinite_perplexity_that_is_no_error() -> None:
+def test_an_infinite_perplexity_is_not_an_error() -> None:
     losses = losses_of(oracle(list(range(1, 24)) + [0]), [0, 2, 4] * 9, 13, 5)
     assert Perplexity.of(losses, 26, 9).paper == math.inf
 
 
-def test_the_formulas_are_those_of_the_paper_and_of_its_code() -> None:
+def test_the_formulas_equal_the_papers_and_its_codes() -> None:
     perplexity = Perplexity.of([2.0, 3.5, 0.25], num_targets=5, num_words=4)
     assert perplexity.paper == math.exp(5.75 / 4)
     as_in_code = math.exp(5.75 / 5 * (5 / 3))  # loss a target, times targets a word less one
@@ -103,7 +103,7 @@ def test_the_formulas_are_those_of_the_paper_and_of_its_code() -> None:
     assert Perplexity(1.0, 1, 1).megatron == math.inf  # no formula for a single word
 
 
-def test_a_loss_that_is_no_number_is_refused_with_its_window() -> None:
+def test_a_nan_loss_raises_with_its_window() -> None:
     model = random_model(small_config("gpt"), ParallelContext()).eval()
     with torch.no_grad():
         model.transformer.word_embedding.weight[3] = math.nan
@@ -138,7 +138,7 @@ def test_losses_do_not_depend_on_the_batches(micro_batch_tokens: int) -> None:
 
 @torch.inference_mode()
 def transformers_loss(folder, tokens: list[int], window: int, stride: int) -> float:
-    """The usual strided evaluation with a published model: labels of what was scored before are left out."""
+    """The usual strided evaluation with a published model: labels that were scored before are ignored."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     total, end = 0.0, 0
     for begin in itertools.count(0, stride):
@@ -152,7 +152,7 @@ def transformers_loss(folder, tokens: list[int], window: int, stride: int) -> fl
             return total
 
 
-def test_plain_transformers_code_finds_the_same_loss_for_the_exported_model(tmp_path) -> None:
+def test_plain_transformers_code_gives_the_same_loss_for_the_exported_model(tmp_path) -> None:
     model = random_model(small_config("gpt"), ParallelContext())
     with torch.no_grad():
         model.transformer.word_embedding.weight[99:] = 0.0

@@ -1,4 +1,4 @@
-"""Prompts: how they are read and refused, and how what follows them is shown."""
+"""Prompts: reading, errors, and the display of generated text."""
 
 import io
 import json
@@ -45,7 +45,7 @@ def test_new_tokens_may_fill_the_positions_and_no_more(tokenizer) -> None:
         read_one(tokenizer, "a\udcffb")
 
 
-def test_samples_are_counted_on_where_a_prompt_comes_again(tokenizer) -> None:
+def test_sample_numbers_continue_if_a_prompt_repeats(tokenizer) -> None:
     config = small_config("gpt", vocab_size=tokenizer.vocab_size, max_position_embeddings=24)
     reader = PromptReader(tokenizer, config, 4, num_samples=2)
     samples = [[row.sample for row in reader.rows(reader.read(text, "x"))] for text in ("a", "b", "a")]
@@ -66,13 +66,13 @@ def test_samples_are_counted_on_where_a_prompt_comes_again(tokenizer) -> None:
         ("a.jsonl", b'{"prompt": "x"}\n\n', "must have JSON on each line, but a.jsonl, line 2"),
     ],
 )
-def test_a_bad_file_of_prompts_is_refused_with_its_line(tmp_path, name: str, content: bytes, message: str) -> None:
+def test_a_bad_file_of_prompts_raises_with_its_line(tmp_path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_prompts(tmp_path / name)
 
 
-def test_prompts_are_lines_or_json_whatever_is_in_them(tmp_path) -> None:
+def test_prompts_are_lines_or_json(tmp_path) -> None:
     lines = ["plain", "", "  spaces  ", "a\u2028b\x0cc", "null", "${x}", "\ufeffbom inside"]
     (tmp_path / "p.txt").write_bytes("\ufeff".encode() + "\r\n".join(lines).encode())
     assert [text for _, text in read_prompts(tmp_path / "p.txt")] == lines
@@ -93,7 +93,7 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
-def test_streamed_text_is_whole_characters_and_adds_up(tokenizer) -> None:
+def test_streamed_text_consists_of_whole_characters(tokenizer) -> None:
     text = "naïve 漢字 👩‍👩‍👧 🏳️‍🌈 é́ end 👍🏽"
     ids = tokenizer.encode_batch([text])[0]
     assert len(ids) > len(text)  # characters of several tokens
@@ -110,7 +110,7 @@ def test_streamed_text_is_whole_characters_and_adds_up(tokenizer) -> None:
     assert terminal.getvalue() == text + "\N{REPLACEMENT CHARACTER}\n"
 
 
-def test_rows_are_shown_one_after_the_other_while_all_grow(tokenizer) -> None:
+def test_rows_are_shown_in_order_while_all_grow(tokenizer) -> None:
     rows = [Row(Prompt(f"p{i}:", f"line {i}", (0,), 9, 0), 0) for i in range(2)]
     terminal = Terminal()
     display = Display(rows, tokenizer, terminal, heading=True, with_prompt=True)
@@ -138,7 +138,7 @@ def test_a_result_is_one_line_of_json(tokenizer) -> None:
     }
 
 
-def test_published_and_trained_tokenizers_give_text_back(shared_data, tokenizer) -> None:
+def test_published_and_trained_tokenizers_round_trip_text(shared_data, tokenizer) -> None:
     from lmscale.config.data import TokenizerConfig
     from lmscale.data.tokenizer import load_published_tokenizer
 

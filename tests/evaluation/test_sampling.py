@@ -1,4 +1,4 @@
-"""The next token: drawn as the softmax says, cut as top-k and top-p say, the same at every layout."""
+"""The next token: distributed as the softmax, truncated by top-k and top-p, the same at every layout."""
 
 import itertools
 import math
@@ -82,13 +82,13 @@ def expected() -> list[list[int]]:
     return found
 
 
-def test_one_rank_chooses_what_sorting_the_whole_row_gives(expected) -> None:
+def test_one_rank_agrees_with_sorting_the_whole_row(expected) -> None:
     found = []
     for kind, sampling in itertools.product(("smooth", "ties", "equal"), SETTINGS):
         logits = make_logits(kind)
         found.append(choose_tokens(logits, sampling, *keys_and_positions(len(logits)), PLAIN).tolist())
     assert found == expected
-    assert len({token for tokens in found for token in tokens}) > 25  # the comparison is of something
+    assert len({token for tokens in found for token in tokens}) > 25  # the comparison is not trivial
 
 
 @pytest.mark.parametrize("tp_size", [pytest.param(2, marks=pytest.mark.slow), 4])
@@ -108,7 +108,7 @@ def _count_sent(rank: int) -> list[tuple[int, int]]:
     return counts
 
 
-def test_no_rank_is_sent_the_logits() -> None:
+def test_no_rank_receives_all_logits() -> None:
     # Two numbers from each rank a row; k a row and the numbers of ties; for top-p maxima, totals, 128 scores and ties.
     assert run_ranks(_count_sent, 2) == [[(1, 12), (1, 12), (3, 54), (5, 768)]] * 2
 
@@ -124,7 +124,7 @@ def test_no_rank_is_sent_the_logits() -> None:
     ],
 )
 @pytest.mark.parametrize("over", ["samples", "positions"])
-def test_frequencies_are_the_probabilities(sampling: Sampling, kept: list[int], over: str) -> None:
+def test_frequencies_equal_the_probabilities(sampling: Sampling, kept: list[int], over: str) -> None:
     number = 60_000
     row = torch.tensor([2.0, 1.0, 0.0, -1.0, -math.inf, 0.5], dtype=torch.float64)
     if over == "samples":
@@ -161,7 +161,7 @@ def test_seed_prompt_sample_and_position_each_change_the_noise() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("sampling", SETTINGS)
-def test_scores_that_are_not_numbers_are_refused(bad: float, sampling: Sampling) -> None:
+def test_nan_scores_raise(bad: float, sampling: Sampling) -> None:
     logits = make_logits("smooth")
     logits[2, 17] = bad
     with pytest.raises(ValueError, match=r"largest score must be a finite number, but is .* in row 2"):

@@ -1,4 +1,4 @@
-"""SQuAD's scores against those that the official scripts gave to published predictions."""
+"""SQuAD's scores against those of the official scripts for published predictions."""
 
 import json
 import warnings
@@ -30,7 +30,7 @@ def dataset(*questions: tuple[str, list[str]], version: str = "v2.0") -> dict:
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
-def test_published_predictions_get_their_official_scores_to_the_last_digit(shared_data, name: str) -> None:
+def test_published_predictions_get_their_official_scores_exactly(shared_data, name: str) -> None:
     scores = score(read(shared_data, f"dev-{name.split('-')[0]}"), read(shared_data, f"predictions-{name}"))
     assert (scores["exact_match"], scores["f1"]) == OFFICIAL[name]
     if name in PARTS:
@@ -51,7 +51,7 @@ def test_answers_are_compared_without_case_punctuation_and_articles() -> None:
     assert f1("the cat sat sat", "a cat sat down") == pytest.approx(2 * (2 / 3) * (2 / 3) / (4 / 3))
 
 
-def test_never_answering_raises_the_alarm_and_gets_the_share_of_unanswerable_questions(shared_data) -> None:
+def test_never_answering_warns_and_scores_the_percentage_of_unanswerable_questions(shared_data) -> None:
     questions = read(shared_data, "dev-v2.0")
     names = [qa["id"] for a in questions["data"] for p in a["paragraphs"] for qa in p["qas"]]
     with pytest.warns(AllNullWarning, match="never answers"):
@@ -60,20 +60,20 @@ def test_never_answering_raises_the_alarm_and_gets_the_share_of_unanswerable_que
     assert all_null_alarm(scores) is not None
 
 
-def test_real_predictions_do_not_raise_the_alarm(shared_data) -> None:
+def test_real_predictions_do_not_warn(shared_data) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         score(read(shared_data, "dev-v2.0"), read(shared_data, "predictions-v2.0-bert_single"))
         score(dataset(("1", ["x"]), version="1.1"), {"1": ""})
 
 
-def test_the_empty_answer_is_right_only_where_version_2_has_none() -> None:
+def test_the_empty_answer_is_right_only_for_unanswerable_questions_of_version_2() -> None:
     with pytest.warns(AllNullWarning):
         assert score(dataset(("1", []), ("2", ["x"])), {"1": "", "2": "y"})["f1"] == 50.0
     assert score(dataset(("1", [".", "x"]), ("2", ["x"]), version="1.1"), {"1": "", "2": "x"})["f1"] == 50.0
 
 
-def test_the_threshold_is_the_one_a_search_over_all_values_finds(shared_data) -> None:
+def test_the_threshold_equals_that_of_a_search_over_all_values(shared_data) -> None:
     questions = read(shared_data, "dev-v2.0")
     questions["data"] = questions["data"][:2]
     said = read(shared_data, "predictions-v2.0-nlnet_single")
@@ -92,14 +92,14 @@ def test_the_threshold_is_the_one_a_search_over_all_values_finds(shared_data) ->
     tried = {value: at(value) for value in {-float("inf"), *nulls.values()}}
     assert best.score == pytest.approx(max(tried.values()), abs=1e-9)
     assert at(best.value) == pytest.approx(best.score, abs=1e-9)
-    assert best.score > at(float("inf")) + 1  # the threshold serves something here
+    assert best.score > at(float("inf")) + 1  # the threshold matters here
 
 
 @pytest.mark.parametrize(
     "data, predictions, message",
     [
         ({"rows": []}, {}, "official JSON"),
-        ({"version": "1.1", "data": []}, {}, "a question at least"),
+        ({"version": "1.1", "data": []}, {}, "at least one question"),
         (dataset(("1", ["x"]), ("1", ["y"])), {}, "there twice"),
         (dataset(("1", ["x"])), {"1": None}, "must be texts"),
         (dataset(("1", ["x"])), None, "`predictions` must be a mapping by question id, but is of type NoneType"),
@@ -107,7 +107,7 @@ def test_the_threshold_is_the_one_a_search_over_all_values_finds(shared_data) ->
         (dataset(("1", ["x", None])), {"1": "x"}, "official JSON, but fails with .* text is None"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(data, predictions, message: str) -> None:
+def test_invalid_predictions_and_datasets_raise(data, predictions, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         score(data, predictions)
 

@@ -1,4 +1,4 @@
-"""WikiText's detokenizer and counts, on the published validation file and on difficult pieces."""
+"""WikiText's detokenizer and counts, on the published validation file and on difficult texts."""
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ from lmscale.evaluation.text_files import read_text_file
 from lmscale.evaluation.wikitext import count_words, detokenize
 from lmscale.evaluation.zero_shot_task import read_task
 
-# Pieces that rules look for, so that they meet in every order.
+# Patterns of the rules, combined in every order.
 PIECES = [
     "s '",
     " 's",
@@ -56,7 +56,7 @@ def test_the_other_vocabulary_of_the_same_articles_has_its_published_count(share
     assert len(read_task(WikiText103Config("wikitext103", path), tokenizer).tokens) == 243_597
 
 
-def test_the_validation_file_comes_back_to_the_letter(shared_data) -> None:
+def test_the_validation_file_is_restored_exactly(shared_data) -> None:
     text = read_text_file(shared_data / "wikitext" / "wikitext-103.wiki.valid.tokens").text
     detokenized = detokenize(text)
     assert len(detokenized.text) < 0.97 * len(text)
@@ -65,7 +65,7 @@ def test_the_validation_file_comes_back_to_the_letter(shared_data) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
-def test_any_text_comes_back_to_the_letter(text: str) -> None:
+def test_any_text_is_restored_exactly(text: str) -> None:
     assert detokenize(text).restore() == text
 
 
@@ -84,11 +84,11 @@ def test_any_text_comes_back_to_the_letter(text: str) -> None:
         ('a " quote \n over lines " ends', 'a "quote\nover lines" ends'),
     ],
 )
-def test_artefacts_go(tokenized: str, written: str) -> None:
+def test_artifacts_are_removed(tokenized: str, written: str) -> None:
     assert detokenize(tokenized).text == written
 
 
-def test_words_are_what_single_blanks_separate() -> None:
+def test_words_are_separated_by_single_spaces() -> None:
     assert count_words(" \n = Title = \n \n He  ran . \n") == len(["=", "Title", "=", "\n", "\n", "He", "", "ran", "."])
 
 
@@ -105,13 +105,13 @@ def test_words_are_what_single_blanks_separate() -> None:
         (b"one\ntwo and a ha", "must end with a line end, but .*, line 2 is cut off"),
     ],
 )
-def test_a_file_that_would_change_the_counts_is_refused(tmp_path, data: bytes, message: str) -> None:
+def test_a_file_that_would_change_the_counts_raises(tmp_path, data: bytes, message: str) -> None:
     path = tmp_path / "file.tokens"
     path.write_bytes(data)
     with pytest.raises(ValueError, match=f"`task.path` .*{message}"):
         read_text_file(path)
 
 
-def test_a_missing_file_is_refused(tmp_path) -> None:
+def test_a_missing_file_raises(tmp_path) -> None:
     with pytest.raises(ValueError, match="must be a file that can be read, but .*: No such file"):
         read_text_file(tmp_path / "none.tokens")

@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import its support modules."""
+"""Make this folder's support modules importable."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tiny checkpoints and finetunings for tests: jobs made as the door makes them, on real ranks."""
+"""Tiny checkpoints and finetunings for tests: jobs prepared as by the entry point, on real ranks."""
 
 import csv
 import gc
@@ -28,7 +28,7 @@ def make_checkpoint(folder: Path, tp_size: int = 1, state: dict | None = None, w
     tokenizer = make_tokenizer()
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 48}
     config = TransformerConfig(
-        **{"architecture": "bert", "vocab_size": tokenizer.vocab_size, "vocab_multiple": 64, **sizes, **changes}
+        **{"family": "bert", "vocab_size": tokenizer.vocab_size, "vocab_multiple": 64, **sizes, **changes}
     )
     model = build_model(config, ParallelContext(), seed=5, dtype=torch.float64)
     tensors, entries = {}, {}
@@ -93,7 +93,7 @@ def run_finetunings(runs: list[FinetuneConfig], world_size: int) -> None:
 
 
 def run_here(run: FinetuneConfig) -> int:
-    """One run in this process; how it ended."""
+    """Run once in this process; returns the exit code."""
     return finetune(prepare_job(run))
 
 

@@ -18,7 +18,7 @@ WORDS += "one red blue green old small house tree river hill".split()
 
 
 def make_task(name: str, **changes) -> TaskConfig:
-    """A task with short inputs and no places."""
+    """A task with short inputs and no data paths."""
     values = {"name": name, "train": None, "validation": {}, "test": {}, "hub_name": "none", **LENGTHS[name]}
     if name.startswith("squad"):
         values |= {"max_answer_length": 8, "num_best": 5}
@@ -26,7 +26,7 @@ def make_task(name: str, **changes) -> TaskConfig:
 
 
 def make_tokenizer() -> Tokenizer:
-    """A WordPiece of the words that the examples here are made of."""
+    """A WordPiece of the examples' words."""
     inner = train_tokenizer([" ".join(WORDS) + ' ? , . " _ 0123456789'] * 3, "bert", 200, "vocab_size")
     inner.encode_special_tokens = True
     return Tokenizer(inner)

@@ -24,7 +24,7 @@ def random_logits(features, seed: int = 0) -> list[np.ndarray]:
 
 
 def all_spans(features, logits, example: int, longest: int):
-    """Every allowed span of an example's windows as (score, text), by the rules as they are written."""
+    """Every allowed span of an example's windows as (score, text), by brute force."""
     dataset = features.facts["dataset"]["data"][0]["paragraphs"]
     context = [p["context"] for p in dataset for _ in p["qas"]][example]
     windows = np.flatnonzero(features.window_examples == example)
@@ -46,13 +46,13 @@ def all_spans(features, logits, example: int, longest: int):
 
 
 def context_of(features, window: int, token: int) -> float:
-    """How much context a token of the document has in a window; -1 where it is not in it."""
+    """How much context a token of the document has in a window; -1 if it is outside."""
     length = features.starts[window + 1] - features.starts[window] - features.second_starts[window] - 1
     place = token - features.window_starts[window]
     return min(place, length - 1 - place) + 0.01 * length if 0 <= place < length else -1.0
 
 
-def test_the_best_answers_are_those_of_a_search_over_all_spans(features) -> None:
+def test_the_best_answers_equal_those_of_a_search_over_all_spans(features) -> None:
     logits = random_logits(features)
     found = decode_answers(features, logits, num_best=40, max_answer_length=6)
     several = 0
@@ -68,7 +68,7 @@ def test_the_best_answers_are_those_of_a_search_over_all_spans(features) -> None
     assert several > 5
 
 
-def test_a_right_model_gets_every_question_right(features) -> None:
+def test_a_perfect_model_gets_every_question_right(features) -> None:
     logits = random_logits(features)
     for window, row in enumerate(logits):
         first, last = features.labels[window]
@@ -80,7 +80,7 @@ def test_a_right_model_gets_every_question_right(features) -> None:
     assert predictions["dev"].alarms == [] and np.isfinite(metrics["squad_v2/null_threshold"])
 
 
-def test_a_model_that_never_answers_raises_the_alarm(features) -> None:
+def test_a_model_that_never_answers_warns(features) -> None:
     logits = random_logits(features)
     for row in logits:
         row[:, 0] += 100.0
@@ -91,7 +91,7 @@ def test_a_model_that_never_answers_raises_the_alarm(features) -> None:
     assert "never answers" in predictions["dev"].alarms[0]
 
 
-def test_the_threshold_of_the_development_set_serves_the_other_sets(features) -> None:
+def test_the_development_sets_threshold_is_used_for_the_other_sets(features) -> None:
     logits, others = random_logits(features), random_logits(features, seed=1)
     task = make_task("squad_v2", validation={"dev": "x"}, test={"held": "y"})
     sets = {"dev": features, "held": features}

@@ -1,4 +1,4 @@
-"""Ensembles against means by hand, and what they refuse; medians over seeds."""
+"""Ensembles against means by hand, and their errors; medians over seeds."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from lmscale.finetune.protocol import read_settings
 
 @pytest.fixture(scope="module")
 def members(tmp_path_factory) -> dict[str, list[Path]]:
-    """Three runs of a task of each kind, with other seeds."""
+    """Three runs of a task of each kind, with different seeds."""
     folder = tmp_path_factory.mktemp("members")
     ckpt, made = make_checkpoint(folder / "ckpt"), {}
     for name in ("qqp", "race", "squad_v1"):
@@ -50,7 +50,7 @@ def test_spans_have_the_mean_of_the_logits(members, tmp_path) -> None:
     assert written == {name: found.text for name, found in expected.items()}
 
 
-def test_an_ensemble_of_a_run_with_itself_is_the_run(members, tmp_path) -> None:
+def test_an_ensemble_of_equal_members_equals_the_member(members, tmp_path) -> None:
     twin = tmp_path / "twin"
     shutil.copytree(members["squad_v1"][0], twin)
     ensemble([members["squad_v1"][0], twin], tmp_path / "out")
@@ -59,7 +59,7 @@ def test_an_ensemble_of_a_run_with_itself_is_the_run(members, tmp_path) -> None:
 
 
 def changed(members, tmp_path, name: str, change) -> list[Path]:
-    """The first member, and the second with its outputs changed."""
+    """The first member, and the second with changed outputs."""
     other = tmp_path / "changed"
     shutil.copytree(members[name][1], other)
     change(other / "predictions/dev")
@@ -100,7 +100,7 @@ def rename_a_question(values: dict) -> None:
         ("race", edit_array("features/labels.npy", lambda a: a.__setitem__(0, (a[0] + 1) % 4)), "must have the labels"),
         ("squad_v1", edit_array("features/offsets.npy", lambda a: a.__setitem__((5, 0), 99)), "must have the windows"),
         ("race", edit_json("task.json", lambda v: v.__setitem__("name", "mnli")), "must be of the task"),
-        ("squad_v1", edit_json(IDS, rename_a_question), "must have the questions of .*others under the same ids"),
+        ("squad_v1", edit_json(IDS, rename_a_question), "must have the questions of .*others with the same ids"),
         (
             "squad_v1",
             edit_json("task.json", lambda v: v.__setitem__("num_best", 1)),
@@ -115,12 +115,12 @@ def rename_a_question(values: dict) -> None:
         ("race", lambda folder: folder.rename(folder.with_name("other")), "must have the sets of .*dev, but has other"),
     ],
 )
-def test_members_that_scored_something_else_are_refused(members, tmp_path, name, change, message) -> None:
+def test_members_with_other_items_raise(members, tmp_path, name, change, message) -> None:
     with pytest.raises(ValueError, match=message):
         ensemble(changed(members, tmp_path, name, change), tmp_path / "out")
 
 
-def test_an_ensemble_needs_two_runs_that_have_ended(members, tmp_path) -> None:
+def test_an_ensemble_needs_two_completed_runs(members, tmp_path) -> None:
     first = members["qqp"][0]
     for runs in ([first], [first, first]):
         with pytest.raises(ValueError, match="at least two runs, each once"):
@@ -129,7 +129,7 @@ def test_an_ensemble_needs_two_runs_that_have_ended(members, tmp_path) -> None:
         ensemble([first, tmp_path], tmp_path / "out")
 
 
-def test_an_ensemble_that_never_answers_raises_the_alarm(tmp_path_factory, tmp_path) -> None:
+def test_an_ensemble_that_never_answers_warns(tmp_path_factory, tmp_path) -> None:
     folder = tmp_path_factory.mktemp("nulls")
     ckpt, runs = make_checkpoint(folder / "ckpt"), []
     for seed in (1, 2):  # "no answer" wins where it is at most 9 below the best answer: always, here
@@ -164,7 +164,7 @@ def test_a_search_is_sorted_by_the_median_of_each_setting(tmp_path) -> None:
     assert [(s.differing["optimizer.lr"], s.median) for s in settings] == [(3e-5, 80.0), (1e-5, 71.0), (5e-5, 20.0)]
 
 
-def test_runs_that_do_not_belong_together_are_refused(tmp_path) -> None:
+def test_runs_of_different_tasks_or_equal_seeds_raise(tmp_path) -> None:
     with pytest.raises(ValueError, match="must have records of finetunings"):
         read_settings(tmp_path)
     record(tmp_path / "a", 1, 80.0)
@@ -178,7 +178,7 @@ def test_runs_that_do_not_belong_together_are_refused(tmp_path) -> None:
         read_settings(tmp_path)
 
 
-def test_records_of_other_work_are_left_alone_and_broken_ones_named(tmp_path) -> None:
+def test_other_records_are_ignored_and_broken_ones_named(tmp_path) -> None:
     for seed, accuracy in ((1, 80.0), (2, 85.0), (3, 85.0), (4, 90.0)):
         record(tmp_path / str(seed), seed, accuracy)
     record(tmp_path / "lm", 1, 80.0, task={"name": "wikitext103"})

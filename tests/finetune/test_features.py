@@ -1,4 +1,4 @@
-"""What the model is given: pairs, RACE's options, SQuAD's windows; each against a plain construction."""
+"""Model inputs: pairs, RACE's options, SQuAD's windows, each against a plain construction."""
 
 import json
 
@@ -26,14 +26,14 @@ def test_text_is_cleaned_as_megatron_does() -> None:
 @pytest.mark.parametrize(
     "first, second", [([5, 6], [7, 8, 9]), ([5, 6], [7] * 20), ([5] * 20, [7]), ([5] * 7, [7] * 3)]
 )
-def test_pairs_lose_their_tail_and_end_in_sep(first, second) -> None:
+def test_long_pairs_are_truncated_and_end_in_sep(first, second) -> None:
     ids, start = join_pair(first, second, 1, 2, 10)
     whole = [1, *first, 2, *second]
     assert ids == (whole if len(whole) < 10 else whole[:9]) + [2]
     assert start == min(len(first) + 2, len(ids)) and len(ids) <= 10
 
 
-def test_pairs_hold_both_sentences_and_their_border(tmp_path) -> None:
+def test_pairs_hold_both_sentences_and_their_boundary(tmp_path) -> None:
     found, tokenizer = features(tmp_path, "mnli"), make_tokenizer()
     rows = [line.split("\t") for line in (tmp_path / "mnli_0.tsv").read_text().split("\n")[1:-1]]
     names = ["contradiction", "entailment", "neutral"]
@@ -46,7 +46,7 @@ def test_pairs_hold_both_sentences_and_their_border(tmp_path) -> None:
     assert found.ids == [row[0] for row in rows] and found.is_labelled
 
 
-def test_an_option_goes_into_the_gap_or_behind_the_question() -> None:
+def test_an_option_fills_the_gap_or_follows_the_question() -> None:
     assert join_option("the _ sat _ .", "cat") == "the cat sat cat ."
     assert join_option("who sat ?", "cat") == "who sat ? cat"
 
@@ -66,7 +66,7 @@ def test_a_question_of_race_is_four_sequences_with_the_option_first(tmp_path) ->
     assert found.facts["groups"] == [("middle", "high")[n % 2] for n in range(40)]
 
 
-def test_question_and_option_are_clipped(tmp_path) -> None:
+def test_question_and_option_are_truncated(tmp_path) -> None:
     found = features(tmp_path, "race", max_qa_length=3)
     assert set(found.second_starts.tolist()) == {5}
 
@@ -94,7 +94,7 @@ def test_every_label_of_a_window_is_the_answer_in_the_context(tmp_path, name: st
         inside = offsets[offsets[:, 0] >= 0]
         if first == 0:
             held = inside[0][0], inside[-1][1]
-            for answer in qa["answers"]:  # it does not hold all of it
+            for answer in qa["answers"]:  # the window does not contain all of it
                 begin = answer["answer_start"]
                 assert begin < held[0] or begin + len(answer["text"]) > held[1]
             assert last == 0
@@ -104,7 +104,7 @@ def test_every_label_of_a_window_is_the_answer_in_the_context(tmp_path, name: st
     assert labelled == {n for n in range(40) if paragraphs[n]["qas"][0]["answers"]}
 
 
-def test_offsets_and_types_fit_the_tokens(tmp_path) -> None:
+def test_offsets_and_types_match_the_tokens(tmp_path) -> None:
     found, tokenizer = features(tmp_path, "squad_v1"), make_tokenizer()
     for window in range(len(found)):
         ids = found.tokens[found.starts[window] : found.starts[window + 1]]
@@ -115,7 +115,7 @@ def test_offsets_and_types_fit_the_tokens(tmp_path) -> None:
         assert len(ids) <= 40
 
 
-def test_real_answers_come_back_from_their_windows(shared_data, tmp_path) -> None:
+def test_real_answers_are_recovered_from_their_windows(shared_data, tmp_path) -> None:
     from lmscale.config.data import TokenizerConfig
     from lmscale.data.tokenizer import load_published_tokenizer
 
@@ -133,11 +133,11 @@ def test_real_answers_come_back_from_their_windows(shared_data, tmp_path) -> Non
         first, last = found.labels[window]
         labelled += 1
         same += context[offsets[first][0] : offsets[last][1]] == qa["answers"][0]["text"]
-    # The rest are answers inside a word ("Japan" of "Japanese"), which tokens cannot say.
+    # The rest are answers inside a word ("Japan" of "Japanese"), which tokens cannot express.
     assert labelled >= len(flat) and same / labelled > 0.99
 
 
-def test_features_are_made_once_and_again_for_other_files_or_settings(tmp_path) -> None:
+def test_features_are_cached_by_files_and_settings(tmp_path) -> None:
     place, tokenizer, cache = write_task(tmp_path, "qqp", 5), make_tokenizer(), tmp_path / "cache"
     first = prepare_features(make_task("qqp"), str(place), tokenizer, cache)
     stamp = (first / "tokens.npy").stat().st_mtime_ns
@@ -149,7 +149,7 @@ def test_features_are_made_once_and_again_for_other_files_or_settings(tmp_path) 
     assert not [path for path in cache.iterdir() if path.name.startswith(".")]
 
 
-def test_notes_on_rows_left_out_are_kept_with_the_features(tmp_path) -> None:
+def test_notes_on_skipped_rows_are_stored_with_the_features(tmp_path) -> None:
     place = write_task(tmp_path, "qqp", 5)
     place.write_text(place.read_text() + "99\t0\t0\t\tb\t1\n")
     for _ in range(2):  # read, then from the cache

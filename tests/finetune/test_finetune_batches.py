@@ -1,4 +1,4 @@
-"""Nothing is dropped or repeated: the items of steps and scorings at every layout."""
+"""Items of steps and scoring batches: none is dropped or repeated at any layout."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def sets(tmp_path_factory):
 
 
 @pytest.mark.parametrize("count, batch, pool", [(23, 4, 64), (23, 4, 2), (23, 5, 1), (7, 8, 4), (24, 8, 3), (1, 1, 2)])
-def test_an_epoch_has_every_item_once_and_the_last_step_what_is_left(count, batch, pool) -> None:
+def test_an_epoch_has_every_item_once_and_the_last_step_the_remainder(count, batch, pool) -> None:
     lengths = np.arange(count) * 17 % 11
     for epoch in range(3):
         steps = epoch_steps(lengths, batch, pool, seed=3, epoch=epoch)
@@ -30,7 +30,7 @@ def test_an_epoch_has_every_item_once_and_the_last_step_what_is_left(count, batc
         assert len(steps) == -(-count // batch) and sizes[:-1] == [batch] * (len(steps) - 1)
 
 
-def test_steps_are_of_similar_length_and_come_in_another_order_each_epoch() -> None:
+def test_steps_have_similar_lengths_and_a_new_order_each_epoch() -> None:
     lengths = np.random.default_rng(0).integers(5, 200, 4000)
     spread = {
         pool: np.mean([np.ptp(lengths[step]) for step in epoch_steps(lengths, 32, pool, 1, 0)]) for pool in (1, 64)
@@ -44,7 +44,7 @@ def test_steps_are_of_similar_length_and_come_in_another_order_each_epoch() -> N
 
 @pytest.mark.parametrize("name", ["qqp", "race", "squad_v1"])
 @pytest.mark.parametrize("dp_size, micro", [(1, 3), (2, 3), (3, 2), (5, 8)])
-def test_every_layout_deals_out_the_same_steps(sets, name, dp_size, micro) -> None:
+def test_every_layout_divides_the_same_steps(sets, name, dp_size, micro) -> None:
     features = sets[name]
     whole = list(TrainingSteps(features, 4, 4, 2, seed=7, pool_batches=3))
     ranks = [list(TrainingSteps(features, 4, micro, 2, 7, 3, rank, dp_size)) for rank in range(dp_size)]
@@ -73,7 +73,7 @@ def test_every_item_is_scored_once_over_the_ranks(sets, dp_size, num_sequences) 
 
 
 @pytest.mark.parametrize("name", ["qqp", "race", "squad_v1"])
-def test_a_batch_is_its_sequences_padded_to_the_longest(sets, name) -> None:
+def test_a_batch_is_padded_to_its_longest_sequence(sets, name) -> None:
     features, items = sets[name], np.array([4, 0, 11])
     batch = collate(features, items)
     rows = [item * features.num_choices + choice for item in items for choice in range(features.num_choices)]

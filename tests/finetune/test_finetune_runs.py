@@ -1,4 +1,4 @@
-"""Whole finetunings of tiny checkpoints: learned by heart, equal at every layout, refused where they cannot work."""
+"""Complete finetunings of tiny checkpoints: memorization, equality at every layout, and errors."""
 
 import json
 import time
@@ -109,7 +109,7 @@ def test_a_step_announces_its_last_micro_batch_and_only_that(tmp_path, ckpt, mon
     assert line == 2 * ["manual_backward", "expect_last_backward", "manual_backward"]
 
 
-def test_a_run_leaves_predictions_scores_and_a_record(tmp_path, ckpt) -> None:
+def test_a_run_writes_predictions_scores_and_a_record(tmp_path, ckpt) -> None:
     run = make_run("squad_v2", tmp_path, ckpt, trainer__num_epochs=2)
     assert run_here(run) == 0
     folder = Path(run.run_dir)
@@ -131,7 +131,7 @@ def test_a_run_leaves_predictions_scores_and_a_record(tmp_path, ckpt) -> None:
 
 
 @pytest.mark.parametrize("every_epoch", [True, False])
-def test_the_time_of_training_is_that_of_its_steps(tmp_path, ckpt, every_epoch: bool) -> None:
+def test_training_time_is_the_time_of_its_steps(tmp_path, ckpt, every_epoch: bool) -> None:
     run = make_run("qqp", tmp_path, ckpt, trainer__num_epochs=2, trainer__score_every_epoch=every_epoch)
     started = time.perf_counter()
     assert run_here(run) == 0
@@ -154,7 +154,7 @@ def test_an_objective_is_known_before_the_run(tmp_path, ckpt, objective: str) ->
 
 
 @pytest.mark.parametrize("name, file", [("mnli", "MNLI-m.tsv"), ("qqp", "QQP.tsv"), ("race", "predictions.json")])
-def test_predictions_are_in_the_form_of_the_benchmark(tmp_path, ckpt, name: str, file: str) -> None:
+def test_predictions_have_the_benchmarks_format(tmp_path, ckpt, name: str, file: str) -> None:
     run = make_run(name, tmp_path, ckpt, count=8)
     assert run_here(run) == 0
     text = (Path(run.run_dir) / "predictions/dev" / file).read_text()
@@ -170,7 +170,7 @@ def test_predictions_are_in_the_form_of_the_benchmark(tmp_path, ckpt, name: str,
     assert {row.split("\t")[1] for row in rows} <= labels
 
 
-def test_a_finetuned_checkpoint_is_scored_as_it_was(tmp_path, ckpt) -> None:
+def test_scoring_a_finetuned_checkpoint_reproduces_its_scores(tmp_path, ckpt) -> None:
     trained = make_run("race", tmp_path, ckpt, trainer__save=True)
     assert run_here(trained) == 0
     again = make_run("race", tmp_path, Path(trained.run_dir), run="again", trainer__num_epochs=0)
@@ -192,7 +192,7 @@ def test_mnli_has_its_two_sets_and_both_together(tmp_path, ckpt) -> None:
     assert (Path(run.run_dir) / "predictions/mismatched/MNLI-mm.tsv").is_file()
 
 
-def test_the_seed_decides_the_run_and_nothing_else_does(tmp_path, ckpt) -> None:
+def test_the_run_is_a_function_of_the_seed(tmp_path, ckpt) -> None:
     changes = {"count": 8, "hidden_dropout": 0.1, "attention_dropout": 0.1}
     runs = [make_run("qqp", tmp_path, ckpt, run=f"{i}", seed=seed, **changes) for i, seed in enumerate((1, 1, 2))]
     for run in runs:
@@ -210,7 +210,7 @@ def test_half_precision_trains(tmp_path, ckpt) -> None:
     assert losses[0] == pytest.approx(losses[1], abs=0.02) and losses[0] != losses[1]
 
 
-def test_data_ranks_may_share_the_optimizer_state(tmp_path, ckpt) -> None:
+def test_data_ranks_can_shard_the_optimizer_state(tmp_path, ckpt) -> None:
     """In bf16 each rank reads the exact weights of the parameters it owns alone."""
     settings = {"precision__dtype": "bf16", "parallel__dp_size": 2, "micro_batch_size": 4}
     runs = [make_run("qqp", tmp_path, ckpt, run=str(z), parallel__zero1=z, **settings) for z in (False, True)]
@@ -237,12 +237,12 @@ def test_data_ranks_may_share_the_optimizer_state(tmp_path, ckpt) -> None:
         ({"trainer__num_epochs": -1}, "`trainer.num_epochs` must be at least 0"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(tmp_path, ckpt, changes, message: str) -> None:
+def test_invalid_configurations_raise_one_line(tmp_path, ckpt, changes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prepare_job(make_run("qqp", tmp_path, ckpt, **changes))
 
 
-def test_checkpoints_that_do_not_fit_are_refused(tmp_path) -> None:
+def test_unsuitable_checkpoints_raise(tmp_path) -> None:
     gpt = make_checkpoint(tmp_path / "gpt", architecture="gpt")
     with pytest.raises(ValueError, match="`ckpt` must be of a BERT, but .* of a gpt"):
         prepare_job(make_run("qqp", tmp_path, gpt))
@@ -257,7 +257,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path) -> None:
         prepare_job(make_run("qqp", tmp_path, bare, new_pooler=True))
 
 
-def test_another_tokenizer_is_refused(tmp_path, ckpt, shared_data) -> None:
+def test_another_tokenizer_raises(tmp_path, ckpt, shared_data) -> None:
     other = str(shared_data / "bert-uncased")
     with pytest.raises(ValueError, match="`tokenizer.path` must be the checkpoint's tokenizer"):
         prepare_job(make_run("qqp", tmp_path, ckpt, tokenizer__path=other))
@@ -270,7 +270,7 @@ def test_another_tokenizer_is_refused(tmp_path, ckpt, shared_data) -> None:
     assert prepare_job(make_run("qqp", tmp_path, lonely, tokenizer__path=str(tmp_path / "moved")))
 
 
-def test_a_tokenizer_that_changes_letters_otherwise_is_refused(tmp_path, ckpt) -> None:
+def test_a_tokenizer_with_another_normalizer_raises(tmp_path, ckpt) -> None:
     rules = json.loads((ckpt / "tokenizer/tokenizer.json").read_text())
     rules["normalizer"]["lowercase"] = False  # the vocabulary stays
     (tmp_path / "cased.json").write_text(json.dumps(rules))
@@ -278,8 +278,8 @@ def test_a_tokenizer_that_changes_letters_otherwise_is_refused(tmp_path, ckpt) -
         prepare_job(make_run("qqp", tmp_path, ckpt, tokenizer__path=str(tmp_path / "cased.json")))
 
 
-def test_a_trained_pooler_is_not_drawn_anew(tmp_path, ckpt) -> None:
-    with pytest.raises(ValueError, match="`new_pooler` must be false where the checkpoint has a trained pooler"):
+def test_a_trained_pooler_is_not_initialized_again(tmp_path, ckpt) -> None:
+    with pytest.raises(ValueError, match="`new_pooler` must be false if the checkpoint has a trained pooler"):
         prepare_job(make_run("qqp", tmp_path, ckpt, new_pooler=True))
 
 

@@ -18,7 +18,7 @@ OUTPUTS = {HeadKind.CLASSIFICATION: 3, HeadKind.CHOICE: 4, HeadKind.SPAN: 2}
 def small(norm_order: str, **changes) -> TransformerConfig:
     sizes = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "vocab_size": 61, "vocab_multiple": 64}
     sizes |= {"max_position_embeddings": 19, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    return TransformerConfig(**{"architecture": "bert", "norm_order": norm_order, **sizes, **changes})
+    return TransformerConfig(**{"family": "bert", "norm_order": norm_order, **sizes, **changes})
 
 
 def build(config, kind, context=None, head_dropout=0.0) -> FinetuneModel:
@@ -47,15 +47,15 @@ def batch(kind: HeadKind) -> list[torch.Tensor]:
 def theirs(kind: HeadKind, model: FinetuneModel, config: TransformerConfig):
     """transformers' model of the kind with our weights."""
     from lmscale.checkpoint.hf_config import config_to_hf
-    from lmscale.checkpoint.hf_names import family_of
+    from lmscale.models.hugging_face import model_of
 
     published = config_to_hf(config, "float64", {"pad_token_id": 0})
     published.num_labels, published._attn_implementation = OUTPUTS[kind], "eager"
     task = {HeadKind.CLASSIFICATION: "SequenceClassification", HeadKind.CHOICE: "MultipleChoice"}
-    prefix = "MegatronBert" if config.norm_order.value == "pre" else "Bert"
+    prefix = "MegatronBert" if config.norm_order == "pre" else "Bert"
     other = getattr(transformers, f"{prefix}For{task.get(kind, 'QuestionAnswering')}")(published).double().eval()
     state, weights = other.state_dict(), dict(model.named_parameters())
-    for row in family_of(config).rows(config):
+    for row in model_of(config).rows(config):
         if row.ours in weights and row.theirs in state:
             state[row.theirs].copy_(row.to_theirs(weights[row.ours].detach(), config))
     head = "qa_outputs" if kind is HeadKind.SPAN else "classifier"
@@ -66,7 +66,7 @@ def theirs(kind: HeadKind, model: FinetuneModel, config: TransformerConfig):
 
 @pytest.mark.parametrize("norm_order", ["pre", "post"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_and_loss_are_those_of_transformers(kind: HeadKind, norm_order: str) -> None:
+def test_logits_and_loss_equal_those_of_transformers(kind: HeadKind, norm_order: str) -> None:
     config = small(norm_order)
     model = build(config, kind).eval()
     tokens, types, mask, labels = batch(kind)
@@ -80,7 +80,7 @@ def test_logits_and_loss_are_those_of_transformers(kind: HeadKind, norm_order: s
     if kind is HeadKind.SPAN:
         for place, expected in enumerate((found.start_logits, found.end_logits)):
             assert (logits[:, place] - expected)[mask].abs().max() < 1e-12
-            assert (logits[:, place][~mask] == -torch.inf).all()  # theirs leaves padding to take part
+            assert (logits[:, place][~mask] == -torch.inf).all()  # transformers includes padding
         expected_loss = (
             F.cross_entropy(found.start_logits.masked_fill(~mask, -torch.inf), labels[:, 0])
             + F.cross_entropy(found.end_logits.masked_fill(~mask, -torch.inf), labels[:, 1])
@@ -107,7 +107,7 @@ def all_losses_and_gradients(rank: int, tp_size: int) -> dict:
     return {case: losses_and_gradients(rank, *case, tp_size) for case in cases}
 
 
-def test_two_tensor_ranks_give_the_losses_and_gradients_of_one() -> None:
+def test_two_tensor_ranks_match_one() -> None:
     ranks = run_ranks(all_losses_and_gradients, 2, 2)
     for case, (losses, gradients) in all_losses_and_gradients(0, 1).items():
         for found in ranks:
@@ -129,7 +129,7 @@ def test_the_dropout_of_the_head_is_independent_of_the_layers() -> None:
     assert not torch.equal(first, model.eval()(tokens, types, mask))
 
 
-def test_padding_changes_no_item() -> None:
+def test_padding_does_not_change_an_item() -> None:
     for kind in KINDS:
         model = build(small("post"), kind).eval()
         tokens, types, mask, labels = batch(kind)
@@ -138,14 +138,14 @@ def test_padding_changes_no_item() -> None:
         assert (model.item_losses(model(*padded), labels) - losses).abs().max() < 1e-12
 
 
-def test_a_span_model_has_no_parameter_that_gets_no_gradient() -> None:
+def test_every_parameter_of_a_span_model_gets_a_gradient() -> None:
     for kind in KINDS:
         _, shards = losses_and_gradients(0, kind, "post", 1)
         assert all(gradient is not None for gradient, _ in shards.values())
         assert any(name.startswith("pooler") for name in shards) is (kind is not HeadKind.SPAN)
 
 
-def test_head_and_new_pooler_are_drawn_apart() -> None:
+def test_head_and_new_pooler_are_initialized_independently() -> None:
     model = build_finetune_model(
         small("pre"),
         HeadKind.CLASSIFICATION,

@@ -1,4 +1,4 @@
-"""Tasks of one's own: tables of texts and classes that the configuration describes."""
+"""User tasks: tables of texts and classes described in the configuration."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def test_a_table_gives_texts_and_classes_by_name_or_number(tmp_path) -> None:
         ({"n": 1, "class": 1}, "must have n, text, but lacks text"),
     ],
 )
-def test_a_row_of_a_table_that_cannot_be_is_refused(tmp_path, row: dict, message: str) -> None:
+def test_an_invalid_row_of_a_table_raises(tmp_path, row: dict, message: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row))
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -71,7 +71,7 @@ def test_a_row_of_a_table_that_cannot_be_is_refused(tmp_path, row: dict, message
         ({"labels": [0, 1]}, "`labels` must be at least two texts"),
     ],
 )
-def test_a_table_that_is_described_wrongly_is_refused(changes: dict, message: str) -> None:
+def test_a_wrongly_described_table_raises(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         own_task(**changes)
 

@@ -1,4 +1,4 @@
-"""Readers of the official layouts, and what they say about rows that cannot be used."""
+"""Readers of the official formats, and their messages on invalid rows."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ QQP = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
 MNLI = "index\tsentence1\tsentence2\tgold_label"
 
 
-def test_the_real_files_are_read_whole(shared_data) -> None:
+def test_the_real_files_are_read_completely(shared_data) -> None:
     counts = {}
     for task, place in (
         ("mnli", "mnli/train.shared.tsv"),
@@ -32,8 +32,8 @@ def test_the_real_files_are_read_whole(shared_data) -> None:
         ("squad_v1", "squad/dev-v1.1.shared.json"),
         ("squad_v2", "squad/dev-v2.0.shared.json"),
     ):
-        examples, account = read_examples(make_task(task), str(shared_data / place))
-        assert account.notes() == []
+        examples, report = read_examples(make_task(task), str(shared_data / place))
+        assert report.notes() == []
         counts[place.split("/")[1].split(".")[0]] = len(examples)
     assert counts == {
         "train": 8999,  # of both tasks
@@ -65,7 +65,7 @@ def test_race_is_read_from_folders_and_from_lines(shared_data, tmp_path) -> None
     assert sorted(from_folder, key=lambda e: e.id) == sorted(from_lines, key=lambda e: e.id)
 
 
-def test_one_level_alone_can_be_scored(shared_data) -> None:
+def test_a_single_level_can_be_scored(shared_data) -> None:
     examples, _ = read_examples(make_task("race"), str(shared_data / "race/sample-original-layout/dev/high"))
     assert {e.group for e in examples} == {"high"}
 
@@ -77,35 +77,35 @@ def test_a_test_file_needs_no_labels(tmp_path) -> None:
     assert read_examples(make_task("qqp"), place)[0][0].label is None
 
 
-def test_malformed_rows_of_qqp_are_left_out_and_counted(tmp_path) -> None:
+def test_malformed_rows_of_qqp_are_skipped_and_counted(tmp_path) -> None:
     rows = ["1\t0\t0\twhy\twhat\t1", "2\t0\t0\t\twhat\t0", "3\t0\t0\twhy", "4\t0\t0\twhy\t \t1", "5\t0\t0\ta\tb\t0"]
-    examples, account = read_examples(make_task("qqp"), tsv(tmp_path / "t.tsv", QQP, *rows))
+    examples, report = read_examples(make_task("qqp"), tsv(tmp_path / "t.tsv", QQP, *rows))
     assert [e.id for e in examples] == ["1", "5"]
-    assert account.skipped == {"an empty question": ["line 3", "line 5"], "not 6 columns": ["line 4"]}
-    assert len(account.notes()) == 2 and "2 rows left out" in account.notes()[0]
+    assert report.skipped == {"an empty question": ["line 3", "line 5"], "not 6 columns": ["line 4"]}
+    assert len(report.notes()) == 2 and "2 rows skipped" in report.notes()[0]
 
 
-def test_a_set_to_submit_keeps_every_row_of_qqp(tmp_path) -> None:
+def test_an_unlabelled_set_keeps_every_row_of_qqp(tmp_path) -> None:
     header = "id\tquestion1\tquestion2"
     place = tsv(tmp_path / "test.tsv", header, "0\twhy\twhat", "1\t\twhat", "2\twhy\t ")
-    examples, account = read_examples(make_task("qqp"), place)
+    examples, report = read_examples(make_task("qqp"), place)
     assert [e.id for e in examples] == ["0", "1", "2"]
-    assert account.kept == {"an empty question": ["line 3", "line 4"]}
-    assert "2 rows kept, an empty question: line 3, line 4" in account.notes()[0]
+    assert report.kept == {"an empty question": ["line 3", "line 4"]}
+    assert "2 rows kept, an empty question: line 3, line 4" in report.notes()[0]
     with pytest.raises(ValueError, match="line 3: a row without label must have 3 columns, but is 2"):
         read_examples(make_task("qqp"), tsv(tmp_path / "short.tsv", header, "0\twhy\twhat", "1\twhy"))
 
 
 @pytest.mark.parametrize("name", ["mnli", "qqp"])
-def test_line_ends_of_windows_and_blank_lines_are_no_part_of_the_data(tmp_path, name: str) -> None:
+def test_crlf_and_blank_lines_are_not_part_of_the_data(tmp_path, name: str) -> None:
     path = write_task(tmp_path, name, 3)
     expected = read_examples(make_task(name), str(path))[0]
     path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n", 3) + b"\r\n\n")  # both kinds in one file
-    examples, account = read_examples(make_task(name), str(path))
-    assert examples == expected and account.notes() == []
+    examples, report = read_examples(make_task(name), str(path))
+    assert examples == expected and report.notes() == []
 
 
-def test_labels_for_some_of_the_examples_are_refused(tmp_path) -> None:
+def test_labels_for_only_some_examples_raise(tmp_path) -> None:
     passages = [GOOD | {"id": f"high{n}.txt", "answers": None if n == 1 else ["A", "B"]} for n in range(3)]
     path = tmp_path / "race.jsonl"
     path.write_text("\n".join(map(json.dumps, passages)), encoding="utf-8")
@@ -130,12 +130,12 @@ def test_labels_for_some_of_the_examples_are_refused(tmp_path) -> None:
         ("mnli", [MNLI, "1\ta\tb\tmaybe"], "line 2: `gold_label` must be one of contradiction.*'maybe'"),
         ("mnli", [MNLI, "1\ta\tb"], "line 2: a row must have 4 columns, but is 3"),
         ("mnli", ["index\tsentence1", "1\ta"], "lacks sentence2"),
-        ("mnli", [MNLI], "an example at least"),
+        ("mnli", [MNLI], "at least one example"),
         ("mnli", [MNLI, "1\ta\tb\tneutral", "1\tc\td\tneutral"], "'1' is there twice, examples 1 and 2"),
         ("mnli", [""], "begin with a line of column names"),
     ],
 )
-def test_tables_that_cannot_be_used_are_refused_with_their_rows(tmp_path, task, lines, message) -> None:
+def test_invalid_tables_raise_with_their_rows(tmp_path, task, lines, message) -> None:
     with pytest.raises(ValueError, match=message):
         read_examples(make_task(task), tsv(tmp_path / "t.tsv", *lines))
 
@@ -147,9 +147,9 @@ GOOD = {"id": "high1.txt", "article": "a", "questions": ["q", "r"], "options": [
     "changes, message",
     [
         ({"answers": ["A", "E"]}, "line 1 question 2: `answers` must be A, B, C or D, but is 'E'"),
-        ({"questions": ["", "r"]}, "line 1 question 1: a question must not be empty"),
+        ({"questions": ["", "r"]}, "line 1 question 1: a question must be a non-empty text"),
         ({"options": [["a"] * 4, ["a"] * 3]}, "question 2: `options` must be four texts"),
-        ({"answers": ["A"]}, r"lists of one length, but is \[2, 2, 1\]"),
+        ({"answers": ["A"]}, r"lists of equal length, but is \[2, 2, 1\]"),
         ({"options": [["a"] * 4, ["a", "b", None, 4]]}, "question 2: `options` must be four texts"),
         ({"id": 7, "level": "high"}, "line 1: `id` must be a text, but is 7"),
         ({"id": "high\ud800"}, "line 1: `id` must be a text"),
@@ -159,7 +159,7 @@ GOOD = {"id": "high1.txt", "article": "a", "questions": ["q", "r"], "options": [
         ({"article": None, "id": "x", "level": "low"}, "level must be middle or high.* 'low'"),
     ],
 )
-def test_race_passages_that_cannot_be_used_are_refused_with_their_rows(tmp_path, changes, message) -> None:
+def test_invalid_race_passages_raise_with_their_rows(tmp_path, changes, message) -> None:
     path = tmp_path / "race.jsonl"
     path.write_text(json.dumps(GOOD | changes), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
@@ -167,14 +167,14 @@ def test_race_passages_that_cannot_be_used_are_refused_with_their_rows(tmp_path,
 
 
 @pytest.mark.parametrize("name", ["mnli", "race", "squad_v1"])
-def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path, name: str) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_data(tmp_path, name: str) -> None:
     path = write_task(tmp_path, name, 3)
     expected = read_examples(make_task(name), str(path))[0]
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert read_examples(make_task(name), str(path))[0] == expected
 
 
-def test_lines_and_folders_that_are_not_race_are_refused(tmp_path) -> None:
+def test_lines_and_folders_that_are_not_race_raise(tmp_path) -> None:
     for text, message in (
         ("{", "line 1 must be JSON"),
         ("[1]", "must be a JSON object"),
@@ -201,21 +201,21 @@ def squad_with(tmp_path: Path, name: str, **changes) -> str:
         (
             "squad_v1",
             {"answers": [{"text": "zebra", "answer_start": 0}]},
-            r"\[2\].qas\[0\]: an answer must stand in its",
+            r"\[2\].qas\[0\]: an answer must occur in its",
         ),
         ("squad_v1", {"answers": [{"text": "zebra", "answer_start": -3}]}, "answer_start"),
         ("squad_v1", {"answers": []}, "a question of SQuAD 1.1 must have an answer"),
-        ("squad_v1", {"question": " "}, "must not be empty"),
-        ("squad_v1", {"answers": [{"text": "zebra"}]}, r"\[2\].qas\[0\]: an answer must stand"),
-        ("squad_v1", {"answers": [{"text": "a", "answer_start": "0"}]}, r"\[2\].qas\[0\]: an answer must stand"),
-        ("squad_v1", {"answers": [{"text": 5, "answer_start": 0}]}, "an answer must stand"),
+        ("squad_v1", {"question": " "}, "must be a non-empty text"),
+        ("squad_v1", {"answers": [{"text": "zebra"}]}, r"\[2\].qas\[0\]: an answer must occur"),
+        ("squad_v1", {"answers": [{"text": "a", "answer_start": "0"}]}, r"\[2\].qas\[0\]: an answer must occur"),
+        ("squad_v1", {"answers": [{"text": 5, "answer_start": 0}]}, "an answer must occur"),
         ("squad_v1", {"answers": None}, r"\[2\].qas\[0\]: `answers` must be a list of objects"),
         ("squad_v1", {"id": 7}, r"\[2\].qas\[0\]: `id` must be a text, but is 7"),
-        ("squad_v1", {"question": "\udfff"}, r"\[2\].qas\[0\]: a question must not be empty, and a text"),
+        ("squad_v1", {"question": "\udfff"}, r"\[2\].qas\[0\]: a question must be a non-empty text"),
         ("squad_v2", {"is_impossible": True}, "not both"),
     ],
 )
-def test_squad_questions_that_cannot_be_used_are_refused_with_their_place(tmp_path, task, changes, message) -> None:
+def test_invalid_squad_questions_raise_with_their_location(tmp_path, task, changes, message) -> None:
     with pytest.raises(ValueError, match=message):
         read_examples(make_task(task), squad_with(tmp_path, task, **changes))
 
@@ -278,7 +278,7 @@ def test_a_data_set_that_the_hub_does_not_have_is_named() -> None:
         read_examples(make_task("mnli", hub_name="nobody/nothing"), "hub:validation")
 
 
-def test_the_fingerprint_of_a_place_follows_its_bytes(tmp_path) -> None:
+def test_the_fingerprint_of_a_path_follows_its_bytes(tmp_path) -> None:
     task = make_task("race")
     (tmp_path / "high").mkdir()
     (tmp_path / "high/1.txt").write_text("x", encoding="utf-8")

@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lmscale.config import TransformerConfig
+from lmscale.config import Recompute, TransformerConfig
 from lmscale.models import build_model, count_model_parameters
 from lmscale.parallel import ParallelContext
 
@@ -41,7 +41,7 @@ def model_values(name: str) -> dict:
 def paper_config(name: str, **changes) -> TransformerConfig:
     values = model_values(name) | changes
     assert values.pop("name") == name
-    return TransformerConfig(**values)
+    return TransformerConfig(**values).with_recompute(Recompute.NONE)
 
 
 @pytest.mark.parametrize("name", COUNTS)

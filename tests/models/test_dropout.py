@@ -9,6 +9,7 @@ from sharding import random_batch, random_model, small_config
 from torch import Tensor
 
 from lmscale.config import TransformerConfig
+from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, counter_dropout, counter_keep_mask, sample_dropout_keys, site_keys
 
 ONE = ParallelContext()
@@ -17,7 +18,7 @@ ARCHITECTURES, NORM_ORDERS = ["gpt", "bert"], ["pre", "post"]
 
 def forward_of(config: TransformerConfig, drop_keys: Tensor | None, train: bool = True) -> Tensor:
     model, batch = random_model(config, ONE).train(train), random_batch(config)
-    if config.architecture == "gpt":
+    if config.family == "gpt":
         return model(batch["tokens"], None, drop_keys)
     return model(batch["tokens"], batch["token_types"], batch["attention_mask"], None, drop_keys)[0]
 
@@ -33,9 +34,17 @@ def test_evaluation_has_no_dropout_and_needs_no_keys(architecture: str, attentio
 
 
 @pytest.mark.parametrize("changes", [{"hidden_dropout": 0.1}, {"attention_dropout": 0.1}])
-def test_training_with_dropout_and_without_keys_is_refused(changes: dict) -> None:
+def test_one_process_draws_the_keys_it_is_not_given_and_several_tensor_ranks_are_refused(changes: dict) -> None:
+    config = small_config("gpt", attention="exact", **changes)
+    model, tokens = random_model(config, ParallelContext()), random_batch(config)["tokens"]
+    with torch.random.fork_rng():
+        found = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            found.append(model(tokens))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     with pytest.raises(ValueError, match="`sample_keys` must be given"):
-        forward_of(small_config("gpt", **changes), None)
+        build_model(config, ParallelContext(tp_size=2), seed=1)(tokens)
 
 
 @pytest.mark.parametrize("norm_order", NORM_ORDERS)

@@ -17,7 +17,7 @@ ARCHITECTURES, NORM_ORDERS = ["gpt", "bert"], ["pre", "post"]
 
 
 def batch_inputs(config: TransformerConfig, batch: dict[str, Tensor]) -> list[Tensor]:
-    names = ["tokens"] if config.architecture == "gpt" else ["tokens", "token_types", "attention_mask"]
+    names = ["tokens"] if config.family == "gpt" else ["tokens", "token_types", "attention_mask"]
     return [batch[name] for name in names]
 
 

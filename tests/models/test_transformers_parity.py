@@ -14,9 +14,9 @@ from lmscale.parallel import ParallelContext
 
 # The defaults of the norm order and the architecture (epsilon, GELU) are what is tested, so they are not set here.
 MODELS = {
-    "GPT2LMHeadModel": {"architecture": "gpt", "norm_order": "pre"},
-    "BertForPreTraining": {"architecture": "bert", "norm_order": "post"},
-    "MegatronBertForPreTraining": {"architecture": "bert", "norm_order": "pre"},
+    "GPT2LMHeadModel": {"family": "gpt", "norm_order": "pre"},
+    "BertForPreTraining": {"family": "bert", "norm_order": "post"},
+    "MegatronBertForPreTraining": {"family": "bert", "norm_order": "pre"},
 }
 # Logits and losses are of size 1 to 6. The gradients of queries and keys are small differences of large terms (softmax
 # ignores what all scores share), which in fp32 leaves 4e-4 of them under post-norm; in fp64 1e-13 of rounding.
@@ -33,7 +33,7 @@ def make_config(name: str, **changes) -> TransformerConfig:
 def make_batch(config: TransformerConfig) -> dict[str, Tensor]:
     """A batch whose labels both sides can score: none on padding, none for a token after GPT's last."""
     batch = random_batch(config)
-    if config.architecture == "bert":
+    if config.family == "bert":
         batch["labels"][~batch["attention_mask"]] = -100
     else:
         batch["labels"][:, -1] = -100
@@ -43,7 +43,7 @@ def make_batch(config: TransformerConfig) -> dict[str, Tensor]:
 def our_outputs(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
     """(logits [b, s, v] and for BERT order logits [b, 2]; mean loss, for BERT the sum of two means)."""
     num_scored = (batch["labels"] != -100).sum()
-    if model.config.architecture == "gpt":
+    if model.config.family == "gpt":
         return [model(batch["tokens"])], model(batch["tokens"], batch["labels"]) / num_scored
     inputs = batch["tokens"], batch["token_types"], batch["attention_mask"]
     summed, order_logits = model(*inputs, batch["labels"])

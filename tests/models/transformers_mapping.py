@@ -13,13 +13,13 @@ from transformers import (
     MegatronBertForPreTraining,
 )
 
-from lmscale.checkpoint.hf_names import family_of
-from lmscale.config import NormOrder, TransformerConfig
+from lmscale.config import TransformerConfig
+from lmscale.models.hugging_face import model_of
 
 
 def to_transformers(tensors: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
     """Whole tensors (tp_size 1), weights or gradients, under the published model's names and in its layouts."""
-    rows = family_of(config).rows(config)
+    rows = model_of(config).rows(config)
     assert {row.ours for row in rows} == set(tensors)
     return {row.theirs: row.to_theirs(tensors[row.ours], config) for row in rows}
 
@@ -29,7 +29,7 @@ def published_model(config: TransformerConfig) -> nn.Module:
 
     GELU and epsilon are written out as published and not taken from `config`, so that a wrong default of ours shows.
     """
-    if config.architecture == "gpt":
+    if config.family == "gpt":
         sizes = GPT2Config(
             vocab_size=config.vocab_size,
             n_positions=config.max_position_embeddings,
@@ -46,7 +46,7 @@ def published_model(config: TransformerConfig) -> nn.Module:
             attn_implementation="eager",
         )
         return GPT2LMHeadModel(sizes)
-    is_post = config.norm_order is NormOrder.POST
+    is_post = config.norm_order == "post"
     sizes = (BertConfig if is_post else MegatronBertConfig)(
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,

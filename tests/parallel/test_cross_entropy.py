@@ -1,4 +1,4 @@
-"""The projection and its loss, a piece at a time, against torch's on whole logits; over one process and two."""
+"""The output projection and its loss against torch's on full logits: plain and in chunks, on one process and two."""
 
 import math
 
@@ -8,7 +8,13 @@ import torch.nn.functional as F
 from ranks import make_context, run_ranks
 from torch import Tensor
 
-from lmscale.parallel import ParallelContext, cross_entropy, linear_cross_entropy, vocab_parallel_cross_entropy
+from lmscale.parallel import (
+    ParallelContext,
+    chunked_cross_entropy,
+    linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_logits,
+)
 
 N, H, V, USED = 23, 8, 40, 33  # rows, hidden, padded and real vocabulary
 
@@ -28,7 +34,7 @@ def gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 
 def expected() -> list[Tensor]:
-    """Loss and gradients of rows, weight and bias from whole logits, on one process."""
+    """Loss and gradients of rows, weight and bias from full logits, on one process."""
     rows, weight, bias, labels = make_inputs()
     logits = (rows @ weight.t() + bias)[:, :USED]
     return gradients(F.cross_entropy(logits, labels, reduction="sum"), rows, weight, bias)
@@ -38,43 +44,54 @@ def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True))
 
 
+def plain_loss(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocab_size: int, context: ParallelContext
+) -> Tensor:
+    """The same sum without chunks, with torch's autograd."""
+    logits = vocab_parallel_logits(rows, weight, bias, vocab_size, context)
+    return vocab_parallel_cross_entropy(logits, labels, context).sum()
+
+
 @pytest.mark.parametrize("at_once", [1, 3 * V, 11 * V + 5, 100 * V])
-def test_pieces_of_any_size_give_the_loss_and_gradients_of_whole_logits(at_once: int, monkeypatch) -> None:
-    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", at_once)
+def test_chunks_of_any_size_give_the_loss_and_gradients_of_full_logits(at_once: int, monkeypatch) -> None:
+    monkeypatch.setattr(chunked_cross_entropy, "LOGITS_AT_ONCE", at_once)
     rows, weight, bias, labels = make_inputs()
     loss = linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext())
     assert largest_error(gradients(loss, rows, weight, bias), expected()) < 1e-13
 
 
-def _on_a_rank(rank: int) -> float:
-    cross_entropy.LOGITS_AT_ONCE = 7 * V // 2  # several pieces
+def _on_a_rank(rank: int, loss_function) -> float:
+    chunked_cross_entropy.LOGITS_AT_ONCE = 7 * V // 2  # several chunks
     context = make_context(tp_size=2)
     rows, weight, bias, labels = make_inputs()
     part = slice(rank * V // 2, (rank + 1) * V // 2)
     mine = [x[part].detach().requires_grad_() for x in (weight, bias)]
-    found = gradients(linear_cross_entropy(rows, *mine, labels, USED, context), rows, *mine)
+    found = gradients(loss_function(rows, *mine, labels, USED, context), rows, *mine)
     loss, d_rows, d_weight, d_bias = expected()
     return largest_error(found, [loss, d_rows, d_weight[part], d_bias[part]])
 
 
-def test_two_ranks_with_half_of_the_vocabulary_each_give_the_same() -> None:
-    assert max(run_ranks(_on_a_rank, 2)) < 1e-13
+@pytest.mark.parametrize("loss_function", [plain_loss, linear_cross_entropy])
+def test_two_ranks_with_half_of_the_vocabulary_each_give_the_same(loss_function) -> None:
+    assert max(run_ranks(_on_a_rank, 2, loss_function)) < 1e-13
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
 def test_half_types_are_as_exact_as_their_products(dtype: torch.dtype, bound: float, monkeypatch) -> None:
-    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 5 * V)
+    monkeypatch.setattr(chunked_cross_entropy, "LOGITS_AT_ONCE", 5 * V)
     rows, weight, bias, labels = make_inputs(dtype)
     found = gradients(linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext()), rows, weight, bias)
     assert found[0].dtype == torch.float32 and found[1].dtype == dtype
     assert largest_error([x.double() for x in found], expected()) < bound
 
 
-def test_the_whole_logits_never_exist(monkeypatch) -> None:
-    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 2 * V)
+def test_the_full_logits_never_exist(monkeypatch) -> None:
+    monkeypatch.setattr(chunked_cross_entropy, "LOGITS_AT_ONCE", 2 * V)
     sizes = []
-    project = cross_entropy._project
-    monkeypatch.setattr(cross_entropy, "_project", lambda *inputs: sizes.append(len(inputs[0])) or project(*inputs))
+    project = chunked_cross_entropy._project
+    monkeypatch.setattr(
+        chunked_cross_entropy, "_project", lambda *inputs: sizes.append(len(inputs[0])) or project(*inputs)
+    )
     rows, weight, bias, labels = make_inputs()
     linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext()).backward()
     assert max(sizes) == 2 and len(sizes) == math.ceil(N / 2)
@@ -82,7 +99,7 @@ def test_the_whole_logits_never_exist(monkeypatch) -> None:
 
 def test_without_gradients_none_are_made(monkeypatch) -> None:
     """Parameters say that they need one also where torch is told not to make any."""
-    monkeypatch.setattr(cross_entropy, "_logits_to_gradient", None)
+    monkeypatch.setattr(chunked_cross_entropy, "_logits_to_gradient", None)
     for mode in (torch.no_grad, torch.inference_mode):
         rows, weight, bias, labels = make_inputs()
         with mode():
@@ -112,9 +129,15 @@ def test_the_loss_of_each_row_is_torchs() -> None:
     assert (found - wanted).abs().max() < 1e-13
 
 
+def test_the_plain_loss_has_the_gradients_of_full_logits() -> None:
+    rows, weight, bias, labels = make_inputs()
+    loss = plain_loss(rows, weight, bias, labels, USED, ParallelContext())
+    assert largest_error(gradients(loss, rows, weight, bias), expected()) < 1e-13
+
+
 @pytest.mark.slow
 def test_compiled_passes_give_the_same(monkeypatch) -> None:
-    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 9 * V)
+    monkeypatch.setattr(chunked_cross_entropy, "LOGITS_AT_ONCE", 9 * V)
     rows, weight, bias, labels = make_inputs()
     loss = linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext(), compiled=True)
     assert largest_error(gradients(loss, rows, weight, bias), expected()) < 1e-12

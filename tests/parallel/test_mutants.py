@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from ranks import make_context, run_ranks
 from sharding import differences_from_plain, small_config
 
-from lmscale.parallel import ShardSpec, collectives, cross_entropy, global_gradient_norm, layers
+from lmscale.parallel import Communicator, ShardSpec, chunked_cross_entropy, global_gradient_norm, layers
 from lmscale.parallel import rng as rng_module
 
 BOUND = 1e-12
@@ -18,11 +18,11 @@ NOTICED = 1e-4
 
 def f_without_all_reduce() -> None:
     """The gradient at the entry of the region stays partial."""
-    collectives._CopyToTensorParallelRegion.backward = staticmethod(lambda ctx, grad: (grad, None))
+    Communicator.begin_all_reduce = lambda self, x: lambda: x
 
 
 def row_bias_before_g() -> None:
-    """The bias is inside the sum and counts once a rank."""
+    """The bias is inside the sum and counts once per rank."""
 
     def forward(self, x):
         return layers.reduce_from_tensor_parallel_region(F.linear(x, self.weight, self.bias), self.context)
@@ -49,19 +49,19 @@ def norm_of_parameters() -> None:
 
 def tied_projection_without_f() -> None:
     """The gradient that leaves the output projection is only this rank's part of the vocabulary."""
-    cross_entropy.copy_to_tensor_parallel_region = lambda x, context: x
+    chunked_cross_entropy.copy_to_tensor_parallel_region = lambda x, context: x
 
 
 def target_score_not_reduced() -> None:
     """Only the rank that owns the target knows its score."""
-    calls = {"n": 0}
-    original = cross_entropy.sum_over_tensor_ranks
+    statistics = chunked_cross_entropy._statistics
 
-    def skip_second(x, context):
-        calls["n"] += 1
-        return x if calls["n"] % 2 == 0 else original(x, context)
+    def with_local_target(logits, labels, context, compiled):
+        log_total, _, column, elsewhere = statistics(logits, labels, context, compiled)
+        own = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+        return log_total, own.masked_fill(elsewhere, 0.0), column, elsewhere
 
-    cross_entropy.sum_over_tensor_ranks = skip_second
+    chunked_cross_entropy._statistics = with_local_target
 
 
 MUTANTS = {

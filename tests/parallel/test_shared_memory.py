@@ -91,11 +91,11 @@ def _train(context: ParallelContext, dtype: torch.dtype) -> tuple[list[Tensor], 
 
 def _train_both_ways(rank: int) -> None:
     context = make_context(tp_size=2)
-    assert context.tp_channel is not None
+    assert isinstance(context.tp_communicator, SharedMemoryChannel)
     for sequence_parallel, dtype in itertools.product((False, True), (torch.float64, torch.bfloat16)):
         here = dataclasses.replace(context, sequence_parallel=sequence_parallel)
         numbers, sent = _train(here, dtype)
-        gloo_s, sent_by_gloo = _train(dataclasses.replace(here, tp_channel=None), dtype)
+        gloo_s, sent_by_gloo = _train(dataclasses.replace(here, tp_communicator=None), dtype)
         assert all(torch.equal(x, y) for x, y in zip(numbers, gloo_s, strict=True))
         assert sent == sent_by_gloo and len(sent) > 10
 
@@ -171,7 +171,7 @@ def test_a_layer_is_compiled_without_a_break(sequence_parallel: bool) -> None:
     # Of two ranks, of which the other has zeros and is not waited for.
     memory = torch.zeros(2, 2, shared_memory.SLOT_BYTES, dtype=torch.uint8)
     channel = SharedMemoryChannel("alone", 0, {}, memory, MINUTE)
-    context = ParallelContext(tp_size=2, tp_channel=channel, sequence_parallel=sequence_parallel)
+    context = ParallelContext(tp_size=2, tp_communicator=channel, sequence_parallel=sequence_parallel)
     model = random_model(small_config("gpt", max_position_embeddings=12), context)
     layer, results = model.transformer.layers[0], []
     for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):

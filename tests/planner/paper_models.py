@@ -20,7 +20,7 @@ def paper_model(name: str, **changes: object) -> TransformerConfig:
     num_layers, hidden_size, num_attention_heads = SIZES[name]
     is_gpt = name.startswith("gpt")
     fields = {
-        "architecture": "gpt" if is_gpt else "bert",
+        "family": "gpt" if is_gpt else "bert",
         "num_layers": num_layers,
         "hidden_size": hidden_size,
         "num_attention_heads": num_attention_heads,

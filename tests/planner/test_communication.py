@@ -111,7 +111,7 @@ def test_the_parameters_that_see_a_shard_are_those_of_the_model(architecture: st
     config = small_config(architecture, norm_order=norm_order)
     with torch.device("meta"):
         model = build_model(config, ParallelContext(tp_size=2, sequence_parallel=True), seed=None, device="meta")
-    assert partial_parameters(config) == sum(p.numel() for p in model.parameters() if p.shard.sees_shard)
+    assert partial_parameters(config) == sum(p.numel() for p in model.parameters() if p.shard.grad_is_partial)
     one_rank = ParallelConfig(1, 1, sequence_parallel=True)
     assert step_collectives(config, one_rank, 4, 1, 12, "fp32") == ()
 

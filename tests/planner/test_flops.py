@@ -45,7 +45,7 @@ def test_flops_a_token_of_the_paper_models(name: str, seq_length: int, model: fl
 )
 def test_flops_equal_those_counted_in_a_real_step(recompute: str, ffn_hidden_size: int | None) -> None:
     config = TransformerConfig(
-        architecture="gpt",
+        family="gpt",
         num_layers=3,
         hidden_size=36,
         num_attention_heads=4,

@@ -1,16 +1,15 @@
-import dataclasses
 import itertools
 
 import pytest
 import torch
 from paper_models import paper_model
 
-from lmscale.config import Recompute, TransformerConfig
+from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
-from lmscale.planner.job import Job, Layout, rank_memory, smallest_layout, usable_bytes
+from lmscale.planner.job import Job, rank_memory, smallest_layout, usable_bytes
 from lmscale.planner.memory import GIB, estimate_memory
 from lmscale.planner.params import count_parameters
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
@@ -29,7 +28,7 @@ def small_model(architecture: str, **changes: object) -> TransformerConfig:
         "max_position_embeddings": SEQUENCE,
         "attention_dropout": 0.0,
     }
-    return TransformerConfig(architecture=architecture, **(fields | changes))
+    return TransformerConfig(family=architecture, **(fields | changes))
 
 
 def saved_bytes(config: TransformerConfig, dtype: str) -> int:
@@ -48,7 +47,7 @@ def saved_bytes(config: TransformerConfig, dtype: str) -> int:
     tokens = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % VOCAB
     keys = sample_dropout_keys(seed=1, sample_numbers=torch.arange(BATCH))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        if config.architecture == "gpt":
+        if config.family == "gpt":
             model(tokens, tokens, keys)
         else:
             model(tokens, torch.zeros_like(tokens), None, tokens, keys, scored_places(config))
@@ -168,8 +167,8 @@ def test_the_table_shows_every_part_and_the_total() -> None:
 
 
 def smallest(config: TransformerConfig, b: int, dtype: str, usable: int, **more: object) -> int | None:
-    job = Job(config, b, 1024, dtype, 1)
-    found = smallest_layout(job, lambda tp: Layout(tp, 1, b, config.recompute), usable, on_gpu=True, **more)
+    job = Job(config, b, b, 1024, dtype, 1)
+    found = smallest_layout(job, ParallelConfig, usable, on_gpu=True, **more)
     return found and found.tp_size
 
 
@@ -198,8 +197,7 @@ def test_ranks_that_share_a_device_have_a_part_of_it_and_a_framework_each() -> N
 
 @pytest.mark.parametrize("global_batch_size, dp_size, accumulates", [(8, 2, False), (16, 2, True), (8, 1, True)])
 def test_a_ranks_gradients_wait_where_it_accumulates(global_batch_size: int, dp_size: int, accumulates: bool) -> None:
-    config = paper_model("gpt_355m")
-    job = Job(config, global_batch_size, 1024, "fp32", 1)
-    found = rank_memory(job, Layout(1, dp_size, 4, Recompute.FULL), on_gpu=True)
-    config = dataclasses.replace(config, recompute="full")
+    config = paper_model("gpt_355m", recompute="full")
+    job = Job(config, 4, global_batch_size, 1024, "fp32", 1)
+    found = rank_memory(job, ParallelConfig(1, dp_size), on_gpu=True)
     assert found == estimate_memory(config, 1, 4, 1024, "fp32", dp_size, accumulates=accumulates)

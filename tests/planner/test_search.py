@@ -6,24 +6,24 @@ import pytest
 from paper_models import paper_model
 from test_step_time import CLUSTER
 
-from lmscale.config import Recompute
-from lmscale.planner.job import Job, Layout
+from lmscale.config import ParallelConfig, Recompute
+from lmscale.planner.job import Job
 from lmscale.planner.memory import estimate_memory
 from lmscale.planner.plan import make_plan
 from lmscale.planner.search import (
     largest_number,
     micro_batch_sizes,
-    nearest_layout,
+    nearest_plan,
     rank_layouts,
     smallest_need,
+    suggest_layout,
     tensor_sizes,
-    way_out,
 )
 
 
 def job(name: str = "gpt_2.5b", batch: int = 48, **changes: object) -> Job:
     config = paper_model(name, **changes)
-    return Job(config, batch, config.max_position_embeddings, "fp16", 1000)
+    return Job(config, 1, batch, config.max_position_embeddings, "fp16", 1000)
 
 
 def every_plan(a_job: Job, num_devices: int) -> list:
@@ -32,7 +32,7 @@ def every_plan(a_job: Job, num_devices: int) -> list:
     for tp_size, b, mode in itertools.product(range(1, num_devices + 1), range(1, 65), Recompute):
         if num_devices % tp_size == 0:
             try:
-                plans.append(make_plan(a_job, Layout(tp_size, num_devices // tp_size, b, mode), CLUSTER))
+                plans.append(make_plan(a_job.change(b, mode), ParallelConfig(tp_size, num_devices // tp_size), CLUSTER))
             except ValueError:
                 continue
     return plans
@@ -43,9 +43,9 @@ def test_the_first_of_a_ranking_is_the_fastest_of_all_layouts_that_fit(name: str
     ranking = rank_layouts(job(name, 64 if num_devices == 16 else 48), CLUSTER, num_devices)
     fits = [plan for plan in every_plan(ranking.fitting[0].job, num_devices) if plan.missing_bytes <= 0]
     # Brute force also tries micro-batches of 3, 6, 12 and so on, which a ranking leaves out; no tie is broken by order.
-    powers = [plan for plan in fits if plan.layout.micro_batch_size in (1, 2, 4, 8, 16, 32, 64)]
+    powers = [plan for plan in fits if plan.job.micro_batch_size in (1, 2, 4, 8, 16, 32, 64)]
     assert ranking.fitting[0].time.total == min(plan.time.total for plan in powers)
-    assert {plan.layout for plan in ranking.fitting} >= {plan.layout for plan in powers}
+    assert {(plan.layout, plan.job) for plan in ranking.fitting} >= {(plan.layout, plan.job) for plan in powers}
     assert all(plan.num_devices == num_devices and plan.missing_bytes <= 0 for plan in ranking.fitting)
 
 
@@ -59,8 +59,8 @@ def test_what_does_not_fit_is_listed_with_its_smallest_shortage() -> None:
 
 
 def test_a_plan_fits_exactly_when_the_memory_estimate_does() -> None:
-    a_job = job(attention="exact")
-    plan = make_plan(a_job, Layout(2, 2, 4, Recompute.FULL), CLUSTER)
+    a_job = job(attention="exact", recompute="full").change(micro_batch_size=4)
+    plan = make_plan(a_job, ParallelConfig(2, 2), CLUSTER)
     config = paper_model("gpt_2.5b", attention="exact", recompute="full")
     total = estimate_memory(config, 2, 4, 1024, "fp16", 2).total
     assert plan.needed_bytes == total
@@ -69,41 +69,40 @@ def test_a_plan_fits_exactly_when_the_memory_estimate_does() -> None:
 
 def test_what_a_rank_keeps_follows_its_attention_whatever_the_step_times_are_of() -> None:
     exact, sdpa = (
-        make_plan(job(attention=kind), Layout(2, 2, 4, Recompute.NONE), CLUSTER) for kind in ("exact", "sdpa")
+        make_plan(job(attention=kind).change(micro_batch_size=4), ParallelConfig(2, 2), CLUSTER)
+        for kind in ("exact", "sdpa")
     )
     assert not CLUSTER.calibration.fused_attention
     assert sdpa.needed_bytes < exact.needed_bytes and sdpa.time.elementwise == exact.time.elementwise
 
 
 def test_the_nearest_layout_is_the_one_asked_for_where_that_works() -> None:
-    wanted = Layout(2, 4, 2, Recompute.FULL)
-    assert nearest_layout(job(), wanted, CLUSTER).layout == wanted
+    wanted, grid = job().change(2, Recompute.FULL), ParallelConfig(2, 4)
+    found = nearest_plan(wanted, grid, CLUSTER)
+    assert (found.job, found.layout) == (wanted, grid)
 
 
 @pytest.mark.parametrize(
-    "wanted, nearest",
+    "mode, wanted, nearest",  # tp_size, dp_size, micro-batch
     [
-        (Layout(1, 4, 4, Recompute.NONE), Layout(2, 2, 4, Recompute.FULL)),  # too large on one: fewer data ranks
-        (Layout(2, 4, 5, Recompute.FULL), Layout(2, 4, 4, Recompute.FULL)),  # 5 does not divide
-        (Layout(3, 4, 4, Recompute.FULL), Layout(4, 3, 4, Recompute.FULL)),  # 3 does not divide 20 heads
+        ("none", (1, 4, 4), (2, 2, 4)),  # too large on one: fewer data ranks
+        ("full", (2, 4, 5), (2, 4, 4)),  # 5 does not divide
+        ("full", (3, 4, 4), (4, 3, 4)),  # 3 does not divide 20 heads
     ],
 )
-def test_the_nearest_layout_keeps_the_devices_and_changes_least(wanted: Layout, nearest: Layout) -> None:
-    found = nearest_layout(job(), wanted, CLUSTER).layout
-    assert found.tp_size * found.dp_size == wanted.tp_size * wanted.dp_size
-    assert (found.tp_size, found.dp_size, found.micro_batch_size) == (
-        nearest.tp_size,
-        nearest.dp_size,
-        nearest.micro_batch_size,
-    )
+def test_the_nearest_layout_keeps_the_devices_and_changes_least(mode: str, wanted: tuple, nearest: tuple) -> None:
+    tp_size, dp_size, b = wanted
+    found = nearest_plan(job().change(b, Recompute(mode)), ParallelConfig(tp_size, dp_size), CLUSTER)
+    assert found.num_devices == tp_size * dp_size
+    assert (found.layout.tp_size, found.layout.dp_size, found.job.micro_batch_size) == nearest
 
 
 def test_a_model_beyond_every_layout_says_what_it_needs_at_least() -> None:
     vast = job(hidden_size=19200, num_layers=120)
-    assert nearest_layout(vast, Layout(1, 1, 1, Recompute.NONE), CLUSTER) is None
+    assert nearest_plan(vast, ParallelConfig(), CLUSTER) is None
     least = smallest_need(vast, CLUSTER)
     assert (least.layout.tp_size, least.layout.dp_size) == (20, 1)
-    assert "largest tp_size that divides the model, 20" in way_out(vast, Layout(1, 1, 1, Recompute.NONE), CLUSTER)
+    assert "largest tp_size that divides the model, 20" in suggest_layout(vast, ParallelConfig(), CLUSTER)
 
 
 def test_only_sizes_that_divide_are_tried() -> None:
@@ -120,7 +119,7 @@ def test_a_number_of_devices_that_nothing_uses_is_refused_with_the_nearest_that_
 
 
 def test_days_tokens_and_energy_follow_from_the_step() -> None:
-    plan = make_plan(job(), Layout(2, 4, 2, Recompute.FULL), CLUSTER)
+    plan = make_plan(job().change(2, Recompute.FULL), ParallelConfig(2, 4), CLUSTER)
     assert plan.num_micro_batches == 6
     assert plan.tokens_per_s * plan.time.total == pytest.approx(48 * 1024)
     assert plan.days * 86400 == pytest.approx(1000 * plan.time.total)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from paper_models import SIZES, paper_model
 
 from lmscale.config import ParallelConfig, TransformerConfig
-from lmscale.planner.cluster import Calibration, Cluster, Peaks
+from lmscale.config.cluster import Calibration, Cluster, Peaks
 from lmscale.planner.communication import micro_batch_collectives
 from lmscale.planner.flops import rank_flops_per_micro_batch
 from lmscale.planner.step_time import StepTime, Techniques, predict_step_time

@@ -23,7 +23,7 @@ def tiny_run(architecture: str, run_dir: Path, **changes) -> RunConfig:
         "name": f"{architecture}_test",
         "run_dir": str(run_dir),
         "model": {
-            "architecture": architecture,
+            "family": architecture,
             "num_layers": 2,
             "hidden_size": 24,
             "num_attention_heads": 4,

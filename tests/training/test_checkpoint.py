@@ -86,7 +86,7 @@ def test_auto_takes_the_newest_complete_one(finished, tmp_path) -> None:
     (run_dir / "checkpoints" / "step_10.ckpt" / "metadata.json").unlink()
     assert find_checkpoint(tiny_run("gpt", run_dir, resume="auto")).endswith("step_6.ckpt")
     assert find_checkpoint(tiny_run("gpt", tmp_path / "new", resume="auto")) is None
-    with pytest.raises(CheckpointError, match="step_10.ckpt is no checkpoint, it has no metadata.json"):
+    with pytest.raises(CheckpointError, match="step_10.ckpt is not a checkpoint: it has no metadata.json"):
         find_checkpoint(tiny_run("gpt", tmp_path / "new", resume=str(run_dir)))
     older = run_dir / "checkpoints" / "step_4.ckpt"
     assert find_checkpoint(tiny_run("gpt", tmp_path / "new", resume=str(older))).endswith("step_4.ckpt")

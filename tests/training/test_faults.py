@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from door import TINY, train
+from entry_points import TINY, train
 from runs import assert_same_run, read_rows, run_jobs, tiny_run
 
 from lmscale.checkpoint import CheckpointError, CheckpointReader, list_checkpoints
 from lmscale.checkpoint.tensor_file import TensorFileWriter
 from lmscale.training import pretrain as pretrain_module
-from lmscale.training.gpt_module import GPTModule
+from lmscale.training.family_module import FamilyModule
 from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.runtime.exit_codes import DIVERGED, NOT_SAVED, REPLICAS_DIFFER, USER_ERROR
 
@@ -229,7 +229,7 @@ def test_a_loss_scale_on_its_way_down_is_no_divergence(tmp_path) -> None:
 
 def drift(rank: int, what: str) -> None:
     """Make rank 1 change something by itself after step 2."""
-    step = GPTModule.training_step
+    step = FamilyModule.training_step
 
     def step_and_drift(self, batch, batch_idx):
         step(self, batch, batch_idx)
@@ -239,7 +239,7 @@ def drift(rank: int, what: str) -> None:
             else:
                 self.model.get_parameter(what).data.view(-1)[0] += 1e-12
 
-    GPTModule.training_step = step_and_drift
+    FamilyModule.training_step = step_and_drift
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ WORDS = ("paper", "megatron_v1", "modern")
 
 def points_of(word: str) -> dict[str, object]:
     """What a word sets, by dotted key, from its file."""
-    content = OmegaConf.to_container(OmegaConf.load(REPOSITORY / "conf" / "fidelity" / f"{word}.yaml"))
+    content = OmegaConf.to_container(OmegaConf.load(REPOSITORY / "conf" / "train" / "fidelity" / f"{word}.yaml"))
     assert content.pop("fidelity") == word
     found = {}
     for key, value in content.items():
@@ -105,7 +105,7 @@ def test_a_finetuning_of_megatron_v1_ends_at_13_percent_of_its_peak() -> None:
     last = {}
     for word in ("paper", "megatron_v1"):
         with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-            values = compose("finetune", [f"finetune_fidelity={word}", "ckpt=x", "optimizer.lr=1e-4"])
+            values = compose("finetune", [f"fidelity={word}", "ckpt=x", "optimizer.lr=1e-4"])
         run = FinetuneConfig.from_dict(OmegaConf.to_container(values, resolve=True) | {"run_dir": "/somewhere"})
         assert run.fidelity == word
         last[word] = learning_rate_of_update(1001, run.schedule(1000), run.optimizer.lr)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from door import TINY, start, train
+from entry_points import TINY, start, train
 from runs import assert_same_run
 
 from lmscale.checkpoint import list_checkpoints, read_metadata

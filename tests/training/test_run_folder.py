@@ -26,9 +26,9 @@ def test_the_options_of_a_run_are_named_with_whether_they_do_anything(
 ) -> None:
     run = tiny_run("gpt", tmp_path, optimizer__moments="bf16", precision__dtype="fp32", model__recompute="full")
     layout = ParallelConfig(*sizes, sequence_parallel=True, zero1=True)
-    assert describe_options(run, run.transformer_config(100), layout) == line
+    assert describe_options(run, run.model.with_vocab_size(100), layout) == line
     plain = tiny_run("gpt", tmp_path)
-    assert describe_options(plain, plain.transformer_config(100), ParallelConfig(*sizes)) == ""
+    assert describe_options(plain, plain.model.with_vocab_size(100), ParallelConfig(*sizes)) == ""
 
 
 def test_a_run_of_one_process_opens_no_port(tmp_path, monkeypatch) -> None:

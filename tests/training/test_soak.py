@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from door import REPOSITORY, environment
+from entry_points import REPOSITORY, environment
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks with ps and /proc")
 

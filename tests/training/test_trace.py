@@ -24,7 +24,7 @@ WITHOUT_RECOMPUTATION = 72 * B * S * L * H**2 * (1 + Fraction(S, 6 * H) + Fracti
 
 def gpt_8_3b(num_layers: int = L, **changes) -> TransformerConfig:
     return TransformerConfig(
-        architecture="gpt",
+        family="gpt",
         num_layers=num_layers,
         hidden_size=H,
         num_attention_heads=32,
@@ -84,7 +84,7 @@ def test_the_formula_of_perf_counts_what_the_model_does(recompute: str) -> None:
 def test_bert_is_counted_with_its_heads() -> None:
     layers, h, v, b, s, p = 3, 2560, 30720, 4, 512, 4
     config = TransformerConfig(
-        architecture="bert",
+        family="bert",
         num_layers=layers,
         hidden_size=h,
         num_attention_heads=40,
@@ -102,7 +102,7 @@ def test_bert_is_counted_with_its_heads() -> None:
 
 
 CASES = [
-    {"architecture": architecture, "norm_order": norm_order, "recompute": recompute, "hidden_dropout": dropout}
+    {"family": architecture, "norm_order": norm_order, "recompute": recompute, "hidden_dropout": dropout}
     | {"max_position_embeddings": 12}
     for architecture, norm_order in (("gpt", "pre"), ("bert", "post"))
     for recompute in ("none", "full")
@@ -112,7 +112,7 @@ CASES = [
 
 def _record_real(rank: int, sequence_parallel: bool) -> list:
     # Over the backend, as in the fake world; test_shared_memory.py compares the channel's bytes with it.
-    changes = {"sequence_parallel": sequence_parallel, "tp_channel": None}
+    changes = {"sequence_parallel": sequence_parallel, "tp_communicator": None}
     context, recorded = dataclasses.replace(make_context(tp_size=2), **changes), []
     for case in CASES:
         config = small_config(**case)
@@ -127,7 +127,7 @@ def _record_real(rank: int, sequence_parallel: bool) -> list:
 
 def scored_as_counted(batch: dict, config: TransformerConfig) -> dict:
     """A BERT's batch with as many scored places as the arithmetic takes."""
-    if config.architecture == "bert":
+    if config.family == "bert":
         batch["labels"] = batch["tokens"].clone()
         batch["labels"][:, scored_tokens(config, batch["labels"].shape[1]) :] = -100
     return batch

@@ -14,7 +14,7 @@ import hydra
 from omegaconf import DictConfig
 
 from analysis.benchmarks.config import BenchConfig
-from lmscale.cli.entry_point import open_door, run_task
+from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.results import record_path, write_record
 
 NUM_SHOWN = 25
@@ -51,4 +51,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    open_door(main)
+    run_hydra_main(main)

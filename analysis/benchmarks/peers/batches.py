@@ -26,7 +26,7 @@ def make_batches(config: TransformerConfig, bench: BenchConfig, count: int, devi
     for _ in range(count):
         drawn = torch.multinomial(weights, shape[0] * (shape[1] + 1), replacement=True, generator=generator)
         drawn = drawn.view(shape[0], shape[1] + 1)
-        if config.architecture == "gpt":
+        if config.family == "gpt":
             # transformers' own loss leaves out a sequence's last position: it has no next token there.
             labels = drawn[:, 1:].clone()
             labels[:, -1] = IGNORE_LABEL

@@ -32,7 +32,7 @@ class Ours(Contender):
         seed_rank_generator(self.bench.seed, number, 0, 0, 0)
         numbers = number * len(tokens) + torch.arange(len(tokens), device=tokens.device)
         keys = sample_dropout_keys(self.bench.seed, numbers)
-        if self.model.config.architecture == "gpt":
+        if self.model.config.family == "gpt":
             loss = self.model(tokens, labels, keys) / (labels != IGNORE_LABEL).sum()
         else:
             masked, order = self.model(tokens, batch["token_types"], None, labels, keys, batch["scored"])

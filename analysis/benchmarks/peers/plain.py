@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from analysis.benchmarks.config import BenchConfig
 from lmscale.checkpoint.hf_config import config_to_hf
-from lmscale.checkpoint.hf_names import family_of
 from lmscale.models import build_model
+from lmscale.models.hugging_face import model_of
 from lmscale.parallel import IGNORE_LABEL, ParallelContext
 
 from .contender import MAX_NORM, Batch, Contender
@@ -46,7 +46,7 @@ class HuggingFace(Plain):
 
     def __init__(self, bench: BenchConfig, device: torch.device, compiles: bool) -> None:
         super().__init__(hugging_face_model(bench), bench, device, compiles)
-        self.is_gpt = bench.model["architecture"] == "gpt"
+        self.is_gpt = bench.model["family"] == "gpt"
 
     def loss(self, batch: Batch) -> Tensor:
         if self.is_gpt:  # its own loss shifts the labels; ours are shifted already
@@ -90,8 +90,8 @@ def hugging_face_model(bench: BenchConfig) -> nn.Module:
 
     config = bench.transformer_config()
     ours = dict(build_model(config, ParallelContext(), seed=bench.seed).named_parameters())
-    model = getattr(transformers, family_of(config).model_class)(config_to_hf(config, "float32", {}))
-    weights = {row.theirs: row.to_theirs(ours[row.ours].detach(), config) for row in family_of(config).rows(config)}
+    model = getattr(transformers, model_of(config).model_class)(config_to_hf(config, "float32", {}))
+    weights = {row.theirs: row.to_theirs(ours[row.ours].detach(), config) for row in model_of(config).rows(config)}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     tied = [name for name in missing if "lm_head" not in name and "decoder" not in name and "position_ids" not in name]
     assert not tied and not unexpected, (tied, unexpected)

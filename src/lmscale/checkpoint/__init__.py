@@ -1,6 +1,7 @@
-"""Checkpoints: safetensors pieces and JSON metadata, written by all ranks, readable at any layout; no pickle.
+"""Checkpoints of safetensors files and JSON metadata, written by all ranks and readable at any layout; no pickle.
 
-Communicates nothing: ranks meet in the file system. Torch, safetensors' format and `config` only, no Lightning.
+Read metadata.py (the format), tensor_file.py, write.py and read.py; then offline.py, reshard.py and atomic_folder.py
+(conversion by one process) and the hf_*.py files (Hugging Face). No collectives: ranks coordinate through files.
 """
 
 from .errors import CheckpointError, CheckpointVersionError

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
+from ..config.family import family_of
 from ..models import build_model
-from ..parallel import ParallelContext, vocab_parallel_logits
+from ..models.hugging_face import ComparedHead
+from ..parallel import ParallelContext
 from .errors import CheckpointError
 from .hf_config import small_hf_model
 from .hf_files import HuggingFaceReader
@@ -62,7 +64,7 @@ class _Side:
                 owner, _, leaf = name.rpartition(".")
                 loaded.append((self.model.get_submodule(owner), leaf, param))
                 setattr(*loaded[-1][:2], nn.Parameter(value, requires_grad=False))
-        assert loaded, prefixes
+        assert loaded or not prefixes, prefixes
         try:
             yield
         finally:
@@ -100,84 +102,61 @@ class _Ours(_Side):
         with self.weights("transformer.final_norm"):
             return self.model.transformer.final_norm(x)
 
-    def pooled(self, x: Tensor) -> Tensor:
-        with self.weights("pooler"):
-            return self.model.pooler(x[:, 0]).tanh()
-
-    def order_logits(self, pooled: Tensor) -> Tensor:
-        with self.weights("order_head"):
-            return self.model.order_head(pooled)
+    def head(self, head: ComparedHead, x: Tensor) -> Tensor:
+        with self.weights(head.ours):
+            return head.run_ours(self.model, x)
 
     def logits(self, x: Tensor, chunks: list[tuple[int, int]]) -> Iterator[Tensor]:
-        embedding = self.model.transformer.word_embedding
-        if self.model.config.architecture == "gpt":
-            for first, last in chunks:
-                with self.weights("transformer.word_embedding", rows=(first, last)):
-                    yield vocab_parallel_logits(x, embedding.weight, None, last - first, ParallelContext())
-            return
-        with self.weights("lm_head.dense", "lm_head.norm"):
+        names = {name for name, _ in self.model.named_parameters()}
+        by_row = self.by_row & names
+        with self.weights(*sorted(name for name in names - by_row if name.startswith("lm_head."))):
             for chunk in chunks:
-                with self.weights("transformer.word_embedding", "lm_head.bias", rows=chunk):
-                    yield self.model.lm_head(x, embedding.weight)
+                with self.weights(*by_row, rows=chunk):
+                    yield self.model.logits(x)
 
 
 class _Theirs(_Side):
     def __init__(self, reader: HuggingFaceReader, num_rows: int) -> None:
-        family = reader.family
+        self.about = about = reader.model
 
         def read(name: str, rows: tuple[int, int] | None) -> Tensor:
-            return reader.read(family.aliases.get(name, name), *(rows or (0, None))).double()
+            return reader.read(about.aliases.get(name, name), *(rows or (0, None))).double()
 
-        by_row = {"transformer.wte.weight", "bert.embeddings.word_embeddings.weight"} | set(family.aliases)
-        super().__init__(small_hf_model(reader.values, family, num_rows), read, family.layers, by_row)
-        self.is_gpt = family.model_type == "gpt2"
-        self.has_pooler = "bert.pooler.dense.weight" in reader.names()
-        self.has_order_head = "cls.seq_relationship.weight" in reader.names()
-        self.has_lm_head = self.is_gpt or "cls.predictions.bias" in reader.names()
+        by_row = {f"{about.words}.weight"} | set(about.aliases)
+        super().__init__(small_hf_model(reader.values, about, num_rows), read, about.layers, by_row)
+        self.heads = [head for head in about.heads if any(name.startswith(head.theirs) for name in reader.names())]
+        self.scores_words = all(row.theirs in reader.names() for row in about.outer if row.ours.startswith("lm_head."))
 
     def embed(self, chunks: list[tuple[int, int]], ids: list[Tensor], types: Tensor | None) -> Iterator[Tensor]:
-        words = "transformer.wte" if self.is_gpt else "bert.embeddings.word_embeddings"
-        others = ("bert.embeddings.position", "bert.embeddings.token_type", "bert.embeddings.LayerNorm")
-        with self.weights(*(("transformer.wpe",) if self.is_gpt else others)):
+        with self.weights(*self.about.embeddings):
             for chunk, tokens in zip(chunks, ids, strict=True):
                 positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-                with self.weights(words, rows=chunk):
-                    if self.is_gpt:
-                        yield self.model.transformer.wte(tokens) + self.model.transformer.wpe(positions)
-                    else:
-                        yield self.model.bert.embeddings(tokens, types.expand_as(tokens), positions)
+                with self.weights(self.about.words, rows=chunk):
+                    yield self.about.embed(
+                        self.model, tokens, None if types is None else types.expand_as(tokens), positions
+                    )
 
     def layer(self, index: int, x: Tensor) -> Tensor:
         mask = None
-        if self.is_gpt:  # GPT-2's model makes the causal mask, not its layers
+        if self.about.masks_layers:
             mask = torch.full((x.shape[1], x.shape[1]), float("-inf"), dtype=x.dtype).triu(1)[None, None]
         with self.weights(self.layers, layer=index):
             output = self.model.get_submodule(f"{self.layers}.0")(x, attention_mask=mask)
         return output[0] if isinstance(output, tuple) else output
 
     def final_norm(self, x: Tensor) -> Tensor:
-        name = "transformer.ln_f" if self.is_gpt else "bert.encoder.ln"
-        with self.weights(name):
-            return self.model.get_submodule(name)(x)
+        with self.weights(self.about.final_norm):
+            return self.model.get_submodule(self.about.final_norm)(x)
 
-    def pooled(self, x: Tensor) -> Tensor:
-        with self.weights("bert.pooler"):
-            return self.model.bert.pooler(x)
-
-    def order_logits(self, pooled: Tensor) -> Tensor:
-        with self.weights("cls.seq_relationship"):
-            return self.model.cls.seq_relationship(pooled)
+    def head(self, head: ComparedHead, x: Tensor) -> Tensor:
+        with self.weights(head.theirs):
+            return head.run_theirs(self.model, x)
 
     def logits(self, x: Tensor, chunks: list[tuple[int, int]]) -> Iterator[Tensor]:
-        if self.is_gpt:
+        with self.weights(*self.about.head):
             for chunk in chunks:
-                with self.weights("lm_head", rows=chunk):
-                    yield self.model.lm_head(x)
-            return
-        with self.weights("cls.predictions.transform"):
-            for chunk in chunks:
-                with self.weights("cls.predictions.decoder", rows=chunk):
-                    yield self.model.cls.predictions(x)
+                with self.weights(self.about.head_by_row, rows=chunk):
+                    yield self.about.score(self.model, x)
 
 
 @torch.inference_mode()
@@ -204,7 +183,8 @@ def compare_models(
     chunks = [(first, min(first + num_rows, vocab)) for first in range(0, vocab, num_rows)]
     # Every row of a chunk at least once, every position in each row of ids.
     ids = [torch.arange(num_rows).clamp(max=last - first - 1).view(-1, positions) for first, last in chunks]
-    types = (torch.arange(positions) % 2)[None] if config.architecture == "bert" else None
+    num_types = family_of(config.family).num_token_types
+    types = (torch.arange(positions) % num_types)[None] if num_types else None
     left, right = _Ours(ours, config, num_rows, rounded_to), _Theirs(theirs, num_rows)
 
     found = []
@@ -221,11 +201,9 @@ def compare_models(
         a, b = left.final_norm(x), right.final_norm(x)
         found.append(_difference("the last LayerNorm", a, b))
         x = a
-    if right.has_pooler:
-        found.append(_difference("the pooler", left.pooled(x), right.pooled(x)))
-    if right.has_order_head:  # on any vector of that size
-        found.append(_difference("the sentence-order head", left.order_logits(x[:, 0]), right.order_logits(x[:, 0])))
-    if right.has_lm_head:
+    for head in right.heads:
+        found.append(_difference(head.part, left.head(head, x), right.head(head, x)))
+    if right.scores_words:
         for a, b in zip(left.logits(x, chunks), right.logits(x, chunks), strict=True):
             found.append(_difference("the language-model head", a, b))
     worst = max(found, key=lambda comparison: comparison.difference)

@@ -1,9 +1,9 @@
-"""The error of a checkpoint that cannot be used."""
+"""Errors of checkpoints that cannot be used."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, hostile, unfinished or of something else; the message is one line and names it."""
+    """A checkpoint is damaged, malicious, unfinished or of another program; the message is one line and names it."""
 
 
 class CheckpointVersionError(CheckpointError):
-    """A checkpoint of another version of the format: not damaged, and never set aside."""
+    """A checkpoint has another format version; it is not damaged and is never renamed."""

@@ -1,45 +1,18 @@
 """A model's `config.json` of Hugging Face and our `TransformerConfig`: every key mapped, or refused by its name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config import NormOrder, TransformerConfig
+from ..config import TransformerConfig
+from ..config.family import family_of
+from ..models.hugging_face import HuggingFaceModel, model_of, models_by_type
 from .errors import CheckpointError
-from .hf_names import FAMILIES, Family, family_of
 
-NUM_TOKEN_TYPES = 2  # of our BERT
 GELU_FORMS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "erf"}
 GELU_NAMES = {"tanh": "gelu_new", "erf": "gelu"}
 
-# Their key -> ours. The MLP's width, GELU and epsilon have words of their own below.
-_GPT2_KEYS = {
-    "vocab_size": "vocab_size",
-    "n_positions": "max_position_embeddings",
-    "n_embd": "hidden_size",
-    "n_layer": "num_layers",
-    "n_head": "num_attention_heads",
-    "n_inner": "ffn_hidden_size",
-    "activation_function": "gelu",
-    "layer_norm_epsilon": "layer_norm_eps",
-    "resid_pdrop": "hidden_dropout",
-    "attn_pdrop": "attention_dropout",
-    "embd_pdrop": "embedding_dropout",
-    "initializer_range": "initializer_std",
-}
-_BERT_KEYS = {
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_attention_heads",
-    "intermediate_size": "ffn_hidden_size",
-    "hidden_act": "gelu",
-    "layer_norm_eps": "layer_norm_eps",
-    "hidden_dropout_prob": "hidden_dropout",
-    "attention_probs_dropout_prob": "attention_dropout",
-    "initializer_range": "initializer_std",
-}
 # Keys that change what the model computes, with the only value that ours computes.
 _FIXED: dict[str, Any] = {
     "scale_attn_weights": True,
@@ -50,7 +23,6 @@ _FIXED: dict[str, Any] = {
     "is_encoder_decoder": False,
     "tie_word_embeddings": True,
     "position_embedding_type": "absolute",
-    "type_vocab_size": NUM_TOKEN_TYPES,
     "pruned_heads": {},
 }
 # Keys that do not change what it computes: names, ids, other tasks' heads, generation, how it is run.
@@ -74,9 +46,9 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__})") from None
-    if not isinstance(values, dict) or values.get("model_type") not in FAMILIES:
-        found = values.get("model_type") if isinstance(values, dict) else values
-        raise CheckpointError(f"`model_type` of {path} must be one of {', '.join(FAMILIES)}, but is {found!r}")
+    found = values.get("model_type") if isinstance(values, dict) else values
+    if found not in list(models_by_type()):
+        raise CheckpointError(f"`model_type` of {path} must be one of {', '.join(models_by_type())}, but is {found!r}")
     return values
 
 
@@ -84,7 +56,7 @@ def with_defaults(values: dict[str, Any]) -> Any:
     """transformers' configuration object of these values, with its defaults for what they leave out."""
     import transformers
 
-    kind = getattr(transformers, FAMILIES[values["model_type"]].config_class)
+    kind = getattr(transformers, models_by_type()[values["model_type"]].config_class)
     try:
         return kind.from_dict(values)
     except Exception as error:  # its validation has error classes of several libraries
@@ -104,44 +76,40 @@ def config_from_hf(values: dict[str, Any], vocab_multiple: int | None = None) ->
     Raises:
         CheckpointError: a key whose value ours cannot compute with, or one that nobody here knows.
     """
-    family = FAMILIES[values["model_type"]]
-    keys = _GPT2_KEYS if family.model_type == "gpt2" else _BERT_KEYS
+    model = models_by_type()[values["model_type"]]
+    num_types = family_of(model.settings["family"]).num_token_types
+    fixed = _FIXED | ({"type_vocab_size": num_types} if num_types else {})
     published = with_defaults(values)
     for key in values:
         if key == "n_ctx" and values[key] == published.n_positions:
             continue
-        if key not in keys and key not in _FIXED and key not in _WITHOUT_EFFECT:
+        if key not in model.keys and key not in fixed and key not in _WITHOUT_EFFECT:
             raise CheckpointError(
                 f"`{key}` of config.json ({values[key]!r}) is not known here; delete it if it changes no output"
             )
-        if key in _FIXED and values[key] not in (_FIXED[key], None):
-            raise CheckpointError(f"`{key}` of config.json must be {_FIXED[key]!r}, but is {values[key]!r}")
-    ours = {name: getattr(published, key) for key, name in keys.items()}
+        if key in fixed and values[key] not in (fixed[key], None):
+            raise CheckpointError(f"`{key}` of config.json must be {fixed[key]!r}, but is {values[key]!r}")
+    ours = {name: getattr(published, key) for key, name in model.keys.items()}
     if ours["gelu"] not in GELU_FORMS:
-        activation = next(key for key, name in keys.items() if name == "gelu")
-        raise CheckpointError(
-            f"`{activation}` of config.json must be one of {', '.join(GELU_FORMS)}, but is {ours['gelu']!r}"
-        )
+        activation, forms = model.their_key("gelu"), ", ".join(GELU_FORMS)
+        raise CheckpointError(f"`{activation}` of config.json must be one of {forms}, but is {ours['gelu']!r}")
     ours["gelu"] = GELU_FORMS[ours["gelu"]]
     if vocab_multiple is not None:
         ours["vocab_multiple"] = vocab_multiple
-    architecture = "gpt" if family.model_type == "gpt2" else "bert"
-    order = NormOrder.POST if family.model_type == "bert" else NormOrder.PRE
     try:
-        return _shortest(TransformerConfig(architecture=architecture, norm_order=order, **ours))
+        return _shortest(TransformerConfig(**model.settings, **ours))
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from None
 
 
 def _shortest(config: TransformerConfig) -> TransformerConfig:
     """The same configuration with None wherever that means the value it has."""
-    values = config.to_dict()
     for name in ("ffn_hidden_size", "layer_norm_eps", "gelu", "embedding_dropout"):
-        shorter = TransformerConfig(**{**values, name: None})
+        shorter = replace(config, **{name: None})
         same = (shorter.ffn_size, shorter.norm_eps, shorter.gelu_form, shorter.input_dropout)
         if same == (config.ffn_size, config.norm_eps, config.gelu_form, config.input_dropout):
-            values[name] = None
-    return TransformerConfig(**values)
+            config = shorter
+    return config
 
 
 def config_to_hf(config: TransformerConfig, dtype: str, token_ids: dict[str, int | None]) -> Any:
@@ -157,11 +125,11 @@ def config_to_hf(config: TransformerConfig, dtype: str, token_ids: dict[str, int
     """
     import transformers
 
-    family = family_of(config)
-    if family.model_type != "gpt2" and config.input_dropout != config.hidden_dropout:
+    model = model_of(config)
+    if "embedding_dropout" not in model.keys.values() and config.input_dropout != config.hidden_dropout:
         raise CheckpointError(
-            f"`embedding_dropout` of a BERT must equal hidden_dropout ({config.hidden_dropout}) for Hugging Face, "
-            f"but is {config.input_dropout}"
+            f"`embedding_dropout` of a {config.family.upper()} must equal hidden_dropout ({config.hidden_dropout}) for "
+            f"Hugging Face, but is {config.input_dropout}"
         )
     ours = config.to_dict() | {
         "ffn_hidden_size": config.ffn_size,
@@ -169,20 +137,24 @@ def config_to_hf(config: TransformerConfig, dtype: str, token_ids: dict[str, int
         "layer_norm_eps": config.norm_eps,
         "embedding_dropout": config.input_dropout,
     }
-    keys = _GPT2_KEYS if family.model_type == "gpt2" else _BERT_KEYS
-    values = {key: ours[name] for key, name in keys.items()}
-    kind = getattr(transformers, family.config_class)
-    return kind(**values, **token_ids, architectures=[family.model_class], dtype=dtype)
+    values = {key: ours[name] for key, name in model.keys.items()}
+    kind = getattr(transformers, model.config_class)
+    return kind(**values, **token_ids, architectures=[model.model_class], dtype=dtype)
 
 
-def small_hf_model(values: dict[str, Any], family: Family, vocab_size: int) -> Any:
+def small_hf_model(values: dict[str, Any], model: HuggingFaceModel, vocab_size: int) -> Any:
     """transformers' model of a `config.json` with one layer and few words, on the meta device: a place for weights."""
     import torch
     import transformers
 
-    layers = "n_layer" if family.model_type == "gpt2" else "num_hidden_layers"
-    small = {layers: 1, "vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    small = {
+        model.their_key("num_layers"): 1,
+        "vocab_size": vocab_size,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
     published = with_defaults({**values, **small})
     published._attn_implementation = "eager"
     with torch.device("meta"):
-        return getattr(transformers, family.model_class)(published).eval()
+        return getattr(transformers, model.model_class)(published).eval()

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.hugging_face import models_by_type
 from .errors import CheckpointError
 from .hf_config import read_hf_config
-from .hf_names import FAMILIES
 from .tensor_file import TensorFileReader, TensorFileWriter
 
 _CHUNK_ROWS = 4096  # compared at a time
@@ -67,7 +67,7 @@ class HuggingFaceReader:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.values = read_hf_config(self.folder / "config.json")
-        self.family = FAMILIES[self.values["model_type"]]
+        self.model = models_by_type()[self.values["model_type"]]
         self.files: list[TensorFileReader | PickleFile] = []
         self._places: dict[str, tuple[TensorFileReader | PickleFile, str]] = {}
         for path, expected in self._list_files().items():
@@ -81,8 +81,8 @@ class HuggingFaceReader:
                 self._add(file, name)
 
     def _add(self, file: TensorFileReader | PickleFile, name: str) -> None:
-        full = self.family.full_name(name)
-        if self.family.ignored.fullmatch(full):
+        full = self.model.full_name(name)
+        if self.model.ignored.fullmatch(full):
             return
         if full in self._places:
             raise CheckpointError(f"{self.folder}: tensor {full} is there twice, as {self._places[full][1]} and {name}")
@@ -151,7 +151,7 @@ class HuggingFaceReader:
         Raises:
             CheckpointError: a copy differs from the tensor it must be tied to.
         """
-        present = {alias: name for alias, name in self.family.aliases.items() if {alias, name} <= self.names()}
+        present = {alias: name for alias, name in self.model.aliases.items() if {alias, name} <= self.names()}
         for alias, name in present.items():
             same = self.shape(alias) == self.shape(name)
             for first in range(0, self.shape(name)[0] if same else 0, _CHUNK_ROWS):

@@ -9,19 +9,19 @@ from torch import Tensor
 
 from ..config import TransformerConfig
 from ..models import build_model
+from ..models.hugging_face import Row, model_of
 from ..parallel import ParallelContext, ShardSpec, initialize_parameters
 from ..parallel.shard_spec import parameter
+from .atomic_folder import atomic_folder, check_target
 from .compare import compare_models
 from .errors import CheckpointError
 from .hf_config import config_from_hf, config_to_hf
 from .hf_files import HuggingFaceReader, write_hf_files
-from .hf_names import HEADS, Row, family_of
 from .metadata import CheckpointMetadata, TensorEntry
-from .new_folder import check_new_folder, new_folder
 from .offline import write_offline
 from .read import CheckpointReader
 from .reshard import open_source
-from .tokenizer_files import TOKENIZER_FOLDER, find_tokenizer, special_token_ids
+from .tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
 
 _MAX_LISTED = 12  # names in a message
 
@@ -47,10 +47,12 @@ def export_hugging_face(
         ValueError: the source cannot be used or has no counterpart; what was written does not compute the same.
     """
     path, metadata, config = open_source(source)
-    family = family_of(config)
+    model = model_of(config)
     files = find_tokenizer(tokenizer, path.parent / TOKENIZER_FOLDER, config)
-    published = config_to_hf(config, str(dtype).removeprefix("torch."), special_token_ids(files, config))
-    specs, rows = _specs(config), family.rows(config)
+    published = config_to_hf(
+        config, str(dtype).removeprefix("torch."), model.token_ids(files.ids if files else None, config)
+    )
+    specs, rows = _specs(config), model.rows(config)
     missing = sorted(f"model/{name}" for name in specs if f"model/{name}" not in metadata.tensors)
     if missing:
         raise CheckpointError(f"checkpoint {path.name} lacks {_list(missing)}")
@@ -58,8 +60,8 @@ def export_hugging_face(
     for row in rows:
         on_meta = torch.empty(specs[row.ours].full_shape, device="meta")
         shapes[row.theirs] = tuple(row.to_theirs(on_meta, config).shape), dtype
-    check_new_folder(target, sum(torch.Size(shape).numel() * dtype.itemsize for shape, _ in shapes.values()))
-    with CheckpointReader(path) as reader, new_folder(target) as folder:
+    check_target(target, sum(torch.Size(shape).numel() * dtype.itemsize for shape, _ in shapes.values()))
+    with CheckpointReader(path) as reader, atomic_folder(target) as folder:
         write_hf_files(folder, shapes, _read_theirs(reader, rows, config, dtype), max_file_bytes)
         published.save_pretrained(folder)
         if files is not None:
@@ -107,7 +109,7 @@ def import_hugging_face(
     with HuggingFaceReader(source) as reader:
         config = config_from_hf(reader.values, vocab_multiple)
         config.check_tensor_parallel(tp_size)
-        specs, rows = _specs(config), reader.family.rows(config)
+        specs, rows = _specs(config), reader.model.rows(config)
         fresh = _check_tensors(reader, rows, specs, config, initialize_missing_heads)
         files = find_tokenizer(tokenizer, Path(source), config)
         entries = {f"model/{name}": _entry(reader, rows, name, spec) for name, spec in specs.items()}
@@ -118,11 +120,11 @@ def import_hugging_face(
             tensors=entries,
             files={},
             optimizer={},
-            run={"converted_from": str(source), "model_type": reader.family.model_type, "initialized": sorted(fresh)},
+            run={"converted_from": str(source), "model_type": reader.model.model_type, "initialized": sorted(fresh)},
             state={},
         )
-        check_new_folder(target, sum(entry.num_bytes for entry in entries.values()))
-        with new_folder(target) as folder:
+        check_target(target, sum(entry.num_bytes for entry in entries.values()))
+        with atomic_folder(target) as folder:
             heads = _draw_heads(config, fresh, seed) if fresh else {}
             written = write_offline(folder, metadata, tp_size, _read_ours(reader, rows, entries, heads, config))
             with CheckpointReader(written) as ours:
@@ -163,7 +165,9 @@ def _check_tensors(
         raise CheckpointError(f"{reader.folder}: no tensor of ours takes {_list(unexpected)}")
     missing = [row for row in rows if row.theirs not in reader.names()]
     # A head that is there in part is a damaged model, not a plain one.
-    whole = tuple(head for head in HEADS if all(row in missing for row in rows if row.ours.startswith(head)))
+    whole = tuple(
+        head for head in reader.model.new_heads if all(row in missing for row in rows if row.ours.startswith(head))
+    )
     lost = sorted(row.theirs for row in missing if not row.ours.startswith(whole))
     if lost:
         raise CheckpointError(f"{reader.folder} lacks {_list(lost)}")

@@ -1,11 +1,11 @@
-"""What a checkpoint says about itself: `metadata.json`, with a checksum of its own.
+"""The metadata of a checkpoint, `metadata.json`, protected by a checksum.
 
     step_120.ckpt/
-      rank_0_of_4.safetensors   "model/<name>", "exp_avg/<name>", "exp_avg_sq/<name>": the pieces that rank wrote
+      rank_0_of_4.safetensors   "model/<name>", "exp_avg/<name>", "exp_avg_sq/<name>": the pieces written by that rank
       ...
-      metadata.json             step, model, where each piece of each logical tensor lies, checksums, counters
+      metadata.json             step, model, location of each piece of each logical tensor, checksums, counters
 
-Nothing in it is code: safetensors and JSON only. A directory has its final name only when it is complete.
+A checkpoint contains only safetensors and JSON, no code. A directory gets its final name only when it is complete.
 """
 
 import json
@@ -27,9 +27,9 @@ METADATA = "metadata.json"
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _NAME = re.compile(r"step_(\d+)\.ckpt")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-]+\.safetensors")
-# What may differ between a checkpoint and the model that loads it: none of it changes the function the weights define.
+# Keys that may differ between a checkpoint and the model that loads it: they do not change the function of the weights.
 _FREE = {"hidden_dropout", "attention_dropout", "embedding_dropout", "recompute", "attention"}
-_FREE |= {"initializer_std", "scale_residual_init"}  # of the beginning, which is past
+_FREE |= {"initializer_std", "scale_residual_init"}  # only used for initialization
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A logical tensor: its whole shape, the dimension it is cut along (None: whole) and its pieces, in order."""
+    """A logical tensor: its full shape, its shard dimension (None: not sharded) and its pieces, in order."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -53,13 +53,13 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole logical tensor."""
+        """Size of the full logical tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file's length in bytes and the checksum of its header; its data is covered by the pieces' checksums."""
+    """A file's length in bytes and the checksum of its header; the pieces' checksums cover its data."""
 
     num_bytes: int
     header_checksum: str
@@ -67,17 +67,17 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """Everything but the tensors.
+    """Everything except the tensors.
 
     Args:
-        step: optimizer steps done.
-        layout: `{"tp_size", "dp_size"}` that wrote it; for information, readers do not need it.
+        step: number of optimizer steps taken.
+        layout: `{"tp_size", "dp_size"}` of the writer; for information only, readers do not need it.
         model: `TransformerConfig.to_dict()`.
         tensors: logical tensors by key, `model/<parameter>`, `exp_avg/<parameter>`, `exp_avg_sq/<parameter>`.
-        files: by name.
-        optimizer: counters and loss scale; empty where only weights were saved.
-        run: `RunConfig.to_dict()` of the run that wrote it, or where it was converted from.
-        state: of the training loop: data order, validation, Lightning's progress.
+        files: file entries by name.
+        optimizer: counters and loss scale; empty if only weights were saved.
+        run: `RunConfig.to_dict()` of the run that wrote it, or the source of a conversion.
+        state: state of the training loop: data order, validation, Lightning's progress.
     """
 
     step: int
@@ -90,7 +90,7 @@ class CheckpointMetadata:
     state: dict[str, Any]
 
     def to_json(self) -> str:
-        """The text of `metadata.json`: this, the format's version and a checksum of all of it."""
+        """Serialize to the text of `metadata.json`, with format version and checksum."""
         values = {"format_version": FORMAT_VERSION} | asdict(self)
         for key, entry in self.tensors.items():
             values["tensors"][key]["dtype"] = DTYPE_NAMES[entry.dtype]
@@ -98,18 +98,21 @@ class CheckpointMetadata:
 
 
 def checkpoint_name(step: int) -> str:
-    """Directory name of the checkpoint after `step` optimizer steps."""
+    """Return the directory name of the checkpoint after `step` optimizer steps."""
     return f"step_{step}.ckpt"
 
 
 def checkpoint_step(path: Path) -> int:
-    """The step in the name of a checkpoint that `list_checkpoints` has found."""
+    """Return the step in the directory name of a checkpoint found by `list_checkpoints`."""
     return int(_NAME.fullmatch(path.name).group(1))
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
-    """Checkpoints in `folder`, oldest step first. Unfinished ones have another name; one that lacks its metadata is
-    listed, because only a complete one was ever given its name: `read_metadata` says what is wrong with it."""
+    """List the checkpoints in `folder`, by ascending step.
+
+    Unfinished checkpoints have other names. A directory without metadata is listed, because only complete checkpoints
+    get such a name; `read_metadata` reports what is wrong with it.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         return []
@@ -118,14 +121,16 @@ def list_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def read_metadata(path: str | Path) -> CheckpointMetadata:
-    """The metadata of a checkpoint, after everything that can be checked without reading tensors: its own checksum,
-    that every piece has a place, and that every file is there in its full length.
+    """Read the metadata of a checkpoint and check everything that needs no tensor data.
+
+    The checks cover the metadata's checksum, the locations of all pieces, and existence and length of all files.
 
     Raises:
-        CheckpointError: `path` is not a checkpoint of ours, is of another format version, damaged or incomplete.
+        CheckpointError: `path` is not a checkpoint of this package, has another format version, is damaged or
+            incomplete.
     """
     path = Path(path)
-    refuse_foreign(path)
+    check_is_checkpoint(path)
     try:
         values = json.loads((path / METADATA).read_text(encoding="utf-8"))
         version, checksum = values.pop("format_version"), values.pop("checksum", None)
@@ -136,7 +141,7 @@ def read_metadata(path: str | Path) -> CheckpointMetadata:
             f"checkpoint {path.name}: format_version must be {FORMAT_VERSION}, but is {version!r}"
         )
     if checksum != _checksum({"format_version": version} | values):
-        raise CheckpointError(f"checkpoint {path.name}: {METADATA} does not have the checksum it names, {checksum!r}")
+        raise CheckpointError(f"checkpoint {path.name}: {METADATA} does not match its checksum {checksum!r}")
     try:
         metadata = _parse(values)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
@@ -150,11 +155,11 @@ def read_metadata(path: str | Path) -> CheckpointMetadata:
     return metadata
 
 
-def refuse_foreign(path: Path) -> None:
-    """Refuse what is not a checkpoint of ours, saying what it seems to be; nothing is opened.
+def check_is_checkpoint(path: Path) -> None:
+    """Check that `path` is a checkpoint of this package, and otherwise report what it seems to be.
 
     Raises:
-        CheckpointError: a file, a directory without `metadata.json`, or one of another program.
+        CheckpointError: it is a file, a directory without `metadata.json`, or a checkpoint of another program.
     """
     if path.is_file():
         raise CheckpointError(f"{path.name} is a file, but a checkpoint is a directory; pickled files are never read")
@@ -167,16 +172,16 @@ def refuse_foreign(path: Path) -> None:
     elif (path / "config.json").is_file() and '"model_type"' in (path / "config.json").read_text(errors="replace"):
         what = "a Hugging Face model; `python src/convert.py` imports it"
     else:
-        what = f"no checkpoint, it has no {METADATA}"
+        what = f"not a checkpoint: it has no {METADATA}"
     raise CheckpointError(f"{path} is {what}")
 
 
 def check_model(metadata: CheckpointMetadata, model: dict[str, Any], path: str | Path) -> None:
-    """Refuse a checkpoint of another model, listing every difference at once.
+    """Check that a checkpoint is of the given model, and otherwise list all differences.
 
     Raises:
-        CheckpointError: any of the sizes, the vocabulary, the norm order or the numerics that define the function
-            differ. Dropout, recompute and the attention kernel may be changed freely.
+        CheckpointError: sizes, vocabulary, norm order or other keys that define the function differ. Dropout, recompute
+            and the attention kernel may differ.
     """
     saved, model = _effective(metadata.model), _effective(model)
     differences = [
@@ -189,10 +194,10 @@ def check_model(metadata: CheckpointMetadata, model: dict[str, Any], path: str |
 
 
 def _effective(model: dict[str, Any]) -> dict[str, Any]:
-    """The values with defaults filled in: null and the default itself are the same model."""
+    """Fill in defaults, so that null and the default value compare equal."""
     try:
-        config = TransformerConfig(**model)
-    except (TypeError, ValueError):  # of a version with other keys: compared as it stands
+        config = TransformerConfig.from_dict(model)
+    except (TypeError, ValueError):  # written by a version with other keys: compare as is
         return model
     return model | {"layer_norm_eps": config.norm_eps, "gelu": config.gelu_form, "ffn_hidden_size": config.ffn_size}
 
@@ -217,7 +222,7 @@ def _parse(values: dict[str, Any]) -> CheckpointMetadata:
 
 
 def _check_pieces(key: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
-    """The pieces must follow each other from the first index to the last and lie in known files."""
+    """Check that the pieces cover all indices in order and are in known files."""
     if not all(type(length) is int and length >= 0 for length in entry.shape):
         raise ValueError(f"shape of {key}")
     if entry.shard_dim is not None and not 0 <= entry.shard_dim < len(entry.shape):

@@ -1,4 +1,4 @@
-"""Checkpoints written by one process, tensor by tensor: what the converters produce."""
+"""Write a checkpoint from one process, tensor by tensor; used by the converters."""
 
 import os
 import shutil
@@ -15,21 +15,21 @@ from .write import Share, divide_tensors, finish_directory, with_pieces
 def write_offline(
     folder: str | Path, metadata: CheckpointMetadata, tp_size: int, tensors: Iterable[tuple[str, Tensor]]
 ) -> Path:
-    """Write the checkpoint `step_<n>.ckpt` into `folder` from whole logical tensors that come one at a time.
+    """Write the checkpoint `step_<n>.ckpt` to `folder` from full logical tensors, one at a time.
 
-    Memory holds one tensor. The directory has its name only at the end; on any error nothing is left.
+    Memory holds one tensor. The directory gets its name only at the end and is removed on any error.
 
     Args:
-        metadata: with tensors that have no pieces yet, and no files.
-        tp_size: number of files; sharded tensors are cut in as many pieces.
-        tensors: (key, whole tensor) in the order of the sorted keys.
+        metadata: tensor entries without pieces, and no files.
+        tp_size: number of files, and of pieces of each sharded tensor.
+        tensors: (key, full tensor) in the order of sorted keys.
 
     Returns:
         the checkpoint's directory.
 
     Raises:
         ValueError: `tp_size` does not divide a sharded tensor.
-        FileExistsError: the checkpoint is there already.
+        FileExistsError: the checkpoint exists already.
     """
     for key, entry in metadata.tensors.items():
         if entry.shard_dim is not None and entry.shape[entry.shard_dim] % tp_size:
@@ -53,7 +53,7 @@ def write_offline(
                         pieces[key].append(Piece(share.file, start, stop, writer.write(key, part)))
         except BaseException:
             for writer in writers:
-                writer.abandon()
+                writer.close_unchecked()
             raise
         for writer in writers:
             writer.close()

@@ -1,4 +1,4 @@
-"""Reading a checkpoint at any layout, and proving that its bytes are those that were written."""
+"""Read a checkpoint at any layout, and verify its bytes against the checksums."""
 
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ from .tensor_file import TensorFileReader
 
 
 class CheckpointReader:
-    """Slices of logical tensors, read from whatever pieces hold them straight into the memory that needs them.
+    """Read slices of logical tensors from the pieces that hold them.
 
-    Whole rows (shard dimension 0, or nothing cut) go directly into a CPU tensor of the same type; other cuts, types
-    and devices take one piece's memory on the way. Files are opened when first needed and never mapped.
+    Whole rows (shard dimension 0, or not sharded) are read directly into a CPU tensor of the same dtype; other shard
+    dimensions, dtypes and devices need a temporary buffer of one piece. Files are opened on first use and never mapped.
 
     Raises:
-        CheckpointError: see `read_metadata`; a file that contradicts the metadata.
+        CheckpointError: see `read_metadata`; or a file contradicts the metadata.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -27,7 +27,7 @@ class CheckpointReader:
         self._files: dict[str, TensorFileReader] = {}
 
     def read(self, key: str, tp_rank: int = 0, tp_size: int = 1) -> Tensor:
-        """The part of a logical tensor that rank `tp_rank` of `tp_size` holds; by default all of it."""
+        """Read the shard of a logical tensor for rank `tp_rank` of `tp_size`; by default the full tensor."""
         entry = self._entry(key)
         shape = list(entry.shape)
         if entry.shard_dim is not None:
@@ -39,10 +39,10 @@ class CheckpointReader:
         return out
 
     def read_into(self, key: str, out: Tensor, tp_rank: int = 0) -> None:
-        """Fill `out` with rank `tp_rank`'s part of a logical tensor; how many ranks there are follows from its shape.
+        """Read rank `tp_rank`'s shard of a logical tensor into `out`, whose shape implies the number of ranks.
 
         Raises:
-            CheckpointError: the checkpoint has no such tensor, or one of another shape.
+            CheckpointError: the checkpoint has no such tensor, or its shape does not match.
         """
         entry = self._entry(key)
         dim = entry.shard_dim
@@ -52,7 +52,7 @@ class CheckpointReader:
             expected[dim] = length
         if list(out.shape) != expected or (dim is not None and (tp_rank + 1) * length > entry.shape[dim]):
             raise CheckpointError(
-                f"checkpoint {self.path.name}: {key} has shape {entry.shape}, which gives no {tuple(out.shape)}"
+                f"checkpoint {self.path.name}: {key} has shape {entry.shape}, which has no shard of {tuple(out.shape)}"
             )
         first = 0 if dim is None else tp_rank * length
         for piece in entry.pieces:
@@ -62,7 +62,7 @@ class CheckpointReader:
                 self._read_part(key, entry, piece, target, low - piece.start)
 
     def read_rows(self, key: str, first: int, last: int) -> Tensor:
-        """Rows [first, last) of a logical tensor, whatever dimension its pieces were cut along."""
+        """Read rows [first, last) of a logical tensor with any shard dimension."""
         entry = self._entry(key)
         out = torch.empty((last - first, *entry.shape[1:]), dtype=entry.dtype)
         for piece in entry.pieces:
@@ -80,7 +80,7 @@ class CheckpointReader:
         return out
 
     def _read_part(self, key: str, entry: TensorEntry, piece: Any, target: Tensor, offset: int) -> None:
-        """Indices from `offset` of a piece, along the shard dimension, into `target`."""
+        """Read a piece from index `offset` along the shard dimension into `target`."""
         file = self._file(piece.file)
         expected = list(entry.shape)
         if entry.shard_dim is not None:
@@ -109,7 +109,7 @@ class CheckpointReader:
         return self._files[name]
 
     def close(self) -> None:
-        """Close the files."""
+        """Close all files."""
         for file in self._files.values():
             file.close()
         self._files = {}
@@ -122,13 +122,13 @@ class CheckpointReader:
 
 
 def find_damage(path: str | Path, metadata: CheckpointMetadata, share: int = 0, num_shares: int = 1) -> str | None:
-    """Read files of a checkpoint through and compare every byte with its checksum.
+    """Read the files of a checkpoint completely and verify all checksums.
 
     Args:
-        share, num_shares: look at every `num_shares`-th file from number `share` on, so that ranks can divide them.
+        share, num_shares: check every `num_shares`-th file from number `share` on, so that ranks can divide the files.
 
     Returns:
-        None where all is well, else what is damaged, naming the file and the tensor.
+        None if no damage is found, otherwise a message that names the damaged file and tensor.
     """
     pieces: dict[str, dict[str, str]] = {}
     for key, entry in metadata.tensors.items():
@@ -138,10 +138,10 @@ def find_damage(path: str | Path, metadata: CheckpointMetadata, share: int = 0, 
         try:
             with TensorFileReader(Path(path) / name) as file:
                 if file.header_checksum != metadata.files[name].header_checksum:
-                    return f"{name}: the header does not have its checksum"
+                    return f"{name}: the header does not match its checksum"
                 for key, checksum in pieces.get(name, {}).items():
                     if key not in file.entries or file.checksum(key) != checksum:
-                        return f"{name}: tensor {key} does not have its checksum"
+                        return f"{name}: tensor {key} does not match its checksum"
         except (CheckpointError, OSError) as error:
             return str(error)
     return None

@@ -1,4 +1,4 @@
-"""A checkpoint of ours at another layout or vocabulary padding, weights and optimizer, bit for bit."""
+"""Convert a checkpoint to another layout or vocabulary padding, weights and optimizer state, bitwise."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from ..config import TransformerConfig
+from .atomic_folder import atomic_folder, check_target
 from .errors import CheckpointError
 from .metadata import METADATA, CheckpointMetadata, list_checkpoints, read_metadata
-from .new_folder import check_new_folder, new_folder
 from .offline import write_offline
 from .read import CheckpointReader, find_damage
 from .tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
 
-# Tensors with a row for each id, and zeros after them.
+# Tensors with one row per id, padded with zeros.
 VOCABULARY = ("transformer.word_embedding.weight", "lm_head.bias")
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that `path` means: itself, or the newest complete one of a run folder or a checkpoint folder.
+    """Find the checkpoint at `path`: the path itself, or the latest one in a run folder or a folder of checkpoints.
 
-    A path that is neither is returned as it is; reading it will say what is wrong.
+    A path that is neither is returned unchanged; reading it reports the error.
     """
     path = Path(path)
     if (path / METADATA).is_file():
@@ -32,10 +32,10 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def open_source(path: str | Path) -> tuple[Path, CheckpointMetadata, TransformerConfig]:
-    """The checkpoint at `path` after every byte of it agrees with its checksum: where, its metadata, its model.
+    """Find and verify the checkpoint at `path`; returns its path, metadata and model configuration.
 
     Raises:
-        CheckpointError: not a checkpoint, damaged, or of a model that cannot be.
+        CheckpointError: it is not a checkpoint, is damaged, or its model configuration is invalid.
     """
     path = find_checkpoint(path)
     metadata = read_metadata(path)
@@ -43,9 +43,9 @@ def open_source(path: str | Path) -> tuple[Path, CheckpointMetadata, Transformer
     if damage is not None:
         raise CheckpointError(f"checkpoint {path.name} is damaged: {damage}")
     try:
-        return path, metadata, TransformerConfig(**metadata.model)
+        return path, metadata, TransformerConfig.from_dict(metadata.model)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path.name}: {METADATA} names a model that cannot be ({error})") from None
+        raise CheckpointError(f"checkpoint {path.name}: {METADATA} has an invalid model ({error})") from None
 
 
 def reshard(
@@ -55,21 +55,22 @@ def reshard(
     vocab_multiple: int | None = None,
     tokenizer: str | Path | None = None,
 ) -> Path:
-    """Write a checkpoint again for `tp_size` tensor ranks; memory holds one tensor.
+    """Rewrite a checkpoint for `tp_size` tensor ranks; memory holds one tensor.
 
-    Everything but the layout, and the padding where it changes, stays as it was: step, counters, data order.
+    Only the layout and the requested padding change; step, counters and data order are kept.
 
     Args:
-        source: a checkpoint, or a run folder (its newest one).
-        target: a folder that does not exist yet; `step_<n>.ckpt` is made in it.
+        source: a checkpoint, or a run folder (its latest one).
+        target: a folder that does not exist yet, in which `step_<n>.ckpt` is created.
         vocab_multiple: the new `model.vocab_multiple`; None keeps it.
-        tokenizer: files to put beside the checkpoint; None takes `tokenizer/` beside the source, if it is there.
+        tokenizer: tokenizer files to store with the checkpoint; None copies the source's `tokenizer/` if it exists.
 
     Returns:
         the new checkpoint.
 
     Raises:
-        ValueError: the source cannot be used, `tp_size` does not divide the model, the target exists, a full disk.
+        ValueError: the source cannot be used, `tp_size` does not divide the model, the target exists, or the disk is
+            full.
     """
     path, metadata, config = open_source(source)
     if vocab_multiple is not None:
@@ -85,8 +86,8 @@ def reshard(
     changed = dataclasses.replace(
         metadata, layout={"tp_size": tp_size, "dp_size": 1}, model=config.to_dict(), tensors=entries, files={}
     )
-    check_new_folder(target, sum(entry.num_bytes for entry in entries.values()))
-    with CheckpointReader(path) as reader, new_folder(target) as folder:
+    check_target(target, sum(entry.num_bytes for entry in entries.values()))
+    with CheckpointReader(path) as reader, atomic_folder(target) as folder:
         written = write_offline(folder, changed, tp_size, _read_all(reader, changed, config.vocab_size))
         if files is not None:
             files.copy_to(folder / TOKENIZER_FOLDER)
@@ -94,7 +95,7 @@ def reshard(
 
 
 def is_vocabulary(key: str) -> bool:
-    """Whether a tensor, by its key in a checkpoint, has a row for each id of the padded vocabulary."""
+    """Return whether a tensor, by its key in a checkpoint, has one row per id of the padded vocabulary."""
     return key.split("/", 1)[1] in VOCABULARY
 
 

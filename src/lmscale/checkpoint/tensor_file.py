@@ -1,9 +1,9 @@
-"""One safetensors file, written and read as a stream: no tensor is in memory twice and nothing is mapped.
+"""Stream one safetensors file: no tensor is in memory twice and nothing is mapped.
 
 The format is that of https://github.com/huggingface/safetensors: 8 bytes with the header's length, a JSON header
-`{name: {"dtype", "shape", "data_offsets"}}`, then the data. The safetensors library reads our files, and we read its.
-Its own writer wants every tensor at once and its reader maps the file, which counts as memory of the process; a shard
-of gigabytes allows neither.
+`{name: {"dtype", "shape", "data_offsets"}}`, then the data. Files are interchangeable with those of the safetensors
+library. The library is not used because its writer needs all tensors at once and its reader maps the file, which counts
+as memory of the process; shards of many gigabytes permit neither.
 """
 
 import json
@@ -32,17 +32,17 @@ DTYPE_NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_CHUNK = 1 << 24  # bytes read at a time where only the checksum is wanted
+_CHUNK = 1 << 24  # bytes read at once to compute a checksum
 
 
 class TensorFileWriter:
-    """Writes tensors of known shapes one after the other, each under the place the header gave it.
+    """Write tensors of known shapes one after the other, at the offsets given in the header.
+
+    Also a context manager; on an error it closes the file without the completeness check.
 
     Args:
-        tensors: name -> (shape, dtype), in the order in which they will be written.
+        tensors: name -> (shape, dtype), in the order of writing.
         metadata: short texts for the header's `__metadata__`.
-
-    Also a context manager, which closes where all went well and abandons otherwise.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TensorFileWriter:
             header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
             offset += size
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # data begins at a multiple of 8 bytes
+        text += b" " * (-len(text) % 8)  # align the data to 8 bytes
         head = len(text).to_bytes(8, "little") + text
         self.path = Path(path)
         self.expected = dict(tensors)
@@ -69,10 +69,10 @@ class TensorFileWriter:
         _write_all(self.file, head)
 
     def write(self, name: str, tensor: Tensor) -> str:
-        """Write the next tensor; returns the XXH3-128 checksum of its bytes."""
+        """Write the next tensor and return the XXH3-128 checksum of its bytes."""
         shape, dtype = self.expected[name]
         if not self.remaining or self.remaining[0] != name:
-            raise RuntimeError(f"{self.path.name}: {name} is written out of its turn")
+            raise RuntimeError(f"{self.path.name}: {name} is written out of order")
         if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
             raise RuntimeError(
                 f"{self.path.name}: {name} must be {tuple(shape)} {dtype}, but is {tuple(tensor.shape)} {tensor.dtype}"
@@ -83,14 +83,14 @@ class TensorFileWriter:
         return xxhash.xxh3_128_hexdigest(data)
 
     def close(self) -> None:
-        """Check that everything was written, and sync the file to disk."""
+        """Check that all tensors have been written, and sync the file to disk."""
         if self.remaining:
             raise RuntimeError(f"{self.path.name}: {self.remaining[0]} was never written")
         os.fsync(self.file.fileno())
         self.file.close()
 
-    def abandon(self) -> None:
-        """Close the file as it is."""
+    def close_unchecked(self) -> None:
+        """Close the file without checking that it is complete."""
         self.file.close()
 
     def __enter__(self) -> "TensorFileWriter":
@@ -101,14 +101,14 @@ class TensorFileWriter:
             if kind is None:
                 self.close()
         finally:
-            self.abandon()
+            self.close_unchecked()
 
 
 class TensorFileReader:
-    """Reads whole tensors or rows of one safetensors file into memory that the caller owns.
+    """Read tensors or rows of one safetensors file into the caller's memory.
 
     Raises:
-        CheckpointError: the file is not safetensors, is shorter or longer than its header says, or its offsets lie.
+        CheckpointError: the file is not safetensors, its length does not match its header, or its offsets are invalid.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -141,7 +141,7 @@ class TensorFileReader:
         expected = 0
         for name, (shape, dtype, first, last) in sorted(self.entries.items(), key=lambda item: item[1][2:]):
             if first != expected or last - first != _num_bytes(shape, dtype) or last > end:
-                raise CheckpointError(f"{self.path.name}: the header's place for {name} does not fit the file")
+                raise CheckpointError(f"{self.path.name}: the header's offsets of {name} do not fit the file")
             expected = last
         if expected != end:
             raise CheckpointError(
@@ -149,15 +149,15 @@ class TensorFileReader:
             )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         return self.entries[name][0]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor."""
+        """Return the dtype of a tensor."""
         return self.entries[name][1]
 
     def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
-        """Fill `out`, contiguous on the CPU and of the tensor's type, from row `first_row` on (dimension 0)."""
+        """Read from row `first_row` (dimension 0) into `out`, a contiguous CPU tensor of the same dtype."""
         shape, dtype, start, _ = self.entries[name]
         assert out.dtype == dtype and out.is_contiguous() and tuple(out.shape[1:]) == shape[1:]
         row = _num_bytes(shape[1:], dtype)
@@ -171,14 +171,14 @@ class TensorFileReader:
             done += count
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor in memory of its own."""
+        """Read a full tensor into new memory."""
         shape, dtype, _, _ = self.entries[name]
         out = torch.empty(shape, dtype=dtype)
         self.read_into(name, out)
         return out
 
     def checksum(self, name: str) -> str:
-        """XXH3-128 of a tensor's bytes, read in pieces."""
+        """Compute the XXH3-128 of a tensor's bytes, read in chunks."""
         _, _, first, last = self.entries[name]
         self.file.seek(self.data_start + first)
         digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(_CHUNK, last - first)))
@@ -203,7 +203,7 @@ class TensorFileReader:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as writable bytes, not copied."""
+    """View the memory of a contiguous CPU tensor as writable bytes, without a copy."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(bytearray())
 
 

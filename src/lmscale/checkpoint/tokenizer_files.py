@@ -5,21 +5,12 @@ import shutil
 from pathlib import Path
 
 from ..config import TransformerConfig
+from ..config.family import family_of
 from .errors import CheckpointError
 
 TOKENIZER_FOLDER = "tokenizer"  # beside a checkpoint of ours
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _NAMES += ("vocab.txt", "vocab.json", "merges.txt")
-_SPECIALS = {
-    "gpt": {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"},
-    "bert": {
-        "pad_token": "[PAD]",
-        "unk_token": "[UNK]",
-        "cls_token": "[CLS]",
-        "sep_token": "[SEP]",
-        "mask_token": "[MASK]",
-    },
-}
 
 
 class TokenizerFiles:
@@ -65,7 +56,8 @@ class TokenizerFiles:
         for name, path in self.files.items():
             shutil.copyfile(path, folder / name)
         if "tokenizer.json" in self.files and "tokenizer_config.json" not in self.files:
-            specials = {role: token for role, token in _SPECIALS[self.config.architecture].items() if token in self.ids}
+            roles = family_of(self.config.family).corpus.token_roles
+            specials = {role: token for role, token in roles.items() if token in self.ids}
             values = {"tokenizer_class": "PreTrainedTokenizerFast", **specials}
             values["model_max_length"] = self.config.max_position_embeddings
             (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
@@ -75,14 +67,3 @@ def find_tokenizer(path: str | Path | None, beside: Path, config: TransformerCon
     """The tokenizer at `path`, or where none is given the one whose files are in the folder `beside`, or None."""
     has_own = any((beside / name).is_file() for name in ("tokenizer.json", "vocab.txt", "vocab.json"))
     return TokenizerFiles(path or beside, config) if path is not None or has_own else None
-
-
-def special_token_ids(tokenizer: TokenizerFiles | None, config: TransformerConfig) -> dict[str, int | None]:
-    """The ids that `config.json` names: the tokenizer's, or the published ones where the vocabulary is published's.
-
-    transformers' own defaults are those of the published vocabularies and lie outside a smaller one.
-    """
-    if config.architecture == "gpt":
-        end = tokenizer.ids.get("<|endoftext|>") if tokenizer else 50256 if config.vocab_size == 50257 else None
-        return {"bos_token_id": end, "eos_token_id": end}
-    return {"pad_token_id": tokenizer.ids.get("[PAD]") if tokenizer else 0}

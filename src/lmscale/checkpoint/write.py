@@ -1,8 +1,8 @@
-"""Writing a checkpoint: every rank its share, no tensor gathered, the directory named only when all of it is on disk.
+"""Write a checkpoint: each rank writes its share, no tensor is gathered, and the directory is renamed when complete.
 
-The ranks do not talk to each other here. Each writes its file and then a small part file beside it; rank 0 waits for
-all part files, merges them into the metadata, syncs and renames. So a save can run in a background thread while the
-main thread trains and owns the process groups.
+The ranks do not communicate here. Each writes its file, then a small part file; rank 0 waits for all part files, merges
+them into the metadata, syncs and renames. A save can therefore run in a background thread while the main thread trains
+and uses the process groups.
 """
 
 import dataclasses
@@ -19,16 +19,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .atomic_folder import sync_to_disk
 from .errors import CheckpointError
 from .metadata import METADATA, CheckpointMetadata, FileEntry, Piece, TensorEntry
 from .tensor_file import TensorFileWriter
 
-_MAX_PAUSE_S = 0.2  # between looks for another rank's part
+_MAX_POLL_INTERVAL_S = 0.2  # while waiting for another rank's part
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank writes: its file, and by key the indices [start, stop) along the shard dimension of its piece."""
+    """What one rank writes: its file, and its pieces' indices [start, stop) along the shard dimension by key."""
 
     file: str
     places: dict[str, tuple[int, int]]
@@ -42,12 +43,14 @@ def divide_tensors(
     dp_size: int = 1,
     owners: Mapping[str, int | None] | None = None,
 ) -> Share:
-    """This rank's share of a checkpoint: of the `dp_size` ranks that hold a shard one writes it, of all ranks one
-    writes a replicated tensor, so that every rank writes about as many bytes.
+    """Return this rank's share of a checkpoint.
+
+    One of the `dp_size` ranks that hold a shard writes it, and one of all ranks writes a replicated tensor, balanced so
+    that all ranks write about the same number of bytes.
 
     Args:
-        entries: every tensor of the checkpoint by key, equal on all ranks; pieces are not looked at.
-        owners: by key the only data rank that holds a tensor; None, there or as a whole, where all do.
+        entries: every tensor of the checkpoint by key, equal on all ranks; pieces are ignored.
+        owners: by key, the only data rank that holds a tensor, or None if all do; None if all hold all tensors.
     """
     load = [[0] * tp_size for _ in range(dp_size)]
     places: dict[str, tuple[int, int]] = {}
@@ -70,13 +73,13 @@ def divide_tensors(
 
 
 class CheckpointWriter:
-    """Saves checkpoints of one run, one after the other, in the caller's time or in the background.
+    """Save the checkpoints of one run, synchronously or in the background.
 
     Args:
-        token: the same text on all ranks, new for each start of the job: what an ended start left unfinished is never
-            taken for this one's.
+        token: text that is equal on all ranks and unique per start of the job, so that files of an earlier, interrupted
+            start are never mistaken for this one's.
         rank, world_size: of this process among those that save.
-        timeout_s: how long rank 0 waits for the others' parts.
+        timeout_s: how long rank 0 waits for the other ranks' parts.
     """
 
     def __init__(self, token: str, rank: int, world_size: int, timeout_s: float) -> None:
@@ -84,7 +87,7 @@ class CheckpointWriter:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._thread: threading.Thread | None = None
         self._error: str | None = None
-        self._attempts = 0  # equal on all ranks; what a failed save left is never taken for its repetition's
+        self._attempts = 0  # equal on all ranks; distinguishes a repeated save from a failed one
         self._buffers: dict[str, Tensor] = {}
 
     def begin(
@@ -96,14 +99,14 @@ class CheckpointWriter:
         in_background: bool = False,
         on_complete: Callable[[Path], None] | None = None,
     ) -> None:
-        """Start saving; `finish` must be called before the next.
+        """Start saving; `finish` must be called before the next save.
 
         Args:
-            path: the checkpoint's directory, on a file system that all ranks see.
-            tensors: this rank's part of every tensor by key. In the background mode those of its share are copied to
-                host memory first, allocated once and used again each time, and may change as soon as this returns.
-            metadata: with tensors that have no pieces yet, and no files; only rank 0's is used.
-            on_complete: called on rank 0, in the saving thread, once the directory has its name.
+            path: the checkpoint's directory, on a file system shared by all ranks.
+            tensors: this rank's shard of every tensor by key. In background mode, those of its share are copied to host
+                buffers, which are reused; the tensors may be modified as soon as this returns.
+            metadata: tensor entries without pieces, and no files; only rank 0's is used.
+            on_complete: called on rank 0, in the saving thread, after the directory has been renamed.
         """
         assert self._thread is None
         self._error = None
@@ -117,7 +120,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def finish(self) -> str | None:
-        """Wait for the save that was begun; returns why it failed, or None. Only rank 0 knows of all ranks."""
+        """Wait for the current save; returns its error or None. Only rank 0 knows about errors of other ranks."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -146,7 +149,7 @@ class CheckpointWriter:
             self._write_part(temporary, tensors, share)
             if self.rank == 0:
                 self._complete(temporary, path, metadata)
-        except Exception as error:  # of any kind: in a thread it would be lost, and the save taken for done
+        except Exception as error:  # of any type: an error lost in the thread would look like a successful save
             self._error = str(error) if isinstance(error, CheckpointError) else f"rank {self.rank}: {error}"
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -156,11 +159,13 @@ class CheckpointWriter:
                 on_complete(path)
             except OSError as error:
                 print(
-                    f"WARNING: {path.name} is saved, but not all old ones removed: {error}", file=sys.stderr, flush=True
+                    f"WARNING: {path.name} is saved, but old checkpoints could not be removed: {error}",
+                    file=sys.stderr,
+                    flush=True,
                 )
 
     def _write_part(self, temporary: Path, tensors: Mapping[str, Tensor], share: Share) -> None:
-        """This rank's file, then the note that it is complete, or why it is not."""
+        """Write this rank's file, then a part file that says that it is complete or why it is not."""
         try:
             temporary.mkdir(parents=True, exist_ok=True)
             part = {"file": share.file, "entry": None, "pieces": {}}
@@ -172,12 +177,12 @@ class CheckpointWriter:
                 part["entry"] = [file.num_bytes, file.header_checksum]
             _write_text(temporary / f"rank_{self.rank}.part", json.dumps(part))
         except Exception as error:
-            (temporary / share.file).unlink(missing_ok=True)  # on a full disk this makes the room for the note
+            (temporary / share.file).unlink(missing_ok=True)  # on a full disk this frees space for the part file
             _write_text(temporary / f"rank_{self.rank}.failed", f"rank {self.rank}: {error}")
             raise
 
     def _complete(self, temporary: Path, path: Path, metadata: CheckpointMetadata) -> None:
-        """Rank 0: wait for every part, write the metadata, give the directory its name."""
+        """On rank 0: wait for all parts, write the metadata, rename the directory."""
         files: dict[str, FileEntry] = {}
         pieces: dict[str, list[Piece]] = {key: [] for key in metadata.tensors}
         for rank in range(self.world_size):
@@ -199,14 +204,14 @@ class CheckpointWriter:
             if time.monotonic() > deadline:
                 raise CheckpointError(f"rank {rank} has not written its part within {self.timeout_s:.0f} s")
             time.sleep(pause)
-            pause = min(2 * pause, _MAX_PAUSE_S)
+            pause = min(2 * pause, _MAX_POLL_INTERVAL_S)
         return json.loads(part.read_text(encoding="utf-8"))
 
 
 def with_pieces(
     metadata: CheckpointMetadata, files: dict[str, FileEntry], pieces: Mapping[str, list[Piece]]
 ) -> CheckpointMetadata:
-    """`metadata` with the places where its tensors have been written."""
+    """Return `metadata` with the locations of its tensors."""
     tensors = {
         key: dataclasses.replace(entry, pieces=tuple(sorted(pieces[key], key=lambda piece: piece.start)))
         for key, entry in metadata.tensors.items()
@@ -215,20 +220,20 @@ def with_pieces(
 
 
 def finish_directory(temporary: Path, path: Path, metadata: CheckpointMetadata) -> None:
-    """Write the metadata of a directory whose files are complete and synced, and give it its final name."""
+    """Write the metadata of a directory whose files are complete and synced, and rename it to its final name."""
     _write_text(temporary / METADATA, metadata.to_json())
-    _sync(temporary)
+    sync_to_disk(temporary)
     replaced = path.with_name(f".{path.name}.deleting")
-    if path.exists():  # the same step saved twice: the newer one stands
+    if path.exists():  # the same step is saved again: keep the new checkpoint
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(path, replaced)
     os.rename(temporary, path)
-    _sync(path.parent)
+    sync_to_disk(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove_checkpoint(path: str | Path) -> None:
-    """Delete a checkpoint so that a half-deleted one never looks complete: rename first."""
+    """Delete a checkpoint, renaming it first so that a half-deleted one never looks complete."""
     path = Path(path)
     doomed = path.with_name(f".{path.name}.deleting")
     shutil.rmtree(doomed, ignore_errors=True)
@@ -237,7 +242,7 @@ def remove_checkpoint(path: str | Path) -> None:
 
 
 def set_aside(path: str | Path) -> Path:
-    """Rename a damaged checkpoint so that it is no longer taken for one, and kept to be looked at."""
+    """Rename a damaged checkpoint so that it is not loaded but stays available for inspection."""
     path = Path(path)
     number, kept = 1, path.with_name(f"{path.name}.damaged")
     while kept.exists():
@@ -248,25 +253,17 @@ def set_aside(path: str | Path) -> Path:
 
 
 def remove_unfinished(folder: str | Path) -> None:
-    """Delete what ended starts of a job have left behind; only while no other writer works in `folder`."""
+    """Delete unfinished files of earlier starts; only call it while no other writer uses `folder`."""
     folder = Path(folder)
     for path in [*folder.glob(".step_*.unfinished"), *folder.glob(".step_*.deleting")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_text(path: Path, text: str) -> None:
-    """A small file that is either whole and on disk or not there."""
+    """Write a small file atomically and sync it to disk."""
     temporary = path.with_name(f"{path.name}.tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,9 @@
-"""Checks that several dataclasses share."""
+"""Checks that several dataclasses share; `from_dict.build` puts the dotted key in place of the field's name."""
+
+import math
+
+ACCELERATORS = ("auto", "cpu", "gpu")
+MATMUL_PRECISIONS = ("highest", "high", "medium")  # of torch.set_float32_matmul_precision
 
 
 def require_positive(owner: object, *names: str) -> None:
@@ -9,9 +14,36 @@ def require_positive(owner: object, *names: str) -> None:
             raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value!r}")
 
 
+def require_not_negative(owner: object, *names: str) -> None:
+    """Refuse the named numbers of `owner` unless they are at least 0."""
+    for name in names:
+        if not getattr(owner, name) >= 0:
+            raise ValueError(f"`{name}` must be at least 0, but is {getattr(owner, name)!r}")
+
+
+def require_above_zero(owner: object, *names: str) -> None:
+    """Refuse the named numbers of `owner` unless they are finite and above 0."""
+    for name in names:
+        value = getattr(owner, name)
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"`{name}` must be above 0, but is {value!r}")
+
+
 def require_fraction(owner: object, *names: str) -> None:
     """Refuse the named fields of `owner` unless 0 <= value < 1 (a dropout or a probability)."""
     for name in names:
         value = getattr(owner, name)
         if not isinstance(value, (int, float)) or not 0.0 <= value < 1.0:
             raise ValueError(f"`{name}` must be at least 0 and below 1, but is {value!r}")
+
+
+def require_one_of(owner: object, name: str, choices: tuple) -> None:
+    """Refuse the named field of `owner` unless it is one of the choices."""
+    if getattr(owner, name) not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(choices)}, but is {getattr(owner, name)!r}")
+
+
+def require_seed(owner: object) -> None:
+    """Refuse a `seed` that torch's generators do not take."""
+    if not 0 <= owner.seed < 2**63:
+        raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {owner.seed!r}")

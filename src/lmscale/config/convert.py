@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .checks import require_positive
+from .checks import require_above_zero, require_one_of, require_positive, require_seed
 from .from_dict import build
 
 FORMATS = ("lmscale", "hugging_face")
@@ -45,13 +45,10 @@ class ConvertConfig:
         require_positive(self, "tp_size")
         if self.vocab_multiple is not None:
             require_positive(self, "vocab_multiple")
-        for name, choices in (("format", FORMATS), ("dtype", DTYPES)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, but is {getattr(self, name)!r}")
-        if not self.max_file_gb > 0:
-            raise ValueError(f"`max_file_gb` must be above 0, but is {self.max_file_gb!r}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
+        require_one_of(self, "format", FORMATS)
+        require_one_of(self, "dtype", DTYPES)
+        require_above_zero(self, "max_file_gb")
+        require_seed(self)
         # Of the other format; a checkpoint of ours holds the exact weights, whatever is asked for.
         ours = {"tp_size": 1, "vocab_multiple": None, "initialize_missing_heads": False}
         theirs = {"dtype": "fp32", "max_file_gb": 5.0}
@@ -63,7 +60,7 @@ class ConvertConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "ConvertConfig":
-        """Build from plain values; `run_dir` and `overrides`, which the door adds, are not part of a conversion.
+        """Build from plain values; `run_dir` and `overrides`, which the entry point adds, are not part of a conversion.
 
         Raises:
             ValueError: an unknown key, a missing one or a value of another type.

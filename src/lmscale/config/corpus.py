@@ -3,17 +3,13 @@
 import re
 from dataclasses import dataclass, field
 
-from .checks import require_positive
+from .checks import require_not_negative, require_one_of, require_positive
 from .data import TokenizerConfig
+from .family import BUILT_IN
 from .from_dict import build
 
 UNDECODABLE = ("fall_back", "replace", "refuse")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-
-
-def _one_of(config: object, name: str, choices: tuple[str, ...]) -> None:
-    if getattr(config, name) not in choices:
-        raise ValueError(f"`{name}` must be one of {', '.join(choices)}, but is {getattr(config, name)!r}")
 
 
 def _share(config: object, name: str) -> None:
@@ -28,7 +24,9 @@ class SourceConfig:
     Args:
         kind: `local` (files) or `huggingface` (a dataset by name).
         path: a file or folder for `local`: text, JSONL (also .gz, .zst), parquet, tar.
-        name, subset, split: for `huggingface`.
+        name: of the dataset for `huggingface`.
+        subset: of the dataset, its configuration.
+        split: of the dataset.
         text_field: field of a JSONL line, parquet row or dataset row that holds the text.
         weight: share of training samples, relative to the other sources' weights; None weighs by tokens.
         undecodable: bytes that are not UTF-8: `fall_back` to cp1252 and Latin-1, `replace` by U+FFFD, or `refuse`.
@@ -48,12 +46,12 @@ class SourceConfig:
     undecodable: str = "fall_back"
     text_documents: str = "block"
     join_lines: bool = False
-    architectures: list = field(default_factory=lambda: ["gpt", "bert"])
+    architectures: list = field(default_factory=lambda: list(BUILT_IN))
 
     def __post_init__(self) -> None:
-        _one_of(self, "kind", ("local", "huggingface"))
-        _one_of(self, "undecodable", UNDECODABLE)
-        _one_of(self, "text_documents", ("block", "file"))
+        require_one_of(self, "kind", ("local", "huggingface"))
+        require_one_of(self, "undecodable", UNDECODABLE)
+        require_one_of(self, "text_documents", ("block", "file"))
         if self.kind == "local" and self.path is None:
             raise ValueError("`path` must name a file or folder of a local source, but is null")
         if self.kind == "huggingface" and self.name is None:
@@ -81,8 +79,7 @@ class CleaningConfig:
     def __post_init__(self) -> None:
         if not 0.0 <= self.min_language_score <= 1.0:
             raise ValueError(f"`min_language_score` must be at least 0 and at most 1, but is {self.min_language_score}")
-        if self.min_tokens < 0:
-            raise ValueError(f"`min_tokens` must be at least 0, but is {self.min_tokens}")
+        require_not_negative(self, "min_tokens")
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,8 @@ class DedupConfig:
     Args:
         jaccard: documents at least this similar are duplicates; None leaves near-duplicates in.
         ngram: words of a shingle.
-        bands, rows: of the LSH; a pair of similarity j becomes a candidate with probability 1 - (1 - j^rows)^bands.
+        bands: of the LSH; a pair of similarity j becomes a candidate with probability 1 - (1 - j^rows)^bands.
+        rows: of one band of the LSH.
         largest_bucket: documents that share one band value are compared all with all up to this number; in a larger
             bucket each with its neighbour and the first only, which is counted.
     """
@@ -116,8 +114,12 @@ class EvaluationSetConfig:
     """`evaluation_sets.<name>`: a test set whose text must not be trained on.
 
     Args:
-        form: `wikitext` (articles under ` = Title = ` lines) or `records` (one text a row or line).
+        form: `wikitext` (articles under ` = Title = ` lines) or `records` (one text per row or line).
         path: a local file; None loads `name` from the Hugging Face hub or its cache.
+        name: of the dataset on the hub.
+        subset: of the dataset, its configuration.
+        split: of the dataset.
+        text_field: field of a row that holds the text.
     """
 
     form: str
@@ -128,7 +130,7 @@ class EvaluationSetConfig:
     text_field: str = "text"
 
     def __post_init__(self) -> None:
-        _one_of(self, "form", ("wikitext", "records"))
+        require_one_of(self, "form", ("wikitext", "records"))
         if self.path is None and self.name is None:
             raise ValueError("`path` or `name` must say where the evaluation set is, but both are null")
 
@@ -155,9 +157,12 @@ class LauncherConfig:
     """`launcher=`: `local` processes, or jobs of a `slurm` or `ray` cluster.
 
     Args:
+        kind: `local`, `slurm` or `ray`.
         workers: tasks at a time; None takes the machine's cores (local) or sets no limit (clusters).
-        partition, time, memory_gb, sbatch: of Slurm jobs: partition, time limit, memory of a task in GB, and further
-            options of sbatch.
+        partition: of Slurm jobs.
+        time: limit of a Slurm job.
+        memory_gb: memory of a task in GB.
+        sbatch: further options of sbatch, by name.
     """
 
     kind: str
@@ -168,7 +173,7 @@ class LauncherConfig:
     sbatch: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _one_of(self, "kind", ("local", "slurm", "ray"))
+        require_one_of(self, "kind", ("local", "slurm", "ray"))
         require_positive(self, "memory_gb")
         if self.workers is not None:
             require_positive(self, "workers")
@@ -213,13 +218,12 @@ class PrepareConfig:
     keep_work: bool = False
 
     def __post_init__(self) -> None:
-        _one_of(self, "architecture", ("gpt", "bert"))
-        _one_of(self, "duplicate_ids", ("count", "refuse"))
+        require_one_of(self, "architecture", BUILT_IN)
+        require_one_of(self, "duplicate_ids", ("count", "refuse"))
         require_positive(self, "shard_mb")
         if self.validation_every < 2:
             raise ValueError(f"`validation_every` must be at least 2, but is {self.validation_every}")
-        if self.max_bad_rows < 0:
-            raise ValueError(f"`max_bad_rows` must be at least 0, but is {self.max_bad_rows}")
+        require_not_negative(self, "max_bad_rows")
         if not self.sources:
             raise ValueError("`sources` must name at least one corpus, but is empty")
         for key, names in (("sources", self.sources), ("evaluation_sets", self.evaluation_sets)):
@@ -233,7 +237,7 @@ class PrepareConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "PrepareConfig":
-        """Build from plain values; `run_dir` and `overrides`, which the door adds, are not part of it.
+        """Build from plain values; `run_dir` and `overrides`, which the entry point adds, are not part of it.
 
         Raises:
             ValueError: an unknown key, a missing one or a value of another type.

@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from .checks import require_positive
+from .checks import require_fraction, require_not_negative, require_one_of, require_positive
+from .family import corpus_forms
 
 
 @dataclass(frozen=True)
@@ -11,9 +12,11 @@ class TokenizerConfig:
     """`tokenizer=`: `trained` fits one on the training text; `gpt2` and `bert` read the published files.
 
     Args:
+        kind: `trained`, `gpt2` or `bert`.
         vocab_size: size to train; None takes `model.vocab_size` where that is set and below 2,000, else 2,000.
         path: for gpt2 a folder with encoder.json/vocab.bpe (or vocab.json/merges.txt), for bert a vocab.txt or its
             folder; None loads `name` from the Hugging Face hub or its cache.
+        name: on the Hugging Face hub.
     """
 
     kind: str
@@ -22,8 +25,9 @@ class TokenizerConfig:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("trained", "gpt2", "bert"):
-            raise ValueError(f"`tokenizer.kind` must be one of trained, gpt2, bert, but is {self.kind!r}")
+        kinds = ("trained", *corpus_forms())
+        if self.kind not in kinds:
+            raise ValueError(f"`tokenizer.kind` must be one of {', '.join(kinds)}, but is {self.kind!r}")
         if self.vocab_size is not None:
             require_positive(self, "vocab_size")
 
@@ -35,17 +39,22 @@ class DataConfig:
     Args:
         kind: `embedded` (Python's own documentation), `local` (a file or folder of text, JSONL or parquet),
             `huggingface` (a dataset by name) or `indexed` (binary token files).
-        path, validation_path: files for `local`; without a validation path every `validation_every`-th document is
-            held out. For `indexed` the prefix of a .bin and .idx, a folder that prepare_data.py has made, or weights
-            by prefix; without a validation path such a folder has a validation part, and others are cut by `split`.
-        name, subset: for `huggingface`.
+        path: for `local` a file or folder. For `indexed` the prefix of a .bin and .idx, a folder that prepare_data.py
+            has made, or weights by prefix.
+        validation_path: the same for validation. None: for `local` every `validation_every`-th document is held out;
+            for `indexed` a folder has its own validation part, and others are cut by `split`.
+        name: of the dataset for `huggingface`.
+        subset: of the dataset for `huggingface`, its configuration.
         split: of the dataset for `huggingface`; for `indexed` the shares of training, validation and test documents.
         text_field: field of a JSONL line, parquet row or dataset row that holds the text.
         undecodable: `refuse` bytes that are not UTF-8, with their count, or `replace` them by U+FFFD and count them.
         seq_length: tokens of a sample.
-        short_seq_probability, mask_probability, max_ngram: BERT samples (Megatron-LM v1.0: 0.1, 0.15, 3).
+        validation_every: one document of so many is held out for validation.
+        short_seq_probability: BERT: share of samples that are shorter than `seq_length` (Megatron-LM v1.0: 0.1).
+        mask_probability: BERT: share of tokens that are masked (Megatron-LM v1.0: 0.15).
+        max_ngram: BERT: longest span of words that is masked together (Megatron-LM v1.0: 3).
         cache_dir: where trained tokenizers and token files are kept; None means $LMSCALE_CACHE or ~/.cache/lmscale.
-        num_workers: loader processes a rank, at most four for each core of the machine.
+        num_workers: loader processes per rank, at most four for each core of the machine.
     """
 
     kind: str
@@ -65,15 +74,12 @@ class DataConfig:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("embedded", "local", "huggingface", "indexed"):
-            raise ValueError(f"`data.kind` must be one of embedded, local, huggingface, indexed, but is {self.kind!r}")
-        if self.undecodable not in ("refuse", "replace"):
-            raise ValueError(f"`data.undecodable` must be one of refuse, replace, but is {self.undecodable!r}")
+        require_one_of(self, "kind", ("embedded", "local", "huggingface", "indexed"))
+        require_one_of(self, "undecodable", ("refuse", "replace"))
         require_positive(self, "seq_length", "max_ngram")
         if self.validation_every < 2:
             raise ValueError(f"`data.validation_every` must be at least 2, but is {self.validation_every}")
-        if self.num_workers < 0:
-            raise ValueError(f"`data.num_workers` must be at least 0, but is {self.num_workers}")
+        require_not_negative(self, "num_workers")
         if self.validation_path is not None and self.kind not in ("local", "indexed"):
             raise ValueError(
                 f"`data.validation_path` must be null unless `data` is local or indexed, but is "
@@ -87,9 +93,7 @@ class DataConfig:
             self._check_path(name)
         if self.kind == "indexed":
             self.split_shares()  # refuses what are no shares
-        for name in ("short_seq_probability", "mask_probability"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"`data.{name}` must be at least 0 and below 1, but is {getattr(self, name)!r}")
+        require_fraction(self, "short_seq_probability", "mask_probability")
 
     def split_shares(self) -> tuple[float, float, float]:
         """Shares of training, validation and test documents of an indexed dataset, adding up to 1.

@@ -3,7 +3,15 @@
 import re
 from dataclasses import dataclass, field
 
-from .checks import require_fraction, require_positive
+from .checks import (
+    ACCELERATORS,
+    MATMUL_PRECISIONS,
+    require_fraction,
+    require_not_negative,
+    require_one_of,
+    require_positive,
+    require_seed,
+)
 from .from_dict import build, to_plain
 from .pretrain import ParallelRequest
 from .training import FORMULAS, OptimizerConfig, PrecisionConfig, ScheduleConfig, require_moments_fit
@@ -20,15 +28,17 @@ class TaskConfig:
     Args:
         name: one of `TASKS`, or with `columns` and `labels` any other, of small letters, digits and underscores.
         train: file or folder in the official layout, or `hub:<split>`; None where nothing is trained.
-        validation, test: sets to score by name, each such a place or null; `test` needs no labels. Other sets than
-            `validation` choose nothing: no threshold, no checkpoint.
-        hub_name, hub_subset: data set on the Hugging Face hub, for places that begin with `hub:`.
+        validation: sets to score by name, each such a place or null; they choose thresholds and checkpoints.
+        test: further sets to score by name, which need no labels and choose nothing.
+        hub_name: data set on the Hugging Face hub, for places that begin with `hub:`.
+        hub_subset: its configuration.
         max_seq_length: tokens of an input, [CLS] and [SEP] included; what is longer loses the tail of its second text
             (SQuAD: goes over to further windows).
         max_qa_length: RACE: tokens of question and option together; what is longer loses its tail.
-        doc_stride, max_query_length: SQuAD: tokens from the start of a window to the start of the next; tokens of a
-            question.
-        max_answer_length, num_best: SQuAD: longest answer in tokens; candidates that are kept for each question.
+        doc_stride: SQuAD: tokens from the start of a window to the start of the next.
+        max_query_length: SQuAD: tokens of a question.
+        max_answer_length: SQuAD: longest answer in tokens.
+        num_best: SQuAD: candidates that are kept for each question.
         null_threshold: SQuAD 2.0: "no answer" is said where it scores above the best answer by more than this; None:
             by what is best on the first validation set.
         columns: a task of one's own: the table's names of the columns `id` (null: the number of the row), `first` and
@@ -37,7 +47,7 @@ class TaskConfig:
         table_6: what Table 6 says for this task by size of the model; conf/finetune.yaml takes the chosen one's.
 
     Raises:
-        ValueError: an unknown name, lengths that leave no room, a stride that would leave tokens out.
+        ValueError: an unknown name, lengths that leave no space for the text, a stride that would leave tokens out.
     """
 
     name: str
@@ -75,11 +85,11 @@ class TaskConfig:
             require_positive(self, "max_qa_length")
         if self.name in ("squad_v1", "squad_v2"):
             require_positive(self, "doc_stride", "max_query_length", "max_answer_length", "num_best")
-            room = self.max_seq_length - self.max_query_length - 3
-            if self.doc_stride > room:
+            longest_stride = self.max_seq_length - self.max_query_length - 3
+            if self.doc_stride > longest_stride:
                 raise ValueError(
-                    f"`doc_stride` must be at most {room} (max_seq_length - max_query_length - 3), or windows would "
-                    f"leave tokens out, but is {self.doc_stride}"
+                    f"`doc_stride` must be at most {longest_stride} (max_seq_length - max_query_length - 3), "
+                    f"or windows would leave tokens out, but is {self.doc_stride}"
                 )
         for sets in (self.validation, self.test):
             wrong = [place for place in sets.values() if place is not None and not isinstance(place, str)]
@@ -116,7 +126,11 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class TokenizerPath:
-    """`tokenizer=`: the checkpoint's own unless `path` (tokenizer.json, vocab.txt, or a folder) says another."""
+    """`tokenizer=`: the checkpoint's own unless `path` says another.
+
+    Args:
+        path: tokenizer.json, vocab.txt, or a folder with one; None: the checkpoint's own.
+    """
 
     path: str | None = None
 
@@ -137,7 +151,8 @@ class FinetuneTrainer:
         max_skipped_steps: steps in a row without a finite gradient before the run fails.
         save: write a checkpoint at the end.
         log_every_steps: steps between rows of metrics.csv.
-        num_threads: CPU threads of a rank; None: the cores over the local ranks.
+        accelerator: `auto` (a GPU where there is one), `cpu` or `gpu`.
+        num_threads: CPU threads per rank; None: the cores over the local ranks.
         matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
     """
 
@@ -156,30 +171,20 @@ class FinetuneTrainer:
     matmul_precision: str = "medium"
 
     def __post_init__(self) -> None:
-        if self.num_epochs < 0:
-            raise ValueError(f"`num_epochs` must be at least 0, but is {self.num_epochs}")
+        require_not_negative(self, "num_epochs", "max_skipped_steps")
         require_fraction(self, "warmup_fraction")
         require_positive(self, "pool_batches", "scoring_batch_size", "log_every_steps")
-        if self.max_skipped_steps < 0:
-            raise ValueError(f"`max_skipped_steps` must be at least 0, but is {self.max_skipped_steps}")
         for name in ("max_train_examples", "num_threads"):
             if getattr(self, name) is not None:
                 require_positive(self, name)
-        if self.schedule_formula not in FORMULAS:
-            raise ValueError(
-                f"`schedule_formula` must be one of {', '.join(FORMULAS)}, but is {self.schedule_formula!r}"
-            )
+        require_one_of(self, "schedule_formula", FORMULAS)
         if self.schedule_formula == "megatron_v1" and self.warmup_fraction > 0.5:  # it would rise above the peak
             raise ValueError(
                 "`warmup_fraction` must be at most 0.5 with `schedule_formula`=megatron_v1, "
                 f"but is {self.warmup_fraction}"
             )
-        if self.accelerator not in ("auto", "cpu", "gpu"):
-            raise ValueError(f"`accelerator` must be one of auto, cpu, gpu, but is {self.accelerator!r}")
-        if self.matmul_precision not in ("highest", "high", "medium"):
-            raise ValueError(
-                f"`matmul_precision` must be one of highest, high, medium, but is {self.matmul_precision!r}"
-            )
+        require_one_of(self, "accelerator", ACCELERATORS)
+        require_one_of(self, "matmul_precision", MATMUL_PRECISIONS)
 
 
 @dataclass(frozen=True)
@@ -187,16 +192,20 @@ class FinetuneConfig:
     """One finetuning of a BERT.
 
     Args:
-        name, run_dir: of the run in its record; Hydra's folder.
+        name: of the run in its record.
+        run_dir: Hydra's run folder.
         ckpt: checkpoint of ours at any layout (pretrained, imported or finetuned), or a folder with `step_*.ckpt`.
         size: row of Table 6.
         from_scratch: draw all weights from the seed; the checkpoint gives sizes and tokenizer. A control.
         new_pooler: draw the pooler from the seed where the checkpoint has none that was trained.
-        micro_batch_size, global_batch_size: examples (questions of RACE, windows of SQuAD) of a rank's forward pass
-            and of a step over all ranks. The last step of an epoch has what is left.
+        micro_batch_size: examples (questions of RACE, windows of SQuAD) per rank and forward pass.
+        global_batch_size: examples of a step over all ranks; the last step of an epoch has what is left.
         cache_dir: of encoded inputs.
-        hidden_dropout, attention_dropout: None: the checkpoint's.
+        hidden_dropout: of sublayer outputs; None: the checkpoint's.
+        attention_dropout: of attention probabilities; None: the checkpoint's.
         head_dropout: before the head; None: the hidden one.
+        attention: `sdpa`, or `exact`, whose dropout does not depend on the layout.
+        recompute: `none`, `selective` or `full`; see the model's key in pretraining.
         seed: of the head, the order and dropout.
         objective: metric that the run returns to a searching sweeper; None: the task's own.
         fidelity: whose word the points where paper and released code differ were set by.
@@ -236,8 +245,7 @@ class FinetuneConfig:
         for name in ("hidden_dropout", "attention_dropout", "head_dropout"):
             if getattr(self, name) is not None:
                 require_fraction(self, name)
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
+        require_seed(self)
         if self.trainer.num_epochs and self.task.train is None:
             raise ValueError("`task.train` must be given where `trainer.num_epochs` is above 0, but is null")
         if not self.task.scored_sets():

@@ -20,7 +20,7 @@ def build(cls: type, values: dict, prefix: str):
         ValueError: naming the key with its `prefix`, what was expected, and what was there.
     """
     hints = typing.get_type_hints(cls)
-    fields = {_key(f): f for f in dataclasses.fields(cls)}
+    fields = {key_of(f): f for f in dataclasses.fields(cls)}
     unknown = sorted(set(values) - set(fields))
     if unknown:
         raise ValueError(f"`{prefix}{unknown[0]}` is not a known key; known here: {', '.join(fields)}")
@@ -53,7 +53,7 @@ def _build_each(cls: type, values: object, name: str) -> dict:
 @contextmanager
 def keys_of(cls: type, prefix: str) -> Iterator[None]:
     """A ValueError raised inside names fields of `cls` as the user types them: `max_steps` as `trainer.max_steps`."""
-    names = {_key(f) for f in dataclasses.fields(cls)}
+    names = {key_of(f) for f in dataclasses.fields(cls)}
     try:
         yield
     except ValueError as error:
@@ -64,13 +64,15 @@ def keys_of(cls: type, prefix: str) -> Iterator[None]:
 def to_plain(value: object) -> object:
     """The nested plain values from which `build` makes an equal dataclass."""
     if dataclasses.is_dataclass(value):
-        return {_key(f): to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {key_of(f): to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, Enum):
+        return value.value
     return list(value) if isinstance(value, (list, tuple)) else value
 
 
-def _key(field: dataclasses.Field) -> str:
+def key_of(field: dataclasses.Field) -> str:
     """The key of a field; one that is a word of Python (`async`) has a field with an underscore behind it."""
     return field.name.rstrip("_")
 

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from .checks import require_positive
+from .checks import ACCELERATORS, require_one_of, require_positive, require_seed
 from .from_dict import build
 from .training import PrecisionConfig
 
-ACCELERATORS = ("auto", "cpu", "gpu")
 LEAST_TEMPERATURE = 1e-4
 
 
@@ -46,7 +45,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerateParallel:
-    """`parallel=`: ranks that share the model."""
+    """`parallel=`: ranks that share the model.
+
+    Args:
+        tp_size: tensor-parallel ranks.
+    """
 
     tp_size: int = 1
 
@@ -80,17 +83,23 @@ class GenerateConfig:
 
     Args:
         ckpt: a checkpoint of ours at any layout, a run folder (its newest one), or a folder with a Hugging Face GPT-2.
-        prompt, file, interactive: where prompts come from, one of the three.
-        out: a file that does not exist yet, for one line of JSON a sample.
+        prompt: text to go on from; an empty one begins a document.
+        file: prompts, one per line, or .jsonl with {"prompt": text} on each line.
+        interactive: read prompts from standard input, one per line.
+        out: a file that does not exist yet, for one line of JSON per sample.
         stream: write to the terminal.
         num_samples: of each prompt.
         max_new_tokens: of a sample; None takes as many as the model's positions allow.
-        temperature, top_k, top_p: see `Sampling`.
+        temperature: scores are divided by it; 0 takes the most probable token.
+        top_k: draw from so many of the most probable tokens; None: from all.
+        top_p: draw from the fewest most probable tokens whose probabilities add up to it; 1: from all.
+        seed: of the samples, whatever `tp_size` and the other prompts are.
         micro_batch_size: samples that are lengthened together.
         precision: its `dtype` is that of weights and arithmetic.
+        accelerator: `auto` (a GPU where there is one), `cpu` or `gpu`.
 
     Raises:
-        ValueError: a value that cannot be; none or several of the three.
+        ValueError: a value that cannot be; none or several of `prompt`, `file` and `interactive`.
     """
 
     ckpt: str
@@ -123,12 +132,10 @@ class GenerateConfig:
         require_positive(self, "num_samples", "micro_batch_size")
         if self.max_new_tokens is not None:
             require_positive(self, "max_new_tokens")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
+        require_seed(self)
         if not self.stream and (self.out is None or self.interactive):
             raise ValueError("`stream` must be true where the text would go nowhere else, but is false")
-        if self.accelerator not in ACCELERATORS:
-            raise ValueError(f"`accelerator` must be one of {', '.join(ACCELERATORS)}, but is {self.accelerator!r}")
+        require_one_of(self, "accelerator", ACCELERATORS)
         _ = self.sampling  # its rules
 
     @property
@@ -138,7 +145,7 @@ class GenerateConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "GenerateConfig":
-        """Build from plain values; `run_dir` and `overrides`, which the door adds, are not part of a generation.
+        """Build from plain values; `run_dir` and `overrides`, which the entry point adds, are not part of a generation.
 
         Raises:
             ValueError: an unknown key, a missing one or a value of another type.

@@ -4,12 +4,16 @@ from dataclasses import dataclass
 
 from .checks import require_positive
 
+A_SECOND_IN_MINUTES, A_WEEK_IN_MINUTES = 1 / 60, 7 * 24 * 60  # torch counts milliseconds in 32 bits
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """The grid of ranks: `tp_size` neighbours share one model, `dp_size` such groups share the batch (Figure 8).
 
     Args:
+        tp_size: tensor-parallel ranks.
+        dp_size: data-parallel ranks.
         sequence_parallel: the tensor ranks share the work outside the parallel region too, each on its own positions
             (Korthikanti et al. 2022); with one tensor rank there is nothing to share.
         zero1: each data rank keeps the optimizer's state of the parameters it owns alone (ZeRO stage 1, Rajbhandari et
@@ -41,6 +45,44 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Number of ranks, tp_size x dp_size."""
         return self.tp_size * self.dp_size
+
+
+@dataclass(frozen=True)
+class ParallelRequest:
+    """`parallel=`: the grid as the user asked for it; `resolve` gives the `ParallelConfig` that is run.
+
+    Args:
+        tp_size: ranks that share one model, or `auto`: the smallest power of two that fits the device and divides the
+            model.
+        dp_size: data-parallel groups, or `auto`: what is left of the world (1 where lmscale starts the ranks on a CPU).
+        timeout_minutes: minutes without progress after which a rank reports where it waits and ends the job; a second
+            to a week.
+        sequence_parallel: see `ParallelConfig`.
+        zero1: see `ParallelConfig`.
+        shared_memory: tensor ranks on one host without a GPU reduce through shared memory instead of gloo's TCP.
+    """
+
+    tp_size: int | str = 1
+    dp_size: int | str = "auto"
+    timeout_minutes: float = 30.0
+    sequence_parallel: bool = False
+    zero1: bool = False
+    shared_memory: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "dp_size"):
+            value = getattr(self, name)
+            if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"`parallel.{name}` must be auto or a whole number of at least 1, but is {value!r}")
+        if not A_SECOND_IN_MINUTES <= self.timeout_minutes <= A_WEEK_IN_MINUTES:
+            raise ValueError(
+                f"`parallel.timeout_minutes` must be at least {A_SECOND_IN_MINUTES:.4f} (a second) and at most "
+                f"{A_WEEK_IN_MINUTES} (a week), but is {self.timeout_minutes!r}"
+            )
+
+    def resolve(self, tp_size: int, dp_size: int) -> ParallelConfig:
+        """The grid of these sizes, cut as was asked for."""
+        return ParallelConfig(tp_size, dp_size, self.sequence_parallel, self.zero1)
 
 
 @dataclass(frozen=True)

@@ -5,36 +5,44 @@ vocabulary, L layers, p tensor-parallel size.
 """
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from .checks import require_fraction, require_positive
+from .family import family_of, load
 
 FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
-
-
-class NormOrder(str, Enum):
-    """Where LayerNorm stands in a transformer layer; the paper's Figure 7.
-
-    `POST` is the original BERT (Figure 7 a): LayerNorm after each residual addition and after the embeddings.
-    `PRE` is the paper's rearrangement (Figure 7 b): LayerNorm at the input of each sublayer, and one after the stack.
-    """
-
-    PRE = "pre"
-    POST = "post"
 
 
 class Recompute(str, Enum):
     """What the backward pass computes again instead of keeping it in memory (section 4.2, activation checkpointing).
 
     `NONE` keeps everything; `SELECTIVE` recomputes the GELU and, unless a GPU's fused kernel computes it, the attention
-    core, which cost little and communicate nothing; `FULL` keeps one [b, s, h] tensor a layer and recomputes the layer,
-    as the paper does.
+    core, which cost little and communicate nothing; `FULL` keeps one [b, s, h] tensor per layer, as
+    the paper does.
     """
 
     NONE = "none"
     SELECTIVE = "selective"
     FULL = "full"
+
+
+_FAMILY_IN_FILES = "architecture"  # the name of `family` in checkpoints, records and run folders
+
+
+def to_file(model: dict) -> dict:
+    """The keys of a model as files have them, which call its family `architecture`, as the first checkpoints did."""
+    return {_FAMILY_IN_FILES if key == "family" else key: value for key, value in model.items()}
+
+
+def from_file(model: dict) -> dict:
+    """The keys of a model as the fields of `TransformerConfig`, from a file or from the user."""
+    return {"family" if key == _FAMILY_IN_FILES else key: value for key, value in model.items()}
+
+
+def _placements() -> dict[str, Any]:
+    return load("lmscale.models.norm_placement:PLACEMENTS")
 
 
 def _choose(enum: type[Enum], name: str, value: object) -> Enum:
@@ -47,25 +55,34 @@ def _choose(enum: type[Enum], name: str, value: object) -> Enum:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Architecture of one BERT or GPT, independent of how it is cut over devices.
+    """Architecture of one model, independent of how it is cut over devices.
 
     Args:
-        architecture: `gpt` (causal, tanh GELU by default) or `bert` (bidirectional, with pooler, masked-LM and
-            sentence-order heads).
-        vocab_size: number of token ids the model may meet and predict. The weight holds `padded_vocab_size` rows; the
-            rows beyond are zero, never predicted and never updated.
+        family: a folder of `lmscale.models`, `gpt` (causal) or `bert` (bidirectional, with pooler, masked-LM and
+            sentence-order heads), or `package.module` of a family elsewhere; see `family_of`.
+        num_layers: transformer layers (L).
+        hidden_size: width of the model (h).
+        num_attention_heads: attention heads (n) per layer; must divide `hidden_size`.
+        vocab_size: number of token ids the model may meet and predict; None until the tokenizer is known. The weight
+            holds `padded_vocab_size` rows; the rows beyond are zero, never predicted and never updated.
         vocab_multiple: rows are padded to a multiple of this, the same at every layout, so that initialisation and
             checkpoints do not depend on `tp_size`. 1,024 gives the paper's 51,200 and 30,720; 1 means no padding.
         max_position_embeddings: longest sequence in tokens.
         ffn_hidden_size: width of the MLP; None means 4 h, the paper's.
-        norm_order, layer_norm_eps: None as eps means the published value of the order: 1e-5 pre, 1e-12 post.
-        gelu: `tanh` (GPT-2) or `erf` (BERT); None means that of the architecture.
-        hidden_dropout, attention_dropout, embedding_dropout: probabilities, applied to both sublayer outputs, to the
-            softmax's probabilities, and to the embedding sum; None as embedding_dropout means hidden_dropout.
-        initializer_std, scale_residual_init: N(0, std); sublayer output weights by 1/sqrt(2 L) more (section 4.2).
+        norm_order: where LayerNorms and residuals stand, a name in `models/norm_placement.py`: `pre` (the paper's,
+            Figure 7 b) or `post` (the original BERT, Figure 7 a).
+        layer_norm_eps: None means the published value of the placement: 1e-5 pre, 1e-12 post.
+        gelu: `tanh` (GPT-2) or `erf` (BERT); None means that of the family.
+        hidden_dropout: probability of dropping an element of a sublayer's output.
+        attention_dropout: probability of dropping an attention probability.
+        embedding_dropout: probability of dropping an element of the embedding sum; None means `hidden_dropout`.
+        initializer_std: weights are drawn from N(0, std) (section 4.2).
+        scale_residual_init: scale the output weights of sublayers at initialization by 1/sqrt(2 L) (section 4.2).
         attention: `sdpa` (torch's fused kernels where the device has them) or `exact`: plain softmax(QK^T/sqrt(d))V,
             whose dropout mask does not depend on the layout.
-        recompute: activation checkpointing; `auto`, which `train.py` fills in by memory, is none to all others.
+        recompute: activation checkpointing: `none`, `selective`, `full`, or `auto`, which a run's preflight check and
+            the planner resolve by memory before a model is built.
+        name: of the model, for names of runs; equal sizes under two names are equal.
 
     Raises:
         ValueError: a size that is not positive, heads that do not divide the hidden size, an unknown choice.
@@ -73,15 +90,15 @@ class TransformerConfig:
     Source: sections 2.2, 4.2 and 5, Tables 1, 2 and 4; Figure 7.
     """
 
-    architecture: str
+    family: str
     num_layers: int
     hidden_size: int
     num_attention_heads: int
-    vocab_size: int
+    vocab_size: int | None
     max_position_embeddings: int
     vocab_multiple: int = 1024
     ffn_hidden_size: int | None = None
-    norm_order: NormOrder = NormOrder.PRE
+    norm_order: str = "pre"
     layer_norm_eps: float | None = None
     gelu: str | None = None
     hidden_dropout: float = 0.1
@@ -90,18 +107,20 @@ class TransformerConfig:
     initializer_std: float = 0.02
     scale_residual_init: bool = True
     attention: str = "sdpa"
-    recompute: Recompute = Recompute.NONE
+    recompute: Recompute | str = Recompute.NONE
+    name: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.architecture not in ("gpt", "bert"):
-            raise ValueError(f"`architecture` must be one of gpt, bert, but is {self.architecture!r}")
-        object.__setattr__(self, "norm_order", _choose(NormOrder, "norm_order", self.norm_order))
-        asked = Recompute.NONE if self.recompute == "auto" else self.recompute
-        object.__setattr__(self, "recompute", _choose(Recompute, "recompute", asked))
-        require_positive(self, "num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        family_of(self.family)
+        if self.norm_order not in _placements():
+            raise ValueError(f"`norm_order` must be one of {', '.join(_placements())}, but is {self.norm_order!r}")
+        if self.recompute != "auto":
+            object.__setattr__(self, "recompute", _choose(Recompute, "recompute", self.recompute))
+        require_positive(self, "num_layers", "hidden_size", "num_attention_heads")
         require_positive(self, "max_position_embeddings", "vocab_multiple")
-        if self.ffn_hidden_size is not None:
-            require_positive(self, "ffn_hidden_size")
+        for name in ("vocab_size", "ffn_hidden_size"):
+            if getattr(self, name) is not None:
+                require_positive(self, name)
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"`hidden_size` must be a multiple of `num_attention_heads` ({self.num_attention_heads}), "
@@ -119,6 +138,25 @@ class TransformerConfig:
         if not self.initializer_std > 0:
             raise ValueError(f"`initializer_std` must be above 0, but is {self.initializer_std!r}")
 
+    def with_vocab_size(self, vocab_size: int) -> "TransformerConfig":
+        """The same model with the tokenizer's number of ids, unless it has a vocabulary of its own."""
+        return self if self.vocab_size is not None else dataclasses.replace(self, vocab_size=vocab_size)
+
+    def with_recompute(self, mode: Recompute) -> "TransformerConfig":
+        """The same model with `auto` resolved to `mode`; unchanged where a mode was chosen."""
+        return self if self.recompute != "auto" else dataclasses.replace(self, recompute=mode)
+
+    def require_resolved(self) -> None:
+        """Refuse to build a model from a config that still leaves something open.
+
+        Raises:
+            ValueError: `vocab_size` is None or `recompute` is `auto`.
+        """
+        if self.vocab_size is None:
+            raise ValueError("`vocab_size` must be known before a model is built, but is null")
+        if self.recompute == "auto":
+            raise ValueError("`recompute` must be none, selective or full before a model is built, but is auto")
+
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the word embedding (v): `vocab_size` rounded up to `vocab_multiple`."""
@@ -135,16 +173,19 @@ class TransformerConfig:
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def placement(self) -> Any:
+        """The `NormPlacement` of `norm_order`."""
+        return _placements()[self.norm_order]
+
+    @property
     def norm_eps(self) -> float:
         """LayerNorm's epsilon: 1e-12 in the original BERT (post), 1e-5 in Megatron-LM (pre), unless set."""
-        if self.layer_norm_eps is not None:
-            return self.layer_norm_eps
-        return 1e-12 if self.norm_order is NormOrder.POST else 1e-5
+        return self.placement.eps if self.layer_norm_eps is None else self.layer_norm_eps
 
     @property
     def gelu_form(self) -> str:
         """`tanh` for GPT-2, `erf` for BERT, unless set."""
-        return self.gelu or ("tanh" if self.architecture == "gpt" else "erf")
+        return self.gelu or family_of(self.family).gelu
 
     @property
     def input_dropout(self) -> float:
@@ -155,15 +196,16 @@ class TransformerConfig:
         """Refuse a `tp_size` that cannot cut this model into equal shards.
 
         Raises:
-            ValueError: naming the first of heads, hidden size, MLP width and vocabulary rows that `tp_size` does not
-                divide.
+            ValueError: naming the first of heads, hidden size, MLP width and (if known) vocabulary rows that `tp_size`
+                does not divide.
         """
         sizes = {
             "num_attention_heads": self.num_attention_heads,
             "hidden_size": self.hidden_size,
             "ffn_hidden_size": self.ffn_size,
-            "padded_vocab_size": self.padded_vocab_size,
         }
+        if self.vocab_size is not None:
+            sizes["padded_vocab_size"] = self.padded_vocab_size
         for name, value in sizes.items():
             if value % tp_size:
                 raise ValueError(f"`{name}` must be a multiple of `tp_size` ({tp_size}), but is {value}")
@@ -180,5 +222,16 @@ class TransformerConfig:
                 raise ValueError(f"`{name}` must be a multiple of {multiple} with precision=fp8, but is {size}")
 
     def to_dict(self) -> dict:
-        """Plain values, ready for JSON; `TransformerConfig(**d)` gives an equal config back."""
-        return {k: v.value if isinstance(v, Enum) else v for k, v in dataclasses.asdict(self).items()}
+        """Plain values without the name, ready for JSON (`to_file`); `from_dict` gives an equal config back."""
+        values = to_file(dataclasses.asdict(self)).items()
+        return {k: v.value if isinstance(v, Enum) else v for k, v in values if k != "name"}
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "TransformerConfig":
+        """The config of `to_dict`'s values.
+
+        Raises:
+            TypeError: an unknown or missing key.
+            ValueError: a value that cannot be.
+        """
+        return cls(**from_file(values))

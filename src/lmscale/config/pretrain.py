@@ -1,17 +1,16 @@
 """What one pretraining run is asked to do: the typed form of `conf/train.yaml`.
 
-The door hands `RunConfig.from_dict` the resolved configuration; a key that no field takes, a missing key and a value of
-the wrong type are refused here, before any process starts. Below the door only these dataclasses are seen.
+The entry point hands `RunConfig.from_dict` the resolved configuration; an unknown key, a missing key and a value of the
+wrong type are refused here, before any process starts. Below the entry point only these dataclasses are seen.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
 
-from .checks import require_positive
+from .checks import require_not_negative, require_one_of, require_positive, require_seed
 from .data import DataConfig, TokenizerConfig
 from .from_dict import build, keys_of, to_plain
-from .layout import BatchConfig
-from .model import FLOAT8_MULTIPLE, TransformerConfig
+from .layout import BatchConfig, ParallelRequest
+from .model import FLOAT8_MULTIPLE, TransformerConfig, from_file, to_file
 from .training import (
     CheckpointConfig,
     OptimizerConfig,
@@ -26,34 +25,6 @@ FIDELITIES = ("paper", "megatron_v1", "modern")
 LOSS_REDUCTIONS = ("token_mean", "mean_of_means")
 DROPOUT_SEEDS = ("unique", "shared")
 KERNELS = ("torch", "apex", "auto")
-A_SECOND_IN_MINUTES, A_WEEK_IN_MINUTES = 1 / 60, 7 * 24 * 60  # torch counts milliseconds in 32 bits
-STAND_IN_VOCAB_SIZE = 2000  # ids, for sizes that are wanted before the tokenizer is known
-
-
-@dataclass(frozen=True)
-class ParallelRequest:
-    """`parallel=`: sizes, or `auto`. tp `auto`: the smallest power of two that fits the device and divides the model;
-    dp `auto`: what is left of the world (one where lmscale starts the ranks itself on a CPU). `sequence_parallel` and
-    `zero1`: see `ParallelConfig`. `shared_memory`: tensor ranks on one host without a GPU add up through memory they
-    share instead of gloo's TCP."""
-
-    tp_size: int | str = 1
-    dp_size: int | str = "auto"
-    timeout_minutes: float = 30.0
-    sequence_parallel: bool = False
-    zero1: bool = False
-    shared_memory: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("tp_size", "dp_size"):
-            value = getattr(self, name)
-            if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"`parallel.{name}` must be auto or a whole number of at least 1, but is {value!r}")
-        if not A_SECOND_IN_MINUTES <= self.timeout_minutes <= A_WEEK_IN_MINUTES:
-            raise ValueError(
-                f"`parallel.timeout_minutes` must be at least {A_SECOND_IN_MINUTES:.4f} (a second) and at most "
-                f"{A_WEEK_IN_MINUTES} (a week), but is {self.timeout_minutes!r}"
-            )
 
 
 @dataclass(frozen=True)
@@ -61,7 +32,11 @@ class LoggerConfig:
     """`logger=`: metrics.csv is always written; TensorBoard and Weights & Biases by choice.
 
     Args:
+        log_every_steps: optimizer steps between rows of metrics.csv.
         layer_grad_norms: also report the gradient's norm of the embedding, of each layer and of what follows them.
+        tensorboard: write TensorBoard events.
+        wandb: log to Weights & Biases; needs the wandb package.
+        project: of Weights & Biases.
     """
 
     log_every_steps: int = 1
@@ -76,12 +51,15 @@ class LoggerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run. `model` stays a plain dict until the tokenizer's size is known (`model.vocab_size: null`).
+    """One run.
 
     Args:
         name: short name of the run in its record.
         run_dir: Hydra's run folder, absolute.
-        model: the fields of `TransformerConfig`, and `name`.
+        model: its sizes; `vocab_size` None stands for the tokenizer's.
+        micro_batch_size: sequences per rank and forward pass.
+        global_batch_size: sequences of one optimizer step, over all ranks and accumulated micro-batches.
+        seed: of initial weights, sample order and dropout.
         max_restarts: how often a job whose rank died starts again, from its newest good checkpoint; only where lmscale
             starts the ranks (torchrun has its own `--max-restarts`).
         loss_reduction: `token_mean` divides by the scored tokens of the global batch; `mean_of_means` averages the
@@ -99,7 +77,7 @@ class RunConfig:
 
     name: str
     run_dir: str
-    model: dict
+    model: TransformerConfig
     data: DataConfig
     tokenizer: TokenizerConfig
     parallel: ParallelRequest
@@ -125,30 +103,26 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "global_batch_size")
-        choices = {"loss_reduction": LOSS_REDUCTIONS, "dropout_seeds": DROPOUT_SEEDS}
-        choices |= {"fidelity": FIDELITIES, "kernels": KERNELS}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"`{name}` must be one of {', '.join(known)}, but is {getattr(self, name)!r}")
+        require_one_of(self, "loss_reduction", LOSS_REDUCTIONS)
+        require_one_of(self, "dropout_seeds", DROPOUT_SEEDS)
+        require_one_of(self, "fidelity", FIDELITIES)
+        require_one_of(self, "kernels", KERNELS)
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"`compile` must be true, false or auto, but is {self.compile!r}")
-        if self.max_restarts < 0:
-            raise ValueError(f"`max_restarts` must be at least 0, but is {self.max_restarts}")
+        require_not_negative(self, "max_restarts")
         if self.checkpoint.keep_best is not None and not self.trainer.validate_every_steps:
             raise ValueError(
                 "`checkpoint.keep_best` must be null where `trainer.validate_every_steps` is 0, "
                 f"but is {self.checkpoint.keep_best}"
             )
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
+        require_seed(self)
         self.schedule.check_peak(self.optimizer.lr)
         require_moments_fit(self.optimizer.moments, self.precision.dtype)
         self._check_sizes()
 
     def _check_sizes(self) -> None:
         """What must fit together, as far as it is known before `auto` sizes and the tokenizer are."""
-        config = self.transformer_config(STAND_IN_VOCAB_SIZE)
-        positions, seq_length = config.max_position_embeddings, self.data.seq_length
+        positions, seq_length = self.model.max_position_embeddings, self.data.seq_length
         if seq_length > positions:
             raise ValueError(
                 f"`data.seq_length` must be at most `model.max_position_embeddings` ({positions}), but is {seq_length}"
@@ -165,9 +139,7 @@ class RunConfig:
         Raises:
             ValueError: `tp_size` does not cut the model into equal shards, or the batch not into micro-batches.
         """
-        config = self.transformer_config(tokenizer_vocab_size or STAND_IN_VOCAB_SIZE)
-        if tokenizer_vocab_size is None and self.model.get("vocab_size") is None:
-            config = dataclasses.replace(config, vocab_multiple=tp_size)
+        config = self.model if tokenizer_vocab_size is None else self.model.with_vocab_size(tokenizer_vocab_size)
         with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
             config.check_tensor_parallel(tp_size)
             if self.precision.dtype == "fp8":
@@ -184,17 +156,6 @@ class RunConfig:
                 )
             return BatchConfig(self.micro_batch_size, self.global_batch_size, dp_size)
 
-    def transformer_config(self, tokenizer_vocab_size: int) -> TransformerConfig:
-        """The model, with the tokenizer's number of ids where `model.vocab_size` is null.
-
-        Raises:
-            ValueError: an unknown key of `model`, a missing one, or a value that cannot be.
-        """
-        values = {key: value for key, value in self.model.items() if key != "name"}
-        if values.get("vocab_size") is None:
-            values["vocab_size"] = tokenizer_vocab_size
-        return build(TransformerConfig, values, "model.")
-
     @classmethod
     def from_dict(cls, values: dict) -> "RunConfig":
         """Build from nested plain values; `resume` may be the text that its `path` would be.
@@ -205,8 +166,11 @@ class RunConfig:
         """
         if isinstance(values.get("resume"), str):
             values = values | {"resume": {"path": values["resume"]}}
+        if isinstance(values.get("model"), dict):
+            values = values | {"model": from_file(values["model"])}
         return build(cls, values, "")
 
     def to_dict(self) -> dict:
         """Nested plain values, ready for JSON; `from_dict` gives an equal run back."""
-        return to_plain(self)
+        values = to_plain(self)
+        return values | {"model": to_file(values["model"])}

@@ -2,7 +2,15 @@
 
 from dataclasses import dataclass
 
-from .checks import require_positive
+from .checks import (
+    ACCELERATORS,
+    MATMUL_PRECISIONS,
+    require_above_zero,
+    require_fraction,
+    require_not_negative,
+    require_one_of,
+    require_positive,
+)
 
 TRACED_UP_TO = 6  # the last step that `trainer.profiler` keeps
 FORMULAS = ("paper", "megatron_v1")  # of the learning rate
@@ -14,6 +22,12 @@ class OptimizerConfig:
     """`optimizer=`: AdamW with the paper's groups (section 4.2): no decay on biases and LayerNorms.
 
     Args:
+        lr: peak learning rate.
+        beta1: decay rate of the first moment.
+        beta2: decay rate of the second moment.
+        eps: added to the denominator of the update.
+        weight_decay: decoupled weight decay.
+        max_grad_norm: gradients are clipped to this global norm; None: they are not.
         moments: `fp32` (fp64 for fp64 weights), or `bf16`: half the bytes, rounded at random after every update.
     """
 
@@ -26,23 +40,23 @@ class OptimizerConfig:
     moments: str = "fp32"
 
     def __post_init__(self) -> None:
-        if not self.lr >= 0:
-            raise ValueError(f"`optimizer.lr` must be at least 0, but is {self.lr!r}")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"`optimizer.max_grad_norm` must be above 0 or null, but is {self.max_grad_norm!r}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"`optimizer.{name}` must be at least 0 and below 1, but is {getattr(self, name)!r}")
-        if not self.eps > 0:
-            raise ValueError(f"`optimizer.eps` must be above 0, but is {self.eps!r}")
-        require_moments(self.moments)
-        if not self.weight_decay >= 0:
-            raise ValueError(f"`optimizer.weight_decay` must be at least 0, but is {self.weight_decay!r}")
+        require_not_negative(self, "lr", "weight_decay")
+        require_fraction(self, "beta1", "beta2")
+        require_above_zero(self, "eps", *([] if self.max_grad_norm is None else ["max_grad_norm"]))
+        require_one_of(self, "moments", ("fp32", "bf16"))
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """`schedule=`: warm-up and decay of the learning rate, in optimizer updates; see `training/step/schedule.py`."""
+    """`schedule=`: warm-up and decay of the learning rate; see `training/step/schedule.py`.
+
+    Args:
+        decay: `cosine`, `linear` or `constant`.
+        warmup_steps: optimizer steps of linear warm-up.
+        decay_steps: optimizer step at which the decay ends.
+        min_lr: learning rate at the end of the decay.
+        formula: `paper`, or `megatron_v1` as its released code computes it: the first update at rate 0.
+    """
 
     decay: str
     warmup_steps: int
@@ -51,16 +65,11 @@ class ScheduleConfig:
     formula: str = "paper"
 
     def __post_init__(self) -> None:
-        if self.decay not in ("cosine", "linear", "constant"):
-            raise ValueError(f"`schedule.decay` must be one of cosine, linear, constant, but is {self.decay!r}")
-        if self.formula not in FORMULAS:
-            raise ValueError(f"`schedule.formula` must be one of {', '.join(FORMULAS)}, but is {self.formula!r}")
+        require_one_of(self, "decay", ("cosine", "linear", "constant"))
+        require_one_of(self, "formula", FORMULAS)
         require_positive(self, "decay_steps")
-        # Longer than the run is allowed: a short trial of a long recipe never leaves the warm-up.
-        if self.warmup_steps < 0:
-            raise ValueError(f"`schedule.warmup_steps` must be at least 0, but is {self.warmup_steps}")
-        if not self.min_lr >= 0:
-            raise ValueError(f"`schedule.min_lr` must be at least 0, but is {self.min_lr!r}")
+        # A warm-up longer than the run is allowed: a short trial of a long recipe never leaves it.
+        require_not_negative(self, "warmup_steps", "min_lr")
         if self.formula == "megatron_v1" and 2 * self.warmup_steps > self.decay_steps:  # it would rise above the peak
             raise ValueError(
                 f"`schedule.warmup_steps` must be at most half of `schedule.decay_steps` ({self.decay_steps}) with "
@@ -90,7 +99,7 @@ class TrainerConfig:
         max_skipped_steps: steps in a row that may be skipped for a gradient that is not finite, before the run stops
             with a diagnosis; those that fp16's loss scale answers by halving itself are not counted.
         check_replicas_every_steps: how often the ranks compare hashes of what must be equal on them; 0: never.
-        num_threads: CPU threads a rank, at most the machine's cores; None shares them between the local ranks.
+        num_threads: CPU threads per rank, at most the machine's cores; None shares them between the local ranks.
         matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
         profiler: `torch` writes a trace of the 4th to 6th step of a start into the run folder's `profile`, from the
             tensor ranks of data rank 0; None: no profile.
@@ -127,14 +136,9 @@ class TrainerConfig:
                 f"`trainer.stop_after_steps` must be at most `trainer.max_steps` ({self.max_steps}), "
                 f"but is {self.stop_after_steps}"
             )
-        if self.validate_every_steps < 0:
-            raise ValueError(f"`trainer.validate_every_steps` must be at least 0, but is {self.validate_every_steps}")
-        for name in ("max_skipped_steps", "check_replicas_every_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`trainer.{name}` must be at least 0, but is {getattr(self, name)}")
-        if self.accelerator not in ("auto", "cpu", "gpu"):
-            raise ValueError(f"`trainer.accelerator` must be one of auto, cpu, gpu, but is {self.accelerator!r}")
-        require_matmul_precision(self.matmul_precision)
+        require_not_negative(self, "validate_every_steps", "max_skipped_steps", "check_replicas_every_steps")
+        require_one_of(self, "accelerator", ACCELERATORS)
+        require_one_of(self, "matmul_precision", MATMUL_PRECISIONS)
 
 
 def require_moments_fit(moments: str, dtype: str) -> None:
@@ -147,30 +151,17 @@ def require_moments_fit(moments: str, dtype: str) -> None:
         raise ValueError("`optimizer.moments` must be fp32 with precision=fp64, but is 'bf16'")
 
 
-def require_moments(moments: str) -> None:
-    """Refuse a type that AdamW's moments cannot be kept in.
-
-    Raises:
-        ValueError: neither fp32 nor bf16.
-    """
-    if moments not in ("fp32", "bf16"):
-        raise ValueError(f"`optimizer.moments` must be fp32 or bf16, but is {moments!r}")
-
-
-def require_matmul_precision(value: str) -> None:
-    """Refuse what torch.set_float32_matmul_precision does not know."""
-    if value not in ("highest", "high", "medium"):
-        raise ValueError(f"`trainer.matmul_precision` must be one of highest, high, medium, but is {value!r}")
-
-
 @dataclass(frozen=True)
 class PrecisionConfig:
     """`precision=`: type of weights, activations and gradients. Half types keep fp32 masters in the optimizer.
 
-    fp8 is bf16 but for the products of the layers' linears, which are in float8; see `parallel/float8.py`.
-
-    The loss scale (section 4.2) serves fp16 alone: it starts at `initial_loss_scale`, doubles after
-    `loss_scale_window` clean steps and halves after `hysteresis` overflows, never below `min_loss_scale`.
+    Args:
+        dtype: `fp64`, `fp32`, `bf16`, `fp16`, or `fp8`: bf16 but for the products of the layers' linears, which are in
+            float8; see `parallel/float8.py`.
+        initial_loss_scale: first loss scale (section 4.2); fp16 alone has one.
+        loss_scale_window: steps without overflow after which the loss scale doubles.
+        hysteresis: overflows after which the loss scale halves.
+        min_loss_scale: the loss scale never falls below it.
     """
 
     dtype: str
@@ -180,8 +171,7 @@ class PrecisionConfig:
     min_loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"`precision.dtype` must be one of {', '.join(DTYPES)}, but is {self.dtype!r}")
+        require_one_of(self, "dtype", DTYPES)
         require_positive(self, "loss_scale_window", "hysteresis")
         if not 0 < self.min_loss_scale <= self.initial_loss_scale:
             raise ValueError(
@@ -204,11 +194,12 @@ class CheckpointConfig:
     """`checkpoint=`: when to save, what to keep, and what to do when it cannot be written.
 
     Args:
-        save_every_steps, save_every_minutes: either or both; 0 and None: only at the end.
-        save_last: one at the end of the run.
-        keep_last: newest kept; None: all.
-        keep_best: this many of lowest validation loss are kept besides, and a new best one is saved as soon as it is
-            validated; None: the loss does not matter.
+        save_every_steps: optimizer steps between checkpoints; 0: none by the number of steps.
+        save_every_minutes: minutes of wall time between checkpoints; None: none by the clock.
+        save_last: save one at the end of the run.
+        keep_last: number of newest checkpoints kept; None: all.
+        keep_best: number of checkpoints of lowest validation loss kept besides; a new best one is saved as soon as it
+            is validated. None: the loss does not matter.
         async_ (key `async`): write in the background; training waits only for a copy to host memory.
         on_error: `continue` training when a checkpoint cannot be written (the run then ends with exit code 74 unless a
             later one can), or `stop` at once.
@@ -223,15 +214,13 @@ class CheckpointConfig:
     on_error: str = "continue"
 
     def __post_init__(self) -> None:
-        if self.save_every_steps < 0:
-            raise ValueError(f"`checkpoint.save_every_steps` must be at least 0, but is {self.save_every_steps}")
-        if self.save_every_minutes is not None and not self.save_every_minutes > 0:
-            raise ValueError(f"`checkpoint.save_every_minutes` must be above 0, but is {self.save_every_minutes!r}")
+        require_not_negative(self, "save_every_steps")
+        if self.save_every_minutes is not None:
+            require_above_zero(self, "save_every_minutes")
         for name in ("keep_last", "keep_best"):
             if getattr(self, name) is not None:
                 require_positive(self, name)
-        if self.on_error not in ("continue", "stop"):
-            raise ValueError(f"`checkpoint.on_error` must be one of continue, stop, but is {self.on_error!r}")
+        require_one_of(self, "on_error", ("continue", "stop"))
 
 
 @dataclass(frozen=True)
@@ -251,7 +240,6 @@ class ResumeConfig:
     weights_only: bool = False
 
     def __post_init__(self) -> None:
-        if self.schedule not in ("assert", "keep", "override"):
-            raise ValueError(f"`resume.schedule` must be one of assert, keep, override, but is {self.schedule!r}")
+        require_one_of(self, "schedule", ("assert", "keep", "override"))
         if self.weights_only and self.path in ("none", "auto"):
             raise ValueError(f"`resume.path` must be a checkpoint where `resume.weights_only`=true, but is {self.path}")

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from .checks import require_positive
+from .checks import ACCELERATORS, require_one_of, require_positive
 from .from_dict import build, to_plain
-from .generate import ACCELERATORS, GenerateTokenizer
+from .generate import GenerateTokenizer
 from .layout import ParallelConfig
 from .training import PrecisionConfig
 
@@ -16,6 +16,7 @@ class WikiText103Config:
     """`task=wikitext103`: perplexity of the words of a WikiText file.
 
     Args:
+        name: of the task.
         path: the file with its words cut apart (`wiki.test.tokens`), whole and as it was published.
         stride: targets that a window adds to those of the window before; the paper's overlap.
         window: tokens the model reads at once.
@@ -39,7 +40,8 @@ class LambadaConfig:
     """`task=lambada`: accuracy on the last words of passages.
 
     Args:
-        path: the passages, one a line.
+        name: of the task.
+        path: the passages, one per line.
         form: of the file, `openai` (JSON lines of written text) or `original` (lower case, words cut apart).
         stop_word_filter: report also the accuracy where no stop word may be the first token of an answer.
 
@@ -52,8 +54,7 @@ class LambadaConfig:
     stop_word_filter: bool = False
 
     def __post_init__(self) -> None:
-        if self.form not in LAMBADA_FORMS:
-            raise ValueError(f"`form` must be one of {', '.join(LAMBADA_FORMS)}, but is {self.form!r}")
+        require_one_of(self, "form", LAMBADA_FORMS)
 
 
 TASKS = {"wikitext103": WikiText103Config, "lambada": LambadaConfig}
@@ -71,6 +72,7 @@ class ZeroShotConfig:
         count_only: print what would be scored, and stop.
         micro_batch_tokens: of a forward pass, at most (one window or passage may have more).
         precision: its `dtype` is that of weights and arithmetic.
+        accelerator: `auto` (a GPU where there is one), `cpu` or `gpu`.
 
     Raises:
         ValueError: a value that cannot be.
@@ -93,14 +95,13 @@ class ZeroShotConfig:
             raise ValueError("`parallel.sequence_parallel` must be false for an evaluation, but is true")
         if self.parallel.zero1:
             raise ValueError("`parallel.zero1` must be false for an evaluation, which has no optimizer, but is true")
-        if self.accelerator not in ACCELERATORS:
-            raise ValueError(f"`accelerator` must be one of {', '.join(ACCELERATORS)}, but is {self.accelerator!r}")
+        require_one_of(self, "accelerator", ACCELERATORS)
         if self.ckpt is None and not self.count_only:
             raise ValueError("`ckpt` must be given, unless count_only=true")
 
     @classmethod
     def from_dict(cls, values: dict) -> "ZeroShotConfig":
-        """Build from nested plain values; `overrides`, which the door adds, are not part of an evaluation.
+        """Build from nested plain values; `overrides`, which the entry point adds, are not part of an evaluation.
 
         Raises:
             ValueError: an unknown key, a missing one or a value of another type, with its dotted name.

@@ -1,7 +1,7 @@
-"""What section 4.1 does to each document: repaired, its lines joined, kept if it is in the language and long enough.
+"""Clean documents as in section 4.1: repair the text, join lines, filter by language and by length.
 
-Each step of datatrove's here counts what it changes or drops, by reason. Filters can leave the first few dropped
-documents of every reason and task for people to look at.
+Each datatrove step counts the documents it changes or drops, by reason. Filters can save the first few dropped
+documents per reason and task for inspection.
 """
 
 import json
@@ -21,39 +21,39 @@ from ftfy.fixes import uncurl_quotes
 
 from ..data.tokenizer import read_tokenizer
 from .language import UNKNOWN, identify_language, known_languages
-from .work_folder import complete_file
+from .work_folder import atomic_write
 
 # ftfy's defaults, as upstream used them: also straight quotes, NFC, no ligatures, and entities up to the first `<`.
 REPAIR = ftfy.TextFixerConfig(explain=False)
-NUM_SAMPLES = 20  # dropped documents that are kept for each reason and task
+NUM_SAMPLES = 20  # dropped documents saved per reason and task
 SAMPLE_CHARACTERS = 200
 
 _ENTITY = "&#?[0-9A-Za-z]{1,24};"
-# ftfy leaves a text alone that has none of these: anything but plain ASCII, or what may be an HTML entity.
+# ftfy does not change a text without any of these: characters outside plain ASCII, or a possible HTML entity.
 _NOT_PLAIN = re.compile(rf"[^\t\n\f -~]|{_ENTITY}")
-# What ftfy's steps after the encoding look for, beside curly quotes: control characters, breaks, ligatures, widths.
+# What ftfy's steps after the encoding fix, apart from curly quotes: control characters, breaks, ligatures, widths.
 _NEEDS_FTFY = re.compile(
     f"{_ENTITY}|[\x00-\x08\x0b\r\x0e-\x1f\x7f-\x9f\u0132\u0133\u0149\u01c4-\u01cc\u01f1-\u01f3\u2028\u2029\u206a-\u206f"
     "\u3000\ud800-\udfff\ufb00-\ufb06\ufeff\uff01-\uffff]"
 )
-# Upstream's `general_cleaning`: a break after a word (not after punctuation) and a run of spaces become one space.
-_STORY_BREAKS = re.compile(r"\n(?<=\w\n)\n* ?|  +")  # both begin with a character: faster to search for
+# Megatron-LM's `general_cleaning`: a break after a word (not after punctuation) and a run of spaces become one space.
+_STORY_BREAKS = re.compile(r"\n(?<=\w\n)\n* ?|  +")  # both alternatives start with a literal, which searches faster
 _WORD_START = re.compile(r"(?:^|[ \t\n\r])[0-9A-Za-z]")
 _PIECE = re.compile(r"\w+|[^\w\s]")
 
 
 def repair_text(text: str) -> str:
-    """`ftfy.fix_text(text, REPAIR)`, to the character, without ftfy where it cannot change anything.
+    """Compute `ftfy.fix_text(text, REPAIR)` exactly, but call ftfy only on lines that it may change.
 
-    ftfy mends each line by itself; lines that are plain ASCII without entities stay as they are. Of the others, those
-    that ftfy would not take for mojibake and that only lose their curly quotes, as most do, lose them here.
+    ftfy repairs each line separately and leaves lines of plain ASCII without entities unchanged. Most other lines are
+    not mojibake and only need their curly quotes straightened, which is done here directly.
     """
     parts, done = [], 0
     markup = text.find("<")
     while match := _NOT_PLAIN.search(text, done):
         start = text.rfind("\n", done, match.start()) + 1 or done
         end = text.find("\n", match.end()) + 1 or len(text)
-        # ftfy unescapes entities until it has seen the first `<` of the text.
+        # ftfy unescapes entities only up to the first `<` of the text.
         config = REPAIR if markup < 0 or start <= markup else REPAIR._replace(unescape_html=False)
         parts += text[done:start], _repair_line(text[start:end], config)
         done = end
@@ -63,31 +63,31 @@ def repair_text(text: str) -> str:
 def _repair_line(line: str, config: ftfy.TextFixerConfig) -> str:
     if len(line) <= config.max_decode_length and not _NEEDS_FTFY.search(line) and not is_bad(line):
         plain = uncurl_quotes(line)
-        # ftfy goes round until nothing changes: the second time it would look at the straight quotes.
+        # ftfy repeats until nothing changes, so its second pass would see the straight quotes.
         if unicodedata.is_normalized("NFC", plain) and (plain == line or not is_bad(plain)):
             return plain
     return ftfy.fix_text(line, config)
 
 
 def join_story_lines(text: str) -> str:
-    """One space for each line break that follows a word and for each run of spaces.
+    """Replace each line break that follows a word, and each run of spaces, by one space.
 
-    CC-Stories breaks its lines inside paragraphs. A break after punctuation stays, so paragraphs mostly do; a heading
-    without punctuation is joined to what follows.
+    CC-Stories breaks lines inside paragraphs. A break after punctuation is kept, which preserves most paragraphs; a
+    heading without punctuation is joined to the text after it.
 
-    Source: `general_cleaning` in tools/openwebtext/cleanup_fix_dataset.py of Megatron-LM, the same text out.
+    Source: `general_cleaning` in tools/openwebtext/cleanup_fix_dataset.py of Megatron-LM; the output is identical.
     """
     return _STORY_BREAKS.sub(" ", text)
 
 
 class RepairText(PipelineStep):
-    """Repair every document by `repair_text`; documents of which nothing is left (control characters) are dropped."""
+    """Apply `repair_text` to every document and drop documents that become empty (only control characters)."""
 
     type = "CLEAN"
     name = "repair text"
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Yield the documents, counted as `repaired` where they changed and `empty` where they vanished."""
+        """Yield the documents; count those that changed as `repaired` and those dropped as `empty`."""
         for document in data:
             with self.track_time():
                 text = repair_text(document.text)
@@ -101,11 +101,7 @@ class RepairText(PipelineStep):
 
 
 class JoinStoryLines(PipelineStep):
-    """`join_story_lines` for the documents of some sources, counted as `joined` where they changed.
-
-    Args:
-        sources: names of the sources.
-    """
+    """Apply `join_story_lines` to the documents of the named sources; count those that changed as `joined`."""
 
     type = "CLEAN"
     name = "join lines"
@@ -127,11 +123,11 @@ class JoinStoryLines(PipelineStep):
 
 
 class DocumentFilter(PipelineStep):
-    """A step that drops documents, counted as `kept` or by the reason.
+    """A step that drops documents and counts them as `kept` or by the reason for dropping them.
 
     Args:
-        samples: folder for the first NUM_SAMPLES dropped documents of each reason, as `<task>.json`:
-            {reason: [{source, file, row, id, text}]}, the text cut to SAMPLE_CHARACTERS; None keeps none.
+        samples: folder for the first NUM_SAMPLES dropped documents per reason, as `<task>.json`:
+            {reason: [{source, file, row, id, text}]}, with text truncated to SAMPLE_CHARACTERS. None saves none.
     """
 
     type = "FILTER"
@@ -142,10 +138,10 @@ class DocumentFilter(PipelineStep):
 
     @abstractmethod
     def judge(self) -> Callable[[str], str | None]:
-        """What gives the reason to drop a text, or None; made once in each task."""
+        """Return a function from a text to the reason to drop it, or None to keep it; called once per task."""
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Yield the documents that are kept."""
+        """Yield the documents to keep."""
         judge, dropped = self.judge(), {}
         for document in data:
             with self.track_time():
@@ -159,22 +155,22 @@ class DocumentFilter(PipelineStep):
                 place = {name: document.metadata[name] for name in ("source", "file", "row")}
                 examples.append(place | {"id": document.id, "text": document.text[:SAMPLE_CHARACTERS]})
         if self.samples is not None:
-            with complete_file(self.samples / f"{rank:05d}.json") as path:
+            with atomic_write(self.samples / f"{rank:05d}.json") as path:
                 path.write_text(json.dumps(dropped, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 class KeepLanguage(DocumentFilter):
-    """Drop documents that are not in a language.
+    """Drop documents that are not in the given language.
 
-    Reasons: `other_language`; `unsure`, where the language is the most probable one but less than `min_score`;
-    `no_letters`.
+    Reasons: `other_language`; `unsure`, where the language is the most probable one but its probability is below
+    `min_score`; `no_letters`.
 
     Args:
-        language: code as `identify_language` gives it.
-        min_score: probability the language must have.
+        language: code as returned by `identify_language`.
+        min_score: minimum probability of the language.
 
     Raises:
-        ValueError: a language that the model does not know.
+        ValueError: the model does not know the language.
     """
 
     name = "keep the language"
@@ -183,13 +179,12 @@ class KeepLanguage(DocumentFilter):
         super().__init__(samples)
         if language not in known_languages():
             raise ValueError(
-                f"`language` must be a code that lid.176 knows ({', '.join(sorted(known_languages()))}), "
-                f"but is {language!r}"
+                f"`language` must be a code of lid.176 ({', '.join(sorted(known_languages()))}), but is {language!r}"
             )
         self.language, self.min_score = language, min_score
 
     def judge(self) -> Callable[[str], str | None]:
-        """See the class."""
+        """Return the filter's decision function; see the base class."""
         return self._reason
 
     def _reason(self, text: str) -> str | None:
@@ -200,12 +195,12 @@ class KeepLanguage(DocumentFilter):
 
 
 class DropShort(DocumentFilter):
-    """Drop documents of fewer than `min_tokens` tokens, as `short`.
+    """Drop documents of fewer than `min_tokens` tokens, with the reason `short`.
 
     Args:
-        min_tokens: a document with as many stays.
-        tokenizer_file: a `tokenizers` JSON file. None, where the tokenizer is yet to be trained on what is kept, counts
-            words and punctuation marks (`\\w+|[^\\w\\s]`), of which there are fewer than tokens of a small vocabulary.
+        min_tokens: smallest number of tokens to keep.
+        tokenizer_file: a `tokenizers` JSON file. None (the tokenizer will be trained on the kept documents) counts
+            words and punctuation marks (`\\w+|[^\\w\\s]`) instead, a lower bound for tokens of a small vocabulary.
     """
 
     name = "drop short"
@@ -215,17 +210,18 @@ class DropShort(DocumentFilter):
         self.min_tokens, self.tokenizer_file = min_tokens, tokenizer_file
 
     def judge(self) -> Callable[[str], str | None]:
-        """See the class."""
+        """Return the filter's decision function; see the base class."""
         is_long = token_test(self.min_tokens, self.tokenizer_file)
         return lambda text: None if is_long(text) else "short"
 
 
 def token_test(min_tokens: int, tokenizer_file: Path | None) -> Callable[[str], bool]:
-    """What tells whether a text has at least `min_tokens` tokens, without tokenizing those that certainly have.
+    """Return a test for texts of at least `min_tokens` tokens that avoids tokenizing texts that are certainly longer.
 
-    Upstream skips tokenization from 8 characters a token on, which is a guess; here a text is long enough when so many
-    of its words begin with an ASCII letter or digit. Byte-level BPE and WordPiece make at least one token of each such
-    word; they may drop or join others (lone accents, control characters). Any other tokenizer tokenizes everything.
+    Megatron-LM skips tokenization above 8 characters per token, which is a guess. Here a text is long enough if at
+    least `min_tokens` of its words begin with an ASCII letter or digit: byte-level BPE and WordPiece produce at least
+    one token per such word, while they may drop or merge others (lone accents, control characters). With any other
+    tokenizer every text is tokenized.
 
     Args:
         tokenizer_file: see DropShort.
@@ -240,7 +236,7 @@ def token_test(min_tokens: int, tokenizer_file: Path | None) -> Callable[[str], 
     def is_long(text: str) -> bool:
         if words_are_tokens and _has(_WORD_START, text, min_tokens):
             return True
-        # A megabyte without a space would keep BPE busy for long.
+        # BPE is slow on a megabyte without spaces.
         if longest is not None and len(text) >= min_tokens * longest:
             return True
         return len(tokenizer.encode(text, add_special_tokens=False)) >= min_tokens
@@ -253,10 +249,11 @@ def _has(pattern: re.Pattern, text: str, count: int) -> bool:
 
 
 def _shortcuts(spec: dict) -> tuple[bool, int | None]:
-    """Whether a word that begins with an ASCII letter or digit is a token or more; the bytes of the longest token.
+    """Return whether every word that begins with an ASCII letter or digit is at least one token, and the length of
+    the longest token in bytes (None where a token may represent any number of bytes).
 
     Args:
-        spec: a tokenizer's JSON. The length is None where a token may stand for any number of bytes.
+        spec: a tokenizer's JSON.
     """
     model, splitter, added = spec["model"], spec["pre_tokenizer"] or {}, spec["added_tokens"]
     if any(token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"]) for token in added):
@@ -265,7 +262,7 @@ def _shortcuts(spec: dict) -> tuple[bool, int | None]:
     if model["type"] == "BPE" and normalizer is None and splitter.get("type") == "ByteLevel":
         letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
         if splitter.get("use_regex", True) and all(letter in model["vocab"] for letter in letters):
-            lengths = [len(token) for token in model["vocab"]]  # a letter of the alphabet stands for a byte
+            lengths = [len(token) for token in model["vocab"]]  # one letter of the alphabet encodes one byte
             return True, max(lengths + [len(token["content"].encode()) for token in added])
     is_bert = (model["type"], normalizer, splitter.get("type")) == ("WordPiece", "BertNormalizer", "BertPreTokenizer")
     return is_bert, None

@@ -1,4 +1,4 @@
-"""Bringing documents into an order of their own: every document into the shard of its key, each shard sorted."""
+"""Distribute documents over shards by a hash of their text, and sort each shard by that hash."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from datatrove.pipeline.base import PipelineStep
 from .minhash import band_hashes
 from .progress import Meter
 from .shingles import shingle_sets
-from .work_folder import WorkFolder, complete_file, save_array
+from .work_folder import WorkFolder, atomic_write, save_array
 
 SCHEMA = pa.schema(
     [
@@ -28,30 +28,30 @@ SCHEMA = pa.schema(
     ]
 )
 PLACE = ("source", "file", "row", "id")
-BUFFER_BYTES = 64 * 2**20  # of text that a task holds before it writes
-BATCH_BYTES = 8 * 2**20  # of text that is shingled or tokenized at once
+BUFFER_BYTES = 64 * 2**20  # of text buffered per task before writing
+BATCH_BYTES = 8 * 2**20  # of text shingled or tokenized at once
 
 
 def document_key(text: str) -> bytes:
-    """What identifies a document: the 128-bit xxHash of its text, 16 bytes.
+    """Return the key of a document: the 128-bit xxHash of its text, 16 bytes.
 
-    It decides the document's place in the corpus and its split, so that neither depends on file names, the order of
-    the input or the number of workers; and a corpus in this order is shuffled.
+    The key determines the document's position in the corpus and its split, so neither depends on file names, input
+    order or number of workers. A corpus in key order is shuffled.
     """
     return xxhash.xxh3_128_digest(text.encode("utf-8"))
 
 
 def id_hash(source: str, name: str) -> int:
-    """64 bits that stand for an id which a document brought with it."""
+    """Return a 64-bit hash of a document id given by its source."""
     return xxhash.xxh3_64_intdigest(f"{source}\0{name}".encode())
 
 
 class ScatterDocuments(PipelineStep):
-    """End of the first stage: each document goes to the shard of its key.
+    """Last step of the first stage: write each document to the shard of its key.
 
     Args:
-        root: of the work folder.
-        num_shards: a shard holds an equal part of the range of keys.
+        root: path of the work folder.
+        num_shards: number of equal ranges of keys.
     """
 
     type = "WRITER"
@@ -62,7 +62,7 @@ class ScatterDocuments(PipelineStep):
         self.folder, self.num_shards = WorkFolder(root), num_shards
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> None:
-        """Write all documents of the task; files get their names when the last document is written."""
+        """Write all documents of the task; files are renamed to their final names when complete."""
         rows, held, part = defaultdict(list), 0, 0
         ids = []
         for document in data:
@@ -84,23 +84,58 @@ class ScatterDocuments(PipelineStep):
     def _write(self, rows: dict[int, list[tuple]], rank: int, part: int) -> None:
         for shard, held in rows.items():
             columns = dict(zip(SCHEMA.names, map(list, zip(*held, strict=True)), strict=True))
-            with complete_file(self.folder.path("cleaned", shard, f"{rank:05d}_{part:05d}.parquet")) as path:
+            with atomic_write(self.folder.path("cleaned", shard, f"{rank:05d}_{part:05d}.parquet")) as path:
                 pq.write_table(pa.table(columns, schema=SCHEMA), path, compression="zstd", compression_level=1)
 
 
 def shard_of(key: bytes, num_shards: int) -> int:
-    """Which of `num_shards` equal ranges of keys holds `key`."""
+    """Return the index of the key range, of `num_shards` equal ones, that contains `key`."""
     return int.from_bytes(key[:4], "big") * num_shards >> 32
 
 
-class SortShard(PipelineStep):
-    """Sort a shard by key, drop copies, and compute what the search for near-duplicates needs.
+class CheckIds(PipelineStep):
+    """Count documents whose id occurs more than once in their source, or raise an error."""
 
-    Of equal texts the one with the first source, file and row (by name) stays.
+    type = "CHECK"
+    name = "ids"
+
+    def __init__(self, root: Path, duplicate_ids: str) -> None:
+        super().__init__()
+        self.folder, self.duplicate_ids = WorkFolder(root), duplicate_ids
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
+        """The only task.
+
+        Raises:
+            ValueError: the policy is `refuse` and ids repeat; the message shows one of them and its locations.
+        """
+        files = sorted(self.folder.path("ids").glob("[0-9]*.npy"))
+        ids = np.concatenate([np.empty(0, dtype=np.uint64), *map(np.load, files)])
+        unique, counts = np.unique(ids, return_counts=True)
+        surplus = len(ids) - len(unique)
+        self.stat_update("duplicate_ids", value=surplus)
+        if surplus and self.duplicate_ids == "refuse":
+            example = self._example(int(unique[np.argmax(counts > 1)]))
+            raise ValueError(f"`duplicate_ids` is refuse, but {surplus} documents share an id with another: {example}")
+
+    def _example(self, wanted: int) -> str:
+        found = []
+        for file in sorted(self.folder.path("cleaned").rglob("[0-9]*.parquet")):
+            for row in pq.read_table(file, columns=["source", "file", "row", "id"]).to_pylist():
+                if id_hash(row["source"], row["id"]) == wanted:
+                    found.append(f"{row['file']} row {row['row']}")
+                    name = row["id"]
+        return f"{name!r} in {' and '.join(sorted(found)[:3])}"
+
+
+class SortShard(PipelineStep):
+    """Sort a shard by key, drop exact copies, and compute MinHash bands for the near-duplicate search.
+
+    Of several equal texts, the first by source, file and row is kept.
 
     Args:
-        root: of the work folder.
-        bands, rows, ngram: of the MinHash; `bands` 0 where near-duplicates are kept.
+        root: path of the work folder.
+        bands, rows, ngram: MinHash parameters; `bands` is 0 if near-duplicates are kept.
     """
 
     type = "SORT"
@@ -119,15 +154,15 @@ class SortShard(PipelineStep):
         is_first = np.ones(len(keys), dtype=bool)
         is_first[1:] = keys[1:] != keys[:-1]
         copies = table.filter(pa.array(~is_first)).select(["key", *PLACE])
-        with complete_file(self.folder.shard_file("sorted", rank, "copies.parquet")) as path:
+        with atomic_write(self.folder.shard_file("sorted", rank, "copies.parquet")) as path:
             pq.write_table(copies, path, compression="zstd")
         table = table.filter(pa.array(is_first))
-        with complete_file(self.folder.shard_file("sorted", rank, "parquet")) as path:
+        with atomic_write(self.folder.shard_file("sorted", rank, "parquet")) as path:
             pq.write_table(table, path, compression="zstd", compression_level=1, row_group_size=2048)
         lengths = pc.utf8_length(table["text"]).to_numpy().astype(np.int64)
         if self.bands:
             self._write_bands(table["text"], rank, world_size)
-        # Last: this file tells the other stages how many documents the shard has.
+        # Written last: the other stages read the shard's number of documents from this file.
         save_array(self.folder.shard_file("lengths", rank), lengths)
         self.stat_update("documents", value=len(table))
         self.stat_update("copies", value=len(copies))
@@ -145,7 +180,7 @@ class SortShard(PipelineStep):
 
 
 def batches(texts: pa.ChunkedArray) -> Iterator[list[str]]:
-    """`texts` in order, in lists of about BATCH_BYTES."""
+    """Yield `texts` in order, in lists of about BATCH_BYTES."""
     held, size = [], 0
     for text in texts:
         held.append(text.as_py())
@@ -158,6 +193,6 @@ def batches(texts: pa.ChunkedArray) -> Iterator[list[str]]:
 
 
 def _key_array(table: pa.Table) -> np.ndarray:
-    """The keys as bytes [documents] of 16 each, comparable with one another."""
+    """Return the keys as 16-byte values [documents] that can be compared."""
     joined = b"".join(table["key"].to_pylist())
     return np.frombuffer(joined, dtype="V16").copy() if joined else np.empty(0, dtype="V16")

@@ -1,4 +1,4 @@
-"""The search for near-duplicates over all shards: candidates a band, exact comparison a shard, one answer for all."""
+"""Search for near-duplicates over all shards: candidates per band, exact comparison per shard, one global result."""
 
 from pathlib import Path
 
@@ -13,17 +13,17 @@ from .duplicates import candidate_pairs, causes, choose_survivors, clusters, exa
 from .overlap import distinct
 from .progress import Meter
 from .shingles import shingle_sets
-from .work_folder import WorkFolder, complete_file, save_array
+from .work_folder import WorkFolder, atomic_write, save_array
 
 PAIRS_AT_ONCE = 500_000
 
 
 class FindCandidates(PipelineStep):
-    """One band of the LSH: pairs of documents whose band values are equal.
+    """One band of the LSH: find pairs of documents whose band hashes are equal.
 
     Args:
-        root: of the work folder.
-        num_shards: of the corpus.
+        root: path of the work folder.
+        num_shards: number of shards of the corpus.
         largest_bucket: see `duplicates.candidate_pairs`.
     """
 
@@ -35,7 +35,7 @@ class FindCandidates(PipelineStep):
         self.folder, self.num_shards, self.largest_bucket = WorkFolder(root), num_shards, largest_bucket
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """Task `rank` looks at band `rank` of all shards."""
+        """Task `rank` processes band `rank` of all shards."""
         shards = range(self.num_shards)
         columns = [np.load(self.folder.shard_file("bands", s), mmap_mode="r")[:, rank] for s in shards]
         pairs, num_large = candidate_pairs(np.concatenate(columns), self.largest_bucket)
@@ -54,7 +54,7 @@ class FindCandidates(PipelineStep):
 
 
 class ShingleCandidates(PipelineStep):
-    """The shingles of a shard's documents that are in any pair, kept for the exact comparison."""
+    """Compute and store the shingles of a shard's documents that occur in any candidate pair."""
 
     type = "DEDUP"
     name = "shingles"
@@ -83,7 +83,7 @@ class ShingleCandidates(PipelineStep):
 
 
 class CompareCandidates(PipelineStep):
-    """The exact Jaccard similarity of the pairs whose first document is in a shard; similar ones are kept."""
+    """Compute the exact Jaccard similarity of the pairs whose first document is in a shard; keep the similar pairs."""
 
     type = "DEDUP"
     name = "exact comparison"
@@ -115,7 +115,7 @@ class CompareCandidates(PipelineStep):
         self.stat_update("similar", value=sum(map(len, similar)))
 
     def _sets(self, documents: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The shingles of `documents` (sorted numbers), as `shingle_sets` gives them."""
+        """Return the shingles of `documents` (sorted numbers) in the form of `shingle_sets`."""
         parts, counts = [np.empty(0, dtype=np.uint64)], [np.zeros(1, dtype=np.int64)]
         borders = np.searchsorted(documents, first)
         for shard in np.flatnonzero(np.diff(borders)):
@@ -129,10 +129,10 @@ class CompareCandidates(PipelineStep):
 
 
 class ResolveDuplicates(PipelineStep):
-    """Clusters of near-duplicates, the document of each that stays, and for each other one the pair that removed it.
+    """Find the clusters of near-duplicates, the document to keep in each, and for each other document the pair that
+    removed it.
 
-    A cluster is a connected component of similar pairs. The longest text stays, of equally long ones that with the
-    smallest key.
+    A cluster is a connected component of similar pairs. The longest text is kept; ties go to the smallest key.
     """
 
     type = "DEDUP"
@@ -147,12 +147,12 @@ class ResolveDuplicates(PipelineStep):
         shards = range(self.num_shards)
         pairs = np.concatenate([np.load(self.folder.shard_file("similar", s, "pairs.npy")) for s in shards])
         jaccard = np.concatenate([np.load(self.folder.shard_file("similar", s, "jaccard.npy")) for s in shards])
-        # Only documents with a partner take part: their places in `documents` stand for their numbers from here on.
+        # Only documents that occur in a pair; from here on they are numbered by their position in `documents`.
         documents = distinct(pairs.ravel())
         local = np.searchsorted(documents, pairs)
         lengths = np.concatenate([np.load(self.folder.shard_file("lengths", s)) for s in shards])[documents]
         labels = clusters(len(documents), local)
-        keep = choose_survivors(labels, lengths)  # documents are in the order of their keys
+        keep = choose_survivors(labels, lengths)  # documents are in key order, so ties go to the smallest key
         removed, because_of, similarity = causes(labels, keep, local, jaccard)
         self._report(documents, labels, keep, removed, because_of, similarity)
         save_array(self.folder.path("duplicates.npy"), documents[~keep])
@@ -168,7 +168,7 @@ class ResolveDuplicates(PipelineStep):
         because_of: np.ndarray,
         similarity: np.ndarray,
     ) -> None:
-        """`duplicates.parquet`: a row for each removed document, with its cluster's survivor and the pair."""
+        """Write `duplicates.parquet`: one row per removed document, with its cluster's survivor and the pair."""
         places = self._places(documents)
         survivor = np.empty(len(documents), dtype=np.int64)
         survivor[labels[keep]] = np.flatnonzero(keep)
@@ -177,7 +177,7 @@ class ResolveDuplicates(PipelineStep):
             for column in ("key", *PLACE):
                 columns[f"{name}_{column}"] = places[column].take(pa.array(which))
         columns["jaccard"] = pa.array(similarity)
-        with complete_file(self.folder.path("duplicates.parquet")) as path:
+        with atomic_write(self.folder.path("duplicates.parquet")) as path:
             pq.write_table(pa.table(columns), path, compression="zstd")
 
     def _places(self, documents: np.ndarray) -> pa.Table:

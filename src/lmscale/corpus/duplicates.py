@@ -1,38 +1,40 @@
-"""From band hashes to the documents that stay: candidate pairs, exact similarity, clusters, survivors and causes.
+"""Near-duplicates from band hashes: candidate pairs, exact similarity, clusters, survivors and causes of removal.
 
-Documents are numbers 0 to documents - 1. Where a number decides (ties), the answer depends on the order of the
-documents; numbered by a hash of their text, they give the same answer whatever the order of the input was.
+Documents are numbered from 0. Ties are broken by number, so the result depends on the numbering. If documents are
+numbered by a hash of their text, the result does not depend on the order of the input.
 """
 
 import numpy as np
 
-BLOCK_VALUES = 2**17  # shingles that `exact_jaccard` sorts at once, in the cache of a core unless one pair has more
-_MUCH_LARGER = 16  # times: then looking up the small set in the large one beats sorting both
+from ..data.indexed_dataset import concatenate_ranges
+
+BLOCK_VALUES = 2**17  # shingles that `exact_jaccard` sorts at once: they fit a core's cache unless one pair has more
+_MUCH_LARGER = 16  # size ratio above which looking up the small set in the large one is faster than sorting both
 
 
 def candidate_pairs(band: np.ndarray, largest_bucket: int = 1000) -> tuple[np.ndarray, int]:
-    """Pairs of documents with equal hashes in one band.
+    """Find pairs of documents with equal hashes in one band.
 
-    In a bucket, documents of one hash, of up to `largest_bucket` documents every pair is a candidate. The pairs of a
-    larger one would grow with its square: there each document is paired with the one before it and with the bucket's
-    first only.
+    A bucket holds the documents of one hash. In buckets of up to `largest_bucket` documents every pair is a candidate.
+    The number of pairs grows with the square of the size, so in a larger bucket each document is paired only with the
+    previous document and with the first one.
 
     Args:
         band: uint64 [documents], one column of `band_hashes`.
-        largest_bucket: documents.
+        largest_bucket: number of documents up to which all pairs are candidates.
 
     Returns:
-        pairs: int64 [pairs, 2], (i, j) with i < j, each once, ascending;
-        num_large: buckets of more than `largest_bucket` documents.
+        pairs: int64 [pairs, 2], (i, j) with i < j, distinct, ascending;
+        num_large: number of buckets of more than `largest_bucket` documents.
 
     Raises:
-        ValueError: `largest_bucket` is less than 2: then no pair could be found.
+        ValueError: `largest_bucket` is less than 2, which allows no pair.
     """
     if largest_bucket < 2:
         raise ValueError(f"`largest_bucket` must be at least 2 documents, but is {largest_bucket}")
     if len(band) == 0:
         return np.empty((0, 2), dtype=np.int64), 0
-    order = np.argsort(band, kind="stable")  # within a bucket ascending
+    order = np.argsort(band, kind="stable")  # ascending within a bucket
     hashes = band[order]
     begins = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]]))
     sizes = np.diff(np.append(begins, len(band)))
@@ -48,15 +50,15 @@ def candidate_pairs(band: np.ndarray, largest_bucket: int = 1000) -> tuple[np.nd
 
 
 def exact_jaccard(values: np.ndarray, offsets: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """Jaccard similarity of the shingle sets of each pair: common shingles over all.
+    """Compute the Jaccard similarity of the shingle sets of each pair: size of the intersection over the union.
 
     Args:
         values: uint64 [total], shingles, ascending and distinct within each document.
-        offsets: int64 [documents + 1], where each document begins in `values`.
+        offsets: int64 [documents + 1], index in `values` at which each document begins.
         pairs: int64 [pairs, 2].
 
     Returns:
-        float64 [pairs]; 0 where both sets are empty.
+        float64 [pairs]; 0 if both sets are empty.
     """
     sizes = np.diff(offsets)[pairs]  # [pairs, 2]
     common = np.zeros(len(pairs), dtype=np.int64)
@@ -76,13 +78,13 @@ def exact_jaccard(values: np.ndarray, offsets: np.ndarray, pairs: np.ndarray) ->
 
 
 def _num_found(small: np.ndarray, large: np.ndarray) -> int:
-    """How many values of the first set are in the second."""
+    """Count the values of the first set that are in the second."""
     places = np.searchsorted(large, small)
     return int((large[np.minimum(places, len(large) - 1)] == small).sum()) if len(large) else 0
 
 
 def _num_common(values: np.ndarray, offsets: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """Common shingles of each pair, int64 [pairs]: both sets sorted together, equal neighbours counted."""
+    """Count the common shingles of each pair, int64 [pairs]: sort both sets together and count equal neighbours."""
     begins, ends = offsets[:-1][pairs].tolist(), offsets[1:][pairs].tolist()
     sizes = np.diff(offsets)[pairs].sum(axis=1)
     borders = np.append(0, np.cumsum(sizes))
@@ -104,14 +106,14 @@ def _num_common(values: np.ndarray, offsets: np.ndarray, pairs: np.ndarray) -> n
 
 
 def clusters(num_documents: int, pairs: np.ndarray) -> np.ndarray:
-    """Connected components of the graph whose edges are `pairs`.
+    """Find the connected components of the graph with edges `pairs`.
 
     Args:
-        num_documents: vertices.
+        num_documents: number of vertices.
         pairs: int64 [pairs, 2], in any order.
 
     Returns:
-        int64 [documents]: the smallest document of each one's component.
+        int64 [documents]: the smallest document of each document's component.
 
     Source: hooking and shortcutting, Shiloach and Vishkin, "An O(log n) parallel connectivity algorithm", 1982.
     """
@@ -127,18 +129,17 @@ def clusters(num_documents: int, pairs: np.ndarray) -> np.ndarray:
     return label
 
 
-def choose_survivors(labels: np.ndarray, lengths: np.ndarray, *keys: np.ndarray) -> np.ndarray:
-    """Which documents stay: of each cluster the longest, of equally long ones that with the smallest key.
+def choose_survivors(labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Choose the document to keep in each cluster: the longest, with ties broken by the smallest number.
 
     Args:
         labels: int64 [documents], from `clusters`.
-        lengths: [documents], of the texts, characters.
-        keys: arrays [documents] that order equally long documents, the first first; then the number decides.
+        lengths: [documents], text lengths in characters.
 
     Returns:
-        bool [documents].
+        bool [documents], True for documents to keep.
     """
-    order = np.lexsort((*reversed(keys), -np.asarray(lengths, dtype=np.int64), labels))
+    order = np.lexsort((-np.asarray(lengths, dtype=np.int64), labels))
     in_order = labels[order]
     is_first = np.ones(len(labels), dtype=bool)
     is_first[1:] = in_order[1:] != in_order[:-1]
@@ -150,28 +151,28 @@ def choose_survivors(labels: np.ndarray, lengths: np.ndarray, *keys: np.ndarray)
 def causes(
     labels: np.ndarray, keep: np.ndarray, pairs: np.ndarray, jaccard: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each removed document the pair that connects it towards its cluster's survivor.
+    """Find, for each removed document, the pair that connects it to its cluster's survivor.
 
-    A breadth-first search from the survivors: a document is removed because of the one it was reached from, over the
-    fewest pairs; of several the most similar, then that with the smallest number.
+    A breadth-first search starts from the survivors. The cause of a removal is the document from which the search
+    reached it, over the fewest pairs; ties go to the most similar document, then to the smallest number.
 
     Args:
         labels: int64 [documents], from `clusters` of the same pairs.
-        keep: bool [documents], one of each cluster.
+        keep: bool [documents], True once per cluster.
         pairs: int64 [pairs, 2].
         jaccard: float64 [pairs].
 
     Returns:
-        removed: int64 [removed], ascending; because_of: int64 [removed]; jaccard: float64 [removed] of the two.
+        removed: int64 [removed], ascending; because_of: int64 [removed]; jaccard: float64 [removed], of the two.
 
     Raises:
-        ValueError: a cluster without exactly one survivor, or a removed document that no pair reaches.
+        ValueError: a cluster does not have exactly one survivor, or no pair reaches a removed document.
     """
     survivors = np.bincount(labels[keep], minlength=len(labels))
     wrong = np.flatnonzero(survivors[labels] != 1)
     if len(wrong):
         label = labels[wrong[0]]
-        raise ValueError(f"`keep` must hold one document of each cluster, but {survivors[label]} of cluster {label}")
+        raise ValueError(f"`keep` must hold one document per cluster, but holds {survivors[label]} of cluster {label}")
     because_of = np.full(len(labels), -1, dtype=np.int64)
     similarity = np.zeros(len(labels))
     edges, first = _neighbours(len(labels), pairs, jaccard)
@@ -190,7 +191,7 @@ def causes(
         is_reached[frontier] = True
     if not is_reached.all():
         missed = np.flatnonzero(~is_reached)[0]
-        raise ValueError(f"`pairs` must connect each removed document with a survivor, but none does for {missed}")
+        raise ValueError(f"`pairs` must connect each removed document to a survivor, but none connects {missed}")
     removed = np.flatnonzero(~keep)
     return removed, because_of[removed], similarity[removed]
 
@@ -198,7 +199,7 @@ def causes(
 def _neighbours(
     num_documents: int, pairs: np.ndarray, jaccard: np.ndarray
 ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-    """Neighbour and similarity of each edge in both directions, grouped by document, and where each group begins."""
+    """Return neighbour and similarity of each edge in both directions, grouped by document, and each group's start."""
     source, target = np.concatenate([pairs, pairs[:, ::-1]]).T
     order = np.argsort(source, kind="stable")
     first = np.append(0, np.cumsum(np.bincount(source, minlength=num_documents)))
@@ -208,7 +209,7 @@ def _neighbours(
 def _edges_from(
     frontier: np.ndarray, edges: tuple[np.ndarray, np.ndarray], first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Source, target and similarity of all edges that leave the documents of `frontier`."""
+    """Return source, target and similarity of all edges that leave the documents of `frontier`."""
     counts = first[frontier + 1] - first[frontier]
-    places = np.arange(counts.sum()) + np.repeat(first[frontier] - (np.cumsum(counts) - counts), counts)
+    places = concatenate_ranges(first[frontier], counts)
     return np.repeat(frontier, counts), edges[0][places], edges[1][places]

@@ -1,6 +1,6 @@
-"""The rows of one file, by its suffix: JSON lines, text, parquet, tar archives of texts; plain, .gz or .zst.
+"""Read the rows of one file by its suffix: JSON lines, text, parquet, tar archives of texts; plain, .gz or .zst.
 
-A file is read as a stream: what is in memory is one row, one block of text or one batch of a parquet file.
+Files are streamed: only one row, one block of text or one parquet batch is in memory at a time.
 """
 
 import codecs
@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import zstandard
 
 MAX_ROW_BYTES = 2**30  # a row has to fit into memory several times over
-PARQUET_ROWS = 64  # that are decoded at once: some corpora have a whole book a row
+PARQUET_ROWS = 64  # decoded at once; some corpora store a whole book per row
 READ_ERRORS = (
     OSError,
     EOFError,
@@ -33,14 +33,14 @@ READ_ERRORS = (
 _FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet", ".tar": "tar"}
 _PACKINGS = (".gz", ".zst")
 _PACKED = (*_PACKINGS, ".xz", ".bz2", ".zip")
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # the first is the beginning of UTF-32's, too
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's mark begins with the first one
 SUFFIXES = (*_FORMATS, *(f"{name}{end}" for name in _FORMATS if name != ".parquet" for end in _PACKINGS), ".tgz")
 
-Decode = Callable[[bytes, int], str]  # bytes of a row and its number to text
+Decode = Callable[[bytes, int], str]  # (bytes of a row, row number) -> text
 
 
 class UnreadableError(Exception):
-    """What is wrong with a file as a whole, to be completed with its name."""
+    """An error of a whole file; the message is completed with the file's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class Row:
     """One row of a file.
 
     Args:
-        number: from 1: line (of a block of text its first), row or member of an archive.
-        text: None where the row has none that can be used.
-        name: the id it brings, or None.
+        number: from 1: line (the first line of a text block), row, or member of an archive.
+        text: None if the row has no usable text.
+        name: the id given in the row, or None.
         fault: why there is no text, as `(kind, rule)`: `invalid_json` or `missing_text`, and "must be ..., but ...".
     """
 
@@ -61,7 +61,7 @@ class Row:
 
 
 def format_of(name: str) -> str | None:
-    """`json`, `text`, `parquet` or `tar` by the suffix of a file's name; None for an unknown one."""
+    """Return `json`, `text`, `parquet` or `tar` by the suffix of a file's name; None if it is unknown."""
     name = name.lower()
     if not name.endswith(SUFFIXES):
         return None
@@ -73,18 +73,18 @@ def format_of(name: str) -> str | None:
 
 
 def read_rows(raw: BinaryIO, name: str, text_field: str, text_documents: str, decode: Decode) -> Iterator[Row]:
-    """The rows of a file in order.
+    """Yield the rows of a file in order.
 
     Args:
-        raw: the file as it is, at its beginning.
-        name: of the file; its suffix says how to read it.
+        raw: the stored file, opened at its beginning.
+        name: file name; its suffix determines the format.
         text_field: field of a JSON object or column of a parquet file that holds the text; `id` holds the id.
-        text_documents: a text file is a `block` a document, ended by blank lines, or one document, `file`.
-        decode: makes text of bytes.
+        text_documents: what a document of a text file is: a `block` between blank lines, or the whole `file`.
+        decode: converts bytes to text.
 
     Raises:
-        UnreadableError: a row over MAX_ROW_BYTES, UTF-16, no such column, an archive that is cut off.
-        Exception: one of READ_ERRORS where the file is truncated or damaged.
+        UnreadableError: a row exceeds MAX_ROW_BYTES, the file is UTF-16, a column is missing, or an archive is cut off.
+        Exception: one of READ_ERRORS if the file is truncated or damaged.
     """
     kind = format_of(name)
     if kind == "parquet":
@@ -95,7 +95,7 @@ def read_rows(raw: BinaryIO, name: str, text_field: str, text_documents: str, de
             yield from _tar_rows(stream, decode)
             return
         if stream.peek(2)[:2] in _UTF16:
-            raise UnreadableError("must be UTF-8, but begins like UTF-16")
+            raise UnreadableError("must be UTF-8, but begins with a UTF-16 byte-order mark")
         if kind == "json":
             yield from _json_rows(stream, text_field, decode)
         else:
@@ -105,12 +105,12 @@ def read_rows(raw: BinaryIO, name: str, text_field: str, text_documents: str, de
 
 
 def plain_breaks(text: str) -> str:
-    """Text of a file without its outer line breaks, `\\n` for `\\r\\n`."""
+    """Strip outer line breaks and replace `\\r\\n` by `\\n`."""
     return text.replace("\r\n", "\n").strip("\n")
 
 
 def row_of(values: object, number: int, text_field: str) -> Row:
-    """The row of a JSON value or of a dataset's columns."""
+    """Build the row of a JSON value or of a dataset's columns."""
     text = values.get(text_field) if isinstance(values, dict) else None
     if not isinstance(text, str):
         short = json.dumps(values, ensure_ascii=False, default=str)[:60]
@@ -133,7 +133,7 @@ def _unpacked(raw: BinaryIO, name: str) -> Iterator[io.BufferedReader]:
 
 
 class _ZstdStream(io.RawIOBase):
-    """Zstandard frames, decompressed; unlike the library's own reader it does not take a cut-off file for complete."""
+    """Decompress Zstandard frames; unlike the library's own reader, raise an error if the file is cut off."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw, self._rest, self._frame, self._held = raw, b"", None, memoryview(b"")
@@ -143,13 +143,13 @@ class _ZstdStream(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:
         while not self._held:
-            packed = self._rest or self._raw.read(2**14)  # little, for it all unpacks at once
+            packed = self._rest or self._raw.read(2**14)  # small, because all of it is unpacked at once
             if not packed:
                 if self._frame is not None:
                     raise EOFError("the last Zstandard frame is not complete")
                 return 0
             if self._frame is None:
-                # The largest window there is: corpora are often packed with --long=31.
+                # The largest window size: corpora are often packed with --long=31.
                 self._frame = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
             self._held, self._rest = memoryview(self._frame.decompress(packed)), b""
             if self._frame.eof:
@@ -173,7 +173,7 @@ def _check_size(size: int, place: str) -> None:
 
 
 def _blocks(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines between blank lines, with the number of the first."""
+    """Yield blocks of lines between blank lines, with the number of the first line."""
     held, first, size = [], 0, 0
     for number, line in _lines(stream):
         if line.strip():
@@ -203,7 +203,7 @@ def _json_rows(stream: BinaryIO, text_field: str, decode: Decode) -> Iterator[Ro
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
             why = f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            yield Row(number, None, None, ("invalid_json", f"must be one JSON object a line, but is not: {why}"))
+            yield Row(number, None, None, ("invalid_json", f"must be one JSON object per line, but is not: {why}"))
         else:
             yield row_of(values, number, text_field)
 
@@ -212,7 +212,7 @@ def _tar_rows(stream: BinaryIO, decode: Decode) -> Iterator[Row]:
     number = 0
     with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member, encoding="utf-8", errors="replace") as archive:
         while (member := archive.next()) is not None:
-            archive.members.clear()  # it would keep every header
+            archive.members.clear()  # the archive would keep every header
             if member.isdir():
                 continue
             number += 1
@@ -220,7 +220,7 @@ def _tar_rows(stream: BinaryIO, decode: Decode) -> Iterator[Row]:
                 rule = f"must be a file, but {member.name} is a link or device"
                 yield Row(number, None, member.name, ("missing_text", rule))
                 continue
-            # Packed or structured members would be taken for Latin-1 text.
+            # Packed or structured members would be read as Latin-1 text.
             if format_of(member.name) not in (None, "text") or member.name.lower().endswith(_PACKED):
                 raise UnreadableError(f"must hold texts, but has {member.name}; unpack it first")
             _check_size(member.size, member.name)
@@ -228,7 +228,7 @@ def _tar_rows(stream: BinaryIO, decode: Decode) -> Iterator[Row]:
 
 
 class _Member(tarfile.TarInfo):
-    """A header that tells a cut-off archive from a complete one: `tarfile` ends in silence at either."""
+    """A header that distinguishes a cut-off archive from a complete one; `tarfile` stops silently at either."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> "_Member":
@@ -241,7 +241,7 @@ class _Member(tarfile.TarInfo):
 
 
 def _parquet_rows(raw: BinaryIO, text_field: str, decode: Decode) -> Iterator[Row]:
-    file = pq.ParquetFile(raw, buffer_size=2**20, pre_buffer=False)  # else a row group's column is read at once
+    file = pq.ParquetFile(raw, buffer_size=2**20, pre_buffer=False)  # else a row group's whole column is read
     names = file.schema_arrow.names
     if text_field not in names:
         raise UnreadableError(f"`text_field` must be one of its columns ({', '.join(names)}), but is {text_field}")
@@ -252,7 +252,7 @@ def _parquet_rows(raw: BinaryIO, text_field: str, decode: Decode) -> Iterator[Ro
     columns = [text_field, "id"] if "id" in names and text_field != "id" else [text_field]
     number = 0
     for batch in file.iter_batches(PARQUET_ROWS, columns=columns):
-        # As bytes: a column of text need not be UTF-8.
+        # Read as bytes: a text column may not be UTF-8.
         texts = batch[text_field].cast(value).cast(pa.large_binary()).to_pylist()
         ids = batch["id"].to_pylist() if len(columns) == 2 else [None] * len(texts)
         for text, name in zip(texts, ids, strict=True):

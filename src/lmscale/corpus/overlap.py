@@ -1,40 +1,40 @@
-"""Evaluation text in training documents: which documents hold it (section 4.1), and how much of it (section 5.2)."""
+"""Evaluation text in training documents: find the documents that contain it (section 4.1), measure it (section 5.2)."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..data.indexed_dataset import concatenate_ranges
 from .shingles import word_ngrams
 
-BLOCK_ITEMS = 2**22  # (n-gram, item) pairs looked at once, unless one document has more
-FILTER_SLOTS = 16  # of the bitmap, for each n-gram: one clean n-gram in 16 passes it
+BLOCK_ITEMS = 2**22  # (n-gram, item) pairs processed at once, unless one document has more
+FILTER_SLOTS = 16  # bits of the filter per n-gram, for a false-positive rate of about 1/16
 LARGEST_FILTER = 2**26  # bytes
 
 
 class EvaluationIndex:
-    """The word n-grams of evaluation items, to be looked up in training documents.
+    """Index of the word n-grams of evaluation items, for lookup of training documents.
 
-    An item of fewer than n words has no n-gram and cannot be checked: it is in `not_checkable`, never matched by a
-    shorter n-gram, which common phrases would match everywhere.
+    An item of fewer than n words has no n-gram and cannot be checked. Shorter n-grams are not used instead, because
+    common phrases would match everywhere.
 
     Args:
-        sets: texts of the items for each set's name.
-        n: words of an n-gram.
+        sets: texts of the items by name of the set.
+        n: words per n-gram.
 
     Attributes:
         names: `set/number` of each item; numbers count from 0 in each set.
-        ngrams: uint64 [distinct n-grams], hashes, ascending. What `seen` arrays refer to.
-        num_ngrams: int64 [items], distinct n-grams of each item.
-        not_checkable: int64 [items without n-grams], their places in `names`.
+        ngrams: uint64 [distinct n-grams], hashes, ascending; `seen` arrays use the same order.
+        num_ngrams: int64 [items], number of distinct n-grams of each item; 0 if it cannot be checked.
 
     Raises:
-        ValueError: `n` is less than 1, or a set's name has a slash in it.
+        ValueError: `n` is less than 1, or the name of a set contains a slash.
     """
 
     def __init__(self, sets: Mapping[str, Sequence[str]], n: int = 8) -> None:
         for name in sets:
             if "/" in name:
-                raise ValueError(f"`name` of an evaluation set must have no slash in it, but is {name!r}")
+                raise ValueError(f"`name` of an evaluation set must not contain a slash, but is {name!r}")
         self.n = n
         self.names = [f"{name}/{number}" for name, texts in sets.items() for number in range(len(texts))]
         self._set_sizes = {name: len(texts) for name, texts in sets.items()}
@@ -46,20 +46,19 @@ class EvaluationIndex:
         self._positions[order] = np.cumsum(is_first) - 1
         self._filter_shift, self._filter = _build_filter(self.ngrams)
         self._items, self._first_item, self.num_ngrams = self._build_postings()
-        self.not_checkable = np.flatnonzero(self.num_ngrams == 0)
 
     def contaminates(
         self, values: np.ndarray, offsets: np.ndarray, threshold: float = 0.5
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Items of which a document holds at least `threshold` of the distinct n-grams.
+        """Find the items of which a document contains at least `threshold` of the distinct n-grams.
 
         Args:
             values: uint64 [total], n-grams of the documents, from `word_ngrams` with this index's n.
-            offsets: int64 [documents + 1], where each document begins in `values`.
-            threshold: share of an item's distinct n-grams, above 0 and at most 1.
+            offsets: int64 [documents + 1], index in `values` at which each document begins.
+            threshold: fraction of an item's distinct n-grams, above 0 and at most 1.
 
         Returns:
-            document: int64 [found]; item: int64 [found], place in `names`; share: float64 [found], at least
+            document: int64 [found]; item: int64 [found], index in `names`; share: float64 [found], at least
             `threshold`. Ascending by document, then item.
 
         Raises:
@@ -69,7 +68,7 @@ class EvaluationIndex:
             raise ValueError(f"`threshold` must be above 0 and at most 1, but is {threshold}")
         places, ngrams = self._find(values)
         documents = np.searchsorted(offsets, places, side="right") - 1
-        # An n-gram that a document repeats counts once.
+        # An n-gram repeated in a document counts once.
         keys = distinct(documents * len(self.ngrams) + ngrams)
         documents, ngrams = np.divmod(keys, max(len(self.ngrams), 1))
         found = [(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))]
@@ -78,26 +77,26 @@ class EvaluationIndex:
         document, item, share = (np.concatenate(column) for column in zip(*found, strict=True))
         return document, item, share
 
-    def nothing_seen(self) -> np.ndarray:
-        """bool [distinct n-grams], all false: for `mark_seen`. Those of several shards are joined by `|`."""
+    def new_seen(self) -> np.ndarray:
+        """Return bool [distinct n-grams], all False, for `mark_seen`; combine those of several shards with `|`."""
         return np.zeros(len(self.ngrams), dtype=bool)
 
     def mark_seen(self, values: np.ndarray, seen: np.ndarray) -> None:
-        """Mark in `seen`, in place, the evaluation n-grams among `values` (uint64, n-grams of training documents)."""
+        """Set in `seen`, in place, the evaluation n-grams among `values` (uint64, n-grams of training documents)."""
         seen[self._find(values)[1]] = True
 
     def overlap(self, seen: np.ndarray) -> dict[str, dict[str, float]]:
-        """How much of each set occurs in the training documents.
+        """Measure how much of each set occurs in the training documents.
 
         Args:
-            seen: bool [distinct n-grams], from `nothing_seen` and `mark_seen`.
+            seen: bool [distinct n-grams], from `new_seen` and `mark_seen`.
 
         Returns:
-            for each set: `percent` of its n-grams, counted by position (one that occurs twice in the set counts
-            twice), 0 where it has none; `ngrams` and `ngrams_found`, the two counts; `items` and
+            per set: `percent` of its n-grams, counted by position (an n-gram that occurs twice in the set counts
+            twice), 0 if it has none; `ngrams` and `ngrams_found`, the two counts; `items` and
             `items_not_checkable`, those of fewer than n words.
 
-        Source: section 5.2; GPT-2's section 4 counts positions too, with a Bloom filter.
+        Source: section 5.2; GPT-2's section 4 also counts positions, with a Bloom filter.
         """
         report, first_item = {}, 0
         for name, num_items in self._set_sizes.items():
@@ -115,7 +114,7 @@ class EvaluationIndex:
         return report
 
     def _build_postings(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Items of each n-gram, where each n-gram's begin, and how many distinct n-grams each item has."""
+        """Return the items of each n-gram, each n-gram's first index in them, and each item's distinct n-grams."""
         num_items = len(self.names)
         items = np.repeat(np.arange(num_items), np.diff(self._offsets))
         keys = distinct(self._positions * max(num_items, 1) + items)
@@ -124,30 +123,30 @@ class EvaluationIndex:
         return items, first, np.bincount(items, minlength=num_items)
 
     def _find(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of `values` are evaluation n-grams: their places in `values` and in `ngrams`."""
+        """Find the evaluation n-grams among `values`: their indices in `values` and in `ngrams`."""
         places = np.flatnonzero(self._filter.take((values >> self._filter_shift).view(np.int64)))
         likely = values[places]
         ngrams = np.searchsorted(self.ngrams, likely)
         np.minimum(ngrams, len(self.ngrams) - 1, out=ngrams)
-        is_one = self.ngrams[ngrams] == likely
-        return places[is_one], ngrams[is_one]
+        is_match = self.ngrams[ngrams] == likely
+        return places[is_match], ngrams[is_match]
 
     def _blocks(self, documents: np.ndarray, ngrams: np.ndarray) -> list[tuple[int, int]]:
-        """Ranges of found n-grams, cut between documents, of bounded numbers of items."""
+        """Divide the found n-grams between documents into ranges with a bounded number of items."""
         ends = np.cumsum(self._first_item[ngrams + 1] - self._first_item[ngrams])
-        borders = np.append(np.flatnonzero(np.diff(documents)) + 1, len(documents)) if len(documents) else []
+        bounds = np.append(np.flatnonzero(np.diff(documents)) + 1, len(documents)) if len(documents) else []
         ranges, start, before = [], 0, 0
-        for border in np.asarray(borders, dtype=np.int64).tolist():
-            if ends[border - 1] - before >= BLOCK_ITEMS or border == len(documents):
-                ranges.append((start, border))
-                start, before = border, ends[border - 1]
+        for end in np.asarray(bounds, dtype=np.int64).tolist():
+            if ends[end - 1] - before >= BLOCK_ITEMS or end == len(documents):
+                ranges.append((start, end))
+                start, before = end, ends[end - 1]
         return ranges
 
     def _shares(
         self, documents: np.ndarray, ngrams: np.ndarray, threshold: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         counts = self._first_item[ngrams + 1] - self._first_item[ngrams]
-        places = np.arange(counts.sum()) + np.repeat(self._first_item[ngrams] - (np.cumsum(counts) - counts), counts)
+        places = concatenate_ranges(self._first_item[ngrams], counts)
         keys = np.repeat(documents, counts) * len(self.names) + self._items[places]
         keys, num_found = np.unique(keys, return_counts=True)
         document, item = np.divmod(keys, len(self.names))
@@ -157,20 +156,20 @@ class EvaluationIndex:
 
 
 def distinct(keys: np.ndarray) -> np.ndarray:
-    """`np.unique`, which since numpy 2.3 hashes integers and is many times slower on millions of them."""
+    """Sort-based `np.unique`; since numpy 2.3 that function hashes integers, which is many times slower on millions."""
     keys = np.sort(keys)
     return keys[_is_first(keys)]
 
 
 def _is_first(ordered: np.ndarray) -> np.ndarray:
-    """Where a value differs from the one before it."""
+    """Mark the values that differ from their predecessor."""
     is_first = np.ones(len(ordered), dtype=bool)
     np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
     return is_first
 
 
 def _build_filter(ngrams: np.ndarray) -> tuple[np.uint64, np.ndarray]:
-    """A bitmap over the first bits of the hashes, which passes few that are not in `ngrams`; by how much to shift."""
+    """Build a bitmap over the first bits of the hashes, with few false positives; returns the shift and the bitmap."""
     bits = (min(max(len(ngrams) * FILTER_SLOTS, 2), LARGEST_FILTER) - 1).bit_length()
     shift = np.uint64(64 - bits)
     held = np.zeros(2**bits, dtype=bool)

@@ -1,4 +1,4 @@
-"""What a preparation will do, fixed before it starts: inputs, shards, tokenizer, evaluation texts."""
+"""Plan a preparation before it starts: inputs, shards, tokenizer, evaluation texts."""
 
 import hashlib
 import json
@@ -9,14 +9,14 @@ from pathlib import Path
 from ..config.corpus import PrepareConfig
 from ..config.from_dict import to_plain
 from ..data.tokenizer import Tokenizer, check_tokenizer, load_published_tokenizer
-from .evaluation import EvaluationTexts, keep_evaluation_texts, read_evaluation_sets
-from .reading import InputFile, list_inputs
+from .evaluation_sets import EvaluationTexts, read_evaluation_sets, write_evaluation_texts
+from .inputs import InputFile, list_inputs
 from .tokenizing import save_tokenizer
-from .work_folder import WorkFolder, complete_file
+from .work_folder import WorkFolder, atomic_write
 
-FORMAT = 2  # of the work: raised when the same input gives another result
+FORMAT = 2  # of the intermediate files: incremented when the same input gives another result
 MAX_TASKS = 1000  # of the first stage
-# Keys that change how the work is done, and not what comes out.
+# Keys that affect how the work is done but not its result.
 FREE_KEYS = ("launcher", "shard_mb", "keep_work", "output", "max_bad_rows")
 
 
@@ -25,12 +25,12 @@ class Plan:
     """Everything the stages need; picklable.
 
     Args:
-        config: as asked for.
-        root: of the work folder, inside the output.
-        inputs: files (or parts of datasets) in order of source and name.
-        num_tasks: of the first stage, which each read some inputs.
-        num_shards: ranges of document keys that the other stages work on.
-        evaluation: texts not to train on, or None.
+        config: the requested configuration.
+        root: path of the work folder, inside the output folder.
+        inputs: files (or parts of datasets) ordered by source and name.
+        num_tasks: tasks of the first stage, each of which reads some inputs.
+        num_shards: number of ranges of document keys, which the other stages process.
+        evaluation: texts to exclude from training, or None.
     """
 
     config: PrepareConfig
@@ -42,20 +42,20 @@ class Plan:
 
     @property
     def output(self) -> Path:
-        """The folder of the dataset."""
+        """Folder of the dataset."""
         return self.root.parent
 
     @property
     def parts(self) -> list[tuple[str, str]]:
-        """(source, split) of the datasets that come out, in order."""
+        """(source, split) of the datasets to produce, in order."""
         return [(source, split) for source in sorted(self.config.sources) for split in ("train", "validation")]
 
 
 def make_plan(config: PrepareConfig) -> Plan:
-    """Check what can be checked, and fix what the work is; goes on with the work that is there if it is the same.
+    """Check the configuration and make the plan; an unfinished preparation with equal inputs is continued.
 
     Raises:
-        ValueError: a source, tokenizer or evaluation set that cannot be used, an output that holds something else.
+        ValueError: a source, tokenizer or evaluation set cannot be used, or the output folder holds something else.
     """
     output = Path(config.output).absolute()
     check_tokenizer(config.tokenizer, config.architecture)
@@ -84,8 +84,8 @@ def make_plan(config: PrepareConfig) -> Plan:
         raise ValueError(f"`output` must be a folder that can be made, but {output}: {error.strerror}") from None
     if tokenizer is not None:
         save_tokenizer(tokenizer.inner, folder)
-    evaluation = keep_evaluation_texts(items, folder.path("evaluation.json")) if items else None
-    with complete_file(folder.path("plan.json")) as path:
+    evaluation = write_evaluation_texts(items, folder.path("evaluation.json")) if items else None
+    with atomic_write(folder.path("plan.json")) as path:
         path.write_text(json.dumps({"facts": facts, "num_shards": num_shards}, indent=1), encoding="utf-8")
     return Plan(config, folder.root, inputs, num_tasks, num_shards, evaluation)
 
@@ -93,11 +93,11 @@ def make_plan(config: PrepareConfig) -> Plan:
 def _facts(
     config: PrepareConfig, inputs: tuple[InputFile, ...], tokenizer: Tokenizer | None, items: dict[str, list[str]]
 ) -> dict:
-    """All that decides the result, as plain values."""
+    """Return everything that determines the result, as plain values."""
     values = {key: value for key, value in to_plain(config).items() if key not in FREE_KEYS}
     versions = {name: version(name) for name in ("datatrove", "tokenizers", "ftfy", "numpy")}
     files = [[file.source, file.name, file.num_bytes, file.modified_ns] for file in inputs]
-    contents = {  # of the files that config names: they may change while their names do not
+    contents = {  # of files named in the config, which may change under the same name
         "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
         "evaluation": hashlib.sha256(json.dumps(items, sort_keys=True).encode()).hexdigest(),
     }
@@ -111,7 +111,7 @@ def _kept(root: Path, name: str) -> int | None:
 
 
 def _check_output(output: Path, root: Path, facts: dict) -> None:
-    """Refuse an output that is finished, or whose work was for something else."""
+    """Raise an error if the output is finished or was started with another configuration."""
     if (output / "manifest.json").exists():
         raise ValueError(f"`output` must be a folder without a finished dataset, but {output} has one (manifest.json)")
     before = _kept(root, "facts")
@@ -121,13 +121,13 @@ def _check_output(output: Path, root: Path, facts: dict) -> None:
         return
     if before != facts:
         raise ValueError(
-            f"`output` must be new, or hold the work of the same preparation, but {output} was begun with "
-            f"{_difference(before, facts)}; give another folder or remove this one"
+            f"`output` must be new or hold the same unfinished preparation, but {output} was started with "
+            f"{_difference(before, facts)}; choose another folder or remove this one"
         )
 
 
 def _difference(before: dict, now: dict, prefix: str = "") -> str:
-    """The first key in which two nested facts differ, with both values."""
+    """Describe the first key in which two nested dictionaries differ, with both values."""
     for key in sorted({*before, *now}):
         old, new = before.get(key), now.get(key)
         if old == new:

@@ -1,4 +1,4 @@
-"""How far the tasks of a stage are: each tells a small file, the process that started them adds them up."""
+"""Progress of a stage: each task reports its counts through a small file, and the parent process sums them."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ EVERY_S = 0.5
 
 
 class Meter:
-    """Counts documents and characters of one task into `progress/<stage>/<task>`; a context manager."""
+    """Count documents and characters of one task in the file `progress/<stage>/<task>`; a context manager."""
 
     def __init__(self, folder: WorkFolder, stage: str, rank: int) -> None:
         self.path = folder.path("progress", stage, f"{rank:05d}")
@@ -29,7 +29,7 @@ class Meter:
         self._write()
 
     def add(self, documents: int, characters: int) -> None:
-        """Count them; the file follows at most twice a second."""
+        """Add to the counts; the file is updated at most twice per second."""
         self.documents += documents
         self.characters += characters
         if time.monotonic() - self._written_at >= EVERY_S:
@@ -41,25 +41,25 @@ class Meter:
 
 
 def read_progress(folder: WorkFolder, stage: str) -> tuple[int, int]:
-    """Documents and characters that the tasks of a stage have done."""
+    """Return the documents and characters processed so far by all tasks of a stage."""
     documents = characters = 0
     for path in folder.path("progress", stage).glob("*"):
         try:
             done = path.read_text().split()
         except OSError:
             continue
-        if len(done) == 2:  # not a file that is just being written
+        if len(done) == 2:  # otherwise the file is being written
             documents, characters = documents + int(done[0]), characters + int(done[1])
     return documents, characters
 
 
 class StageBar:
-    """A line in the terminal for one stage: tasks done, documents/s, MB/s and the time left; a context manager.
+    """Progress bar of one stage: completed tasks, documents/s, MB/s and remaining time; a context manager.
 
     Args:
-        name: of the stage.
-        logs: of its executor, where completed tasks are marked.
-        num_tasks: of the stage.
+        name: name of the stage.
+        logs: log folder of its executor, which records completed tasks.
+        num_tasks: number of tasks.
     """
 
     def __init__(self, folder: WorkFolder, name: str, logs: Path, num_tasks: int) -> None:

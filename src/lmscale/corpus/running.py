@@ -1,4 +1,4 @@
-"""The stages in order, and what runs them: processes of this machine, Slurm jobs or Ray tasks, all datatrove's."""
+"""The stages in order, and their executors: local processes, Slurm jobs or Ray tasks, all from datatrove."""
 
 import contextlib
 import os
@@ -14,9 +14,9 @@ from loguru import logger
 
 from ..data.tokenizer import DEFAULT_VOCAB_SIZE
 from .cleaning import DropShort, JoinStoryLines, KeepLanguage, RepairText
-from .collecting import ScatterDocuments, SortShard
+from .collecting import CheckIds, ScatterDocuments, SortShard
 from .deduplicating import CompareCandidates, FindCandidates, ResolveDuplicates, ShingleCandidates
-from .finishing import CheckIds, FinishDataset, JoinParts
+from .finalizing import FinalizeDataset, MergeShards
 from .planning import Plan
 from .progress import StageBar
 from .reading import SourceReader
@@ -26,7 +26,7 @@ from .work_folder import WorkFolder
 
 @dataclass(frozen=True)
 class Stage:
-    """One datatrove pipeline: every task of it runs all its steps; the next stage begins when all are done."""
+    """One datatrove pipeline: every task runs all steps, and the next stage starts when all tasks are done."""
 
     name: str
     num_tasks: int
@@ -34,7 +34,7 @@ class Stage:
 
 
 def stages(plan: Plan) -> list[Stage]:
-    """The stages of a preparation, in the paper's order (section 4.1)."""
+    """Return the stages of a preparation, in the paper's order (section 4.1)."""
     config, root, shards = plan.config, plan.root, plan.num_shards
     dedup = config.dedup
     is_fuzzy = dedup.jaccard is not None
@@ -67,8 +67,8 @@ def stages(plan: Plan) -> list[Stage]:
     )
     found += [
         Stage("tokenize", shards, [tokenize]),
-        Stage("join", len(plan.parts), [JoinParts(plan)]),
-        Stage("finish", 1, [FinishDataset(plan)]),
+        Stage("join", len(plan.parts), [MergeShards(plan)]),
+        Stage("finish", 1, [FinalizeDataset(plan)]),
     ]
     return found
 
@@ -90,23 +90,23 @@ def _cleaning(plan: Plan) -> list[PipelineStep]:
 
 
 class QuietLocalExecutor(LocalPipelineExecutor):
-    """datatrove's local executor, whose tasks write their logs to files and not to the terminal."""
+    """datatrove's local executor, with task logs written to files only, not to the terminal."""
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> Any:
         try:
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
                 return super()._run_for_rank(rank, local_rank, node_rank)
         finally:
-            logger.remove()  # the handler that datatrove puts back writes to the file just closed
+            logger.remove()  # datatrove restores a handler that writes to the file just closed
 
 
 def run_plan(plan: Plan) -> bool:
-    """Run what is not yet done.
+    """Run all stages that are not complete.
 
     Returns:
-        whether the dataset is complete: on Slurm the jobs are submitted and go on by themselves.
+        whether the dataset is complete; on Slurm the jobs are only submitted.
     """
-    logger.remove()  # our bars and messages speak for it
+    logger.remove()  # silence loguru: progress bars and our messages replace it
     launcher, folder = plan.config.launcher, WorkFolder(plan.root)
     if launcher.kind == "slurm":
         _submit(plan)
@@ -122,7 +122,7 @@ def run_plan(plan: Plan) -> bool:
             else:
                 workers = min(launcher.workers or os.cpu_count() or 1, stage.num_tasks)
                 executor = QuietLocalExecutor(stage.steps, stage.num_tasks, workers, logging_dir=str(logs))
-            # Tasks share the cores already: threads inside them would only get in each other's way.
+            # The tasks already use all cores, so threads inside them would only compete.
             with _environment(TOKENIZERS_PARALLELISM="true" if workers == 1 else "false"):
                 executor.run()
     return True

@@ -1,8 +1,8 @@
-"""Word n-grams of many texts at once, as 64-bit hashes: what near-duplicates and overlap are measured with.
+"""Word n-grams of many texts at once, as 64-bit hashes; near-duplicates and overlap are measured on them.
 
-A word is a match of `\\w+` in the lower-cased text, in Python's Unicode sense. Texts are joined and read in blocks as
-UTF-8: a table says which bytes belong to words, a word's bytes are loaded eight at a time, and everything after that
-is arithmetic on whole arrays. Constants are fixed, so a hash is the same in every process, on every machine.
+A word is a match of `\\w+` in the lower-cased text, in Python's Unicode sense. Texts are joined and read in blocks of
+UTF-8: a table marks the characters of words, a word's bytes are loaded eight at a time, and everything after that is
+arithmetic on whole arrays. All constants are fixed, so a hash is the same in every process and on every machine.
 """
 
 import functools
@@ -12,30 +12,30 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import xxhash
 
-BLOCK_CHARACTERS = 2**16  # read at once: the arrays of a block stay in the cache of a core
+BLOCK_CHARACTERS = 2**16  # read at once: the arrays of a block fit a core's cache
 BLOCK_WORDS = 2**15
-LONG_WORD_BYTES = 64  # words beyond are hashed one by one: each further 8 bytes would be a pass over all words
-_MULTIPLIER = np.uint64(0x9E6C63D0876A9A47)  # odd, otherwise arbitrary: the base of the polynomial of an n-gram
+LONG_WORD_BYTES = 64  # longer words are hashed one by one: each further 8 bytes would need a pass over all words
+_MULTIPLIER = np.uint64(0x9E6C63D0876A9A47)  # base of the polynomial of an n-gram: odd, otherwise arbitrary
 _MIXERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _MASKS = np.array([2 ** (8 * k) - 1 for k in range(9)], dtype=np.uint64)  # the first k of 8 bytes
-_LONG_WORD_SEED, _NO_WORDS_SEED = 1, 2  # different, so that a text without words never meets a word
+_LONG_WORD_SEED, _NO_WORDS_SEED = 1, 2  # different, so that a text without words never collides with a word
 _ASCII_IS_WORD = bytes(chr(byte).isalnum() or chr(byte) == "_" for byte in range(128)) + bytes(128)
 _WORD = re.compile(r"\w+")
 
 
 def shingle_sets(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
-    """The set of word n-grams of each text.
+    """Compute the set of word n-grams of each text.
 
-    A text of fewer than n words has one shingle, all its words; a text without words one of its characters without
-    surrounding space. So every text has a shingle, and short texts that are equal have similarity 1 and not 0 / 0.
+    A text of fewer than n words has one shingle made of all its words; a text without words has one made of its
+    stripped characters. Every text thus has a shingle, and equal short texts have similarity 1 instead of 0 / 0.
 
     Args:
         texts: any strings; lone surrogates and NUL are allowed.
-        n: words of a shingle, at least 1.
+        n: words per shingle, at least 1.
 
     Returns:
         values: uint64 [total], hashes of the shingles, ascending and distinct within each text;
-        offsets: int64 [texts + 1], where each text begins in `values`.
+        offsets: int64 [texts + 1], index in `values` at which each text begins.
 
     Raises:
         ValueError: `n` is less than 1.
@@ -55,14 +55,14 @@ def shingle_sets(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def word_ngrams(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
-    """All word n-grams of each text in their order, repeated ones too.
+    """Compute all word n-grams of each text in order, including repeated ones.
 
     Args:
         texts: any strings.
-        n: words of an n-gram, at least 1.
+        n: words per n-gram, at least 1.
 
     Returns:
-        values: uint64 [total], the hashes that `shingle_sets` gives to the same n-grams;
+        values: uint64 [total], the same hashes as `shingle_sets` computes;
         offsets: int64 [texts + 1]. A text of fewer than n words has none.
 
     Raises:
@@ -73,7 +73,7 @@ def word_ngrams(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Spread every bit of `values` (uint64, changed in place) over all 64: a bijection.
+    """Mix the bits of `values` (uint64, modified in place) so that each affects all 64; a bijection.
 
     Source: the finalizer of SplitMix64, Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
     """
@@ -85,7 +85,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def polynomial(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """One hash of several uint64 arrays of one shape, by place: a polynomial modulo 2**64, then mixed."""
+    """Hash several uint64 arrays of equal shape elementwise: a polynomial modulo 2**64, then `mix`."""
     total = columns[0].copy()
     for column in columns[1:]:
         np.multiply(total, _MULTIPLIER, out=total)
@@ -106,10 +106,10 @@ def _offsets(counts: np.ndarray) -> np.ndarray:
 
 
 def _hash_words(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of the words of all texts, uint64 [words], and where each text begins, int64 [texts + 1]."""
+    """Return the hashes of the words of all texts, uint64 [words], and the first word of each, int64 [texts + 1]."""
     lowered = [text.lower() for text in texts]  # one by one: lower-casing may change a text's length
     lengths = np.fromiter(map(len, lowered), dtype=np.int64, count=len(lowered))
-    ends = np.cumsum(lengths + 1)  # in the joined text; each text is closed by a line end, which no word contains
+    ends = np.cumsum(lengths + 1)  # in the joined text; each text is followed by a line end, which no word contains
     lowered.append("")
     joined = "\n".join(lowered)
     del lowered
@@ -125,13 +125,13 @@ def _hash_words(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _blocks(joined: str) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
-    """For each block of the text: its start, its end, and where in it words begin (characters), with their hashes."""
+    """Yield, per block of the text, its start, its end, the starts of its words (characters) and their hashes."""
     start = 0
     while start < len(joined):
         block = joined[start : start + BLOCK_CHARACTERS]
         is_word = _word_characters(block)
         length = len(block)
-        if is_word[-1]:  # leave the word that is cut to the next block
+        if is_word[-1]:  # the last word may be cut: leave it to the next block
             others = np.flatnonzero(~is_word)
             length = int(others[-1]) + 1 if len(others) else 0
         if length == 0:  # a word longer than a block
@@ -146,7 +146,7 @@ def _blocks(joined: str) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
 
 
 def _word_characters(block: str) -> np.ndarray:
-    """Which characters belong to words, bool [characters]."""
+    """Mark the characters that belong to words, bool [characters]."""
     if block.isascii():
         return np.frombuffer(block.encode("ascii").translate(_ASCII_IS_WORD), dtype=bool)
     return _is_word_table().take(np.frombuffer(block.encode("utf-32-le", "surrogatepass"), dtype="<u4"))
@@ -154,7 +154,7 @@ def _word_characters(block: str) -> np.ndarray:
 
 @functools.cache
 def _is_word_table() -> np.ndarray:
-    """For every code point whether `\\w` matches it, by the Unicode tables of this Python."""
+    """Mark the code points that `\\w` matches, by the Unicode tables of this Python."""
     is_word = np.zeros(0x110000, dtype=bool)
     for match in _WORD.finditer("".join(map(chr, range(0x110000)))):
         is_word[match.start() : match.end()] = True
@@ -162,7 +162,7 @@ def _is_word_table() -> np.ndarray:
 
 
 def _edges(is_word: np.ndarray) -> np.ndarray:
-    """Where words begin and end, in turn."""
+    """Return the alternating starts and ends of words."""
     changes = np.empty(len(is_word) + 1, dtype=bool)
     changes[0], changes[-1] = is_word[0], is_word[-1]
     np.not_equal(is_word[1:], is_word[:-1], out=changes[1:-1])
@@ -170,12 +170,12 @@ def _edges(is_word: np.ndarray) -> np.ndarray:
 
 
 def _hash_block(block: str, edges: np.ndarray) -> np.ndarray:
-    """Hashes of the words of a block, from the UTF-8 of each: 8 bytes at a time, mixed after each step."""
+    """Hash the words of a block from their UTF-8, 8 bytes at a time, mixed after each step."""
     encoded = _encode(block)
     if len(encoded) != len(block):
         edges = _byte_places(block)[edges]
     starts, lengths = edges[::2], edges[1::2] - edges[::2]
-    # Every place of the buffer as the beginning of an 8-byte number, without a copy.
+    # View every byte of the buffer as the start of an 8-byte number, without a copy.
     numbers = np.ndarray((len(encoded) + 1,), dtype="<u8", buffer=encoded + bytes(8), strides=(1,))
     hashes = mix(numbers[starts] & _MASKS.take(np.minimum(lengths, 8)))
     for done in range(8, LONG_WORD_BYTES, 8):
@@ -190,7 +190,7 @@ def _hash_block(block: str, edges: np.ndarray) -> np.ndarray:
 
 
 def _byte_places(block: str) -> np.ndarray:
-    """Where each character begins in the UTF-8 of a block, int64 [characters + 1]."""
+    """Return the byte at which each character begins in the UTF-8 of a block, int64 [characters + 1]."""
     points = np.frombuffer(block.encode("utf-32-le", "surrogatepass"), dtype="<u4")
     widths = np.ones(len(points), dtype=np.int8)
     for first_wider in (0x80, 0x800, 0x10000):
@@ -207,11 +207,11 @@ def _hash_long_word(encoded: bytes) -> int:
 
 
 def _ngrams(words: np.ndarray, first: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """The n-grams inside texts, in order, and where each text's begin."""
+    """Return the n-grams within texts, in order, and the index of each text's first."""
     offsets = _offsets(np.maximum(np.diff(first) - (n - 1), 0))
     values = np.empty(offsets[-1], dtype=np.uint64)
     inside = np.ones(len(words), dtype=bool)
-    for back in range(1, n):  # the last n - 1 words of a text begin none
+    for back in range(1, n):  # no n-gram begins at the last n - 1 words of a text
         inside[np.maximum(first[1:] - back, first[:-1])[first[1:] > first[:-1]]] = False
     done = 0
     for start in range(0, len(words) - (n - 1), BLOCK_WORDS):
@@ -225,7 +225,7 @@ def _ngrams(words: np.ndarray, first: np.ndarray, n: int) -> tuple[np.ndarray, n
 def _with_short_texts(
     values: np.ndarray, offsets: np.ndarray, texts: Sequence[str], words: np.ndarray, first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One shingle more for each text that has no n-gram."""
+    """Add one shingle for each text that has no n-gram."""
     short = np.flatnonzero(np.diff(offsets) == 0)
     if len(short) == 0:
         return values, offsets

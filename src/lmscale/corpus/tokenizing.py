@@ -1,4 +1,4 @@
-"""The last step of a document: left out for its evaluation text, or tokenized into its source's part."""
+"""Tokenize the remaining documents by source and split, without those that contain evaluation text."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,54 +11,55 @@ import tokenizers
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-from ..data.indexed import IndexedWriter, best_dtype
+from ..config.family import family_of
+from ..data.indexed_writer import IndexedWriter, best_dtype
 from ..data.sentences import SentenceEncoder
 from ..data.tokenizer import END_OF_TEXT, Tokenizer, read_tokenizer, train_tokenizer
 from .collecting import PLACE
-from .evaluation import EvaluationTexts
+from .evaluation_sets import EvaluationTexts
 from .overlap import EvaluationIndex
 from .progress import Meter
 from .shingles import word_ngrams
-from .work_folder import WorkFolder, complete_file, save_array
+from .work_folder import WorkFolder, atomic_write, save_array
 
 SPLITS = ("train", "validation")
-TRAINING_CHARACTERS = 2**30  # of text that a tokenizer of one's own is trained on: the first documents by key
-TABLE_ROWS = 256  # documents that are tokenized at once
+TRAINING_CHARACTERS = 2**30  # of text used to train a tokenizer: the first documents by key
+TABLE_ROWS = 256  # documents tokenized at once
 TOKENIZER = "tokenizer.json"
 CONTAMINATED = pa.schema(
     [
         *((name, pa.int64() if name == "row" else pa.string()) for name in PLACE),
         ("item", pa.string()),  # set/number
-        ("share", pa.float64()),  # of the item's n-grams that the document holds
-        ("place", pa.int64()),  # in its batch
+        ("share", pa.float64()),  # of the item's n-grams found in the document
+        ("place", pa.int64()),  # index in its batch
     ]
 )
 
 
 def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: WorkFolder) -> None:
-    """Put a tokenizer into the work folder.
+    """Write a tokenizer to the work folder.
 
     Raises:
         ValueError: it cannot be written.
     """
     path = folder.path(TOKENIZER)
     try:
-        with complete_file(path) as temporary:
+        with atomic_write(path) as temporary:
             tokenizer.save(str(temporary))
     except Exception as error:  # the library raises bare Exception where a disk is full
         raise ValueError(f"{path} cannot be written: {error}") from None
 
 
 def split_of(key: bytes, validation_every: int) -> str:
-    """`validation` for one document of `validation_every`, decided by the key alone.
+    """Return `validation` for one document in `validation_every`, otherwise `train`, from the key alone.
 
-    A document therefore never moves from one part to the other when the corpus grows.
+    A document therefore stays in its split when the corpus grows.
     """
     return SPLITS[int.from_bytes(key[8:], "big") % validation_every == 0]
 
 
 def kept_batches(folder: WorkFolder, shard: int, num_shards: int, columns: list[str]) -> Iterator[pa.Table]:
-    """The documents of a shard that are no near-duplicates, in tables of at most TABLE_ROWS."""
+    """Yield the documents of a shard without near-duplicates, in tables of at most TABLE_ROWS."""
     first, end = folder.first_documents(num_shards)[shard : shard + 2]
     duplicates = folder.duplicates()
     is_kept = np.ones(end - first, dtype=bool)
@@ -72,7 +73,7 @@ def kept_batches(folder: WorkFolder, shard: int, num_shards: int, columns: list[
 
 
 class _Writers:
-    """The binary datasets of one shard, one for each source and split that has documents; a context manager."""
+    """Writers of one shard's binary datasets, one per source and split that has documents; a context manager."""
 
     def __init__(self, folder: WorkFolder, shard: int, vocab_size: int) -> None:
         self.folder, self.shard, self.dtype = folder, shard, best_dtype(vocab_size)
@@ -98,7 +99,7 @@ class _Writers:
 
 
 class TrainTokenizer(PipelineStep):
-    """A tokenizer of the corpus's own, from the first documents by key: a random sample of the corpus."""
+    """Train a tokenizer on the first documents by key, a random sample of the corpus."""
 
     type = "TOKENIZER"
     name = "train the tokenizer"
@@ -129,14 +130,14 @@ class TrainTokenizer(PipelineStep):
 
 
 class TokenizeShard(PipelineStep):
-    """Tokenize what a shard keeps, without the documents that hold evaluation text.
+    """Tokenize the remaining documents of a shard, without those that contain evaluation text.
 
     Args:
-        root: of the work folder.
-        num_shards: of the corpus.
-        architecture: `gpt`: a sequence is a document closed by end-of-text; `bert`: a sequence is a sentence.
+        root: path of the work folder.
+        num_shards: number of shards of the corpus.
+        architecture: `gpt`: a sequence is a document followed by end-of-text; `bert`: a sequence is a sentence.
         validation_every: see `split_of`.
-        evaluation: the texts not to train on, or None.
+        evaluation: texts to exclude from training, or None.
         ngram, share: see OverlapConfig.
     """
 
@@ -161,7 +162,7 @@ class TokenizeShard(PipelineStep):
         """Task `rank` tokenizes shard `rank`."""
         tokenizer = read_tokenizer(self.folder.path(TOKENIZER))
         index = self.evaluation.index(self.ngram) if self.evaluation is not None else None
-        seen = index.nothing_seen() if index is not None else None
+        seen = index.new_seen() if index is not None else None
         contaminated = [CONTAMINATED.empty_table()]
         encode = self._encoder(tokenizer)
         columns = ["key", "source", "text"] if index is None else ["key", *PLACE, "text"]
@@ -182,7 +183,7 @@ class TokenizeShard(PipelineStep):
                 for (source, split), some in chosen.items():
                     parts.add(source, split, *encode(some))
                 meter.add(len(texts), sum(map(len, texts)))
-        with complete_file(self.folder.shard_file("overlap", rank, "parquet")) as path:
+        with atomic_write(self.folder.shard_file("overlap", rank, "parquet")) as path:
             pq.write_table(pa.concat_tables(contaminated).drop_columns("place"), path)
         if seen is not None:
             save_array(self.folder.shard_file("overlap", rank, "seen.npy"), seen)
@@ -191,7 +192,7 @@ class TokenizeShard(PipelineStep):
     def _find_evaluation_text(
         self, table: pa.Table, texts: list[str], splits: list[str], index: EvaluationIndex, seen: np.ndarray
     ) -> pa.Table:
-        """Which documents hold which items, as CONTAMINATED; n-grams that are trained on are marked in `seen`."""
+        """Return which documents contain which items, as CONTAMINATED; mark the n-grams of training text in `seen`."""
         values, offsets = word_ngrams(texts, self.ngram)
         documents, items, shares = index.contaminates(values, offsets, self.share)
         is_trained = np.array([split == "train" for split in splits])
@@ -203,8 +204,8 @@ class TokenizeShard(PipelineStep):
         return pa.table(columns, schema=CONTAMINATED)
 
     def _encoder(self, tokenizer: Tokenizer) -> Callable[[list[str]], tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """What turns texts into ids, sizes of sequences and sequences a document."""
-        if self.architecture == "gpt":
+        """Return the function from texts to ids, sizes of sequences, and sequences per document."""
+        if family_of(self.architecture).corpus.sequence == "document":
             end = tokenizer.id_of(END_OF_TEXT)
             return lambda texts: _encode_whole(tokenizer, end, texts)
         sentences = SentenceEncoder(tokenizer)
@@ -218,7 +219,7 @@ class TokenizeShard(PipelineStep):
 
 
 def _encode_whole(tokenizer: Tokenizer, end: int, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each text as one sequence, closed by end-of-text."""
+    """Encode each text as one sequence followed by end-of-text."""
     encoded = [np.array(ids, dtype=np.int32) for ids in tokenizer.encode_batch(texts)]
     sizes = np.array([len(ids) + 1 for ids in encoded], dtype=np.int64)
     joined = np.full(sizes.sum(), end, dtype=np.int32)

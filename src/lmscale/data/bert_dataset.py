@@ -1,4 +1,4 @@
-"""BERT's samples: sentence pairs, some in swapped order, with whole-word n-grams masked."""
+"""BERT's samples: sentence pairs, half of them swapped, with masked whole-word n-grams."""
 
 import hashlib
 from pathlib import Path
@@ -7,7 +7,6 @@ import numpy as np
 
 from ..config.data import DataConfig
 from .bert_index import TargetLengths, write_pairs
-from .gathering import read_stretches
 from .index_cache import cached_index
 from .indexed_dataset import IndexedDataset
 from .permutation import Permutation
@@ -21,22 +20,22 @@ NUM_SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
 class BERTDataset:
     """Sentence pairs with masked words; every random choice is a pure function of (seed, epoch, sample index).
 
-    Which sentences make a sample is drawn once from the seed, so that every epoch has the same number of samples; where
-    A ends, the order, the truncation and the masks are drawn anew in each epoch.
+    The sentences of a sample are drawn once from the seed, so every epoch has the same number of samples. The end of A,
+    the order, the truncation and the masks are drawn again in every epoch.
 
     Args:
         prepared: a corpus prepared for `bert`.
-        part: the documents of it that are meant.
+        part: the documents to use.
         config: seq_length and the probabilities.
         seed: of the run.
-        name: of the part, for messages.
-        number: of the dataset in a blend: each draws numbers of its own.
+        name: name of the part in messages.
+        number: index of the dataset in a blend; each dataset has its own random numbers.
 
     Raises:
-        ValueError: no document has two sentences, or `seq_length` leaves no room for two tokens.
+        ValueError: no document has two sentences, or `seq_length` is too short for two tokens.
 
     Source: sections 4.2 and 5.3; procedure of Megatron-LM v1.0 (`data/bert_dataset.py`, `data/dataset_utils.py`),
-    without its reuse of one random number for the short length, and with a swap drawn before truncation as there.
+    including the swap before truncation, but without its reuse of one random number for the short length.
     """
 
     def __init__(
@@ -64,28 +63,28 @@ class BERTDataset:
         self._shuffles: dict[int, Permutation] = {}
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples per epoch."""
         return len(self.pairs.rows)
 
     def order(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Epochs and indices of this dataset's samples number `places` in a blend, both int64 as shaped."""
+        """Return epoch and index of this dataset's samples number `places` in a blend, both int64 of that shape."""
         return in_epochs(places, len(self), self._shuffle_of)
 
     def _shuffle_of(self, epoch: int) -> Permutation:
         if epoch not in self._shuffles:
             name = f"order/{self.identity}/{self.seed}/{epoch}"
-            self._shuffles = {epoch: Permutation(len(self), name)}  # of the epochs before none is needed again
+            self._shuffles = {epoch: Permutation(len(self), name)}  # earlier epochs are not needed again
         return self._shuffles[epoch]
 
     def batch(self, epochs: np.ndarray, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Training samples.
+        """Return training samples.
 
         Shapes:
             epochs, indices int64 [b]; tokens, token_types, labels int64 [b, s] (labels -100 where not masked);
             attention_mask bool [b, s], True for real tokens; sop_labels int64 [b], 1 where the sentences are swapped.
 
         Raises:
-            ValueError: an id that is not of the vocabulary.
+            ValueError: an id is outside the vocabulary.
         """
         size, length = len(indices), self.config.seq_length
         found = {
@@ -96,11 +95,11 @@ class BERTDataset:
             "sop_labels": np.empty(size, dtype=np.int64),
         }
         rows = self.pairs.rows[indices].astype(np.int64)
-        borders = self.dataset.sequence_starts(rows[:, :2])
-        text = read_stretches(self.dataset, borders[:, 0], borders[:, 1] - borders[:, 0], self.vocab_size)
+        bounds = self.dataset.sequence_starts(rows[:, :2])
+        text = self.dataset.read_ranges(bounds[:, 0], bounds[:, 1] - bounds[:, 0], self.vocab_size)
         end = 0
         for place, (epoch, index) in enumerate(zip(epochs.tolist(), indices.tolist(), strict=True)):
-            start, end = end, end + int(borders[place, 1] - borders[place, 0])
+            start, end = end, end + int(bounds[place, 1] - bounds[place, 0])
             tokens, labels, length_a, swapped = self._sample(epoch, index, rows[place].tolist(), text[start:end])
             count = len(tokens)
             found["tokens"][place, :count] = tokens
@@ -113,13 +112,13 @@ class BERTDataset:
     def _sample(
         self, epoch: int, index: int, row: list[int], text: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, int, bool]:
-        """Tokens with masks and labels, both int64 [at most s], the length of A, and whether the sentences are swapped.
+        """Return masked tokens and labels, both int64 [at most s], the length of A, and whether A and B are swapped.
 
         Args:
             row: first sentence, sentence after the last, target length.
             text: the ids of the sentences.
         """
-        # 2^40 samples an epoch and 2^24 epochs have keys of their own.
+        # Keys are distinct for up to 2^40 samples per epoch and 2^24 epochs.
         counter = [0, self.number, index, epoch + 1]
         generator = np.random.Generator(np.random.Philox(key=self.seed_key, counter=counter))
         first, end, target = row
@@ -137,40 +136,56 @@ class BERTDataset:
     def _mask(self, tokens: np.ndarray, length_a: int, target: int, generator: np.random.Generator) -> np.ndarray:
         """Mask `tokens` in place and return the labels; [CLS] and the [SEP]s are never masked."""
         share = self.config.mask_probability
-        # At least one token where any is to be masked; Megatron-LM scores none in targets below 7.
+        # Mask at least one token if the probability is above 0; Megatron-LM masks none in targets below 7 tokens.
         limit = max(min(share * target, round(share * len(tokens))), 1 if share > 0 else 0)
         ordinary = np.ones(len(tokens), dtype=bool)
         ordinary[[0, length_a + 1, len(tokens) - 1]] = False
         positions = np.flatnonzero(ordinary)
         labels = np.full(len(tokens), IGNORE_LABEL, dtype=np.int64)
         if len(positions) == 0:
-            return labels  # nothing but empty sentences
-        # A continuation piece joins the word before it, also across [SEP] where truncation left one in front.
+            return labels  # all sentences are empty
+        # A continuation piece belongs to the previous word, even across [SEP] if truncation left it at the front.
         starts = ~self.is_continuation[tokens[positions]]
         starts[0] = True
-        borders = np.append(np.flatnonzero(starts), len(positions))
-        covered = choose_spans(borders, limit, self.config.max_ngram, generator)
+        word_starts = np.append(np.flatnonzero(starts), len(positions))
+        covered = choose_spans(word_starts, limit, self.config.max_ngram, generator)
         chosen = positions[covered]
         labels[chosen] = tokens[chosen]
-        fate = generator.random(len(chosen))
-        tokens[chosen[fate < 0.8]] = self.special["[MASK]"]
-        replaced = chosen[fate >= 0.9]
+        draws = generator.random(len(chosen))
+        tokens[chosen[draws < 0.8]] = self.special["[MASK]"]
+        replaced = chosen[draws >= 0.9]
         tokens[replaced] = generator.integers(0, self.vocab_size, len(replaced))
         return labels
+
+
+def make_samples(
+    prepared: PreparedCorpus,
+    split: str,
+    part: CorpusPart,
+    config: DataConfig,
+    seed: int,
+    number: int = 0,
+    num_samples: int | None = None,
+) -> BERTDataset:
+    """The samples of one dataset; an epoch has the same number whatever a run takes."""
+    return BERTDataset(prepared, part, config, seed, split, number)
 
 
 def truncate_pair(
     a: np.ndarray, b: np.ndarray, target: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Shorten two token lists to `target` together, a token at a time from the longer (a tie: b), front or back evenly.
+    """Shorten two token lists to `target` tokens in total.
+
+    Tokens are removed one at a time from the longer list (b if they are equal), from front or back with probability
+    1/2.
 
     Shapes:
-        a, b int64 [any]; returns their middle parts.
+        a, b int64 [any]; returns the remaining middle parts.
     """
     surplus = len(a) + len(b) - target
     if surplus <= 0:
         return a, b
-    # One token at a time from the longer side leaves these lengths; the ends are then fair coins.
+    # Removing one token at a time from the longer list gives these lengths; each removed end is a fair coin flip.
     difference = len(a) - len(b)
     from_a = min(max(difference, 0), surplus)
     from_b = min(max(-difference, 0), surplus)
@@ -180,18 +195,19 @@ def truncate_pair(
     return a[front_a : len(a) - (from_a - front_a)], b[front_b : len(b) - (from_b - front_b)]
 
 
-def choose_spans(borders: np.ndarray, limit: float, max_ngram: int, generator: np.random.Generator) -> np.ndarray:
-    """Whole-word n-grams to mask, up to `limit` tokens.
+def choose_spans(word_starts: np.ndarray, limit: float, max_ngram: int, generator: np.random.Generator) -> np.ndarray:
+    """Choose whole-word n-grams to mask, up to `limit` tokens.
 
-    Words are visited in random order as starts of an n-gram, n in 1..max_ngram with probability proportional to 1/n
-    (fewer near the end); one that would pass the limit is shortened, one that meets a masked word is left.
+    Words are visited in random order as starts of an n-gram, with n in 1..max_ngram and probability proportional to 1/n
+    (n is bounded near the end). An n-gram that exceeds the limit is shortened; one that overlaps a masked word is
+    skipped.
 
     Shapes:
-        borders int64 [words + 1], where words start in the list of ordinary tokens, and its length; returns bool
-        [ordinary tokens], True where masked.
+        word_starts int64 [words + 1], index of each word's first token among the ordinary tokens, and their number;
+        returns bool [ordinary tokens], True where masked.
     """
-    num_words = len(borders) - 1
-    edges = borders.tolist()
+    num_words = len(word_starts) - 1
+    edges = word_starts.tolist()
     weights = np.cumsum(1.0 / np.arange(1, max_ngram + 1))
     order = generator.permutation(num_words).tolist()
     draws = generator.random(num_words).tolist()

@@ -1,4 +1,4 @@
-"""Which sentences make BERT's training samples: a table drawn once from the seed, over all documents at a time."""
+"""Index of BERT's training samples: the sentences of each, drawn once from the seed and vectorized over documents."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ import numpy as np
 
 from .indexed_dataset import IndexedDataset
 
-LONGEST_SENTENCE = 512  # tokens; a document with a longer one is left out whole, as upstream does
-_CHUNK = 1 << 16  # documents worked on together
+LONGEST_SENTENCE = 512  # tokens; documents with a longer one are skipped, as in Megatron-LM
+_CHUNK = 1 << 16  # documents processed at once
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
 class TargetLengths:
-    """How many tokens a sample is to have, a pure function of the seed and the sample's first sentence.
+    """Target number of tokens of a sample, a pure function of the seed and the sample's first sentence.
 
     Args:
-        key: of the run's seed, 64 bits.
+        key: 64-bit hash of the run's seed.
         longest: tokens of a full sample, at least 2.
-        short_probability: how often the length is drawn evenly from 2..longest instead.
+        short_probability: probability that the length is drawn uniformly from 2..longest instead.
     """
 
     key: int
@@ -29,7 +29,7 @@ class TargetLengths:
     short_probability: float
 
     def of(self, sentences: np.ndarray) -> np.ndarray:
-        """Target lengths of the samples that begin with these sentences, int64 as shaped."""
+        """Return the target lengths of the samples that begin with these sentences, int64 of that shape."""
         numbers = sentences.astype(np.uint64) * np.uint64(2)
         is_short = _uniform(self.key, numbers) < self.short_probability
         drawn = 2 + (_uniform(self.key, numbers + np.uint64(1)) * (self.longest - 1)).astype(np.int64)
@@ -37,18 +37,18 @@ class TargetLengths:
 
 
 def write_pairs(file: IO[bytes], dataset: IndexedDataset, first: int, last: int, lengths: TargetLengths) -> None:
-    """Write the samples of the documents [first, last), in NumPy's format, in the order of their sentences.
+    """Write the samples of the documents [first, last) in NumPy's format, in the order of their sentences.
 
-    A sample takes sentences of one document until the target length is reached; the document's last two or more make
-    one of whatever length. Left out are documents of one sentence, and those with a sentence of more than
-    `LONGEST_SENTENCE` tokens.
+    A sample takes sentences of one document until it reaches the target length; the document's last two or more form a
+    sample of any length. Documents of one sentence, or with a sentence of more than `LONGEST_SENTENCE` tokens, are
+    skipped.
 
-    All documents of a chunk move on together: a binary search in the running sum of the sentences' sizes finds where
-    each one's next sample ends, so there are as many passes as the longest document has samples.
+    All documents of a chunk advance together: a binary search in the running sum of the sentences' sizes finds the end
+    of each document's next sample, so the number of passes is the largest number of samples per document.
 
     Shapes:
-        written: rows (first sentence, sentence after the last, target length), uint32 [samples, 3], int64 where the
-        sentences are more than 2^32.
+        written: rows (first sentence, sentence after the last, target length), uint32 [samples, 3], or int64 for more
+        than 2^32 sentences.
 
     Source: Megatron-LM's `data/helpers.cpp`, build_mapping, without its reuse of one random number for the short
     length.
@@ -61,26 +61,26 @@ def write_pairs(file: IO[bytes], dataset: IndexedDataset, first: int, last: int,
         file.write(rows.astype(dtype).data)
         count += len(rows)
     file.seek(0)
-    _write_header(file, dtype, count)  # as long as before: NumPy leaves room for the number of rows to grow
+    _write_header(file, dtype, count)  # same length as before: NumPy pads the header so that the row count can grow
     assert file.tell() == begin
 
 
 def usable_documents(dataset: IndexedDataset, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Of the documents [first, last) those with a pair of sentences and none too long, a chunk at a time.
+    """Yield the documents of [first, last) that have two sentences or more and none too long, one chunk at a time.
 
     Yields:
-        the sentence at which each begins and the one behind its last, int64 [documents of the chunk that can be used].
+        first sentence of each document and the one after its last, int64 [usable documents of the chunk].
     """
     for start in range(first, last, _CHUNK):
-        borders = np.asarray(dataset.document_indices[start : min(start + _CHUNK, last) + 1])
-        is_usable = np.diff(borders) >= 2
-        too_long = np.flatnonzero(dataset.sizes[borders[0] : borders[-1]] > LONGEST_SENTENCE) + borders[0]
-        is_usable[np.searchsorted(borders, too_long, "right") - 1] = False
-        yield borders[:-1][is_usable], borders[1:][is_usable]
+        bounds = np.asarray(dataset.document_indices[start : min(start + _CHUNK, last) + 1])
+        is_usable = np.diff(bounds) >= 2
+        too_long = np.flatnonzero(dataset.sizes[bounds[0] : bounds[-1]] > LONGEST_SENTENCE) + bounds[0]
+        is_usable[np.searchsorted(bounds, too_long, "right") - 1] = False
+        yield bounds[:-1][is_usable], bounds[1:][is_usable]
 
 
 def _pairs_of(dataset: IndexedDataset, starts: np.ndarray, ends: np.ndarray, lengths: TargetLengths) -> np.ndarray:
-    """Rows as `write_pairs` writes them, int64 [samples, 3]."""
+    """Return the rows of `write_pairs`, int64 [samples, 3]."""
     if len(starts) == 0:
         return np.empty((0, 3), dtype=np.int64)
     base = int(starts[0])
@@ -90,10 +90,10 @@ def _pairs_of(dataset: IndexedDataset, starts: np.ndarray, ends: np.ndarray, len
         targets = lengths.of(starts)
         stops = base + np.searchsorted(before, before[starts - base] + targets)
         stops = np.maximum(stops, starts + 2)
-        stops = np.where(stops <= ends - 2, stops, ends)  # a single sentence left over would have no pair
+        stops = np.where(stops <= ends - 2, stops, ends)  # a single remaining sentence would have no partner
         found.append(np.stack([starts, stops, targets], axis=1))
-        goes_on = stops < ends
-        starts, ends = stops[goes_on], ends[goes_on]
+        is_unfinished = stops < ends
+        starts, ends = stops[is_unfinished], ends[is_unfinished]
     rows = np.concatenate(found)
     return rows[np.argsort(rows[:, 0])]
 
@@ -103,7 +103,7 @@ def _write_header(file: IO[bytes], dtype: np.dtype, count: int) -> None:
 
 
 def _uniform(key: int, numbers: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1) with 53 random bits: SplitMix64's output number `numbers` of the state `key`."""
+    """Return numbers in [0, 1) with 53 random bits: outputs number `numbers` of SplitMix64 with state `key`."""
     mixed = numbers * _STEP + np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,9 +12,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..config import BatchConfig
 from ..config.data import DataConfig
+from ..config.family import family_of, load
 from .bert_dataset import IGNORE_LABEL, BERTDataset
 from .blend import Blend
-from .gpt_dataset import GPTDataset, ShuffledGPTDataset
+from .gpt_dataset import GPTDataset
 from .prepared import CorpusPart, PreparedCorpus
 from .sampler import DATASET_SHIFT, BlendedBatchSampler, GlobalBatchSampler
 
@@ -178,10 +178,10 @@ class PretrainDataModule(L.LightningDataModule):
         )
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Note a BERT's scored positions, and whether it needs its mask, while both are still the host's: no GPU has to
-        be waited for."""
+        """Note the scored positions of padded samples, and whether they need their mask, while both are on the host, so
+        that no GPU has to be waited for."""
         for micro_batch in batch if isinstance(batch, list) else [batch]:
-            if "sop_labels" in micro_batch:
+            if "attention_mask" in micro_batch:
                 is_scored = micro_batch["labels"].flatten() != IGNORE_LABEL
                 micro_batch["scored"] = is_scored.nonzero().squeeze(1)
                 if micro_batch["attention_mask"].all():
@@ -216,15 +216,11 @@ def make_dataset(
     number: int = 0,
     num_samples: int | None = None,
 ) -> Samples:
-    """The samples of one dataset of a split, of the kind the corpus was prepared for.
+    """The samples of one dataset of a split, of the family the corpus was prepared for.
 
     Args:
         number: of the dataset in the blend.
         num_samples: how many the run takes from it; None where their order is not shuffled by the dataset.
     """
-    if prepared.architecture == "bert":
-        return BERTDataset(prepared, part, config, seed, split, number)
-    if num_samples is None or not prepared.shuffles_documents:
-        return GPTDataset(part, prepared.vocab_size, config.seq_length, split)
-    folder = Path(prepared.index_folder)
-    return ShuffledGPTDataset(part, prepared.vocab_size, config.seq_length, split, seed, num_samples, folder)
+    make = load(family_of(prepared.architecture).samples)
+    return make(prepared, split, part, config, seed, number, num_samples)

@@ -1,7 +1,8 @@
-"""The embedded corpus: the English documentation that ships with Python, so that nothing need be downloaded.
+"""The embedded corpus: English documentation that ships with Python, so that nothing has to be downloaded.
 
-The language reference (`pydoc_data.topics`) and the docstrings of a fixed list of standard modules, read from their
-source with `ast` and never imported. About 2 MB; it differs a little between Python versions, so its hash is recorded.
+It consists of the language reference (`pydoc_data.topics`) and the docstrings of a fixed list of standard modules, read
+from their source with `ast` without importing them. It has about 2 MB and differs slightly between Python versions, so
+its hash is recorded.
 """
 
 import ast
@@ -42,9 +43,9 @@ MODULES = tuple(
 
 
 def embedded_documents() -> tuple[list[str], list[str]]:
-    """Documents of the embedded corpus in a fixed order, and the listed modules this Python lacks.
+    """Return the documents of the embedded corpus in a fixed order, and the listed modules missing from this Python.
 
-    A document is one topic of the language reference, or all docstrings of one module, each under its qualified name.
+    A document is one topic of the language reference, or all docstrings of one module, each after its qualified name.
     """
     from pydoc_data.topics import topics  # data only
 
@@ -61,7 +62,7 @@ def embedded_documents() -> tuple[list[str], list[str]]:
 
 
 def embedded_fingerprint() -> str:
-    """sha256 of everything `embedded_documents` reads; much cheaper than reading it as documents."""
+    """Return the sha256 of everything `embedded_documents` reads; much cheaper than parsing it."""
     from pydoc_data.topics import topics  # data only
 
     digest = hashlib.sha256(repr(sorted(topics.items())).encode())
@@ -80,7 +81,7 @@ def _source_of(module: str) -> Path | None:
 
 
 def _docstrings(source: str, module: str) -> str:
-    """Every docstring of a module, dedented, with the name of what it describes on a line of its own."""
+    """Return all docstrings of a module, dedented, each after the qualified name of its object on a separate line."""
     parts = []
 
     def visit(node: ast.AST, name: str) -> None:

@@ -1,32 +1,31 @@
-"""GPT's samples: windows over the documents laid end to end."""
+"""GPT's samples: windows over the concatenated documents."""
 
 from pathlib import Path
 
 import numpy as np
 
-from .gathering import ranges, read_stretches
+from ..config.data import DataConfig
 from .gpt_index import GPTOrder, write_windows
 from .index_cache import cached_index
-from .indexed_dataset import IndexedDataset
-from .prepared import CorpusPart
+from .indexed_dataset import IndexedDataset, concatenate_ranges
+from .prepared import CorpusPart, PreparedCorpus
 
 
 class GPTDataset:
-    """Packed windows of s + 1 tokens that overlap by one, so that every token but the first is predicted once.
+    """Packed windows of s + 1 tokens that overlap by one, so every token except the first is predicted once.
 
-    Documents stand in the corpus's order, each closed by end-of-text; which window comes when is the sampler's
-    business.
+    Documents are in corpus order, each followed by end-of-text. The sampler determines the order of the windows.
 
     Args:
         part: the documents.
-        vocab_size: ids the tokenizer has.
-        seq_length: s, tokens of a sample.
-        name: of the part, for messages.
+        vocab_size: number of ids of the tokenizer.
+        seq_length: s, tokens per sample.
+        name: name of the part in messages.
 
     Raises:
         ValueError: the part is shorter than one window.
 
-    Source: section 4.2 and Megatron-LM's GPT dataset: documents closed by end-of-text, windows overlapping by one.
+    Source: section 4.2 and Megatron-LM's GPT dataset.
     """
 
     def __init__(self, part: CorpusPart, vocab_size: int, seq_length: int, name: str) -> None:
@@ -41,21 +40,21 @@ class GPTDataset:
             )
 
     def __len__(self) -> int:
-        """Windows of an epoch."""
+        """Number of windows per epoch."""
         return (self.num_tokens - 1) // self.seq_length
 
     def batch(self, epochs: np.ndarray, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Windows `indices`: tokens and, shifted by one, labels; `epochs` change nothing.
+        """Return the windows `indices`: tokens, and labels shifted by one; `epochs` has no effect.
 
         Shapes:
             epochs, indices int64 [b]; tokens, labels int64 [b, s].
 
         Raises:
-            ValueError: an id that is not of the vocabulary.
+            ValueError: an id is outside the vocabulary.
         """
         starts = self.first_token + indices * self.seq_length
         lengths = np.full(len(indices), self.seq_length + 1)
-        return self._shifted(read_stretches(self.dataset, starts, lengths, self.vocab_size))
+        return self._shifted(self.dataset.read_ranges(starts, lengths, self.vocab_size))
 
     def _shifted(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         windows = ids.reshape(-1, self.seq_length + 1)
@@ -63,13 +62,13 @@ class GPTDataset:
 
 
 class ShuffledGPTDataset(GPTDataset):
-    """The same over documents shuffled for this run, whose windows are shuffled too; see `GPTOrder`.
+    """The same with documents, and then windows, shuffled for this run; see `GPTOrder`.
 
     Args:
         part, vocab_size, seq_length, name: as above.
         seed: of the run.
-        num_samples: how many the run takes from this dataset.
-        index_folder: where the table of windows is kept.
+        num_samples: how many samples the run takes from this dataset.
+        index_folder: folder of the stored index of windows.
     """
 
     def __init__(
@@ -92,21 +91,37 @@ class ShuffledGPTDataset(GPTDataset):
         )
 
     def __len__(self) -> int:
-        """Windows of all the run's epochs."""
+        """Number of windows over all epochs of the run."""
         return self.shuffle.num_windows
 
     def order(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Epochs (0) and windows of this dataset's samples number `places`, both int64 as shaped."""
+        """Return epoch (0) and window of this dataset's samples number `places`, both int64 of that shape."""
         return np.zeros_like(places), self.shuffle.windows_at(places)
 
     def batch(self, epochs: np.ndarray, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """As of the base class; a window may take tokens of any number of documents."""
+        """As in the base class; a window may span any number of documents."""
         begins, ends = (self.windows.rows[which].astype(np.int64) for which in (indices, indices + 1))
-        counts = ends[:, 0] - begins[:, 0] + 1  # documents a window touches
+        counts = ends[:, 0] - begins[:, 0] + 1  # documents per window
         last = np.cumsum(counts) - 1
-        documents = self.part.first + self.shuffle.documents_at(ranges(begins[:, 0], counts))
+        documents = self.part.first + self.shuffle.documents_at(concatenate_ranges(begins[:, 0], counts))
         starts, stops = self.dataset.document_starts(documents), self.dataset.document_starts(documents + 1)
-        # A window ends with the token its successor begins with.
+        # The last token of a window is the first of the next one.
         stops[last] = starts[last] + ends[:, 1] + 1
         starts[last - counts + 1] += begins[:, 1]
-        return self._shifted(read_stretches(self.dataset, starts, stops - starts, self.vocab_size))
+        return self._shifted(self.dataset.read_ranges(starts, stops - starts, self.vocab_size))
+
+
+def make_samples(
+    prepared: PreparedCorpus,
+    split: str,
+    part: CorpusPart,
+    config: DataConfig,
+    seed: int,
+    number: int = 0,
+    num_samples: int | None = None,
+) -> GPTDataset:
+    """The samples of one dataset; those of a training split that is shuffled are shuffled for `num_samples`."""
+    if num_samples is None or not prepared.shuffles_documents:
+        return GPTDataset(part, prepared.vocab_size, config.seq_length, split)
+    folder = Path(prepared.index_folder)
+    return ShuffledGPTDataset(part, prepared.vocab_size, config.seq_length, split, seed, num_samples, folder)

@@ -1,4 +1,4 @@
-"""Which tokens make GPT's training samples: shuffled documents laid end to end, and shuffled windows over them."""
+"""Index of GPT's training samples: shuffled documents are concatenated, and windows over them are shuffled."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,25 +8,26 @@ import numpy as np
 
 from .permutation import Permutation
 
-_CHUNK = 1 << 20  # documents worked on together
-_ENOUGH = 0.8  # share of an epoch's samples from which the last epoch is shuffled with the others
+_CHUNK = 1 << 20  # documents processed at once
+_ENOUGH = 0.8  # fraction of an epoch's samples from which the last epoch is shuffled with the others
 
 
 @dataclass(frozen=True)
 class GPTOrder:
     """The order of a run's documents and of the windows of s + 1 tokens over them.
 
-    All epochs' documents are shuffled together and laid end to end, as are the windows cut from them, which overlap by
-    one token. A last epoch of which the run needs less than 80 % is shuffled on its own, behind the others: its
-    documents would else crowd out those of the whole epochs. Both shuffles are functions of the fields, so neither is
-    stored; the number of samples asked counts only in so far as it decides the epochs and whether the last is apart.
+    The documents of all epochs are shuffled together and concatenated. Windows over them overlap by one token and are
+    shuffled as well. If the run needs less than 80 % of the last epoch, that epoch is shuffled separately and comes
+    last; otherwise its documents would displace those of the complete epochs. Both shuffles are functions of the
+    fields, so neither is stored. The number of samples matters only through the number of epochs and whether the last
+    one is separate.
 
     Args:
         identity: hash of the dataset.
-        num_documents, num_tokens: of an epoch.
+        num_documents, num_tokens: per epoch.
         seq_length: s.
         seed: of the run.
-        num_samples: how many the run asks for.
+        num_samples: number of samples the run needs.
 
     Source: Megatron-LM's `data/gpt2_dataset.py` and `separate_last_epoch` of its later `gpt_dataset.py`.
     """
@@ -40,17 +41,17 @@ class GPTOrder:
 
     @cached_property
     def num_epochs(self) -> int:
-        """The fewest whose tokens make the samples asked for."""
+        """Smallest number of epochs with enough tokens for the samples."""
         return max(1, -(-(self.num_samples * self.seq_length + 1) // self.num_tokens))
 
     @cached_property
     def num_windows(self) -> int:
-        """Windows of all epochs; at least the samples asked for."""
+        """Number of windows over all epochs, at least `num_samples`."""
         return (self.num_epochs * self.num_tokens - 1) // self.seq_length
 
     @cached_property
     def num_epochs_together(self) -> int:
-        """All epochs, or all but a last one that is shuffled apart."""
+        """All epochs, or all but the last one if that is shuffled separately."""
         if self.num_epochs == 1:
             return 1
         wanted = self.num_samples - ((self.num_epochs - 1) * self.num_tokens - 1) // self.seq_length
@@ -59,16 +60,16 @@ class GPTOrder:
 
     @property
     def facts(self) -> tuple:
-        """All that the order depends on."""
+        """Everything the order depends on."""
         fields = (self.identity, self.num_documents, self.num_tokens, self.seq_length, self.seed)
         return (*fields, self.num_epochs, self.num_epochs_together)
 
     def documents_at(self, positions: np.ndarray) -> np.ndarray:
-        """The document, 0..num_documents-1, at each position of all epochs end to end; int64 as shaped."""
+        """Return the document, 0..num_documents-1, at each position of the concatenated epochs; int64 of that shape."""
         return self._documents(positions) % self.num_documents
 
     def windows_at(self, samples: np.ndarray) -> np.ndarray:
-        """The window that is sample number 0, 1, ... of the run; int64 as shaped."""
+        """Return the windows of these samples of the run; int64 of that shape."""
         return self._windows(samples)
 
     @cached_property
@@ -83,7 +84,7 @@ class GPTOrder:
 
 
 class _Shuffle:
-    """A permutation of 0..count-1 that keeps those from `first_apart` on behind the others."""
+    """A permutation of 0..count-1 that permutes the entries from `first_apart` on separately."""
 
     def __init__(self, count: int, first_apart: int, name: str) -> None:
         self.first_apart = first_apart
@@ -100,13 +101,13 @@ class _Shuffle:
 
 
 def write_windows(file: IO[bytes], order: GPTOrder, sizes: np.ndarray) -> None:
-    """Write where each window begins, in NumPy's format: rows (position in the document order, offset in tokens).
+    """Write the start of each window in NumPy's format: rows (position in the document order, offset in tokens).
 
-    There is one row more than windows, for the last token of the last. Memory does not grow with the epochs.
+    There is one row more than windows, for the last token of the last window. Memory does not grow with the epochs.
 
     Shapes:
-        sizes: integers [num_documents], tokens of each document. Written: uint32 [num_windows + 1, 2], int64 where a
-        position or a document does not fit.
+        sizes: integers [num_documents], tokens of each document. Written: uint32 [num_windows + 1, 2], or int64 if a
+        position or an offset does not fit.
     """
     num_positions = order.num_epochs * order.num_documents
     dtype = np.dtype("<u4" if max(num_positions, int(sizes.max())) < 2**32 else "<i8")

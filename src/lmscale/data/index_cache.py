@@ -1,4 +1,4 @@
-"""Sample indices on disk: built once for each file system, by one process while the others wait, then memory-mapped."""
+"""Sample indices on disk: built once per file system, by one process while the others wait, then memory-mapped."""
 
 import errno
 import fcntl
@@ -10,16 +10,16 @@ from typing import IO
 
 import numpy as np
 
-INDEX_VERSION = 1  # raised when the same facts give another index
-# File systems without locks: several processes may then build the same file, and the last one's takes its place.
+INDEX_VERSION = 1  # incremented when the same facts give another index
+# On file systems without locks several processes may build the same file; the last rename wins.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class StoredIndex:
-    """An array on the disk, memory-mapped; to another process it travels as its name.
+    """A memory-mapped array on disk; pickled as its path.
 
     Args:
-        path: of a file in NumPy's format.
+        path: a file in NumPy's format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,19 +31,19 @@ class StoredIndex:
 
 
 def cached_index(folder: Path, kind: str, facts: tuple, build: Callable[[IO[bytes]], None]) -> StoredIndex:
-    """The array that `build` writes for these facts; built only where no process has done so before.
+    """Open the array that `build` writes for these facts, and build it if it does not exist.
 
-    The kernel gives a builder's lock to the next one however the builder ends, so a killed one blocks nobody; what it
-    left is removed by the next.
+    The kernel releases the lock of a process that is killed, so it blocks nobody; the next process removes its
+    unfinished file.
 
     Args:
-        folder: of all indices; made if missing.
-        kind: first part of the file's name.
-        facts: everything the index depends on; part of the name as a hash.
+        folder: folder of all indices; created if missing.
+        kind: first part of the file name.
+        facts: everything the index depends on; hashed into the file name.
         build: writes the array to the open file, in NumPy's format.
 
     Raises:
-        ValueError: the folder cannot be written, or the disk is full.
+        ValueError: the folder cannot be written, the disk is full, or the file is damaged.
     """
     digest = hashlib.sha256(repr((INDEX_VERSION, np.__version__, *facts)).encode()).hexdigest()[:32]
     path = folder / f"{kind}_{digest}.npy"
@@ -51,24 +51,24 @@ def cached_index(folder: Path, kind: str, facts: tuple, build: Callable[[IO[byte
         if not path.is_file():
             folder.mkdir(parents=True, exist_ok=True)
             with open(folder / f".{path.name}.lock", "a+b") as lock:
-                _take(lock)
+                _lock(lock)
                 if not path.is_file():
                     _build(path, build)
         return _open(path)
     except OSError as error:
         reason = f"the sample index {path} cannot be written or read: {error.strerror or error}"
-        raise ValueError(f"`data.cache_dir` must be a folder with room, but {reason}") from None
+        raise ValueError(f"`data.cache_dir` must be a writable folder with free space, but {reason}") from None
 
 
 def _open(path: Path) -> StoredIndex:
     try:
         return StoredIndex(path)
-    except (ValueError, EOFError):  # numpy's words for a file that ends too early
-        raise ValueError(f"{path} is damaged; remove it, and it will be made again") from None
+    except (ValueError, EOFError):  # numpy's errors for a truncated file
+        raise ValueError(f"{path} is damaged; remove it to have it built again") from None
 
 
-def _take(lock: IO[bytes]) -> None:
-    """Wait for the lock; closing the file gives it back."""
+def _lock(lock: IO[bytes]) -> None:
+    """Wait for the lock; closing the file releases it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:

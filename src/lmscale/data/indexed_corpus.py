@@ -1,4 +1,4 @@
-"""Binary datasets as the corpus of a run: a folder of prepare_data.py, or prefixes of Megatron-LM's own tool."""
+"""The corpus of a run from existing token files: a folder of prepare_data.py, or prefixes of Megatron-LM's tool."""
 
 import hashlib
 import json
@@ -9,34 +9,34 @@ from pathlib import Path
 import numpy as np
 
 from ..config.data import DataConfig, TokenizerConfig
+from ..config.family import CorpusForm, family_of
 from .bert_index import usable_documents
 from .indexed_dataset import IndexedDataset
-from .prepared import CorpusPart, PreparedCorpus
-from .tokenizer import BERT_SPECIALS, END_OF_TEXT, Tokenizer, load_published_tokenizer, read_tokenizer
+from .prepared import INDEX_FOLDER, CorpusPart, PreparedCorpus, check_vocabulary
+from .tokenizer import Tokenizer, load_published_tokenizer, read_tokenizer
 
-INDEX_FOLDER = "indices"  # in the cache
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
 MANIFEST_FORMAT = 1
-_NUM_PROBES, _PROBE = 64, 1 << 16  # stretches of a token file that stand for it, and their bytes
+_NUM_PROBES, _PROBE = 64, 1 << 16  # excerpts that represent a token file, and their size in bytes
 
 
 def open_indexed(
     data: DataConfig, tokenizer: TokenizerConfig, architecture: str, model_vocab_size: int | None, cache: Path
 ) -> PreparedCorpus:
-    """The corpus that `data=indexed` names; no token file is read as a whole.
+    """Open the corpus of `data=indexed` without reading whole token files.
 
     Args:
-        cache: folder for sample indices and the tokenizer of datasets that have none beside them.
+        cache: folder for sample indices, and for the tokenizer if the datasets come without one.
 
     Raises:
-        ValueError: files that are missing or damaged, a tokenizer that is missing or another than the dataset's, ids
-            that it has not, or a model with fewer.
+        ValueError: files are missing or damaged, the tokenizer is missing or not the dataset's, ids are outside its
+            vocabulary, or the model has fewer ids.
     """
-    sources = {"train": _Sources(data.path, "path")}
+    form, sources = family_of(architecture).corpus, {"train": _Sources(data.path, "path")}
     if data.validation_path is not None:
         sources["validation"] = _Sources(data.validation_path, "validation_path")
     for held in sources.values():
-        held.check_architecture(architecture)
+        held.check_form(form)
     loaded, folder = _find_tokenizer(
         [path for held in sources.values() for path in held.folders], tokenizer, cache, architecture
     )
@@ -48,13 +48,13 @@ def open_indexed(
     for dataset in datasets.values():
         _probe_ids(dataset, loaded.vocab_size)
     manifest = {split: _counts(held, datasets) for split, held in parts.items()}
-    manifest |= {"architecture": architecture, "tokenizer": loaded.fingerprint, "vocab_size": loaded.vocab_size}
-    manifest["notes"] = _notes(parts["train"], datasets) if architecture == "bert" else []
+    manifest |= {"architecture": form.name, "tokenizer": loaded.fingerprint, "vocab_size": loaded.vocab_size}
+    manifest["notes"] = _notes(parts["train"], datasets) if form.sequence == "sentence" else []
     return PreparedCorpus(
         str(folder),
         architecture,
         loaded.vocab_size,
-        special_ids_of(loaded, architecture),
+        special_ids_of(loaded, form),
         manifest,
         parts,
         str(cache / INDEX_FOLDER),
@@ -63,44 +63,27 @@ def open_indexed(
 
 
 def check_indexed(data: DataConfig) -> None:
-    """Refuse datasets whose files are not there, without reading any.
+    """Check that the datasets' files exist, without reading them.
 
     Raises:
-        ValueError: in that case.
+        ValueError: a file is missing.
     """
     if data.kind == "indexed":
         for key in ("path", "validation_path") if data.validation_path is not None else ("path",):
             _Sources(getattr(data, key), key)
 
 
-def sequence_of(architecture: str) -> str:
-    """What a sequence of an indexed dataset is, as in upstream's file names."""
-    return "document" if architecture == "gpt" else "sentence"
-
-
-def special_ids_of(tokenizer: Tokenizer, architecture: str) -> dict[str, int]:
-    """Ids of the special tokens that samples need.
+def special_ids_of(tokenizer: Tokenizer, form: CorpusForm) -> dict[str, int]:
+    """Return the ids of the special tokens used in samples.
 
     Raises:
         ValueError: the vocabulary lacks one.
     """
-    return {token: tokenizer.id_of(token) for token in ((END_OF_TEXT,) if architecture == "gpt" else BERT_SPECIALS)}
-
-
-def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int | None) -> None:
-    """Refuse a tokenizer with more ids than the model.
-
-    Raises:
-        ValueError: in that case.
-    """
-    if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
-        raise ValueError(
-            f"`model.vocab_size` must be at least the tokenizer's {tokenizer.vocab_size} ids, but is {model_vocab_size}"
-        )
+    return {token: tokenizer.id_of(token) for token in form.special_tokens}
 
 
 class _Sources:
-    """What `data.path` or `data.validation_path` names: weights by prefix, and the manifest where it is a folder."""
+    """The datasets of `data.path` or `data.validation_path`: weights by prefix, or the manifest of a folder."""
 
     def __init__(self, path: str | dict[str, float], key: str) -> None:
         self.key, self.manifest, self.root = key, None, None
@@ -115,29 +98,29 @@ class _Sources:
                 if not Path(f"{prefix}.idx").is_file():
                     raise ValueError(
                         f"`data.{key}` must be a folder of prepare_data.py or the path of a .bin and .idx without "
-                        f"the ending, but there is no {prefix}.idx"
+                        f"suffix, but there is no {prefix}.idx"
                     )
 
     @property
     def folders(self) -> list[Path]:
-        """Where a tokenizer.json may lie."""
+        """Folders that may hold a tokenizer.json."""
         return [self.root] if self.root else sorted({Path(prefix).absolute().parent for prefix in self.prefixes})
 
-    def check_architecture(self, architecture: str) -> None:
-        """Refuse a folder made for the other kind of model."""
-        if self.manifest is not None and self.manifest["architecture"] != architecture:
+    def check_form(self, form: CorpusForm) -> None:
+        """Raise an error if the folder was prepared for another kind of model."""
+        if self.manifest is not None and self.manifest["architecture"] != form.name:
             raise ValueError(
-                f"`data.{self.key}` must be prepared for {architecture} (the model), but {self.root} is for "
+                f"`data.{self.key}` must be prepared for {form.name} (the model), but {self.root} is for "
                 f"{self.manifest['architecture']}"
             )
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Refuse a folder made with another tokenizer."""
+        """Raise an error if the folder was prepared with another tokenizer."""
         if self.manifest is not None and self.manifest["tokenizer"] != tokenizer.fingerprint:
-            raise ValueError(f"`tokenizer` must be the one that `data.{self.key}` was made with, but is another")
+            raise ValueError(f"`tokenizer` must be the one that `data.{self.key}` was prepared with, but is another")
 
     def whole(self, splits: Iterable[str] = ("train",)) -> list[CorpusPart]:
-        """All documents of every dataset; of a folder those of its first split of `splits` that there is."""
+        """Return all documents of every dataset; of a folder, those of the first existing split of `splits`."""
         if self.manifest is None:
             return [_part(prefix, weight) for prefix, weight in self.prefixes.items()]
         parts = []
@@ -148,14 +131,14 @@ class _Sources:
                 if part.last != source[split]["documents"]:
                     raise ValueError(
                         f"{part.prefix}.idx must have the {source[split]['documents']} documents of {MANIFEST}, but "
-                        f"has {part.last}: {name} is not what was prepared"
+                        f"has {part.last}: {name} has changed since it was prepared"
                     )
                 parts.append(part)
         return parts
 
 
 def _split(sources: dict[str, _Sources], data: DataConfig) -> dict[str, tuple[CorpusPart, ...]]:
-    """Training and validation parts, from another path, the folder's own, or by `data.split`."""
+    """Return training and validation parts, from `data.validation_path`, the folder's splits, or `data.split`."""
     train = sources["train"]
     if "validation" in sources:
         parts = {"train": train.whole(), "validation": sources["validation"].whole(("validation", "train"))}
@@ -164,30 +147,30 @@ def _split(sources: dict[str, _Sources], data: DataConfig) -> dict[str, tuple[Co
     else:
         parts = {"train": [], "validation": []}
         for part in train.whole():
-            borders = split_documents(part.last, data.split_shares())
-            for split, (first, last) in zip(parts, borders[:2], strict=True):
+            ranges = split_documents(part.last, data.split_shares())
+            for split, (first, last) in zip(parts, ranges[:2], strict=True):
                 parts[split].append(CorpusPart(part.prefix, first, last, part.identity, part.weight))
     for split, held in parts.items():
         empty = [part.prefix for part in held if part.first == part.last]
         if not held or empty:
-            which = f"{empty[0]} has none there" if empty else "there is no dataset"
+            which = f"{empty[0]} has none" if empty else "there is no dataset"
             raise ValueError(f"`data` must have documents for {split}, but {which} (data.split, data.validation_path)")
     return {split: tuple(held) for split, held in parts.items()}
 
 
 def split_documents(num_documents: int, shares: tuple[float, ...]) -> list[tuple[int, int]]:
-    """Contiguous ranges of documents in these shares.
+    """Divide documents into contiguous ranges of the given shares.
 
-    Every border is the one before plus the rounded share; what the last is too far is taken off all borders.
+    Each bound is the previous one plus the rounded share; the excess of the last bound is subtracted from all.
 
     Source: Megatron-LM's get_train_valid_test_split_.
     """
-    borders = [0]
+    bounds = [0]
     for share in shares:
-        borders.append(borders[-1] + int(round(share * num_documents)))
-    surplus = borders[-1] - num_documents
-    borders[1:] = [border - surplus for border in borders[1:]]
-    return [(first, max(first, last)) for first, last in zip(borders[:-1], borders[1:], strict=True)]
+        bounds.append(bounds[-1] + int(round(share * num_documents)))
+    surplus = bounds[-1] - num_documents
+    bounds[1:] = [bound - surplus for bound in bounds[1:]]
+    return [(first, max(first, last)) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 def _part(prefix: str, weight: float, digest: str = "") -> CorpusPart:
@@ -197,18 +180,18 @@ def _part(prefix: str, weight: float, digest: str = "") -> CorpusPart:
 
 
 def identity_of(dataset: IndexedDataset) -> str:
-    """A hash of the whole index and of stretches spread over the tokens, which may be too many to read at every start.
+    """Hash the whole index and excerpts of the tokens, which may be too many to read at every start.
 
-    A change of some tokens that leaves all sizes may go unnoticed, as 64 stretches of 64 KiB are looked at.
+    Only 64 excerpts of 64 KiB are read, so a change of some tokens that keeps all sizes may go undetected.
     """
     with open(f"{dataset.prefix}.idx", "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
-    for stretch in _stretches(dataset):
-        digest.update(stretch.tobytes())
+    for excerpt in _excerpts(dataset):
+        digest.update(excerpt.tobytes())
     return digest.hexdigest()[:32]
 
 
-def _stretches(dataset: IndexedDataset) -> Iterable[np.ndarray]:
+def _excerpts(dataset: IndexedDataset) -> Iterable[np.ndarray]:
     length = _PROBE // dataset.dtype.itemsize
     if dataset.num_tokens <= _NUM_PROBES * length:
         yield dataset.tokens
@@ -219,10 +202,10 @@ def _stretches(dataset: IndexedDataset) -> Iterable[np.ndarray]:
 
 
 def _probe_ids(dataset: IndexedDataset, vocab_size: int) -> None:
-    """Refuse, before anything starts, ids that are not of the vocabulary, as far as the stretches show them."""
+    """Check, before anything starts, that the ids of the excerpts are within the vocabulary."""
     if dataset.dtype.kind == "f":
         raise ValueError(f"{dataset.prefix}.idx: tokens must be whole numbers, but are {dataset.dtype.name}")
-    for ids in _stretches(dataset):
+    for ids in _excerpts(dataset):
         if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
             wrong = ids.max() if ids.max() >= vocab_size else ids.min()
             raise ValueError(
@@ -234,7 +217,7 @@ def _read_manifest(folder: Path, key: str) -> dict:
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(
-            f"`data.{key}` must be a folder of prepare_data.py or the path of a .bin and .idx without the ending, but "
+            f"`data.{key}` must be a folder of prepare_data.py or the path of a .bin and .idx without suffix, but "
             f"{folder} is a folder without {MANIFEST}"
         )
     try:
@@ -249,10 +232,10 @@ def _read_manifest(folder: Path, key: str) -> dict:
 def _find_tokenizer(
     folders: list[Path], config: TokenizerConfig, cache: Path, architecture: str
 ) -> tuple[Tokenizer, Path]:
-    """The tokenizer beside the datasets, else the published one that `tokenizer` names; and the folder it is in."""
+    """Return the tokenizer stored with the datasets, or the published one named by `tokenizer`, and its folder."""
     if config.vocab_size is not None:
         raise ValueError(
-            "`tokenizer.vocab_size` must be null when `data` is indexed, whose tokenizer is made, but is "
+            "`tokenizer.vocab_size` must be null when `data` is indexed, whose tokenizer is fixed, but is "
             f"{config.vocab_size}"
         )
     beside = {folder: read_tokenizer(folder / TOKENIZER) for folder in folders if (folder / TOKENIZER).is_file()}
@@ -260,12 +243,12 @@ def _find_tokenizer(
     prints = {tokenizer.fingerprint for tokenizer in beside.values()}
     if len(prints | ({named.fingerprint} if named else set())) > 1:
         where = ", ".join(str(folder / TOKENIZER) for folder in beside)
-        raise ValueError(f"`tokenizer` must be the one of all datasets, but {where} and what is named differ")
+        raise ValueError(f"`tokenizer` must be the one of all datasets, but {where} and the named one differ")
     if beside:
         return next((tokenizer, folder) for folder, tokenizer in beside.items())
     if named is None:
         raise ValueError(
-            f"`tokenizer` must be gpt2 or bert where no {TOKENIZER} lies beside the dataset, but is {config.kind} and "
+            f"`tokenizer` must be gpt2 or bert if there is no {TOKENIZER} beside the dataset, but is {config.kind} and "
             f"{folders[0]} has none"
         )
     folder = cache / "tokenizers" / named.fingerprint[:24]
@@ -277,7 +260,7 @@ def _find_tokenizer(
 
 
 def _counts(parts: tuple[CorpusPart, ...], datasets: dict[str, IndexedDataset]) -> dict:
-    """What the record of a run says of a split."""
+    """Describe a split for the record of a run."""
     sources, identities = [], []
     for part in parts:
         start, end = datasets[part.prefix].document_starts(np.array([part.first, part.last])).tolist()
@@ -289,7 +272,7 @@ def _counts(parts: tuple[CorpusPart, ...], datasets: dict[str, IndexedDataset]) 
 
 
 def _notes(parts: tuple[CorpusPart, ...], datasets: dict[str, IndexedDataset]) -> list[str]:
-    """A line for each dataset of which documents are left out."""
+    """Return one line per dataset that has skipped documents."""
     notes = []
     for part in parts:
         chunks = usable_documents(datasets[part.prefix], part.first, part.last)
@@ -297,6 +280,6 @@ def _notes(parts: tuple[CorpusPart, ...], datasets: dict[str, IndexedDataset]) -
         if left_out:
             notes.append(
                 f"{Path(part.prefix).name}: {left_out:,} of {part.last - part.first:,} documents have fewer than two "
-                "sentences or one of more than 512 tokens and are left out"
+                "sentences or one of more than 512 tokens and are skipped"
             )
     return notes

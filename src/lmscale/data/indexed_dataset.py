@@ -1,8 +1,8 @@
-"""Binary token files: `.bin` holds the tokens back to back, `.idx` says where sequences and documents begin.
+"""Binary token files: `.bin` holds the concatenated tokens, `.idx` the starts of sequences and documents.
 
-Layout of `.idx`, little-endian: 9 bytes `MMIDIDX\\0\\0`, u64 version 1, u8 code of the token type, u64 n sequences, u64
-length of the document index, then int32 sizes[n] in tokens, int64 pointers[n] in bytes, int64 document_indices[m + 1],
-which begin with 0 and end with n. A sequence is a document for GPT and a sentence for BERT.
+Layout of `.idx`, little-endian: 9 bytes `MMIDIDX\\0\\0`, u64 version 1, u8 code of the token dtype, u64 number of
+sequences n, u64 length of the document index, then int32 sizes[n] in tokens, int64 pointers[n] in bytes, and int64
+document_indices[m + 1], from 0 to n. A sequence is a document for GPT and a sentence for BERT.
 
 Source: the format of Megatron-LM's `data/indexed_dataset.py`, as written by its preprocess_data.py.
 """
@@ -17,28 +17,28 @@ import numpy as np
 
 MAGIC, LAZY_MAGIC = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
 VERSION = 1
-# Megatron-core swapped the meaning of 6 and 7 once; this is its present one, and no tokens were ever floats.
+# Megatron-core once swapped the meaning of 6 and 7; this is the current one. No tokens were ever floats.
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 HEADER = struct.Struct("<9sQBQQ")
-CHUNK = 1 << 22  # entries looked at together
-# Indices this process has found good, by name, sizes and time of change, and whether a sequence is a document in each:
-# the parts of a run open the same dataset several times, and a large index takes seconds to look through.
-_GOOD: dict[tuple, bool] = {}
-_SETTLED_S = 2.0  # a file changed more recently may change again within one tick of the file system's clock
+CHUNK = 1 << 22  # entries processed at once
+# Indices that this process has validated, by path, sizes and modification time, with whether each document is one
+# sequence. A run opens the same dataset several times, and validating a large index takes seconds.
+_VALIDATED: dict[tuple, bool] = {}
+_SETTLED_S = 2.0  # a more recently modified file may change again within one tick of the file system's clock
 
 
 class IndexedDataset:
-    """A dataset memory-mapped for reading; picklable, so that loader processes map it themselves.
+    """A memory-mapped dataset; picklable, so that loader processes map it themselves.
 
     Attributes, read-only, all but the first two memory-mapped:
         prefix, dtype
-        sizes: int32 [n], tokens of each sequence.
-        pointers: int64 [n], byte at which each begins.
+        sizes: int32 [n], tokens per sequence.
+        pointers: int64 [n], byte at which each sequence begins.
         document_indices: int64 [m + 1], sequence at which each document begins, and n.
         tokens: dtype [all tokens].
 
     Raises:
-        ValueError: a missing file, or one that breaks a rule of the format, in one line with the place.
+        ValueError: a file is missing or violates the format; the message names the position.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -51,54 +51,54 @@ class IndexedDataset:
         self.document_indices = self._map("<i8", start + 12 * num_sequences, num_indices)
         status = os.stat(f"{self.prefix}.idx")
         key = os.path.abspath(self.prefix), status.st_size, status.st_mtime_ns, status.st_ino, self._num_bytes
-        if key in _GOOD:
-            self._is_sequence_a_document = _GOOD[key]
+        if key in _VALIDATED:
+            self._is_sequence_a_document = _VALIDATED[key]
             return
         self._check_sequences()
         self._is_sequence_a_document = self._check_documents()
         if time.time() - status.st_mtime > _SETTLED_S:
-            _GOOD[key] = self._is_sequence_a_document
+            _VALIDATED[key] = self._is_sequence_a_document
 
     def __reduce__(self) -> tuple:
         return IndexedDataset, (self.prefix,)
 
     def __len__(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return len(self.sizes)
 
     @property
     def num_documents(self) -> int:
-        """m."""
+        """Number of documents, m."""
         return len(self.document_indices) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens of all documents."""
         return self._num_bytes // self.dtype.itemsize
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """All tokens back to back; memory-mapped."""
+        """All tokens, memory-mapped."""
         return _mapped(f"{self.prefix}.bin", self.dtype, 0, self.num_tokens)
 
     def sequence(self, index: int) -> np.ndarray:
-        """The ids of one sequence; a view of the file."""
+        """Return the ids of one sequence, a view of the file."""
         start = int(self.pointers[index]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.sizes[index])]
 
     def sequence_starts(self, sequences: np.ndarray) -> np.ndarray:
-        """Token at which each of these sequences begins, int64 as shaped; sequence n begins at the end."""
+        """Return the token at which each of these sequences begins, int64 of that shape; sequence n is the end."""
         starts = np.full(sequences.shape, self.num_tokens, dtype=np.int64)
         inside = sequences < len(self.sizes)
         starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
         return starts
 
     def document_starts(self, documents: np.ndarray) -> np.ndarray:
-        """Token at which each of these documents begins, int64 as shaped; document m begins at the end."""
+        """Return the token at which each of these documents begins, int64 of that shape; document m is the end."""
         return self.sequence_starts(self.document_indices[documents])
 
     def document_sizes(self, first: int, last: int) -> np.ndarray:
-        """Tokens of the documents [first, last), integers; mapped where each document is one sequence."""
+        """Return the tokens per document of [first, last), integers; memory-mapped if each document is one sequence."""
         if self._is_sequence_a_document:
             return self.sizes[first:last]
         found = np.empty(last - first, dtype=np.int64)
@@ -107,8 +107,27 @@ class IndexedDataset:
             found[start - first : end - first] = np.diff(self.document_starts(np.arange(start, end + 1)))
         return found
 
+    def read_ranges(self, starts: np.ndarray, lengths: np.ndarray, vocab_size: int) -> np.ndarray:
+        """Read and concatenate ranges of tokens; int64 [sum of the lengths].
+
+        Shapes:
+            starts, lengths: int64 [n]; lengths may be 0.
+
+        Raises:
+            ValueError: an id is outside the vocabulary; the message names its position in the file.
+        """
+        places = concatenate_ranges(starts, lengths)
+        ids = self.tokens[places].astype(np.int64)
+        if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
+            wrong = int(np.argmax((ids >= vocab_size) | (ids < 0)))
+            raise ValueError(
+                f"{self.prefix}.bin: ids must be from 0 to {vocab_size - 1} (the tokenizer's), but token "
+                f"{places[wrong]} is {ids[wrong]}"
+            )
+        return ids
+
     def _read_header(self) -> tuple[int, int, int]:
-        """Code of the type, number of sequences, entries of the document index."""
+        """Return dtype code, number of sequences, and length of the document index."""
         path = f"{self.prefix}.idx"
         try:
             with open(path, "rb") as file:
@@ -119,7 +138,7 @@ class IndexedDataset:
             raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
         if head.startswith(LAZY_MAGIC):
             raise ValueError(
-                f"{path}: the format must be MMIDIDX, but is TNTIDX (Megatron-LM's old lazy or cached one)"
+                f"{path}: the format must be MMIDIDX, but is TNTIDX (Megatron-LM's old lazy or cached format)"
             )
         if not head.startswith(MAGIC):
             raise ValueError(f"{path}: the first 9 bytes must be {MAGIC!r}, but are {head[:9]!r}")
@@ -132,9 +151,9 @@ class IndexedDataset:
             raise ValueError(f"{path}: the code of the token type must be from 1 to 8, but is {code}")
         expected = HEADER.size + 12 * num_sequences + 8 * num_indices
         if length == expected + num_sequences > expected:
-            raise ValueError(f"{path}: must be of a text dataset, but has a mode a sequence (a multimodal one)")
+            raise ValueError(f"{path}: must be of a text dataset, but has a mode per sequence (multimodal)")
         if length != expected:
-            wrong = "is cut short" if length < expected else "has bytes behind its end"
+            wrong = "is truncated" if length < expected else "has bytes after its end"
             raise ValueError(
                 f"{path}: {num_sequences} sequences and {num_indices} document indices must take {expected} bytes, but "
                 f"it {wrong}: {length}"
@@ -145,7 +164,7 @@ class IndexedDataset:
         return _mapped(f"{self.prefix}.idx", np.dtype(dtype), offset, count)
 
     def _check_sequences(self) -> None:
-        """Sizes are not negative, pointers are their running sum, and the tokens take the whole of `.bin`."""
+        """Check that sizes are not negative, pointers are their running sum, and tokens fill the whole `.bin`."""
         end = 0
         for start in range(0, len(self.sizes), CHUNK):
             sizes = self.sizes[start : start + CHUNK]
@@ -166,7 +185,7 @@ class IndexedDataset:
             raise ValueError(f"{self.prefix}.bin must have the {end} bytes of its .idx, but has {self._num_bytes}")
 
     def _check_documents(self) -> bool:
-        """The document index goes from 0 to n and does not fall; returns whether each document is one sequence."""
+        """Check that the document index ascends from 0 to n; returns whether each document is one sequence."""
         indices, count = self.document_indices, len(self.sizes)
         if len(indices) == 0 or indices[0] != 0 or indices[-1] != count:
             ends = "is empty" if len(indices) == 0 else f"goes from {indices[0]} to {indices[-1]}"
@@ -176,13 +195,26 @@ class IndexedDataset:
             counts = np.diff(indices[start : start + CHUNK + 1])
             if counts.min() < 0:
                 place = start + int(np.argmax(counts < 0))
-                raise ValueError(f"{self.prefix}.idx: the document index must not fall, but does behind entry {place}")
+                raise ValueError(
+                    f"{self.prefix}.idx: the document index must not decrease, but does after entry {place}"
+                )
             is_one_each &= bool(counts.min() == counts.max() == 1)
         return is_one_each
 
 
+def concatenate_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Concatenate the ranges start, start + 1, ..., start + length - 1; int64 [sum of the lengths].
+
+    Shapes:
+        starts, lengths: int64 [n]; lengths may be 0.
+    """
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(total)
+
+
 def _mapped(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-    """Part of a file as a read-only array; an empty one cannot be mapped."""
+    """Map part of a file as a read-only array; an empty array cannot be mapped."""
     if count == 0:
         return np.empty(0, dtype=dtype)
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))

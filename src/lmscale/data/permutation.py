@@ -1,26 +1,27 @@
-"""Shuffles that need no memory: a place of the shuffled order is computed, not looked up."""
+"""Shuffles without stored tables: each entry of the permutation is computed when needed."""
 
 import hashlib
 
 import numpy as np
 
-TABLE_SIZE = 1 << 20  # up to here a stored shuffle: uniform over all permutations, and at most 8 MB
-_CHUNK = 1 << 15  # places worked on together, so that they stay in the processor's cache
+TABLE_SIZE = 1 << 20  # largest stored shuffle: uniform over all permutations, at most 8 MB
+_CHUNK = 1 << 15  # positions computed at once, to stay in the processor's cache
 _ROUNDS = 6
 _MIX_1, _MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 
 
 class Permutation:
-    """A permutation of 0..size-1 drawn by name, the same in every process.
+    """A permutation of 0..size-1 seeded by a name, the same in every process.
 
-    A small one is NumPy's shuffle. A large one is a Feistel network over the smallest power of two that holds `size`,
-    applied again to what falls outside (cycle walking), which is a bijection whatever its round function: two calls a
-    place on average and no memory, where a stored order of 10^8 samples takes 0.8 GB in every rank.
+    Small permutations use NumPy's shuffle. Large ones use a Feistel network over the smallest power of two of at least
+    `size`, applied again to values outside the range (cycle walking); this is a bijection for any round function. It
+    needs at most two evaluations per position on average and no memory; a stored order of 10^8 samples would take
+    0.8 GB per rank.
 
     Args:
         size: at least 1.
-        name: of the shuffle; other names are other permutations.
+        name: seed; different names give different permutations.
 
     Source: Black and Rogaway, Ciphers with Arbitrary Finite Domains (2002); the round function is ours.
     """
@@ -42,7 +43,7 @@ class Permutation:
         self._left_mask = np.uint64((1 << bits - bits // 2) - 1)
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
-        """What stands at these places of the shuffled order, int64 as shaped; places are 0..size-1."""
+        """Return the entries at these positions 0..size-1 of the shuffled order, int64 of that shape."""
         if self.table is not None:
             return self.table[places]
         found = np.empty(places.shape, dtype=np.int64)
@@ -69,7 +70,7 @@ class Permutation:
 
 
 def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    """The upper halves of two rounds of multiplication, uint64 below 2^32."""
+    """Return the upper halves after two rounds of multiplication, uint64 below 2^32."""
     mixed = values + key
     mixed *= _MIX_1
     mixed ^= mixed >> _HALF

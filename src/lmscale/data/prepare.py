@@ -1,4 +1,4 @@
-"""From documents to token files in the cache, once for each corpus and tokenizer."""
+"""Tokenize a corpus into token files in the cache, once per corpus and tokenizer."""
 
 import hashlib
 import json
@@ -13,38 +13,39 @@ import numpy as np
 import tokenizers
 
 from ..config.data import DataConfig, TokenizerConfig
-from .indexed import IndexedWriter, best_dtype
-from .indexed_corpus import INDEX_FOLDER, check_vocabulary, open_indexed, sequence_of, special_ids_of
+from ..config.family import CorpusForm, family_of
+from .indexed_corpus import open_indexed, special_ids_of
 from .indexed_dataset import IndexedDataset
-from .prepared import CorpusPart, PreparedCorpus
+from .indexed_writer import IndexedWriter, best_dtype
+from .prepared import INDEX_FOLDER, CorpusPart, PreparedCorpus, check_vocabulary
 from .sentences import SentenceEncoder
 from .sources import Corpus, Documents, open_corpus
 from .tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 3
-YARDSTICK_TOKENS = 1 << 26  # of each dataset, at most: enough for a unigram, and a second's work
-_BATCH = 1000  # documents tokenized together
+UNIGRAM_TOKENS = 1 << 26  # read per dataset, at most: enough for a unigram model, and takes about a second
+_BATCH = 1000  # documents tokenized at once
 
 
 def prepare_corpus(
     data: DataConfig, tokenizer: TokenizerConfig, architecture: str, model_vocab_size: int | None
 ) -> PreparedCorpus:
-    """Read, split, tokenize and write a corpus, or find it in the cache; binary datasets are used where they are.
+    """Read, split, tokenize and write a corpus, or find it in the cache; existing token files are opened in place.
 
-    In the cache a corpus has the form of `IndexedDataset`: <split>_text_document.bin and .idx for GPT, a sequence a
-    document that ends with end-of-text, or <split>_text_sentence for BERT, beside tokenizer.json and manifest.json.
-    Several processes may do so at once: each builds in a folder of its own, and the first to finish renames it into
-    place. The cache is keyed by the content of the sources, so a changed file is read again.
+    The cached corpus has the format of `IndexedDataset`: <split>_text_document.bin and .idx for GPT, where a sequence
+    is a document followed by end-of-text, or <split>_text_sentence for BERT, with tokenizer.json and manifest.json.
+    Several processes may prepare it at once: each builds it in its own folder, and the first to finish renames that
+    folder. The cache is keyed by the content of the sources, so a changed file is read again.
 
     Args:
-        architecture: `gpt` or `bert`.
-        model_vocab_size: ids the model has; None takes as many as the tokenizer's.
+        architecture: the family, as `model.family`.
+        model_vocab_size: vocabulary size of the model; None uses the tokenizer's.
 
     Raises:
-        ValueError: anything wrong with the sources or the tokenizer, a corpus too small to hold something out, or a
-            tokenizer with more ids than the model.
+        ValueError: the sources or the tokenizer cannot be used, the corpus is too small to hold out a document, or the
+            tokenizer has more ids than the model.
     """
-    cache = cache_folder(data.cache_dir)
+    cache, form = cache_folder(data.cache_dir), family_of(architecture).corpus
     if data.kind == "indexed":
         return open_indexed(data, tokenizer, architecture, model_vocab_size, cache)
     corpus = open_corpus(data)
@@ -61,22 +62,22 @@ def prepare_corpus(
     source = _source_key(data, corpus, held_out)
     loaded = load_tokenizer(tokenizer, architecture, model_vocab_size, lambda: documents()[0], source, cache)
     check_vocabulary(loaded, model_vocab_size)
-    facts = (FORMAT_VERSION, source, architecture, loaded.fingerprint, tokenizers.__version__)
+    facts = (FORMAT_VERSION, source, form.name, loaded.fingerprint, tokenizers.__version__)
     folder = cache / "corpora" / hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
     if not (folder / "manifest.json").is_file():
-        _build(folder, documents(), loaded, architecture, {k: d.notes for k, d in read.items()})
+        _build(folder, documents(), loaded, form, {k: d.notes for k, d in read.items()})
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     manifest["notes"] = list(_notes(data, tokenizer, loaded.vocab_size, manifest))
     parts = {}
     for split in ("train", "validation"):
         held = manifest[split]
-        prefix = str(folder / f"{split}_text_{sequence_of(architecture)}")
+        prefix = str(folder / f"{split}_text_{form.sequence}")
         parts[split] = (CorpusPart(prefix, 0, held["documents"], f"{held['sha256']} {manifest['tokenizer']}"),)
     return PreparedCorpus(
         str(folder),
         architecture,
         loaded.vocab_size,
-        special_ids_of(loaded, architecture),
+        special_ids_of(loaded, form),
         manifest,
         parts,
         str(cache / INDEX_FOLDER),
@@ -84,11 +85,11 @@ def prepare_corpus(
 
 
 def _notes(data: DataConfig, tokenizer: TokenizerConfig, vocab_size: int, manifest: dict) -> Iterator[str]:
-    """Where the corpus was too small for what was asked, a line with both numbers."""
+    """Yield a line, with both numbers, for each request for which the corpus was too small."""
     if tokenizer.kind == "trained" and vocab_size < (tokenizer.vocab_size or 0):
         yield (
-            f"`tokenizer.vocab_size` is {tokenizer.vocab_size:,}, but the corpus has no more than {vocab_size:,} "
-            "different pieces: the tokenizer has those"
+            f"`tokenizer.vocab_size` is {tokenizer.vocab_size:,}, but the corpus has only {vocab_size:,} "
+            "different pieces, which the tokenizer has"
         )
     num_documents = manifest["train"]["documents"] + manifest["validation"]["documents"]
     if data.validation_path is None and data.validation_every > num_documents:
@@ -99,25 +100,27 @@ def _notes(data: DataConfig, tokenizer: TokenizerConfig, vocab_size: int, manife
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """Where prepared data is kept: `data.cache_dir`, else $LMSCALE_CACHE, else ~/.cache/lmscale; made if missing.
+    """Return the folder of prepared data, created if missing.
+
+    It is `data.cache_dir`, or $LMSCALE_CACHE, or ~/.cache/lmscale, in this order.
 
     Raises:
-        ValueError: it cannot be made.
+        ValueError: it cannot be created.
     """
     folder = Path(cache_dir or os.environ.get("LMSCALE_CACHE") or Path.home() / ".cache" / "lmscale").absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"`data.cache_dir` must be a folder or one that can be made, but {folder}: {error.strerror}"
+            f"`data.cache_dir` must be a folder that exists or can be created, but {folder}: {error.strerror}"
         ) from None
     return folder
 
 
 def unigram_cross_entropy(train_ids: np.ndarray, validation_ids: np.ndarray, vocab_size: int) -> float:
-    """Cross-entropy of the training unigram on validation tokens, in nats a token; the yardstick of a first model.
+    """Compute the cross-entropy of the training unigram model on validation tokens, in nats per token: a baseline.
 
-    One is added to every count, so that an id the training part lacks costs a finite amount.
+    Counts are smoothed by adding one, so the cost of an id that is absent from the training part is finite.
 
     Shapes:
         train_ids, validation_ids integers [any length]; returns a float.
@@ -128,10 +131,10 @@ def unigram_cross_entropy(train_ids: np.ndarray, validation_ids: np.ndarray, voc
 
 
 def corpus_unigram_cross_entropy(prepared: PreparedCorpus) -> float:
-    """`unigram_cross_entropy` of a prepared corpus, of blended datasets the mean by their weights in validation.
+    """Compute `unigram_cross_entropy` of a prepared corpus; for blended datasets, the mean by validation weight.
 
-    Each looks at its first `YARDSTICK_TOKENS` tokens, against those of the training datasets together. BERT's masked
-    tokens are close to a uniform sample of them, so the value serves as its yardstick too.
+    The first `UNIGRAM_TOKENS` tokens of each validation dataset are compared with those of all training datasets.
+    BERT's masked tokens are close to a uniform sample of the tokens, so the value is a baseline for BERT as well.
     """
     train = np.concatenate([_first_tokens(part) for part in prepared.parts["train"]])
     held_out = prepared.parts["validation"]
@@ -142,7 +145,7 @@ def corpus_unigram_cross_entropy(prepared: PreparedCorpus) -> float:
 def _first_tokens(part: CorpusPart) -> np.ndarray:
     dataset = IndexedDataset(part.prefix)
     start, end = dataset.document_starts(np.array([part.first, part.last])).tolist()
-    return dataset.tokens[start : min(end, start + YARDSTICK_TOKENS)]
+    return dataset.tokens[start : min(end, start + UNIGRAM_TOKENS)]
 
 
 def _source_key(data: DataConfig, corpus: Corpus, held_out: Corpus | None) -> str:
@@ -152,29 +155,29 @@ def _source_key(data: DataConfig, corpus: Corpus, held_out: Corpus | None) -> st
 
 
 def _split(read: dict[str, Documents], every: int) -> tuple[list[str], list[str]]:
-    """Training and validation documents; every `every`-th is held out unless a validation corpus was given."""
+    """Return training and validation documents; every `every`-th is held out unless a validation corpus is given."""
     texts = read["train"].texts
     if "validation" in read:
         return texts, read["validation"].texts
     if len(texts) < 2:
         raise ValueError(
             f"a corpus without `data.validation_path` must have at least 2 documents, but has {len(texts)}: "
-            "nothing could be held out"
+            "none could be held out"
         )
-    every = min(every, len(texts))  # a short corpus holds out its last document; `_notes` says so
+    every = min(every, len(texts))  # a short corpus holds out its last document, which `_notes` reports
     held_out = set(range(every - 1, len(texts), every))
     return [t for i, t in enumerate(texts) if i not in held_out], [t for i, t in enumerate(texts) if i in held_out]
 
 
 def _build(
-    folder: Path, parts: tuple[list[str], list[str]], tokenizer: Tokenizer, architecture: str, notes: dict
+    folder: Path, parts: tuple[list[str], list[str]], tokenizer: Tokenizer, form: CorpusForm, notes: dict
 ) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=".building_", dir=folder.parent))
     try:
         manifest = {
             "format_version": FORMAT_VERSION,
-            "architecture": architecture,
+            "architecture": form.name,
             "tokenizer": tokenizer.fingerprint,
             "vocab_size": tokenizer.vocab_size,
             "sources": notes,
@@ -185,10 +188,8 @@ def _build(
             },
         }
         for split, texts in zip(("train", "validation"), parts, strict=True):
-            writer = IndexedWriter(
-                building / f"{split}_text_{sequence_of(architecture)}", best_dtype(tokenizer.vocab_size)
-            )
-            counts = (_write_gpt if architecture == "gpt" else _write_bert)(writer, texts, tokenizer)
+            writer = IndexedWriter(building / f"{split}_text_{form.sequence}", best_dtype(tokenizer.vocab_size))
+            counts = _WRITERS[form.sequence](writer, texts, tokenizer)
             writer.finish()
             manifest[split] = {
                 "documents": len(texts),
@@ -207,7 +208,7 @@ def _build(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _write_gpt(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) -> dict[str, int]:
+def _write_documents(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) -> dict[str, int]:
     end = tokenizer.id_of(END_OF_TEXT)
     for start in range(0, len(texts), _BATCH):
         for ids in tokenizer.encode_batch(texts[start : start + _BATCH]):
@@ -215,8 +216,8 @@ def _write_gpt(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) ->
     return {}
 
 
-def _write_bert(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) -> dict[str, int]:
-    """Returns counts of what sentence pairs cannot use whole."""
+def _write_sentences(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) -> dict[str, int]:
+    """Write documents as sentences; returns counts of truncated sentences and of documents without a pair."""
     encoder, num_cut, num_without_pair = SentenceEncoder(tokenizer), 0, 0
     for start in range(0, len(texts), _BATCH):
         ids, sizes, counts, cut = encoder.encode(texts[start : start + _BATCH])
@@ -224,3 +225,6 @@ def _write_bert(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) -
         num_cut += cut
         num_without_pair += int((counts < 2).sum())
     return {"sentences_cut": num_cut, "documents_without_pair": num_without_pair}
+
+
+_WRITERS = {"document": _write_documents, "sentence": _write_sentences}

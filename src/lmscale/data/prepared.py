@@ -1,21 +1,22 @@
-"""What a run is given of its corpus: where the token files are, and what is known of them."""
+"""The prepared corpus of a run: its token files and what is known of them."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from .indexed_dataset import IndexedDataset
 from .tokenizer import Tokenizer, read_tokenizer
+
+INDEX_FOLDER = "indices"  # in the cache
 
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """A stretch of documents of one binary dataset.
+    """A range of documents of one indexed dataset.
 
     Args:
-        prefix: path of its files.
-        first, last: its documents [first, last) belong to the part.
+        prefix: path of the files without suffix.
+        first, last: the part consists of the documents [first, last).
         identity: hash of the dataset, which seeds its shuffles and names its indices.
-        weight: share of the samples, relative to the other parts'.
+        weight: fraction of the samples, relative to the other parts.
     """
 
     prefix: str
@@ -27,18 +28,18 @@ class CorpusPart:
 
 @dataclass(frozen=True)
 class PreparedCorpus:
-    """Binary datasets of one corpus and what is known of them; small and picklable.
+    """Indexed datasets of one corpus and what is known of them; small and picklable.
 
     Args:
-        folder: holds tokenizer.json, the tokenizer that made the tokens.
-        architecture: `gpt` or `bert`.
-        special_ids: id by token: END_OF_TEXT for GPT, the five of BERT.
-        manifest: `sha256` and counts of both parts, source notes, versions; as `notes`, which are not in the file,
-            lines for the user on what differs from what was asked.
-        parts: by split, train or validation, the datasets that are blended.
-        index_folder: where sample indices are kept.
-        shuffles_documents: whether GPT's training documents are shuffled before they are laid end to end; a small
-            corpus is read in its own order.
+        folder: contains tokenizer.json, the tokenizer of the tokens.
+        architecture: the family, as `model.family`.
+        special_ids: id by token, of the family's `special_tokens`.
+        manifest: `sha256` and counts of both splits, source notes, versions. `notes`, which are not in the file, are
+            lines for the user on differences from the request.
+        parts: the datasets to blend, by split (train, validation).
+        index_folder: folder of the sample indices.
+        shuffles_documents: whether GPT's training documents are shuffled before they are concatenated; a small corpus
+            is read in order.
     """
 
     folder: str
@@ -50,10 +51,18 @@ class PreparedCorpus:
     index_folder: str
     shuffles_documents: bool = False
 
-    def dataset(self, split: str) -> IndexedDataset:
-        """The first dataset of a split, whole: the only one of a corpus prepared from text."""
-        return IndexedDataset(self.parts[split][0].prefix)
-
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
+        """Load the tokenizer of the tokens."""
         return read_tokenizer(Path(self.folder) / "tokenizer.json")
+
+
+def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int | None) -> None:
+    """Check that the model has a row for every id of the tokenizer.
+
+    Raises:
+        ValueError: the tokenizer has more ids than the model.
+    """
+    if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
+        raise ValueError(
+            f"`model.vocab_size` must be at least the tokenizer's {tokenizer.vocab_size} ids, but is {model_vocab_size}"
+        )

@@ -1,4 +1,4 @@
-"""The order of samples: a function of the seed alone, dealt out to the data ranks."""
+"""The global order of samples, a function of the seed alone, and its division among data ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -8,28 +8,28 @@ import numpy as np
 from .blend import Blend
 from .permutation import Permutation
 
-DATASET_SHIFT = 40  # a reference's index holds the dataset's number above its low 40 bits, the sample's in them
+DATASET_SHIFT = 40  # bits of a reference's index for the sample; the dataset's number is stored above them
 
 
 class OrderedSamples(Protocol):
-    """A dataset that knows the order of its own samples."""
+    """A dataset that determines the order of its own samples."""
 
     def order(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Epochs and indices of its samples number `places` in the run, both int64 as shaped."""
+        """Return epochs and indices of its samples number `places` in the run, both int64 of that shape."""
 
 
 class GlobalBatchSampler:
-    """For each optimizer step this data rank's share of the global batch.
+    """Yield this data rank's slice of the global batch per optimizer step.
 
-    Sample number n of the run (step x global batch + place in the batch) is sample `permutation_epoch[n % N]` of epoch
-    `n // N`: the order depends on (seed, N, n) and on nothing else, neither the layout nor the micro-batch. Rank r of W
-    takes places [r B/W, (r + 1) B/W). Nothing is dropped or repeated where epochs meet.
+    Sample number n of the run (step x global batch size + position in the batch) is sample `permutation_epoch[n % N]`
+    of epoch `n // N`: the order depends only on (seed, N, n), not on layout or micro-batch size. Rank r of W takes
+    positions [r B/W, (r + 1) B/W). No sample is dropped or repeated between epochs.
 
     Args:
-        num_samples: N, samples of an epoch.
-        global_batch_size: B, sequences of a step.
+        num_samples: N, samples per epoch.
+        global_batch_size: B, sequences per step.
         dp_rank, dp_size: r and W.
-        num_steps: where the run ends.
+        num_steps: last step of the run.
         start_step: steps already done.
     """
 
@@ -54,22 +54,22 @@ class GlobalBatchSampler:
         self._epoch, self._permutation = -1, None
 
     def __len__(self) -> int:
-        """Steps of the whole run, the ones done included: Lightning adds what it has restored itself."""
+        """Steps of the whole run, including completed ones: Lightning accounts for restored steps itself."""
         return self.num_steps
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """References of one step each: rows (sample number, epoch, index), int64 [B/W, 3]."""
+        """Yield the references of each step: rows (sample number, epoch, index), int64 [B/W, 3]."""
         for step in range(self.start_step, self.num_steps):
             first = step * self.global_batch_size + self.first_place
             yield self.references(first, first + self.share)
 
     def references(self, first: int, last: int) -> np.ndarray:
-        """Rows (sample number, epoch, index) of the samples with numbers [first, last), int64 [last - first, 3]."""
+        """Return rows (sample number, epoch, index) of samples number [first, last), int64 [last - first, 3]."""
         numbers = np.arange(first, last)
         return np.stack([numbers, *in_epochs(numbers, self.num_samples, self._permutation_of)], axis=1)
 
     def indices_of(self, first: int, last: int) -> np.ndarray:
-        """Indices of the samples with numbers [first, last), int64 [last - first]."""
+        """Return the indices of samples number [first, last), int64 [last - first]."""
         return self.references(first, last)[:, 2]
 
     def _permutation_of(self, epoch: int) -> Permutation:
@@ -79,13 +79,13 @@ class GlobalBatchSampler:
 
 
 class BlendedBatchSampler(GlobalBatchSampler):
-    """The same for several datasets in fixed proportions, or one whose samples have an order of their own.
+    """The same for datasets that order their own samples, blended in fixed proportions.
 
-    Which dataset gives sample n is the blend's business, which of its samples that is the dataset's. A reference's
+    The blend determines the dataset of sample n, and the dataset determines which of its samples that is. A reference's
     index is dataset x 2^40 + the sample's index. The epoch of the base class is the whole run.
 
     Args:
-        datasets, blend: the datasets, and the order in which they take turns.
+        datasets, blend: the datasets and how they alternate.
         global_batch_size, dp_rank, dp_size, num_steps, start_step: as above.
     """
 
@@ -106,7 +106,7 @@ class BlendedBatchSampler(GlobalBatchSampler):
         self.datasets, self.blend = datasets, blend
 
     def references(self, first: int, last: int) -> np.ndarray:
-        """Rows (sample number, epoch, dataset x 2^40 + index) of the samples [first, last), int64 [last - first, 3]."""
+        """Return rows (sample number, epoch, dataset x 2^40 + index) of the samples [first, last), int64 [n, 3]."""
         which, places = self.blend.assign(first, last)
         rows = np.empty((last - first, 3), dtype=np.int64)
         rows[:, 0] = np.arange(first, last)
@@ -120,12 +120,12 @@ class BlendedBatchSampler(GlobalBatchSampler):
 def in_epochs(
     places: np.ndarray, num_samples: int, permutation_of: Callable[[int], Permutation]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Epochs and indices of samples that are shuffled anew in every epoch, both int64 as shaped.
+    """Return epochs and indices of samples that are reshuffled in every epoch, both int64 of the shape of `places`.
 
     Args:
         places: numbers of the samples in the run.
-        num_samples: of an epoch.
-        permutation_of: the shuffle of an epoch.
+        num_samples: per epoch.
+        permutation_of: returns the shuffle of an epoch.
     """
     epochs, within = np.divmod(places, num_samples)
     indices = np.empty_like(within)

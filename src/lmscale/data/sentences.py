@@ -1,4 +1,4 @@
-"""A sentence splitter that needs no download: rules, in place of the trained punkt model of NLTK."""
+"""A rule-based sentence splitter that needs no download, instead of NLTK's trained punkt model."""
 
 import re
 import string
@@ -8,10 +8,10 @@ import tokenizers
 
 from .tokenizer import Tokenizer
 
-# A longer "sentence" (a table, a listing) is cut: one piece may not fill a training sample.
+# Longer "sentences" (tables, listings) are cut, so that one piece does not fill a training sample.
 MAX_SENTENCE_TOKENS = 128
-_MARK = "\U0010fffd"  # stands between sentences: a private character, which BERT's normalizer drops from a text
-# Words whose full stop seldom ends a sentence.
+_MARK = "\U0010fffd"  # separates sentences: a private-use character, which BERT's normalizer removes from texts
+# Words whose full stop rarely ends a sentence.
 _ABBREVIATIONS = frozenset(
     """
     adj adm al approx apr assoc aug ave blvd brig bros c ca capt cf ch chap cmdr co col comdr corp cpl dec def dept dist
@@ -21,31 +21,31 @@ _ABBREVIATIONS = frozenset(
     """.split()
 )
 _PARAGRAPH = re.compile(r"\n[ \t]*\n")
-# A stop, with what closes after it, then space, then something a sentence may begin with.
-# The look behind it keeps a line of 100,000 dots from being tried at every dot.
-_BORDER = re.compile(r"""(?<![.!?])[.!?]+["'”’)\]]* (?=["'“‘(\[]*[A-Z0-9`*:\[])""")
+# A stop with closing marks, a space, then a possible start of a sentence.
+# The lookbehind avoids a match attempt at every dot of a line of 100,000 dots.
+_BOUNDARY = re.compile(r"""(?<![.!?])[.!?]+["'”’)\]]* (?=["'“‘(\[]*[A-Z0-9`*:\[])""")
 _LETTERS = string.ascii_letters + "."
 
 
 def split_sentences(text: str) -> list[str]:
-    """Cut a text into sentences; blank lines always end one, single line ends are spaces.
+    """Split a text into sentences; blank lines always end a sentence, single line ends count as spaces.
 
-    A stop ends a sentence when space and a capital, a digit or a mark-up sign follow, unless it belongs to a known
-    abbreviation, an initial (J. Smith) or an acronym in front of a word (U.S. Army). Rules make mistakes that punkt
-    does not, at headings and unusual abbreviations; sentence-order prediction needs pieces of text in order, not
-    perfect grammar.
+    A stop ends a sentence if it is followed by a space and a capital, a digit or a mark-up sign, unless it belongs to a
+    known abbreviation, an initial (J. Smith) or an acronym before a word (U.S. Army). The rules make more mistakes than
+    punkt at headings and rare abbreviations, but sentence-order prediction needs pieces of text in order, not perfect
+    grammar.
 
     Args:
         text: any text.
 
     Returns:
-        sentences without surrounding space, none empty; joined by spaces they are the words of the text in order.
+        non-empty sentences without surrounding space; joined by spaces they are the words of the text in order.
     """
     sentences = []
     for paragraph in _PARAGRAPH.split(text):
         paragraph = " ".join(paragraph.split())
         start = 0
-        for match in _BORDER.finditer(paragraph):
+        for match in _BOUNDARY.finditer(paragraph):
             stop, end = match.span()
             is_full_stop = paragraph[stop] == "." and paragraph[stop + 1] not in ".!?"
             if is_full_stop and _is_abbreviation(paragraph, start, stop):
@@ -59,23 +59,23 @@ def split_sentences(text: str) -> list[str]:
 
 def _is_abbreviation(text: str, start: int, stop: int) -> bool:
     """Whether the full stop at `stop` belongs to the last word of text[start:stop]."""
-    # From the last space on: a search from the start of a long sentence would cost more than all the rest.
+    # Search from the last space on: from the start of a long sentence it would dominate the run time.
     word = text[max(start, text.rfind(" ", start, stop) + 1) : stop]
     if not (word.isascii() and word.isalpha()):
-        word = word[len(word.rstrip(_LETTERS)) :].lstrip(".")  # (e.g and "e.g are e.g
+        word = word[len(word.rstrip(_LETTERS)) :].lstrip(".")  # "(e.g" and '"e.g' become "e.g"
     if len(word) <= 1:
         return word.isupper() and word != "I"
     return "." in word or word.lower() in _ABBREVIATIONS
 
 
 class SentenceEncoder:
-    """Encodes the sentences of documents, a whole document at a time.
+    """Encode the sentences of whole documents at once.
 
-    Sentences are joined by a mark of their own, an added token that splits the text for the tokenizer: each sentence
-    gets the ids it would get alone, without the cost of a call for each.
+    Sentences are joined by a separator, an added token at which the tokenizer splits the text. Each sentence gets the
+    same ids as if it were encoded separately, without one call per sentence.
 
     Args:
-        tokenizer: of BERT; not changed.
+        tokenizer: BERT's; it is not modified.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -85,11 +85,11 @@ class SentenceEncoder:
         self._mark_id = self._tokenizer.id_of(_MARK)
 
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """The ids of all sentences of all texts, those of more than MAX_SENTENCE_TOKENS in pieces.
+        """Encode all sentences of all texts; those of more than MAX_SENTENCE_TOKENS are cut into pieces.
 
         Returns:
-            ids int32 [tokens], back to back; sizes int64 [sentences], in tokens; counts int64 [texts], in sentences;
-            how many sentences were cut.
+            ids int32 [tokens]; sizes int64 [sentences], in tokens; counts int64 [texts], in sentences; and the number
+            of sentences that were cut.
         """
         marked = [_MARK.join(split_sentences(text.replace(_MARK, ""))) + _MARK for text in texts]
         encoded = self._tokenizer.encode_batch(marked)
@@ -97,7 +97,7 @@ class SentenceEncoder:
         ends = np.flatnonzero(ids == self._mark_id)
         of_text = np.repeat(np.arange(len(texts)), [len(held) for held in encoded])[ends]
         lengths = np.diff(ends, prepend=-1) - 1
-        # A sentence without a token (of characters the vocabulary drops) is none.
+        # Sentences without tokens (of characters that the normalizer removes) do not count.
         of_text, lengths = of_text[lengths > 0], lengths[lengths > 0]
         pieces = -(-lengths // MAX_SENTENCE_TOKENS)
         sizes = np.full(pieces.sum(), MAX_SENTENCE_TOKENS, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Documents from wherever they are: the embedded corpus, local files, or a Hugging Face dataset."""
+"""Read documents from the embedded corpus, local files, or a Hugging Face dataset."""
 
 import gzip
 import hashlib
@@ -15,18 +15,18 @@ from ..config.data import DataConfig
 from .embedded import embedded_documents, embedded_fingerprint
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".parquet")
-HUB_PATIENCE_S = 10.0
+HUB_TIMEOUT_S = 10.0
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents still to be read, and what identifies them.
+    """Documents that are read on demand, and their fingerprint.
 
     Args:
         fingerprint: sha256 of the content (local, embedded) or the dataset's own fingerprint (Hugging Face).
-        read: gives the documents; called only when the tokens are not in the cache.
+        read: returns the documents; called only if the tokens are not in the cache.
     """
 
     fingerprint: str
@@ -35,11 +35,11 @@ class Corpus:
 
 @dataclass
 class Documents:
-    """What was read.
+    """Documents of a corpus.
 
     Args:
-        texts: documents in order, none blank.
-        notes: facts for the manifest: files, undecodable bytes, modules that are missing.
+        texts: non-blank documents in order.
+        notes: facts for the manifest: files, undecodable bytes, missing modules.
     """
 
     texts: list[str]
@@ -47,17 +47,17 @@ class Documents:
 
 
 def open_corpus(config: DataConfig, key: str = "path") -> Corpus:
-    """The corpus that `data=` names.
+    """Open the corpus configured by `data=`.
 
-    In a .txt or .md file a blank line ends a document; a JSONL line, a parquet row and a dataset's row are one each.
-    Files of a folder come in the order of their paths.
+    In a .txt or .md file a blank line ends a document; each JSONL line, parquet row and dataset row is one document.
+    Files of a folder are read in the order of their paths.
 
     Args:
-        key: `path`, or `validation_path` for the file or folder held out.
+        key: `path`, or `validation_path` for the held-out file or folder.
 
     Raises:
-        ValueError: a missing path or file, an unknown suffix, a dataset that cannot be loaded. What is wrong inside the
-            files is found by `read`: no document, a missing field, bad JSON, undecodable bytes under
+        ValueError: a path or file is missing, a suffix is unknown, or a dataset cannot be loaded. Errors inside files
+            are raised by `read`: no document, a missing field, bad JSON, undecodable bytes with
             `data.undecodable=refuse`.
     """
     if config.kind == "embedded":
@@ -68,17 +68,17 @@ def open_corpus(config: DataConfig, key: str = "path") -> Corpus:
     files = _list_files(Path(path), key)
     root = Path(path) if Path(path).is_dir() else Path(path).parent
     hashes = {file.relative_to(root).as_posix(): _sha256(file) for file in files}
-    # The suffix decides how bytes become documents, so it counts like the bytes.
+    # The suffix determines how bytes become documents, so it is part of the fingerprint.
     facts = [(next(s for s in SUFFIXES if name.endswith(s)), digest) for name, digest in hashes.items()]
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
     return Corpus(fingerprint, lambda: _read_files(files, hashes, config, key))
 
 
 def check_corpus(config: DataConfig) -> None:
-    """Refuse a corpus whose files are not there, without reading any.
+    """Check that a local corpus has files, without reading them.
 
     Raises:
-        ValueError: a path that is missing, or has no file of a known suffix.
+        ValueError: the path is missing or has no file of a known suffix.
     """
     if config.kind == "local":
         for key in ("path", "validation_path") if config.validation_path is not None else ("path",):
@@ -131,12 +131,12 @@ def _read_files(files: list[Path], hashes: dict[str, str], config: DataConfig, k
             surrogates += bad
     texts = [text for text in texts if text.strip()]
     if not texts:
-        raise ValueError(f"`data.{key}` must hold at least one document, but {getattr(config, key)} is empty of text")
+        raise ValueError(f"`data.{key}` must hold at least one document, but {getattr(config, key)} has no text")
     return Documents(texts, {"files": hashes, "undecodable_bytes": undecodable, "lone_surrogates": surrogates})
 
 
 def _decode(file: Path, policy: str) -> tuple[str, int]:
-    """The file's text and the number of bytes that are not UTF-8."""
+    """Return the file's text and the number of bytes that are not UTF-8."""
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
@@ -156,7 +156,7 @@ def _decode(file: Path, policy: str) -> tuple[str, int]:
 
 
 def _read_json_lines(content: str, file: Path, config: DataConfig) -> tuple[list[str], int]:
-    """The texts, and how many escaped lone surrogates (`\\ud800`), which are no characters, were replaced."""
+    """Return the texts, and how many escaped lone surrogates (`\\ud800`) were replaced."""
     texts, bad = [], 0
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
@@ -196,7 +196,7 @@ def _read_parquet(file: Path, text_field: str) -> list[str]:
 
 
 def _strings(values: list, name: str) -> list[str]:
-    """`values` without nulls and blanks; anything else than text is refused."""
+    """Return `values` without nulls and blank texts; raise an error for values of another type."""
     for number, value in enumerate(values):
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{name} must hold text, but row {number} is {value!r}")
@@ -207,16 +207,16 @@ def _open_dataset(config: DataConfig) -> Corpus:
     import datasets
     import huggingface_hub
 
-    # Without a network the libraries would ask six times, over half a minute, before they looked into their cache.
-    is_offline = not Path(config.name).exists() and not _hub_answers()
+    # Without a network the libraries retry six times, for over half a minute, before they search their cache.
+    is_offline = not Path(config.name).exists() and not _can_reach_hub()
     if is_offline:
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         dataset = datasets.load_dataset(config.name, config.subset, split=config.split)
-    except Exception as error:  # the library raises many kinds for: no such dataset, subset, split, no network
+    except Exception as error:  # the library raises many types: no such dataset, subset or split, no network
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if is_offline:
-            reason += f" ({huggingface_hub.constants.ENDPOINT} was not reached: only the cache was searched)"
+            reason += f" ({huggingface_hub.constants.ENDPOINT} could not be reached, so only the cache was searched)"
         raise ValueError(f"`data.name` must be a dataset that can be loaded, but {config.name!r}: {reason}") from None
     if config.text_field not in dataset.column_names:
         raise ValueError(
@@ -228,22 +228,22 @@ def _open_dataset(config: DataConfig) -> Corpus:
         name = f"`data.name` {config.name!r}: column `{config.text_field}` (data.text_field)"
         texts = _strings(list(dataset[config.text_field]), name)
         if not texts:
-            raise ValueError(f"`data.name` must hold at least one document, but {config.name!r} is empty of text")
+            raise ValueError(f"`data.name` must hold at least one document, but {config.name!r} has no text")
         return Documents(texts, {"dataset": config.name, "rows": len(dataset)})
 
     return Corpus(f"{config.name}-{config.subset}-{config.split}-{dataset._fingerprint}", read)
 
 
-def _hub_answers() -> bool:
-    """Whether the Hugging Face hub can be reached, asked once; a refusal is an answer."""
+def _can_reach_hub() -> bool:
+    """Test once whether the Hugging Face hub can be reached; an HTTP error counts as reached."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_PATIENCE_S)
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_TIMEOUT_S)
     except urllib.error.HTTPError:
         return True
-    except OSError:  # no such host, no route, no answer in time
+    except OSError:  # no such host, no route, or timeout
         return False
     return True

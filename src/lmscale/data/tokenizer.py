@@ -1,4 +1,4 @@
-"""Tokenizers: trained on the corpus itself, or the published GPT-2 and BERT ones."""
+"""Tokenizers: trained on the corpus, or published by the authors of GPT-2 and BERT."""
 
 import hashlib
 import os
@@ -14,32 +14,32 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from ..config.data import TokenizerConfig
+from ..config.family import corpus_forms, family_of
 
 END_OF_TEXT = "<|endoftext|>"
 BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 DEFAULT_VOCAB_SIZE = 2000
-TRAINING_VERSION = 2  # raised when the same text gives another tokenizer, so that cached ones are made again
-NUM_BYTES = 256  # the alphabet of a byte-level BPE
-MAX_LETTERS = 200  # WordPiece: rarer letters of the corpus are unknown
-HUB_NAMES = {"gpt2": "openai-community/gpt2", "bert": "google-bert/bert-base-uncased"}
+TRAINING_VERSION = 2  # incremented when the same text gives another tokenizer, so that cached ones are trained again
+NUM_BYTES = 256  # alphabet of a byte-level BPE
+MAX_LETTERS = 200  # WordPiece: rarer letters of the corpus map to [UNK]
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A Hugging Face `tokenizers` object with the ids that samples need.
+    """A Hugging Face `tokenizers` object with the ids used in samples.
 
-    Special tokens written out in a text (`<|endoftext|>`, `[MASK]`) are ordinary characters there.
+    Special tokens that occur in a text (`<|endoftext|>`, `[MASK]`) are encoded as ordinary characters.
     """
 
     inner: tokenizers.Tokenizer
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id, special ones included; a vocabulary file may have gaps."""
+        """One more than the largest id, including special tokens; a vocabulary file may have gaps."""
         return max(self.inner.get_vocab().values()) + 1
 
     def id_of(self, token: str) -> int:
-        """The id of a special token.
+        """Return the id of a special token.
 
         Raises:
             ValueError: the vocabulary lacks it.
@@ -50,16 +50,16 @@ class Tokenizer:
         return found
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, without special tokens."""
+        """Encode each text without special tokens."""
         return [encoding.ids for encoding in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of a list of ids."""
+        """Decode a list of ids."""
         return self.inner.decode(list(ids), skip_special_tokens=False)
 
     @cached_property
     def is_continuation(self) -> np.ndarray:
-        """For each id whether it goes on a word (WordPiece `##`); bool [vocab_size]."""
+        """Whether each id continues a word (WordPiece `##`); bool [vocab_size]."""
         flags = np.zeros(self.vocab_size, dtype=bool)
         for token, index in self.inner.get_vocab().items():
             flags[index] = token.startswith("##")
@@ -79,14 +79,14 @@ def load_tokenizer(
     corpus_fingerprint: str,
     cache_dir: Path,
 ) -> Tokenizer:
-    """The tokenizer of a run; a trained one is made once and kept in the cache.
+    """Load the tokenizer of a run; a trained tokenizer is trained once and cached.
 
     Args:
-        architecture: `gpt` (byte-level BPE) or `bert` (uncased WordPiece).
-        training_texts: read only when a tokenizer must be trained.
+        architecture: the family, whose corpus form names the algorithm.
+        training_texts: called only if a tokenizer must be trained.
 
     Raises:
-        ValueError: missing or unreadable files, a kind that does not suit the architecture, a hub that cannot be
+        ValueError: files are missing or unreadable, the kind does not match the architecture, or the hub cannot be
             reached.
     """
     if config.kind == "trained":
@@ -96,7 +96,7 @@ def load_tokenizer(
             key = "model.vocab_size" if config.vocab_size is None and model_vocab_size else "tokenizer.vocab_size"
             trained = train_tokenizer(training_texts(), architecture, size, key)
             path.parent.mkdir(parents=True, exist_ok=True)
-            # A name of its own even where several machines share the folder; complete before it gets the final one.
+            # The temporary name is unique even if several machines share the folder.
             handle, temporary = tempfile.mkstemp(prefix=".unfinished_", dir=path.parent)
             os.close(handle)
             trained.save(temporary)
@@ -105,16 +105,19 @@ def load_tokenizer(
     return load_published_tokenizer(config, architecture)
 
 
-def load_published_tokenizer(config: TokenizerConfig, architecture: str) -> Tokenizer:
-    """GPT-2's or BERT's published tokenizer, from local files or the hub.
+def load_published_tokenizer(config: TokenizerConfig, architecture: str | None = None) -> Tokenizer:
+    """Load GPT-2's or BERT's published tokenizer from local files or the hub.
+
+    Args:
+        architecture: the family that it must suit; None: any.
 
     Raises:
-        ValueError: missing or unreadable files, a kind that does not suit the architecture, a hub that cannot be
+        ValueError: files are missing or unreadable, the kind does not match the architecture, or the hub cannot be
             reached.
     """
-    check_tokenizer(config, architecture)
+    check_tokenizer(config, architecture or corpus_forms()[config.kind].name)
     inner = _load_published(config)
-    # A published tokenizer.json may cut or fill what it encodes to one model's length: documents are whole here.
+    # A published tokenizer.json may truncate or pad to one model's length; documents must stay whole.
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = True
@@ -122,38 +125,38 @@ def load_published_tokenizer(config: TokenizerConfig, architecture: str) -> Toke
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json of ours."""
+    """Read a tokenizer.json that this package has written."""
     inner = tokenizers.Tokenizer.from_file(str(path))
     inner.encode_special_tokens = True
     return Tokenizer(inner)
 
 
 def train_tokenizer(texts: list[str], architecture: str, vocab_size: int, key: str) -> tokenizers.Tokenizer:
-    """Byte-level BPE (gpt) or uncased WordPiece (bert), the same for the same texts in the same order.
+    """Train a byte-level BPE or an uncased WordPiece; deterministic for the same texts in the same order.
 
     Args:
-        key: what asked for the size, for messages.
+        key: configuration key of the size, for messages.
 
     Raises:
-        ValueError: a size too small for the letters there are.
+        ValueError: the size is too small for the letters of the texts.
     """
-    return (_train_bpe if architecture == "gpt" else _train_wordpiece)(texts, vocab_size, key)
+    return _TRAINERS[family_of(architecture).corpus.algorithm](texts, vocab_size, key)
 
 
 def check_tokenizer(config: TokenizerConfig, architecture: str) -> None:
-    """Refuse, before anything is read, a published tokenizer of the other architecture or with a path that is missing,
-    and a size too small for every byte.
+    """Check the configuration of a tokenizer before anything is read.
 
     Raises:
-        ValueError: in each case.
+        ValueError: a published tokenizer is of another architecture or its path is missing, or the size is too small
+            for all bytes.
     """
-    size = config.vocab_size
-    if config.kind == "trained" and architecture == "gpt" and size is not None and size <= NUM_BYTES:
+    size, form = config.vocab_size, family_of(architecture).corpus
+    if config.kind == "trained" and form.algorithm == "bpe" and size is not None and size <= NUM_BYTES:
         raise ValueError(
             f"`tokenizer.vocab_size` must be above {NUM_BYTES} (all bytes and {END_OF_TEXT}), but is {size}"
         )
-    if config.kind != "trained" and config.kind != {"gpt": "gpt2", "bert": "bert"}[architecture]:
-        raise ValueError(f"`tokenizer` must suit the model ({architecture}), but is {config.kind}")
+    if config.kind != "trained" and config.kind != form.tokenizer:
+        raise ValueError(f"`tokenizer` must suit the model ({form.name}), but is {config.kind}")
     if config.kind != "trained" and config.path is not None and not Path(config.path).exists():
         raise ValueError(f"`tokenizer.path` must be a file or a folder, but {config.path} does not exist")
 
@@ -165,8 +168,9 @@ def _size_to_train(config: TokenizerConfig, model_vocab_size: int | None) -> int
 
 
 def _trained_name(config: TokenizerConfig, architecture: str, model_vocab_size: int | None, corpus: str) -> str:
-    facts = (TRAINING_VERSION, architecture, _size_to_train(config, model_vocab_size), corpus, tokenizers.__version__)
-    return f"tokenizers/{architecture}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
+    name = family_of(architecture).corpus.name
+    facts = (TRAINING_VERSION, name, _size_to_train(config, model_vocab_size), corpus, tokenizers.__version__)
+    return f"tokenizers/{name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
 
 
 def _train_bpe(texts: list[str], vocab_size: int, key: str) -> tokenizers.Tokenizer:
@@ -188,11 +192,11 @@ def _too_small(key: str, vocab_size: int) -> str:
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int, key: str) -> tokenizers.Tokenizer:
-    """BERT's uncased WordPiece, the same pieces with the same ids in every process.
+    """Train BERT's uncased WordPiece, with the same pieces and ids in every process.
 
-    The library's own WordPiece trainer numbers the `##` letters in the order of a randomly seeded hash map, and the
-    numbers decide ties between merges, so two processes would not agree. Here each letter has two code points, one for
-    the start of a word and one for inside it; byte-pair merges are learnt over those and written back with `##`.
+    The library's WordPiece trainer numbers the `##` letters in the order of a randomly seeded hash map, and these
+    numbers break ties between merges, so two processes can disagree. Here each letter has two code points, one for the
+    start of a word and one for its inside. BPE merges are learned over them and mapped back to pieces with `##`.
     """
     blank = _wordpiece(models.WordPiece(unk_token="[UNK]"))
     words = Counter()
@@ -204,7 +208,7 @@ def _train_wordpiece(texts: list[str], vocab_size: int, key: str) -> tokenizers.
         for letter in word:
             counts[letter] += count
     letters = sorted(sorted(counts, key=lambda letter: (-counts[letter], letter))[:MAX_LETTERS])
-    first = {letter: chr(0xF0000 + i) for i, letter in enumerate(letters)}  # private planes: in no vocabulary
+    first = {letter: chr(0xF0000 + i) for i, letter in enumerate(letters)}  # private-use planes occur in no vocabulary
     inside = {letter: chr(0x100000 + i) for i, letter in enumerate(letters)}
     coded = (
         " ".join([first[word[0]] + "".join(inside[letter] for letter in word[1:])] * count)
@@ -228,6 +232,9 @@ def _train_wordpiece(texts: list[str], vocab_size: int, key: str) -> tokenizers.
     return tokenizer
 
 
+_TRAINERS = {"bpe": _train_bpe, "wordpiece": _train_wordpiece}
+
+
 def _wordpiece(model: models.WordPiece) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -237,11 +244,12 @@ def _wordpiece(model: models.WordPiece) -> tokenizers.Tokenizer:
 
 
 def _load_published(config: TokenizerConfig) -> tokenizers.Tokenizer:
+    form = corpus_forms()[config.kind]
     if config.path is None:
-        name = config.name or HUB_NAMES[config.kind]
+        name = config.name or form.hub_name
         try:
             return tokenizers.Tokenizer.from_pretrained(name)
-        except Exception as error:  # the hub client has many errors for: no such name, no network
+        except Exception as error:  # the hub client raises many types: no such name, no network
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
                 f"`tokenizer.name` must be on the Hugging Face hub or in its cache, but {name!r}: {reason}; "
@@ -254,7 +262,7 @@ def _load_published(config: TokenizerConfig) -> tokenizers.Tokenizer:
             return tokenizers.Tokenizer.from_file(str(whole))
         except Exception as error:  # the library raises bare Exception for a file it cannot read
             raise ValueError(f"`tokenizer.path` must be a readable tokenizer.json, but {whole}: {error}") from None
-    if config.kind == "bert":
+    if form.algorithm == "wordpiece":
         vocab = path / "vocab.txt" if path.is_dir() else path
         if not vocab.is_file():
             raise ValueError(

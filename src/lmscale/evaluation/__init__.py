@@ -1,4 +1,5 @@
-"""Trained models judged: perplexity, cloze accuracy, generation, classification and question answering.
+"""Evaluation of trained models: perplexity, cloze accuracy, text generation, and scores of downstream tasks.
 
-Torch, `models`, `checkpoint`, `data` and `parallel`, no Lightning and no Hydra.
+Read loading.py; zero_shot_job.py with zero_shot_task.py, windows.py, perplexity.py, lambada.py and cloze.py (zero-shot
+evaluation); generate_job.py with prompts.py, generation.py and sampling.py; classification.py and squad.py (scores).
 """

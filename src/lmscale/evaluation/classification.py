@@ -1,23 +1,23 @@
-"""Accuracy and F1 of predicted classes, in percent: MNLI's two sets, QQP, RACE's two levels."""
+"""Accuracy and F1 of predicted classes in percent, for MNLI, QQP and RACE."""
 
 from collections.abc import Sequence
 
 
 def accuracy(predictions: Sequence[int], labels: Sequence[int]) -> float:
-    """Share of the predictions that are the label, in percent.
+    """Compute the fraction of correct predictions, in percent.
 
     Raises:
-        ValueError: numbers that differ, or none.
+        ValueError: the lengths differ or are 0.
     """
     _check(predictions, labels)
     return 100.0 * sum(p == label for p, label in zip(predictions, labels, strict=True)) / len(labels)
 
 
 def binary_f1(predictions: Sequence[int], labels: Sequence[int], positive: int = 1) -> float:
-    """F1 of one class, in percent: 2 TP / (2 TP + FP + FN), 0 where the class neither occurs nor is predicted.
+    """Compute F1 of one class in percent: 2 TP / (2 TP + FP + FN), or 0 if the class neither occurs nor is predicted.
 
     Raises:
-        ValueError: numbers that differ, or none.
+        ValueError: the lengths differ or are 0.
 
     Source: GLUE's score of QQP (Wang et al. 2018).
     """
@@ -28,18 +28,18 @@ def binary_f1(predictions: Sequence[int], labels: Sequence[int], positive: int =
 
 
 def accuracy_by_group(predictions: Sequence[int], labels: Sequence[int], groups: Sequence[str]) -> dict[str, float]:
-    """Accuracy over all and in each group (RACE: middle and high; MNLI pooled: matched and mismatched), in percent.
+    """Compute the accuracy of all items and of each group (for RACE: middle and high), in percent.
 
     Returns:
         `all`, then the groups in the order in which they first occur.
 
     Raises:
-        ValueError: numbers that differ, none, or a group called `all`.
+        ValueError: the lengths differ or are 0, or a group is called `all`.
     """
     _check(predictions, labels)
     _check(groups, labels)
     if "all" in groups:
-        raise ValueError("a group must have another name than 'all', which stands for the whole")
+        raise ValueError("a group must not be called 'all', the name of the total")
     found = {"all": accuracy(predictions, labels)}
     for group in dict.fromkeys(groups):
         mine = [i for i, name in enumerate(groups) if name == group]
@@ -50,5 +50,6 @@ def accuracy_by_group(predictions: Sequence[int], labels: Sequence[int], groups:
 def _check(predictions: Sequence, labels: Sequence) -> None:
     if len(predictions) != len(labels) or len(labels) == 0:
         raise ValueError(
-            f"predictions must be as many as labels ({len(labels)}), and some, but there are {len(predictions)}"
+            f"the number of predictions must equal that of labels ({len(labels)}) and be above 0, "
+            f"but is {len(predictions)}"
         )

@@ -1,4 +1,4 @@
-"""LAMBADA: the last word of a passage, predicted from the passage before it.
+"""LAMBADA: predict the last word of a passage from the text before it.
 
 Legend: b passages, s tokens.
 """
@@ -9,20 +9,21 @@ from dataclasses import dataclass
 import torch
 
 from ..models import GPT
-from ..parallel.collectives import sum_over_data_ranks
+from ..parallel.data_collectives import sum_over_data_ranks
 from .lambada import Passage
 from .scoring import score_places
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model made of one item.
+    """The model's result on one passage.
 
     Args:
-        log_likelihood: of the whole word after the passage, in nats (at most 0).
-        right: every token of the word is the most probable one, given those before it.
-        last_token_right: its last one is.
-        right_filtered: as `right`, but the first token is never a stop word.
+        line: line number of the passage.
+        log_likelihood: of the whole word given the text before it, in nats (at most 0).
+        right: every token of the word is the most probable one given its predecessors.
+        last_token_right: the last token of the word is.
+        right_filtered: as `right`, with stop words excluded as the first token.
     """
 
     line: int
@@ -32,30 +33,30 @@ class Answer:
     right_filtered: bool
 
 
-def answer_passages(
+def predict_last_words(
     model: GPT,
     passages: Sequence[Passage],
     micro_batch_tokens: int,
     banned: Sequence[int] = (),
-    hear: Callable[[int], None] = lambda number: None,
+    on_batch: Callable[[int], None] = lambda number: None,
 ) -> list[Answer]:
-    """Ask the model for the last word of every passage, once each.
+    """Predict the last word of every passage.
 
-    Passages of like length are read together, filled up to the longest of them. Batches are the same at every layout.
+    Passages of similar length form a batch, padded to the longest. Batches are the same at every layout.
 
     Args:
-        micro_batch_tokens: of a forward pass, at most, unless one passage has more.
-        banned: ids that `right_filtered` never takes as a first token.
-        hear: called with the number of passages each batch of this rank has done.
+        micro_batch_tokens: maximum number of tokens per forward pass, unless one passage has more.
+        banned: ids excluded as first token in `right_filtered`.
+        on_batch: called with the number of passages of each finished batch of this rank.
 
     Returns:
-        the answers in the order of the passages, equal on all ranks.
+        answers in the order of the passages, equal on all ranks.
 
     Raises:
-        ValueError: a likelihood that is not a number.
+        ValueError: a likelihood is not a number.
 
     Communicates:
-        over the tensor group, see `score_places`; over the data group one all-reduce of five numbers a passage.
+        over the tensor group, see `score_places`; over the data group one all-reduce of five numbers per passage.
 
     Source: section 5.2; "strict" in NVIDIA/Megatron-LM v1.0's `--strict-lambada` is `right`.
     """
@@ -76,9 +77,9 @@ def answer_passages(
         numbers = torch.stack((losses, wrong.double(), (wrong & is_last).double(), wrong_filtered.double()), dim=-1)
         sums = torch.zeros(len(batch), 4, dtype=torch.float64, device=device).index_add_(0, rows, numbers)
         table[batch] = torch.cat((torch.ones_like(sums[:, :1]), sums), dim=-1)
-        hear(len(batch))
+        on_batch(len(batch))
     sum_over_data_ranks(table, context)
-    assert bool((table[:, 0] == 1).all())  # each passage once
+    assert bool((table[:, 0] == 1).all())  # every passage exactly once
     if bool(table.isnan().any()):
         line = passages[int(table.isnan().any(dim=-1).int().argmax())].line
         raise ValueError(f"the likelihood of every word must be a number, but that of line {line} is nan")
@@ -89,7 +90,7 @@ def answer_passages(
 
 
 def _batches(passages: Sequence[Passage], micro_batch_tokens: int) -> list[list[int]]:
-    """Numbers of passages of like length, longest first, whose filled-up rows have that many tokens at most."""
+    """Group indices of passages of similar length, longest first, with at most that many tokens when padded."""
     lengths = [len(passage.context) + len(passage.word) - 1 for passage in passages]
     batches: list[list[int]] = []
     for index in sorted(range(len(passages)), key=lambda index: -lengths[index]):
@@ -101,7 +102,7 @@ def _batches(passages: Sequence[Passage], micro_batch_tokens: int) -> list[list[
 
 
 def _places(passages: Sequence[Passage]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens [b, s] to read, and row, column and target [n] of every token of the words."""
+    """Return the input tokens [b, s], and row, column and target [n] of every token of the words."""
     reads = [(*passage.context, *passage.word[:-1]) for passage in passages]
     tokens = torch.zeros(len(reads), max(map(len, reads)), dtype=torch.int64)
     rows, columns, targets = [], [], []

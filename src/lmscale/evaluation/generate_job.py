@@ -1,4 +1,4 @@
-"""One generation from its configuration to its texts: what is checked before ranks start, and what each rank does."""
+"""One text generation, from its configuration to its texts: checks before the ranks start, and the work per rank."""
 
 import contextlib
 import os
@@ -14,25 +14,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ..config.family import family_of
 from ..config.generate import GenerateConfig
 from ..data.tokenizer import END_OF_TEXT, Tokenizer
 from ..parallel import ParallelContext
 from .generation import Display, Generator, as_json, in_batches
-from .loading import describe_checkpoint, evaluation_groups, find_tokenizer_beside, load_model
+from .loading import DTYPES, USER_ERROR, describe_checkpoint, evaluation_groups, load_model, load_saved_tokenizer
 from .prompts import Prompt, PromptReader, Row, read_prompts
-from .tokenizer_choice import choose_tokenizer, open_given
+from .tokenizer_choice import choose_tokenizer, load_requested_tokenizer
 
-MISTAKE = 2  # exit code of a rank that met what the user must mend, as in the door
-A_WEEK = timedelta(days=7)  # how long ranks wait for a person to type
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+PROMPT_TIMEOUT = timedelta(days=7)  # how long ranks wait for the user to type
 
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """What every rank gets: all decided, nothing of it read twice.
+    """What every rank receives; all files have been read.
 
     Args:
-        prompts: None where they are still to be typed.
+        prompts: None if the user types them.
     """
 
     config: GenerateConfig
@@ -41,20 +40,21 @@ class GenerateJob:
 
 
 def prepare(config: GenerateConfig) -> GenerateJob:
-    """Check everything that can be without the weights.
+    """Check everything that does not need the weights.
 
     Raises:
-        ValueError: a checkpoint that is missing, damaged or no GPT, or that `tp_size` does not divide; a tokenizer that
-            is missing or not the model's; a prompt that cannot be used; an `out` that exists or cannot be made.
+        ValueError: the checkpoint is missing, damaged or not a GPT, or `tp_size` does not divide it; the tokenizer is
+            missing or not the model's; a prompt cannot be used; or `out` exists or cannot be created.
     """
-    given = open_given(config.tokenizer)
-    model, beside = describe_checkpoint(config.ckpt)
-    if model.architecture != "gpt":
-        raise ValueError(f"`ckpt` must be a GPT, which goes on from left to right, but {config.ckpt} is a BERT")
+    requested = load_requested_tokenizer(config.tokenizer)
+    model, folder = describe_checkpoint(config.ckpt)
+    if not family_of(model.family).is_causal:
+        kind = model.family.upper()
+        raise ValueError(f"`ckpt` must be a GPT, which generates from left to right, but {config.ckpt} is a {kind}")
     model.check_tensor_parallel(config.parallel.tp_size)
     if config.accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("`accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
-    tokenizer = choose_tokenizer(given, find_tokenizer_beside(beside, model), model, config.ckpt)
+    tokenizer = choose_tokenizer(requested, load_saved_tokenizer(folder, model), model, config.ckpt)
     reader = PromptReader(tokenizer, model, config.max_new_tokens, config.num_samples)
     if config.out is not None:
         _check_out(Path(config.out))
@@ -74,14 +74,14 @@ def _check_out(path: Path) -> None:
 
 @record
 def generate(job: GenerateJob) -> int:
-    """Generate on this rank; the first one writes.
+    """Generate on this rank; rank 0 writes.
 
     Returns:
-        exit code: 0; 128 + SIGPIPE where nobody reads the text any more; with several ranks `MISTAKE`, after the line
-        that says what is wrong.
+        exit code: 0; 128 + SIGPIPE if the reader of standard output has closed it; with several ranks `USER_ERROR`,
+        after the error message.
 
     Raises:
-        ValueError: with one rank, weights that cannot be loaded or used, a file that cannot be written.
+        ValueError: with one rank, if the weights cannot be loaded or used, or a file cannot be written.
     """
     config = job.config
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -90,15 +90,15 @@ def generate(job: GenerateJob) -> int:
     context = evaluation_groups(config.parallel.tp_size, 1, device.type)
     try:
         _generate(job, context, device)
-    except BrokenPipeError:  # whoever reads the text has read enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python would still write at its end
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for Python's final flush
         return 128 + signal.SIGPIPE
-    except ValueError as error:  # on every rank: what is wrong was decided together
+    except ValueError as error:  # raised on every rank
         if context.tp_size == 1:
             raise
         if context.tp_rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return MISTAKE
+        return USER_ERROR
     return 0
 
 
@@ -110,7 +110,7 @@ def _device(config: GenerateConfig) -> torch.device:
 
 def _generate(job: GenerateJob, context: ParallelContext, device: torch.device) -> None:
     config, tokenizer = job.config, job.reader.tokenizer
-    loaded = load_model(config.ckpt, context, _DTYPES[config.precision.dtype], device)
+    loaded = load_model(config.ckpt, context, DTYPES[config.precision.dtype], device)
     end_id = tokenizer.inner.token_to_id(END_OF_TEXT)
     generator = Generator(loaded.model, config.sampling, end_id, config.seed)
     is_first = context.tp_rank == 0
@@ -120,10 +120,10 @@ def _generate(job: GenerateJob, context: ParallelContext, device: torch.device) 
         batches = [job.prompts] if job.prompts is not None else _typed_prompts(job.reader, context)
         for prompts in batches:
             rows = [row for prompt in prompts for row in job.reader.rows(prompt)]
-            # A prompt that was just typed stands on the terminal already.
+            # A typed prompt is on the terminal already.
             display = Display(rows, tokenizer, sys.stdout, heading, with_prompt=job.prompts is not None)
             for batch in in_batches(rows, config.micro_batch_size):
-                generator.lengthen(batch, display.update if is_first and config.stream else _ignore)
+                generator.extend(batch, display.update if is_first and config.stream else _ignore)
                 if out is not None:
                     _write(out, batch, tokenizer)
     if out is not None:
@@ -131,17 +131,16 @@ def _generate(job: GenerateJob, context: ParallelContext, device: torch.device) 
 
 
 def _ignore() -> None:
-    """Heard on ranks that do not write."""
+    """Callback of ranks that do not write."""
 
 
 def _typed_prompts(reader: PromptReader, context: ParallelContext) -> Iterator[list[Prompt]]:
-    """Prompts from standard input, a line each, until it ends; one that cannot be used is answered with its error.
+    """Yield prompts from the lines of standard input; a prompt that cannot be used prints its error.
 
     Communicates:
-        the first rank's prompt is broadcast, over a group of its own: torch's usual timeout would end the ranks while
-        somebody thinks.
+        rank 0 broadcasts each prompt over a separate group, whose timeout allows for a user who types slowly.
     """
-    group = dist.new_group(backend="gloo", timeout=A_WEEK) if context.tp_size > 1 else None
+    group = dist.new_group(backend="gloo", timeout=PROMPT_TIMEOUT) if context.tp_size > 1 else None
     lines = _usable_lines(reader) if context.tp_rank == 0 else None
     while True:
         typed = [next(lines, None) if lines is not None else None]
@@ -153,7 +152,7 @@ def _typed_prompts(reader: PromptReader, context: ParallelContext) -> Iterator[l
 
 
 def _usable_lines(reader: PromptReader) -> Iterator[Prompt]:
-    # A rank that was started as a process has no sys.stdin, but still the file behind it.
+    # A spawned rank has no sys.stdin, but file descriptor 0 is still open.
     with open(0, "rb", closefd=False) as file:
         is_person = file.isatty()
         while True:
@@ -175,7 +174,7 @@ def _open_out(path: str) -> TextIO:
     try:
         return open(path, "x", encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"`out` must be a file that can be made, but {path}: {error.strerror}") from None
+        raise ValueError(f"`out` must be a file that can be created, but {path}: {error.strerror}") from None
 
 
 def _write(out: TextIO, rows: list[Row], tokenizer: Tokenizer) -> None:

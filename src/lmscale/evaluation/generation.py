@@ -1,7 +1,7 @@
-"""Text from a GPT: the loop that lengthens a batch of rows, and their texts as they come.
+"""Generate text with a GPT: extend a batch of rows token by token, and display them as they grow.
 
-What a row becomes depends on the weights, its prompt, its key and the sampling alone,
-not on the rows beside it (up to the rounding of differently shaped matrix products).
+A row's text depends only on the weights, its prompt, its key and the sampling parameters, not on the other rows of the
+batch (up to the rounding of differently shaped matrix products).
 """
 
 import json
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..config.generate import Sampling
 from ..data.tokenizer import Tokenizer
 from ..models import GPT
-from ..models.attention import KeyValueCache
+from ..models.key_value_cache import KeyValueCache
 from .prompts import Row
 from .sampling import choose_tokens, sample_key
 
@@ -24,11 +24,11 @@ ENDED, FULL = "end_of_text", "length"  # why a row ends
 
 @dataclass(frozen=True)
 class Generator:
-    """Lengthens rows with one GPT, this rank's shard of it.
+    """Extend rows with this rank's shard of a GPT.
 
     Args:
         model: in evaluation mode.
-        end_id: id of the end-of-text token, which ends a row and is not part of it; None: no token does.
+        end_id: id of the end-of-text token, which ends a row and is not part of it; None if no token ends a row.
         seed: of all random numbers.
     """
 
@@ -38,16 +38,16 @@ class Generator:
     seed: int
 
     @torch.inference_mode()
-    def lengthen(self, rows: Sequence[Row], hear: Callable[[], None] = lambda: None) -> None:
-        """Add tokens to all rows at once, until each has ended; a row that has leaves the batch.
+    def extend(self, rows: Sequence[Row], on_token: Callable[[], None] = lambda: None) -> None:
+        """Add tokens to all rows until each has ended; a finished row leaves the batch.
 
-        Each different prompt is read once, however many samples it has.
+        Each distinct prompt is processed once, regardless of its number of samples.
 
         Args:
-            hear: called whenever every row has been lengthened.
+            on_token: called whenever every row has been extended by one token.
 
         Communicates:
-            for each new token, over the tensor group, the model's forward pass and `choose_tokens`.
+            over the tensor group, per new token, the model's forward pass and `choose_tokens`.
         """
         device = self.model.transformer.position_embedding.device
         prompts = list({row.prompt.ids: row.prompt for row in rows})
@@ -62,18 +62,18 @@ class Generator:
             tokens = choose_tokens(logits, self.sampling, keys, cache.lengths, self.model.context)
             for row, token in zip(active, tokens.tolist(), strict=True):
                 self._add(row, token)
-            hear()
-            going = [i for i, row in enumerate(active) if row.finish is None]
-            if not going:
+            on_token()
+            unfinished = [i for i, row in enumerate(active) if row.finish is None]
+            if not unfinished:
                 return
-            if len(going) < len(active):
-                kept = torch.tensor(going, device=device)
+            if len(unfinished) < len(active):
+                kept = torch.tensor(unfinished, device=device)
                 cache.select(kept)
-                keys, tokens, active = keys[kept], tokens[kept], [active[i] for i in going]
+                keys, tokens, active = keys[kept], tokens[kept], [active[i] for i in unfinished]
             logits = self.model.next_token_logits(tokens[:, None], torch.ones_like(tokens), cache)
 
     def _read(self, prompts: list[tuple[int, ...]], capacity: int) -> tuple[KeyValueCache, Tensor]:
-        """A cache that holds the prompts, and the logits of what follows each."""
+        """Process the prompts; returns the key-value cache and the logits of the next tokens."""
         weight = self.model.transformer.position_embedding
         cache = KeyValueCache(
             self.model.config, self.model.context, len(prompts), capacity, weight.dtype, weight.device
@@ -95,20 +95,19 @@ class Generator:
 
 
 def in_batches(rows: Sequence[Row], micro_batch_size: int) -> Iterator[Sequence[Row]]:
-    """Rows in order, at most `micro_batch_size` at a time."""
+    """Yield rows in order, at most `micro_batch_size` at a time."""
     for first in range(0, len(rows), micro_batch_size):
         yield rows[first : first + micro_batch_size]
 
 
 class Display:
-    """Writes rows to a terminal, one after the other and each as far as it goes: the first that has not ended grows
-    while those behind it wait.
+    """Write rows to a terminal in order; the first unfinished row is shown as it grows, later rows wait.
 
-    A character is written when it is whole: the tokens of byte-level BPE may end inside one, which decodes to U+FFFD.
+    Only complete characters are written: tokens of byte-level BPE may end inside a character, which decodes to U+FFFD.
 
     Args:
-        heading: whether each row has a line above it that names it.
-        with_prompt: whether its prompt stands in front of what is new.
+        heading: whether a line with its name precedes each row.
+        with_prompt: whether the prompt precedes the new text.
     """
 
     def __init__(
@@ -116,10 +115,10 @@ class Display:
     ) -> None:
         self._rows, self._tokenizer, self._out = list(rows), tokenizer, out
         self._heading, self._with_prompt = heading, with_prompt
-        self._written: int | None = None  # characters of the row being written; None: nothing of it, no heading either
+        self._written: int | None = None  # characters written of the current row; None before its heading
 
     def update(self) -> None:
-        """Write what can be."""
+        """Write all text that is available."""
         while self._rows:
             row = self._rows[0]
             if self._written is None:
@@ -141,6 +140,6 @@ class Display:
 
 
 def as_json(row: Row, tokenizer: Tokenizer) -> str:
-    """A row of the results, one line of JSON."""
+    """Format a row as one line of JSON."""
     values = {"prompt": row.prompt.text, "sample": row.sample, "text": tokenizer.decode(row.tokens)}
     return json.dumps(values | {"tokens": row.tokens, "finish": row.finish}, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""LAMBADA's passages: read, split from their last words, and tokenized; no torch."""
+"""LAMBADA's passages: read them, split off the last words, tokenize; no torch."""
 
 import json
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ..data.tokenizer import Tokenizer
 from .text_files import TextFile
 
-# Function words of English: what a model often expects next, while a passage of LAMBADA seldom ends in one (37 of 2,577
-# lines). The list is ours; Radford et al. 2019 (section 3.3) do not print theirs.
+# English function words. Models often predict them, but passages of LAMBADA rarely end in one (37 of 2,577 lines). The
+# list is ours; Radford et al. 2019 (section 3.3) do not publish theirs.
 STOP_WORDS = frozenset(
     """
     a about above across after again against all almost along already also although always am among an and another any
@@ -28,7 +28,7 @@ STOP_WORDS = frozenset(
 
 @dataclass(frozen=True)
 class Passage:
-    """One item: the number of its line, what is read, and the tokens of the word to predict."""
+    """One item: its line number, the tokens of the context, and the tokens of the word to predict."""
 
     line: int
     context: tuple[int, ...]
@@ -36,14 +36,14 @@ class Passage:
 
 
 def read_passages(file: TextFile, form: str) -> list[tuple[str, str]]:
-    """The (passage, last word) of each line; the text is not changed, but for blanks around the passage.
+    """Read the (passage, last word) of each line; only spaces around the passage are stripped.
 
     Args:
-        form: `openai` (JSON lines with `text`: written text, as GPT-2's authors published it) or `original` (a
-            passage a line, cut into words and in lower case).
+        form: `openai` (JSON lines with `text`, raw text as published by GPT-2's authors) or `original` (one passage per
+            line, tokenized into words and lower-cased).
 
     Raises:
-        ValueError: a line of another form, or without two words.
+        ValueError: a line has another form or fewer than two words.
     """
     found = []
     for number, line in enumerate(file.text.removesuffix("\n").split("\n"), start=1):
@@ -51,20 +51,20 @@ def read_passages(file: TextFile, form: str) -> list[tuple[str, str]]:
         is_json = line.lstrip().startswith("{")
         if line.strip() and is_json != (form == "openai"):
             other = "openai" if is_json else "original"
-            raise ValueError(f"`task.form` must suit the file, but is {form}, and {where} looks like {other}")
+            raise ValueError(f"`task.form` must match the file, but is {form}, and {where} looks like {other}")
         text = _text_of_json(line, where) if is_json else line
         words = text.rsplit(None, 1)
         if len(words) < 2:
-            raise ValueError(f"`task.path` must have a passage of two words or more on each line, but {where} has not")
+            raise ValueError(f"`task.path` must have a passage of two words or more on each line, but {where} has none")
         found.append((words[0].strip(), words[1]))
     return found
 
 
 def encode_passages(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[Passage]:
-    """Tokens of the items: of the passage, and of its last word with a blank before it.
+    """Tokenize each passage, and its last word with a leading space.
 
-    Source: NVIDIA/Megatron-LM v1.0, `tasks/zeroshot_gpt2/datasets.py`. Where the tokens of the whole text are others
-        (2 of 2,577 lines of the data set), this is what counts.
+    Source: NVIDIA/Megatron-LM v1.0, `tasks/zeroshot_gpt2/datasets.py`. Tokenizing the whole text at once gives other
+        tokens for 2 of 2,577 lines of the data set.
     """
     contexts = tokenizer.encode_batch([passage for passage, _ in pairs])
     words = tokenizer.encode_batch([f" {word}" for _, word in pairs])
@@ -73,10 +73,10 @@ def encode_passages(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> l
 
 
 def check_lengths(passages: Sequence[Passage], max_positions: int, name: str) -> None:
-    """Refuse an item that the model cannot read whole.
+    """Check that every passage fits the model's positions.
 
     Raises:
-        ValueError: naming the first.
+        ValueError: a passage is too long; the message names the first.
     """
     for passage in passages:
         length = len(passage.context) + len(passage.word) - 1
@@ -88,7 +88,7 @@ def check_lengths(passages: Sequence[Passage], max_positions: int, name: str) ->
 
 
 def stop_word_ids(tokenizer: Tokenizer) -> list[int]:
-    """Ids of the tokens that are a stop word, with a blank before it, by themselves."""
+    """Return the ids of tokens that are a complete stop word with a leading space."""
     forms = [f" {form}" for word in sorted(STOP_WORDS) for form in (word, word.capitalize())]
     return sorted(ids[0] for ids in tokenizer.encode_batch(forms) if len(ids) == 1)
 
@@ -99,8 +99,8 @@ def _text_of_json(line: str, where: str) -> str:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"`task.path` must have JSON on each line, but {where}: {error}") from None
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        raise ValueError(f'`task.path` must have {{"text": ...}} on each line, but {where} has not')
+        raise ValueError(f'`task.path` must have {{"text": ...}} on each line, but {where} does not')
     text = value["text"]
-    if any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON can name halves of letters
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON can escape lone surrogates
         raise ValueError(f"`task.path` must have valid Unicode on each line, but {where} has half a surrogate pair")
     return text

@@ -1,7 +1,7 @@
-"""A trained model ready to be evaluated: every weight is one that a checkpoint holds, or there is no model.
+"""Load a trained model for evaluation; all weights come from the checkpoint, otherwise loading fails.
 
-Checkpoints of ours are read at any layout straight into this rank's shard. A Hugging Face folder is converted first,
-into a temporary folder, by the importer, which runs both implementations and compares them.
+Our own checkpoints are read at any layout directly into this rank's shard. A Hugging Face folder is first converted
+into a temporary folder by the importer, which compares the outputs of both implementations.
 """
 
 import dataclasses
@@ -35,26 +35,29 @@ from ..checkpoint.hugging_face import import_hugging_face
 from ..checkpoint.reshard import find_checkpoint
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
+from ..config.family import family_of
 from ..data.tokenizer import Tokenizer, load_published_tokenizer
 from ..models import build_model
-from ..parallel import ParallelContext, open_channel
+from ..parallel import ParallelContext, choose_communicator
 
-TIMEOUT = timedelta(minutes=30)  # of a collective: a rank that waits longer ends with an error
+USER_ERROR = 2  # exit code of a rank for an error that the user must correct, as in cli/entry_point.py
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+TIMEOUT = timedelta(minutes=30)  # of a collective: a rank that waits longer fails
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "encoder.json")
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """This rank's shard of a trained model, and where it came from.
+    """This rank's shard of a trained model, and its origin.
 
     Args:
         model: a `GPT` or `BERT` in evaluation mode, without gradients.
-        tokenizer: the one whose files lie beside the checkpoint; None where there are none.
-        checkpoint_id: hash of the weights' checksums and of the model's configuration. It does not depend on where the
-            checkpoint lies or how it is read; the same weights written at another tp_size have another one.
-        path: the checkpoint or the Hugging Face folder that was read.
-        step: optimizer steps done; 0 for a Hugging Face model.
+        tokenizer: the tokenizer saved with the checkpoint; None if there is none.
+        checkpoint_id: hash of the weights' checksums and the model's configuration. It depends neither on the path nor
+            on the layout of this run, but on the tp_size with which the checkpoint was written.
+        path: the checkpoint or Hugging Face folder that was read.
+        step: number of optimizer steps taken; 0 for a Hugging Face model.
     """
 
     model: nn.Module
@@ -66,17 +69,17 @@ class LoadedModel:
 
 
 def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu") -> ParallelContext:
-    """This rank's place in the grid; joins the process group of the environment where there are several ranks.
+    """Create this rank's parallel context; with several ranks, join the process group of the environment.
 
     Args:
-        device_type: `cuda` takes the GPU of the local rank and talks over nccl, `cpu` over gloo.
+        device_type: `cuda` uses the GPU of the local rank and nccl, `cpu` uses gloo.
 
     Raises:
-        ValueError: the world of the environment (`WORLD_SIZE`) is not tp_size x dp_size.
+        ValueError: the world size of the environment (`WORLD_SIZE`) is not tp_size x dp_size.
 
     Communicates:
-        makes the groups of the grid, tensor ranks next to each other as in training, and on a CPU the channel of the
-        tensor ranks (`open_channel`).
+        makes the groups of the grid, tensor ranks next to each other as in training, and on a CPU what they
+        communicate through (`choose_communicator`).
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != tp_size * dp_size:
@@ -98,7 +101,7 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu") -> P
         dp_size=dp_size,
         tp_group=mesh.get_group("tensor"),
         dp_group=mesh.get_group("data"),
-        tp_channel=open_channel(mesh.get_group("tensor"), TIMEOUT),
+        tp_communicator=choose_communicator(mesh.get_group("tensor"), TIMEOUT),
     )
 
 
@@ -108,19 +111,19 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> LoadedModel:
-    """This rank's shard of the model at `path`, with exactly the weights that are there, rounded to `dtype`.
+    """Load this rank's shard of the model at `path`, with its weights rounded to `dtype`.
 
     Args:
-        path: a checkpoint of ours at any layout, a run folder (its newest checkpoint), or a folder with a Hugging Face
+        path: one of our checkpoints at any layout, a run folder (its latest checkpoint), or a folder of a Hugging Face
             GPT-2, BERT or Megatron-BERT.
         dtype: of weights and arithmetic.
 
     Raises:
-        CheckpointError: nothing is there, it is damaged, incomplete, or of something else. The same on all ranks.
+        CheckpointError: the checkpoint is missing, damaged, incomplete, or of another program; raised on all ranks.
         ValueError: `context.tp_size` does not divide the model.
 
     Communicates:
-        a few short texts a rank over the world.
+        all-gathers of short texts over all ranks.
     """
     path = Path(path)
     checkpoint = find_checkpoint(path)
@@ -131,55 +134,43 @@ def load_model(
     return _load_ours(checkpoint, context, dtype, device)
 
 
-def find_config(path: str | Path) -> TransformerConfig | None:
-    """The configuration of a checkpoint of ours, without reading its weights; None for a Hugging Face folder.
+def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
+    """Read the configuration of the model at `path` without its weights; returns it and its tokenizer folder.
 
     Raises:
-        CheckpointError: see `load_model`, as far as the metadata tell.
+        CheckpointError: as `load_model`, for errors in the metadata.
     """
     checkpoint = find_checkpoint(path)
     if not (checkpoint / METADATA).is_file() and _is_hugging_face(Path(path)):
-        return None
-    return _config_of(checkpoint, read_metadata(checkpoint))
-
-
-def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
-    """The model at `path`, without reading its weights, and the folder where its tokenizer would be.
-
-    Raises:
-        CheckpointError: see `load_model`, as far as the metadata tell.
-    """
-    config, checkpoint = find_config(path), find_checkpoint(path)
-    if config is None:
         return config_from_hf(read_hf_config(checkpoint / "config.json"), None), checkpoint
-    return config, checkpoint.parent / TOKENIZER_FOLDER
+    return _config_of(checkpoint, read_metadata(checkpoint)), checkpoint.parent / TOKENIZER_FOLDER
 
 
-def find_tokenizer_beside(folder: Path, config: TransformerConfig) -> Tokenizer | None:
-    """The tokenizer whose files lie in `folder`, or None.
+def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer | None:
+    """Load the tokenizer in `folder`; None if there is none.
 
     Raises:
-        ValueError: files that cannot be read.
+        ValueError: a file cannot be read.
     """
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    kind = "gpt2" if config.architecture == "gpt" else "bert"
-    return load_published_tokenizer(TokenizerConfig(kind, path=str(folder)), config.architecture)
+    kind = family_of(config.family).corpus.tokenizer
+    return load_published_tokenizer(TokenizerConfig(kind, path=str(folder)), config.family)
 
 
 def _load_ours(path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
     metadata, config = _agree(lambda: _check(path, context), context)
     config.check_tensor_parallel(context.tp_size)
     model = build_model(config, context, seed=None, dtype=dtype, device=device)
-    _agree(lambda: _fill(model, path, context), context)
-    tokenizer = find_tokenizer_beside(path.parent / TOKENIZER_FOLDER, config)
+    _agree(lambda: _load_weights(model, path, context), context)
+    tokenizer = load_saved_tokenizer(path.parent / TOKENIZER_FOLDER, config)
     return LoadedModel(model.eval().requires_grad_(False), config, tokenizer, _identify(metadata), path, metadata.step)
 
 
 def _load_hugging_face(
     path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str
 ) -> LoadedModel:
-    """The first rank of each host converts into a folder of that host, which all its ranks read and which then goes."""
+    """Convert on the first rank of each host into a temporary folder, which all ranks of the host read."""
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0 or not dist.is_initialized()
     folder = tempfile.mkdtemp(prefix="lmscale_import_") if is_first else None
     try:
@@ -188,7 +179,7 @@ def _load_hugging_face(
         places = _gather((socket.gethostname(), written), context)
         written = next(place for host, place in places if host == socket.gethostname() and place is not None)
         loaded = _load_ours(written, context, dtype, device)
-        _gather(None, context)  # nobody reads any more
+        _gather(None, context)  # all ranks have finished reading
         return dataclasses.replace(loaded, path=path)
     finally:
         if is_first:
@@ -196,7 +187,7 @@ def _load_hugging_face(
 
 
 def _is_hugging_face(path: Path) -> bool:
-    """Whether a folder has transformers' `config.json`; a run folder has another of that name."""
+    """Return whether a folder has transformers' `config.json`; a run folder has a different file of that name."""
     try:
         return "model_type" in json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -204,7 +195,7 @@ def _is_hugging_face(path: Path) -> bool:
 
 
 def _check(path: Path, context: ParallelContext) -> tuple[CheckpointMetadata, TransformerConfig]:
-    """The metadata and the model they name, after every byte of this rank's share agreed with its checksum."""
+    """Verify this rank's share of the files; returns the metadata and the model's configuration."""
     metadata = read_metadata(path)
     rank = context.dp_rank * context.tp_size + context.tp_rank
     damage = find_damage(path, metadata, rank, context.tp_size * context.dp_size)
@@ -215,18 +206,18 @@ def _check(path: Path, context: ParallelContext) -> tuple[CheckpointMetadata, Tr
 
 def _config_of(path: Path, metadata: CheckpointMetadata) -> TransformerConfig:
     try:
-        return TransformerConfig(**metadata.model)
+        return TransformerConfig.from_dict(metadata.model)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path.name}: {METADATA} names a model that cannot be ({error})") from None
+        raise CheckpointError(f"checkpoint {path.name}: {METADATA} has an invalid model ({error})") from None
 
 
-def _fill(model: nn.Module, path: Path, context: ParallelContext) -> None:
-    """Read every parameter, and refuse a checkpoint whose tensors are not exactly those of the model."""
+def _load_weights(model: nn.Module, path: Path, context: ParallelContext) -> None:
+    """Read every parameter; raise an error if the checkpoint's tensors are not exactly those of the model."""
     parameters = dict(model.named_parameters())
     with CheckpointReader(path) as reader:
         entries = reader.metadata.tensors
-        there = {key.removeprefix("model/") for key in entries if key.startswith("model/")}
-        for problem, names in (("lacks", parameters.keys() - there), ("has no place for", there - parameters.keys())):
+        saved = {key.removeprefix("model/") for key in entries if key.startswith("model/")}
+        for problem, names in (("lacks", parameters.keys() - saved), ("does not have", saved - parameters.keys())):
             if names:
                 whose = f"checkpoint {path.name}" if problem == "lacks" else f"the model of checkpoint {path.name}"
                 raise CheckpointError(f"{whose} {problem} {min(names)} ({len(names)} such tensors)")
@@ -234,14 +225,14 @@ def _fill(model: nn.Module, path: Path, context: ParallelContext) -> None:
             entry, spec = entries[f"model/{name}"], param.shard
             if (entry.shape, entry.shard_dim) != (tuple(spec.full_shape), spec.shard_dim):
                 raise CheckpointError(
-                    f"checkpoint {path.name}: {name} must be {tuple(spec.full_shape)}, cut along {spec.shard_dim}, "
-                    f"but is {entry.shape}, cut along {entry.shard_dim}"
+                    f"checkpoint {path.name}: {name} must be {tuple(spec.full_shape)}, sharded along {spec.shard_dim}, "
+                    f"but is {entry.shape}, sharded along {entry.shard_dim}"
                 )
             reader.read_into(f"model/{name}", param.data, context.tp_rank)
 
 
 def _identify(metadata: CheckpointMetadata) -> str:
-    """sha256 over the model's configuration and the checksums of the weights' pieces, 16 digits of it."""
+    """Return 16 digits of the sha256 of the model's configuration and the weights' checksums."""
     weights = {
         key: [str(entry.dtype), entry.shape, [(piece.start, piece.stop, piece.checksum) for piece in entry.pieces]]
         for key, entry in metadata.tensors.items()
@@ -252,7 +243,7 @@ def _identify(metadata: CheckpointMetadata) -> str:
 
 
 def _agree(action: Callable[[], T], context: ParallelContext) -> T:
-    """`action()` on every rank; where it fails on one, the first one's error is raised on all of them."""
+    """Run `action()` on every rank; if it fails on any, raise the error of the lowest such rank on all ranks."""
     result, problem = None, None
     try:
         result = action()
@@ -265,7 +256,7 @@ def _agree(action: Callable[[], T], context: ParallelContext) -> T:
 
 
 def _gather(item: T, context: ParallelContext) -> list[T]:
-    """Every rank's small item by rank, on all ranks."""
+    """All-gather a small item, ordered by rank."""
     items = [item] * (context.tp_size * context.dp_size)
     if len(items) > 1:
         dist.all_gather_object(items, item)

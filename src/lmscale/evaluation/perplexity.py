@@ -1,4 +1,4 @@
-"""Perplexity of a text under a GPT, a word at a time although the model reads subwords.
+"""Word-level perplexity of a text under a GPT that reads subwords.
 
 Source: section 5.2 and appendix E.
 """
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from ..models import GPT
-from ..parallel.collectives import sum_over_data_ranks
+from ..parallel.data_collectives import sum_over_data_ranks
 from .scoring import score_places
 from .windows import Windows
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What a text cost a model.
+    """Total loss of a text, and the counts that normalize it.
 
     Args:
-        loss_sum: nats of all targets.
-        num_targets: T, subwords predicted.
-        num_words: T_o, words of the raw text.
+        loss_sum: sum over all targets, in nats.
+        num_targets: T, number of predicted subwords.
+        num_words: T_o, number of words of the raw text.
     """
 
     loss_sum: float
@@ -32,7 +32,7 @@ class Perplexity:
 
     @classmethod
     def of(cls, losses: Sequence[float], num_targets: int, num_words: int) -> "Perplexity":
-        """From the losses of parts of the text, added exactly: their order does not matter."""
+        """Sum the losses of parts of the text exactly, independently of their order."""
         loss_sum = math.inf if math.inf in losses else math.fsum(losses)
         return cls(loss_sum, num_targets, num_words)
 
@@ -43,13 +43,12 @@ class Perplexity:
 
     @property
     def megatron(self) -> float:
-        """exp(loss / (T_o - 1)), which Megatron-LM's code computes; infinite for one word. (That code also caps the
-        exponent at 20.)"""
+        """exp(loss / (T_o - 1)), as in Megatron-LM (which also caps the exponent at 20); infinite for one word."""
         return _exp(self.loss_sum / (self.num_words - 1)) if self.num_words > 1 else math.inf
 
     @property
     def token(self) -> float:
-        """exp(loss / T), of the subwords; depends on the tokenizer."""
+        """exp(loss / T), per subword; depends on the tokenizer."""
         return _exp(self.loss_sum / self.num_targets)
 
 
@@ -58,22 +57,22 @@ def measure_losses(
     tokens: Sequence[int],
     windows: Windows,
     micro_batch_tokens: int,
-    hear: Callable[[int], None] = lambda number: None,
+    on_batch: Callable[[int], None] = lambda number: None,
 ) -> Tensor:
-    """The loss of each window's scored targets, in nats.
+    """Compute the loss of each window's scored targets, in nats.
 
-    Batches are the same at every layout, and each is one data rank's: what is measured does not depend on `dp_size`.
+    Batches are the same at every layout and each is processed by one data rank, so results do not depend on `dp_size`.
 
     Args:
         tokens: the whole stream, T + 1 ids.
-        micro_batch_tokens: of a forward pass, at most, unless one window has more.
-        hear: called with the number of windows each batch of this rank has done.
+        micro_batch_tokens: maximum number of tokens per forward pass, unless one window has more.
+        on_batch: called with the number of windows of each finished batch of this rank.
 
     Shapes:
         returns fp64 [number of windows], equal on all ranks.
 
     Raises:
-        ValueError: a loss that is not a number.
+        ValueError: a loss is not a number.
 
     Communicates:
         over the tensor group, see `score_places`; over the data group one all-reduce of all losses.
@@ -92,7 +91,7 @@ def measure_losses(
         places = (inputs, rows, columns.repeat(len(batch)), targets.flatten())
         found, _, _ = score_places(model, *(part.to(device) for part in places))
         losses[batch[0] : batch[-1] + 1] = found.view(len(batch), num_scored).sum(dim=-1)
-        hear(len(batch))
+        on_batch(len(batch))
     sum_over_data_ranks(losses, context)
     if bool(losses.isnan().any()):
         window = int(losses.isnan().int().argmax())
@@ -101,7 +100,7 @@ def measure_losses(
 
 
 def _batches(windows: Windows, size: int) -> list[range]:
-    """Neighbouring windows of one shape, at most `size` together; only the first and the last have other shapes."""
+    """Group consecutive windows of equal shape, at most `size` each; only first and last windows differ in shape."""
     batches, first = [], 0
     for index in range(1, len(windows) + 1):
         full = index == len(windows) or windows[index][1:] != windows[first][1:] or index - first == size

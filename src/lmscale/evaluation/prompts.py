@@ -1,4 +1,4 @@
-"""Prompts of a generation: read, tokenized, and refused where they do not fit, before the model is asked for anything.
+"""Prompts of a text generation: read, tokenize and check them before the model is loaded.
 
 A row is one sample of one prompt.
 """
@@ -14,14 +14,13 @@ from ..data.tokenizer import END_OF_TEXT, Tokenizer
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to go on from.
+    """A text to continue.
 
     Args:
-        name: for messages: `prompt`, or the file and its line.
-        ids: what the model is given: the text's tokens, or for an empty text the end-of-text token, after which a
-            document begins.
-        num_new: tokens to add at most.
-        first_sample: number of its first sample among those of the same ids.
+        name: for messages: `prompt`, or file and line.
+        ids: the text's tokens, or for an empty text the end-of-text token, after which a document begins.
+        num_new: maximum number of tokens to add.
+        first_sample: number of its first sample among those of equal ids.
     """
 
     text: str
@@ -33,7 +32,7 @@ class Prompt:
 
 @dataclass
 class Row:
-    """One sample of a prompt: its number, the ids added so far, and why it ended (None: it has not)."""
+    """One sample of a prompt: its number, the ids added so far, and why it ended (None while it grows)."""
 
     prompt: Prompt
     sample: int
@@ -42,12 +41,13 @@ class Row:
 
 
 def read_prompts(path: str | Path) -> list[tuple[str, str]]:
-    """The (name, text) of each prompt of a file: a line of text, or of JSONL (by the suffix) the field `prompt`.
+    """Read the (name, text) of each prompt of a file: each line, or for .jsonl the field `prompt` of each line.
 
     Lines end with LF or CR LF. An empty line is an empty prompt.
 
     Raises:
-        ValueError: no file, no prompt, bytes that are not UTF-8 or zero, a line of JSONL without a text `prompt`.
+        ValueError: the file is missing or empty, has a zero byte or is not UTF-8, or a line of JSONL has no text
+            `prompt`.
     """
     path = Path(path)
     try:
@@ -55,7 +55,7 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
     except OSError as error:
         raise ValueError(f"`file` must be a file that can be read, but {path}: {error.strerror}") from None
     if not lines[-1]:
-        lines.pop()  # behind the last line end
+        lines.pop()  # after the last line end
     if not lines:
         raise ValueError(f"`file` must have a prompt on each line, but {path} is empty")
     found = []
@@ -77,17 +77,17 @@ def _prompt_of_json(line: str, name: str) -> str:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"`file` must have JSON on each line, but {name}: {error}") from None
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
-        raise ValueError(f'`file` must have {{"prompt": text}} on each line, but {name} has not')
+        raise ValueError(f'`file` must have {{"prompt": text}} on each line, but {name} does not')
     return value["prompt"]
 
 
 class PromptReader:
-    """Makes prompts of texts and refuses those that do not fit, before the model is asked for anything.
+    """Convert texts to prompts and check that they fit the model.
 
     Args:
-        max_new_tokens: None takes as many as the positions allow.
-        num_samples: of each prompt; they are counted on where the same ids come again, so that no two samples of a
-            session are the same by their key.
+        max_new_tokens: None allows as many as the positions permit.
+        num_samples: per prompt; numbering continues if the same ids occur again, so all samples of a session have
+            different keys.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class PromptReader:
         self._samples: Counter[tuple[int, ...]] = Counter()
 
     def read(self, text: str, name: str) -> Prompt:
-        """The prompt of a text.
+        """Convert a text to a prompt.
 
         Raises:
-            ValueError: a text that is not Unicode, an empty one where the tokenizer has no end-of-text token, an id
-                the model has no row for, or a prompt that leaves no room for the new tokens.
+            ValueError: the text is not valid Unicode, it is empty and the tokenizer has no end-of-text token, an id is
+                outside the model's vocabulary, or prompt and new tokens exceed the model's positions.
         """
         try:
             text.encode()
@@ -115,16 +115,16 @@ class PromptReader:
                 f"{name}: the tokenizer's ids must be below the model's `vocab_size` ({self.config.vocab_size}), "
                 f"but one is {max(ids)}"
             )
-        room = self.config.max_position_embeddings - len(ids)
-        num_new = room if self.max_new_tokens is None else self.max_new_tokens
-        if room < 1:
+        num_free = self.config.max_position_embeddings - len(ids)
+        num_new = num_free if self.max_new_tokens is None else self.max_new_tokens
+        if num_free < 1:
             raise ValueError(
                 f"{name}: a prompt must be shorter than the model's positions "
                 f"({self.config.max_position_embeddings}), but is {len(ids)} tokens"
             )
-        if num_new > room:
+        if num_new > num_free:
             raise ValueError(
-                f"{name}: `max_new_tokens` must be at most {room} (the model's positions, "
+                f"{name}: `max_new_tokens` must be at most {num_free} (the model's positions, "
                 f"{self.config.max_position_embeddings}, less the prompt's {len(ids)} tokens), but is {num_new}"
             )
         first = self._samples[ids]
@@ -132,5 +132,5 @@ class PromptReader:
         return Prompt(text, name, ids, num_new, first)
 
     def rows(self, prompt: Prompt) -> list[Row]:
-        """A row for each sample of a prompt."""
+        """Return one row per sample of a prompt."""
         return [Row(prompt, prompt.first_sample + i) for i in range(self.num_samples)]

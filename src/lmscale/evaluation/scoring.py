@@ -1,4 +1,4 @@
-"""How probable a GPT finds given tokens, asked only at the places that count.
+"""Loss of given tokens under a GPT, computed only at selected positions.
 
 Legend: b rows, s tokens, h hidden, v padded vocabulary, p tensor-parallel size.
 """
@@ -8,9 +8,8 @@ from torch import Tensor
 
 from ..models import GPT
 from ..parallel import ParallelContext, vocab_parallel_cross_entropy, vocab_parallel_logits
-from ..parallel.collectives import max_over_tensor_ranks
 
-PLACES_AT_ONCE = 1024  # whose logits are in memory together: 0.2 GB in fp32 at 51,200 columns
+PLACES_AT_ONCE = 1024  # positions whose logits are in memory at once: 0.2 GB in fp32 at 51,200 columns
 _NO_ID = 2**53  # above every id, exact in fp64
 
 
@@ -18,20 +17,20 @@ _NO_ID = 2**53  # above every id, exact in fp64
 def score_places(
     model: GPT, tokens: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, banned: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of given next tokens, and the most probable next token, at chosen places of a batch.
+    """Compute the loss of given next tokens, and the most probable next tokens, at selected positions of a batch.
 
-    The projection to the vocabulary, most of the work of a small model, is done for these places alone. Rows may be
-    filled up on the right with any ids: what stands behind a place does not change it.
+    The projection to the vocabulary, most of the work of a small model, is computed for these positions only. Rows may
+    be padded on the right with any ids, since attention is causal.
 
     Shapes:
-        tokens int64 [b, s]; rows, columns, targets int64 [n]: the place is `tokens[row, column]`, the target what is
-        thought to follow it; banned int64 [k];
-        returns losses in nats fp64 [n], the most probable ids int64 [n], and the most probable that are not banned
+        tokens int64 [b, s]; rows, columns, targets int64 [n]: the target follows `tokens[row, column]`; banned int64
+        [k];
+        returns losses in nats fp64 [n], the most probable ids int64 [n], and the most probable ids that are not banned
         int64 [n], all equal on all tensor ranks.
 
     Communicates:
-        over the tensor group, the model's forward pass, three all-reduces of [n] for the losses and two for each of
-        the ids (with nothing banned, for one of them).
+        over the tensor group, the model's forward pass, three all-reduces of [n] for the losses and two for the ids
+        (twice if ids are banned).
     """
     hidden = model.transformer(tokens)[rows, columns]  # [n, h]
     losses, best, allowed = [], [], []
@@ -48,7 +47,7 @@ def score_places(
 
 
 def vocab_parallel_argmax(logits: Tensor, context: ParallelContext) -> Tensor:
-    """The id of the largest logit of each row, of equal ones the smallest id.
+    """Return the id of the largest logit of each row; ties go to the smallest id.
 
     Shapes:
         logits [n, v/p], this rank's columns; returns int64 [n], equal on all tensor ranks.
@@ -56,8 +55,8 @@ def vocab_parallel_argmax(logits: Tensor, context: ParallelContext) -> Tensor:
     Communicates:
         two all-reduces (maximum) of [n] over the tensor group.
     """
-    value, index = logits.max(dim=-1)  # of equal ones the first
-    largest = max_over_tensor_ranks(value, context)
+    value, index = logits.max(dim=-1)  # ties: the first
+    largest = context.tp_communicator.all_reduce(value, "max")
     ids = (index + context.tp_rank * logits.shape[-1]).double()
     ids = torch.where(value == largest, ids, float(_NO_ID))
-    return -max_over_tensor_ranks(-ids, context).long()
+    return -context.tp_communicator.all_reduce(-ids, "max").long()

@@ -1,4 +1,4 @@
-"""SQuAD's exact match and F1, equal to the official evaluation scripts of versions 1.1 and 2.0."""
+"""SQuAD's exact match and F1, equal to the official evaluation scripts for 1.1 and 2.0."""
 
 import math
 import re
@@ -15,19 +15,19 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class AllNullWarning(UserWarning):
-    """A SQuAD 2.0 score is what a system gets that never answers."""
+    """A SQuAD 2.0 score equals that of a system that never answers."""
 
 
 @dataclass(frozen=True)
 class NullThreshold:
-    """A question is answered where its null score is at most `value`; the score that gives, in percent."""
+    """A question is answered if its null score is at most `value`; `score` is the resulting F1 in percent."""
 
     value: float
     score: float
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case without punctuation, articles and doubled spaces: what exact match compares.
+    """Lower-case a text and remove punctuation, articles and repeated spaces, for comparison by exact match.
 
     Source: the official evaluation scripts (Rajpurkar et al. 2016, 2018).
     """
@@ -35,15 +35,15 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match(prediction: str, answer: str) -> float:
-    """1 where both are the same after `normalize_answer`, else 0."""
+    """Return 1 if both are equal after `normalize_answer`, otherwise 0."""
     return float(normalize_answer(prediction) == normalize_answer(answer))
 
 
 def f1(prediction: str, answer: str, both_empty: float = 1.0) -> float:
-    """Harmonic mean of precision and recall over the words that both have, counted with repetition.
+    """Compute the harmonic mean of precision and recall over common words, counted with repetition.
 
     Args:
-        both_empty: the score of two answers without words: 1 in version 2.0 of the script, 0 in 1.1.
+        both_empty: score of two answers without words: 1 in version 2.0 of the script, 0 in 1.1.
     """
     predicted, expected = normalize_answer(prediction).split(), normalize_answer(answer).split()
     if not predicted and not expected:
@@ -56,26 +56,26 @@ def f1(prediction: str, answer: str, both_empty: float = 1.0) -> float:
 
 
 def score(dataset: Mapping[str, Any], predictions: Mapping[str, str]) -> dict[str, float]:
-    """Exact match and F1 of predicted answers, in percent, to the last digit those of the official scripts.
+    """Compute exact match and F1 of predicted answers in percent, identical to the official scripts to the last digit.
 
-    A question without prediction scores 0. (The script of 2.0 leaves such a question out of its total and then fails;
-    that of 1.1 does as this.)
+    A question without prediction scores 0, as in the script for 1.1. (The script for 2.0 excludes it from the total and
+    then fails.)
 
     Args:
-        dataset: the official JSON, `{"version", "data": [...]}`. It is of version 2.0 where a question has
+        dataset: the official JSON, `{"version", "data": [...]}`. It is treated as 2.0 if a question has
             `is_impossible` or the version says so.
-        predictions: answer text by question id; "" is "no answer".
+        predictions: answer text by question id; "" means no answer.
 
     Returns:
-        `exact_match`, `f1`, `total` and `missing` (questions without prediction); of 2.0 also `HasAns_exact`,
-        `HasAns_f1`, `HasAns_total` and the same with `NoAns`, as far as there are such questions.
+        `exact_match`, `f1`, `total` and `missing` (questions without prediction); for 2.0 also `HasAns_exact`,
+        `HasAns_f1`, `HasAns_total` and the same with `NoAns`, if there are such questions.
 
     Raises:
-        ValueError: a dataset of another form, without questions or with an id twice; predictions that are not by id, or
-            one that is no text.
+        ValueError: the dataset has another form, no questions or a repeated id; or the predictions are not a mapping by
+            id, or one is not a text.
 
     Warns:
-        AllNullWarning: a 2.0 score equal to the share of questions without answer.
+        AllNullWarning: a 2.0 score equals the fraction of questions without answer.
 
     Source: evaluate-v1.1.py and evaluate-v2.0.py of https://rajpurkar.github.io/SQuAD-explorer.
     """
@@ -104,10 +104,10 @@ def score(dataset: Mapping[str, Any], predictions: Mapping[str, str]) -> dict[st
 
 
 def all_null_alarm(scores: Mapping[str, float]) -> str | None:
-    """What is suspicious about a 2.0 score: it is the share of questions without answer, so nothing was answered.
+    """Return a warning if a 2.0 score equals the fraction of questions without answer, as if nothing was answered.
 
     Args:
-        scores: of `score`; those of 1.1 never raise the alarm.
+        scores: from `score`; for 1.1 the result is always None.
     """
     if "HasAns_total" not in scores and "NoAns_total" not in scores:
         return None
@@ -123,17 +123,17 @@ def all_null_alarm(scores: Mapping[str, float]) -> str | None:
 def best_null_threshold(
     dataset: Mapping[str, Any], predictions: Mapping[str, str], null_scores: Mapping[str, float]
 ) -> NullThreshold:
-    """The threshold above which "no answer" is said, chosen for the best F1 on a development set.
+    """Choose the threshold of the null score above which the prediction is "no answer", for the best F1.
 
     Args:
-        predictions: the best answer of each question, empty only where there is none at all.
-        null_scores: by question, higher where "no answer" is likelier.
+        predictions: the best non-null answer of each question, empty only if there is none.
+        null_scores: by question; higher means that "no answer" is more likely.
 
     Returns:
-        of equally good thresholds the lowest; -infinity where it is best never to answer.
+        the lowest of equally good thresholds; -infinity if it is best never to answer.
 
     Raises:
-        ValueError: as `score`; a question without prediction or null score, a null score that is not a number.
+        ValueError: as `score`; or a question has no prediction or null score, or a null score is not a number.
 
     Source: `find_best_thresh` of evaluate-v2.0.py.
     """
@@ -146,7 +146,7 @@ def best_null_threshold(
     wrong = next((name for name in questions if not _is_number(null_scores[name])), None)
     if wrong is not None:
         raise ValueError(f"`null_scores` must be numbers, but that of {wrong!r} is {null_scores[wrong]!r}")
-    # One question after the other, the likeliest answer first, goes from "no answer" to its prediction.
+    # Starting from "no answer" for all questions, answer them one by one in ascending order of null score.
     current = float(sum(not answers for answers in questions.values()))
     best = NullThreshold(-math.inf, 100.0 * current / len(questions))
     ordered = sorted(questions, key=lambda name: null_scores[name])
@@ -161,14 +161,14 @@ def best_null_threshold(
 
 
 def is_version_2(dataset: Mapping[str, Any]) -> bool:
-    """Whether questions of the official JSON may have no answer."""
+    """Return whether questions of the official JSON may have no answer."""
     if str(dataset.get("version", "")).lower().lstrip("v").startswith("2"):
         return True
     return any("is_impossible" in qa for a in dataset["data"] for p in a["paragraphs"] for qa in p["qas"])
 
 
 def _questions(dataset: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Answers of each question in the order of the file."""
+    """Return the answers of each question in file order."""
     try:
         questions: dict[str, list[str]] = {}
         for article in dataset["data"]:
@@ -180,7 +180,7 @@ def _questions(dataset: Mapping[str, Any]) -> dict[str, list[str]]:
     except (LookupError, TypeError) as error:
         raise ValueError(f"`dataset` must be SQuAD's official JSON, but fails with {error!r}") from None
     if not questions:
-        raise ValueError("`dataset` must have a question at least, but has none")
+        raise ValueError("`dataset` must have at least one question, but has none")
     return questions
 
 
@@ -200,10 +200,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _score_one(prediction: str, answers: list[str], second: bool, name: str) -> tuple[float, float]:
-    """Exact match and F1 of one prediction, each the best over the answers."""
+    """Return exact match and F1 of one prediction, each the maximum over the answers."""
     if not isinstance(prediction, str):
         raise ValueError(f"`predictions` must be texts, but that of {name!r} is {prediction!r}")
-    if second:  # answers that are nothing but articles and punctuation do not count
+    if second:  # answers of only articles and punctuation do not count
         answers = [answer for answer in answers if normalize_answer(answer)] or [""]
     both_empty = 1.0 if second else 0.0
     exact = max((exact_match(prediction, answer) for answer in answers), default=0.0)

@@ -1,4 +1,4 @@
-"""Evaluation files, read strictly: a byte that is not what it should be changes a published number."""
+"""Read evaluation files strictly, because an unexpected byte would change a published number."""
 
 import hashlib
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class TextFile:
-    """A whole file, and the sha256 of its bytes."""
+    """Text of a file and sha256 of its bytes."""
 
     name: str
     text: str
@@ -15,11 +15,11 @@ class TextFile:
 
 
 def read_text_file(path: str | Path) -> TextFile:
-    """The text of a UTF-8 file with LF line ends.
+    """Read the text of a UTF-8 file with LF line ends.
 
     Raises:
-        ValueError: no such file, an empty one, one of another encoding or with other line ends (both change the counts
-            of words and tokens), or one that ends in the middle of a line.
+        ValueError: the file is missing or empty, has another encoding or other line ends (both change the counts of
+            words and tokens), or ends in the middle of a line.
     """
     path = Path(path)
     try:

@@ -1,9 +1,9 @@
-"""WikiText without its tokenisation artefacts, and with them again: the text a subword model is fairly judged on.
+"""Invertible removal of WikiText's tokenization artifacts, for a fair evaluation of subword models.
 
-WikiText's files are cut into words (`1 @,@ 000 people , he said .`). A model of subwords that was trained on written
-text should read `1,000 people, he said.`, and its probability of that text is charged to the words there were (section
-5.2 and appendix E; Radford et al. 2019, section 3.1). The text alone does not tell every word (`H. americanus` and `it
-ended. The` had their blanks in different places), so what was changed is kept, and gives the file back to the letter.
+WikiText's files are tokenized into words (`1 @,@ 000 people , he said .`). A subword model trained on raw text should
+read `1,000 people, he said.`, and its loss on that text is divided by the original number of words (section 5.2 and
+appendix E; Radford et al. 2019, section 3.1). The original cannot be recovered from the text alone (`H. americanus` and
+`it ended. The` had spaces in different places), so all changes are recorded and can be undone exactly.
 """
 
 import re
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rule:
-    """A replacement wherever a pattern is found.
+    """Replacement of every match of a pattern.
 
     Args:
-        groups: numbers of the groups that are replaced; 0 is the whole match.
+        groups: numbers of the groups to replace; 0 is the whole match.
     """
 
     pattern: re.Pattern
@@ -23,7 +23,7 @@ class Rule:
     groups: tuple[int, ...] = (0,)
 
     def apply(self, text: str) -> tuple[str, list[tuple[int, str]]]:
-        """The changed text, and the place in it and the old text of every change."""
+        """Return the changed text, and for every change its position there and the old text."""
         pieces, changes, read, written = [], [], 0, 0
         for match in self.pattern.finditer(text):
             for group in self.groups:
@@ -38,7 +38,7 @@ class Rule:
         return "".join([*pieces, text[read:]]), changes
 
     def undo(self, text: str, changes: list[tuple[int, str]]) -> str:
-        """The text that `apply` was given."""
+        """Invert `apply`."""
         pieces, read = [], 0
         for place, old in changes:
             pieces += [text[read:place], old]
@@ -51,13 +51,13 @@ def _literal(old: str, new: str) -> Rule:
 
 
 def _paired(opening: str, closing: str) -> Rule:
-    """No blanks inside a pair of brackets or quotes; the pair may stretch over lines."""
+    """Remove spaces just inside a pair of brackets or quotes, which may span lines."""
     first, last = re.escape(opening), re.escape(closing)
     return Rule(re.compile(rf"{first}(\s*)[^{last}]*?(\s*){last}"), "", (1, 2))
 
 
-# In this order; what a rule has changed is seen by those behind it. The number of subwords, and so T of the paper's
-# perplexity, depends on every one of them.
+# Applied in this order, each to the result of the previous one. The number of subwords, and hence T of the paper's
+# perplexity, depends on every rule.
 RULES = (
     _literal("s '", "s'"),
     *(_literal(f" @{sign}@ ", sign) for sign in "-,."),
@@ -74,17 +74,17 @@ RULES = (
 
 @dataclass(frozen=True)
 class Detokenized:
-    """A text without the artefacts.
+    """A text without the artifacts.
 
     Args:
-        changes: of each rule, where it changed the text and what was there.
+        changes: per rule, the position and the old text of each change.
     """
 
     text: str
     changes: tuple[list[tuple[int, str]], ...]
 
     def restore(self) -> str:
-        """The text with the artefacts, letter for letter."""
+        """Restore the original text exactly."""
         text = self.text
         for rule, changes in zip(reversed(RULES), reversed(self.changes), strict=True):
             text = rule.undo(text, changes)
@@ -92,10 +92,10 @@ class Detokenized:
 
 
 def detokenize(text: str) -> Detokenized:
-    """WikiText as it was written, as far as that can be known.
+    """Approximate the raw text of WikiText.
 
-    Source: the behaviour of NVIDIA/Megatron-LM v1.0, `tasks/zeroshot_gpt2/detokenizer.py`, on files of WikiText, which
-        the paper's T belongs to. (A rule there for digits behind an apostrophe never matches.)
+    Source: identical to NVIDIA/Megatron-LM v1.0, `tasks/zeroshot_gpt2/detokenizer.py`, on WikiText's files, on which
+        the paper's T is based. (A rule there for digits after an apostrophe never matches.)
     """
     all_changes = []
     for rule in RULES:
@@ -105,6 +105,5 @@ def detokenize(text: str) -> Detokenized:
 
 
 def count_words(text: str) -> int:
-    """T_o, the words of the raw text as the paper counts them: what single blanks separate, a line end being part of a
-    word."""
+    """Count T_o, the words of the raw text as in the paper: separated by single spaces; line ends are part of words."""
     return len(text.strip().split(" "))

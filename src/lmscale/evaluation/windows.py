@@ -1,4 +1,4 @@
-"""Windows over a stream of tokens: every target is scored once, with as much context as a model's positions allow."""
+"""Sliding windows over a token stream: every target is scored once, with as much context as the positions allow."""
 
 import math
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Windows:
-    """How the targets of a stream are dealt out over windows that move by `stride`.
+    """Assignment of the targets of a stream to windows that advance by `stride`.
 
-    The targets are the tokens but the first, numbered from 0. Window 0 scores its first `window` targets, each with
-    what stands before it. Window i scores the `stride` targets behind those of window i - 1, with the last
-    `window - stride` tokens and more before each. No window reaches past the last target.
+    The targets are all tokens except the first, numbered from 0. Window 0 scores the first `window` targets, each with
+    all preceding tokens as context. Window i scores the `stride` targets after those of window i - 1, each with at
+    least `window - stride` tokens of context. No window extends beyond the last target.
 
     Args:
         num_targets: T.
-        window: tokens a model reads at once.
-        stride: targets that a window adds; the paper calls it overlap.
+        window: number of tokens the model reads at once.
+        stride: number of new targets per window; the paper calls it overlap.
 
     Raises:
-        ValueError: no target, or a stride outside 1 to `window`.
+        ValueError: there is no target, or the stride is not from 1 to `window`.
 
     Source: appendix E; NVIDIA/Megatron-LM v1.0 `tasks/zeroshot_gpt2/datasets.py` (`--overlapping-eval 32`).
     """
@@ -34,17 +34,16 @@ class Windows:
             raise ValueError(f"`stride` must be at least 1 and at most `window` ({self.window}), but is {self.stride}")
 
     def __len__(self) -> int:
-        """Windows that score something."""
+        """Number of windows that score at least one target."""
         return 1 + math.ceil(max(self.num_targets - self.window, 0) / self.stride)
 
     @property
     def num_megatron(self) -> int:
-        """Windows as Megatron-LM counts them: its last ones hold nothing that is not scored already."""
+        """Number of windows in Megatron-LM, whose last windows contain only targets that are scored already."""
         return 1 + math.ceil(max(self.num_targets - self.stride, 0) / self.stride)
 
     def __getitem__(self, index: int) -> tuple[int, int, int]:
-        """Of a window the first token, how many tokens the model reads, and how many of their targets, the last ones,
-        are scored."""
+        """Return a window's first token, its number of input tokens, and how many of their last targets are scored."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         first = index * self.stride

@@ -1,4 +1,4 @@
-"""One zero-shot evaluation from its configuration to its record: checks before ranks start, and each rank's work."""
+"""One zero-shot evaluation, from its configuration to its record: checks before the ranks start, and work per rank."""
 
 import json
 import os
@@ -13,30 +13,37 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..config import TransformerConfig
+from ..config.family import family_of
 from ..config.zero_shot import ZeroShotConfig
 from ..data.tokenizer import Tokenizer
 from ..parallel import ParallelContext
-from ..results import new_record, refuse_other_record, write_record
-from .cloze import Answer, answer_passages
+from ..results import check_no_record, new_record, write_record
+from .cloze import Answer, predict_last_words
 from .lambada import check_lengths, stop_word_ids
-from .loading import LoadedModel, describe_checkpoint, evaluation_groups, find_tokenizer_beside, load_model
+from .loading import (
+    DTYPES,
+    USER_ERROR,
+    LoadedModel,
+    describe_checkpoint,
+    evaluation_groups,
+    load_model,
+    load_saved_tokenizer,
+)
 from .perplexity import Perplexity, measure_losses
-from .tokenizer_choice import choose_tokenizer, open_given
-from .zero_shot_task import Lambada, WikiText103, find_evidence, read_task
+from .tokenizer_choice import choose_tokenizer, load_requested_tokenizer
+from .zero_shot_task import Lambada, WikiText103, read_task, record_kind
 
-MISTAKE = 2  # exit code of a rank that met what the user must mend, as in the door
 RECORD, ANSWERS = "record.json", "answers.jsonl"
-SECONDS_BETWEEN_NEWS = 30.0
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+PROGRESS_INTERVAL_S = 30.0
 Metrics = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class ZeroShotJob:
-    """What every rank gets: all decided, nothing of it read twice.
+    """What every rank receives; all files have been read.
 
     Args:
-        banned: ids that may not begin an answer; empty without the stop-word filter.
+        banned: ids excluded as the first token of an answer; empty without the stop-word filter.
     """
 
     config: ZeroShotConfig
@@ -46,21 +53,21 @@ class ZeroShotJob:
 
 
 def prepare(config: ZeroShotConfig) -> ZeroShotJob:
-    """Check everything that can be without the weights.
+    """Check everything that does not need the weights.
 
     Raises:
-        ValueError: a run folder with a record; a checkpoint that is missing, damaged or no GPT, or that `tp_size` does
-            not divide; a tokenizer that is missing or not the model's; a file that cannot be scored; windows longer
+        ValueError: the run folder has a record; the checkpoint is missing, damaged or not a GPT, or `tp_size` does not
+            divide it; the tokenizer is missing or not the model's; the file cannot be scored; or windows are longer
             than the model's positions.
     """
-    refuse_other_record(config.run_dir)
-    given = open_given(config.tokenizer)
-    model, beside = describe_checkpoint(config.ckpt)
-    _check_architecture(model, config.ckpt)
+    check_no_record(config.run_dir)
+    requested = load_requested_tokenizer(config.tokenizer)
+    model, folder = describe_checkpoint(config.ckpt)
+    _check_family(model, config.ckpt)
     model.check_tensor_parallel(config.parallel.tp_size)
     if config.accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("`accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
-    tokenizer = choose_tokenizer(given, find_tokenizer_beside(beside, model), model, config.ckpt)
+    tokenizer = choose_tokenizer(requested, load_saved_tokenizer(folder, model), model, config.ckpt)
     task = read_task(config.task, tokenizer)
     _check_fit(task, model)
     banned = stop_word_ids(tokenizer) if isinstance(task, Lambada) and config.task.stop_word_filter else []
@@ -69,27 +76,27 @@ def prepare(config: ZeroShotConfig) -> ZeroShotJob:
 
 
 def count(config: ZeroShotConfig) -> dict[str, int]:
-    """What would be scored; of a checkpoint only sizes and tokenizer are looked at.
+    """Return the counts of what would be scored; of a checkpoint only sizes and tokenizer are read.
 
     Raises:
-        ValueError: no tokenizer, a file that cannot be scored, or a checkpoint that could not score it.
+        ValueError: there is no tokenizer, the file cannot be scored, or the checkpoint could not score it.
     """
-    tokenizer: Tokenizer | None = open_given(config.tokenizer)
+    tokenizer: Tokenizer | None = load_requested_tokenizer(config.tokenizer)
     if config.ckpt is not None:
-        model, beside = describe_checkpoint(config.ckpt)
-        _check_architecture(model, config.ckpt)
-        tokenizer = choose_tokenizer(tokenizer, find_tokenizer_beside(beside, model), model, config.ckpt)
+        model, folder = describe_checkpoint(config.ckpt)
+        _check_family(model, config.ckpt)
+        tokenizer = choose_tokenizer(tokenizer, load_saved_tokenizer(folder, model), model, config.ckpt)
     if tokenizer is None:
-        raise ValueError("`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER) where `ckpt` is not")
+        raise ValueError("`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER) if `ckpt` is not")
     task = read_task(config.task, tokenizer)
     if config.ckpt is not None:
         _check_fit(task, model)
     return task.counts
 
 
-def _check_architecture(model: TransformerConfig, ckpt: str) -> None:
-    if model.architecture != "gpt":
-        raise ValueError(f"`ckpt` must be a GPT, which predicts the next token, but {ckpt} is a BERT")
+def _check_family(model: TransformerConfig, ckpt: str) -> None:
+    if not family_of(model.family).is_causal:
+        raise ValueError(f"`ckpt` must be a GPT, which predicts the next token, but {ckpt} is a {model.family.upper()}")
 
 
 def _check_fit(task: WikiText103 | Lambada, model: TransformerConfig) -> None:
@@ -104,13 +111,13 @@ def _check_fit(task: WikiText103 | Lambada, model: TransformerConfig) -> None:
 
 @record
 def evaluate(job: ZeroShotJob) -> int:
-    """Evaluate on this rank; the first one writes.
+    """Evaluate on this rank; rank 0 writes.
 
     Returns:
-        exit code: 0, or with several ranks `MISTAKE`, after the line that says what is wrong.
+        exit code: 0, or with several ranks `USER_ERROR`, after the error message.
 
     Raises:
-        ValueError: with one rank, weights that cannot be loaded or used, a record that cannot be written.
+        ValueError: with one rank, if the weights cannot be loaded or used, or the record cannot be written.
     """
     layout = job.config.parallel
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -124,10 +131,10 @@ def evaluate(job: ZeroShotJob) -> int:
         return 0
     try:
         _evaluate(job, context, device)
-    except ValueError as error:  # on every rank: what is wrong was decided together
+    except ValueError as error:  # raised on every rank
         if context.tp_rank == context.dp_rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return MISTAKE
+        return USER_ERROR
     finally:
         dist.destroy_process_group()
     return 0
@@ -137,19 +144,19 @@ def _evaluate(job: ZeroShotJob, context: ParallelContext, device: torch.device) 
     started = time.time()
     is_first = context.tp_rank == context.dp_rank == 0
     config, task = job.config, job.task
-    loaded = load_model(config.ckpt, context, _DTYPES[config.precision.dtype], device)
+    loaded = load_model(config.ckpt, context, DTYPES[config.precision.dtype], device)
     if is_first:
         counts = ", ".join(f"{name} = {number}" for name, number in task.counts.items())
         print(f"checkpoint {loaded.path}: {loaded.checkpoint_id}, step {loaded.step}")
         print(f"tokenizer {job.tokenizer['sha256'][:16]}, {job.tokenizer['vocab_size']} ids")
         print(f"{config.task.name}, {task.file_name} ({task.split}): {counts}", flush=True)
-    news = _News(config.task.name, context) if is_first else _ignore
+    on_batch = _Progress(config.task.name, context) if is_first else _ignore
     answers = []
     if isinstance(task, Lambada):
-        answers = answer_passages(loaded.model, task.passages, config.micro_batch_tokens, job.banned, news)
+        answers = predict_last_words(loaded.model, task.passages, config.micro_batch_tokens, job.banned, on_batch)
         metrics = _lambada_metrics(task, answers, with_filter=config.task.stop_word_filter)
     else:
-        losses = measure_losses(loaded.model, task.tokens, task.windows, config.micro_batch_tokens, news)
+        losses = measure_losses(loaded.model, task.tokens, task.windows, config.micro_batch_tokens, on_batch)
         metrics = _wikitext_metrics(task, losses.tolist())
     if is_first:
         metrics["evaluation_time"] = {"value": time.time() - started, "unit": "s"}
@@ -189,9 +196,9 @@ def _lambada_metrics(task: Lambada, answers: list[Answer], with_filter: bool) ->
 def _write(
     job: ZeroShotJob, loaded: LoadedModel, metrics: Metrics, answers: list[Answer], device: torch.device, started: float
 ) -> None:
-    """The record, and for LAMBADA a line of JSON an answer, in the order of the file."""
+    """Write the record, and for LAMBADA one line of JSON per answer, in file order."""
     folder, task = Path(job.config.run_dir), job.task
-    kind, paper_size = find_evidence(task, loaded.config, loaded.step)
+    kind, paper_size = record_kind(task, loaded.config, loaded.step)
     about = {
         "zero_shot": job.config.to_dict(),
         "model": loaded.config.to_dict(),
@@ -217,8 +224,8 @@ def _write(
     print(f"record: {folder / RECORD}")
 
 
-class _News:
-    """Says on standard error from time to time how far the first rank is; the others have as much to do."""
+class _Progress:
+    """Report rank 0's progress on standard error from time to time; the other ranks have equal work."""
 
     def __init__(self, name: str, context: ParallelContext) -> None:
         self.name, self.dp_size = name, context.dp_size
@@ -226,10 +233,10 @@ class _News:
 
     def __call__(self, number: int) -> None:
         self.done += number
-        if time.monotonic() - self.last > SECONDS_BETWEEN_NEWS:
+        if time.monotonic() - self.last > PROGRESS_INTERVAL_S:
             self.last = time.monotonic()
             print(f"{self.name}: about {self.done * self.dp_size} done", file=sys.stderr, flush=True)
 
 
 def _ignore(number: int) -> None:
-    """Heard on ranks that say nothing."""
+    """Callback of ranks that do not report progress."""

@@ -1,9 +1,9 @@
-"""What a zero-shot evaluation scores: its file read and tokenized, its counts; no torch."""
+"""Tasks of zero-shot evaluation: read and tokenize the file, count what is scored; no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..config import NormOrder, TransformerConfig
+from ..config import TransformerConfig
 from ..config.zero_shot import LambadaConfig, WikiText103Config
 from ..data.tokenizer import Tokenizer
 from ..paper import GPT_SIZES, GPT_VOCABULARY, STEPS, WIKITEXT_TEST_TARGETS, WIKITEXT_TEST_WORDS
@@ -12,7 +12,7 @@ from .text_files import read_text_file
 from .wikitext import count_words, detokenize
 from .windows import Windows
 
-# T_o of the published WikiText-103 files, and the number of LAMBADA's passages: how a whole file is told from a part.
+# T_o of the published WikiText-103 files, and the number of LAMBADA's passages; they identify complete files.
 WIKITEXT_WORDS = {"test": WIKITEXT_TEST_WORDS, "validation": 217_642}
 LAMBADA_PASSAGES = 5_153
 
@@ -22,8 +22,8 @@ class WikiText103:
     """A WikiText file as a stream of subwords.
 
     Args:
-        num_words: T_o, of the raw text.
-        tokens: of the whole detokenized file as one string.
+        num_words: T_o of the raw text.
+        tokens: of the whole detokenized file, encoded as one string.
         windows: over the T = len(tokens) - 1 targets.
     """
 
@@ -35,12 +35,12 @@ class WikiText103:
 
     @property
     def split(self) -> str:
-        """Which published file this is by its T_o: `test`, `validation` or `other`."""
+        """The published file with this T_o: `test` or `validation`, otherwise `other`."""
         return next((name for name, words in WIKITEXT_WORDS.items() if words == self.num_words), "other")
 
     @property
     def counts(self) -> dict[str, int]:
-        """T_o, T and the windows, which the perplexity depends on."""
+        """T_o, T and the windows, on which the perplexity depends."""
         windows = self.windows
         return {
             "T_o": self.num_words,
@@ -54,7 +54,7 @@ class WikiText103:
 
 @dataclass(frozen=True)
 class Lambada:
-    """Passages with the tokens of their last words."""
+    """Tokenized passages and their last words."""
 
     file_name: str
     file_sha256: str
@@ -63,12 +63,12 @@ class Lambada:
 
     @property
     def split(self) -> str:
-        """`test` for a file of all 5,153 passages, else `other`."""
+        """`test` for a file of all 5,153 passages, otherwise `other`."""
         return "test" if len(self.passages) == LAMBADA_PASSAGES else "other"
 
     @property
     def counts(self) -> dict[str, int]:
-        """Passages, those whose word is several tokens, and the most tokens of one passage with its word."""
+        """Number of passages, of last words of several tokens, and of tokens of the longest passage with its word."""
         return {
             "passages": len(self.passages),
             "words_of_several_tokens": sum(len(passage.word) > 1 for passage in self.passages),
@@ -80,7 +80,7 @@ def read_task(config: WikiText103Config | LambadaConfig, tokenizer: Tokenizer) -
     """Read and tokenize a task's file.
 
     Raises:
-        ValueError: a file that cannot be scored; see `read_text_file`, `Windows` and `read_passages`.
+        ValueError: the file cannot be scored; see `read_text_file`, `Windows` and `read_passages`.
     """
     file = read_text_file(config.path)
     if isinstance(config, LambadaConfig):
@@ -93,12 +93,12 @@ def read_task(config: WikiText103Config | LambadaConfig, tokenizer: Tokenizer) -
     return WikiText103(file.name, file.sha256, count_words(file.text), tokens, windows)
 
 
-def find_evidence(task: WikiText103 | Lambada, model: TransformerConfig, step: int) -> tuple[str, str | None]:
-    """What a record of this evaluation may say of itself.
+def record_kind(task: WikiText103 | Lambada, model: TransformerConfig, step: int) -> tuple[str, str | None]:
+    """Return the kind of this evaluation's record and the paper's name of the model's size.
 
     Returns:
-        `run` where the model's size, its steps, the file and the protocol are those of Table 3, else `scaled_down`; and
-        the paper's name of the model's size, None where it has none.
+        `run` if model size, steps, file and protocol are those of Table 3, otherwise `scaled_down`; and the name, None
+        if the paper has no model of this size.
     """
     shape = (model.num_layers, model.hidden_size, model.num_attention_heads)
     paper_size = next((name for name, paper in GPT_SIZES.items() if paper == shape), None)
@@ -107,6 +107,6 @@ def find_evidence(task: WikiText103 | Lambada, model: TransformerConfig, step: i
         as_in_paper = (windows.num_targets, windows.window, windows.stride) == (WIKITEXT_TEST_TARGETS, 1024, 32)
     else:
         as_in_paper = task.form == "openai"  # the raw text, section 5.2
-    as_in_paper = as_in_paper and model.vocab_size == GPT_VOCABULARY and model.norm_order is NormOrder.PRE
+    as_in_paper = as_in_paper and model.vocab_size == GPT_VOCABULARY and model.norm_order == "pre"
     is_run = as_in_paper and task.split == "test" and step == STEPS and paper_size is not None
     return "run" if is_run else "scaled_down", paper_size

@@ -1,4 +1,4 @@
-"""From scores of first and last tokens in overlapping windows to answer texts."""
+"""Decode answer texts from logits of first and last tokens in overlapping windows."""
 
 from dataclasses import dataclass, field
 
@@ -9,38 +9,39 @@ from .features import Features
 
 @dataclass
 class Candidates:
-    """Answers of one question, best first, as (text, score), and the score of "no answer"."""
+    """Answers of one question as (text, score), best first, and the score of "no answer"."""
 
     answers: list[tuple[str, float]] = field(default_factory=list)
     null_score: float = np.inf
 
     @property
     def text(self) -> str:
-        """The best answer; empty where no window has one."""
+        """The best answer; empty if no window has one."""
         return self.answers[0][0] if self.answers else ""
 
     @property
     def null_odds(self) -> float:
-        """How much "no answer" scores above the best answer; infinite where there is none."""
+        """Score of "no answer" minus that of the best answer; infinite if there is no answer."""
         return self.null_score - self.answers[0][1] if self.answers else np.inf
 
 
 def decode_answers(
     features: Features, logits: list[np.ndarray], num_best: int, max_answer_length: int
 ) -> dict[str, Candidates]:
-    """The best spans of every question over its windows.
+    """Find the best spans of every question over its windows.
 
-    A span's score is the sum of its first and its last token's logit. Both must be tokens of the context, in order, at
-    most `max_answer_length` apart; where windows overlap, a span counts in the window in which its first token has most
-    context. "No answer" scores as [CLS] twice, in the window where that is lowest.
+    A span's score is the sum of the logits of its first and last token. Both must be context tokens, in order, and the
+    span at most `max_answer_length` tokens long. Where windows overlap, a span counts in the window in which its first
+    token has the most context. The score of "no answer" is that of [CLS] as first and last token, minimized over the
+    windows.
 
     Args:
-        logits: of each window, [2, tokens of the window].
+        logits: per window, [2, tokens of the window].
 
     Returns:
         candidates by id, in the order of the set.
 
-    Source: Devlin et al. 2018, section 4.2 and 4.3, and their `run_squad.py`.
+    Source: Devlin et al. 2018, sections 4.2 and 4.3, and their `run_squad.py`.
     """
     contexts = [p["context"] for a in features.facts["dataset"]["data"] for p in a["paragraphs"] for _ in p["qas"]]
     found = {name: Candidates() for name in features.ids}
@@ -63,7 +64,7 @@ def decode_answers(
 def _best_spans(
     scores: np.ndarray, offsets: np.ndarray, most_context: np.ndarray, num_best: int, max_answer_length: int
 ) -> list[tuple[float, int, int]]:
-    """The best (score, first character, last character excluded) of a window."""
+    """Return the best (score, first character, last character excluded) of a window."""
     usable = offsets[:, 0] >= 0
     firsts = np.flatnonzero(usable & most_context)
     lasts = np.flatnonzero(usable)
@@ -78,7 +79,7 @@ def _best_spans(
 
 
 def _has_most_context(features: Features) -> list[np.ndarray]:
-    """For each window, which of its positions have no better window; bool [tokens of the window]."""
+    """Mark, per window, the positions that have the most context in it; bool [tokens of the window]."""
     windows: dict[int, list[int]] = {}
     for window, example in enumerate(features.window_examples.tolist()):
         windows.setdefault(example, []).append(window)
@@ -90,7 +91,7 @@ def _has_most_context(features: Features) -> list[np.ndarray]:
             continue
         ranges = [_context_tokens(features, window) for window in mine]
         tokens = np.arange(max(last for _, last in ranges))
-        # min(tokens left, tokens right) + 0.01 x length, as in their code; -inf outside the window.
+        # min(tokens left, tokens right) + 0.01 x length, as in run_squad.py; -inf outside the window.
         scores = np.full((len(mine), len(tokens)), -np.inf)
         for row, (first, last) in enumerate(ranges):
             inside = tokens[first:last]
@@ -103,7 +104,7 @@ def _has_most_context(features: Features) -> list[np.ndarray]:
 
 
 def _context_tokens(features: Features, window: int) -> tuple[int, int]:
-    """First token of the context in a window, and the one after its last."""
+    """Return the first context token of a window and the one after its last."""
     length = features.starts[window + 1] - features.starts[window] - features.second_starts[window] - 1
     first = int(features.window_starts[window])
     return first, first + int(length)

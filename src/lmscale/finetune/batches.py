@@ -1,4 +1,4 @@
-"""Which items a step holds, how they are dealt to the ranks, and their tensors: nothing dropped, little padding."""
+"""Divide items into steps and ranks and build their tensors; no item is dropped and padding is small."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,15 +15,15 @@ Batch = dict[str, Any]
 def epoch_steps(
     lengths: np.ndarray, global_batch_size: int, pool_batches: int, seed: int, epoch: int
 ) -> list[np.ndarray]:
-    """Items of every step of an epoch: each item once, a step's items of similar length, steps in random order.
+    """Return the items of every step of an epoch, with similar lengths within a step and steps in random order.
 
-    The shuffled items are cut into pools of `pool_batches` steps; a pool is sorted by length and cut into steps; the
-    steps of the epoch are shuffled. The last pool's remainder is a smaller step. A function of (lengths, seed, epoch)
-    alone: no layout changes it.
+    The shuffled items are divided into pools of `pool_batches` steps, each pool is sorted by length and divided into
+    steps, and the steps of the epoch are shuffled. The remainder of the last pool is a smaller step. The result depends
+    only on (lengths, seed, epoch), not on the layout.
 
     Args:
-        lengths: tokens of each item, [n].
-        pool_batches: 1 keeps the shuffle as it is.
+        lengths: tokens per item, [n].
+        pool_batches: 1 disables sorting by length.
 
     Returns:
         ceil(n / global_batch_size) arrays of item numbers.
@@ -41,14 +41,14 @@ def epoch_steps(
 
 
 class TrainingSteps:
-    """Every step of a training as the list of one data rank's micro-batches.
+    """The steps of a training run, each as a list of one data rank's micro-batches.
 
-    Rank r of W takes items r, r + W, ... of a step. Where a step has fewer items than ranks, a rank without one takes
-    the first with weight 0, because all ranks must take part in the sum of the gradients.
+    Rank r of W takes items r, r + W, ... of a step. If a step has fewer items than ranks, a rank without an item takes
+    the first one with weight 0, because all ranks must take part in the gradient all-reduce.
 
     Args:
         features: of the training set.
-        global_batch_size, micro_batch_size: items of a step, and of a forward pass.
+        global_batch_size, micro_batch_size: items per step and per forward pass.
         num_epochs, seed, pool_batches: see `epoch_steps`.
         dp_rank, dp_size: r and W.
     """
@@ -75,7 +75,7 @@ class TrainingSteps:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         for epoch in range(self.num_epochs):
-            number = epoch * len(self.features)  # of the first item of the step, over the whole training
+            number = epoch * len(self.features)  # of the step's first item, counted over the whole run
             for step in epoch_steps(self.lengths, self.global_batch_size, self.pool_batches, self.seed, epoch):
                 yield self._share(step, number)
                 number += len(step)
@@ -96,14 +96,14 @@ class TrainingSteps:
 
 
 class ScoringBatches:
-    """Every item of some sets once over the data ranks, longest first, as batches of similar length.
+    """Batches of similar length that cover every item of the given sets once over the data ranks, longest first.
 
-    It has no length on purpose: Lightning leaves the whole validation out on a rank whose loader has length 0, and the
-    others would wait for it.
+    It deliberately has no `__len__`: Lightning skips validation on a rank whose loader has length 0, and the other
+    ranks would wait for it.
 
     Args:
         sets: features by name.
-        num_sequences: of a forward pass, at most (an item's sequences stay together).
+        num_sequences: maximum per forward pass; the sequences of an item stay together.
     """
 
     def __init__(self, sets: dict[str, Features], num_sequences: int, dp_rank: int = 0, dp_size: int = 1) -> None:
@@ -120,11 +120,11 @@ class ScoringBatches:
 
 
 def collate(features: Features, items: np.ndarray) -> Batch:
-    """Tensors of some items, padded to the longest of them.
+    """Build the tensors of some items, padded to the longest.
 
     Shapes:
         b sequences (items x choices) of at most s tokens: `tokens`, `token_types` int64 [b, s]; `attention_mask` bool
-        [b, s], None where nothing is padded; `labels` int64 [items] or [items, 2].
+        [b, s], None without padding; `labels` int64 [items] or [items, 2].
     """
     choices = features.num_choices
     rows = (items[:, None] * choices + np.arange(choices)).ravel()
@@ -132,7 +132,7 @@ def collate(features: Features, items: np.ndarray) -> Batch:
     lengths = features.starts[rows + 1] - starts
     places = np.arange(lengths.max())
     is_real = places < lengths[:, None]
-    tokens = np.zeros(is_real.shape, dtype=np.int64)  # [PAD] is masked, its id does not matter
+    tokens = np.zeros(is_real.shape, dtype=np.int64)  # padding is masked, so its id does not matter
     tokens[is_real] = features.tokens[(starts[:, None] + places)[is_real]]
     types = is_real & (places >= features.second_starts[rows][:, None])
     return {

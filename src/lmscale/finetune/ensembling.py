@@ -1,4 +1,4 @@
-"""Several finetunings as one: classes and choices by their mean probability, spans by their mean logits."""
+"""Ensembles of finetuned models: mean probabilities for classes and choices, mean logits for spans."""
 
 from pathlib import Path
 
@@ -7,28 +7,28 @@ import numpy as np
 from .outputs import SetOutputs, read_outputs
 from .scoring import Predictions, predict_sets, write_predictions
 
-_CHOICES = ("max_answer_length", "num_best", "null_threshold", "labels")  # of how logits become answers
+_DECODING_KEYS = ("max_answer_length", "num_best", "null_threshold", "labels")
 
 
 def ensemble(runs: list[Path], out: Path) -> tuple[dict[str, float], list[str]]:
-    """Combine the outputs that runs have left for each set, score them, and write the predictions.
+    """Combine the outputs of runs for each set, score them, and write the predictions.
 
-    Classification and choice: the mean of the members' probabilities. Spans: the mean of their logits, token by token
-    in the same windows, so that an answer no member has first can win; SQuAD 2.0's threshold is tuned again.
+    For classification and choice, the members' probabilities are averaged. For spans, their logits are averaged per
+    token in the same windows, so an answer can win that is no member's best; SQuAD 2.0's threshold is tuned again.
 
     Args:
         runs: run folders of one task.
         out: folder for `<set>/` with the predictions.
 
     Returns:
-        metrics by name, as a run has them; and alarms.
+        metrics by name, as for a single run, and warnings.
 
     Raises:
-        ValueError: fewer than two runs or one twice; another task, set, id, label, question or (spans) window than the
-            first's, another rule for answers, or other sets to choose on; a folder that is damaged.
+        ValueError: there are fewer than two runs or one is given twice; tasks, sets, ids, labels, questions, windows,
+            decoding settings or validation sets differ; or a folder is damaged.
 
-    Source: section 5.3 (ensembles of five); Megatron-LM v1.0's `ensemble_classifier.py` averages probabilities, too;
-        for spans nothing was published.
+    Source: section 5.3 (ensembles of five); Megatron-LM v1.0's `ensemble_classifier.py` also averages probabilities;
+        nothing was published for spans.
     """
     if len(runs) < 2 or len({run.resolve() for run in runs}) < len(runs):
         raise ValueError(f"an ensemble must have at least two runs, each once, but has {', '.join(map(str, runs))}")
@@ -57,12 +57,12 @@ def _sets_of(run: Path) -> list[str]:
     folder = run / "predictions"
     names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     if not names:
-        raise ValueError(f"{run} must be the folder of a finetuning that has ended, but has no predictions")
+        raise ValueError(f"{run} must be the folder of a completed finetuning, but has no predictions")
     return names
 
 
 def _check_member(member: SetOutputs, first: SetOutputs, who: str, first_run: Path) -> None:
-    """Every member must have scored the same things in the same order."""
+    """Check that a member has scored the same items in the same order as the first one."""
     if member.task.name != first.task.name:
         raise ValueError(f"{who} must be of the task of {first_run}, {first.task.name}, but is of {member.task.name}")
     if member.task.chosen_on() != first.task.chosen_on():
@@ -70,7 +70,7 @@ def _check_member(member: SetOutputs, first: SetOutputs, who: str, first_run: Pa
             f"{who} must have the validation sets of {first_run}, {', '.join(first.task.chosen_on())}, but has "
             + (", ".join(member.task.chosen_on()) or "none")
         )
-    for key in _CHOICES:
+    for key in _DECODING_KEYS:
         if getattr(member.task, key) != getattr(first.task, key):
             raise ValueError(
                 f"{who} must have the `task.{key}` of {first_run}, {getattr(first.task, key)}, but has "
@@ -82,8 +82,8 @@ def _check_member(member: SetOutputs, first: SetOutputs, who: str, first_run: Pa
         what = f"{len(ours.ids)} ids" if place is None else f"{ours.ids[place]!r} in place {place}"
         there = f"{len(theirs.ids)} ids" if place is None else repr(theirs.ids[place])
         raise ValueError(f"{who} must have the ids of {first_run} ({there}), but has {what}")
-    if ours.facts != theirs.facts:  # of SQuAD the whole file, of RACE the levels
-        raise ValueError(f"{who} must have the questions of {first_run}, but has others under the same ids")
+    if ours.facts != theirs.facts:  # for SQuAD the whole file, for RACE the levels
+        raise ValueError(f"{who} must have the questions of {first_run}, but has others with the same ids")
     same = ours.labels.shape == theirs.labels.shape and (ours.labels == theirs.labels).all()
     if ours.offsets is not None:
         same = same and ours.offsets.shape == theirs.offsets.shape and (ours.offsets == theirs.offsets).all()
@@ -94,7 +94,7 @@ def _check_member(member: SetOutputs, first: SetOutputs, who: str, first_run: Pa
 
 
 def _combine(members: list[SetOutputs]) -> list[np.ndarray]:
-    """Logits of the ensemble for each item."""
+    """Return the ensemble's logits per item."""
     of_items = list(zip(*(member.logits for member in members), strict=True))
     if members[0].features.offsets is not None:
         return [np.mean(np.stack(rows).astype(np.float64), axis=0) for rows in of_items]

@@ -1,13 +1,13 @@
-"""Examples of the benchmarks, whatever file they came from, and an account of rows that are not usable."""
+"""Examples of the benchmarks, independent of their file format, and a report of unusable rows."""
 
 from dataclasses import dataclass, field
 
-_MAX_LISTED = 10  # row numbers in a message
+_MAX_LISTED = 10  # row numbers per message
 
 
 @dataclass(frozen=True)
 class PairExample:
-    """One or two texts and the number of their class; None where it is not known (test sets)."""
+    """One or two texts and the number of their class; None if unknown (test sets)."""
 
     id: str
     first: str
@@ -17,7 +17,7 @@ class PairExample:
 
 @dataclass(frozen=True)
 class ChoiceExample:
-    """A question on an article with its options and the number of the right one; `group` is the level."""
+    """A question on an article, its options and the number of the right one; `group` is the level."""
 
     id: str
     group: str
@@ -29,7 +29,7 @@ class ChoiceExample:
 
 @dataclass(frozen=True)
 class SpanExample:
-    """A question whose answer is a part of the context: (text, first character) of each annotator; none: no answer."""
+    """A question answered by spans of the context: (text, first character) per annotator; empty if unanswerable."""
 
     id: str
     title: str
@@ -43,7 +43,7 @@ Example = PairExample | ChoiceExample | SpanExample
 
 
 def is_text(value: object) -> bool:
-    """Whether it is a string that a tokenizer takes: JSON can hold halves of surrogate pairs."""
+    """Return whether a value is a string that can be tokenized; JSON may contain lone surrogates."""
     if not isinstance(value, str):
         return False
     try:
@@ -54,14 +54,14 @@ def is_text(value: object) -> bool:
 
 
 @dataclass
-class RowAccount:
-    """What was wrong with rows of one file: counted with their places, or refused.
+class RowReport:
+    """Faulty rows of one file.
 
     Args:
         source: name of the file or data set, for messages.
-        skipped: places of the rows that were left out, by reason.
-        kept: places of the rows that were taken although something is wrong, by what it is.
-        refused: by rule, the places and the first offending value.
+        skipped: locations of skipped rows, by reason.
+        kept: locations of rows that were kept despite a flaw, by flaw.
+        refused: by violated rule, the first offending value and the locations.
     """
 
     source: str
@@ -70,19 +70,19 @@ class RowAccount:
     refused: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
 
     def skip(self, reason: str, place: str) -> None:
-        """Leave a row out."""
+        """Record a skipped row."""
         self.skipped.setdefault(reason, []).append(place)
 
     def keep(self, flaw: str, place: str) -> None:
-        """Take a row that would be left out elsewhere."""
+        """Record a row that is kept despite a flaw."""
         self.kept.setdefault(flaw, []).append(place)
 
     def refuse(self, rule: str, value: object, place: str) -> None:
-        """A row breaks a rule; `check` will say so, with all others that do."""
+        """Record a row that violates a rule, for which `check` raises an error."""
         self.refused.setdefault(rule, (repr(value)[:80], []))[1].append(place)
 
     def check(self) -> None:
-        """Raise what was refused.
+        """Raise an error if rows were refused.
 
         Raises:
             ValueError: one line with the rule, the first value and the rows.
@@ -92,15 +92,15 @@ class RowAccount:
             raise ValueError(f"{self.source} {places[0]}: {rule}, but is {value}{more}")
 
     def notes(self) -> list[str]:
-        """A line for each reason why rows were left out, and for each flaw of rows that were not."""
+        """Return one line per reason for skipping rows, and per flaw of rows that were kept."""
         return [
             f"{self.source}: {len(places)} rows {what}, {reason}: {list_some(places)}"
-            for what, found in (("left out", self.skipped), ("kept", self.kept))
+            for what, found in (("skipped", self.skipped), ("kept", self.kept))
             for reason, places in found.items()
         ]
 
 
 def list_some(places: list[str]) -> str:
-    """The first of some places, and how many more there are."""
+    """List the first locations, and how many more there are."""
     more = f" and {len(places) - _MAX_LISTED} more" if len(places) > _MAX_LISTED else ""
     return ", ".join(places[:_MAX_LISTED]) + more

@@ -1,4 +1,4 @@
-"""Encoded inputs of one set: token ids end to end in a few arrays, kept in a folder."""
+"""Encoded inputs of one set: concatenated token ids in a few arrays, stored in a folder."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,21 +10,23 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Features:
-    """Inputs of the model for one set. An *item* is what is trained on and scored: a pair, a question of RACE with its
-    `num_choices` sequences, a window of SQuAD; an *example* is a row of the data.
+    """Model inputs of one set.
+
+    An *item* is the unit of training and scoring: a pair, a RACE question with its `num_choices` sequences, or a window
+    of SQuAD. An *example* is a row of the data.
 
     Shapes:
-        n items, c choices of an item, t tokens of all sequences together. tokens int32 [t]; starts int64 [n c + 1],
-        where each sequence begins; second_starts int32 [n c], tokens of a sequence before its second text; labels int64
-        [n], or [n, 2] with first and last position of the answer; -1 where not known. SQuAD: offsets int32 [t, 2],
-        first and last character (excluded) of a token of the context, else -1; window_examples int32 [n], number of the
-        example; window_starts int32 [n], number in the context of the window's first token.
+        n items, c choices per item, t tokens of all sequences. tokens int32 [t]; starts int64 [n c + 1], first token of
+        each sequence; second_starts int32 [n c], tokens of a sequence before its second text; labels int64 [n], or
+        [n, 2] with first and last position of the answer; -1 if unknown. SQuAD: offsets int32 [t, 2], first and last
+        character (excluded) of each context token, -1 for other tokens; window_examples int32 [n], index of the
+        example; window_starts int32 [n], index in the context of the window's first token.
 
     Args:
         ids: of the examples.
-        facts: what scoring needs besides: `groups`, or SQuAD's `dataset` in the official form.
-        notes: on rows that were left out, a line each.
-        identity: hash of everything they were made from.
+        facts: further data for scoring: `groups`, or SQuAD's `dataset` in the official form.
+        notes: one line per reason for skipping rows.
+        identity: hash of everything the features depend on.
     """
 
     tokens: np.ndarray
@@ -45,15 +47,15 @@ class Features:
 
     @property
     def is_labelled(self) -> bool:
-        """Whether every item has its label."""
+        """Whether every item has a label."""
         return bool((self.labels >= 0).all())
 
     def lengths(self) -> np.ndarray:
-        """Tokens of each item's longest sequence, int64 [n]."""
+        """Return the tokens of each item's longest sequence, int64 [n]."""
         return np.diff(self.starts).reshape(len(self), self.num_choices).max(axis=1)
 
     def first(self, count: int | None) -> "Features":
-        """The first `count` items, all of them where that is None; for training only."""
+        """Return the first `count` items, or all if it is None; for training only."""
         if count is None or count >= len(self):
             return self
         sequences = count * self.num_choices
@@ -74,7 +76,7 @@ _VALUES = ("ids", "num_choices", "facts", "notes")
 
 
 def load_features(folder: Path) -> Features:
-    """What `save_features` has written; arrays are mapped, not read."""
+    """Load what `save_features` has written; arrays are memory-mapped."""
     arrays = {
         name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS if (folder / f"{name}.npy").is_file()
     }
@@ -83,7 +85,7 @@ def load_features(folder: Path) -> Features:
 
 
 def save_features(features: Features, folder: Path) -> None:
-    """Write the arrays and values into a folder that is there."""
+    """Write the arrays and values to an existing folder."""
     for name in _ARRAYS:
         if getattr(features, name) is not None:
             np.save(folder / f"{name}.npy", getattr(features, name))

@@ -19,7 +19,7 @@ from ..checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished
 from ..config import ParallelConfig
 from ..config.finetune import FinetuneConfig
 from ..parallel import ParallelContext
-from ..results import new_record, refuse_other_record, write_record
+from ..results import check_no_record, new_record, write_record
 from ..training.output.metrics_file import MetricsFile
 from ..training.output.run_folder import describe_channel
 from ..training.runtime.exit_codes import DONE, USER_ERROR
@@ -28,14 +28,14 @@ from ..training.runtime.run_lock import RunLock
 from ..training.runtime.watchdog import Watchdog
 from ..training.strategy import TensorParallelStrategy
 from .batches import ScoringBatches, TrainingSteps
-from .evidence import find_evidence
 from .features import Features, load_features
+from .initial_checkpoint import InitialCheckpoint, check_initial_checkpoint
 from .module import FinetuneModule
 from .outputs import write_outputs
 from .preparing import prepare_features
+from .record_kind import record_kind
 from .scoring import metric_names
 from .sources import check_place
-from .starting_point import StartingPoint, check_starting_point
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
@@ -48,7 +48,7 @@ class FinetuneJob:
     """A finetuning that has passed every check: what each rank is given. Picklable, without the data."""
 
     run: FinetuneConfig
-    start: StartingPoint
+    start: InitialCheckpoint
     layout: ParallelConfig
     accelerator: str
     train: Path | None
@@ -73,13 +73,13 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
         ValueError: anything that cannot work, in one line.
     """
     accelerator, task = resolve_accelerator(run.trainer.accelerator), run.task
-    refuse_other_record(run.run_dir)
+    check_no_record(run.run_dir)
     places = dict(task.scored_sets())
     if run.trainer.num_epochs:
         check_place(task.train, "task.train")
     for name, place in places.items():
         check_place(place, f"task.{'validation' if name in task.validation else 'test'}.{name}")
-    start, tokenizer = check_starting_point(run)
+    start, tokenizer = check_initial_checkpoint(run)
     layout = _layout(run, accelerator)
     start.config.check_tensor_parallel(layout.tp_size)
     cache = Path(run.cache_dir)
@@ -283,7 +283,7 @@ def _write_record(job: FinetuneJob, module: FinetuneModule, features: Features |
         sets["train"] = {"examples": len(features.ids), "items": len(features), "notes": features.notes}
     on_gpu = job.accelerator == "gpu"
     num_scored = {name: len(f.ids) for name, f in module.sets.items()}
-    kind, paper_size = find_evidence(run, job.start.config, num_scored, None if features is None else len(features.ids))
+    kind, paper_size = record_kind(run, job.start.config, num_scored, None if features is None else len(features.ids))
     found = new_record(
         name=run.name,
         kind=kind,

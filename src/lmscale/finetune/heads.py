@@ -1,4 +1,4 @@
-"""BERT's encoder under the heads of the tasks: sequence classification, multiple choice, span."""
+"""BERT's encoder with a task head: sequence classification, multiple choice, or span."""
 
 import torch
 import torch.nn.functional as F
@@ -11,20 +11,20 @@ from .tasks import HeadKind
 
 
 class FinetuneModel(nn.Module):
-    """The encoder, the pooler (not for spans) and one linear layer, which is replicated like the pooler.
+    """The encoder, the pooler (not for spans) and one linear layer, replicated over tensor ranks like the pooler.
 
     classification: dropout(tanh(pooler(hidden of [CLS]))) -> h x k
-    choice:         the same with k = 1 for each of a question's c sequences; softmax over the c
-    span:           hidden of every token -> h x 2, first and last token of the answer; padding is -inf
+    choice:         the same with k = 1 for each of a question's c sequences; softmax over the c sequences
+    span:           hidden of every token -> h x 2, logits of first and last token of the answer; padding is -inf
 
-    Parameters are called as in `BERT` (`transformer.`, `pooler.`); the layer is `head.`.
+    Parameters are named as in `BERT` (`transformer.`, `pooler.`); the linear layer is `head.`.
 
     Shapes:
         tokens, token_types int64 [b, s]; attention_mask bool [b, s] or None; sample_keys int32 [b], needed in training
         with dropout. Returns [b, k], [b/c, c] or [b, 2, s]; fp32 for half types.
 
     Communicates:
-        over the tensor group what the transformer does; the heads nothing.
+        over the tensor group, only within the transformer.
 
     Source: section 5.3; Devlin et al. 2018, section 4; Megatron-LM v1.0 for the dropout before the layer.
     """
@@ -63,7 +63,7 @@ class FinetuneModel(nn.Module):
         return logits.view(-1, self.num_outputs) if self.kind is HeadKind.CHOICE else logits
 
     def item_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of each item in nats, [items]; of a span the mean of first and last token's.
+        """Compute the cross-entropy of each item in nats, [items]; for spans the mean over first and last token.
 
         Shapes:
             logits as `forward` returns them; labels int64 [items], or [items, 2] for spans.
@@ -84,12 +84,12 @@ def build_finetune_model(
     draw_encoder: bool,
     draw_pooler: bool,
 ) -> FinetuneModel:
-    """This rank's shard of a model for finetuning.
+    """Build this rank's shard of a model for finetuning.
 
     Args:
-        num_outputs: classes, or choices of a question; unused for spans.
-        seed: of the head, of everything where `draw_encoder`, of the pooler where `draw_pooler`; the rest is left for a
-            checkpoint.
+        num_outputs: classes, or choices per question; unused for spans.
+        seed: initializes the head, the encoder if `draw_encoder`, and the pooler if `draw_pooler`; all other parameters
+            are uninitialized, to be loaded from a checkpoint.
 
     Raises:
         ValueError: `tp_size` does not divide the model.
@@ -99,7 +99,7 @@ def build_finetune_model(
         model = FinetuneModel(bert.transformer, bert.pooler, kind, num_outputs, head_dropout, context)
     model.head.to(dtype)
     drawn = {"head": model.head} | ({"pooler": model.pooler} if draw_pooler and kind is not HeadKind.SPAN else {})
-    initialize_parameters(nn.ModuleDict(drawn), seed, context)  # a parameter's numbers depend on its whole name
+    initialize_parameters(nn.ModuleDict(drawn), seed, context)  # initialization depends on a parameter's full name
     return model
 
 

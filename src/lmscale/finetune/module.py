@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..checkpoint import CheckpointError, CheckpointReader, checkpoint_name
 from ..config.finetune import FinetuneConfig
 from ..parallel import ParallelContext, sample_dropout_keys, seed_rank_generator
-from ..parallel.collectives import sum_over_data_ranks
+from ..parallel.data_collectives import sum_over_data_ranks
 from ..training.runtime.exit_codes import DIVERGED, DONE
 from ..training.runtime.watchdog import Watchdog
 from ..training.step.module import DTYPES
@@ -25,10 +25,10 @@ from ..training.step.schedule import learning_rate_of_update
 from .batches import Batch
 from .features import Features
 from .heads import FinetuneModel, build_finetune_model
+from .initial_checkpoint import InitialCheckpoint
 from .scoring import Predictions, predict_sets
-from .starting_point import StartingPoint
-from .stopwatch import Stopwatch
 from .tasks import HeadKind, benchmark_of
+from .timing import Timer
 
 
 class FinetuneModule(L.LightningModule):
@@ -55,7 +55,7 @@ class FinetuneModule(L.LightningModule):
     def __init__(
         self,
         run: FinetuneConfig,
-        start: StartingPoint,
+        start: InitialCheckpoint,
         sets: dict[str, Features],
         num_steps: int,
         steps_per_epoch: int,
@@ -76,7 +76,7 @@ class FinetuneModule(L.LightningModule):
         self.metrics: dict[str, float] = {}  # of the last scoring, on every rank
         self.predictions: dict[str, Predictions] = {}  # the same, on rank 0
         self.logits: dict[str, list[np.ndarray]] = {}
-        self.items_trained, self.stopwatch = 0, Stopwatch()
+        self.items_trained, self.stopwatch = 0, Timer()
         self._found: list[tuple[str, np.ndarray, list[np.ndarray]]] = []
 
     @property

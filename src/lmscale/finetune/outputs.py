@@ -1,4 +1,4 @@
-"""What a run leaves for each scored set: predictions in the benchmark's form, and all that an ensemble needs."""
+"""Output files of a run per scored set: predictions in the benchmark's format, and inputs of an ensemble."""
 
 import json
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ LOGITS, TASK, FEATURES = "logits.npy", "task.json", "features"
 
 @dataclass(frozen=True)
 class SetOutputs:
-    """Logits of one set with what they belong to."""
+    """Logits of one set with its task and features."""
 
     task: TaskConfig
     features: Features
@@ -30,7 +30,7 @@ def write_outputs(
     predictions: dict[str, Predictions],
     logits: dict[str, list[np.ndarray]],
 ) -> None:
-    """`folder/<set>/`: predictions; `logits.npy`, fp32 [n, classes] or for spans [2, t]; the features themselves."""
+    """Write `folder/<set>/`: predictions, `logits.npy` (fp32 [n, classes], for spans [2, t]), and the features."""
     for name, features in sets.items():
         place = folder / name
         write_predictions(place, task, name, predictions[name])
@@ -42,10 +42,10 @@ def write_outputs(
 
 
 def read_outputs(folder: Path) -> SetOutputs:
-    """What `write_outputs` left for one set.
+    """Read the outputs of one set.
 
     Raises:
-        ValueError: it is not such a folder, or not whole.
+        ValueError: the folder has no outputs, or they are incomplete.
     """
     try:
         task = build(TaskConfig, json.loads((folder / TASK).read_text(encoding="utf-8")), "task.")

@@ -1,4 +1,4 @@
-"""Inputs of classification and multiple choice: [CLS] A [SEP] B [SEP]."""
+"""Encode inputs of classification and multiple choice: [CLS] A [SEP] B [SEP]."""
 
 import re
 
@@ -11,9 +11,9 @@ from .features import Features
 
 
 def clean_text(text: str) -> str:
-    """Line ends and runs of white space as one space, " . " as ". ".
+    """Replace line ends and runs of white space by one space, and " . " by ". ".
 
-    Source: Megatron-LM v1.0, `tasks/data_utils.py`: three passes, because neighbours overlap.
+    Source: Megatron-LM v1.0, `tasks/data_utils.py`; three passes, because matches can overlap.
     """
     text = re.sub(r"\s+", " ", text)
     for _ in range(3):
@@ -22,9 +22,9 @@ def clean_text(text: str) -> str:
 
 
 def join_pair(first: list[int], second: list[int] | None, cls: int, sep: int, max_length: int) -> tuple[list[int], int]:
-    """Ids of [CLS] A [SEP] B [SEP], and how many come before B; of [CLS] A [SEP] where there is no B.
+    """Join the ids of [CLS] A [SEP] B [SEP], or [CLS] A [SEP] without B; returns them and how many precede B.
 
-    An input that is too long loses its tail (that of B, and of A where A alone is too long) and ends in [SEP] again.
+    An input that is too long is truncated at its end and closed with [SEP].
 
     Source: Megatron-LM v1.0, `build_tokens_types_paddings_from_ids`.
     """
@@ -36,7 +36,7 @@ def join_pair(first: list[int], second: list[int] | None, cls: int, sep: int, ma
 
 
 def encode_pairs(task: TaskConfig, examples: list[PairExample], tokenizer: Tokenizer, notes: list[str]) -> Features:
-    """One or two texts: one sequence an example."""
+    """Encode examples of one or two texts, one sequence per example."""
     cls, sep = tokenizer.id_of("[CLS]"), tokenizer.id_of("[SEP]")
     firsts = tokenizer.encode_batch([clean_text(e.first) for e in examples])
     seconds = tokenizer.encode_batch([clean_text(e.second or "") for e in examples])
@@ -53,9 +53,9 @@ def encode_pairs(task: TaskConfig, examples: list[PairExample], tokenizer: Token
 
 
 def encode_choices(task: TaskConfig, examples: list[ChoiceExample], tokenizer: Tokenizer, notes: list[str]) -> Features:
-    """RACE: a sequence an option, A = question and option, at most `max_qa_length` tokens, B = article.
+    """Encode RACE: one sequence per option, with A = question and option (at most `max_qa_length` tokens), B = article.
 
-    A question with a gap, "_", takes the option in its place; another has it behind.
+    The option replaces a gap "_" in the question, or is appended if there is none.
 
     Source: Megatron-LM v1.0, `tasks/race/data.py`.
     """
@@ -80,12 +80,12 @@ def encode_choices(task: TaskConfig, examples: list[ChoiceExample], tokenizer: T
 
 
 def join_option(question: str, option: str) -> str:
-    """The question with the option in its gaps, or behind it where it has none."""
+    """Insert the option into the question's gaps, or append it if there is none."""
     return question.replace("_", option) if "_" in question else f"{question} {option}"
 
 
 def pack(sequences: list[tuple[list[int], int]]) -> dict[str, np.ndarray]:
-    """(ids, tokens before the second text) of each sequence as the arrays of `Features`."""
+    """Convert (ids, tokens before the second text) of each sequence to the arrays of `Features`."""
     lengths = [len(ids) for ids, _ in sequences]
     return {
         "tokens": np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in sequences]),

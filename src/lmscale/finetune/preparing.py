@@ -1,4 +1,4 @@
-"""From a file of a benchmark to encoded inputs, once: kept on disk under the hash of everything that made them."""
+"""Encode a benchmark's file once and cache the result under a hash of everything it depends on."""
 
 import hashlib
 import os
@@ -15,15 +15,15 @@ from .features import Features, save_features
 from .sources import fingerprint
 from .tasks import benchmark_of, read_examples
 
-FEATURES_VERSION = 2  # raised when the same rows give other features
+FEATURES_VERSION = 2  # incremented when the same rows give other features
 _SETTINGS = ("name", "max_seq_length", "max_qa_length", "doc_stride", "max_query_length", "columns", "labels")
 
 
 def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_dir: Path) -> Path:
-    """Folder with the features of a place, read and encoded unless that was done before.
+    """Read and encode the rows at `place`, unless they are cached.
 
     Returns:
-        the folder, for `load_features`.
+        folder for `load_features`.
 
     Raises:
         ValueError: the rows cannot be used; see `read_examples`.
@@ -33,8 +33,8 @@ def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_d
     folder = cache_dir / f"{task.name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}"
     if folder.is_dir():
         return folder
-    examples, account = read_examples(task, place)
-    features = encode(task, examples, tokenizer, account.notes())
+    examples, report = read_examples(task, place)
+    features = encode(task, examples, tokenizer, report.notes())
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=cache_dir))
@@ -44,10 +44,10 @@ def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_d
         except OSError:  # another process was first
             shutil.rmtree(temporary)
     except OSError as error:
-        raise ValueError(f"`cache_dir` must be a folder with room, but {cache_dir}: {error}") from None
+        raise ValueError(f"`cache_dir` must be a writable folder with free space, but {cache_dir}: {error}") from None
     return folder
 
 
 def encode(task: TaskConfig, examples: list[Example], tokenizer: Tokenizer, notes: list[str]) -> Features:
-    """Features of examples of one task."""
+    """Encode examples of one task."""
     return benchmark_of(task).encode(task, examples, tokenizer, notes)

@@ -1,4 +1,4 @@
-"""The paper's protocol over many runs: the best setting of a search, the median of several seeds."""
+"""The paper's protocol over many runs: the best setting of a search, and the median over seeds."""
 
 import json
 import statistics
@@ -10,16 +10,16 @@ from ..config.finetune import TASKS
 from .tasks import objective_of
 
 RECORD = "record.json"
-# What differs between runs of one setting, or follows from the seed or the place.
+# Keys that may differ between runs of one setting, or that follow from the seed or the path.
 _NOT_A_SETTING = {"seed", "run_dir", "overrides", "cache_dir", "sets", "objective"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that differ in their seed alone.
+    """Runs that differ only in their seed.
 
     Args:
-        differing: the keys in which the settings of a folder differ, with this one's values.
+        differing: keys in which the settings of a folder differ, with this setting's values.
         scores: development score by run folder.
     """
 
@@ -33,18 +33,18 @@ class Setting:
 
     @property
     def median_run(self) -> Path:
-        """The run whose score is the median; of an even number of runs the lower of the two in the middle."""
+        """The run with the median score; for an even number of runs, the lower of the two middle ones."""
         return sorted(self.scores, key=lambda run: (self.scores[run], str(run)))[(len(self.scores) - 1) // 2]
 
 
 def read_settings(folder: str | Path, metric: str | None = None) -> list[Setting]:
-    """The settings of all finetunings below a folder, best median first.
+    """Read the settings of all finetunings below a folder, ordered by descending median.
 
     Args:
-        metric: which is compared; None: the task's own (accuracy, or F1 for SQuAD).
+        metric: metric to compare; None uses the task's objective (accuracy, or F1 for SQuAD).
 
     Raises:
-        ValueError: no records, records of several tasks, a metric that one lacks, or two runs of one seed.
+        ValueError: there are no records, they are of several tasks, a metric is missing, or two runs have one seed.
     """
     runs = {path.parent: _read(path) for path in sorted(Path(folder).rglob(RECORD))}
     runs = {run: record for run, record in runs.items() if _task_of(record)}
@@ -66,7 +66,7 @@ def read_settings(folder: str | Path, metric: str | None = None) -> list[Setting
         values = {key: flat[run].get(key) for key in differing}
         twin = seeds.setdefault((repr(values), record["seed"]), run)
         if twin != run:
-            raise ValueError(f"runs of one setting must differ in their seed, but {twin} and {run} both have it")
+            raise ValueError(f"runs of one setting must differ in their seed, but those of {twin} and {run} are equal")
         setting = found.setdefault(repr(values), Setting(values, {}))
         setting.scores[run] = record["metrics"][name]["value"]
     return sorted(found.values(), key=lambda setting: -setting.median)
@@ -83,7 +83,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _task_of(record: dict[str, Any]) -> str | None:
-    """The benchmark of a finetuning's record; None of any other's."""
+    """Return the benchmark of a finetuning's record; None for other records."""
     config = record.get("config")
     task = config.get("task") if isinstance(config, dict) else None
     is_ours = isinstance(task, dict) and (task.get("name") in TASKS or task.get("columns"))

@@ -1,4 +1,4 @@
-"""From logits to predictions, metrics and files in the benchmarks' own formats."""
+"""Convert logits to predictions, metrics and files in the benchmarks' formats."""
 
 import json
 import math
@@ -19,13 +19,13 @@ from .tasks import HeadKind, benchmark_of
 
 @dataclass
 class Predictions:
-    """What a model says about one set.
+    """A model's predictions for one set.
 
     Args:
         answers: class names or answer texts by id, in the order of the set.
-        metrics: plain names to percent; empty where the labels are not known.
-        null_odds: SQuAD 2.0: how much likelier "no answer" is than `texts`, the best answer that is not empty.
-        alarms: what a reader must know.
+        metrics: percent by plain name; empty if the labels are unknown.
+        null_odds: SQuAD 2.0: score of "no answer" minus that of the best non-empty answer, by id.
+        alarms: warnings for the user.
     """
 
     answers: dict[str, str]
@@ -37,18 +37,19 @@ class Predictions:
 def predict_sets(
     task: TaskConfig, sets: dict[str, Features], logits: dict[str, list[np.ndarray]], chosen_on: list[str]
 ) -> tuple[dict[str, Predictions], dict[str, float]]:
-    """Predictions for every set, and the metrics of all by full name.
+    """Compute the predictions for every set and all metrics by full name.
 
     Args:
-        logits: of each item: [classes], [choices], or [2, tokens] of a window.
-        chosen_on: sets that may choose the null threshold of SQuAD 2.0, the first does; without one it is the task's.
+        logits: per item: [classes], [choices], or [2, tokens] of a window.
+        chosen_on: validation sets. SQuAD 2.0's null threshold is tuned on the first; if there is none, it is the
+            task's.
 
     Returns:
-        predictions by set; metrics as `<task>/<metric>` for all validation sets of classes together, or else for a
-        set called dev, and `<task>/<metric>_<set>` for the others.
+        predictions by set; metrics named `<task>/<metric>` for all validation sets pooled (classes) or a set called
+        dev, and `<task>/<metric>_<set>` for others.
 
     Raises:
-        ValueError: SQuAD 2.0 with neither a validation set nor a threshold.
+        ValueError: SQuAD 2.0 has neither a validation set nor a threshold.
     """
     if benchmark_of(task).head is HeadKind.SPAN:
         predictions, metrics = _predict_spans(task, sets, logits, chosen_on)
@@ -72,7 +73,7 @@ def _predict_classes(task: TaskConfig, features: Features, logits: list[np.ndarr
 
 
 def metric_names(task: TaskConfig, sets: dict[str, Features], chosen_on: list[str]) -> list[str]:
-    """The names that `predict_sets` will give its metrics, known before a model has been run."""
+    """Return the names of `predict_sets`' metrics, before a model has been run."""
     labelled = {name: features for name, features in sets.items() if features.is_labelled}
     if benchmark_of(task).head is HeadKind.SPAN:
         names = ["squad_v2/null_threshold"] if task.name == "squad_v2" else []
@@ -85,7 +86,7 @@ def metric_names(task: TaskConfig, sets: dict[str, Features], chosen_on: list[st
 
 
 def _full_name(task: TaskConfig, metric: str, set_name: str, pooled: Collection[str]) -> str:
-    """The plain name for dev, unless it says what several sets have together."""
+    """Return the metric's name, without the set for dev, unless that name denotes a pooled metric."""
     plain = f"{task.name}/{metric}"
     return plain if set_name == "dev" and plain not in pooled else f"{plain}_{set_name}"
 
@@ -93,7 +94,7 @@ def _full_name(task: TaskConfig, metric: str, set_name: str, pooled: Collection[
 def _pooled(
     task: TaskConfig, sets: dict[str, Features], chosen_classes: dict[str, list[int]], chosen_on: list[str]
 ) -> dict[str, float]:
-    """Metrics of all labelled validation sets as one (MNLI: matched and mismatched)."""
+    """Compute the metrics of all labelled validation sets pooled (MNLI: matched and mismatched)."""
     names = [name for name in chosen_on if sets[name].is_labelled]
     if not names or names == ["dev"]:
         return {}
@@ -116,7 +117,7 @@ def _predict_spans(
         threshold = task.null_threshold
         if threshold is None:
             if not chosen_on:
-                raise ValueError("`task.null_threshold` must be given where `task.validation` has no set, but is null")
+                raise ValueError("`task.null_threshold` must be given if `task.validation` has no set, but is null")
             name = chosen_on[0]
             texts = {key: found.text for key, found in candidates[name].items()}
             odds = {key: found.null_odds for key, found in candidates[name].items()}
@@ -125,7 +126,7 @@ def _predict_spans(
         metrics["squad_v2/null_threshold"] = threshold
     predictions = {}
     for name, found in candidates.items():
-        # Not "odds > threshold" alone: a threshold of -infinity refuses every answer.
+        # Not `null_odds > threshold`: a threshold of -infinity must reject every answer.
         answers = {
             key: "" if threshold is not None and not best.null_odds <= threshold else best.text
             for key, best in found.items()
@@ -139,22 +140,22 @@ def _predict_spans(
 
 
 def _span_metrics(dataset: dict[str, Any], answers: dict[str, str]) -> tuple[dict[str, float], str | None]:
-    """The scores of a set in percent, and the alarm where all answers are null."""
+    """Return the scores of a set in percent, and a warning if all answers are null."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AllNullWarning)  # it is returned
+        warnings.simplefilter("ignore", AllNullWarning)  # returned instead
         scores = score(dataset, answers)
     return {k: v for k, v in scores.items() if not k.endswith(("total", "missing"))}, all_null_alarm(scores)
 
 
 def write_predictions(folder: Path, task: TaskConfig, set_name: str, predictions: Predictions) -> Path:
-    """A set's predictions in the form in which the benchmark takes them.
+    """Write a set's predictions in the benchmark's submission format.
 
-    GLUE: `MNLI-m.tsv`, `MNLI-mm.tsv`, `QQP.tsv` with index and prediction, and so for a table of one's own; SQuAD:
-    `predictions.json` of id and text, 2.0 also `null_odds.json`; RACE, which has no such form: `predictions.json` of id
-    and letter.
+    GLUE: `MNLI-m.tsv`, `MNLI-mm.tsv`, `QQP.tsv` with index and prediction, and likewise for a user table. SQuAD:
+    `predictions.json` of id and text, for 2.0 also `null_odds.json`. RACE, which has no such format:
+    `predictions.json` of id and letter.
 
     Returns:
-        the file.
+        path of the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     benchmark = benchmark_of(task)
@@ -166,7 +167,7 @@ def write_predictions(folder: Path, task: TaskConfig, set_name: str, predictions
     path = folder / "predictions.json"
     path.write_text(json.dumps(predictions.answers, indent=1, ensure_ascii=False), encoding="utf-8")
     if predictions.null_odds is not None:
-        # JSON has no infinity; where there is no other answer, "no answer" is as sure as can be.
+        # JSON has no infinity, which means that there is no other answer.
         odds = {key: value if math.isfinite(value) else 1e9 for key, value in predictions.null_odds.items()}
         (folder / "null_odds.json").write_text(json.dumps(odds, indent=1), encoding="utf-8")
     return path

@@ -1,4 +1,4 @@
-"""Rows of official files and of data sets on the Hugging Face hub, each with its place for messages."""
+"""Read rows of official files and of Hugging Face data sets, each with its location for messages."""
 
 import gzip
 import hashlib
@@ -13,22 +13,22 @@ Rows = Iterator[tuple[str, dict[str, Any]]]
 
 
 def is_on_hub(place: str) -> bool:
-    """Whether a place is a split on the hub."""
+    """Return whether a path denotes a split on the hub."""
     return place.startswith(FROM_HUB)
 
 
 def check_place(place: str, key: str) -> None:
-    """Refuse a path that is not there.
+    """Check that a path exists.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: it does not exist; the message names the key.
     """
     if not is_on_hub(place) and not Path(place).exists():
         raise ValueError(f"`{key}` must be a file or folder, or hub:<split>, but {place} does not exist")
 
 
 def read_text(path: Path) -> str:
-    """Text of a file, unpacked where its name ends in .gz, without a byte order mark.
+    """Read a text file without byte-order mark, decompressed if its name ends in .gz.
 
     Raises:
         ValueError: it cannot be read or is not UTF-8.
@@ -41,12 +41,12 @@ def read_text(path: Path) -> str:
 
 
 def tsv_rows(path: Path) -> tuple[list[str], Iterator[tuple[str, list[str]]]]:
-    """GLUE's tab-separated files, which quote nothing: the header, and (place, cells) of each line after it.
+    """Read a tab-separated file without quoting, as GLUE's: the header, and (location, cells) of each further line.
 
     Raises:
-        ValueError: as `read_text`; an empty file.
+        ValueError: as `read_text`; or the file is empty.
     """
-    # Only these line ends: a question may hold others of Unicode.
+    # Split only at these line ends: a question may contain other Unicode line separators.
     lines = [line.rstrip("\r") for line in read_text(path).split("\n")]
     header = lines[0].split("\t")
     if header == [""]:
@@ -56,10 +56,10 @@ def tsv_rows(path: Path) -> tuple[list[str], Iterator[tuple[str, list[str]]]]:
 
 
 def check_columns(source: str, header: list[str], needed: tuple[str, ...]) -> None:
-    """Refuse a table that lacks columns.
+    """Check that a table has the needed columns.
 
     Raises:
-        ValueError: naming all that are missing.
+        ValueError: columns are missing; the message names all of them.
     """
     missing = [name for name in needed if name not in header]
     if missing:
@@ -67,10 +67,10 @@ def check_columns(source: str, header: list[str], needed: tuple[str, ...]) -> No
 
 
 def json_file(path: Path) -> Any:
-    """The value of a JSON file.
+    """Read a JSON file.
 
     Raises:
-        ValueError: as `read_text`; no JSON.
+        ValueError: as `read_text`; or it is not JSON.
     """
     try:
         return json.loads(read_text(path))
@@ -79,10 +79,10 @@ def json_file(path: Path) -> Any:
 
 
 def jsonl_rows(path: Path) -> Rows:
-    """(place, object) of each line that is not empty.
+    """Yield (location, object) of each non-empty line.
 
     Raises:
-        ValueError: as `read_text`; a line that is no JSON object.
+        ValueError: as `read_text`; or a line is not a JSON object.
     """
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
@@ -97,10 +97,10 @@ def jsonl_rows(path: Path) -> Rows:
 
 
 def hub_rows(task: TaskConfig, place: str, needed: tuple[str, ...]) -> Rows:
-    """(place, row) of a split on the hub, or in its cache; `task.hub_name` may also be a local folder of such files.
+    """Yield (location, row) of a split on the hub or in its cache; `task.hub_name` may also be a local folder.
 
     Raises:
-        ValueError: it cannot be had, or lacks columns.
+        ValueError: the split cannot be loaded or lacks columns.
     """
     table = load_hub(task, place)
     check_columns(hub_source(task, place), table.column_names, needed)
@@ -109,16 +109,16 @@ def hub_rows(task: TaskConfig, place: str, needed: tuple[str, ...]) -> Rows:
 
 
 def load_hub(task: TaskConfig, place: str) -> Any:
-    """The data set's split, an Arrow table on disk.
+    """Load the split of a data set, an Arrow table on disk.
 
     Raises:
-        ValueError: it cannot be had.
+        ValueError: it cannot be loaded.
     """
-    import datasets  # seconds that local files need not spend
+    import datasets  # takes seconds, which local files avoid
 
     try:
         return datasets.load_dataset(task.hub_name, task.hub_subset, split=place.removeprefix(FROM_HUB))
-    except Exception as error:  # the library and the hub client have many
+    except Exception as error:  # the library and the hub client raise many types
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"`task.hub_name` must be a data set that the hub or its cache has, but {hub_source(task, place)}: {reason}"
@@ -126,12 +126,12 @@ def load_hub(task: TaskConfig, place: str) -> Any:
 
 
 def hub_source(task: TaskConfig, place: str) -> str:
-    """How messages name a split on the hub."""
+    """Return the name of a split on the hub in messages."""
     return "/".join(part for part in (task.hub_name, task.hub_subset, place.removeprefix(FROM_HUB)) if part)
 
 
 def fingerprint(task: TaskConfig, place: str) -> str:
-    """Hash of everything that a place holds, so that changed files are encoded again."""
+    """Hash the content of a file, folder or split, so that changed data are encoded again."""
     if is_on_hub(place):
         return load_hub(task, place)._fingerprint
     digest, path = hashlib.sha256(), Path(place)

@@ -1,4 +1,4 @@
-"""Inputs of SQuAD: [CLS] question [SEP] window [SEP], windows sliding over long contexts, characters of each token."""
+"""Encode inputs of SQuAD: [CLS] question [SEP] window [SEP], with windows sliding over long contexts."""
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from .pairs import pack
 
 @dataclass(frozen=True)
 class EncodedContext:
-    """Ids of a context, and where each token begins and ends in it (characters, end excluded)."""
+    """Ids of a context, and the first and last character (excluded) of each token."""
 
     ids: list[int]
     begins: list[int]
@@ -22,10 +22,11 @@ class EncodedContext:
 
 
 def encode_windows(task: TaskConfig, examples: list[SpanExample], tokenizer: Tokenizer, notes: list[str]) -> Features:
-    """A sequence for each window of each question; the label is the first annotator's answer where the window holds
-    all of it, else [CLS] (position 0) twice.
+    """Encode one sequence per window of each question; windows begin every `doc_stride` tokens.
 
-    Source: Devlin et al. 2018, section 4.2 and their code: windows begin every `doc_stride` tokens.
+    The label is the first annotator's answer if the window contains all of it, otherwise [CLS] (position 0) twice.
+
+    Source: Devlin et al. 2018, section 4.2, and their code.
     """
     cls, sep = tokenizer.id_of("[CLS]"), tokenizer.id_of("[SEP]")
     questions = tokenizer.encode_batch([e.question.strip() for e in examples])
@@ -33,10 +34,10 @@ def encode_windows(task: TaskConfig, examples: list[SpanExample], tokenizer: Tok
     sequences, labels, offsets, owners, firsts = [], [], [], [], []
     for number, (example, question) in enumerate(zip(examples, questions, strict=True)):
         question, context = question[: task.max_query_length], contexts[example.context]
-        room = task.max_seq_length - len(question) - 3
+        capacity = task.max_seq_length - len(question) - 3
         answer = _answer_tokens(example, context)
-        for first in window_starts(len(context.ids), room, task.doc_stride):
-            last, shift = min(first + room, len(context.ids)), len(question) + 2
+        for first in window_starts(len(context.ids), capacity, task.doc_stride):
+            last, shift = min(first + capacity, len(context.ids)), len(question) + 2
             sequences.append(([cls, *question, sep, *context.ids[first:last], sep], shift))
             blank = [(-1, -1)]
             inside = list(zip(context.begins[first:last], context.ends[first:last], strict=True))
@@ -56,20 +57,20 @@ def encode_windows(task: TaskConfig, examples: list[SpanExample], tokenizer: Tok
     )
 
 
-def window_starts(num_tokens: int, room: int, stride: int) -> list[int]:
-    """First tokens of the windows over a context, the last of which reaches its end.
+def window_starts(num_tokens: int, capacity: int, stride: int) -> list[int]:
+    """Return the first tokens of the windows over a context; the last window reaches its end.
 
     Args:
-        room: tokens of the context that a window holds; `stride` is at most that.
+        capacity: context tokens per window; `stride` is at most that.
     """
     starts = [0]
-    while starts[-1] + room < num_tokens:
+    while starts[-1] + capacity < num_tokens:
         starts.append(starts[-1] + stride)
     return starts
 
 
 def official_json(examples: list[SpanExample], task_name: str) -> dict:
-    """The examples as SQuAD's file has them, a paragraph for each run of one context."""
+    """Convert the examples to SQuAD's file format, with one paragraph per run of equal contexts."""
     paragraphs: list[dict] = []
     for example in examples:
         if not paragraphs or paragraphs[-1]["context"] != example.context:
@@ -94,7 +95,7 @@ def _encode_contexts(contexts: list[str], tokenizer: Tokenizer) -> dict[str, Enc
 
 
 def _answer_tokens(example: SpanExample, context: EncodedContext) -> tuple[int, int] | None:
-    """First and last token that share a character with the first answer; None where there is none."""
+    """Return the first and last token that overlap the first answer; None if there is no answer."""
     if not example.answers:
         return None
     text, start = example.answers[0]

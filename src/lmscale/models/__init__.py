@@ -1,7 +1,22 @@
-"""BERT and GPT from one tensor-parallel transformer layer; torch and `parallel` only, no collective of its own."""
+"""BERT and GPT from one tensor-parallel transformer layer.
 
-from .bert import BERT, scored_positions
-from .build import build_model, count_model_parameters
-from .gpt import GPT
+Names are imported when they are asked for, so that `config` and `planner` can read the families without torch.
+"""
 
-__all__ = ["BERT", "GPT", "build_model", "count_model_parameters", "scored_positions"]
+from importlib import import_module
+from typing import Any
+
+_MODULES = {
+    "BERT": "bert.model",
+    "GPT": "gpt.model",
+    "build_model": "build",
+    "count_model_parameters": "build",
+    "scored_positions": "bert.model",
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)

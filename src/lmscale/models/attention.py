@@ -1,4 +1,4 @@
-"""Multi-head self-attention with the heads split over the tensor ranks, and the cache that generation keeps of it."""
+"""Multi-head self-attention with the heads split over the tensor ranks."""
 
 import math
 
@@ -8,83 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import Recompute, TransformerConfig
+from ..config.family import family_of
 from ..parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear, counter_keep_mask
-
-
-class KeyValueCache:
-    """Keys and values of the tokens that each row of a batch has been given, so that a new token costs one position.
-
-    Rows grow on their own: the slot of a token is its position, so rows of different lengths need no padding in front,
-    and what a shorter row was filled up with is hidden from its queries until real tokens take its slots.
-
-    Shapes:
-        keys, values: one [b, n/p, capacity, d] a layer, zero where nothing was written (what is masked is still
-        multiplied by zero, and must be finite); lengths int64 [b].
-
-    Args:
-        num_rows: sequences of the batch (b).
-        capacity: positions there is room for.
-
-    Raises:
-        ValueError: more positions than the model has.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        context: ParallelContext,
-        num_rows: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        if capacity > config.max_position_embeddings:
-            raise ValueError(
-                f"`capacity` must be at most `max_position_embeddings` ({config.max_position_embeddings}), "
-                f"but is {capacity}"
-            )
-        self.capacity = capacity
-        shape = (num_rows, context.shard(config.num_attention_heads), capacity, config.head_size)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.positions = self.mask = torch.empty(0)
-
-    def reserve(self, num_tokens: int) -> Tensor:
-        """Positions of the next `num_tokens` of each row, int64 [b, num_tokens]; the mask of their queries is kept.
-
-        Raises:
-            ValueError: the longest row has no room for them.
-        """
-        stop = int(self.lengths.max()) + num_tokens
-        if stop > self.capacity:
-            raise ValueError(f"a row must be at most `capacity` ({self.capacity}) tokens long, but would be {stop}")
-        self.positions = self.lengths[:, None] + torch.arange(num_tokens, device=self.lengths.device)
-        slots = torch.arange(stop, device=self.lengths.device)
-        self.mask = (slots <= self.positions[:, :, None]).unsqueeze(1)  # [b, 1, s, stop]: a query sees up to itself
-        return self.positions
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Put away a layer's new keys and values at the reserved positions and give all of it back.
-
-        Shapes:
-            k, v [b, n/p, s, d]; returns two [b, n/p, stop, d], `stop` slots as in `mask`.
-        """
-        rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
-        stop = self.mask.shape[-1]
-        for store, new in ((self.keys[layer], k), (self.values[layer], v)):
-            store[rows, :, self.positions] = new.transpose(1, 2)
-        return self.keys[layer][:, :, :stop], self.values[layer][:, :, :stop]
-
-    def advance(self, counts: Tensor) -> None:
-        """Count the first `counts` [b] of the reserved positions as tokens; the others were filling."""
-        self.lengths = self.lengths + counts
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows (int64, by number), in this order; a number that comes twice makes two rows of one."""
-        self.keys = [keys.index_select(0, rows) for keys in self.keys]
-        self.values = [values.index_select(0, rows) for values in self.values]
-        self.lengths = self.lengths.index_select(0, rows)
+from .key_value_cache import KeyValueCache
 
 
 class SelfAttention(nn.Module):
@@ -93,13 +19,13 @@ class SelfAttention(nn.Module):
     The fused QKV weight has rows in the order [head, (q, k, v), d]; a contiguous cut is then whole heads.
 
     Shapes:
-        x [b, s, h], with sequence parallelism [b, s/p, h]; attention_mask bool [b, 1, 1, s], True where a key may be
-        seen, or None; dropout_keys int32 [b] or None; returns the shape of x, before dropout. With a cache the s tokens
-        go on its rows.
+        x [b, s, h], with sequence parallelism [b, s/p, h]; attention_mask bool [b, 1, 1 or s, s], True where a query
+        sees a key, or None: all keys, or in a causal model those up to its own; dropout_keys int32 [b] or None; returns
+        the shape of x, before dropout. With a cache the s tokens are appended to its rows.
 
     Communicates:
         forward one all-reduce of [b, s, h] (g of the projection), backward one (f of QKV), over the tensor group; with
-        sequence parallelism see `column_linear`.
+        sequence parallelism see `sequence_parallel_column_linear`.
 
     Source: section 3, Figure 3 b.
     """
@@ -111,15 +37,12 @@ class SelfAttention(nn.Module):
         self.num_local_heads = context.shard(config.num_attention_heads)
         self.first_head = context.tp_rank * self.num_local_heads
         self.head_size = config.head_size
-        self.causal = config.architecture == "gpt"
+        self.causal = family_of(config.family).is_causal
         self.exact = config.attention == "exact"
         self.dropout = config.attention_dropout
         self.recompute_core = config.recompute is Recompute.SELECTIVE
-        residual_std = config.initializer_std
-        if config.scale_residual_init:
-            residual_std /= math.sqrt(2 * config.num_layers)
         self.qkv = ColumnParallelLinear(hidden, 3 * hidden, context, config.initializer_std)
-        self.output = RowParallelLinear(hidden, hidden, context, residual_std)
+        self.output = RowParallelLinear(hidden, hidden, context, config.placement.residual_std(config))
 
     def forward(
         self,

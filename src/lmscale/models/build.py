@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from ..config import TransformerConfig
+from ..config.family import family_of, load
 from ..kernels import PLAIN, Kernels, layer_norm_of
 from ..parallel import ColumnParallelLinear, LayerNorm, ParallelContext, RowParallelLinear, initialize_parameters
-from .bert import BERT
-from .gpt import GPT
 
 
 @contextmanager
@@ -31,7 +30,7 @@ def build_model(
     device: torch.device | str = "cpu",
     kernels: Kernels = PLAIN,
 ) -> nn.Module:
-    """This rank's shard of a BERT or GPT, made directly on its device in its dtype; the whole exists nowhere.
+    """This rank's shard of a model, made directly on its device in its dtype; the whole exists nowhere.
 
     Changes torch's default dtype, of which a process has one, while it builds: one thread at a time.
 
@@ -41,12 +40,13 @@ def build_model(
         kernels: what computes the layers; see `kernels.choose_kernels`.
 
     Returns:
-        a `GPT` or a `BERT` in training mode.
+        the model of `config.family`, in training mode.
 
     Raises:
-        ValueError: `context.tp_size` does not divide the model.
+        ValueError: `context.tp_size` does not divide the model; the config leaves its vocabulary or recomputation open.
     """
-    kind = GPT if config.architecture == "gpt" else BERT
+    config.require_resolved()
+    kind = load(family_of(config.family).model)
     with torch.device(device), _default_dtype(dtype):
         model = kind(config, context)
     if seed is not None:
@@ -59,7 +59,7 @@ def build_model(
     if kernels.float8:  # not the heads: their products are few, or decide the loss
         for module in model.transformer.layers.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                module.in_float8 = True
+                module.use_float8()
     if kernels.compiles:
         model.compile_layers(kernels.cuda_graphs)
     return model

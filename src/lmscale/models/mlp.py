@@ -1,7 +1,5 @@
 """The two-layer MLP with GELU between, cut by columns and then by rows."""
 
-import math
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,30 +17,27 @@ class MLP(nn.Module):
 
     Communicates:
         forward one all-reduce of [b, s, h] (g), backward one (f), over the tensor group; with sequence parallelism see
-        `column_linear`.
+        `sequence_parallel_column_linear`.
 
     Source: section 3, Figure 3 a.
     """
 
     def __init__(self, config: TransformerConfig, context: ParallelContext) -> None:
         super().__init__()
-        residual_std = config.initializer_std
-        if config.scale_residual_init:
-            residual_std /= math.sqrt(2 * config.num_layers)
         self.gelu_approximation = "tanh" if config.gelu_form == "tanh" else "none"
         self.recompute_gelu = config.recompute is Recompute.SELECTIVE
         self.up = ColumnParallelLinear(config.hidden_size, config.ffn_size, context, config.initializer_std)
-        self.down = RowParallelLinear(config.ffn_size, config.hidden_size, context, residual_std)
+        self.down = RowParallelLinear(
+            config.ffn_size, config.hidden_size, context, config.placement.residual_std(config)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.up(x)  # [b, s, 4h/p]
         if self.recompute_gelu and self.training:
-            # The product is inside so that its input, the GELU's output, need not be kept; checkpoint stops when it
-            # has that input again, so the product itself is not repeated.
-            partial = checkpoint(self._gelu_and_multiply, inner, use_reentrant=False, preserve_rng_state=False)
-        else:
-            partial = self._gelu_and_multiply(inner)
-        return self.down.reduce(partial)
+            # The linear layer is inside so that its input, the GELU's output, is not kept. The recomputation stops as
+            # soon as it has that input again: neither the product nor g's all-reduce is repeated.
+            return checkpoint(self._gelu_and_down, inner, use_reentrant=False, preserve_rng_state=False)
+        return self._gelu_and_down(inner)
 
-    def _gelu_and_multiply(self, x: Tensor) -> Tensor:
-        return self.down.multiply(F.gelu(x, approximate=self.gelu_approximation))
+    def _gelu_and_down(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(x, approximate=self.gelu_approximation))

@@ -4,12 +4,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..config import NormOrder, Recompute, TransformerConfig
+from ..config import Recompute, TransformerConfig
+from ..config.family import family_of
 from ..parallel import (
     LayerNorm,
     ParallelContext,
     VocabParallelEmbedding,
     counter_dropout,
+    describe_parameters,
     embedding_lookup,
     first_position,
     gather_sequence,
@@ -17,10 +19,8 @@ from ..parallel import (
     sequence_shard,
     site_keys,
 )
-from .attention import KeyValueCache
+from .key_value_cache import KeyValueCache
 from .layer import DROPOUTS_OF_A_LAYER, TransformerLayer
-
-NUM_TOKEN_TYPES = 2  # BERT's sentence A and sentence B
 
 
 class Transformer(nn.Module):
@@ -33,21 +33,25 @@ class Transformer(nn.Module):
     Position and token-type embeddings are replicated.
 
     Shapes:
-        tokens int64 [b, s]; token_types int64 [b, s] or None (GPT); attention_mask bool [b, s], True for real tokens,
-        or None; sample_keys int32 [b] or None; returns [b, s, h]. With a cache (generation) the s tokens go on its
-        rows, each at its own position; the caller then says how many of them were real (`KeyValueCache.advance`).
+        tokens int64 [b, s]; token_types int64 [b, s] or None (GPT); attention_mask bool or 0 and 1 [b, s], true for
+        real tokens, or None; sample_keys int32 [b] or None: in training with dropout one process then draws them from
+        torch's default generator; returns [b, s, h]. With a cache (generation) the s tokens are appended to its rows,
+        each at its own position; the caller then says how many of them are tokens (`KeyValueCache.advance`).
 
     Communicates:
-        over the tensor group, forward one all-reduce of [b, s, h] for the embedding and two a layer; backward two a
+        over the tensor group, forward one all-reduce of [b, s, h] for the embedding and two per layer; backward two per
         layer; full recompute repeats a layer's forward ones. With sequence parallelism all-gathers and reduce-scatters
         in their place (`TransformerLayer`), and forward one all-gather at the end.
 
     Raises:
         ValueError: a sequence longer than `max_position_embeddings` or than the cache has room for, or with sequence
-            parallelism not a multiple of `tp_size`; training with dropout and no `sample_keys`.
+            parallelism not a multiple of `tp_size`; an attention mask of floats; training with dropout on several
+            tensor ranks and no `sample_keys`.
 
     Source: sections 2.2 and 3; Figure 7.
     """
+
+    extra_repr = describe_parameters
 
     def __init__(self, config: TransformerConfig, context: ParallelContext) -> None:
         super().__init__()
@@ -55,14 +59,16 @@ class Transformer(nn.Module):
         std, hidden = config.initializer_std, config.hidden_size
         self.config, self.context, self.replays = config, context, False
         self.word_embedding = VocabParallelEmbedding(config.vocab_size, config.padded_vocab_size, hidden, context, std)
-        table = {"init": "normal", "std": std, "sees_shard": context.sequence_parallel}
+        table = {"init": "normal", "std": std, "grad_is_partial": context.sequence_parallel}
         self.position_embedding = parameter(context, (config.max_position_embeddings, hidden), **table)
-        if config.architecture == "bert":
-            self.token_type_embedding = parameter(context, (NUM_TOKEN_TYPES, hidden), **table)
-        if config.norm_order is NormOrder.POST:
+        family = family_of(config.family)
+        self.is_causal = family.is_causal
+        if family.num_token_types:
+            self.token_type_embedding = parameter(context, (family.num_token_types, hidden), **table)
+        if config.placement.after_embedding:
             self.embedding_norm = LayerNorm(hidden, config.norm_eps, context)
         self.layers = nn.ModuleList(TransformerLayer(config, context, i) for i in range(config.num_layers))
-        if config.norm_order is NormOrder.PRE:
+        if config.placement.after_stack:
             self.final_norm = LayerNorm(hidden, config.norm_eps, context)
 
     def forward(
@@ -76,25 +82,43 @@ class Transformer(nn.Module):
         config = self.config
         drops = self.training and max(config.hidden_dropout, config.attention_dropout, config.input_dropout) > 0
         if drops and sample_keys is None:
-            raise ValueError("`sample_keys` must be given in training with dropout: the masks are drawn from them")
+            sample_keys = self._draw_sample_keys(tokens)
         if self.replays:
             torch.compiler.cudagraph_mark_step_begin()
         if attention_mask is not None:
-            attention_mask = attention_mask[:, None, None, :]  # over heads and queries
+            attention_mask = self._visible(attention_mask)
         positions = None if cache is None else cache.reserve(tokens.shape[1])
-        of_embedding, of_layers = None, [None] * config.num_layers
+        embedding_key, layer_keys = None, [None] * config.num_layers
         if drops:
             keys = site_keys(sample_keys, 1 + DROPOUTS_OF_A_LAYER * config.num_layers)
-            of_embedding, of_layers = keys[0], keys[1:].unflatten(0, (-1, DROPOUTS_OF_A_LAYER))
-        x = self.embed(tokens, token_types, of_embedding, positions)
-        for layer, of_layer in zip(self.layers, of_layers, strict=True):
+            embedding_key, layer_keys = keys[0], keys[1:].unflatten(0, (-1, DROPOUTS_OF_A_LAYER))
+        x = self.embed(tokens, token_types, embedding_key, positions)
+        for layer, keys in zip(self.layers, layer_keys, strict=True):
             if config.recompute is Recompute.FULL and self.training:
-                x = checkpoint(layer, x, attention_mask, of_layer, use_reentrant=False)
+                x = checkpoint(layer, x, attention_mask, keys, use_reentrant=False)
             else:
-                x = layer(x, attention_mask, of_layer, cache)
-        if config.norm_order is NormOrder.PRE:
+                x = layer(x, attention_mask, keys, cache)
+        if config.placement.after_stack:
             x = self.final_norm(x)
         return gather_sequence(x, self.context)
+
+    def _draw_sample_keys(self, tokens: Tensor) -> Tensor:
+        if self.context.tp_size > 1:
+            raise ValueError("`sample_keys` must be given in training with dropout: all tensor ranks need the same")
+        return torch.randint(2**31 - 1, (len(tokens),), dtype=torch.int32, device=tokens.device)
+
+    def _visible(self, attention_mask: Tensor) -> Tensor:
+        """Which keys a query sees, bool [b, 1, 1, s], or in a causal model [b, 1, s, s]."""
+        if attention_mask.is_floating_point():
+            raise ValueError(
+                f"`attention_mask` must be of bool or of the integers 0 and 1, but is of {attention_mask.dtype}"
+            )
+        visible = attention_mask.bool()[:, None, None, :]  # over heads and queries
+        if not self.is_causal:
+            return visible
+        s = attention_mask.shape[1]
+        before = torch.ones(s, s, dtype=torch.bool, device=visible.device).tril()
+        return visible & before | torch.eye(s, dtype=torch.bool, device=visible.device)  # padding sees itself: no nan
 
     def embed(
         self,
@@ -103,7 +127,7 @@ class Transformer(nn.Module):
         dropout_keys: Tensor | None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Sum of word, position and (BERT) token-type embeddings, with the norm order's LayerNorm and dropout.
+        """Sum of word, position and (BERT) token-type embeddings, with the placement's LayerNorm and dropout.
 
         Shapes:
             as in `forward`; positions int64 [b, s], or None for 0 to s - 1; returns [b, s, h], with sequence
@@ -129,7 +153,7 @@ class Transformer(nn.Module):
         x = x + self.position_embedding[slice(first, first + x.shape[1]) if positions is None else positions]
         if token_types is not None:
             x = x + embedding_lookup(sequence_shard(token_types, self.context), self.token_type_embedding)
-        if self.config.norm_order is NormOrder.POST:
+        if self.config.placement.after_embedding:
             x = self.embedding_norm(x)
         if self.training and self.config.input_dropout > 0.0:
             x = counter_dropout(x, self.config.input_dropout, dropout_keys, first)

@@ -1,47 +1,46 @@
-"""Tensor parallelism as in section 3 of the paper, by hand on plain tensors; imports torch and nothing of lmscale."""
+"""Tensor parallelism as in section 3 of the paper, by hand on plain tensors; imports torch and nothing of lmscale.
 
-from .collectives import (
-    begin_sum_over_data_ranks,
-    broadcast_from_data_ranks,
-    copy_to_tensor_parallel_region,
-    first_position,
-    gather_sequence,
-    reduce_from_tensor_parallel_region,
-    sequence_shard,
-)
-from .context import ParallelContext
-from .cross_entropy import IGNORE_LABEL, linear_cross_entropy, vocab_parallel_cross_entropy, vocab_parallel_logits
+Read `collectives.py` (f and g), then `layers.py`, then `cross_entropy.py`. The other files are faster forms of these
+(`fast_linear.py`, `chunked_cross_entropy.py`), what carries the bytes (`communicator.py`), and what surrounds them.
+"""
+
+from .chunked_cross_entropy import linear_cross_entropy
+from .collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from .communicator import Communicator, ProcessGroupCommunicator, SingleRankCommunicator
+from .context import ParallelContext, choose_communicator
+from .cross_entropy import IGNORE_LABEL, vocab_parallel_cross_entropy, vocab_parallel_logits
+from .data_collectives import begin_sum_over_data_ranks, broadcast_from_data_ranks, sum_over_data_ranks
 from .fingerprint import fingerprint, first_difference
 from .grad_norm import GradientNorm, global_gradient_norm, gradient_norms_of_parts, sum_partial_gradients
 from .init import initialize_parameters
-from .layers import (
-    ColumnParallelLinear,
-    LayerNorm,
-    ReplicatedLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    embedding_lookup,
-)
+from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from .replicated_layers import LayerNorm, ReplicatedLinear, embedding_lookup
 from .rng import counter_dropout, counter_keep_mask, sample_dropout_keys, seed_rank_generator, site_keys
-from .shard_spec import ShardSpec, parameter
+from .sequence_parallel import first_position, gather_sequence, sequence_shard
+from .shard_spec import ShardSpec, describe_parameters, parameter
 from .shared_memory import SharedMemoryChannel, open_channel
 
 __all__ = [
     "IGNORE_LABEL",
     "ColumnParallelLinear",
+    "Communicator",
     "GradientNorm",
     "LayerNorm",
     "ParallelContext",
+    "ProcessGroupCommunicator",
     "ReplicatedLinear",
     "RowParallelLinear",
     "ShardSpec",
     "SharedMemoryChannel",
+    "SingleRankCommunicator",
     "VocabParallelEmbedding",
     "begin_sum_over_data_ranks",
     "broadcast_from_data_ranks",
+    "choose_communicator",
     "copy_to_tensor_parallel_region",
     "counter_dropout",
     "counter_keep_mask",
+    "describe_parameters",
     "embedding_lookup",
     "fingerprint",
     "first_difference",
@@ -58,6 +57,7 @@ __all__ = [
     "seed_rank_generator",
     "sequence_shard",
     "site_keys",
+    "sum_over_data_ranks",
     "sum_partial_gradients",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logits",

@@ -1,15 +1,18 @@
 """Where this process stands in the grid of tensor-parallel and data-parallel ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 
-from torch.distributed import ProcessGroup
+import torch.distributed as dist
+from torch import Tensor
 
-from .shared_memory import SharedMemoryChannel
+from .communicator import Communicator, ProcessGroupCommunicator, SingleRankCommunicator
+from .shared_memory import open_channel
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """This rank's place in the (data, tensor) grid and the two groups it talks to.
+    """This rank's place in the (data, tensor) grid and its two groups.
 
     Tensor ranks are neighbours (Figure 8). With 8 ranks and tp_size 2 the tensor groups are [0, 1], [2, 3], [4, 5],
     [6, 7] and the data groups [0, 2, 4, 6], [1, 3, 5, 7]; rank 5 has tp_rank 1 and dp_rank 2.
@@ -18,9 +21,10 @@ class ParallelContext:
     many and must not communicate; it serves counting and tests.
 
     Args:
-        tp_channel: what adds up over the tensor group instead of its backend, where there is one (`open_channel`).
+        tp_communicator: carries the collectives of the tensor group (`choose_communicator`); `tp_group` does if none is
+            given, and one rank needs none.
         sequence_parallel: outside the parallel region the tensors are cut over the sequence; needs tp_size > 1.
-        zero1: a data rank has the optimizer's state of the parameters it owns alone; needs dp_size > 1.
+        zero1: each data rank holds the optimizer state of only the parameters it owns; needs dp_size > 1.
 
     Source: section 3 and appendix B.1.
     """
@@ -29,11 +33,17 @@ class ParallelContext:
     tp_size: int = 1
     dp_rank: int = 0
     dp_size: int = 1
-    tp_group: ProcessGroup | None = None
-    dp_group: ProcessGroup | None = None
-    tp_channel: SharedMemoryChannel | None = None
+    tp_group: dist.ProcessGroup | None = None
+    dp_group: dist.ProcessGroup | None = None
+    tp_communicator: Communicator = field(default=None, compare=False)  # never None after `__post_init__`
     sequence_parallel: bool = False
     zero1: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tp_communicator is None:
+            alone = self.tp_size == 1
+            default = SingleRankCommunicator() if alone else ProcessGroupCommunicator(self.tp_group, self.tp_size)
+            object.__setattr__(self, "tp_communicator", default)
 
     def shard(self, size: int) -> int:
         """Length of this rank's part of a dimension of `size`.
@@ -48,3 +58,33 @@ class ParallelContext:
     def start(self, size: int) -> int:
         """First index of this rank's part of a dimension of `size`."""
         return self.tp_rank * self.shard(size)
+
+    def local_ids(self, ids: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
+        """Indices of vocabulary ids in this rank's part, and which ids are not in it.
+
+        Shapes:
+            ids int64 [...]; returns int64 [...], 0 where the id is on another rank, and bool [...], True there.
+
+        Args:
+            num_local: length of this rank's part (v/p).
+        """
+        local = ids - self.tp_rank * num_local
+        elsewhere = (local < 0) | (local >= num_local)
+        return local.masked_fill(elsewhere, 0), elsewhere
+
+
+def choose_communicator(group: dist.ProcessGroup, timeout: timedelta, shared_memory: bool = True) -> Communicator:
+    """What carries the collectives of a group: the one place where a backend is chosen.
+
+    Args:
+        timeout: how long a rank may keep the others waiting in shared memory.
+        shared_memory: ranks on one host without a GPU communicate through memory they share (`open_channel`).
+
+    Communicates:
+        as `open_channel`, to open the shared memory.
+    """
+    size = dist.get_world_size(group)
+    if size == 1:
+        return SingleRankCommunicator()
+    channel = open_channel(group, timeout) if shared_memory else None
+    return channel or ProcessGroupCommunicator(group, size)

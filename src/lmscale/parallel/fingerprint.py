@@ -1,4 +1,4 @@
-"""Hashes of tensors, to prove that ranks which should hold the same numbers do."""
+"""Hashes of tensors, to check that replicas on different ranks are equal."""
 
 from collections.abc import Mapping
 
@@ -13,10 +13,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A 64-bit hash of a tensor's bits and their places, int64 [], on its device; cheap, not cryptographic.
+    """A 64-bit hash of a tensor's bits and their positions, int64 [], on its device; cheap, not cryptographic.
 
-    The sum over i of (bits_i + 1) (2 i + 1) c modulo 2^64, c odd: any single change, and any swap of two different
-    values, changes it. (0.0 and -0.0 differ, nan equals itself.)
+    It is the sum over i of (bits_i + 1) (2 i + 1) c modulo 2^64, with c odd. Any single change and any swap of two
+    different values changes it. 0.0 and -0.0 differ; nan equals itself.
     """
     flat = tensor.detach().contiguous().view(-1)
     bits = flat.view(_BITS[flat.element_size()])
@@ -29,14 +29,14 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def first_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> str | None:
-    """Name of the first tensor whose bits differ between the ranks of `group`, the same answer on all of them.
+    """Name of the first tensor whose bits differ between the ranks of `group`, or None; the same on all ranks.
 
     Args:
         tensors: in the same order on all ranks.
         group: None for a group of one.
 
     Communicates:
-        one all-reduce of 2 int64 a tensor over `group`.
+        one all-reduce of 2 int64 per tensor over `group`.
     """
     if group is None or dist.get_world_size(group) == 1 or not tensors:
         return None

@@ -1,15 +1,15 @@
 """The two kinds of dropout randomness (appendix B.2).
 
-Outside the parallel region (embeddings, sublayer outputs) every tensor rank must drop the same elements: the mask is a
-hash of (seed, sample, site, position), so it needs no state, and no layout, micro-batch or restart changes it. Inside
-the region (attention probabilities) the ranks hold different heads and must draw different numbers: torch's default
-generator, seeded for each micro-batch by (seed, step, micro-step, data rank, tensor rank).
+Outside the parallel region (embeddings, sublayer outputs) every tensor rank must drop the same elements. The mask is a
+hash of (seed, sample, site, position): it needs no state, and no layout, micro-batch size or restart changes it.
+Inside the region (attention probabilities) the ranks hold different heads and must draw different numbers. They use
+torch's default generator, seeded for each micro-batch by (seed, step, micro-step, data rank, tensor rank).
 
 | site | region | mask |
 |---|---|---|
 | embedding sum; output of attention; output of MLP | outside | counter, equal on all tensor ranks |
-| attention probabilities, `attention=sdpa` | inside | rank's generator |
-| attention probabilities, `attention=exact` | inside | counter, keyed by the head's number in the whole model |
+| attention probabilities, `attention=sdpa` | inside | the rank's generator |
+| attention probabilities, `attention=exact` | inside | counter, keyed by the head's index in the whole model |
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-# Odd 32-bit multipliers of the Weyl/murmur kind, written as signed numbers because torch has no full uint32 arithmetic.
+# Odd 32-bit multipliers as in Weyl sequences and MurmurHash, signed because torch has no full uint32 arithmetic.
 _MIX_1 = 0x85EBCA6B - 2**32
 _MIX_2 = 0xC2B2AE35 - 2**32
 _GOLDEN = 0x9E3779B9 - 2**32
@@ -26,7 +26,7 @@ _SITE = 0x632BE5AB
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Avalanche the bits of int32 `x` (MurmurHash3's finalizer); the low bits of the result are as good as the high."""
+    """Mix the bits of int32 `x` (MurmurHash3's finalizer), so that every bit of the result depends on all of them."""
     x = x ^ ((x >> 16) & 0xFFFF)  # torch's >> keeps the sign, hence the masks
     x = x * _MIX_1
     x = x ^ ((x >> 13) & 0x7FFFF)
@@ -35,7 +35,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def sample_dropout_keys(seed: int, sample_numbers: Tensor) -> Tensor:
-    """One key a sample, from the run's seed and the sample's number in the run (which no layout changes).
+    """One key per sample, from the run's seed and the sample's number in the run, which is the same at every layout.
 
     Shapes:
         sample_numbers int64 [b], counted over the whole run, so that the step is part of it; returns int32 [b].
@@ -48,9 +48,9 @@ def sample_dropout_keys(seed: int, sample_numbers: Tensor) -> Tensor:
 
 
 def site_keys(sample_keys: Tensor, num_sites: int) -> Tensor:
-    """The keys of every dropout of a model; two of them have independent masks.
+    """The keys of all dropouts of a model (sites); different sites have independent masks.
 
-    They are tensors, not numbers in the modules, so that all layers compile into one graph.
+    The keys are tensors, not numbers stored in the modules, so that one compiled graph serves all layers.
 
     Shapes:
         sample_keys int32 [b]; returns int32 [num_sites, b].
@@ -60,16 +60,16 @@ def site_keys(sample_keys: Tensor, num_sites: int) -> Tensor:
 
 
 def counter_keep_mask(keys: Tensor, num_rows: int, num_columns: int, probability: float, first_row: int = 0) -> Tensor:
-    """Which elements dropout keeps, as a hash of (key of sample and site, row, column).
+    """Which elements dropout keeps, decided by a hash of (key of sample and site, row, column).
 
     Shapes:
         keys int32 [b], a row of `site_keys`; returns bool [b, num_rows, num_columns], True where kept.
 
     Args:
-        probability: share that is dropped, to within 2^-32.
-        first_row: number of the first row, where this rank holds a part of the rows.
+        probability: fraction that is dropped, to within 2^-32.
+        first_row: index of the first row, if this rank holds a part of the rows.
     """
-    # Triton takes no constant beyond int32, so the product for the first row is wrapped here and not on the device.
+    # Triton accepts no constant beyond int32, so the first row's product is wrapped to int32 here, not on the device.
     keys = keys + ((first_row * _GOLDEN + 2**31) % 2**32 - 2**31)
     rows = torch.arange(num_rows, dtype=torch.int32, device=keys.device)
     columns = torch.arange(num_columns, dtype=torch.int32, device=keys.device)
@@ -85,26 +85,26 @@ def counter_dropout(x: Tensor, probability: float, keys: Tensor, first_position:
         x [b, s, h]; keys int32 [b], a row of `site_keys`; returns [b, s, h], scaled by 1 / (1 - probability).
 
     Args:
-        first_position: of `x` in its sequences, where this rank holds a part of them.
+        first_position: position of `x` in its sequences, if this rank holds a part of them.
 
-    Source: appendix B.2, with a counter in place of the paper's shared generator state (design: stateless masks
-    survive activation checkpointing, restarts and changes of layout).
+    Source: appendix B.2, with a counter in place of the paper's shared generator state: stateless masks survive
+    activation checkpointing, restarts and changes of layout.
     """
     keep = counter_keep_mask(keys, x.shape[1], x.shape[2], probability, first_position)
     return torch.where(keep, x * (1.0 / (1.0 - probability)), 0.0)
 
 
 def seed_rank_generator(seed: int, step: int, micro_step: int, dp_rank: int, tp_rank: int) -> int:
-    """Seed torch's default generators (of the CPU and of this rank's GPU) for the inside of the parallel region.
+    """Seed torch's default generators (CPU and this rank's GPU) for dropout inside the parallel region.
 
-    Called before each micro-batch, so a resumed run draws what the uninterrupted one would without any stored state.
+    It is called before each micro-batch, so a resumed run draws the same numbers without any stored state.
 
     Returns:
         the seed, for inspection.
     """
     text = f"region/{seed}/{step}/{micro_step}/{dp_rank}/{tp_rank}"
     value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-    # torch.manual_seed keeps a stack trace for each kind of accelerator that is not there: a millisecond on a CPU.
+    # torch.manual_seed records a stack trace for every accelerator type that is absent: a millisecond on a CPU.
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(value)

@@ -1,4 +1,4 @@
-"""A parameter that knows the logical tensor it is a shard of."""
+"""Parameters that carry a description of the logical tensor they are a shard of."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ from .context import ParallelContext
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What a parameter is a part of; carried by every parameter as `.shard`.
+    """The logical tensor of a parameter and how it is cut; every parameter carries one as `.shard`.
 
     Args:
         full_shape: shape of the logical tensor at tp_size 1.
-        shard_dim: dimension cut over the tensor ranks, None where every rank holds the whole.
+        shard_dim: dimension cut over the tensor ranks; None if every rank holds the whole tensor.
         init: `normal`, `zeros` or `ones`.
         std: standard deviation of `normal`.
-        used_rows: rows (dimension 0) that are part of the model; the padded rows after them are zero.
-        sees_shard: a replicated parameter that each tensor rank uses on its own positions (sequence parallelism), so
-            that its gradients must be added over the tensor ranks.
+        used_rows: rows (dimension 0) that are part of the model; the padding rows after them are zero.
+        grad_is_partial: a replicated parameter that each tensor rank uses only on its own positions (sequence
+            parallelism), so its gradient must be added over the tensor ranks.
     """
 
     full_shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class ShardSpec:
     init: str
     std: float = 0.0
     used_rows: int | None = None
-    sees_shard: bool = False
+    grad_is_partial: bool = False
 
     @property
     def replicated(self) -> bool:
@@ -43,13 +43,13 @@ def parameter(
     init: str = "zeros",
     std: float = 0.0,
     used_rows: int | None = None,
-    sees_shard: bool = False,
+    grad_is_partial: bool = False,
 ) -> nn.Parameter:
-    """An uninitialised parameter with this rank's shape, of the current default device and dtype.
+    """An uninitialized parameter of this rank's shape, with the current default device and dtype.
 
     Args:
         full_shape: shape of the logical tensor.
-        shard_dim, init, std, used_rows, sees_shard: see `ShardSpec`.
+        shard_dim, init, std, used_rows, grad_is_partial: see `ShardSpec`.
 
     Raises:
         ValueError: `tp_size` does not divide the sharded dimension.
@@ -58,5 +58,14 @@ def parameter(
     if shard_dim is not None:
         shape[shard_dim] = context.shard(shape[shard_dim])
     param = nn.Parameter(torch.empty(shape))
-    param.shard = ShardSpec(tuple(full_shape), shard_dim, init, std, used_rows, sees_shard)
+    param.shard = ShardSpec(tuple(full_shape), shard_dim, init, std, used_rows, grad_is_partial)
     return param
+
+
+def describe_parameters(module: nn.Module) -> str:
+    """A module's own parameters for `print(model)`: shapes on this rank, and of the whole where they are shards."""
+    found = []
+    for name, param in module.named_parameters(recurse=False):
+        full = param.shard.full_shape if hasattr(param, "shard") else param.shape
+        found.append(f"{name} {list(param.shape)}" + (f" of {list(full)}" if param.shape != full else ""))
+    return ", ".join(found)

@@ -1,4 +1,4 @@
-"""Collectives of tensor ranks on one host: through memory that they share, instead of gloo's TCP over loopback."""
+"""Collectives of tensor ranks on one host, through memory that they share instead of gloo's TCP over loopback."""
 
 import itertools
 import math
@@ -17,27 +17,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SLOT_BYTES = 4 * 2**20  # of one piece; a larger tensor goes in several
-_SIGNAL = struct.Struct("qq")  # of the piece that the sender has written: its bytes, and what it is for, as a number
+from .communicator import Communicator
+
+SLOT_BYTES = 4 * 2**20  # size of one piece; a larger tensor is sent in several pieces
+_SIGNAL = struct.Struct("qq")  # the piece just written: its number of bytes, and its purpose as a hash
 
 _channels: "weakref.WeakValueDictionary[str, SharedMemoryChannel]" = weakref.WeakValueDictionary()
 
 
-class SharedMemoryChannel:
-    """Collectives on CPU tensors of the ranks of one group, which run on one host; made by `open_channel`.
+class SharedMemoryChannel(Communicator):
+    """Collectives on CPU tensors between the ranks of one group on one host; made by `open_channel`.
 
-    Every rank has two slots in a memory that all have mapped. It writes its piece into one of them, tells the others
-    by a socket, waits until they have told, and reads all ranks' slots; sums are in rank order, so that all have the
-    same bits. The slots take turns: who writes into one again has since heard from every rank that has read it. Memory
-    and sockets have no name in any file system: they go with the last process, however it ends.
+    Every rank has two slots in memory that all ranks have mapped. A rank writes its piece into one slot, signals the
+    others through sockets, waits for their signals, and reads all ranks' slots. Sums are in rank order, so all ranks
+    get the same bits. The slots alternate: when a rank writes into one again, every rank that read it has signalled
+    since. Memory and sockets have no name in any file system: they disappear with the last process, however it ends.
+    torch.compile sees each collective as one operation.
 
     Args:
         name: of the group, and so of the channel.
         rank: in the group.
         peers: a connected socket to every other rank, by rank.
-        memory: uint8 [2, p, SLOT_BYTES] that all have mapped.
-        timeout: how long a rank may keep the others waiting; the sockets hold to it.
+        memory: uint8 [2, p, SLOT_BYTES], mapped by all ranks.
+        timeout: how long a rank may keep the others waiting; the sockets enforce it.
+
+    Raises:
+        RuntimeError: from any collective, if a rank is gone, does not come within the time limit, or sends another size
+            or type. The channel cannot be used afterwards.
     """
+
+    backend = "shared memory"
 
     def __init__(
         self, name: str, rank: int, peers: dict[int, socket.socket], memory: Tensor, timeout: timedelta
@@ -49,46 +58,12 @@ class SharedMemoryChannel:
         _channels[name] = self
 
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
-        """The sum of `x` over the ranks, or with `max` the maximum.
-
-        Shapes:
-            x [...], of the same shape and type on all ranks; returns [...].
-
-        Communicates:
-            one all-reduce of [...] over the group; torch.compile takes it for one operation, as the two below.
-
-        Raises:
-            RuntimeError: a rank is gone, has not come within the time limit, or has come with another size. The channel
-                is of no use then.
-        """
         return torch.ops.lmscale.all_reduce(x, operation, self.name)
 
-    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Every rank's `x`, one behind the other along `dim`.
-
-        Shapes:
-            x [..., n, ...], of the same shape and type on all ranks; returns [..., p n, ...].
-
-        Communicates:
-            one all-gather of [..., p n, ...] over the group.
-
-        Raises:
-            RuntimeError: as `all_reduce`.
-        """
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.ops.lmscale.all_gather(x, dim, self._memory.shape[1], self.name)
 
-    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This rank's part along `dim` of the sum of `x` over the ranks.
-
-        Shapes:
-            x [..., p n, ...], of the same shape and type on all ranks; returns [..., n, ...].
-
-        Communicates:
-            one reduce-scatter of [..., p n, ...] over the group.
-
-        Raises:
-            RuntimeError: as `all_reduce`.
-        """
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         return torch.ops.lmscale.reduce_scatter(x, dim, self._memory.shape[1], self.name)
 
     def _all_reduce(self, x: Tensor, operation: str) -> Tensor:
@@ -115,7 +90,7 @@ class SharedMemoryChannel:
         return total
 
     def _share(self, own: Tensor, purpose: str) -> Tensor:
-        """Every rank's piece, where it lies: [...] to [p, ...], good until the next but one."""
+        """Every rank's piece as a view of the slots, [...] to [p, ...]; valid until the next call but one."""
         slots = self._memory[self._turn, :, : own.nbytes].view(own.dtype).unflatten(1, own.shape)
         self._turn = 1 - self._turn
         slots[self._rank] = own
@@ -123,7 +98,7 @@ class SharedMemoryChannel:
         return slots
 
     def _meet(self, num_bytes: int, purpose: str) -> None:
-        """Wait until all ranks have written their piece of `num_bytes` for the same purpose."""
+        """Wait until all ranks have written a piece of `num_bytes` for the same purpose."""
         signal = _SIGNAL.pack(num_bytes, zlib.crc32(purpose.encode()))
         for rank, peer in self._peers.items():
             try:
@@ -167,7 +142,7 @@ def _reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     return _channels[group]._reduce_scatter(x, dim, size)
 
 
-# Their shapes alone, for the compiler.
+# Shapes of the results, for the compiler.
 _all_reduce.register_fake(lambda x, operation, group: torch.empty_like(x, memory_format=torch.contiguous_format))
 _all_gather.register_fake(lambda x, dim, size, group: x.new_empty(_scaled(x.shape, dim, size, 1)))
 _reduce_scatter.register_fake(lambda x, dim, size, group: x.new_empty(_scaled(x.shape, dim, 1, size)))
@@ -183,18 +158,18 @@ def _scaled(shape: torch.Size, dim: int, factor: int, divisor: int) -> list[int]
 
 
 def _rows_and_columns(shape: torch.Size, dim: int) -> tuple[int, int]:
-    """Numbers in the dimensions before `dim`, and in it and those behind: what of a rank lies together."""
+    """Number of elements in the dimensions before `dim`, and in `dim` and the dimensions after it."""
     return math.prod(shape[:dim]), math.prod(shape[dim:])
 
 
 def _slabs(rows: int, columns: int, at_once: int) -> list[tuple[slice, slice]]:
-    """Pieces of [rows, columns] of at most `at_once` numbers: whole rows where they fit."""
+    """Pieces of [rows, columns] of at most `at_once` elements; whole rows where they fit."""
     some = _pieces(rows, max(1, at_once // max(1, columns)))
     return list(itertools.product(some, _pieces(columns, at_once)))
 
 
 def _combine(slots: Tensor, operation: str, out: Tensor) -> None:
-    """Add up the first dimension in order."""
+    """Reduce the first dimension in order."""
     function = torch.add if operation == "sum" else torch.maximum
     function(slots[0], slots[1], out=out)
     for slot in slots[2:]:
@@ -202,17 +177,17 @@ def _combine(slots: Tensor, operation: str, out: Tensor) -> None:
 
 
 def open_channel(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemoryChannel | None:
-    """A channel between the ranks of a group, or None, on all of them, where gloo would not connect them or they do not
-    share a host.
+    """A channel between the ranks of a group; None on all of them if the backend is not gloo or they are on several
+    hosts.
 
     Args:
         timeout: how long a rank may keep the others waiting.
 
     Communicates:
-        two small objects a rank over the group.
+        two small objects per rank over the group.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    # Linux alone has memory and sockets that are in no file system.
+    # Only Linux has memory and sockets outside any file system.
     if size == 1 or dist.get_backend(group) != "gloo" or not hasattr(os, "memfd_create"):
         return None
     peers = _connect(rank, size, group, timeout)
@@ -220,26 +195,26 @@ def open_channel(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemoryCh
         return None
     if rank == 0:
         descriptor = os.memfd_create("lmscale")
-        os.ftruncate(descriptor, 2 * size * SLOT_BYTES)  # takes memory where it is used
+        os.ftruncate(descriptor, 2 * size * SLOT_BYTES)  # a page takes memory when it is first written
         for peer in peers.values():
             socket.send_fds(peer, [b"memory"], [descriptor])
     else:
         _, (descriptor,), _, _ = socket.recv_fds(peers[0], len(b"memory"), 1)
     memory = torch.frombuffer(mmap(descriptor, 2 * size * SLOT_BYTES), dtype=torch.uint8)
-    os.close(descriptor)  # the mapping stays
+    os.close(descriptor)  # the mapping remains
     return SharedMemoryChannel(group.group_name, rank, peers, memory.view(2, size, SLOT_BYTES), timeout)
 
 
 def _connect(rank: int, size: int, group: dist.ProcessGroup, timeout: timedelta) -> dict[int, socket.socket] | None:
-    """A socket to every other rank, by rank; None, on all ranks, where some rank does not reach another."""
+    """A socket to every other rank, by rank; None on all ranks if some rank cannot reach another."""
     with socket.socket(socket.AF_UNIX) as listener:
-        address = f"\0lmscale-{os.getpid()}-{uuid4().hex}"  # in no file system, and only on this host
+        address = f"\0lmscale-{os.getpid()}-{uuid4().hex}"  # an abstract name: in no file system, only on this host
         listener.bind(address)
         listener.listen(size)
         addresses = _gather(address, group)
         peers: dict[int, socket.socket] = {}
         try:
-            for other in range(rank):  # they listen already, so nobody waits
+            for other in range(rank):  # they are listening already, so nobody waits
                 peers[other] = socket.socket(socket.AF_UNIX)
                 peers[other].connect(addresses[other])
                 peers[other].send(bytes([rank]))
@@ -270,7 +245,7 @@ def _close(sockets: Iterable[socket.socket]) -> None:
 
 
 def _close_in_child() -> None:
-    """A loader's process that outlives its killed rank must not keep the rank's sockets open."""
+    """A data loader's process that outlives its killed rank must not keep the rank's sockets open."""
     for channel in _channels.values():
         _close(channel._peers.values())
 

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config.family import family_of
 from ..partition import buffer_pieces, part_sizes
 from .buckets import gradient_pieces
 from .flops import recomputes_whole_layer, scored_tokens
@@ -48,8 +49,8 @@ def micro_batch_collectives(
 ) -> tuple[Collective, ...]:
     """What the tensor ranks send in the forward and backward pass of one micro-batch; nothing where there is one rank.
 
-    Forward: 2 all-reduces a layer (g after attention and MLP) and 1 of the embedding; backward: 2 a layer (f) and 1 of
-    the output projection; all of b s h e bytes, the last for BERT of m h e, m its scored tokens. Full recomputation
+    Forward: 2 all-reduces per layer (g after attention and MLP) and 1 of the embedding. Backward: 2 per layer (f) and 1
+    of the output projection. All of b s h e bytes, the last for BERT of m h e, m its scored tokens. Full recomputation
     repeats the forward's, except that without hidden dropout torch's checkpoint stops once it has what the backward
     pass needs: in a pre-norm layer that is before the last all-reduce. The loss: 3 of b s (BERT: m) numbers in fp32
     (maximum, sum, picked logit), never of b s v, in pieces of LOGITS_AT_ONCE logits of the rank.
@@ -183,8 +184,9 @@ def partial_parameters(config: TransformerConfig) -> int:
     embeddings.
     """
     h = config.hidden_size
-    types = 2 * h if config.architecture == "bert" else 0
-    return config.num_layers * 6 * h + 2 * h + config.max_position_embeddings * h + types
+    in_layer, outside = config.placement.num_layer_norms, config.placement.num_outer_norms
+    tables = config.max_position_embeddings + family_of(config.family).num_token_types
+    return h * (config.num_layers * (2 * in_layer + 2) + 2 * outside + tables)
 
 
 def _loss_all_reduces(num_rows: int, num_columns: int, num_bytes: int) -> list[Collective]:

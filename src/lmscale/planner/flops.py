@@ -2,10 +2,10 @@
 
 import re
 
-from ..config import NormOrder, Recompute, TransformerConfig
+from ..config import Recompute, TransformerConfig
+from ..config.family import family_of
 
 TERA = 1e12
-MASKED_SHARE = 0.15
 
 # Dense peaks in TFLOP/s, never the figure with structured sparsity, which is twice as high. Columns: fp16 and bf16 with
 # fp32 accumulation on tensor cores; TF32; plain fp32; fp64 (on tensor cores where there are any); float8. None: the
@@ -96,15 +96,15 @@ def scored_tokens(config: TransformerConfig, seq_length: int) -> int:
 
     Source: section 4.1 for GPT; Devlin et al. 2018.
     """
-    return seq_length if config.architecture == "gpt" else max(1, round(MASKED_SHARE * seq_length))
+    return max(1, round(family_of(config.family).scored_share * seq_length))
 
 
 def rank_flops_per_micro_batch(config: TransformerConfig, tp_size: int, micro_batch_size: int, seq_length: int) -> int:
     """FLOPs one tensor rank does in the forward and backward pass of a micro-batch, to the last product.
 
-    What `hardware_flops_per_step` counts, over `tp_size`; besides, BERT's heads, which every rank computes whole:
-    masked-LM dense 6 m h^2 for m scored tokens, pooler 6 b h^2, sentence order 12 b h; and full recomputation without
-    the last linear of a layer, 2 b s f h / p, where nothing that follows it needs its result.
+    What `hardware_flops_per_step` counts, over `tp_size`; besides, the family's dense heads, which every rank computes
+    whole (BERT: masked-LM dense 6 m h^2 for m scored tokens, pooler 6 b h^2, sentence order 12 b h); and full
+    recomputation without the last linear of a layer, 2 b s f h / p, where nothing that follows it needs its result.
 
     Args:
         micro_batch_size: sequences b.
@@ -121,17 +121,17 @@ def rank_flops_per_micro_batch(config: TransformerConfig, tp_size: int, micro_ba
     if config.recompute is Recompute.FULL and not recomputes_whole_layer(config):
         cut -= config.num_layers * 2 * num_tokens * config.ffn_size * h
     num_scored = micro_batch_size * scored_tokens(config, seq_length)
-    whole = 6 * num_scored * h * h + 6 * micro_batch_size * h * (h + 2) if config.architecture == "bert" else 0
-    return cut // tp_size + whole
+    per_scored_token, per_sequence = family_of(config.family).head.multiply_adds(h)
+    return cut // tp_size + 6 * (num_scored * per_scored_token + micro_batch_size * per_sequence)
 
 
 def recomputes_whole_layer(config: TransformerConfig) -> bool:
     """Whether full recomputation repeats a layer to its end.
 
     torch's checkpoint stops once it has what the backward pass needs. Behind the last linear that is the dropout's
-    mask, or in a post-norm layer the LayerNorm's input; without either the last product and its all-reduce are spared.
+    mask, or the input of a LayerNorm that follows; without either the last product and its all-reduce are spared.
     """
-    return config.hidden_dropout > 0 or config.norm_order is NormOrder.POST
+    return config.hidden_dropout > 0 or bool(config.placement.after)
 
 
 def _forward_flops(config: TransformerConfig, seq_length: int, global_batch_size: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What a rank of a job holds and what its device leaves for it: one path for the planner and for a run's own check."""
+"""What a rank of a job needs and what its device leaves for it, the same for the planner and for a run's own check."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,14 +10,16 @@ from .memory import GIB, MemoryEstimate, estimate_memory
 # Of a device, what framework, context and fragments take before a tensor is made: on a GPU an allowance, on a CPU the
 # 0.3 GiB of a process that has imported torch and Lightning, and some of its own.
 GPU_RESERVED_GIB, CPU_RESERVED_GIB = 2.0, 0.5
+STAND_IN_VOCAB_SIZE = 2000  # ids, for what is needed before the tokenizer is known; padding makes it as good as any
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and for how long; the layout is not part of it.
+    """What every rank trains, and for how long; the grid of ranks is not part of it.
 
     Args:
-        config: the model, with its recomputation.
+        config: the model, with its vocabulary and recomputation mode.
+        micro_batch_size: sequences of a rank's forward pass.
         global_batch_size: sequences of a step.
         seq_length: tokens.
         dtype: of weights, activations and gradients.
@@ -26,57 +28,45 @@ class Job:
     """
 
     config: TransformerConfig
+    micro_batch_size: int
     global_batch_size: int
     seq_length: int
     dtype: str
     num_steps: int
     half_moments: bool = False
 
+    def change(self, micro_batch_size: int | None = None, recompute: Recompute | None = None) -> "Job":
+        """The same training with another micro-batch or recomputation mode."""
+        config = self.config if recompute is None else dataclasses.replace(self.config, recompute=recompute)
+        return dataclasses.replace(self, config=config, micro_batch_size=micro_batch_size or self.micro_batch_size)
 
-@dataclass(frozen=True)
-class Layout:
-    """How the ranks share a job: grid, micro-batch, recomputation and what besides is cut; see `ParallelConfig`."""
-
-    tp_size: int
-    dp_size: int
-    micro_batch_size: int
-    recompute: Recompute
-    sequence_parallel: bool = False
-    zero1: bool = False
-
-    @property
-    def grid(self) -> ParallelConfig:
-        """The ranks."""
-        return ParallelConfig(self.tp_size, self.dp_size, self.sequence_parallel, self.zero1)
-
-    @property
-    def overrides(self) -> str:
-        """As it is typed for `train.py` and `plan.py`."""
+    def overrides(self, layout: ParallelConfig) -> str:
+        """This job on a grid as it is typed for `train.py` and `plan.py`."""
         return (
-            f"parallel.tp_size={self.tp_size} parallel.dp_size={self.dp_size} "
-            f"micro_batch_size={self.micro_batch_size} model.recompute={self.recompute.value}"
-            + (" parallel.sequence_parallel=true" if self.sequence_parallel else "")
-            + (" parallel.zero1=true" if self.zero1 else "")
+            f"parallel.tp_size={layout.tp_size} parallel.dp_size={layout.dp_size} "
+            f"micro_batch_size={self.micro_batch_size} model.recompute={self.config.recompute.value}"
+            + (" parallel.sequence_parallel=true" if layout.sequence_parallel else "")
+            + (" parallel.zero1=true" if layout.zero1 else "")
         )
 
 
-def rank_memory(job: Job, layout: Layout, on_gpu: bool) -> MemoryEstimate:
-    """Bytes of one rank, see `estimate_memory`, with the recomputation of `layout`.
+def rank_memory(job: Job, layout: ParallelConfig, on_gpu: bool) -> MemoryEstimate:
+    """Bytes of one rank, see `estimate_memory`.
 
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
     """
     return estimate_memory(
-        dataclasses.replace(job.config, recompute=layout.recompute),
+        job.config,
         layout.tp_size,
-        layout.micro_batch_size,
+        job.micro_batch_size,
         job.seq_length,
         job.dtype,
         layout.dp_size,
         on_gpu,
-        accumulates=job.global_batch_size > layout.micro_batch_size * layout.dp_size,
-        cuts_sequence=layout.grid.cuts_sequence,
-        zero1=layout.grid.cuts_optimizer,
+        accumulates=job.global_batch_size > job.micro_batch_size * layout.dp_size,
+        cuts_sequence=layout.cuts_sequence,
+        zero1=layout.cuts_optimizer,
         half_moments=job.half_moments,
     )
 
@@ -87,8 +77,8 @@ def usable_bytes(memory_bytes: int, on_gpu: bool, num_ranks: int = 1) -> int:
 
 
 def smallest_layout(
-    job: Job, layout_at: Callable[[int], Layout | None], usable: int, on_gpu: bool, largest: int | None = None
-) -> Layout | None:
+    job: Job, layout_at: Callable[[int], ParallelConfig | None], usable: int, on_gpu: bool, largest: int | None = None
+) -> ParallelConfig | None:
     """The layout with the smallest power of two as `tp_size` that divides the model and whose rank fits.
 
     Args:
@@ -109,3 +99,9 @@ def smallest_layout(
             return None
         tp_size *= 2
     return None
+
+
+def first_mode_that_fits(job: Job, layout: ParallelConfig, usable: int, on_gpu: bool) -> Recompute | None:
+    """The mode that recomputes least with which a rank needs at most `usable` bytes; None where none does."""
+    fits = (mode for mode in Recompute if rank_memory(job.change(recompute=mode), layout, on_gpu).total <= usable)
+    return next(fits, None)

@@ -8,6 +8,7 @@ wastes, the temporaries of single kernels.
 from dataclasses import dataclass
 
 from ..config import Recompute, TransformerConfig
+from ..config.family import family_of
 from ..partition import part_sizes
 from .flops import scored_tokens
 from .params import count_parameters, parameter_sizes
@@ -74,10 +75,9 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Bytes at the fullest moment: in the backward pass of the loss, of the last layer or of the first, or in the
-        update.
+        """Peak bytes: in the backward pass of the loss, of the last layer or of the first, or in the update.
 
-        Between the layers activations go as gradients come, so one of the ends is the fullest.
+        Between the layers activations go as gradients come, so the peak is at one of the ends.
         """
         last_layer = self.projection_gradient + self.recomputed_layer + self.gradient_in_flight
         at_end = self.early_gradients + self.activations + max(self.logits, last_layer)
@@ -85,9 +85,9 @@ class MemoryEstimate:
         return self.weights + self.optimizer_state + max(at_end, at_start, self.gradients + self.update)
 
     def format(self) -> str:
-        """A table, one part a line, in GiB."""
+        """A table in GiB, one part per line."""
         rows = [(name.replace("_", " "), getattr(self, name)) for name in PARTS]
-        rows.append(("total at the fullest moment", self.total))
+        rows.append(("peak", self.total))
         return "\n".join(f"{name:<28}{value / GIB:>10.3f} GiB" for name, value in rows)
 
 
@@ -104,12 +104,13 @@ def estimate_memory(
     zero1: bool = False,
     half_moments: bool = False,
 ) -> MemoryEstimate:
-    """Bytes a rank needs for one training step: within 5 % of those of all its tensors at the fullest moment.
+    """Bytes a rank needs for one training step: within 5 % of the peak of all its tensors.
 
-    A layer keeps, of replicated tensors, 4 b s h e: inputs of both LayerNorms, of QKV and of the MLP; and 2 b s h of
-    dropout masks. Of tensors cut over p it keeps (4 h + 2 f) b s e / p: Q, K, V, input of the output projection, input
-    and output of the GELU. With f = 4h and e = 2 that is b s h (10 + 24 / p), 34 b s h at p = 1. Exact attention keeps
-    besides, for each of the b n s^2 / p scores, the softmax (fp32 at least), and with dropout mask and result.
+    A layer keeps, of replicated tensors, 4 b s h e: inputs of its two LayerNorms (another placement may have more), of
+    QKV and of the MLP; and 2 b s h of dropout masks. Of tensors cut over p it keeps (4 h + 2 f) b s e / p: Q, K, V,
+    input of the output projection, input and output of the GELU. With f = 4h and e = 2 that is b s h (10 + 24 / p), 34
+    b s h at p = 1. Exact attention keeps besides, for each of the b n s^2 / p scores, the softmax (fp32 at least), and
+    with dropout mask and result.
 
     SDPA keeps no scores where its kernel is a flash one. On a CPU there is none with attention dropout: softmax, noise
     and product stay, in fp32 at least.
@@ -147,10 +148,11 @@ def estimate_memory(
     own = b * s // tp_size if cuts_sequence else b * s  # positions of a rank outside the parallel region
     layer = _layer_bytes(config, tp_size, b, s, own, e, on_gpu)
     mask = own * h if config.input_dropout > 0 else 0
-    num_scored, is_bert = b * scored_tokens(config, s), config.architecture == "bert"
-    around = own * h * e + num_scored * h * e * (4 if is_bert else 1) + mask
+    num_scored, head = b * scored_tokens(config, s), family_of(config.family).head
+    num_outer = config.placement.num_outer_norms
+    around = num_outer * own * h * e + num_scored * h * e * (1 + head.num_tensors) + mask
     if is_half and not on_gpu:  # the input of a LayerNorm in fp32
-        around += (own + (num_scored if is_bert else 0)) * h * (FP32_BYTES - e)
+        around += (num_outer * own + head.num_norms * num_scored) * h * (FP32_BYTES - e)
     is_full = config.recompute is Recompute.FULL
     recomputed = layer - own * h * e if is_full else 0
     if config.recompute is Recompute.SELECTIVE:
@@ -178,7 +180,7 @@ def estimate_memory(
 
 
 def _loss_bytes(num_rows: int, columns: int, h: int, e: int) -> int:
-    """The fullest moment of `linear_cross_entropy`, without the gradient of the rows."""
+    """Peak of `linear_cross_entropy`, without the gradient of the rows."""
     wide, at_once = max(e, FP32_BYTES), max(1, LOGITS_AT_ONCE // columns)
     piece, weight = min(num_rows, at_once) * columns, columns * h
     total = weight * wide if num_rows > at_once else 0  # one piece's product needs no sum
@@ -189,9 +191,10 @@ def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: i
     """Activations one layer keeps where it is not recomputed as a whole."""
     h, f = config.hidden_size, config.ffn_size
     mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
-    num_bytes = 4 * own * h * e + (4 * h + mlp_width) * b * s * e // tp_size
+    num_norms = config.placement.num_layer_norms
+    num_bytes = (2 + num_norms) * own * h * e + (4 * h + mlp_width) * b * s * e // tp_size
     if e < FP32_BYTES and not on_gpu:
-        num_bytes += 2 * own * h * (FP32_BYTES - e)
+        num_bytes += num_norms * own * h * (FP32_BYTES - e)
     if config.hidden_dropout > 0:
         num_bytes += 2 * own * h  # masks, one byte an element
     kept = 0 if config.recompute is Recompute.SELECTIVE else _core_bytes(config, tp_size, b, s, e, on_gpu)
@@ -211,7 +214,7 @@ def _core_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int,
 
 
 def _in_flight_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: int, e: int, on_gpu: bool) -> int:
-    """Gradients on their way in the last layer at its fullest moment, beyond the activations of the whole layer.
+    """Gradients on their way in the last layer at its peak, beyond the activations of the whole layer.
 
     In the MLP b s f e / p; in the attention core SCORES_IN_FLIGHT tensors of its scores in fp32, when what the MLP kept
     is gone already.

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from ..config import NormOrder, TransformerConfig
-
-NUM_TOKEN_TYPES = 2  # BERT's sentence A and sentence B
+from ..config import TransformerConfig
+from ..config.family import family_of
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,12 @@ class ParameterCount:
 
 
 def count_parameters(config: TransformerConfig, tp_size: int = 1) -> ParameterCount:
-    """Count a BERT or GPT exactly, by formula.
+    """Count a model exactly, by formula.
 
     With f = 4h a layer has 12 h^2 + 13 h. GPT: v h + S h + L (12 h^2 + 13 h) + 2 h. BERT besides: token types 2 h,
     pooler h^2 + h, masked-LM dense h^2 + h with LayerNorm 2 h and decoder bias v, sentence order 2 h + 2. The output
-    projection is the word embedding. Both norm orders have one LayerNorm (2 h) outside the layers: after the stack
-    (pre) or after the embeddings (post).
+    projection is the word embedding. Pre- and post-norm have two LayerNorms (2 h each) per layer and one outside the
+    layers: after the stack (pre) or after the embeddings (post).
 
     Cut over the tensor ranks: word embedding, QKV (weight and bias), attention output weight, MLP in (weight and bias),
     MLP out weight, decoder bias. Every other tensor is replicated, among them the biases of the two row-parallel
@@ -53,7 +52,6 @@ def count_parameters(config: TransformerConfig, tp_size: int = 1) -> ParameterCo
     if tp_size != 1:
         config.check_tensor_parallel(tp_size)
     h, f, v, num_layers = config.hidden_size, config.ffn_size, config.padded_vocab_size, config.num_layers
-    layer_norm = 2 * h
     sharded = {
         "word embedding": v * h,
         "attention": num_layers * (3 * h * h + 3 * h + h * h),
@@ -63,14 +61,14 @@ def count_parameters(config: TransformerConfig, tp_size: int = 1) -> ParameterCo
         "position embedding": config.max_position_embeddings * h,
         "attention": num_layers * h,
         "mlp": num_layers * h,
-        "layer norms": (2 * num_layers + 1) * layer_norm,
+        "layer norms": (config.placement.num_layer_norms * num_layers + config.placement.num_outer_norms) * 2 * h,
     }
-    if config.architecture == "bert":
-        sharded["masked-LM head"] = v
-        replicated["token-type embedding"] = NUM_TOKEN_TYPES * h
-        replicated["pooler"] = h * h + h
-        replicated["masked-LM head"] = h * h + h + layer_norm
-        replicated["sentence-order head"] = 2 * h + 2
+    family = family_of(config.family)
+    if family.num_token_types:
+        replicated["token-type embedding"] = family.num_token_types * h
+    for part, size, is_sharded in family.head.parameters(h, v):
+        counts = sharded if is_sharded else replicated
+        counts[part] = counts.get(part, 0) + size
     parts = {name: sharded.get(name, 0) + replicated.get(name, 0) for name in sharded | replicated}
     num_sharded, num_replicated = sum(sharded.values()), sum(replicated.values())
     return ParameterCount(num_sharded + num_replicated, num_sharded // tp_size, num_replicated, parts)
@@ -90,10 +88,10 @@ def parameter_sizes(config: TransformerConfig, tp_size: int) -> list[int]:
     up, qkv, norm = [f, f * h], [3 * h // tp_size, 3 * h * h // tp_size], [h, h]
     mlp, attention = [h, f * h, *(up[::-1] if tp_size > 1 else up)], [h, h * h // tp_size]
     attention += qkv[::-1] if tp_size > 1 else qkv
-    is_bert, is_post = config.architecture == "bert", config.norm_order is NormOrder.POST
-    heads = [v, *norm, h, h * h, 2, 2 * h, h, h * h] if is_bert else []  # masked LM, sentence order, pooler
-    layer = [*norm, *mlp, *norm, *attention] if is_post else [*mlp, *norm, *attention, *norm]
-    layers = config.num_layers * layer
-    types = [NUM_TOKEN_TYPES * h] if is_bert else []
-    around = [*layers, *norm] if is_post else [*norm, *layers]
+    family, placement = family_of(config.family), config.placement
+    heads = [size for _, size, _ in family.head.parameters(h, v)]
+    before, after = len(placement.before) * norm, len(placement.after) * norm
+    layers = config.num_layers * [*after, *mlp, *before, *after, *attention, *before]
+    around = [*placement.after_stack * norm, *layers, *placement.after_embedding * norm]
+    types = [family.num_token_types * h] if family.num_token_types else []
     return [*heads, *around, *types, config.max_position_embeddings * h, v * h]

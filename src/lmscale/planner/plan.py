@@ -1,13 +1,12 @@
 """What one training job costs on one cluster: bytes, FLOPs, messages, seconds, days, energy."""
 
-import dataclasses
 from dataclasses import dataclass
 
-from ..config import BatchConfig, Recompute
-from .cluster import Cluster
+from ..config import BatchConfig, ParallelConfig, Recompute
+from ..config.cluster import Cluster
 from .communication import Collective, step_collectives
 from .flops import hardware_flops_per_step, model_flops_per_step
-from .job import Job, Layout, rank_memory
+from .job import Job, rank_memory
 from .memory import GIB, MemoryEstimate
 from .params import count_parameters
 from .step_time import AS_TRAINED, StepTime, Techniques, predict_step_time
@@ -30,7 +29,7 @@ class Plan:
     """
 
     job: Job
-    layout: Layout
+    layout: ParallelConfig
     cluster: Cluster
     num_micro_batches: int
     num_parameters: int
@@ -46,12 +45,22 @@ class Plan:
     @property
     def num_devices(self) -> int:
         """tp_size x dp_size."""
-        return self.layout.tp_size * self.layout.dp_size
+        return self.layout.world_size
+
+    @property
+    def recompute(self) -> Recompute:
+        """The recomputation mode planned with."""
+        return self.job.config.recompute
+
+    @property
+    def overrides(self) -> str:
+        """As it is typed for `train.py` and `plan.py`."""
+        return self.job.overrides(self.layout)
 
     @property
     def needed_bytes(self) -> int:
-        """Memory of a rank in this layout's recomputation mode."""
-        return self.memory[self.layout.recompute].total
+        """Memory of a rank in the recomputation mode planned with."""
+        return self.memory[self.recompute].total
 
     @property
     def missing_bytes(self) -> int:
@@ -76,7 +85,7 @@ class Plan:
         return self.cluster.watts * self.num_devices * self.days * 24 / 1e6
 
 
-def make_plan(job: Job, layout: Layout, cluster: Cluster, techniques: Techniques = AS_TRAINED) -> Plan:
+def make_plan(job: Job, layout: ParallelConfig, cluster: Cluster, techniques: Techniques = AS_TRAINED) -> Plan:
     """Work out what `job` costs; a rank that does not fit its device is not refused here, see `Plan.missing_bytes`.
 
     Bytes and FLOPs are of this project's code, whatever software the cluster's step times are of.
@@ -85,24 +94,21 @@ def make_plan(job: Job, layout: Layout, cluster: Cluster, techniques: Techniques
         ValueError: more devices than the cluster has; a grid that does not divide the model or the batch; a type that
             the devices do not have.
     """
-    grid = layout.grid
-    if grid.world_size > cluster.num_devices:
+    if layout.world_size > cluster.num_devices:
         raise ValueError(
             f"`tp_size` x `dp_size` must be at most the {cluster.num_devices:,} devices of {cluster.name}, "
             f"but is {layout.tp_size} x {layout.dp_size}"
         )
-    if grid.cuts_sequence and job.seq_length % grid.tp_size:
+    if layout.cuts_sequence and job.seq_length % layout.tp_size:
         raise ValueError(
-            f"`data.seq_length` must be a multiple of `tp_size` ({grid.tp_size}) with `sequence_parallel`, "
+            f"`data.seq_length` must be a multiple of `tp_size` ({layout.tp_size}) with `sequence_parallel`, "
             f"but is {job.seq_length}"
         )
-    batch = BatchConfig(layout.micro_batch_size, job.global_batch_size, layout.dp_size)
-    config = dataclasses.replace(job.config, recompute=layout.recompute)
-    by_mode = {mode: dataclasses.replace(layout, recompute=mode) for mode in Recompute}
-    memory = {mode: rank_memory(job, changed, cluster.is_gpu) for mode, changed in by_mode.items()}
+    config, batch = job.config, BatchConfig(job.micro_batch_size, job.global_batch_size, layout.dp_size)
+    memory = {mode: rank_memory(job.change(recompute=mode), layout, cluster.is_gpu) for mode in Recompute}
     time = predict_step_time(
         config,
-        grid,
+        layout,
         batch.micro_batch_size,
         batch.num_micro_batches,
         job.seq_length,
@@ -110,10 +116,10 @@ def make_plan(job: Job, layout: Layout, cluster: Cluster, techniques: Techniques
         cluster,
         techniques,
     )
-    parameters = count_parameters(config, grid.tp_size)
+    parameters = count_parameters(config, layout.tp_size)
     model_flops = model_flops_per_step(config, job.seq_length, job.global_batch_size)
     return Plan(
-        job=dataclasses.replace(job, config=config),
+        job=job,
         layout=layout,
         cluster=cluster,
         num_micro_batches=batch.num_micro_batches,
@@ -124,10 +130,10 @@ def make_plan(job: Job, layout: Layout, cluster: Cluster, techniques: Techniques
         model_flops=model_flops,
         hardware_flops=hardware_flops_per_step(config, job.seq_length, job.global_batch_size),
         collectives=step_collectives(
-            config, grid, batch.micro_batch_size, batch.num_micro_batches, job.seq_length, job.dtype
+            config, layout, batch.micro_batch_size, batch.num_micro_batches, job.seq_length, job.dtype
         ),
         time=time,
-        mfu=model_flops / (time.total * grid.world_size * cluster.peak_flops_per_s(job.dtype)),
+        mfu=model_flops / (time.total * layout.world_size * cluster.peak_flops_per_s(job.dtype)),
     )
 
 

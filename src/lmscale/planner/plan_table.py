@@ -20,12 +20,12 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
             "sequence_parallel": plan.layout.sequence_parallel,
             "zero1": plan.layout.zero1,
             "num_devices": plan.num_devices,
-            "micro_batch_size": plan.layout.micro_batch_size,
+            "micro_batch_size": plan.job.micro_batch_size,
             "num_micro_batches": plan.num_micro_batches,
             "global_batch_size": plan.job.global_batch_size,
             "seq_length": plan.job.seq_length,
             "dtype": plan.job.dtype,
-            "recompute": plan.layout.recompute.value,
+            "recompute": plan.recompute.value,
         },
         "parameters": {"model": plan.num_parameters, "rank": plan.rank_parameters},
         "rank_memory_bytes": {
@@ -54,20 +54,20 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
 
 def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
     """A table of one plan, for the terminal."""
-    layout, cluster, time = plan.layout, plan.cluster, plan.time
+    cluster, time = plan.cluster, plan.time
     lines = [
         f"{name} on {plan.num_devices:,} of {cluster.name} ({cluster.device})",
-        f"  {layout.overrides}",
-        f"  {plan.job.dtype}, {plan.num_micro_batches} micro-batch(es) a rank and step, "
+        f"  {plan.overrides}",
+        f"  {plan.job.dtype}, {plan.num_micro_batches} micro-batch(es) per rank and step, "
         f"global batch {plan.job.global_batch_size:,} x {plan.job.seq_length:,} tokens",
         "",
-        f"  {'parameters':<32}{plan.num_parameters:>20,}   a rank {plan.rank_parameters:,}",
-        f"  {'FLOPs a step, model':<32}{short_number(plan.model_flops):>20}",
-        f"  {'FLOPs a step, hardware':<32}{short_number(plan.hardware_flops):>20}",
+        f"  {'parameters':<32}{plan.num_parameters:>20,}   per rank {plan.rank_parameters:,}",
+        f"  {'FLOPs per step, model':<32}{short_number(plan.model_flops):>20}",
+        f"  {'FLOPs per step, hardware':<32}{short_number(plan.hardware_flops):>20}",
         "",
         *_memory_lines(plan),
         "",
-        f"  {'collectives of a rank and step':<58}{'kind':<15}{'group':>7}{'count':>8}{'MiB each':>11}{'GiB':>10}",
+        f"  {'collectives per rank and step':<58}{'kind':<15}{'group':>7}{'count':>8}{'MiB each':>11}{'GiB':>10}",
         *(
             f"    {a.phase + ': ' + a.what:<56}{a.kind.replace('_', '-'):<15}{a.group:>7}"
             f"{a.count:>8,}{a.num_bytes / 2**20:>11,.3f}{a.total_bytes / GIB:>10,.3f}"
@@ -108,9 +108,9 @@ _EVIDENCE = {
 
 
 def _memory_lines(plan: Plan) -> list[str]:
-    """A rank's bytes by part, a column for each recomputation mode; the plan's own is marked."""
-    title = f"memory of a rank, GiB ({plan.usable_bytes / GIB:.1f} usable)"
-    heads = [mode.value + ("*" if mode is plan.layout.recompute else "") for mode in Recompute]
+    """Bytes per rank by part, one column per recomputation mode; the plan's own is marked."""
+    title = f"memory per rank, GiB ({plan.usable_bytes / GIB:.1f} usable)"
+    heads = [mode.value + ("*" if mode is plan.recompute else "") for mode in Recompute]
     lines = [f"  {title:<44}" + "".join(f"{head:>12}" for head in heads)]
     estimates = [plan.memory[mode] for mode in Recompute]
     for part in (*PARTS, "total"):
@@ -146,19 +146,19 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
     for number, plan in enumerate(ranking.fitting[:top], start=1):
         layout = plan.layout
         lines.append(
-            f"{number:>4}{layout.tp_size:>5}{layout.dp_size:>7}{layout.micro_batch_size:>7}"
-            f"{layout.recompute.value:>11}{plan.needed_bytes / GIB:>9.1f}{plan.time.total:>13,.3f}{plan.mfu:>8.1%}"
+            f"{number:>4}{layout.tp_size:>5}{layout.dp_size:>7}{plan.job.micro_batch_size:>7}"
+            f"{plan.recompute.value:>11}{plan.needed_bytes / GIB:>9.1f}{plan.time.total:>13,.3f}{plan.mfu:>8.1%}"
             f"{plan.tokens_per_s:>15,.0f}{plan.days:>13,.2f}"
         )
     for plan in ranking.too_large:
         lines.append(
             f"   refused: tp {plan.layout.tp_size} x dp {plan.layout.dp_size} needs at least "
-            f"{plan.needed_bytes / GIB:.1f} GiB a rank, {plan.missing_bytes / GIB:.1f} more than the "
-            f"{plan.usable_bytes / GIB:.1f} there are (micro_batch_size={plan.layout.micro_batch_size}, "
-            f"recompute={plan.layout.recompute.value})"
+            f"{plan.needed_bytes / GIB:.1f} GiB per rank, {plan.missing_bytes / GIB:.1f} more than the "
+            f"{plan.usable_bytes / GIB:.1f} there are (micro_batch_size={plan.job.micro_batch_size}, "
+            f"recompute={plan.recompute.value})"
         )
     if ranking.fitting:
-        lines.append(f"best: {ranking.fitting[0].layout.overrides}")
+        lines.append(f"best: {ranking.fitting[0].overrides}")
     return "\n".join([*lines, *(f"note: {note}" for note in notes)])
 
 

@@ -4,14 +4,14 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from ..config import Recompute
-from .cluster import Cluster
-from .job import Job, Layout
+from ..config import ParallelConfig, Recompute
+from ..config.cluster import Cluster
+from .job import Job
 from .memory import GIB
 from .plan import Plan, make_plan
 
 LARGEST_MICRO_BATCH = 64
-_MODES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+_MODES = tuple(Recompute)
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,10 @@ def rank_layouts(
     for tp_size in tensor_sizes(job, num_devices):
         if num_devices % tp_size or (sequence_parallel and job.seq_length % tp_size):
             continue
+        layout = ParallelConfig(tp_size, num_devices // tp_size, sequence_parallel, zero1)
         plans = [
-            make_plan(job, Layout(tp_size, num_devices // tp_size, b, mode, sequence_parallel, zero1), cluster)
-            for b in micro_batch_sizes(job, num_devices // tp_size)
+            make_plan(job.change(b, mode), layout, cluster)
+            for b in micro_batch_sizes(job, layout.dp_size)
             for mode in _MODES
         ]
         fits = [plan for plan in plans if plan.missing_bytes <= 0]
@@ -94,8 +95,8 @@ def _fits_on(job: Job, cluster: Cluster, num_devices: int) -> bool:
     for tp_size in tensor_sizes(job, num_devices):
         sizes = [] if num_devices % tp_size else micro_batch_sizes(job, num_devices // tp_size)
         if sizes:
-            layout = Layout(tp_size, num_devices // tp_size, sizes[0], Recompute.FULL)
-            if make_plan(job, layout, cluster).missing_bytes <= 0:
+            layout, frugal = ParallelConfig(tp_size, num_devices // tp_size), job.change(sizes[0], Recompute.FULL)
+            if make_plan(frugal, layout, cluster).missing_bytes <= 0:
                 return True
     return False
 
@@ -109,33 +110,34 @@ def _possible_numbers(job: Job, cluster: Cluster) -> set[int]:
     return {p * d for p in sizes for d in divisors if p * d <= cluster.num_devices}
 
 
-def nearest_layout(job: Job, wanted: Layout, cluster: Cluster) -> Plan | None:
-    """The layout that works and changes least of `wanted`; None where the cluster has none.
+def nearest_plan(job: Job, wanted: ParallelConfig, cluster: Cluster) -> Plan | None:
+    """The plan that works and changes least of `job` on the grid `wanted`; None where the cluster has none.
 
     The number of devices changes least, then `tp_size`, then the micro-batch, then the recomputation.
     """
     if smallest_need(job, cluster).missing_bytes > 0:
         return None
 
-    def distance(layout: Layout) -> tuple[float, float, float, int]:
+    def distance(candidate: tuple[ParallelConfig, int, Recompute]) -> tuple[float, float, float, int]:
+        layout, micro_batch_size, mode = candidate
         return (
-            abs(math.log2(layout.tp_size * layout.dp_size / (wanted.tp_size * wanted.dp_size))),
+            abs(math.log2(layout.world_size / wanted.world_size)),
             abs(math.log2(layout.tp_size / wanted.tp_size)),
-            abs(math.log2(layout.micro_batch_size / wanted.micro_batch_size)),
-            abs(_MODES.index(layout.recompute) - _MODES.index(wanted.recompute)),
+            abs(math.log2(micro_batch_size / job.micro_batch_size)),
+            abs(_MODES.index(mode) - _MODES.index(job.config.recompute)),
         )
 
-    for layout in sorted(_layouts(job, cluster), key=distance):
-        plan = make_plan(job, layout, cluster)
+    for layout, micro_batch_size, mode in sorted(_candidates(job, cluster), key=distance):
+        plan = make_plan(job.change(micro_batch_size, mode), layout, cluster)
         if plan.missing_bytes <= 0:
             return plan
     return None
 
 
-def _layouts(job: Job, cluster: Cluster) -> list[Layout]:
-    """Every layout that divides model, batch and cluster."""
+def _candidates(job: Job, cluster: Cluster) -> list[tuple[ParallelConfig, int, Recompute]]:
+    """Every grid that divides model, batch and cluster, with every micro-batch size and recomputation mode."""
     return [
-        Layout(tp_size, dp_size, b, mode)
+        (ParallelConfig(tp_size, dp_size), b, mode)
         for tp_size in tensor_sizes(job, cluster.num_devices)
         for dp_size in range(1, cluster.num_devices // tp_size + 1)
         for b in micro_batch_sizes(job, dp_size)
@@ -147,15 +149,15 @@ def smallest_need(job: Job, cluster: Cluster) -> Plan:
     """Of all layouts on the cluster the one whose rank needs least memory: largest `tp_size`, one sequence, full
     recomputation, no data ranks."""
     largest = tensor_sizes(job, cluster.num_devices)[-1]
-    one = dataclasses.replace(job, global_batch_size=1)
-    return make_plan(one, Layout(largest, 1, 1, Recompute.FULL), cluster)
+    one = dataclasses.replace(job.change(1, Recompute.FULL), global_batch_size=1)
+    return make_plan(one, ParallelConfig(largest), cluster)
 
 
-def way_out(job: Job, wanted: Layout, cluster: Cluster) -> str:
+def suggest_layout(job: Job, wanted: ParallelConfig, cluster: Cluster) -> str:
     """For messages: the nearest layout that works, or what the model needs at least."""
-    near = nearest_layout(job, wanted, cluster)
+    near = nearest_plan(job, wanted, cluster)
     if near is not None:
-        return f"the nearest layout that works is {near.layout.overrides}"
+        return f"the nearest layout that works is {near.overrides}"
     least = smallest_need(job, cluster)
     return (
         f"no layout works: at the largest tp_size that divides the model, {least.layout.tp_size}, with one sequence "

@@ -11,8 +11,9 @@ kernels really make.
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config.cluster import Calibration, Cluster
+from ..config.family import family_of
 from ..partition import part_sizes
-from .cluster import Calibration, Cluster
 from .communication import micro_batch_collectives
 from .flops import scored_tokens
 from .memory import BYTES, FP32_BYTES
@@ -103,7 +104,7 @@ def predict_step_time(
 
     Products: their FLOPs, widths in whole tiles, over `matmul_share` of the peak; with fp8 those of the layers' linears
     alone are float8's, the others bf16's. Element-wise work: counted bytes
-    times `elementwise_factor` over the memory's bandwidth. Overhead: `layer_overhead_ms` a layer, 3/4 of it where the
+    times `elementwise_factor` over the memory's bandwidth. Overhead: `layer_overhead_ms` per layer, 3/4 of it where the
     backward pass does not repeat the forward. Collectives: 2 (p - 1) / p of an all-reduce's bytes over the bandwidth,
     half of that for the others, and a latency each. AdamW: bytes read and written, 48 N for half types. Nothing
     overlaps unless `techniques` says so.
@@ -181,7 +182,7 @@ def _tiled_flops(config: TransformerConfig, tp_size: int, b: int, s: int) -> tup
     core_again = 0.5 if config.attention == "exact" else 1.0  # see `hardware_flops_per_step`
     again = {Recompute.NONE: 0.0, Recompute.SELECTIVE: core_again, Recompute.FULL: 1.0}[config.recompute]
     linear_passes = 4 if config.recompute is Recompute.FULL else 3
-    heads = 6 * num_scored * h * h if config.architecture == "bert" else 0
+    heads = 6 * num_scored * family_of(config.family).head.multiply_adds(h)[0]
     cores = config.num_layers * scores * (3 + again)
     return config.num_layers * linears * linear_passes, cores + 3 * logits + heads
 

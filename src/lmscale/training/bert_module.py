@@ -1,32 +1,8 @@
 """Pretraining BERT: masked language model and sentence order."""
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from ..parallel import IGNORE_LABEL
-from .step.module import PretrainModule
+from .family_module import FamilyModule
 
 
-class BERTModule(PretrainModule):
-    """Loss: cross-entropy of the masked tokens plus that of the sentence order, equally weighted (section 5.3).
-
-    A micro-batch has `tokens`, `token_types` and `labels` (-100 where not masked), int64 [b, s]; `attention_mask` bool
-    [b, s] or None; `sop_labels` int64 [b], 1 where the sentences are swapped; `scored` int64 [m], the places of the
-    labels that are not -100; `sample_numbers` int64 [b].
-    """
-
-    loss_terms = ("lm", "order")
-
-    def count_terms(self, batch: dict[str, Tensor]) -> Tensor:
-        """Masked tokens and sequences, fp64 [2]."""
-        masked = (batch["labels"] != IGNORE_LABEL).sum(dtype=torch.float64)
-        return torch.stack([masked, torch.full_like(masked, len(batch["labels"]))])
-
-    def sum_terms(self, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
-        """Summed cross-entropies in nats, [2]."""
-        inputs = batch["tokens"], batch["token_types"], batch["attention_mask"], batch["labels"]
-        masked, order_logits = self.model(*inputs, sample_keys, batch["scored"])
-        wide = order_logits.to(masked.dtype)  # fp32 for half types, like the token losses
-        order = F.cross_entropy(wide, batch["sop_labels"], reduction="sum")
-        return torch.stack([masked, order])
+class BERTModule(FamilyModule):
+    """Loss: cross-entropy of the masked tokens plus that of the sentence order (section 5.3); see
+    `models/bert/loss.py`."""

@@ -23,9 +23,8 @@ from ..data.datamodule import PretrainDataModule
 from ..data.prepare import PreparedCorpus, prepare_corpus
 from ..kernels import PLAIN, Kernels
 from ..planner.flops import dense_peak_flops_per_s
-from .bert_module import BERTModule
 from .callbacks import ReplicaSentinel, TrainingBar
-from .gpt_module import GPTModule
+from .family_module import FamilyModule
 from .output.events import StepEvents
 from .output.metrics_file import MetricsFile
 from .output.profiling import StepProfiler
@@ -78,8 +77,8 @@ def prepare_job(run: RunConfig) -> PretrainJob:
         ValueError: anything in the configuration that cannot work, in one line.
     """
     run, accelerator, layout, kernels, resume_from = check_run(run)
-    corpus = prepare_corpus(run.data, run.tokenizer, run.model["architecture"], run.model.get("vocab_size"))
-    config = run.transformer_config(corpus.vocab_size)
+    corpus = prepare_corpus(run.data, run.tokenizer, run.model.family, run.model.vocab_size)
+    config = run.model.with_vocab_size(corpus.vocab_size)
     batch = run.check_layout(layout.tp_size, layout.dp_size, corpus.vocab_size)
     job = PretrainJob(run, config, layout, batch, corpus, accelerator, resume_from, kernels)
     data = make_datamodule(job)  # refuses a corpus that is too small here, before the ranks would
@@ -180,9 +179,8 @@ def _look_again(run: RunConfig, is_first: bool) -> tuple[str | None, str | None]
 
 
 def _make_module(job: PretrainJob, resume_from: str | None, watchdog: Watchdog) -> PretrainModule:
-    kind = GPTModule if job.config.architecture == "gpt" else BERTModule
     peak = dense_peak_flops_per_s(_device_name(job), job.run.precision.dtype, job.run.trainer.matmul_precision)
-    return kind(job.config, job.run, watchdog, peak, weights_from=resume_from, kernels=job.kernels)
+    return FamilyModule(job.config, job.run, watchdog, peak, weights_from=resume_from, kernels=job.kernels)
 
 
 def _device_name(job: PretrainJob) -> str:

@@ -25,8 +25,8 @@ from ..checkpoint import (
     remove_checkpoint,
 )
 from ..config import ParallelConfig
-from ..data.certificate import digest_number
-from ..parallel import ParallelContext, open_channel
+from ..data.data_digest import digest_number
+from ..parallel import ParallelContext, choose_communicator
 
 # Collectives outlive the watchdog by this, so that it is the watchdog who says where the rank stood.
 _GRACE = timedelta(minutes=1)
@@ -44,7 +44,7 @@ class TensorParallelStrategy(DDPStrategy):
     Args:
         layout: sizes of the grid; their product must be the world size.
         timeout_minutes: how long a collective may wait before the run fails.
-        shared_memory: tensor ranks on one host without a GPU add up through memory they share (`open_channel`).
+        shared_memory: tensor ranks on one host without a GPU communicate through memory they share.
 
     Raises:
         ValueError: the world size is not tp_size x dp_size.
@@ -95,7 +95,7 @@ class TensorParallelStrategy(DDPStrategy):
             dp_size=self.layout.dp_size,
             tp_group=mesh.get_group("tensor"),
             dp_group=mesh.get_group("data"),
-            tp_channel=open_channel(mesh.get_group("tensor"), self.patience) if self.shared_memory else None,
+            tp_communicator=choose_communicator(mesh.get_group("tensor"), self.patience, self.shared_memory),
             sequence_parallel=self.layout.cuts_sequence,
             zero1=self.layout.cuts_optimizer,
         )

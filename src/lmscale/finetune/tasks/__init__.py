@@ -1,7 +1,7 @@
-"""The tasks: all that sets one apart from another, and how its files are read."""
+"""The finetuning tasks: how each is read, encoded, scored and named."""
 
 from ...config.finetune import TaskConfig
-from ..examples import Example, RowAccount, SpanExample, list_some
+from ..examples import Example, RowReport, SpanExample, list_some
 from ..pairs import encode_choices, encode_pairs
 from ..windows import encode_windows
 from .benchmark import Benchmark, HeadKind
@@ -24,7 +24,7 @@ BENCHMARKS = {
 
 
 def benchmark_of(task: TaskConfig) -> Benchmark:
-    """What a task's name stands for, or for a table of one's own what its columns and labels say."""
+    """Return the benchmark of a task's name, or of the columns and labels of a user table."""
     if task.columns is None:
         return BENCHMARKS[task.name]
     return Benchmark(
@@ -38,20 +38,20 @@ def benchmark_of(task: TaskConfig) -> Benchmark:
 
 
 def objective_of(task_name: str) -> str:
-    """The metric that a search, and the median of several seeds, look at."""
+    """Return the metric that a search and the median over seeds compare."""
     return f"{task_name}/{BENCHMARKS[task_name].objective if task_name in BENCHMARKS else 'accuracy'}"
 
 
-def read_examples(task: TaskConfig, place: str) -> tuple[list[Example], RowAccount]:
-    """Every usable example of a place, in its order, and what was left out.
+def read_examples(task: TaskConfig, place: str) -> tuple[list[Example], RowReport]:
+    """Read every usable example of a file or split in order, and a report of faulty rows.
 
     Raises:
-        ValueError: missing columns, rows that cannot be (all of one kind named with their places), ids twice, labels
-            for some of the examples only, or no example at all.
+        ValueError: columns are missing, rows are invalid (all of one kind are listed), ids repeat, only some examples
+            have labels, or there is no example.
     """
-    account = RowAccount(place)
-    examples = benchmark_of(task).read(task, place, account)
-    account.check()
+    report = RowReport(place)
+    examples = benchmark_of(task).read(task, place, report)
+    report.check()
     seen: dict[str, int] = {}
     for number, example in enumerate(examples, start=1):
         first = seen.setdefault(example.id, number)
@@ -61,14 +61,14 @@ def read_examples(task: TaskConfig, place: str) -> tuple[list[Example], RowAccou
                 f"{number}"
             )
     if not examples:
-        raise ValueError(f"{place} must have an example at least, but has none")
+        raise ValueError(f"{place} must have at least one example, but has none")
     bare = [str(number) for number, example in enumerate(examples, start=1) if not _is_labelled(example)]
     if 0 < len(bare) < len(examples):
         raise ValueError(
             f"{place}: all examples must have a label or none, but {len(bare)} of {len(examples)} have none: examples "
             f"{list_some(bare)}"
         )
-    return examples, account
+    return examples, report
 
 
 def _is_labelled(example: Example) -> bool:

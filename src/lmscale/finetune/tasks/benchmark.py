@@ -1,4 +1,4 @@
-"""What a task consists of."""
+"""Definition of a finetuning task."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from typing import Any
 
 from ...config.finetune import TaskConfig
 from ...data.tokenizer import Tokenizer
-from ..examples import Example, RowAccount
+from ..examples import Example, RowReport
 from ..features import Features
 
 
 class HeadKind(str, Enum):
-    """What a task predicts: a class of a pair, one of several sequences, first and last token of an answer."""
+    """What a task predicts: a class of a pair, one of several sequences, or first and last token of an answer."""
 
     CLASSIFICATION = "classification"
     CHOICE = "choice"
@@ -21,19 +21,19 @@ class HeadKind(str, Enum):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """All that sets one task apart from another.
+    """Everything that distinguishes one task from another.
 
     Args:
-        read: from a place to its examples; rows that cannot be go into the account.
-        encode: from examples to inputs; the texts are notes to keep with them.
-        head: what stands on the encoder.
-        classes: names of what is chosen from, by number; none for spans.
-        score: metrics in percent of chosen numbers and right ones, with what else `encode` has kept; none for spans.
-        file_name: classification: the submitted file of a set, by the set's name.
-        objective: the metric that a search, and the median of several seeds, look at.
+        read: reads the examples of a file or split; invalid rows are recorded in the report.
+        encode: encodes examples as model inputs; the texts are notes to store with them.
+        head: head on the encoder.
+        classes: names of the classes or choices by number; empty for spans.
+        score: metrics in percent from predicted and true numbers and `Features.facts`; None for spans.
+        file_name: classification: name of the submission file of a set.
+        objective: metric that a search and the median over seeds compare.
     """
 
-    read: Callable[[TaskConfig, str, RowAccount], list[Example]]
+    read: Callable[[TaskConfig, str, RowReport], list[Example]]
     encode: Callable[[TaskConfig, list[Example], Tokenizer, list[str]], Features]
     head: HeadKind
     classes: tuple[str, ...] = ()
@@ -43,5 +43,5 @@ class Benchmark:
 
     @property
     def num_outputs(self) -> int:
-        """Classes, choices, or for spans 2: first and last token."""
+        """Number of classes or choices; 2 for spans (first and last token)."""
         return len(self.classes) or 2

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ...config.finetune import TaskConfig
-from ..examples import PairExample, RowAccount
+from ..examples import PairExample, RowReport
 from ..sources import check_columns, hub_rows, is_on_hub, tsv_rows
 
 LABELS = ("contradiction", "entailment", "neutral")  # numbered as in Megatron-LM
@@ -12,43 +12,43 @@ _RULE = f"`gold_label` must be one of {', '.join(LABELS)}"
 
 
 def name_mnli(set_name: str) -> str:
-    """GLUE's name for the predictions of a set."""
+    """Return GLUE's file name for the predictions of a set."""
     return "MNLI-mm.tsv" if "mismatched" in set_name else "MNLI-m.tsv"
 
 
-def read_mnli(task: TaskConfig, place: str, account: RowAccount) -> list[PairExample]:
-    """Pairs of a `train.tsv`, `dev_*.tsv` (16 columns), `test_*.tsv` (no labels), or of a hub split.
+def read_mnli(task: TaskConfig, place: str, report: RowReport) -> list[PairExample]:
+    """Read pairs of a `train.tsv`, `dev_*.tsv` (16 columns), `test_*.tsv` (no labels), or of a hub split.
 
-    The id is the column `index`, the number in the submitted file.
+    The id is the column `index`, which identifies the row in the submission file.
 
     Raises:
         ValueError: columns are missing.
     """
-    return list(_from_hub(task, place, account) if is_on_hub(place) else _from_tsv(place, account))
+    return list(_from_hub(task, place, report) if is_on_hub(place) else _from_tsv(place, report))
 
 
-def _from_tsv(place: str, account: RowAccount):
+def _from_tsv(place: str, report: RowReport):
     header, rows = tsv_rows(Path(place))
     check_columns(place, header, ("index", "sentence1", "sentence2"))
     index, first, second = (header.index(name) for name in ("index", "sentence1", "sentence2"))
     gold = header.index("gold_label") if "gold_label" in header else None
     for where, cells in rows:
         if len(cells) != len(header):
-            account.refuse(f"a row must have {len(header)} columns", len(cells), where)
+            report.refuse(f"a row must have {len(header)} columns", len(cells), where)
         elif gold is not None and cells[gold] not in LABELS:
-            account.refuse(_RULE, cells[gold], where)
+            report.refuse(_RULE, cells[gold], where)
         else:
             label = None if gold is None else LABELS.index(cells[gold])
             yield PairExample(cells[index], cells[first], cells[second], label)
 
 
-def _from_hub(task: TaskConfig, place: str, account: RowAccount):
+def _from_hub(task: TaskConfig, place: str, report: RowReport):
     for where, row in hub_rows(task, place, ("premise", "hypothesis", "label", "idx")):
         if row["label"] not in (-1, 0, 1, 2):  # -1: a test set
-            account.refuse("`label` must be one of 0, 1, 2, or -1 where it is not known", row["label"], where)
+            report.refuse("`label` must be one of 0, 1, 2, or -1 where it is not known", row["label"], where)
             continue
         if row["premise"] is None or row["hypothesis"] is None:
-            account.refuse("`premise` and `hypothesis` must be texts", None, where)
+            report.refuse("`premise` and `hypothesis` must be texts", None, where)
             continue
         label = None if row["label"] == -1 else LABELS.index(_HUB_LABELS[row["label"]])
         yield PairExample(str(row["idx"]), row["premise"], row["hypothesis"], label)

@@ -1,11 +1,11 @@
-"""Quora Question Pairs in GLUE's layout: are two questions the same? Known for rows that are broken."""
+"""Quora Question Pairs in GLUE's layout: are two questions the same? Published files contain broken rows."""
 
 from pathlib import Path
 from typing import Any
 
 from ...config.finetune import TaskConfig
 from ...evaluation.classification import accuracy, binary_f1
-from ..examples import PairExample, RowAccount
+from ..examples import PairExample, RowReport
 from ..sources import check_columns, hub_rows, is_on_hub, tsv_rows
 
 LABELS = ("0", "1")  # 1: the same question
@@ -13,24 +13,23 @@ _TRAIN = ("id", "qid1", "qid2", "question1", "question2", "is_duplicate")
 
 
 def score_qqp(chosen: list[int], labels: list[int], facts: dict[str, Any]) -> dict[str, float]:
-    """Accuracy, and F1 of "the same question"."""
+    """Compute accuracy, and F1 of the class "same question"."""
     return {"accuracy": accuracy(chosen, labels), "f1": binary_f1(chosen, labels)}
 
 
-def read_qqp(task: TaskConfig, place: str, account: RowAccount) -> list[PairExample]:
-    """Pairs of a `train.tsv` or `dev.tsv` (six columns), a `test.tsv` (three, no labels), or of a hub split.
+def read_qqp(task: TaskConfig, place: str, report: RowReport) -> list[PairExample]:
+    """Read pairs of a `train.tsv` or `dev.tsv` (six columns), a `test.tsv` (three, no labels), or of a hub split.
 
-    Rows with another number of columns or an empty question are left out and counted, as in Megatron-LM; the published
-    files have some. Not so in a set without labels, whose every row GLUE wants back: there an empty question is kept
-    and counted.
+    Rows with another number of columns or an empty question are skipped and counted, as in Megatron-LM. In a set
+    without labels, rows with an empty question are kept and counted, because GLUE expects a prediction for every row.
 
     Raises:
         ValueError: columns are missing.
     """
-    return list(_from_hub(task, place, account) if is_on_hub(place) else _from_tsv(place, account))
+    return list(_from_hub(task, place, report) if is_on_hub(place) else _from_tsv(place, report))
 
 
-def _from_tsv(place: str, account: RowAccount):
+def _from_tsv(place: str, report: RowReport):
     header, rows = tsv_rows(Path(place))
     is_labelled = "is_duplicate" in header or "qid1" in header
     check_columns(place, header, _TRAIN if is_labelled else ("id", "question1", "question2"))
@@ -38,29 +37,29 @@ def _from_tsv(place: str, account: RowAccount):
     for where, cells in rows:
         is_empty = len(cells) == len(header) and not (cells[first].strip() and cells[second].strip())
         if len(cells) != len(header) and is_labelled:
-            account.skip(f"not {len(header)} columns", where)
+            report.skip(f"not {len(header)} columns", where)
         elif len(cells) != len(header):
-            account.refuse(f"a row without label must have {len(header)} columns", len(cells), where)
+            report.refuse(f"a row without label must have {len(header)} columns", len(cells), where)
         elif is_empty and is_labelled:
-            account.skip("an empty question", where)
+            report.skip("an empty question", where)
         elif is_labelled and cells[header.index("is_duplicate")] not in LABELS:
-            account.refuse("`is_duplicate` must be 0 or 1", cells[header.index("is_duplicate")], where)
+            report.refuse("`is_duplicate` must be 0 or 1", cells[header.index("is_duplicate")], where)
         else:
             if is_empty:
-                account.keep("an empty question", where)
+                report.keep("an empty question", where)
             label = LABELS.index(cells[header.index("is_duplicate")]) if is_labelled else None
             yield PairExample(cells[name], cells[first], cells[second], label)
 
 
-def _from_hub(task: TaskConfig, place: str, account: RowAccount):
+def _from_hub(task: TaskConfig, place: str, report: RowReport):
     for where, row in hub_rows(task, place, ("question1", "question2", "label", "idx")):
         first, second = row["question1"] or "", row["question2"] or ""
         is_empty = not (first.strip() and second.strip())
         if row["label"] not in (-1, 0, 1):
-            account.refuse("`label` must be 0 or 1, or -1 where it is not known", row["label"], where)
+            report.refuse("`label` must be 0 or 1, or -1 where it is not known", row["label"], where)
         elif is_empty and row["label"] != -1:
-            account.skip("an empty question", where)
+            report.skip("an empty question", where)
         else:
             if is_empty:
-                account.keep("an empty question", where)
+                report.keep("an empty question", where)
             yield PairExample(str(row["idx"]), first, second, None if row["label"] == -1 else row["label"])

@@ -1,4 +1,4 @@
-"""RACE: multiple choice on articles of English examinations, middle and high school."""
+"""RACE: multiple-choice questions on articles of English examinations for middle and high school."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from ...config.finetune import TaskConfig
 from ...evaluation.classification import accuracy_by_group
-from ..examples import ChoiceExample, RowAccount, is_text
+from ..examples import ChoiceExample, RowReport, is_text
 from ..sources import hub_rows, is_on_hub, jsonl_rows
 
 LETTERS = "ABCD"
@@ -14,16 +14,16 @@ LEVELS = ("middle", "high")
 
 
 def score_race(chosen: list[int], labels: list[int], facts: dict[str, Any]) -> dict[str, float]:
-    """Accuracy of all questions and of each level's."""
+    """Compute the accuracy over all questions and per level."""
     found = accuracy_by_group(chosen, labels, facts["groups"])
     return {"accuracy" if group == "all" else f"accuracy_{group}": value for group, value in found.items()}
 
 
-def read_race(task: TaskConfig, place: str, account: RowAccount) -> list[ChoiceExample]:
-    """Questions of a folder (`middle/*.txt` and `high/*.txt`, an article each), a JSONL file or a hub split.
+def read_race(task: TaskConfig, place: str, report: RowReport) -> list[ChoiceExample]:
+    """Read questions of a folder (`middle/*.txt` and `high/*.txt`, one article per file), a JSONL file or a hub split.
 
-    An object has `article`, `questions`, `options`, `id` and, but for test sets, `answers`; its level is the folder's,
-    or the field `level`, or what the id begins with. The id of a question is the article's and its number.
+    An object has `article`, `questions`, `options`, `id` and, except in test sets, `answers`. Its level is the folder's
+    name, the field `level`, or the beginning of the id. A question's id is the article's id and its number.
 
     Raises:
         ValueError: a field is missing, or a folder has no such files.
@@ -31,7 +31,7 @@ def read_race(task: TaskConfig, place: str, account: RowAccount) -> list[ChoiceE
     examples: list[ChoiceExample] = []
     passages = _from_hub(task, place) if is_on_hub(place) else _from_files(Path(place))
     for where, level, passage in passages:
-        examples += _questions(where, level, passage, account)
+        examples += _questions(where, level, passage, report)
     return examples
 
 
@@ -55,36 +55,36 @@ def _from_hub(task: TaskConfig, place: str) -> Iterator[tuple[str, str | None, d
         yield where, None, {"id": row["example_id"], "article": row["article"], "number": int(where.split()[1]), **one}
 
 
-def _questions(where: str, level: str | None, passage: dict[str, Any], account: RowAccount) -> list[ChoiceExample]:
+def _questions(where: str, level: str | None, passage: dict[str, Any], report: RowReport) -> list[ChoiceExample]:
     lacks = [name for name in ("article", "questions", "options", "id") if name not in passage]
     if lacks:
-        raise ValueError(f"{account.source} {where} must have article, questions, options and id, but lacks {lacks[0]}")
+        raise ValueError(f"{report.source} {where} must have article, questions, options and id, but lacks {lacks[0]}")
     if not is_text(passage["id"]):
-        account.refuse("`id` must be a text", passage["id"], where)
+        report.refuse("`id` must be a text", passage["id"], where)
         return []
     level = level or next((name for name in LEVELS if passage["id"].startswith(name)), None)
     if level not in LEVELS:
-        account.refuse("the level must be middle or high, by folder, field or id", level, where)
+        report.refuse("the level must be middle or high, by folder, field or id", level, where)
         return []
     if not is_text(passage["article"]):
-        account.refuse("`article` must be a text", passage["article"], where)
+        report.refuse("`article` must be a text", passage["article"], where)
         return []
     questions, options, answers = passage["questions"], passage["options"], passage.get("answers")
     lists = [questions, options] if answers is None else [questions, options, answers]
     if not all(isinstance(values, list) and len(values) == len(questions) for values in lists):
         sizes = [len(values) if isinstance(values, list) else values for values in lists]
-        account.refuse("`questions`, `options` and `answers` must be lists of one length", sizes, where)
+        report.refuse("`questions`, `options` and `answers` must be lists of equal length", sizes, where)
         return []
     found = []
     for number, (question, choices) in enumerate(zip(questions, options, strict=True), start=1):
         spot = where if "number" in passage else f"{where} question {number}"
         letter = None if answers is None else answers[number - 1]
         if not is_text(question) or not question.strip():
-            account.refuse("a question must not be empty, and a text", question, spot)
+            report.refuse("a question must be a non-empty text", question, spot)
         elif not isinstance(choices, list) or len(choices) != len(LETTERS) or not all(map(is_text, choices)):
-            account.refuse("`options` must be four texts", choices, spot)
+            report.refuse("`options` must be four texts", choices, spot)
         elif letter is not None and (not isinstance(letter, str) or len(letter) != 1 or letter not in LETTERS):
-            account.refuse("`answers` must be A, B, C or D", letter, spot)
+            report.refuse("`answers` must be A, B, C or D", letter, spot)
         else:
             name = f"{passage['id']}-{passage.get('number', number - 1)}"
             label = None if letter is None else LETTERS.index(letter)

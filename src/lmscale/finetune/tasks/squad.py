@@ -1,75 +1,75 @@
-"""SQuAD 1.1 and 2.0: answers that are parts of a Wikipedia paragraph, or (2.0) not there."""
+"""SQuAD 1.1 and 2.0: answers are spans of a Wikipedia paragraph; in 2.0 some questions have none."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ...config.finetune import TaskConfig
-from ..examples import RowAccount, SpanExample, is_text
+from ..examples import RowReport, SpanExample, is_text
 from ..sources import hub_rows, is_on_hub, json_file
 
 
-def read_squad(task: TaskConfig, place: str, account: RowAccount) -> list[SpanExample]:
-    """Questions of an official JSON file or of a hub split, in their order.
+def read_squad(task: TaskConfig, place: str, report: RowReport) -> list[SpanExample]:
+    """Read questions of an official JSON file or of a hub split, in order.
 
     Raises:
-        ValueError: another form of file.
+        ValueError: the file has another form.
     """
-    return list(_from_hub(task, place, account) if is_on_hub(place) else _from_json(task, place, account))
+    return list(_from_hub(task, place, report) if is_on_hub(place) else _from_json(task, place, report))
 
 
-def _from_json(task: TaskConfig, place: str, account: RowAccount) -> Iterator[SpanExample]:
+def _from_json(task: TaskConfig, place: str, report: RowReport) -> Iterator[SpanExample]:
     content = json_file(Path(place))
     try:
         for a, article in enumerate(content["data"]):
             for p, paragraph in enumerate(article["paragraphs"]):
                 for q, qa in enumerate(paragraph["qas"]):
                     where = f"data[{a}].paragraphs[{p}].qas[{q}]"
-                    yield from _example(task, article.get("title", ""), paragraph["context"], qa, where, account)
+                    yield from _example(task, article.get("title", ""), paragraph["context"], qa, where, report)
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{place} must be SQuAD's official JSON, but fails with {error!r}") from None
 
 
-def _from_hub(task: TaskConfig, place: str, account: RowAccount) -> Iterator[SpanExample]:
+def _from_hub(task: TaskConfig, place: str, report: RowReport) -> Iterator[SpanExample]:
     for where, row in hub_rows(task, place, ("id", "title", "context", "question", "answers")):
         texts, starts = row["answers"]["text"], row["answers"]["answer_start"]
         answers = [{"text": t, "answer_start": s} for t, s in zip(texts, starts, strict=True)]
-        yield from _example(task, row["title"], row["context"], row | {"answers": answers}, where, account)
+        yield from _example(task, row["title"], row["context"], row | {"answers": answers}, where, report)
 
 
 def _example(
-    task: TaskConfig, title: str, context: str, qa: dict[str, Any], where: str, account: RowAccount
+    task: TaskConfig, title: str, context: str, qa: dict[str, Any], where: str, report: RowReport
 ) -> list[SpanExample]:
-    """The question, or none where it is refused."""
+    """Return the question, or nothing if it is invalid."""
     name, question, found = qa.get("id"), qa.get("question"), qa.get("answers", [])
     if not is_text(name) or not name:
-        account.refuse("`id` must be a text", name, where)
+        report.refuse("`id` must be a text", name, where)
         return []
     if not is_text(question) or not question.strip():
-        account.refuse("a question must not be empty, and a text", (name, question), where)
+        report.refuse("a question must be a non-empty text", (name, question), where)
         return []
     if not is_text(context):
-        account.refuse("a context must be a text", (name, context), where)
+        report.refuse("a context must be a text", (name, context), where)
         return []
     if not isinstance(found, list) or not all(isinstance(answer, dict) for answer in found):
-        account.refuse("`answers` must be a list of objects", (name, found), where)
+        report.refuse("`answers` must be a list of objects", (name, found), where)
         return []
     is_labelled = "answers" in qa
     answers = tuple((answer.get("text"), answer.get("answer_start")) for answer in found)
     for text, start in answers:
-        if not _stands_in(context, text, start):
-            account.refuse("an answer must stand in its context at `answer_start`", (text, start, name), where)
+        if not _occurs_in(context, text, start):
+            report.refuse("an answer must occur in its context at `answer_start`", (text, start, name), where)
             return []
     if task.name == "squad_v1" and is_labelled and not answers:
-        account.refuse("a question of SQuAD 1.1 must have an answer (task=squad_v2 takes such)", name, where)
+        report.refuse("a question of SQuAD 1.1 must have an answer (task=squad_v2 accepts none)", name, where)
         return []
     if task.name == "squad_v2" and bool(qa.get("is_impossible", not answers)) != (not answers) and is_labelled:
-        account.refuse("a question must have answers or `is_impossible`, not both", name, where)
+        report.refuse("a question must have answers or `is_impossible`, not both", name, where)
         return []
     return [SpanExample(name, title, context, question, answers, is_labelled)]
 
 
-def _stands_in(context: str, text: Any, start: Any) -> bool:
+def _occurs_in(context: str, text: Any, start: Any) -> bool:
     if not isinstance(text, str) or not text.strip() or type(start) is not int:
         return False
     return 0 <= start and context[start : start + len(text)] == text

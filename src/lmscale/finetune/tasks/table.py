@@ -1,4 +1,4 @@
-"""A table of one's own: one or two texts a row and their class, by columns and labels that the configuration names."""
+"""A user table: one or two texts per row and their class, with columns and labels named in the configuration."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,16 +6,16 @@ from typing import Any
 
 from ...config.finetune import TaskConfig
 from ...evaluation.classification import accuracy
-from ..examples import PairExample, RowAccount, is_text
+from ..examples import PairExample, RowReport, is_text
 from ..sources import check_columns, hub_rows, is_on_hub, jsonl_rows, tsv_rows
 
 
-def read_table(task: TaskConfig, place: str, account: RowAccount) -> list[PairExample]:
-    """Rows of a tab-separated file with a header that quotes nothing, of JSON lines (`.jsonl`, `.jsonl.gz`), or of a
+def read_table(task: TaskConfig, place: str, report: RowReport) -> list[PairExample]:
+    """Read rows of a tab-separated file with header and without quoting, of JSON lines (`.jsonl`, `.jsonl.gz`), or of a
     hub split.
 
-    A label is a name of `task.labels`, or a whole number: its place among them, as on the hub, -1 where it is not
-    known. A table without the column, or a row of JSON with null there, has none.
+    A label is a name of `task.labels`, or its index as on the hub, where -1 means unknown. Rows have no label if the
+    column is missing or a JSON value is null.
 
     Raises:
         ValueError: columns are missing.
@@ -23,7 +23,7 @@ def read_table(task: TaskConfig, place: str, account: RowAccount) -> list[PairEx
     columns = task.columns
     needed = tuple(columns[key] for key in ("id", "first", "second") if columns[key] is not None)
     examples = []
-    for number, (where, row) in enumerate(_rows(task, place, needed, account)):
+    for number, (where, row) in enumerate(_rows(task, place, needed, report)):
         missing = [name for name in needed if name not in row]
         if missing:
             raise ValueError(f"{place} {where} must have {', '.join(needed)}, but lacks {missing[0]}")
@@ -31,10 +31,10 @@ def read_table(task: TaskConfig, place: str, account: RowAccount) -> list[PairEx
         label = row.get(columns["label"])
         label = task.labels.index(label) if label in task.labels else label
         if not all(is_text(text) and text.strip() for text in texts):
-            account.refuse("texts must not be empty", texts, where)
+            report.refuse("texts must not be empty", texts, where)
         elif label is not None and (type(label) is not int or not -1 <= label < len(task.labels)):
             rule = f"`{columns['label']}` must be one of {', '.join(task.labels)}, or a number from -1 (not known) to "
-            account.refuse(f"{rule}{len(task.labels) - 1}", label, where)
+            report.refuse(f"{rule}{len(task.labels) - 1}", label, where)
         else:
             name = str(number if columns["id"] is None else row[columns["id"]])
             known = None if label == -1 else label
@@ -43,7 +43,7 @@ def read_table(task: TaskConfig, place: str, account: RowAccount) -> list[PairEx
 
 
 def _rows(
-    task: TaskConfig, place: str, needed: tuple[str, ...], account: RowAccount
+    task: TaskConfig, place: str, needed: tuple[str, ...], report: RowReport
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     if is_on_hub(place):
         yield from hub_rows(task, place, needed)
@@ -56,9 +56,9 @@ def _rows(
             if len(cells) == len(header):
                 yield where, dict(zip(header, cells, strict=True))
             else:
-                account.refuse(f"a row must have {len(header)} columns", len(cells), where)
+                report.refuse(f"a row must have {len(header)} columns", len(cells), where)
 
 
 def score_classes(chosen: list[int], labels: list[int], facts: dict[str, Any]) -> dict[str, float]:
-    """Percent of right classes."""
+    """Compute the accuracy in percent."""
     return {"accuracy": accuracy(chosen, labels)}

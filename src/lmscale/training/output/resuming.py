@@ -21,7 +21,7 @@ from ...checkpoint import (
 )
 from ...config import TransformerConfig
 from ...config.pretrain import RunConfig
-from ...data.certificate import digest_text, expected_digest
+from ...data.data_digest import digest_text, expected_digest
 from ...data.datamodule import PretrainDataModule
 from ..strategy import TensorParallelStrategy
 

@@ -89,7 +89,7 @@ def announce(
     parameters = count_parameters(config, layout.tp_size)
     print(
         f"{run.name}: {parameters.total:,} parameters, {parameters.per_rank:,} a rank; {config.num_layers} layers, "
-        f"hidden {config.hidden_size}, {config.num_attention_heads} heads, norm order {config.norm_order.value}\n"
+        f"hidden {config.hidden_size}, {config.num_attention_heads} heads, norm order {config.norm_order}\n"
         f"ranks: {layout.world_size} = {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}"
         f"{describe_channel(context, job.accelerator)}; "
         f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x "
@@ -119,7 +119,7 @@ def describe_channel(context: ParallelContext, accelerator: str) -> str:
     """How the tensor ranks of a CPU add up; empty where there is one or they are GPUs."""
     if context.tp_size == 1 or accelerator != "cpu":
         return ""
-    return ", adding up through " + ("gloo" if context.tp_channel is None else "shared memory")
+    return f", adding up through {context.tp_communicator.backend}"
 
 
 def describe_options(run: RunConfig, config: TransformerConfig, layout: ParallelConfig) -> str:

@@ -1,4 +1,4 @@
-"""Who starts the ranks, and on what: torchrun or srun from outside, else one elastic agent of our own."""
+"""Start the ranks with one elastic agent, unless torchrun or srun has started them; the accelerator and its threads."""
 
 import contextlib
 import logging
@@ -28,7 +28,7 @@ from .interruption import PASSED_ON, Interruption
 
 @dataclass(frozen=True)
 class World:
-    """Ranks that somebody else has started, as the environment describes them."""
+    """Ranks that another launcher has started, as the environment describes them."""
 
     size: int
     local_size: int
@@ -75,13 +75,13 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
     Inside a world from outside, and for a world of one, the worker runs in this process. Otherwise one elastic agent
     starts the ranks; they get the finished job, so nothing is parsed or decided twice.
 
-    SIGTERM and SIGUSR1 to this process are passed on to the ranks, which end by themselves at the next border of steps.
+    SIGTERM and SIGUSR1 to this process are passed on to the ranks, which stop at the next step boundary.
 
     Args:
         worker: a module-level function (it travels by name), decorated with torch elastic's `record`, which keeps the
             error of a rank for this process to show. It returns an exit code.
         job: picklable.
-        max_restarts: how often all ranks are started again after one has died; not where they came from outside.
+        max_restarts: how often all ranks are started again after one has died; ignored inside a world from outside.
 
     Raises:
         SystemExit: the worker's code where it is not 0; code 1, a rank failed (one line names the first one and its
@@ -95,7 +95,7 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
         if code:
             raise SystemExit(code)
         return
-    # The agent keeps its error files in a folder of its own, which nobody would clean up.
+    # The agent writes error files into a folder that it does not remove.
     with tempfile.TemporaryDirectory(prefix="lmscale_") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -116,7 +116,7 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
 
 
 def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> int:
-    # Its warnings on ending ranks and its copy of a rank's traceback would stand around ours.
+    # Silence the agent's warnings about ending ranks and its copy of a rank's traceback: ours are shown instead.
     for name in (
         "distributed.elastic.agent.server.api",
         "distributed.elastic.multiprocessing.api",
@@ -125,13 +125,13 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> 
         logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
     # torch 2.13 keeps one store over restarts, in which ranks started again find the addresses of the dead ones.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    wish = Interruption(then=_pass_on_to_ranks)
-    wish.install()
+    interruption = Interruption(then=_pass_on_to_ranks)
+    interruption.install()
     try:
         return max(elastic_launch(config, worker)(job).values())
     except ChildFailedError as error:
-        if wish.received is not None:  # before the ranks were ready to meet it
-            _stop(wish.received)
+        if interruption.received is not None:  # before the ranks handled it
+            _stop(interruption.received)
         rank, failure = error.get_first_failure()
         message = failure.message
         if isinstance(message, dict):  # an exception; a signal leaves a sentence
@@ -142,7 +142,7 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> 
     except SignalException as error:  # Ctrl-C: the agent has stopped the ranks
         _stop(error.sigval)
     finally:
-        wish.restore()
+        interruption.restore()
         os.environ.pop(PASSED_ON, None)
 
 
@@ -159,7 +159,7 @@ def _stop(number: signal.Signals) -> None:
 
 
 def share_cores(local_size: int, num_threads: int | None) -> int:
-    """Set this rank's CPU threads and return their number: what was asked, else an equal share of the cores."""
+    """Set this rank's number of CPU threads, by default an equal share of the cores, and return it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = num_threads or max(1, cores // local_size)
     torch.set_num_threads(threads)

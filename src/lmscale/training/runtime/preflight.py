@@ -1,4 +1,4 @@
-"""Everything that can be refused before a process is started or a tensor allocated."""
+"""The checks before a process is started or a tensor allocated."""
 
 import dataclasses
 import importlib.util
@@ -7,18 +7,20 @@ from pathlib import Path
 
 import torch
 
-from ...config import ParallelConfig, Recompute, TransformerConfig
-from ...config.pretrain import STAND_IN_VOCAB_SIZE, ParallelRequest, RunConfig
+from ...config import ParallelConfig, Recompute
+from ...config.family import family_of
+from ...config.layout import ParallelRequest
+from ...config.pretrain import RunConfig
 from ...data.indexed_corpus import check_indexed
 from ...data.sources import check_corpus
 from ...data.tokenizer import check_tokenizer
 from ...kernels import Kernels, choose_kernels
-from ...planner.job import Job, Layout, rank_memory, smallest_layout, usable_bytes
+from ...planner.job import STAND_IN_VOCAB_SIZE, Job, first_mode_that_fits, rank_memory, smallest_layout, usable_bytes
 from ...planner.memory import GIB
 from ..output.resuming import find_checkpoint
 from .launch import World, resolve_accelerator, world_from_outside
 
-WORKERS_PER_CORE = 4  # loader processes that wait for a disk may be more than the cores
+WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
 FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 SAMPLE_OVERHEAD_BYTES = 1024  # Python objects of one sequence: a dict of arrays and its reference in the data order
 
@@ -32,19 +34,16 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
     """Check a run as far as that needs no corpus: the machine, sizes, memory, paths.
 
     Returns:
-        the run with `model.recompute=auto` filled in, the accelerator, the layout, what computes the layers, and the
+        the run with `model.recompute=auto` resolved, the accelerator, the layout, what computes the layers, and the
         checkpoint to go on from.
 
     Raises:
         ValueError: anything in the configuration that cannot work, in one line.
     """
-    # A small vocabulary stands in until the tokenizer is known: padding makes it as good as any for the memory.
-    provisional = run.transformer_config(STAND_IN_VOCAB_SIZE)
     accelerator, world = resolve_accelerator(run.trainer.accelerator), world_from_outside()
-    layout = resolve_layout(run.parallel, provisional, run, world, accelerator)
+    layout = resolve_layout(run.parallel, job_of(run), world, accelerator)
     run.check_layout(layout.tp_size, layout.dp_size)
-    run = choose_recompute(run, layout, accelerator)
-    provisional = run.transformer_config(STAND_IN_VOCAB_SIZE)
+    run = resolve_recompute(run, layout, accelerator)
     if run.logger.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
     kernels = choose_kernels(
@@ -53,16 +52,16 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
         compiles=run.compile,
         cuda_graphs=run.cuda_graphs,
         dtype=run.precision.dtype,
-        recompute=provisional.recompute.value,
+        recompute=run.model.recompute.value,
         tp_size=layout.tp_size,
     )
     if kernels.float8 and accelerator == "gpu":
         check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     check_host(run, layout, world)
-    check_memory(provisional, run, layout, world, accelerator)
+    check_memory(run, layout, world, accelerator)
     check_corpus(run.data)
     check_indexed(run.data)
-    check_tokenizer(run.tokenizer, provisional.architecture)
+    check_tokenizer(run.tokenizer, run.model.family)
     return run, accelerator, layout, kernels, find_checkpoint(run)
 
 
@@ -84,8 +83,8 @@ def check_host(run: RunConfig, layout: ParallelConfig, world: World | None) -> N
     """Refuse threads, loader processes and batches beyond this host, and a run folder that cannot be written.
 
     Raises:
-        ValueError: more threads a rank than cores; more loader processes than `WORKERS_PER_CORE` a core; a step whose
-            sequences, all held by their rank before it begins, do not fit the free memory.
+        ValueError: more threads per rank than cores; more loader processes than `WORKERS_PER_CORE` per core; a step
+            whose sequences, all held by their rank before it begins, do not fit the free memory.
     """
     cores = os.cpu_count() or 1
     bounds = {"trainer.num_threads": (run.trainer.num_threads, cores, "")}
@@ -93,7 +92,7 @@ def check_host(run: RunConfig, layout: ParallelConfig, world: World | None) -> N
     for name, (value, bound, times) in bounds.items():
         if value is not None and value > bound:
             raise ValueError(f"`{name}` must be at most {times}the {cores} cores of this machine, but is {value}")
-    num_tensors = 2 if run.model["architecture"] == "gpt" else 4  # int64 [b, s], once a sample and once stacked
+    num_tensors = family_of(run.model.family).num_sample_tensors  # int64 [s], per sample and once more stacked
     sequence = SAMPLE_OVERHEAD_BYTES + 2 * num_tensors * 8 * run.data.seq_length
     there, ranks = host_memory_available(), world.local_size if world is not None else layout.world_size
     largest = there // (sequence * ranks) * layout.dp_size
@@ -106,10 +105,8 @@ def check_host(run: RunConfig, layout: ParallelConfig, world: World | None) -> N
         raise ValueError(f"`hydra.run.dir` must be a folder that can be written, but is {run.run_dir}")
 
 
-def resolve_layout(
-    request: ParallelRequest, config: TransformerConfig, run: RunConfig, world: World | None, accelerator: str
-) -> ParallelConfig:
-    """Sizes of the grid: what was asked for, with `auto` filled in.
+def resolve_layout(request: ParallelRequest, job: Job, world: World | None, accelerator: str) -> ParallelConfig:
+    """Sizes of the grid: what was asked for, with `auto` resolved.
 
     Args:
         world: ranks that exist already; None where lmscale will start them on this host.
@@ -124,22 +121,21 @@ def resolve_layout(
         if not on_gpu:  # the local ranks share the host's memory
             ranks = world.local_size if world is not None else 1 if dp_size == "auto" else dp_size
 
-        def layout_at(tp: int) -> Layout:
-            dp = max(1, (devices or 1) // tp) if dp_size == "auto" else dp_size
-            return Layout(tp, dp, run.micro_batch_size, config.recompute, request.sequence_parallel, request.zero1)
+        def layout_at(tp: int) -> ParallelConfig:
+            return request.resolve(tp, max(1, (devices or 1) // tp) if dp_size == "auto" else dp_size)
 
         usable = usable_bytes(device_memory(accelerator), on_gpu, ranks)
-        found = smallest_layout(_job(config, run), layout_at, usable, on_gpu)
+        found = smallest_layout(job, layout_at, usable, on_gpu)
         tp_size = None if found is None else found.tp_size
         # Where the ranks are started here, more of them need more of the one host's memory, never less.
         if tp_size is None or (tp_size > 1 and accelerator == "cpu" and world is None):
             raise ValueError(
-                "`parallel.tp_size`=auto found none: no power of two divides the model and fits the memory of "
-                f"{device_memory(accelerator) / 2**30:.1f} GiB a {'host' if accelerator == 'cpu' else 'GPU'}"
+                "no tp_size fits (`parallel.tp_size`=auto): no power of two divides the model and fits the memory of "
+                f"{device_memory(accelerator) / 2**30:.1f} GiB per {'host' if accelerator == 'cpu' else 'GPU'}"
             )
     if dp_size == "auto":
         dp_size = 1 if devices is None else max(1, devices // tp_size)
-    layout = ParallelConfig(tp_size, dp_size, request.sequence_parallel, request.zero1)
+    layout = request.resolve(tp_size, dp_size)
     if world is not None and layout.world_size != world.size:
         raise ValueError(
             f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "
@@ -153,78 +149,60 @@ def resolve_layout(
     return layout
 
 
-def choose_recompute(run: RunConfig, layout: ParallelConfig, accelerator: str) -> RunConfig:
-    """The run with `model.recompute=auto` filled in: on a GPU the mode that recomputes least of those that fit.
+def resolve_recompute(run: RunConfig, layout: ParallelConfig, accelerator: str) -> RunConfig:
+    """The run with `model.recompute=auto` resolved: on a GPU the mode that recomputes least of those that fit.
 
-    On a CPU none: the free memory of hosts changes and differs, and ranks that chose differently would wait for ever.
-    Where nothing fits it is none too, and `check_memory` refuses it.
+    On a CPU none: free memory changes and differs between hosts, and ranks that chose different modes would deadlock.
+    Where no mode fits it is none too, and `check_memory` refuses the run.
     """
-    if run.model.get("recompute") != "auto":
-        return run
     mode = None
-    if accelerator == "gpu":
-        config, usable = run.transformer_config(STAND_IN_VOCAB_SIZE), usable_bytes(device_memory(accelerator), True)
-        mode = first_mode_that_fits(_job(config, run), _layout_of(config, run, layout), usable, True)
-    mode = mode or Recompute.NONE
-    return dataclasses.replace(run, model=run.model | {"recompute": mode.value})
+    if run.model.recompute == "auto" and accelerator == "gpu":
+        mode = first_mode_that_fits(job_of(run), layout, usable_bytes(device_memory(accelerator), True), True)
+    return dataclasses.replace(run, model=run.model.with_recompute(mode or Recompute.NONE))
 
 
-def first_mode_that_fits(job: Job, layout: Layout, usable: int, on_gpu: bool) -> Recompute | None:
-    """The mode that recomputes least with which a rank needs at most `usable` bytes."""
-    modes = {mode: dataclasses.replace(layout, recompute=mode) for mode in Recompute}
-    return next((mode for mode, asked in modes.items() if rank_memory(job, asked, on_gpu).total <= usable), None)
-
-
-def _layout_of(config: TransformerConfig, run: RunConfig, layout: ParallelConfig) -> Layout:
-    cuts = layout.sequence_parallel, layout.zero1
-    return Layout(layout.tp_size, layout.dp_size, run.micro_batch_size, config.recompute, *cuts)
-
-
-def check_memory(
-    config: TransformerConfig, run: RunConfig, layout: ParallelConfig, world: World | None, accelerator: str
-) -> None:
+def check_memory(run: RunConfig, layout: ParallelConfig, world: World | None, accelerator: str) -> None:
     """Refuse a run whose weights, gradients, optimizer state and activations cannot fit.
 
     On a CPU the local ranks share the host's memory; on GPUs each has its own.
 
     Raises:
-        ValueError: with the bytes needed a rank, the bytes there and the smallest tp_size that would fit devices of
-            this size.
+        ValueError: with the bytes needed per rank, the bytes available and the smallest tp_size that would fit
+            devices of this size.
     """
-    on_gpu, job = accelerator == "gpu", _job(config, run)
-    asked = _layout_of(config, run, layout)
-    sharing = 1
+    on_gpu, job, sharing = accelerator == "gpu", job_of(run), 1
     if not on_gpu:
         sharing = world.local_size if world is not None else layout.world_size
-    there, needed = device_memory(accelerator), rank_memory(job, asked, on_gpu).total
+    there, needed = device_memory(accelerator), rank_memory(job, layout, on_gpu).total
     if needed <= usable_bytes(there, on_gpu, sharing):
         return
-    fits = smallest_layout(job, lambda tp: dataclasses.replace(asked, tp_size=tp), usable_bytes(there, on_gpu), on_gpu)
+    fits = smallest_layout(job, lambda tp: dataclasses.replace(layout, tp_size=tp), usable_bytes(there, on_gpu), on_gpu)
     device = "GPU" if on_gpu else "host"
     way_out = (
         f"the smallest layout that fits is parallel.tp_size={fits.tp_size} parallel.dp_size={fits.dp_size} on "
-        f"{fits.grid.world_size} {device}s of this size"
+        f"{fits.world_size} {device}s of this size"
         if fits is not None and (fits.tp_size > layout.tp_size or sharing > 1)
         else "no tp_size that divides this model fits devices of this size"
     )
-    mode = first_mode_that_fits(job, asked, usable_bytes(there, on_gpu, sharing), on_gpu)
+    mode = first_mode_that_fits(job, layout, usable_bytes(there, on_gpu, sharing), on_gpu)
     if mode is not None:
         way_out += f"; here model.recompute={mode.value} fits"
-    elif config.recompute is not Recompute.FULL:
+    elif job.config.recompute is not Recompute.FULL:
         way_out += "; model.recompute=full and a smaller micro_batch_size need less"
     reserved = -usable_bytes(0, on_gpu)
     raise ValueError(
         f"the memory a rank needs must be at most what its {device} has: {run.name} at {job.dtype}, "
         f"tp_size {layout.tp_size}, micro_batch_size {run.micro_batch_size} needs {needed:,} bytes "
-        f"({needed / GIB:.1f} GiB) a rank, and {reserved / GIB:.1f} GiB the framework, x {sharing} rank(s) on this "
-        f"{device}, which has {there:,} ({there / GIB:.1f} GiB); {way_out}"
+        f"({needed / GIB:.1f} GiB) per rank, and {reserved / GIB:.1f} GiB for the framework, x {sharing} rank(s) on "
+        f"this {device}, which has {there:,} ({there / GIB:.1f} GiB); {way_out}"
     )
 
 
-def _job(config: TransformerConfig, run: RunConfig) -> Job:
-    """The run as the planner sees it."""
+def job_of(run: RunConfig) -> Job:
+    """The run as the planner sees it; `model.recompute=auto` counts as none until it is resolved."""
     return Job(
-        config,
+        run.model.with_vocab_size(STAND_IN_VOCAB_SIZE).with_recompute(Recompute.NONE),
+        run.micro_batch_size,
         run.global_batch_size,
         run.data.seq_length,
         run.precision.dtype,
@@ -234,7 +212,7 @@ def _job(config: TransformerConfig, run: RunConfig) -> Job:
 
 
 def device_memory(accelerator: str) -> int:
-    """Bytes a rank may use: the whole memory of the first GPU, or what is free on the host (and in its cgroup)."""
+    """Bytes for the ranks on a device: all memory of the first GPU, or what is free on the host (and in its cgroup)."""
     if accelerator == "gpu":
         return torch.cuda.get_device_properties(0).total_memory
     return host_memory_available()

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ...checkpoint import CheckpointReader
 from ...config import TransformerConfig
 from ...config.pretrain import RunConfig
-from ...data.certificate import digest_of_samples, digest_text
+from ...data.data_digest import digest_of_samples, digest_text
 from ...kernels import PLAIN, Kernels
 from ...models import build_model
 from ...parallel import ParallelContext, sample_dropout_keys, seed_rank_generator
-from ...parallel.collectives import sum_over_data_ranks
+from ...parallel.data_collectives import sum_over_data_ranks
 from ...planner.flops import model_flops_per_step
 from ..runtime.exit_codes import DIVERGED, DONE
 from ..runtime.watchdog import Watchdog
@@ -76,7 +76,7 @@ class PretrainModule(L.LightningModule, ABC):
         self.model: torch.nn.Module | None = None
         self.completed_steps = 0
         self.exit_code = DONE
-        self.data_digest = torch.zeros((), dtype=torch.int64)  # of this data rank's samples; see data/certificate.py
+        self.data_digest = torch.zeros((), dtype=torch.int64)  # of this data rank's samples; see data/data_digest.py
         self.metrics: dict[str, float] = {}
         self.validation: dict[str, float] = {}
         self.validated_at = -1

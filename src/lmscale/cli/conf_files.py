@@ -1,0 +1,29 @@
+"""The files of `conf/`, and the resolvers that they use."""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+
+
+def look_up(name: str, table: dict, *, _root_: DictConfig) -> Any:
+    """`${look_up:NAME,TABLE}` in a file of `conf/`: what a table says for the value of the key of this dotted name.
+
+    Raises:
+        ValueError: the table does not know the value.
+    """
+    value = OmegaConf.select(_root_, name)
+    if value not in table:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(str, table))}, but is {value!r}")
+    return table[value]
+
+
+def groups_of(entry_point: str) -> str:
+    """`${groups_of:train}` in `hydra.searchpath`: the folder of the groups that are not shared by all entry points."""
+    return f"file://{CONF / entry_point}"
+
+
+OmegaConf.register_new_resolver("look_up", look_up, replace=True)
+OmegaConf.register_new_resolver("groups_of", groups_of, replace=True)

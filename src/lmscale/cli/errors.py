@@ -1,0 +1,83 @@
+"""A mistake in overrides or configuration as one line, `error: ...`, and exit code 2."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from .conf_files import CONF
+
+USER_ERROR = 2
+WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")  # before `run_hydra_main` sets it for Hydra
+
+
+def exit_with(error: Exception, job: str = "") -> NoReturn:
+    """Print the error in one line, after the name of a sweep's job where it is one, and end with exit code 2."""
+    print(f"error: {job}{_one_line(error)}", file=sys.stderr, flush=True)
+    sys.exit(USER_ERROR)
+
+
+def _one_line(error: Exception) -> str:
+    """The error in one line: what is wrong, the name and the value."""
+    hint = _hint_at_path(sys.argv[1:]) if isinstance(error, MissingConfigException) else None
+    if hint is not None:
+        return hint
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+        choices = ", ".join(option for option in error.options if not option.startswith("base"))
+        return f"`{group}` must be one of {choices}, but is {choice!r}"
+    if isinstance(error, MissingMandatoryValue):
+        return f"`{error.full_key}` must be given"
+    if isinstance(error, OverrideParseException):
+        return (
+            f"an argument must be of the form key=value, with quotes around what is special, but is {error.override!r}"
+        )
+    text = str(error)
+    raised_here = re.search(r"^ValueError raised while resolving interpolation: (`.*)$", text, re.M)
+    if raised_here:
+        return raised_here.group(1)
+    unknown = re.search(r"Could not override '([^']+)'", text)
+    if unknown:
+        return f"`{unknown.group(1)}` is not a known key or group of the configuration"
+    if text.startswith(("Config group override must be", "Error resolving interpolation '${model}'")):
+        text = _wrong_choice(sys.argv[1:]) or text
+    if isinstance(error, OSError):  # Hydra makes the folder
+        key = "hydra.sweep.dir" if sys.argv[1:2] in (["-m"], ["--multirun"]) else "hydra.run.dir"
+        return f"`{key}` must be a folder that can be made and written, but {error.filename}: {error.strerror}"
+    if not isinstance(error, (ValueError, HydraException, OmegaConfBaseException)):
+        text = f"the command line cannot be used: {type(error).__name__} {text}".rstrip()
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def _wrong_choice(overrides: list[str]) -> str | None:
+    """What is wrong with the first group that is given something else than one of its choices, where there is one."""
+    for override in overrides:
+        group, _, choice = override.partition("=")
+        choices = [path.stem for path in _files_of(group)]
+        if choices and choice.strip("'\"") not in choices:
+            return f"`{group}` must be one of {', '.join(choices)}, but is {choice}"
+    return None
+
+
+def _hint_at_path(overrides: list[str]) -> str | None:
+    """What to type where a group that takes a user's own file under `path` is given that file instead of a choice."""
+    for override in overrides:
+        group, _, choice = override.partition("=")
+        if choice.endswith((".yaml", ".yml")) and group.isidentifier():
+            files = _files_of(group)
+            if any(f"# {group}.path=" in path.read_text(encoding="utf-8") for path in files):
+                choices = ", ".join(path.stem for path in files)
+                return (
+                    f"`{group}` must be one of {choices}, or {group}.path=FILE for a file of your own, but is {choice}"
+                )
+    return None
+
+
+def _files_of(group: str) -> list[Path]:
+    """The choices of a group, shared or of this entry point alone."""
+    folders = (CONF / group, CONF / Path(sys.argv[0]).stem / group) if group else ()
+    return sorted(path for folder in folders for path in folder.glob("*.yaml"))

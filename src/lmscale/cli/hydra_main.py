@@ -1,0 +1,98 @@
+"""Run an entry point's Hydra main function: configuration in, one line and an exit code out.
+
+Exit codes: 0 done; 2 the configuration cannot work (nothing was started); 128 + n ended by signal n; those of
+training are in `training/runtime/exit_codes.py`.
+"""
+
+import atexit
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from . import literal as literal_values
+from .errors import WANTS_TRACEBACK, exit_with
+
+_task_is_running = False
+
+
+def run_hydra_main(main: Callable[[], None], literal: Collection[str] = ()) -> None:
+    """Run a `@hydra.main` function; mistakes in overrides and configuration become `error: ...` and exit code 2.
+
+    HYDRA_FULL_ERROR=1 in the environment shows the traceback instead.
+
+    Args:
+        literal: keys whose value is any text and is taken as it stands: with commas, quotes, brackets, `=`, `$`, line
+            ends, or as `null`.
+    """
+    _use_temporary_folders_on_other_ranks()
+    literal_values.set_aside(literal)
+    # Hydra's parser takes -m only before or after all overrides; a sweep is easily written with it in the middle.
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda arg: arg not in ("-m", "--multirun"))
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own account
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGINT)
+    # Before the task runs, Hydra raises errors of every kind: assertions, TypeErrors, OSErrors for its folder.
+    except Exception as error:
+        if WANTS_TRACEBACK or _task_is_running:
+            raise
+        exit_with(error)
+
+
+def run_task(task: Callable[[dict], None], cfg: DictConfig) -> None:
+    """Give `task` the resolved configuration as plain values, with `run_dir` and `overrides` added.
+
+    A ValueError is the user's mistake. It ends the process here, because Hydra would print lines of its own around an
+    exception that passes through it.
+    """
+    global _task_is_running
+    hydra_config = HydraConfig.get()
+    try:
+        values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        values["run_dir"] = str(Path(hydra_config.runtime.output_dir).absolute())
+        values["overrides"] = list(hydra_config.overrides.task)
+        values = literal_values.put_back(values)
+        _task_is_running = True
+        task(values)
+        _task_is_running = False
+    except (ValueError, OmegaConfBaseException) as error:
+        if WANTS_TRACEBACK:
+            raise
+        exit_with(error, _name_of_job(hydra_config))
+
+
+def hydra_files(cfg: DictConfig) -> dict[str, str]:
+    """The three files that Hydra would write into `.hydra` before any check of ours, texts by path.
+
+    With `hydra.output_subdir=null` Hydra writes none, and a command that is refused leaves those of an earlier run.
+    """
+    settings = OmegaConf.masked_copy(HydraConfig.instance().cfg, "hydra")
+    contents = {"config": cfg, "hydra": settings, "overrides": HydraConfig.get().overrides.task}
+    return {f".hydra/{name}.yaml": OmegaConf.to_yaml(content) for name, content in contents.items()}
+
+
+def _name_of_job(hydra_config: DictConfig) -> str:
+    """For messages: which job of a sweep this is; empty outside one."""
+    if hydra_config.mode != RunMode.MULTIRUN:
+        return ""
+    return f"job {hydra_config.job.num} of the sweep ({' '.join(hydra_config.overrides.task)}): "
+
+
+def _use_temporary_folders_on_other_ranks() -> None:
+    """Under torchrun or srun only rank 0 makes a run folder; the clocks of the ranks would give each its own."""
+    rank = os.environ.get("RANK") if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("SLURM_PROCID")
+    if rank not in (None, "0") and not any(arg.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for arg in sys.argv):
+        folder = tempfile.mkdtemp(prefix="lmscale_rank_")  # where no earlier run can be found
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        sys.argv += [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]

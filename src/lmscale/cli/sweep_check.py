@@ -1,0 +1,50 @@
+"""The jobs of a `-m` sweep, checked before the first one starts."""
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from .errors import WANTS_TRACEBACK, exit_with
+from .literal import put_back
+
+
+class SweepCheck(Callback):
+    """Hydra's callback that tries every job of a `-m` sweep on `build` before the first one starts.
+
+    Args:
+        check: dotted path of a function of the resolved configuration (plain values, `run_dir` and `overrides` added)
+            that raises ValueError where it cannot work. It is imported for a sweep only.
+    """
+
+    def __init__(self, check: str) -> None:
+        self.check = check
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Compose and check each job as Hydra's basic sweeper will; exit code 2 at the first that cannot work."""
+        if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
+            return  # a searching sweeper makes up its jobs as it goes
+        swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+        check, loader = hydra.utils.get_method(self.check), GlobalHydra.instance().hydra.config_loader
+        parser = OverridesParser.create(loader)
+        jobs = BasicSweeper.split_arguments(parser.parse_overrides([*swept, *config.hydra.overrides.task]), None)[0]
+        for number, overrides in enumerate(jobs):
+            try:
+                job = loader.load_sweep_config(config, list(overrides))
+                with read_write(job), open_dict(job):
+                    job.hydra.job.num = number
+                    run_dir = Path(config.hydra.sweep.dir, job.hydra.sweep.subdir).absolute()
+                    del job["hydra"]
+                values = OmegaConf.to_container(job, resolve=True, throw_on_missing=True)
+                check(put_back(values | {"run_dir": str(run_dir), "overrides": list(overrides)}))
+            except (ValueError, HydraException, OmegaConfBaseException) as error:
+                if WANTS_TRACEBACK:
+                    raise
+                exit_with(error, f"job {number} of the sweep ({' '.join(overrides)}): ")

@@ -1,0 +1,171 @@
+"""Machines that models are trained on: what their makers say of them, and how fast training runs on them."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from .checks import require_above_zero, require_not_negative, require_one_of, require_positive
+from .from_dict import build
+
+DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
+EVIDENCE = ("fitted", "measured", "modelled")
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Dense matrix-product peaks of one device in TFLOP/s; None where it has no such type.
+
+    Args:
+        fp64: of fp64 products.
+        fp32: of fp32 products.
+        bf16: of bf16 products.
+        fp16: of fp16 products.
+        fp8: of float8 products.
+        tf32: of fp32 products where `trainer.matmul_precision` lets them run in TF32; no type of its own.
+    """
+
+    fp64: float | None = None
+    fp32: float | None = None
+    bf16: float | None = None
+    fp16: float | None = None
+    fp8: float | None = None
+    tf32: float | None = None
+
+    def __post_init__(self) -> None:
+        require_above_zero(self, *(spec.name for spec in fields(self) if getattr(self, spec.name) is not None))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How fast training runs on a cluster: the constants of the cost model, and where they are from.
+
+    Args:
+        evidence: `fitted` to published step times, `measured`, or `modelled`: carried over from another machine.
+        matmul_share: rate of matrix products over the peak of their type, 0 to 1.
+        elementwise_factor: times the counted bytes of element-wise work.
+        layer_overhead_ms: work of a layer and micro-batch that no further rank shortens, under full recomputation.
+        tensor_bandwidth_gb_s: of an all-reduce between the devices of a node, bytes each way, 10^9 per second.
+        data_bandwidth_gb_s: of the gradients' all-reduce where it leaves the node.
+        fused_attention: scaled_dot_product_attention keeps the scores on the chip; false: they pass through memory.
+        sources: of the figures.
+    """
+
+    evidence: str
+    matmul_share: float
+    elementwise_factor: float
+    layer_overhead_ms: float
+    tensor_bandwidth_gb_s: float
+    data_bandwidth_gb_s: float
+    fused_attention: bool
+    sources: str
+
+    def __post_init__(self) -> None:
+        require_one_of(self, "evidence", EVIDENCE)
+        if not 0 < self.matmul_share <= 1:
+            raise ValueError(f"`matmul_share` must be above 0 and at most 1, but is {self.matmul_share!r}")
+        require_not_negative(self, "layer_overhead_ms")
+        require_above_zero(self, "elementwise_factor", "tensor_bandwidth_gb_s", "data_bandwidth_gb_s")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`cluster=`: a cluster of equal devices; `cluster.path=FILE` reads all these keys from a file of your own.
+
+    Args:
+        name: short.
+        device: what one is.
+        is_gpu: false for processes on CPUs.
+        num_devices: largest number that one job may have.
+        devices_per_node: that share the fast links.
+        memory_gib: of one device, 2^30 bytes.
+        reserved_gib: of it, what the framework, its context and fragments take before a tensor is made.
+        memory_bandwidth_gb_s: of one device, read and written bytes together, 10^9 per second.
+        latency_us: of one all-reduce.
+        watts: of one device with its share of the node under load; None: no energy is predicted.
+        peaks: matrix-product rates.
+        calibration: the cost model's constants.
+
+    Raises:
+        ValueError: a value that cannot be.
+    """
+
+    name: str
+    device: str
+    is_gpu: bool
+    num_devices: int
+    devices_per_node: int
+    memory_gib: float
+    reserved_gib: float
+    memory_bandwidth_gb_s: float
+    latency_us: float
+    peaks: Peaks
+    calibration: Calibration
+    watts: float | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, "num_devices", "devices_per_node")
+        require_above_zero(self, "memory_gib", "memory_bandwidth_gb_s")
+        if not 0 <= self.reserved_gib < self.memory_gib:
+            raise ValueError(
+                f"`reserved_gib` must be at least 0 and below `memory_gib` ({self.memory_gib}), "
+                f"but is {self.reserved_gib!r}"
+            )
+        require_not_negative(self, "latency_us")
+        if self.watts is not None:
+            require_above_zero(self, "watts")
+        if not self.dtypes:
+            raise ValueError("`peaks` must name the rate of one type at least, but all are null")
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Types the devices have matrix products for."""
+        return tuple(dtype for dtype in DTYPES if getattr(self.peaks, dtype) is not None)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory of one device that tensors may take."""
+        return int((self.memory_gib - self.reserved_gib) * 2**30)
+
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """Dense peak of one device in FLOP/s.
+
+        Raises:
+            ValueError: the devices have no such type.
+        """
+        peak = getattr(self.peaks, dtype)
+        if peak is None:
+            raise ValueError(
+                f"`precision.dtype` must be one of {', '.join(self.dtypes)} on {self.name} ({self.device}), "
+                f"but is {dtype}"
+            )
+        return peak * 1e12
+
+    def bandwidth(self, num_devices: int) -> float:
+        """Bytes per second of an all-reduce among neighbours: fast links inside a node, the network beyond it."""
+        inside = num_devices <= self.devices_per_node
+        rate = self.calibration.tensor_bandwidth_gb_s if inside else self.calibration.data_bandwidth_gb_s
+        return rate * 1e9
+
+
+def load_cluster(path: Path) -> Cluster:
+    """The cluster of a file, of conf/cluster or of one's own.
+
+    Raises:
+        ValueError: no such file, not YAML with keys, or a key or value that cannot be.
+    """
+    return build(Cluster, read_cluster(path), "cluster.")
+
+
+def read_cluster(path: Path) -> dict:
+    """The keys of a cluster's file, without `path`."""
+    import yaml  # for a file of one's own alone: Hydra has read the others
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"`cluster.path` must be a file that can be read, but is {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = f" line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+        raise ValueError(f"`cluster.path` must be a YAML file, but {path}{where} is not") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"`cluster.path` must be a YAML file of keys as in conf/cluster, but is {path}")
+    return {key: value for key, value in values.items() if key != "path"}

@@ -1,0 +1,128 @@
+"""What a model family is: one description that names its code by dotted path and imports no torch."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+_FILES = Path(__file__).parents[1].glob("models/*/family.py")
+BUILT_IN = tuple(sorted((path.parent.name for path in _FILES), reverse=True))
+_MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # a dot at least: no single word is ever imported
+
+
+@dataclass(frozen=True)
+class CorpusForm:
+    """How the token files of a family are written; families may share one.
+
+    Args:
+        name: `architecture` of `prepare_data.py` and of a prepared folder.
+        sequence: `document` or `sentence`, what a sequence of a token file is, as in upstream's file names.
+        tokenizer: the published tokenizer, `tokenizer=`.
+        hub_name: its name on the Hugging Face hub.
+        algorithm: `bpe` (byte-level) or `wordpiece` (uncased), of that tokenizer and of one trained on the corpus.
+        token_roles: the special tokens by their role in transformers.
+    """
+
+    name: str
+    sequence: str
+    tokenizer: str
+    hub_name: str
+    algorithm: str
+    token_roles: dict[str, str]
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The tokens whose ids the samples need."""
+        return tuple(dict.fromkeys(self.token_roles.values()))
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """What follows the layers besides the projection on the word embedding, for the planner.
+
+    Args:
+        parameters: of (h, v): part, elements and whether the tensor is sharded, of each parameter in the order in which
+            the backward pass finishes their gradients.
+        multiply_adds: of h: those of the dense layers per scored token and per sequence, in one forward pass.
+        num_tensors, num_norms: tensors [m, h] kept for the backward pass of m scored tokens, and LayerNorms over them.
+    """
+
+    parameters: Callable[[int, int], list[tuple[str, int, bool]]] = lambda h, v: []
+    multiply_adds: Callable[[int], tuple[int, int]] = lambda h: (0, 0)
+    num_tensors: int = 0
+    num_norms: int = 0
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family. A path is `package.module:attribute`, or `package.module` where a whole module is meant.
+
+    Args:
+        model: a class of `(config, context)` whose `transformer` is a `Transformer`.
+        loss: a module with `TERMS`, `count_terms(batch)` and `sum_terms(model, batch, sample_keys)`.
+        samples: a function of (prepared corpus, split, part, data config, seed, number, number of samples).
+        corpus: the token files it trains on.
+        is_causal: a position sees itself and what is before it, and the model predicts the next token.
+        gelu: `tanh` or `erf`, where `model.gelu` is null.
+        num_token_types: rows of the token-type embedding; 0 for none.
+        has_pooler: finetuning can put a head on its `pooler`.
+        scored_share: share of a sequence's positions whose logits a training step needs.
+        num_sample_tensors: tensors int64 [s] of one sample, at most.
+        head: what the planner must know beyond the stack.
+        hugging_face: a module with `model_of(config)` and `MODELS`; None: no model of transformers is the same.
+    """
+
+    model: str
+    loss: str
+    samples: str
+    corpus: CorpusForm
+    is_causal: bool
+    gelu: str
+    num_token_types: int = 0
+    has_pooler: bool = False
+    scored_share: float = 1.0
+    num_sample_tensors: int = 2
+    head: HeadSizes = HeadSizes()
+    hugging_face: str | None = None
+
+
+def load(path: str) -> Any:
+    """What a dotted path names: `package.module:attribute`, or a module."""
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute) if attribute else import_module(module)
+
+
+@cache
+def family_of(name: str) -> Family:
+    """The description of `model.family`.
+
+    Args:
+        name: a folder of `lmscale.models`, or `package.module`: a module with FAMILY, or a folder with family.py.
+
+    Raises:
+        ValueError: the name is neither, or its module fails to import.
+    """
+    if name in BUILT_IN:
+        return load(f"lmscale.models.{name}.family:FAMILY")
+    known = f"`family` must be one of {', '.join(BUILT_IN)}, or package.module of a module with FAMILY"
+    if not isinstance(name, str) or not _MODULE_NAME.fullmatch(name):
+        raise ValueError(f"{known}, but is {name!r}")
+    for module in (f"{name}.family", name):
+        try:
+            found = getattr(import_module(module), "FAMILY", None)
+        except ImportError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):  # something that it imports
+                raise ValueError(f"{known}, but {name!r} fails to import: {error}") from None
+            continue
+        if isinstance(found, Family):
+            return found
+    raise ValueError(f"{known}, but is {name!r}")
+
+
+@cache
+def corpus_forms() -> dict[str, CorpusForm]:
+    """The corpus forms of the built-in families, by their published tokenizer."""
+    return {form.tokenizer: form for form in (family_of(name).corpus for name in BUILT_IN)}

@@ -1,0 +1,257 @@
+"""Finalize a dataset: merge the shards, write the reports, and write the manifest last."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datatrove.data import DocumentsPipeline
+from datatrove.pipeline.base import PipelineStep
+
+from ..config.family import family_of
+from ..data.indexed_writer import IndexedDataset, merge
+from ..data.tokenizer import read_tokenizer
+from .cleaning import NUM_SAMPLES
+from .planning import Plan
+from .tokenizing import TOKENIZER
+from .work_folder import WorkFolder, atomic_write
+
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1
+REPORTS = "reports"
+_STAGE_LABELS = {
+    "clean": "cleaned",
+    "sort": "sorted",
+    "candidates": "candidates",
+    "resolve": "near-duplicates",
+    "tokenize": "tokenized",
+}
+
+
+class MergeShards(PipelineStep):
+    """Merge the shards' binary datasets into one per source and split."""
+
+    type = "WRITER"
+    name = "join"
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan, self.folder = plan, WorkFolder(plan.root)
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
+        """Task `rank` merges part `rank` of the plan."""
+        source, split = self.plan.parts[rank]
+        prefixes = [self.folder.path("tokens", shard, f"{source}_{split}") for shard in range(self.plan.num_shards)]
+        prefixes = [prefix for prefix in prefixes if prefix.with_name(prefix.name + ".idx").is_file()]
+        if prefixes:
+            target = self.folder.path("joined", part_name(self.plan, source, split))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            merge(prefixes, target)
+
+
+def part_name(plan: Plan, source: str, split: str) -> str:
+    """Return the prefix of a part's files in Megatron-LM's form: `wikipedia_train_text_document`."""
+    return f"{source}_{split}_text_{family_of(plan.config.architecture).corpus.sequence}"
+
+
+class FinalizeDataset(PipelineStep):
+    """Move the dataset to the output folder with tokenizer and reports; the manifest, written last, completes it."""
+
+    type = "WRITER"
+    name = "finish"
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan, self.folder = plan, WorkFolder(plan.root)
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
+        """The only task.
+
+        Raises:
+            ValueError: a source has no documents left, or for BERT none of two sentences, or no document is held out.
+        """
+        output, joined = self.plan.output, self.folder.path("joined")
+        for index in joined.glob("*.idx"):  # an earlier attempt stopped after it had moved the .bin
+            if not index.with_suffix(".bin").is_file():
+                os.replace(index, output / index.name)
+        tokenizer = read_tokenizer(self.folder.path(TOKENIZER))
+        sources = self._describe_sources()
+        stages = self._stages()
+        self._check_left(sources, stages)
+        reports = self._write_reports(output / REPORTS)
+        for file in sorted(joined.glob("*")):
+            os.replace(file, output / file.name)
+        shutil.copyfile(self.folder.path(TOKENIZER), output / TOKENIZER)
+        facts = json.loads(self.folder.path("plan.json").read_text(encoding="utf-8"))["facts"]
+        manifest = {
+            "format": MANIFEST_FORMAT,
+            "architecture": self.plan.config.architecture,
+            "tokenizer": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "sources": sources,
+            "stages": stages,
+            "reports": reports,
+            "inputs": self._inputs(),
+            "config": facts["config"],
+            "versions": facts["versions"],
+        }
+        _write_json(output / MANIFEST, manifest)
+        if not self.plan.config.keep_work:
+            for path in self.plan.root.iterdir():
+                if path.is_dir() and path.name != "logs":  # this task still writes to the logs
+                    shutil.rmtree(path)
+
+    def _describe_sources(self) -> dict[str, dict]:
+        found: dict[str, dict] = {name: {} for name in sorted(self.plan.config.sources)}
+        for source, split in self.plan.parts:
+            name = part_name(self.plan, source, split)
+            # An earlier attempt may have moved some of them already.
+            prefix = next((p for p in (self.folder.path("joined", name), self.plan.output / name) if _exists(p)), None)
+            if prefix is None:
+                continue
+            dataset = IndexedDataset(prefix)
+            with open(f"{prefix}.bin", "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found[source][split] = {
+                "prefix": name,
+                "documents": dataset.num_documents,
+                "tokens": dataset.num_tokens,
+                "sha256": digest,
+            }
+            level = family_of(self.plan.config.architecture).corpus.sequence
+            if level == "sentence":  # a document of one sentence gives no pair
+                pairs = int((np.diff(dataset.document_indices) > 1).sum())
+                found[source][split]["documents_with_a_pair"] = pairs
+        for name, held in found.items():
+            given = self.plan.config.sources[name].weight
+            held["weight"] = given if given is not None else float(held.get("train", {}).get("tokens", 0))
+        return found
+
+    def _check_left(self, sources: dict[str, dict], stages: dict) -> None:
+        empty = [name for name, held in sources.items() if "train" not in held]
+        counts = ", ".join(
+            f"{step}: {label} {value}"
+            for stage in ("clean", "sort", "resolve", "tokenize")
+            for step, held in stages.get(stage, {}).items()
+            for label, value in held.items()
+        )
+        if empty:
+            raise ValueError(f"`sources.{empty[0]}` must have documents left to train on, but has none ({counts})")
+        for name, held in sources.items():
+            if held["train"].get("documents_with_a_pair") == 0:
+                raise ValueError(
+                    f"`sources.{name}` must have documents of two sentences or more for "
+                    f"architecture={self.plan.config.architecture}, but all {held['train']['documents']} have one"
+                )
+        if not any("validation" in held for held in sources.values()):
+            raise ValueError(
+                f"`validation_every` must hold out at least one document, but {self.plan.config.validation_every} held "
+                f"out none ({counts})"
+            )
+
+    def _stages(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Return the counts of each stage and step, summed over tasks."""
+        found: dict[str, dict[str, dict[str, int]]] = {}
+        for logs in sorted(self.folder.path("logs").iterdir()):
+            for file in sorted((logs / "stats").glob("*.json")):
+                for step in json.loads(file.read_text(encoding="utf-8")):
+                    held = found.setdefault(logs.name, {}).setdefault(step["name"].split(": ", 1)[-1], {})
+                    for label, value in step["stats"].items():
+                        total = value["total"] if isinstance(value, dict) else value
+                        held[label] = held.get(label, 0) + int(total)
+        return found
+
+    def _inputs(self) -> list[dict]:
+        """Return name, size and sha256 of every input, as written by the tasks of the first stage."""
+        found: list[dict] = []
+        for file in sorted(self.folder.path("inputs").glob("[0-9]*.json")):
+            found += json.loads(file.read_text(encoding="utf-8"))
+        return sorted(found, key=lambda held: (held["source"], held["file"]))
+
+    def _write_reports(self, folder: Path) -> dict:
+        """Write the reports as files; return their summaries for the manifest."""
+        folder.mkdir(exist_ok=True)
+        _write_json(folder / "dropped.json", self._dropped())
+        copies = self._concatenate("sorted", "copies.parquet")
+        _write_table(folder / "copies.parquet", copies)
+        summary = {"copies": len(copies)}
+        duplicates = self.folder.path("duplicates.parquet")
+        if duplicates.is_file():
+            table = pq.read_table(duplicates)
+            _write_table(folder / "duplicates.parquet", table)
+            survivors = len(set(zip(table["survivor_key"].to_pylist(), strict=True)))
+            summary |= {"near_duplicates": len(table), "clusters": survivors}
+        if self.plan.evaluation is not None:
+            contaminated = self._concatenate("overlap", "parquet")
+            _write_table(folder / "contaminated.parquet", contaminated)
+            summary["leakage"] = self._leakage(contaminated)
+            _write_json(folder / "leakage.json", summary["leakage"])
+        return summary
+
+    def _dropped(self) -> dict[str, list[dict]]:
+        """Return examples of dropped documents by reason, the first ones in order of their files."""
+        found: dict[str, list[dict]] = {}
+        for file in sorted(self.folder.path("dropped").rglob("[0-9]*.json")):
+            for reason, examples in json.loads(file.read_text(encoding="utf-8")).items():
+                found.setdefault(reason, []).extend(examples)
+        by_place = {
+            reason: sorted(held, key=lambda d: (d["source"], d["file"], d["row"])) for reason, held in found.items()
+        }
+        return {reason: held[:NUM_SAMPLES] for reason, held in sorted(by_place.items())}
+
+    def _leakage(self, contaminated: pa.Table) -> dict:
+        """Measure how much of each evaluation set occurs in the training split, as in section 5.2."""
+        index = self.plan.evaluation.index(self.plan.config.overlap.ngram)
+        seen = index.new_seen()
+        for shard in range(self.plan.num_shards):
+            seen |= np.load(self.folder.shard_file("overlap", shard, "seen.npy"))
+        removed: dict[str, set] = {}
+        for row in contaminated.to_pylist():
+            removed.setdefault(row["item"].split("/")[0], set()).add((row["source"], row["file"], row["row"]))
+        report = index.overlap(seen)
+        return {name: held | {"documents_removed": len(removed.get(name, ()))} for name, held in report.items()}
+
+    def _concatenate(self, kind: str, ending: str) -> pa.Table:
+        shards = range(self.plan.num_shards)
+        return pa.concat_tables([pq.read_table(self.folder.shard_file(kind, shard, ending)) for shard in shards])
+
+
+def summarize(output: Path) -> str:
+    """Describe the dataset in `output` for the terminal: counts per stage, sizes per part and the leakage table."""
+    manifest = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
+    lines = [f"wrote {output}"]
+    for stage, label in _STAGE_LABELS.items():
+        for step, counts in manifest["stages"].get(stage, {}).items():
+            if counts:
+                text = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in counts.items())
+                lines.append(f"  {label:<16} {step}: {text}")
+    for name, held in manifest["sources"].items():
+        for split in ("train", "validation"):
+            if split in held:
+                part = held[split]
+                lines.append(f"  {name} {split}: {part['documents']:,} documents, {part['tokens']:,} tokens")
+    for name, held in manifest["reports"].get("leakage", {}).items():
+        text = ", ".join(
+            f"{key.replace('_', ' ')} {value:.4g}" if isinstance(value, float) else f"{key.replace('_', ' ')} {value:,}"
+            for key, value in held.items()
+        )
+        lines.append(f"  leakage of {name}: {text}")
+    return "\n".join(lines)
+
+
+def _write_table(path: Path, table: pa.Table) -> None:
+    with atomic_write(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
+
+
+def _write_json(path: Path, content: object) -> None:
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _exists(prefix: Path) -> bool:
+    return prefix.with_name(prefix.name + ".idx").is_file()

@@ -1,0 +1,160 @@
+"""What a preparation reads: the files of local sources and the parts of Hugging Face datasets."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config.corpus import SourceConfig
+from .formats import SUFFIXES, format_of
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file, or one part of a Hugging Face dataset.
+
+    Args:
+        source: name of its source.
+        name: path relative to the source's path; for a dataset its name, revision, subset, split and part.
+        num_bytes: stored size; for a dataset's part its share of the files' sizes.
+        modified_ns: modification time, nanoseconds since the epoch; 0 for a hub dataset, identified by its revision.
+        path: absolute path; None for a dataset.
+        revision: commit of a dataset on the hub; None for a local dataset.
+        part, num_parts: which part of the dataset, of how many.
+    """
+
+    source: str
+    name: str
+    num_bytes: int
+    modified_ns: int
+    path: str | None = None
+    revision: str | None = None
+    part: int = 0
+    num_parts: int = 1
+
+
+def list_inputs(sources: dict[str, SourceConfig]) -> list[InputFile]:
+    """List all files and dataset parts of the sources, ordered by source and name.
+
+    Raises:
+        ValueError: a path is missing or has no file of a known suffix, a dataset cannot be loaded, or all files are
+            empty.
+    """
+    found: list[InputFile] = []
+    for source, config in sources.items():
+        if config.kind == "huggingface":
+            found += _list_parts(source, config)
+        else:
+            found += _list_files(source, Path(config.path))
+    if not any(file.num_bytes for file in found):
+        raise ValueError(
+            f"`sources` must hold text, but all {len(found)} files are empty, the first is {found[0].path}"
+        )
+    return sorted(found, key=lambda file: (file.source, file.name))
+
+
+def list_skipped(sources: dict[str, SourceConfig]) -> list[str]:
+    """Describe, in one line per source, what its folder holds but is not read: other file types and linked folders."""
+    notes = []
+    for source, config in sources.items():
+        if config.kind != "local" or not Path(config.path).is_dir():
+            continue
+        others = [p for p in Path(config.path).rglob("*") if p.is_file() and not format_of(p.name)]
+        others += [p for p in Path(config.path).rglob("*") if p.is_dir() and p.is_symlink()]
+        if others:
+            notes.append(
+                f"sources.{source}.path: skipped {len(others)} files of other types or linked folders, "
+                f"the first is {min(others)}; known types are {', '.join(SUFFIXES)}"
+            )
+    return notes
+
+
+def _list_files(source: str, path: Path) -> list[InputFile]:
+    key = f"sources.{source}.path"
+    if path.is_dir():
+        root, paths = path, [p for p in path.rglob("*") if p.is_file() and format_of(p.name)]
+        if not paths:
+            raise ValueError(f"`{key}` must hold files ending in {', '.join(SUFFIXES)}, but {path} has none")
+    elif path.is_file():
+        root, paths = path.parent, [path]
+        if not format_of(path.name):
+            raise ValueError(f"`{key}` must end in {', '.join(SUFFIXES)}, but is {path}")
+    elif path.exists():
+        raise ValueError(f"`{key}` must be a file or a folder, but {path} is neither")
+    else:
+        raise ValueError(f"`{key}` must exist, but {path} does not")
+    return [_describe(source, p, p.relative_to(root).as_posix()) for p in paths]
+
+
+def _describe(source: str, path: Path, name: str) -> InputFile:
+    stat = path.stat()
+    # A file name may hold arbitrary bytes, but ids and reports are text.
+    name = os.fsencode(name).decode("utf-8", "replace")
+    return InputFile(source, name, stat.st_size, stat.st_mtime_ns, str(path.absolute()))
+
+
+def _list_parts(source: str, config: SourceConfig) -> list[InputFile]:
+    """List the parts of a Hugging Face dataset, where a part is one or more of its files.
+
+    The hub's current revision is stored with them, so that every task reads the same data.
+
+    Raises:
+        ValueError: the dataset, subset or split cannot be loaded, or the text column is missing.
+    """
+    import datasets
+    import huggingface_hub
+
+    is_local = Path(config.name).exists()
+    try:
+        revision = None if is_local else huggingface_hub.HfApi().dataset_info(config.name).sha
+        builder = datasets.load_dataset_builder(config.name, config.subset, revision=revision)
+        dataset = builder.as_streaming_dataset(split=config.split)
+        num_parts, columns = dataset.num_shards, dataset.column_names or next(iter(dataset)).keys()
+        files = [str(file) for file in builder.config.data_files[config.split]]
+        sizes, modified_ns = _sizes(files), 0
+        if is_local:
+            modified_ns = max(Path(file).stat().st_mtime_ns for file in files)
+    except Exception as error:  # the library raises many types: no such dataset, subset or split, no network
+        raise ValueError(
+            f"`sources.{source}.name` must be a dataset that can be streamed, but {config.name!r}: {first_line(error)}"
+        ) from None
+    if config.text_field not in columns:
+        raise ValueError(
+            f"`sources.{source}.text_field` must be one of the dataset's columns ({', '.join(columns)}), "
+            f"but is {config.text_field!r}"
+        )
+    # A part that is one file has that file's size; otherwise the total size is divided evenly.
+    if len(sizes) != num_parts:
+        sizes = [sum(sizes) // num_parts] * num_parts
+    version = "" if revision is None else f"@{revision[:12]}"
+    prefix = (
+        f"{Path(config.name).name if is_local else config.name}{version}/{config.subset or 'default'}/{config.split}"
+    )
+    return [
+        InputFile(
+            source,
+            f"{prefix}/{part:05d}-of-{num_parts:05d}",
+            size,
+            modified_ns,
+            revision=revision,
+            part=part,
+            num_parts=num_parts,
+        )
+        for part, size in enumerate(sizes)
+    ]
+
+
+def _sizes(files: list[str]) -> list[int]:
+    """Return the size of each file in bytes, by path or URL."""
+    from fsspec.core import url_to_fs
+
+    found = []
+    for file in files:
+        system, path = url_to_fs(file)
+        found.append(int(system.info(path)["size"]))
+    return found
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where the message is empty."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

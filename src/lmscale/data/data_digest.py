@@ -1,0 +1,56 @@
+"""Digest of the data order: which sample was used at which position of the run.
+
+The digest is the sum modulo 2^64, over all samples consumed, of a hash of (number of the sample in the run, its index
+in the dataset). Ranks sum their own samples in any order and at any layout; the total identifies which samples were
+seen in which order.
+"""
+
+import torch
+from torch import Tensor
+
+from .sampler import GlobalBatchSampler
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # multipliers of SplitMix64, as signed numbers
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+_CHUNK = 1 << 20
+
+
+def digest_of_samples(numbers: Tensor, indices: Tensor) -> Tensor:
+    """Sum the hashes of samples, int64 [].
+
+    Shapes:
+        numbers, indices: int64 [n]; the sample's number in the run and its index in the dataset.
+    """
+    x = numbers * _GOLDEN + indices
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1  # torch's >> keeps the sign, hence the masks
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return (x ^ ((x >> 31) & 0x1FFFFFFFF)).sum()
+
+
+def expected_digest(sampler: GlobalBatchSampler, num_steps: int, share: int = 0, num_shares: int = 1) -> Tensor:
+    """Compute the digest after `num_steps` steps of the sampler's order, int64 [].
+
+    Args:
+        share, num_shares: which part of the samples to sum, so that ranks can divide the work.
+    """
+    consumed = num_steps * sampler.global_batch_size
+    first, last = consumed * share // num_shares, consumed * (share + 1) // num_shares
+    total = torch.zeros((), dtype=torch.int64)
+    while first < last:
+        end = min(last, first + _CHUNK, (first // sampler.num_samples + 1) * sampler.num_samples)  # within an epoch
+        indices = torch.from_numpy(sampler.indices_of(first, end))
+        total += digest_of_samples(torch.arange(first, end), indices)
+        first = end
+    return total
+
+
+def digest_text(digest: int) -> str:
+    """Format a digest, torch's signed number, as 16 hexadecimal digits."""
+    return f"{digest % 2**64:016x}"
+
+
+def digest_number(text: str) -> int:
+    """Parse `digest_text` to a signed 64-bit number."""
+    number = int(text, 16)
+    return number - 2**64 if number >= 2**63 else number

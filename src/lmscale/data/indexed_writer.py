@@ -1,0 +1,170 @@
+"""Write binary token files by document or by shard; `indexed_dataset` describes the format."""
+
+import os
+import shutil
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from .indexed_dataset import CHUNK, DTYPES, HEADER, MAGIC, VERSION, IndexedDataset
+
+_CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+_SMALL_VOCAB = 65_500
+
+
+def best_dtype(vocab_size: int) -> np.dtype:
+    """Return the dtype Megatron-LM uses for ids of a vocabulary: uint16 below 65,500 ids, otherwise int32."""
+    return np.dtype("<u2" if vocab_size < _SMALL_VOCAB else "<i4")
+
+
+class IndexedWriter:
+    """Write a dataset document by document; files with the final names are always complete.
+
+    Memory holds 4 bytes per sequence and 8 per document. Both files are written under temporary names; `finish` renames
+    `.bin`, then `.idx`. A `.bin` without its `.idx` is not a dataset.
+
+    Args:
+        prefix: path of the files without suffix; `finish` replaces existing files.
+        dtype: of the tokens, one of the format's.
+
+    Raises:
+        ValueError: the format lacks the dtype, the folder cannot be written, or (from every method) the disk is full.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype | type | str) -> None:
+        self.prefix, self.dtype = str(prefix), np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in _CODES:
+            known = ", ".join(np.dtype(name).name for name in DTYPES.values())
+            raise ValueError(f"`dtype` must be one of {known}, but is {np.dtype(dtype).name}")
+        self.sizes, self.document_indices = array("i"), array("q", [0])
+        self._bin, self._idx = (f"{self.prefix}.{kind}.unfinished_{os.getpid()}" for kind in ("bin", "idx"))
+        try:
+            self._file = open(self._bin, "wb", buffering=1 << 20)
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def add_document(self, sequences: Iterable[Sequence[int] | np.ndarray]) -> None:
+        """Append a document given by its sequences of ids, any of which may be empty.
+
+        Raises:
+            ValueError: the dtype cannot hold an id.
+        """
+        for sequence in sequences:
+            ids = np.asarray(sequence)
+            if ids.size:
+                self._check_ids(ids)
+                self._write(ids.astype(self.dtype, copy=False).tobytes())
+            self.sizes.append(len(ids))
+        self.document_indices.append(len(self.sizes))
+
+    def add_documents(self, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> None:
+        """Append many documents at once, at little cost per document.
+
+        Args:
+            ids: integers [tokens], of all concatenated sequences.
+            sizes: integers [sequences], tokens per sequence.
+            counts: integers [documents], sequences per document.
+
+        Raises:
+            ValueError: the dtype cannot hold an id.
+        """
+        assert sizes.sum() == len(ids) and counts.sum() == len(sizes)
+        if ids.size:
+            self._check_ids(ids)
+            self._write(ids.astype(self.dtype, copy=False).tobytes())
+        self.document_indices.frombytes((len(self.sizes) + np.cumsum(counts, dtype=np.int64)).tobytes())
+        self.sizes.frombytes(sizes.astype(np.int32).tobytes())
+
+    def append(self, other: "IndexedDataset") -> None:
+        """Append all documents of another dataset of the same dtype by copying its files' bytes."""
+        if other.dtype != self.dtype:
+            raise ValueError(
+                f"{other.prefix}: tokens must be {self.dtype.name} as in the other datasets, but are {other.dtype}"
+            )
+        try:
+            with open(f"{other.prefix}.bin", "rb") as file:
+                shutil.copyfileobj(file, self._file, 1 << 24)
+        except OSError as error:
+            self.discard()
+            raise self._failure(error) from None
+        first = len(self.sizes)
+        self.sizes.frombytes(other.sizes.tobytes())
+        self.document_indices.frombytes((other.document_indices[1:] + first).tobytes())
+
+    def finish(self) -> None:
+        """Write the index and rename both files to their final names."""
+        sizes = np.frombuffer(self.sizes, dtype=np.int32)
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            with open(self._idx, "wb") as file:
+                head = _CODES[self.dtype], len(sizes), len(self.document_indices)
+                file.write(HEADER.pack(MAGIC, VERSION, *head))
+                file.write(sizes.astype("<i4", copy=False).data)
+                end = 0
+                for start in range(0, len(sizes), CHUNK):
+                    ends = end + np.cumsum(sizes[start : start + CHUNK], dtype=np.int64) * self.dtype.itemsize
+                    file.write(np.concatenate([[end], ends[:-1]]).astype("<i8").data)
+                    end = int(ends[-1])
+                file.write(np.frombuffer(self.document_indices, dtype=np.int64).astype("<i8", copy=False).data)
+                file.flush()
+                os.fsync(file.fileno())
+            # An index of an earlier dataset must never be combined with the new tokens.
+            Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+            os.replace(self._bin, f"{self.prefix}.bin")
+            os.replace(self._idx, f"{self.prefix}.idx")
+        except OSError as error:
+            self.discard()
+            raise self._failure(error) from None
+
+    def discard(self) -> None:
+        """Remove the unfinished files."""
+        try:
+            self._file.close()
+        except OSError:
+            pass  # flushing the last buffer fails on a full disk
+        for path in (self._bin, self._idx):
+            Path(path).unlink(missing_ok=True)
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        if ids.dtype.kind not in "iu" or ids.ndim != 1:
+            raise ValueError(f"a sequence must be a list of whole numbers, but is {ids.dtype} of {ids.ndim} dimensions")
+        if self.dtype.kind in "iu":
+            bounds, low, high = np.iinfo(self.dtype), int(ids.min()), int(ids.max())
+            if low < bounds.min or high > bounds.max:
+                wrong = low if low < bounds.min else high
+                raise ValueError(
+                    f"{self.prefix}: ids must be from {bounds.min} to {bounds.max} ({self.dtype.name}), but document "
+                    f"{len(self.document_indices) - 1} has {wrong}"
+                )
+
+    def _write(self, content: bytes) -> None:
+        try:
+            self._file.write(content)
+        except OSError as error:
+            self.discard()
+            raise self._failure(error) from None
+
+    def _failure(self, error: OSError) -> ValueError:
+        return ValueError(f"{self.prefix}.bin and .idx cannot be written: {error.strerror}")
+
+
+def merge(prefixes: Sequence[str | Path], out: str | Path) -> None:
+    """Concatenate datasets into one.
+
+    Raises:
+        ValueError: no dataset is given, they differ in dtype, one is damaged, or the disk is full.
+    """
+    if not prefixes:
+        raise ValueError("`prefixes` must name at least one dataset, but is empty")
+    writer = IndexedWriter(out, IndexedDataset(prefixes[0]).dtype)
+    try:
+        for prefix in prefixes:
+            writer.append(IndexedDataset(prefix))
+    except BaseException:
+        writer.discard()
+        raise
+    writer.finish()

@@ -1,0 +1,110 @@
+"""The initial checkpoint of a finetuning: check that it fits the task, and find its tokenizer."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checkpoint import TOKENIZER_FOLDER
+from ..checkpoint.reshard import open_source
+from ..config import TransformerConfig
+from ..config.data import TokenizerConfig
+from ..config.family import family_of
+from ..config.finetune import FinetuneConfig
+from ..data.tokenizer import Tokenizer, load_published_tokenizer
+from .tasks import HeadKind, benchmark_of
+
+
+@dataclass(frozen=True)
+class InitialCheckpoint:
+    """A checkpoint that fits the run's task.
+
+    Args:
+        path: path of the checkpoint.
+        config: its model's configuration with the run's dropout, attention and recompute settings.
+        tokenizer_path: file or folder of its tokenizer.
+        has_head: whether it was finetuned on this task, so that its head is loaded as well.
+    """
+
+    path: str
+    config: TransformerConfig
+    tokenizer_path: str
+    has_head: bool
+
+
+def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, Tokenizer]:
+    """Check the run's checkpoint and its tokenizer.
+
+    Raises:
+        ValueError: the checkpoint is missing, damaged or of a GPT; it has too few positions; the task needs a trained
+            pooler and there is none, or a new one is requested although there is one; the tokenizer is missing or not
+            the checkpoint's; or there is nothing to train and no head.
+    """
+    path, metadata, config = open_source(run.ckpt)
+    task = run.task
+    if not family_of(config.family).has_pooler:
+        raise ValueError(f"`ckpt` must be of a BERT, but {path} is of a {config.family}")
+    if task.max_seq_length > config.max_position_embeddings:
+        raise ValueError(
+            f"`task.max_seq_length` must be at most the {config.max_position_embeddings} positions of the checkpoint, "
+            f"but is {task.max_seq_length}"
+        )
+    fresh = set(metadata.run.get("initialized", ()))
+    has_pooler = "model/pooler.weight" in metadata.tensors and "pooler.weight" not in fresh
+    needs_pooler = benchmark_of(task).head is not HeadKind.SPAN
+    if needs_pooler and not (has_pooler or run.new_pooler or run.from_scratch):
+        raise ValueError(
+            f"`ckpt` must have a trained pooler for task {task.name}, but {path.name} has none; new_pooler=true draws "
+            "one from the seed"
+        )
+    if run.new_pooler and has_pooler and not run.from_scratch:
+        raise ValueError(
+            f"`new_pooler` must be false if the checkpoint has a trained pooler, as {path.name}, but is true"
+        )
+    before = metadata.state.get("finetune", {}).get("task")
+    has_head = before == task.name and not run.from_scratch
+    if not has_head and run.trainer.num_epochs == 0:
+        raise ValueError(
+            f"`ckpt` must have been finetuned on {task.name} if `trainer.num_epochs` is 0, but {path.name} was "
+            + (f"finetuned on {before}" if before else "not finetuned")
+        )
+    tokenizer_path, tokenizer = _find_tokenizer(run, path, config)
+    dropout = {name: getattr(run, name) for name in ("hidden_dropout", "attention_dropout")}
+    changes = {name: value for name, value in dropout.items() if value is not None}
+    config = dataclasses.replace(config, **changes, attention=run.attention, recompute=run.recompute)
+    return InitialCheckpoint(str(path), config, tokenizer_path, has_head), tokenizer
+
+
+def load_tokenizer(path: str | Path, family: str) -> Tokenizer:
+    """Load a tokenizer with the special tokens that inputs need.
+
+    Raises:
+        ValueError: it cannot be read or lacks a special token.
+    """
+    tokenizer = load_published_tokenizer(TokenizerConfig(family_of(family).corpus.tokenizer, path=str(path)), family)
+    for token in ("[CLS]", "[SEP]"):
+        tokenizer.id_of(token)
+    return tokenizer
+
+
+def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, config: TransformerConfig) -> tuple[str, Tokenizer]:
+    beside = checkpoint.parent / TOKENIZER_FOLDER
+    own = load_tokenizer(beside, config.family) if beside.is_dir() else None
+    if run.tokenizer.path is None and own is None:
+        raise ValueError(f"`tokenizer.path` must be given if the checkpoint has none in {beside}")
+    chosen = own if run.tokenizer.path is None else load_tokenizer(run.tokenizer.path, config.family)
+    path = run.tokenizer.path or str(beside)
+    if own is not None and _rules(chosen) != _rules(own):
+        raise ValueError(f"`tokenizer.path` must be the checkpoint's tokenizer, that of {beside}, but is {path}")
+    if chosen.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"the tokenizer must be the one the checkpoint was trained with, of {config.vocab_size} ids, "
+            f"but {path} has {chosen.vocab_size}"
+        )
+    return path, chosen
+
+
+def _rules(tokenizer: Tokenizer) -> tuple:
+    """Return what determines a text's ids: vocabulary, normalizer and pre-tokenizer."""
+    parts = json.loads(tokenizer.inner.to_str())
+    return tokenizer.inner.get_vocab(), parts["normalizer"], parts["pre_tokenizer"]

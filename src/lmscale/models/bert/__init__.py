@@ -1,0 +1,1 @@
+"""BERT: the bidirectional model of section 5.3."""

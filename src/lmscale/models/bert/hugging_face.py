@@ -1,0 +1,109 @@
+"""BERT and Megatron-BERT of transformers: names, configuration, tokenizer, and how they are run part by part."""
+
+import re
+from functools import partial
+
+from ...config import TransformerConfig
+from ..hugging_face import KEY, QUERY, SAME, USED_ROWS, VALUE, ComparedHead, HuggingFaceModel, Row, pair
+
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "intermediate_size": "ffn_hidden_size",
+    "hidden_act": "gelu",
+    "layer_norm_eps": "layer_norm_eps",
+    "hidden_dropout_prob": "hidden_dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+    "initializer_range": "initializer_std",
+}
+_OUTER = (
+    Row("bert.embeddings.word_embeddings.weight", "transformer.word_embedding.weight", USED_ROWS),
+    Row("bert.embeddings.position_embeddings.weight", "transformer.position_embedding", SAME),
+    Row("bert.embeddings.token_type_embeddings.weight", "transformer.token_type_embedding", SAME),
+    *pair("bert.pooler.dense", "pooler"),
+    Row("cls.predictions.bias", "lm_head.bias", USED_ROWS),
+    *pair("cls.predictions.transform.dense", "lm_head.dense"),
+    *pair("cls.predictions.transform.LayerNorm", "lm_head.norm"),
+    *pair("cls.seq_relationship", "order_head"),
+)
+_LAYER = (
+    *(
+        Row(f"attention.self.{name}.{kind}", f"attention.qkv.{kind}", layout)
+        for kind in ("weight", "bias")
+        for name, layout in (("query", QUERY), ("key", KEY), ("value", VALUE))
+    ),
+    *pair("attention.output.dense", "attention.output"),
+    *pair("intermediate.dense", "mlp.up"),
+    *pair("output.dense", "mlp.down"),
+)
+_ALIASES = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+_IGNORED = re.compile(r"bert\.embeddings\.(position_ids|token_type_ids)")  # 0, 1, 2, ... and zeros
+_HEADS = (
+    ComparedHead(
+        "the pooler",
+        "pooler",
+        "bert.pooler",
+        lambda model, x: model.pooler(x[:, 0]).tanh(),
+        lambda model, x: model.bert.pooler(x),
+    ),
+    ComparedHead(  # on any vector of that size
+        "the sentence-order head",
+        "order_head",
+        "cls.seq_relationship",
+        lambda model, x: model.order_head(x[:, 0]),
+        lambda model, x: model.cls.seq_relationship(x[:, 0]),
+    ),
+)
+
+
+def _token_ids(ids: dict[str, int] | None, config: TransformerConfig) -> dict[str, int | None]:
+    """The tokenizer's padding, or the published id."""
+    return {"pad_token_id": 0 if ids is None else ids.get("[PAD]")}
+
+
+_model = partial(
+    HuggingFaceModel,
+    keys=_KEYS,
+    prefix="bert.",
+    layers="bert.encoder.layer",
+    aliases=_ALIASES,
+    ignored=_IGNORED,
+    new_heads=("pooler.", "lm_head.", "order_head."),
+    token_ids=_token_ids,
+    words="bert.embeddings.word_embeddings",
+    embeddings=("bert.embeddings.position", "bert.embeddings.token_type", "bert.embeddings.LayerNorm"),
+    embed=lambda model, tokens, types, positions: model.bert.embeddings(tokens, types, positions),
+    heads=_HEADS,
+    head=("cls.predictions.transform",),
+    head_by_row="cls.predictions.decoder",
+    score=lambda model, hidden: model.cls.predictions(hidden),
+)
+POST_NORM = _model(
+    model_type="bert",
+    config_class="BertConfig",
+    model_class="BertForPreTraining",
+    settings={"family": "bert", "norm_order": "post"},
+    outer=(*_OUTER, *pair("bert.embeddings.LayerNorm", "transformer.embedding_norm")),
+    layer=(
+        *_LAYER,
+        *pair("attention.output.LayerNorm", "attention_norm"),
+        *pair("output.LayerNorm", "mlp_norm"),
+    ),
+    final_norm=None,
+)
+PRE_NORM = _model(
+    model_type="megatron-bert",
+    config_class="MegatronBertConfig",
+    model_class="MegatronBertForPreTraining",
+    settings={"family": "bert", "norm_order": "pre"},
+    outer=(*_OUTER, *pair("bert.encoder.ln", "transformer.final_norm")),
+    layer=(*_LAYER, *pair("attention.ln", "attention_norm"), *pair("ln", "mlp_norm")),
+    final_norm="bert.encoder.ln",
+)
+MODELS = (POST_NORM, PRE_NORM)

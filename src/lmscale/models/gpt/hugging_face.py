@@ -1,0 +1,67 @@
+"""GPT-2 of transformers: names, configuration, tokenizer, and how it is run part by part."""
+
+import re
+
+from ...config import TransformerConfig
+from ..hugging_face import QKV_BIAS, QKV_TRANSPOSED, SAME, TRANSPOSED, USED_ROWS, HuggingFaceModel, Row, pair
+from .family import FAMILY
+
+(END_OF_TEXT,) = FAMILY.corpus.special_tokens
+PUBLISHED_VOCABULARY, PUBLISHED_END = 50257, 50256
+
+
+def _token_ids(ids: dict[str, int] | None, config: TransformerConfig) -> dict[str, int | None]:
+    """The tokenizer's end-of-text, or the published id where the vocabulary is the published one."""
+    published = PUBLISHED_END if config.vocab_size == PUBLISHED_VOCABULARY else None
+    end = published if ids is None else ids.get(END_OF_TEXT)
+    return {"bos_token_id": end, "eos_token_id": end}
+
+
+GPT2 = HuggingFaceModel(
+    model_type="gpt2",
+    config_class="GPT2Config",
+    model_class="GPT2LMHeadModel",
+    settings={"family": "gpt", "norm_order": "pre"},
+    keys={
+        "vocab_size": "vocab_size",
+        "n_positions": "max_position_embeddings",
+        "n_embd": "hidden_size",
+        "n_layer": "num_layers",
+        "n_head": "num_attention_heads",
+        "n_inner": "ffn_hidden_size",
+        "activation_function": "gelu",
+        "layer_norm_epsilon": "layer_norm_eps",
+        "resid_pdrop": "hidden_dropout",
+        "attn_pdrop": "attention_dropout",
+        "embd_pdrop": "embedding_dropout",
+        "initializer_range": "initializer_std",
+    },
+    prefix="transformer.",
+    layers="transformer.h",
+    outer=(
+        Row("transformer.wte.weight", "transformer.word_embedding.weight", USED_ROWS),
+        Row("transformer.wpe.weight", "transformer.position_embedding", SAME),
+        *pair("transformer.ln_f", "transformer.final_norm"),
+    ),
+    layer=(
+        *pair("ln_1", "attention_norm"),
+        Row("attn.c_attn.weight", "attention.qkv.weight", QKV_TRANSPOSED),
+        Row("attn.c_attn.bias", "attention.qkv.bias", QKV_BIAS),
+        *pair("attn.c_proj", "attention.output", TRANSPOSED),
+        *pair("ln_2", "mlp_norm"),
+        *pair("mlp.c_fc", "mlp.up", TRANSPOSED),
+        *pair("mlp.c_proj", "mlp.down", TRANSPOSED),
+    ),
+    aliases={"lm_head.weight": "transformer.wte.weight"},
+    ignored=re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),  # the causal mask and its -1e4
+    token_ids=_token_ids,
+    words="transformer.wte",
+    embeddings=("transformer.wpe",),
+    embed=lambda model, tokens, types, positions: model.transformer.wte(tokens) + model.transformer.wpe(positions),
+    final_norm="transformer.ln_f",
+    head=(),
+    head_by_row="lm_head",
+    score=lambda model, hidden: model.lm_head(hidden),
+    masks_layers=True,  # GPT-2's model makes the causal mask, not its layers
+)
+MODELS = (GPT2,)

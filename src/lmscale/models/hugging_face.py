@@ -1,0 +1,177 @@
+"""How a family says which model of transformers computes the same, and which tensor of it is which of ours.
+
+The table of tensors serves both directions.
+
+A row names a tensor of theirs, the tensor of ours it comes from, and the *view* of ours that has its elements in their
+order. Reading the view exports, writing through it imports, so the two cannot disagree. Linears: ours are [out, in] as
+BERT's are; GPT-2's `Conv1D` is [in, out]. QKV: our rows are [head, (q, k, v), d]; GPT-2 has [Q, K, V] in one tensor,
+BERT has three. Rows of the padded vocabulary are ours alone. Every view is a permutation, so gradients map the same.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..config import TransformerConfig
+from ..config.family import BUILT_IN, family_of, load
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A view of our tensor, and the first and last of its dimensions that are one in theirs."""
+
+    view: Callable[[Tensor, TransformerConfig], Tensor]
+    merged: tuple[int, int] = (0, 0)
+
+
+def _by_head(tensor: Tensor, config: TransformerConfig) -> Tensor:
+    return tensor.view(config.num_attention_heads, 3, config.head_size, *tensor.shape[1:])  # [n, 3, d, ...]
+
+
+def _one_of_qkv(index: int, tensor: Tensor, config: TransformerConfig) -> Tensor:
+    return _by_head(tensor, config)[:, index]  # [n, d, ...]
+
+
+SAME = Layout(lambda tensor, config: tensor)
+TRANSPOSED = Layout(lambda tensor, config: tensor.T)
+USED_ROWS = Layout(lambda tensor, config: tensor[: config.vocab_size])
+QUERY, KEY, VALUE = (Layout(partial(_one_of_qkv, index), (0, 1)) for index in range(3))
+QKV_BIAS = Layout(lambda tensor, config: _by_head(tensor, config).transpose(0, 1), (0, 2))  # [3, n, d]
+QKV_TRANSPOSED = Layout(lambda tensor, config: _by_head(tensor, config).permute(3, 1, 0, 2), (1, 3))  # [h, 3, n, d]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of theirs; its name, the name of ours, and how the two lie."""
+
+    theirs: str
+    ours: str
+    layout: Layout
+
+    def to_theirs(self, ours: Tensor, config: TransformerConfig) -> Tensor:
+        """Their tensor from our whole one (a copy where the order differs)."""
+        return self.layout.view(ours, config).flatten(*self.layout.merged)
+
+    def copy_to_ours(self, theirs: Tensor, ours: Tensor, config: TransformerConfig) -> None:
+        """Write their tensor into the places of our whole one that it fills."""
+        view = self.layout.view(ours, config)
+        view.copy_(theirs.view(view.shape))
+
+
+def pair(theirs: str, ours: str, weight: Layout = SAME) -> list[Row]:
+    """A module's weight and bias."""
+    return [Row(f"{theirs}.weight", f"{ours}.weight", weight), Row(f"{theirs}.bias", f"{ours}.bias", SAME)]
+
+
+@dataclass(frozen=True)
+class ComparedHead:
+    """A head that both models may have, run on its own by the comparison.
+
+    Args:
+        part: its name in messages.
+        ours, theirs: prefixes of its parameters.
+        run_ours, run_theirs: of (model, hidden states [1, s, h]).
+    """
+
+    part: str
+    ours: str
+    theirs: str
+    run_ours: Callable[[nn.Module, Tensor], Tensor]
+    run_theirs: Callable[[nn.Module, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """A model of transformers and its tensors.
+
+    Args:
+        model_type, config_class, model_class: as transformers names them.
+        settings: fields of `TransformerConfig` that the class implies.
+        keys: their configuration key -> our field.
+        prefix: of the tensors that the plain model (without heads) has too, and saves without it.
+        layers: their name of the list of layers; ours is `transformer.layers`.
+        outer, layer: rows outside the layers, and of each layer below its index.
+        aliases: tensors that must equal another one where a file has both.
+        ignored: buffers in files of older versions, which hold constants.
+        new_heads: prefixes of ours that a file of a plain model lacks and training can begin anew.
+        token_ids: of the tokenizer's ids, or None without one, and our config: the ids that its configuration names.
+        words: prefix of their word embedding, which has a row for each word.
+        embeddings: prefixes of what else their embeddings take.
+        embed: of (model, tokens, token types or None, positions): their embeddings.
+        final_norm: their LayerNorm behind the stack, or None.
+        masks_layers: their layers are given the causal mask.
+        heads: what is compared besides the scores of the words.
+        head, head_by_row: prefixes of what scores the words: whole, and with a row for each word.
+        score: of (model, hidden states): their scores of the words.
+    """
+
+    model_type: str
+    config_class: str
+    model_class: str
+    settings: dict[str, Any]
+    keys: dict[str, str]
+    prefix: str
+    layers: str
+    outer: tuple[Row, ...]
+    layer: tuple[Row, ...]
+    aliases: dict[str, str]
+    ignored: re.Pattern
+    token_ids: Callable[[dict[str, int] | None, TransformerConfig], dict[str, int | None]]
+    words: str
+    embeddings: tuple[str, ...]
+    embed: Callable[[nn.Module, Tensor, Tensor | None, Tensor], Tensor]
+    final_norm: str | None
+    head: tuple[str, ...]
+    head_by_row: str
+    score: Callable[[nn.Module, Tensor], Tensor]
+    masks_layers: bool = False
+    heads: tuple[ComparedHead, ...] = ()
+    new_heads: tuple[str, ...] = ()
+
+    def rows(self, config: TransformerConfig) -> list[Row]:
+        """Every row of a model, those of one tensor of ours side by side."""
+        rows = list(self.outer)
+        for index in range(config.num_layers):
+            rows += [
+                Row(f"{self.layers}.{index}.{row.theirs}", f"transformer.layers.{index}.{row.ours}", row.layout)
+                for row in self.layer
+            ]
+        return sorted(rows, key=lambda row: row.ours)
+
+    def full_name(self, name: str) -> str:
+        """A name in a file as the model with heads has it: with the prefix, and LayerNorm's as they are today."""
+        name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+        return name if name.startswith((self.prefix, "lm_head.", "cls.")) else self.prefix + name
+
+    def their_key(self, field: str) -> str:
+        """Their configuration key of a field of `TransformerConfig`."""
+        return next(key for key, name in self.keys.items() if name == field)
+
+
+def models_by_type() -> dict[str, HuggingFaceModel]:
+    """Every model of transformers that a built-in family converts, by its `model_type`."""
+    modules = [load(path) for path in (family_of(name).hugging_face for name in BUILT_IN) if path]
+    return {model.model_type: model for module in modules for model in module.MODELS}
+
+
+def model_of(config: TransformerConfig) -> HuggingFaceModel:
+    """The model of transformers that computes what ours does.
+
+    Raises:
+        ValueError: there is none, for the family or its norm placement.
+    """
+    path = family_of(config.family).hugging_face
+    if path is None:
+        raise ValueError(
+            f"`family` must be one that Hugging Face has here ({', '.join(BUILT_IN)}), but is {config.family}"
+        )
+    for model in load(path).MODELS:
+        if model.settings["norm_order"] == config.norm_order:
+            return model
+    orders = " or ".join(model.settings["norm_order"] for model in load(path).MODELS)
+    kind = config.family.upper()
+    raise ValueError(f"`norm_order` of a {kind} must be {orders} for Hugging Face, but is {config.norm_order}")

@@ -1,0 +1,40 @@
+"""What every family's model has: the stack, and heads that the family adds."""
+
+from torch import nn
+
+from ..config import TransformerConfig
+from ..parallel import ParallelContext, initialize_parameters
+from .transformer import Transformer
+
+DEFAULT_SEED = 1234  # of a model built alone
+
+
+class LanguageModel(nn.Module):
+    """A transformer with its heads on this rank; `build_model` builds one in another dtype, or compiled.
+
+    Args:
+        config: sizes.
+        context: this rank's place, whose weights are left uninitialised; None: one process, with weights drawn from
+            `DEFAULT_SEED`, so that `GPT(config)(tokens)` works by itself.
+    """
+
+    def __init__(self, config: TransformerConfig, context: ParallelContext | None = None) -> None:
+        super().__init__()
+        self.config, self.context = config, ParallelContext() if context is None else context
+        self.compiles = False
+        self.transformer = Transformer(config, self.context)
+        self.add_heads()
+        if context is None:
+            initialize_parameters(self, DEFAULT_SEED, self.context)
+
+    def add_heads(self) -> None:
+        """Make the modules behind the stack; none where the word embedding alone projects."""
+
+    def compile_layers(self, cuda_graphs: bool = False) -> None:
+        """Let torch.compile fuse the layers, one graph for all, and the passes over the logits; names stay.
+
+        Args:
+            cuda_graphs: record the layers on a GPU and replay them.
+        """
+        self.compiles = True
+        self.transformer.compile_layers(cuda_graphs)

@@ -1,0 +1,184 @@
+"""The output projection and its loss together, computed for a few rows at a time so that all logits never exist.
+
+The loss and gradients equal those of `vocab_parallel_logits` and `vocab_parallel_cross_entropy`.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .collectives import copy_to_tensor_parallel_region
+from .context import ParallelContext
+from .cross_entropy import IGNORE_LABEL
+
+LOGITS_AT_ONCE = 50 * 2**20  # of one rank: 1,024 rows of 51,200 columns, or 8,192 rows of an eighth of them
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    vocab_size: int,
+    context: ParallelContext,
+    compiled: bool = False,
+) -> Tensor:
+    """Sum of the losses in nats of rows projected on the tied word embedding, computed chunk by chunk.
+
+    A chunk has at most LOGITS_AT_ONCE logits on this rank. The forward pass projects a chunk, computes its loss and
+    already adds its part of the gradients of `hidden`, `weight` and `bias`: the gradient of a sum is known except for
+    one factor, which the backward pass multiplies in. Nothing is computed twice.
+
+    Shapes:
+        hidden [n, h]; weight [v/p, h]; bias [v/p] or None; labels int64 [n], ids of the whole vocabulary or -100;
+        returns one number (fp32 for half types). Its backward pass can run once.
+
+    Args:
+        vocab_size: columns from here on are padding and are never predicted.
+        compiled: let torch.compile fuse the passes over the logits.
+
+    Communicates:
+        over the tensor group, forward three all-reduces of [n] (maximum; sum of exponentials; logit of the label),
+        chunk by chunk; backward one of [n, h] (f).
+
+    Raises:
+        RuntimeError: a second backward pass.
+
+    Source: section 3 (output embedding) for the cut; gradients in the forward pass after Hsu et al. 2024 (Liger).
+    """
+    hidden = copy_to_tensor_parallel_region(hidden, context)  # f
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, vocab_size, context, compiled, trains)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        vocab_size: int,
+        context: ParallelContext,
+        compiled: bool,
+        trains: bool,
+    ) -> Tensor:
+        num_used = min(max(vocab_size - context.tp_rank * len(weight), 0), len(weight))  # the other columns are padding
+        wide = _wide(hidden.dtype)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        chunks = _chunks(len(hidden), len(weight))
+        buffer = torch.empty(chunks[0].stop if chunks else 0, len(weight), dtype=weight.dtype, device=weight.device)
+        d_weight = d_bias = None
+        if trains:
+            d_hidden = torch.empty_like(hidden)
+            d_bias = None if bias is None else torch.zeros(bias.shape, dtype=wide, device=bias.device)
+        for chunk in chunks:
+            rows, row_labels = hidden[chunk], labels[chunk]
+            logits = _project(rows, weight, bias, buffer)
+            logits[:, num_used:] = float("-inf")
+            log_total, target, column, elsewhere = _statistics(logits, row_labels, context, compiled)
+            is_scored = row_labels != IGNORE_LABEL
+            total += ((log_total - target) * is_scored).sum()
+            if not trains:
+                continue
+            # exp(x - inf) is 0: a row that is not scored has no gradient.
+            log_total = log_total.masked_fill(~is_scored, float("inf"))
+            d_logits = _logits_to_gradient(logits, log_total, target, column, elsewhere, compiled)
+            torch.mm(d_logits, weight, out=d_hidden[chunk])
+            d_weight = _add_product(d_weight, d_logits, rows, len(chunks) > 1, compiled)
+            if d_bias is not None:
+                d_bias += d_logits.sum(dim=0, dtype=wide)
+        if trains:
+            d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
+            ctx.gradients = [d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype)]
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the backward pass of linear_cross_entropy runs once: it hands its gradients over")
+        return *(None if d is None else d.mul_(grad_output) for d in gradients), None, None, None, None, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for half types, which lose the sum of 51,200 exponentials; fp32 and fp64 stay."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _chunks(num_rows: int, num_columns: int) -> list[slice]:
+    """Rows with at most LOGITS_AT_ONCE logits, at least one row, per chunk; the first chunk is the longest."""
+    at_once = max(1, LOGITS_AT_ONCE // num_columns)
+    return [slice(start, min(start + at_once, num_rows)) for start in range(0, num_rows, at_once)]
+
+
+def _project(rows: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+    """Logits of a chunk, in memory that all chunks share: on a CPU, fresh memory costs as much as the product."""
+    out = buffer[: len(rows)]
+    return torch.mm(rows, weight.t(), out=out) if bias is None else torch.addmm(bias, rows, weight.t(), out=out)
+
+
+def _add_product(total: Tensor | None, d_logits: Tensor, rows: Tensor, more: bool, compiled: bool) -> Tensor:
+    """Add a chunk's part of the weight's gradient, in fp32 at least where there are more chunks."""
+    product = d_logits.t() @ rows  # in the weight's type, as any product
+    if total is None:
+        return product.to(_wide(product.dtype)) if more else product
+    return _kernel(_add_in_place, compiled)(total, product)
+
+
+def _add_in_place(total: Tensor, part: Tensor) -> Tensor:
+    return total.add_(part)
+
+
+def _statistics(
+    logits: Tensor, labels: Tensor, context: ParallelContext, compiled: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For each row: log of the sum of exponentials, logit of the label, its column here, whether it is elsewhere.
+
+    Shapes:
+        logits [n, v/p]; labels int64 [n]; returns four [n], the first two equal on all tensor ranks.
+    """
+    all_reduce = context.tp_communicator.all_reduce
+    own_maximum, own_total = _kernel(_maximum_and_sum, compiled)(logits)
+    maximum = all_reduce(own_maximum, "max")
+    # A rank that holds only padding has -inf as its maximum and adds nothing.
+    own_total = torch.where(own_maximum == float("-inf"), 0.0, own_total * (own_maximum - maximum).exp())
+    total = all_reduce(own_total)
+    column, elsewhere = context.local_ids(labels, logits.shape[-1])
+    own = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).to(maximum.dtype)
+    target = all_reduce(own.masked_fill(elsewhere, 0.0))
+    return total.log() + maximum, target, column, elsewhere
+
+
+def _maximum_and_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row the maximum and the sum of exp(x - maximum), in fp32 at least."""
+    maximum = logits.amax(dim=-1).to(_wide(logits.dtype))
+    shifted = logits.to(maximum.dtype, copy=True).sub_(maximum.unsqueeze(-1))
+    return maximum, shifted.exp_().sum(dim=-1)
+
+
+def _logits_to_gradient(
+    logits: Tensor, log_total: Tensor, target: Tensor, column: Tensor, elsewhere: Tensor, compiled: bool
+) -> Tensor:
+    """Softmax minus one-hot labels, in the memory of the logits."""
+    gradient = _kernel(_softmax_in_place, compiled)(logits, log_total)
+    # The label's own element is set apart, in full precision: it is one number per row, and a scatter inside the pass
+    # over all logits would keep the compiler from fusing it.
+    rows = torch.arange(len(gradient), device=gradient.device)
+    of_label = ((target - log_total).exp() - log_total.isfinite().to(target.dtype)).to(gradient.dtype)
+    gradient[rows, column] = torch.where(elsewhere, gradient[rows, column], of_label)
+    return gradient
+
+
+def _softmax_in_place(logits: Tensor, log_total: Tensor) -> Tensor:
+    wide = logits.to(log_total.dtype, copy=True).sub_(log_total.unsqueeze(-1)).exp_()
+    return logits.copy_(wide)
+
+
+@cache
+def _kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True) if compiled else function

@@ -1,0 +1,136 @@
+"""From a question (`conf/plan.yaml`) to its answer: the job, the plan of one layout, a ranking of all layouts."""
+
+from functools import partial
+
+from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config.from_dict import keys_of
+from ..config.layout import ParallelRequest
+from ..config.plan import PlanConfig
+from .job import STAND_IN_VOCAB_SIZE, Job, smallest_layout
+from .plan import Plan, describe_shortage, make_plan
+from .search import Ranking, largest_number, rank_layouts, suggest_layout
+
+_HALF = ("bf16", "fp16")
+
+
+def make_job(question: PlanConfig) -> tuple[Job, list[str]]:
+    """What is to be trained, and notes on what was filled in; `model.recompute=auto` starts from none.
+
+    Raises:
+        ValueError: a type the devices do not have.
+    """
+    notes, cluster = [], question.cluster
+    if question.model.vocab_size is None:
+        notes.append(f"model.vocab_size is the tokenizer's: planned with {STAND_IN_VOCAB_SIZE:,} ids")
+    config = question.model.with_vocab_size(STAND_IN_VOCAB_SIZE).with_recompute(Recompute.NONE)
+    dtype = question.precision.dtype
+    if dtype in _HALF and dtype not in cluster.dtypes:
+        other = next((half for half in _HALF if half in cluster.dtypes), dtype)  # as many bytes
+        if other != dtype:
+            notes.append(f"a {cluster.device} has no {dtype}: planned with precision={other}")
+        dtype = other
+    if cluster.is_gpu and not cluster.calibration.fused_attention and config.attention == "sdpa":
+        notes.append(
+            f"step times on {cluster.name} are of software whose attention passes its scores through memory, "
+            "bytes and FLOPs of model.attention=sdpa"
+        )
+    cluster.peak_flops_per_s(dtype)
+    job = Job(
+        config,
+        question.micro_batch_size,
+        question.global_batch_size,
+        question.data.seq_length,
+        dtype,
+        question.trainer.max_steps,
+        half_moments=question.optimizer.moments == "bf16",
+    )
+    return job, notes
+
+
+def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
+    """The plan of the layout that was asked for, with notes.
+
+    Raises:
+        ValueError: a layout that cannot be or does not fit, with the nearest one that works.
+    """
+    job, notes = make_job(question)
+    cluster, layout = question.machine, _resolve_layout(question, job)
+    try:
+        with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
+            plan = make_plan(job, layout, cluster)
+    except ValueError as error:
+        raise ValueError(f"{error}; {suggest_layout(job, layout, cluster)}") from None
+    if plan.missing_bytes <= 0:
+        return plan, notes
+    for mode in _modes_to_try(question, job)[1:]:
+        other = make_plan(job.change(recompute=mode), layout, cluster)
+        if other.missing_bytes <= 0:
+            notes.append(
+                f"with model.recompute={plan.recompute.value} {describe_shortage(plan)}: "
+                f"planned with model.recompute={mode.value}"
+            )
+            return other, notes
+    raise ValueError(
+        f"the memory a rank needs must be at most what its device has, but with {plan.overrides} "
+        f"{describe_shortage(plan)}; {suggest_layout(job, layout, cluster)}"
+    )
+
+
+def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
+    """All layouts of the job, with notes.
+
+    Raises:
+        ValueError: none fits, with the nearest one that does.
+    """
+    job, notes = make_job(question)
+    num_devices = question.num_devices or largest_number(job, question.cluster)
+    cuts = question.parallel.sequence_parallel, question.parallel.zero1
+    ranking = rank_layouts(job, question.cluster, num_devices, *cuts)
+    if not ranking.fitting:
+        closest = min(ranking.too_large, key=lambda plan: plan.missing_bytes)
+        way_out = suggest_layout(job.change(micro_batch_size=1), ParallelConfig(1, num_devices), question.cluster)
+        raise ValueError(
+            f"`num_devices` must be a number of devices on which some layout fits, but on {num_devices:,} even "
+            f"{closest.overrides} does not: {describe_shortage(closest)}; {way_out}"
+        )
+    return ranking, notes
+
+
+def _modes_to_try(question: PlanConfig, job: Job) -> list[Recompute]:
+    """The recomputation mode asked for, then those that recompute more where the planner may choose them."""
+    modes = list(Recompute)
+    return modes[modes.index(job.config.recompute) :] if question.find_recompute else [job.config.recompute]
+
+
+def _resolve_layout(question: PlanConfig, job: Job) -> ParallelConfig:
+    """The layout asked for, with `auto` filled in."""
+    request, machine = question.parallel, question.machine
+
+    def resolved(tp_size: int) -> ParallelConfig:
+        dp_size = _largest_dp_size(question, tp_size) if request.dp_size == "auto" else request.dp_size
+        return request.resolve(tp_size, dp_size)
+
+    def possible(tp_size: int) -> ParallelConfig | None:
+        layout = resolved(tp_size)
+        divides = job.global_batch_size % (job.micro_batch_size * layout.dp_size) == 0
+        divides = divides and not (layout.cuts_sequence and job.seq_length % tp_size)
+        return layout if divides and layout.world_size <= machine.num_devices else None
+
+    if request.tp_size != "auto":
+        return resolved(request.tp_size)
+    find = partial(smallest_layout, usable=machine.usable_bytes, on_gpu=machine.is_gpu, largest=machine.num_devices)
+    for mode in _modes_to_try(question, job):
+        found = find(job.change(recompute=mode), possible)
+        if found is not None:
+            return found
+    raise ValueError(
+        "no tp_size fits (`parallel.tp_size`=auto): no power of two divides the model and fits; "
+        f"{suggest_layout(job, resolved(1), machine)}"
+    )
+
+
+def _largest_dp_size(question: PlanConfig, tp_size: int) -> int:
+    """The largest number of data ranks with a device and whole micro-batches each; 1 where there is none."""
+    whole = question.global_batch_size // question.micro_batch_size
+    largest = min(whole, question.machine.num_devices // tp_size)
+    return next((dp for dp in range(largest, 1, -1) if whole % dp == 0), 1)

@@ -1,0 +1,78 @@
+"""A model by itself, as in a notebook: no context, no process group, no dropout keys, Hugging Face's masks."""
+
+import pytest
+import torch
+from sharding import small_config
+from torch import Tensor
+
+from lmscale.models import BERT, GPT, build_model
+from lmscale.parallel import ParallelContext
+
+MODELS = {"gpt": GPT, "bert": BERT}
+
+
+def logits_of(model, tokens: Tensor, **inputs) -> Tensor:
+    found = model(tokens, **inputs)
+    return found if isinstance(model, GPT) else found[0]
+
+
+@pytest.fixture(params=MODELS)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randint(0, 99, (3, 7), generator=torch.Generator().manual_seed(3))
+
+
+def test_a_model_needs_its_sizes_alone_and_has_the_weights_of_the_default_seed(family: str, tokens: Tensor) -> None:
+    config = small_config(family)
+    model, built = MODELS[family](config), build_model(config, ParallelContext(), seed=1234)
+    assert logits_of(model, tokens).shape == (3, 7, 104)
+    pairs = zip(model.parameters(), built.parameters(), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "exact"])
+def test_in_training_the_dropout_keys_are_drawn_from_torchs_generator(family: str, tokens: Tensor, attention) -> None:
+    model = MODELS[family](small_config(family, hidden_dropout=0.2, attention_dropout=0.2, attention=attention))
+    with torch.random.fork_rng():
+        found = []
+        for seed in (5, 5, 6):
+            torch.manual_seed(seed)
+            found.append(logits_of(model, tokens))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    assert torch.equal(logits_of(model.eval(), tokens), logits_of(model, tokens))
+
+
+def test_printing_shows_the_shape_of_every_parameter(family: str) -> None:
+    model = MODELS[family](small_config(family), ParallelContext(tp_size=2))
+    shown = repr(model)
+    assert "ColumnParallelLinear(weight [36, 24] of [72, 24], bias [36] of [72])" in shown
+    assert "LayerNorm(weight [24], bias [24])" in shown and "weight [52, 24] of [104, 24]" in shown
+    assert "position_embedding [13, 24]" in shown
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "exact"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_a_mask_of_integers_is_a_mask_and_one_of_floats_is_refused(family, tokens, attention, dtype) -> None:
+    model = MODELS[family](small_config(family, attention=attention)).double().eval()
+    mask = torch.ones(3, 7, dtype=dtype)
+    mask[1, 4:] = 0
+    found = logits_of(model, tokens, attention_mask=mask)
+    torch.testing.assert_close(found[1:2, :4], logits_of(model, tokens[1:2, :4]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[0], logits_of(model, tokens)[0], rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="`attention_mask` must be of bool .* but is of torch.float32"):
+        model(tokens, attention_mask=mask.float())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "exact"])
+def test_padding_in_front_of_a_gpts_tokens_changes_none_of_them(tokens: Tensor, attention: str) -> None:
+    model = GPT(small_config("gpt", attention=attention)).double().eval()
+    mask = torch.ones(3, 7, dtype=torch.int64)
+    mask[0, :2] = 0
+    changed = tokens.clone()
+    changed[0, :2] = (tokens[0, :2] + 1) % 99
+    before, after = model(tokens, attention_mask=mask), model(changed, attention_mask=mask)
+    assert before.isfinite()[..., :99].all() and torch.equal(before[0, 2:], after[0, 2:])

@@ -1,0 +1,91 @@
+"""A family from outside the package: it trains on tensor ranks, resumes, is planned, and is refused for export."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from entry_points import REPOSITORY, TINY, environment
+
+from lmscale.checkpoint import list_checkpoints, read_metadata
+from lmscale.config import TransformerConfig
+from lmscale.config.family import family_of
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext
+from lmscale.planner.params import count_parameters, parameter_sizes
+
+NAME = "third_family.roberta"
+FOLDER = Path(__file__).resolve().parents[1]
+RUN = (*TINY, "model=bert_tiny", f"model.family={NAME}", "data=embedded", "precision=fp64", "model.hidden_dropout=0.1")
+
+
+def script(name: str, *overrides: str) -> subprocess.CompletedProcess:
+    path = f"{REPOSITORY / 'src'}:{FOLDER}"
+    command = [sys.executable, str(REPOSITORY / "src" / name), *overrides]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=300
+    )
+
+
+def losses(run_dir: Path) -> list[float]:
+    with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
+        return [float(row["train/loss"]) for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """`one` process, and two tensor ranks in `parts`: two steps, then the rest."""
+    folder = tmp_path_factory.mktemp("roberta")
+    two = (*RUN, "model.attention=exact", "parallel.tp_size=2", f"hydra.run.dir={folder / 'parts'}")
+    for overrides in (
+        (*RUN, "model.attention=exact", f"hydra.run.dir={folder / 'one'}"),
+        (*two, "trainer.stop_after_steps=2"),
+        (*two, "resume=auto"),
+    ):
+        done = script("train.py", *overrides)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_it_is_described_in_few_lines() -> None:
+    files = (FOLDER / NAME.replace(".", "/")).glob("*.py")
+    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) < 150
+
+
+def test_two_tensor_ranks_stopped_and_resumed_equal_one_process(runs: Path) -> None:
+    assert losses(runs / "parts") == pytest.approx(losses(runs / "one"), rel=1e-12) and len(losses(runs / "one")) == 3
+
+
+def test_its_checkpoint_names_it(runs: Path) -> None:
+    metadata = read_metadata(list_checkpoints(runs / "parts" / "checkpoints")[-1])
+    config = TransformerConfig.from_dict(metadata.model)
+    assert config.family == NAME and metadata.layout["tp_size"] == 2
+    assert "model/transformer.token_type_embedding" not in metadata.tensors
+
+
+def test_the_export_to_hugging_face_is_refused_in_one_line(runs: Path, tmp_path: Path) -> None:
+    done = script("convert.py", f"source={runs / 'parts'}", f"target={tmp_path / 'hf'}", "format=hugging_face")
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
+    assert f"`family` must be one that Hugging Face has here (gpt, bert), but is {NAME}" in done.stderr
+
+
+def test_it_is_planned_and_its_formulas_count_the_real_module() -> None:
+    done = script("plan.py", "model=bert_336m", f"model.family={NAME}", "parallel.tp_size=2", "json=true")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+    config = TransformerConfig(NAME, 3, 24, 4, 99, 13, vocab_multiple=8)
+    for tp_size in (1, 2):
+        model = build_model(config, ParallelContext(tp_size=tp_size), seed=None, device="meta")
+        sizes = [param.numel() for param in model.parameters()]
+        assert count_parameters(config, tp_size).per_rank == sum(sizes)
+        assert sorted(parameter_sizes(config, tp_size)) == sorted(sizes)
+
+
+def test_a_name_that_is_no_family_is_refused_in_one_line() -> None:
+    known = "`family` must be one of gpt, bert, or package.module of a module with FAMILY, but is"
+    for name in ("t5", "os.path", "no.such.module", "", "..gpt"):
+        with pytest.raises(ValueError, match=f"^{known} '{name}'$"):
+            TransformerConfig(name, 2, 24, 4, 99, 13)
+    assert family_of(NAME).hugging_face is None

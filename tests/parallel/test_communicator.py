@@ -1,0 +1,114 @@
+"""Collective backends: how to add one, and that every one computes what `Communicator` says."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import make_context, run_ranks
+from torch import Tensor
+
+from lmscale.parallel import (
+    ColumnParallelLinear,
+    Communicator,
+    ParallelContext,
+    ProcessGroupCommunicator,
+    RowParallelLinear,
+    SharedMemoryChannel,
+    SingleRankCommunicator,
+    initialize_parameters,
+)
+
+B, S, H, FFN = 3, 4, 6, 10
+
+
+class CountingCommunicator(Communicator):
+    """The recipe of `communicator.py`: a backend that counts the bytes that another one carries."""
+
+    backend = "counting"
+
+    def __init__(self, inner: Communicator) -> None:
+        self.inner, self.num_bytes = inner, 0
+
+    def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
+        self.num_bytes += x.nbytes
+        return self.inner.all_reduce(x, operation)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        whole = self.inner.all_gather(x, dim)
+        self.num_bytes += whole.nbytes
+        return whole
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        self.num_bytes += x.nbytes
+        return self.inner.reduce_scatter(x, dim)
+
+
+def run_mlp(context: ParallelContext) -> list[Tensor]:
+    """Output and input gradient of a column-parallel and a row-parallel linear layer, in fp64."""
+    up, down = ColumnParallelLinear(H, FFN, context, 0.5), RowParallelLinear(FFN, H, context, 0.5)
+    model = torch.nn.ModuleList((up, down)).double()
+    initialize_parameters(model, 7, context)
+    s = S // context.tp_size if context.sequence_parallel else S
+    x = torch.randn(B, s, H, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    y = down(up(x).relu())
+    y.square().sum().backward()
+    return [y.detach(), x.grad]
+
+
+def _count_bytes(rank: int) -> list[tuple[bool, int]]:
+    context, found = make_context(tp_size=2), []
+    for sequence_parallel in (False, True):
+        plain = dataclasses.replace(context, sequence_parallel=sequence_parallel)
+        counting = CountingCommunicator(context.tp_communicator)
+        counted = dataclasses.replace(plain, tp_communicator=counting)
+        pairs = zip(run_mlp(plain), run_mlp(counted), strict=True)
+        found.append((all(torch.equal(a, b) for a, b in pairs), counting.num_bytes))
+    return found
+
+
+def test_a_new_backend_is_one_class_and_carries_the_bytes_of_a_layer() -> None:
+    whole = B * S * H * 8
+    # Without sequence parallelism g forward and f backward; with it, an all-gather and a reduce-scatter in each pass,
+    # and the column-parallel layer gathers its input again.
+    assert run_ranks(_count_bytes, 2) == [[(True, 2 * whole), (True, 5 * whole)]] * 2
+
+
+def _compare_with_definitions(rank: int, size: int) -> list[str]:
+    group = dist.group.WORLD
+    shared = make_context(tp_size=size).tp_communicator
+    for communicator in (shared, ProcessGroupCommunicator(group, size)):
+        inputs = [torch.arange(2 * 4 * 12, dtype=torch.float64).view(2, 4, 12) * (r + 1) for r in range(size)]
+        own, total = inputs[rank], sum(inputs)
+        assert torch.equal(communicator.all_reduce(own), total)
+        assert torch.equal(communicator.all_reduce(own, "max"), inputs[-1])
+        assert torch.equal(communicator.begin_all_reduce(own.clone())(), total)
+        for dim in range(3):
+            whole = torch.cat(inputs, dim)
+            assert torch.equal(communicator.all_gather(own, dim), whole)
+            assert torch.equal(communicator.begin_all_gather(own, dim)(), whole)
+            if own.shape[dim] % size == 0:
+                part = total.chunk(size, dim)[rank]
+                assert torch.equal(communicator.reduce_scatter(own, dim), part)
+                assert torch.equal(communicator.begin_reduce_scatter(own.clone(), dim)(), part)
+        assert torch.equal(own, torch.arange(2 * 4 * 12, dtype=torch.float64).view(2, 4, 12) * (rank + 1))
+    return [type(shared).__name__, ProcessGroupCommunicator(group, size).backend]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_backend_computes_the_definitions_of_its_collectives(size: int) -> None:
+    assert run_ranks(_compare_with_definitions, size, size) == [[SharedMemoryChannel.__name__, "gloo"]] * size
+
+
+def test_a_single_rank_gets_its_input_back() -> None:
+    x, communicator = torch.randn(2, 3), ParallelContext().tp_communicator
+    assert isinstance(communicator, SingleRankCommunicator)
+    results = communicator.all_reduce(x), communicator.all_gather(x, 1), communicator.reduce_scatter(x, 0)
+    assert all(result is x for result in results)
+
+
+def test_a_context_without_a_group_has_the_shapes_of_one_rank() -> None:
+    context = ParallelContext(tp_rank=3, tp_size=5)
+    layer = ColumnParallelLinear(H, FFN, context, 0.5)
+    assert layer(torch.zeros(B, S, H)).shape == (B, S, FFN // 5)
+    assert RowParallelLinear(FFN, H, context, 0.5).weight.shape == (H, FFN // 5)

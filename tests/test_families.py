@@ -1,0 +1,62 @@
+"""Only a family's own folder knows its name; everything else reads its description."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+from runs import tiny_run
+
+from lmscale.config import TransformerConfig
+from lmscale.config.family import BUILT_IN, family_of, load
+from lmscale.config.pretrain import RunConfig
+
+PACKAGE = Path(__file__).resolve().parent.parent / "src" / "lmscale"
+# The only places that know a family by name: its folder and its samples.
+FOLDERS = [f"models/{name}/" for name in BUILT_IN]
+SAMPLES = [family_of(name).samples.split(":")[0].removeprefix("lmscale.").replace(".", "/") for name in BUILT_IN]
+EXEMPT = (*FOLDERS, *SAMPLES)
+
+
+def test_no_other_file_asks_which_family_it_is() -> None:
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        if not name.startswith(EXEMPT):
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            found += [(name, n.lineno) for n in nodes if isinstance(n, ast.Constant) and n.value in BUILT_IN]
+    assert found == []
+
+
+def test_the_built_in_families_are_the_folders_and_everything_they_name_is_there() -> None:
+    assert BUILT_IN == ("gpt", "bert")
+    for name in BUILT_IN:
+        family = family_of(name)
+        assert family.corpus.name == name
+        for path in (family.model, family.loss, family.samples, family.hugging_face):
+            assert load(path) is not None
+
+
+def test_a_description_imports_no_torch() -> None:
+    code = """
+import sys
+from lmscale.config import TransformerConfig
+from lmscale.config.family import BUILT_IN, family_of
+for name in BUILT_IN:
+    TransformerConfig(name, 2, 16, 2, 50, 8).placement, family_of(name)
+import lmscale.planner.plan, lmscale.models.gpt, lmscale.models.bert, lmscale.models.norm_placement
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_files_call_the_family_architecture_and_both_names_are_read() -> None:
+    config = TransformerConfig("gpt", 2, 16, 2, 50, 8, norm_order="post")
+    values = config.to_dict()
+    assert values["architecture"] == "gpt" and "family" not in values  # as in the first checkpoints and records
+    assert TransformerConfig.from_dict(values) == config
+    del values["architecture"]
+    assert TransformerConfig.from_dict(values | {"family": "gpt"}) == config
+    run = tiny_run("bert", Path("run"))
+    assert run.to_dict()["model"]["architecture"] == "bert"  # in a run folder's config.json
+    assert RunConfig.from_dict(run.to_dict()) == run

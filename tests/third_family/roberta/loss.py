@@ -1,0 +1,13 @@
+"""Cross-entropy of the masked tokens."""
+
+from torch import Tensor, nn
+
+from lmscale.models.gpt.loss import TERMS, count_terms
+
+__all__ = ["TERMS", "count_terms", "sum_terms"]
+
+
+def sum_terms(model: nn.Module, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
+    """Summed cross-entropy in nats, [1]."""
+    inputs = batch["tokens"], batch["attention_mask"], batch["labels"]
+    return model(*inputs, sample_keys, batch["scored"]).unsqueeze(0)

@@ -1,0 +1,19 @@
+"""BERT's samples without what only the sentence order needs."""
+
+import numpy as np
+
+from lmscale.data.bert_dataset import BERTDataset
+
+
+class RoBERTaDataset(BERTDataset):
+    """Tokens, masks and labels."""
+
+    def batch(self, epochs: np.ndarray, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """As BERT's, without token types and order labels."""
+        found = super().batch(epochs, indices)
+        return {key: found[key] for key in ("tokens", "attention_mask", "labels")}
+
+
+def make_samples(prepared, split, part, config, seed, number=0, num_samples=None) -> RoBERTaDataset:
+    """The samples of one dataset."""
+    return RoBERTaDataset(prepared, part, config, seed, split, number)
