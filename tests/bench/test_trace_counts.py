@@ -40,7 +40,7 @@ EVENTS = [
 
 
 def test_kernels_launches_and_waits_are_counted_per_step() -> None:
-    model = {"architecture": "gpt", "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 16}
+    model = {"family": "gpt", "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 16}
     model |= {"max_position_embeddings": 8, "vocab_multiple": 16}
     bench = BenchConfig(model=model, precision=PrecisionConfig("bf16"), micro_batch_size=1, peers=[], steps_per_round=2)
     profiler = SimpleNamespace(events=lambda: EVENTS)
