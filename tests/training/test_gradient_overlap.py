@@ -64,7 +64,7 @@ def train(
             optimizer.zero_grad()
             for micro_step in range(MICRO_BATCHES):
                 if announced and micro_step == MICRO_BATCHES - 1:
-                    optimizer.expect_last_backward()
+                    optimizer.start_grad_sync()
                 batch = random_batch(model.config, seed=100 * context.dp_rank + 10 * step + micro_step)
                 loss = total_loss(model, batch)
                 overflows = dtype == "fp16" and (context.dp_rank, step, micro_step) == (1, 0, 1)
@@ -114,7 +114,7 @@ def _sum_toys(rank: int, plain: ParallelContext) -> dict:
         for name, used in cases.items():
             came.clear()
             buffer.clear()
-            buffer.expect_last_backward()
+            buffer.start_grad_sync()
             if used[rank]:
                 sum((rank + 1) * (index + 1) * parameters[index].sum() for index in used[rank]).backward()
             buffer.reduce()
@@ -193,10 +193,10 @@ def test_a_second_backward_pass_after_the_last_is_a_mistake() -> None:
     param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     buffer = GradientBuffer([param], ParallelContext())
     for _ in range(2):  # each step may have one
-        buffer.expect_last_backward()
+        buffer.start_grad_sync()
         param.sum().backward()
         buffer.reduce()
-    buffer.expect_last_backward()
+    buffer.start_grad_sync()
     param.sum().backward()
     with pytest.raises(AssertionError, match="after its piece may have been sent"):
         param.sum().backward()
@@ -209,10 +209,10 @@ def test_a_run_announces_its_last_micro_batch_and_only_that(tmp_path, monkeypatc
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: (line.append(name), original(*args))[1])
 
-    note(MixedPrecisionAdamW, "expect_last_backward")
+    note(MixedPrecisionAdamW, "start_grad_sync")
     note(MixedPrecisionAdamW, "reduce_gradients")
     note(PretrainModule, "manual_backward")
     run = tiny_run("gpt", tmp_path, precision__dtype="bf16", micro_batch_size=2, global_batch_size=6)
     assert pretrain(prepare_job(run)) == 0
     backward = "manual_backward"
-    assert line == 3 * [backward, backward, "expect_last_backward", backward, "reduce_gradients"]
+    assert line == 3 * [backward, backward, "start_grad_sync", backward, "reduce_gradients"]

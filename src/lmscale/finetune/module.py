@@ -153,7 +153,7 @@ class FinetuneModule(L.LightningModule):
         for number, micro_batch in enumerate(batch):
             last = number == len(batch) - 1
             if last:
-                optimizer.expect_last_backward()
+                optimizer.start_grad_sync()
             loss += self._accumulate(micro_batch, number, step, optimizer.loss_scale.value, last)
         lr = learning_rate_of_update(optimizer.num_updates + 1, self.schedule, self.run.optimizer.lr)
         optimizer.set_learning_rate(lr)
@@ -258,7 +258,8 @@ class FinetuneModule(L.LightningModule):
             return
         self.watchdog.mark("saving")
         strategy = self.trainer.strategy
-        strategy.begin_save(self.run_dir / "checkpoints" / checkpoint_name(self.completed_steps))
+        path = self.run_dir / "checkpoints" / checkpoint_name(self.completed_steps)
+        strategy.begin_save(path, self.run.to_dict(), self.state_for_checkpoint())
         problem = strategy.finish_save()
         if problem is not None:
             raise CheckpointError(problem)

@@ -1,38 +1,24 @@
 """The Lightning strategy that builds the (data, tensor) grid of ranks."""
 
 import uuid
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..checkpoint import (
-    CheckpointError,
-    CheckpointMetadata,
-    CheckpointReader,
-    CheckpointWriter,
-    TensorEntry,
-    divide_tensors,
-    read_metadata,
-    remove_checkpoint,
-)
+from ..checkpoint import CheckpointWriter
 from ..config import ParallelConfig
-from ..data.certificate import digest_number
 from ..parallel import ParallelContext, open_channel
+from .checkpointing import ShardedCheckpointStrategy
 
 # Collectives outlive the watchdog by this, so that it is the watchdog who says where the rank stood.
 _GRACE = timedelta(minutes=1)
 
 
-class TensorParallelStrategy(DDPStrategy):
+class TensorParallelStrategy(ShardedCheckpointStrategy):
     """Data parallelism over groups of tensor-parallel ranks (Figure 8).
 
     The module builds its own shard in `configure_model`, from `strategy.parallel`. Gradients of fp32 and fp64 are
@@ -66,7 +52,6 @@ class TensorParallelStrategy(DDPStrategy):
         self.parallel = ParallelContext()
         self.save_timeout_s = 60 * timeout_minutes
         self.control_group: dist.ProcessGroup | None = None
-        self.writer: CheckpointWriter | None = None
 
     def setup_distributed(self) -> None:
         """Start the process group. One process needs no port for it, which another could take before it is used."""
@@ -157,146 +142,21 @@ class TensorParallelStrategy(DDPStrategy):
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.control_group)
         return [bool(vote) for vote in votes.tolist()]
 
-    def first_answer(self, answer: str | None) -> str | None:
-        """The answer of the lowest rank that has one, the same everywhere; None where no rank has.
+    def first_error(self, error: str | None) -> str | None:
+        """The error of the lowest rank that has one, the same on all ranks; None where no rank has one.
 
         Communicates:
-            one short text a rank over the world, between the hosts.
+            one short text per rank over the world, between the hosts.
         """
-        return next((text for text in self.gather(answer) if text is not None), None)
+        return next((text for text in self.gather(error) if text is not None), None)
 
     def gather(self, item: Any) -> list[Any]:
         """Every rank's small item by rank, on all ranks.
 
         Communicates:
-            one object a rank over the world, between the hosts.
+            one object per rank over the world, between the hosts.
         """
         items = [item] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(items, item, group=self.control_group)
         return items
-
-    def check_shared(self, folder: Path) -> None:
-        """The ranks meet in `folder`, so all must see what rank 0 writes there.
-
-        Raises:
-            CheckpointError: some rank does not, on all ranks.
-
-        Communicates:
-            one short text a rank over the world, twice.
-        """
-        note = folder / f".{self.writer.token}.shared"
-        if self.is_global_zero:
-            note.touch()
-        self.first_answer(None)
-        missing = None if note.exists() else f"rank {self.global_rank} does not see {folder}: it must be on a file "
-        missing = self.first_answer(missing and missing + "system that all ranks share")
-        if self.is_global_zero:
-            note.unlink()
-        if missing is not None:
-            raise CheckpointError(missing)
-
-    def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        """This rank's shard of the model by parameter name."""
-        return dict(self.lightning_module.model.named_parameters())
-
-    def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
-        """Nothing is left to do: `configure_model` has read the weights into their place."""
-
-    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
-        """Read the moments into their place."""
-        path, counters = checkpoint["optimizer_states"][0]["path"], checkpoint["optimizer_states"][0]["counters"]
-        with CheckpointReader(path) as reader:
-            self.optimizers[0].load_moments(
-                counters, lambda key, out: reader.read_into(key, out, self.parallel.tp_rank)
-            )
-
-    def begin_save(
-        self, path: Path, in_background: bool = False, on_complete: Callable[[Path], None] | None = None
-    ) -> None:
-        """All ranks together: begin to write the state after the last step; the tensors may then change.
-
-        Args:
-            on_complete: called on rank 0, in the saving thread, when the checkpoint is complete.
-
-        Communicates:
-            one all-reduce of a number over the data group; the ranks then meet in the file system only.
-        """
-        module, context = self.lightning_module, self.parallel
-        optimizer = self.optimizers[0]
-        state = optimizer.state_dict()
-        kinds = optimizer.dtypes if optimizer.num_updates else {"model": optimizer.dtypes["model"]}
-        entries, owners = {}, {}
-        for name, param in module.model.named_parameters():
-            for kind, dtype in kinds.items():
-                entries[f"{kind}/{name}"] = TensorEntry(param.shard.full_shape, dtype, param.shard.shard_dim)
-                owners[f"{kind}/{name}"] = None if optimizer.owners is None else optimizer.owners[name]
-        metadata = CheckpointMetadata(
-            step=module.completed_steps,
-            layout={"tp_size": context.tp_size, "dp_size": context.dp_size},
-            model=module.config.to_dict(),
-            tensors=entries,
-            files={},
-            optimizer=state["counters"],
-            run=module.run.to_dict(),
-            state=module.state_for_checkpoint(),
-        )
-        share = divide_tensors(entries, context.tp_rank, context.tp_size, context.dp_rank, context.dp_size, owners)
-        self.writer.begin(path, state["tensors"], metadata, share, in_background, on_complete)
-
-    def finish_save(self) -> str | None:
-        """All ranks together: wait for the save that was begun; None, or why it failed, on every rank.
-
-        Communicates:
-            rank 0's answer to the world.
-        """
-        return self.broadcast(self.writer.finish())
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Lightning's `trainer.save_checkpoint`: begin and finish. What Lightning collected is not needed.
-
-        Raises:
-            CheckpointError: it could not be written, on all ranks.
-        """
-        self.begin_save(Path(filepath))
-        error = self.finish_save()
-        if error is not None:
-            raise CheckpointError(error)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What Lightning needs to go on after a checkpoint's step; the tensors are read later, into their place."""
-        metadata = read_metadata(checkpoint_path)
-        step, module = metadata.step, self.lightning_module
-        return {
-            "pytorch-lightning_version": L.__version__,
-            "epoch": 0,
-            "global_step": step,
-            "state_dict": {},
-            "loops": {"fit_loop": _progress_after(module.trainer.fit_loop.state_dict(), step)},
-            "callbacks": {},
-            "lr_schedulers": [],
-            "optimizer_states": [{"path": checkpoint_path, "counters": metadata.optimizer}],
-            "PretrainDataModule": {"consumed_samples": step * module.run.global_batch_size},
-            "lmscale": {"step": step, "data_digest": digest_number(metadata.state["data_digest"])},
-        }
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a checkpoint directory (rank 0 does)."""
-        if self.is_global_zero:
-            remove_checkpoint(filepath)
-
-
-def _progress_after(progress: dict[str, Any], step: int) -> dict[str, Any]:
-    """Lightning's account of its loops as it stands in `on_train_batch_end` of a step.
-
-    It is made from the step instead of stored, so a checkpoint neither depends on Lightning's version nor needs to have
-    been written by Lightning at all.
-    """
-    progress["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1
-    for count in ("total", "current"):
-        batches = dict.fromkeys(("ready", "started", "processed"), step) | {"completed": step - 1}
-        progress["epoch_loop.batch_progress"][count] = batches
-        updates = {"ready": step, "completed": step}
-        progress["epoch_loop.manual_optimization.optim_step_progress"][count] = updates
-        progress["epoch_progress"][count] |= {"ready": 1, "started": 1}
-    return progress

@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...checkpoint import TOKENIZER_FOLDER, remove_unfinished
 from ...config import ParallelConfig, Recompute, TransformerConfig
@@ -13,6 +12,7 @@ from ...data.prepare import corpus_unigram_cross_entropy
 from ...parallel import ParallelContext
 from ...planner.params import count_parameters
 from ...results import new_record, write_record
+from ..job import PretrainJob
 from ..runtime.exit_codes import DIVERGED, INTERRUPTED
 from ..runtime.interruption import Interruption
 from ..step.diagnosis import first_cause
@@ -21,13 +21,10 @@ from ..strategy import TensorParallelStrategy
 from .metrics_file import MetricsFile
 from .resuming import CHECKPOINTS
 
-if TYPE_CHECKING:
-    from ..pretrain import PretrainJob
-
 METRICS, RECORD = "metrics.csv", "record.json"
 
 
-def prepare_folder(job: "PretrainJob", run_dir: Path, metrics: MetricsFile, start_step: int) -> str | None:
+def prepare_folder(job: PretrainJob, run_dir: Path, metrics: MetricsFile, start_step: int) -> str | None:
     """What the run writes before its first step; returns why it cannot, or None."""
     try:
         checkpoints = run_dir / CHECKPOINTS
@@ -52,7 +49,7 @@ def prepare_folder(job: "PretrainJob", run_dir: Path, metrics: MetricsFile, star
     return None
 
 
-def say_why(
+def report_failure(
     module: PretrainModule,
     run_dir: Path,
     checkpoints: Path,
@@ -77,7 +74,7 @@ def say_why(
 
 
 def announce(
-    job: "PretrainJob",
+    job: PretrainJob,
     context: ParallelContext,
     run_dir: Path,
     resume_from: str | None,
@@ -137,7 +134,7 @@ def describe_options(run: RunConfig, config: TransformerConfig, layout: Parallel
 
 
 def write_run_record(
-    job: "PretrainJob",
+    job: PretrainJob,
     module: PretrainModule,
     run_dir: Path,
     start: dict[str, float] | None,

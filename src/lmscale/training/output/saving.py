@@ -88,7 +88,9 @@ class Checkpointing(L.Callback):
         if step in (self.last_saved, self.begun) or not self._finish(trainer, pl_module):
             return
         pl_module.watchdog.mark(f"saving step {step}")
-        trainer.strategy.begin_save(self.folder / checkpoint_name(step), self.config.async_, self._remove_old)
+        run, state = pl_module.run.to_dict(), pl_module.state_for_checkpoint()
+        path = self.folder / checkpoint_name(step)
+        trainer.strategy.begin_save(path, run, state, self.config.async_, self._remove_old)
         self.begun, self.saved_at = step, time.monotonic()
         if not self.config.async_:
             self._finish(trainer, pl_module)

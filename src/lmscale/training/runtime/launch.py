@@ -75,7 +75,7 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
     Inside a world from outside, and for a world of one, the worker runs in this process. Otherwise one elastic agent
     starts the ranks; they get the finished job, so nothing is parsed or decided twice.
 
-    SIGTERM and SIGUSR1 to this process are passed on to the ranks, which end by themselves at the next border of steps.
+    SIGTERM and SIGUSR1 to this process are passed on to the ranks, which stop at the next step boundary.
 
     Args:
         worker: a module-level function (it travels by name), decorated with torch elastic's `record`, which keeps the
@@ -125,13 +125,13 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> 
         logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
     # torch 2.13 keeps one store over restarts, in which ranks started again find the addresses of the dead ones.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    wish = Interruption(then=_pass_on_to_ranks)
-    wish.install()
+    interruption = Interruption(then=_pass_on_to_ranks)
+    interruption.install()
     try:
         return max(elastic_launch(config, worker)(job).values())
     except ChildFailedError as error:
-        if wish.received is not None:  # before the ranks were ready to meet it
-            _stop(wish.received)
+        if interruption.received is not None:  # before the ranks handled it
+            _stop(interruption.received)
         rank, failure = error.get_first_failure()
         message = failure.message
         if isinstance(message, dict):  # an exception; a signal leaves a sentence
@@ -142,7 +142,7 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> 
     except SignalException as error:  # Ctrl-C: the agent has stopped the ranks
         _stop(error.sigval)
     finally:
-        wish.restore()
+        interruption.restore()
         os.environ.pop(PASSED_ON, None)
 
 

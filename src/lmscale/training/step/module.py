@@ -154,14 +154,14 @@ class PretrainModule(L.LightningModule, ABC):
         wrapped = self.optimizers()
         optimizer: MixedPrecisionAdamW = wrapped.optimizer
         optimizer.zero_grad()
-        self._certify(batch)
+        self._update_data_digest(batch)
         self.watchdog.mark(f"step {step}, count of the loss terms")
         denominators = self._denominators(batch)
         reported = torch.zeros(len(self.loss_terms), dtype=torch.float64, device=self.device)
         for micro_step, micro_batch in enumerate(batch):
             last = micro_step == len(batch) - 1
             if last:
-                optimizer.expect_last_backward()
+                optimizer.start_grad_sync()
             reported += self._accumulate(micro_batch, micro_step, step, denominators, optimizer.loss_scale.value, last)
         lr = learning_rate_of_update(optimizer.num_updates + 1, self.run.schedule, self.run.optimizer.lr)
         optimizer.set_learning_rate(lr)
@@ -188,7 +188,7 @@ class PretrainModule(L.LightningModule, ABC):
         intervals = (self.run.logger.log_every_steps, self.run.trainer.validate_every_steps or end, end)
         return any(step % interval == 0 for interval in intervals)
 
-    def _certify(self, batch: list[dict[str, Tensor]]) -> None:
+    def _update_data_digest(self, batch: list[dict[str, Tensor]]) -> None:
         """Add this step's samples to the data-order certificate."""
         self.data_digest = self.data_digest.to(self.device)
         for micro_batch in batch:
