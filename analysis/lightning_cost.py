@@ -51,11 +51,11 @@ class PairedModule(GPTModule):
     """The module of `train.py`; after each of its steps the bare loop takes one. Times in seconds."""
 
     def on_train_start(self) -> None:
-        self.bare_model = build_model(self.config, self.parallel, seed=self.run.seed, dtype=torch.float32)
+        self.bare_model = build_model(self.config, self.parallel, seed=self.seed, dtype=torch.float32)
         self.bare_optimizer = MixedPrecisionAdamW(
-            self.bare_model.named_parameters(), self.run.optimizer, self.run.precision, self.parallel
+            self.bare_model.named_parameters(), self.optimizer_config, self.precision, self.parallel
         )
-        self.bare_batches = iter(self.trainer.datamodule.train_dataloader())
+        self.bare_batches = iter(self.trainer.datamodule.step_loader())
         self.harness_times: list[float] = []
         self.bare_times: list[float] = []
         self.resumed_at: float | None = None
@@ -75,7 +75,7 @@ class PairedModule(GPTModule):
         """What a loop of a few lines does."""
         (batch,) = next(self.bare_batches)
         self.bare_optimizer.zero_grad()
-        keys = sample_dropout_keys(self.run.seed, batch["sample_numbers"])
+        keys = sample_dropout_keys(self.seed, batch["sample_numbers"])
         loss = self.bare_model(batch["tokens"], batch["labels"], keys) / batch["labels"].numel()
         loss.backward()
         self.bare_optimizer.step()

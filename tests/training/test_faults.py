@@ -14,6 +14,7 @@ from lmscale.checkpoint import CheckpointError, CheckpointReader, list_checkpoin
 from lmscale.checkpoint.tensor_file import TensorFileWriter
 from lmscale.training import pretrain as pretrain_module
 from lmscale.training.gpt_module import GPTModule
+from lmscale.training.output.reporting import SampleDigest
 from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.runtime.exit_codes import DIVERGED, NOT_SAVED, REPLICAS_DIFFER, USER_ERROR
 
@@ -203,8 +204,8 @@ def test_the_diagnosis_names_the_parameter_that_was_poisoned(tmp_path, monkeypat
     name = "transformer.layers.1.mlp.up.bias"
     make = pretrain_module._make_module
 
-    def poisoned(job, resume_from, watchdog):
-        module = make(job, resume_from, watchdog)
+    def poisoned(job, resume_from, running):
+        module = make(job, resume_from, running)
         configure = module.configure_model
 
         def configure_and_poison():
@@ -229,17 +230,18 @@ def test_a_loss_scale_on_its_way_down_is_no_divergence(tmp_path) -> None:
 
 def drift(rank: int, what: str) -> None:
     """Make rank 1 change something by itself after step 2."""
-    step = GPTModule.training_step
+    step = GPTModule.optimizer_step
 
-    def step_and_drift(self, batch, batch_idx):
-        step(self, batch, batch_idx)
+    def step_and_drift(self, *args):
+        step(self, *args)
         if self.completed_steps == 2 and rank == 1:
             if what == "sample numbers":
-                self.data_digest += 1
+                (digest,) = (c for c in self.trainer.callbacks if isinstance(c, SampleDigest))
+                digest.value += 1
             else:
                 self.model.get_parameter(what).data.view(-1)[0] += 1e-12
 
-    GPTModule.training_step = step_and_drift
+    GPTModule.optimizer_step = step_and_drift
 
 
 @pytest.mark.parametrize(

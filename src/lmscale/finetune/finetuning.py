@@ -157,7 +157,15 @@ def _finetune(job: FinetuneJob, running: Run, features: Features | None, steps_p
         raise CheckpointError(problem)
     num_steps, sets = steps_per_epoch * run.trainer.num_epochs, job.scored_features()
     module = FinetuneModule(
-        run, job.start, sets, num_steps, steps_per_epoch, running.folder, running.watchdog, num_threads
+        run,
+        job.start,
+        sets,
+        num_steps,
+        steps_per_epoch,
+        running.folder,
+        running.watchdog,
+        running.ending,
+        num_threads,
     )
     scoring = ScoringBatches(module.sets, run.trainer.scoring_batch_size, context.dp_rank, context.dp_size)
     if trainer.is_global_zero:
@@ -177,9 +185,9 @@ def _finetune(job: FinetuneJob, running: Run, features: Features | None, steps_p
         metrics.resume_at(0)
         trainer.loggers = [metrics]
         trainer.fit(module, training, scoring)
-    if module.exit_code == DONE and module.scored_at != module.completed_steps:
+    if running.ending.exit_code == DONE and module.scored_at != module.completed_steps:
         trainer.validate(module, scoring, verbose=False)
-    if module.exit_code != DONE:
+    if running.ending.exit_code != DONE:
         if trainer.is_global_zero:
             print(
                 f"error: the training has diverged at step {module.completed_steps}: more than "
@@ -187,7 +195,7 @@ def _finetune(job: FinetuneJob, running: Run, features: Features | None, steps_p
                 file=sys.stderr,
                 flush=True,
             )
-        return module.exit_code
+        return running.ending.exit_code
     if trainer.is_global_zero:
         write_outputs(module.run_dir / "predictions", run.task, module.sets, module.predictions, module.logits)
         _write_record(job, module, features, num_threads)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..parallel import IGNORE_LABEL
+from ..parallel.argmax import vocab_parallel_argmax
 from .step.module import PretrainModule
 
 
@@ -30,3 +31,8 @@ class BERTModule(PretrainModule):
         wide = order_logits.to(masked.dtype)  # fp32 for half types, like the token losses
         order = F.cross_entropy(wide, batch["sop_labels"], reduction="sum")
         return torch.stack([masked, order])
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The most probable token at every position, int64 [b, s], equal on all tensor ranks."""
+        logits, _ = self.model(batch["tokens"], batch["token_types"], batch["attention_mask"])
+        return vocab_parallel_argmax(logits.flatten(0, 1), self.parallel).view_as(batch["tokens"])

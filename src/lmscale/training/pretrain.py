@@ -18,13 +18,13 @@ from .job import PretrainJob
 from .output.events import StepEvents
 from .output.metrics_file import MetricsFile
 from .output.profiling import StepProfiler
+from .output.reporting import SampleDigest, StepReport
 from .output.resuming import CHECKPOINTS, agree_on_checkpoint, check_certificate, check_fit, find_checkpoint
 from .output.run_folder import METRICS, RECORD, announce, prepare_folder, report_failure, write_run_record
 from .output.saving import Checkpointing
 from .runtime.exit_codes import DONE
 from .runtime.preflight import check_run
 from .runtime.run import Run, run_on_this_rank
-from .runtime.watchdog import Watchdog
 from .step.module import PretrainModule
 
 
@@ -61,14 +61,13 @@ def pretrain(job: PretrainJob) -> int:
     Returns:
         how the job ends; see `exit_codes`. The same on all ranks.
     """
-    run = job.run
+    run, accumulated = job.run, job.batch.num_micro_batches
     return run_on_this_rank(
         job,
         lambda running: _pretrain(job, running),
         max_steps=min(run.trainer.max_steps, run.trainer.stop_after_steps or run.trainer.max_steps),
-        val_check_interval=run.trainer.validate_every_steps or run.trainer.max_steps + 1,
-        callbacks=[TrainingBar(refresh_rate=4)] if run.trainer.progress_bar else [],
-        enable_progress_bar=run.trainer.progress_bar,
+        accumulate_grad_batches=accumulated,
+        val_check_interval=accumulated * (run.trainer.validate_every_steps or run.trainer.max_steps + 1),
         deterministic=run.deterministic,
     )
 
@@ -76,11 +75,10 @@ def pretrain(job: PretrainJob) -> int:
 def _pretrain(job: PretrainJob, running: Run) -> int:
     run, folder, strategy, trainer = job.run, running.folder, running.strategy, running.trainer
     job, resume_from = _settle_checkpoint(job, running)
-    module, data = _make_module(job, resume_from, running.watchdog), job.make_datamodule()
-    checkpoints, last_step = folder / CHECKPOINTS, trainer.max_steps
-    is_own = resume_from is not None and Path(resume_from).parent == checkpoints
+    module, data = _make_module(job, resume_from, running), job.make_datamodule()
+    is_own = resume_from is not None and Path(resume_from).parent == folder / CHECKPOINTS
     goes_on = is_own or (resume_from is not None and not run.resume.weights_only)
-    start_step = read_metadata(resume_from).step if goes_on else 0
+    start_step, last_step = (read_metadata(resume_from).step if goes_on else 0), trainer.max_steps
     if goes_on:
         check_certificate(resume_from, data, strategy)
     is_over = start_step >= last_step and (folder / RECORD).is_file()
@@ -97,31 +95,48 @@ def _pretrain(job: PretrainJob, running: Run) -> int:
         if running.is_first:
             print(f"nothing to do: the checkpoint is at step {start_step} and the run ends at {last_step}")
         return DONE
-    strategy.check_shared(checkpoints)
+    strategy.check_shared(folder / CHECKPOINTS)
     trainer.loggers = [metrics, *_optional_loggers(run, folder)]
-    if run.trainer.check_replicas_every_steps:
-        trainer.callbacks.append(ReplicaSentinel(run.trainer.check_replicas_every_steps))
-    if run.trainer.profiler is not None:
-        trainer.callbacks.append(StepProfiler(folder / "profile"))
-    trainer.callbacks.append(Checkpointing(checkpoints, run.checkpoint, running.interruption))
+    report = _add_callbacks(job, running)
     start = None
     if not start_step:
         trainer.validate(module, data, verbose=False)
-        start = module.validation
+        start = report.validation
     started = time.time()
     if start_step < last_step:
         trainer.fit(module, data, ckpt_path=resume_from if goes_on else None)
     else:  # ended between its last checkpoint and its record
         module.completed_steps = start_step
     seconds = time.time() - started
-    if module.exit_code != DONE:
-        report_failure(module, folder, checkpoints, strategy, running.interruption)
-        return module.exit_code
-    if not module.validated_at == module.completed_steps:
+    exit_code = running.ending.exit_code
+    if exit_code != DONE:
+        report_failure(exit_code, module.completed_steps, report, folder, strategy, running.interruption)
+        return exit_code
+    if not report.validated_at == module.completed_steps:
         trainer.validate(module, data, verbose=False)
     if running.is_first:
-        write_run_record(job, module, folder, start, start_step, seconds, job.device_name(), running.num_threads)
+        steps = start_step, module.completed_steps
+        write_run_record(job, steps, report, folder, start, seconds, running.num_threads)
     return DONE
+
+
+def _add_callbacks(job: PretrainJob, running: Run) -> StepReport:
+    """Give the Trainer what happens beside the steps, in the order in which it must."""
+    run, folder, ending = job.run, running.folder, running.ending
+    peak = dense_peak_flops_per_s(job.device_name(), run.precision.dtype, run.trainer.matmul_precision)
+    digest, report = SampleDigest(), StepReport(run, job.config, peak, running.watchdog, ending)
+    callbacks = [digest]
+    if run.trainer.check_replicas_every_steps:
+        callbacks.append(ReplicaSentinel(run.trainer.check_replicas_every_steps, digest, ending))
+    if run.trainer.profiler is not None:
+        callbacks.append(StepProfiler(folder / "profile"))
+    callbacks.append(report)
+    if run.trainer.progress_bar:
+        callbacks.append(TrainingBar(report))
+    checkpoints = folder / CHECKPOINTS
+    callbacks.append(Checkpointing(checkpoints, run, running.interruption, ending, report, digest))
+    running.trainer.callbacks.extend(callbacks)
+    return report
 
 
 def _settle_checkpoint(job: PretrainJob, running: Run) -> tuple[PretrainJob, str | None]:
@@ -151,10 +166,21 @@ def recheck_checkpoint(run: RunConfig, is_first: bool) -> tuple[str | None, str 
         return None, str(error)
 
 
-def _make_module(job: PretrainJob, resume_from: str | None, watchdog: Watchdog) -> PretrainModule:
-    kind = GPTModule if job.config.architecture == "gpt" else BERTModule
-    peak = dense_peak_flops_per_s(job.device_name(), job.run.precision.dtype, job.run.trainer.matmul_precision)
-    return kind(job.config, job.run, watchdog, peak, weights_from=resume_from, kernels=job.kernels)
+def _make_module(job: PretrainJob, resume_from: str | None, running: Run) -> PretrainModule:
+    run, kind = job.run, GPTModule if job.config.architecture == "gpt" else BERTModule
+    return kind(
+        job.config,
+        run.optimizer,
+        run.schedule,
+        precision=run.precision,
+        seed=run.seed,
+        loss_reduction=run.loss_reduction,
+        dropout_seeds=run.dropout_seeds,
+        kernels=job.kernels,
+        weights_from=resume_from,
+        progress=running.watchdog.mark,
+        logs=False,
+    )
 
 
 def _optional_loggers(run: RunConfig, run_dir: Path) -> list[Logger]:

@@ -1,6 +1,7 @@
 """The Lightning strategy that builds the (data, tensor) grid of ranks."""
 
 import uuid
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -28,18 +29,26 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
     With 8 ranks and tp_size 2: tensor groups [0, 1], [2, 3], [4, 5], [6, 7]; data groups [0, 2, 4, 6], [1, 3, 5, 7].
 
     Args:
-        layout: sizes of the grid; their product must be the world size.
+        tp_size: tensor-parallel ranks; what is left of the world are data ranks.
+        sequence_parallel, zero1: see `ParallelConfig`.
         timeout_minutes: how long a collective may wait before the run fails.
         shared_memory: tensor ranks on one host without a GPU add up through memory they share (`open_channel`).
 
     Raises:
-        ValueError: the world size is not tp_size x dp_size.
+        ValueError: `tp_size` does not divide the world size.
 
     Source: section 3, appendix B.1.
     """
 
     def __init__(
-        self, layout: ParallelConfig, timeout_minutes: float = 30.0, shared_memory: bool = True, **kwargs: Any
+        self,
+        tp_size: int = 1,
+        *,
+        sequence_parallel: bool = False,
+        zero1: bool = False,
+        timeout_minutes: float = 30.0,
+        shared_memory: bool = True,
+        **kwargs: Any,
     ) -> None:
         self.patience = timedelta(minutes=timeout_minutes) + _GRACE
         super().__init__(
@@ -48,14 +57,21 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
             broadcast_buffers=False,
             **kwargs,
         )
-        self.layout, self.shared_memory = layout, shared_memory
+        self.layout = ParallelConfig(tp_size, 1, sequence_parallel, zero1)
+        self.shared_memory = shared_memory
         self.parallel = ParallelContext()
         self.save_timeout_s = 60 * timeout_minutes
         self.control_group: dist.ProcessGroup | None = None
 
+    def _configure_launcher(self) -> None:
+        """One process needs nobody to start others, in a notebook too."""
+        if self.num_nodes * self.num_processes > 1:
+            super()._configure_launcher()
+
     def setup_distributed(self) -> None:
         """Start the process group. One process needs no port for it, which another could take before it is used."""
-        if self.num_nodes * self.num_processes == 1 and not dist.is_initialized():
+        self._is_alone = self.num_nodes * self.num_processes == 1 and not dist.is_initialized()
+        if self._is_alone:
             backend, store = self._get_process_group_backend(), dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=self.patience)
         super().setup_distributed()
@@ -63,11 +79,10 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
     def setup_environment(self) -> None:
         """Start the process group, check the world, make the groups."""
         super().setup_environment()
-        if self.world_size != self.layout.world_size:
-            raise ValueError(
-                f"the world size must be `tp_size` x `dp_size` ({self.layout.tp_size} x {self.layout.dp_size}), "
-                f"but is {self.world_size}"
-            )
+        tp_size = self.layout.tp_size
+        if self.world_size % tp_size:
+            raise ValueError(f"`tp_size` must divide the {self.world_size} ranks, but is {tp_size}")
+        self.layout = replace(self.layout, dp_size=self.world_size // tp_size)
         mesh = init_device_mesh(
             self.root_device.type,
             (self.layout.dp_size, self.layout.tp_size),
@@ -114,6 +129,8 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         self.model = self.lightning_module
         self.cluster_environment.teardown()
         self.accelerator.teardown()
+        if self._is_alone:  # another Trainer of this process may want another layout
+            dist.destroy_process_group()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -129,34 +146,3 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(votes)
-
-    def any_rank(self, *decisions: bool) -> list[bool]:
-        """For each decision, whether any rank says yes; the same answer everywhere.
-
-        Communicates:
-            one all-reduce over the world, between the hosts.
-        """
-        if self.world_size == 1:
-            return list(decisions)
-        votes = torch.tensor([int(decision) for decision in decisions])
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.control_group)
-        return [bool(vote) for vote in votes.tolist()]
-
-    def first_error(self, error: str | None) -> str | None:
-        """The error of the lowest rank that has one, the same on all ranks; None where no rank has one.
-
-        Communicates:
-            one short text per rank over the world, between the hosts.
-        """
-        return next((text for text in self.gather(error) if text is not None), None)
-
-    def gather(self, item: Any) -> list[Any]:
-        """Every rank's small item by rank, on all ranks.
-
-        Communicates:
-            one object per rank over the world, between the hosts.
-        """
-        items = [item] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(items, item, group=self.control_group)
-        return items

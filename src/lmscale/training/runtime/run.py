@@ -17,6 +17,7 @@ from ...checkpoint import CheckpointError
 from ..job import Job
 from ..output.resuming import ScheduleDiffersError
 from ..strategy import TensorParallelStrategy
+from .ending import Ending
 from .exit_codes import USER_ERROR
 from .interruption import Interruption
 from .launch import cluster_environment, share_cores
@@ -44,6 +45,7 @@ class Run:
     folder: Path
     watchdog: Watchdog
     interruption: Interruption
+    ending: Ending
     num_threads: int
 
     @property
@@ -72,7 +74,13 @@ def run_on_this_rank(job: Job, train: Callable[[Run], int], stops_on_signal: boo
     run = job.run
     environment, local_size, num_nodes = cluster_environment()
     torch.set_float32_matmul_precision(run.trainer.matmul_precision)
-    strategy = TensorParallelStrategy(job.layout, run.parallel.timeout_minutes, run.parallel.shared_memory)
+    strategy = TensorParallelStrategy(
+        job.layout.tp_size,
+        sequence_parallel=job.layout.sequence_parallel,
+        zero1=job.layout.zero1,
+        timeout_minutes=run.parallel.timeout_minutes,
+        shared_memory=run.parallel.shared_memory,
+    )
     options = {"enable_progress_bar": False} | options
     trainer = L.Trainer(
         accelerator=job.accelerator,
@@ -103,7 +111,7 @@ def run_on_this_rank(job: Job, train: Callable[[Run], int], stops_on_signal: boo
         strategy.setup_environment()
         num_threads = share_cores(local_size, run.trainer.num_threads)  # after Lightning has set its own number
         folder = _take_folder(strategy, Path(run.run_dir), lock)
-        return train(Run(trainer, folder, watchdog, interruption, num_threads))
+        return train(Run(trainer, folder, watchdog, interruption, Ending(), num_threads))
     except (CheckpointError, ScheduleDiffersError) as error:  # the same on every rank
         if trainer.is_global_zero:
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -1,6 +1,5 @@
 """AdamW with fp32 masters, dynamic loss scale and tensor-parallel clipping, all in one step."""
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,21 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from ...config.training import OptimizerConfig, PrecisionConfig
-from ...parallel import ParallelContext, global_gradient_norm, gradient_norms_of_parts, sum_partial_gradients
+from ...parallel import ParallelContext, global_gradient_norm, sum_partial_gradients
 from .gradient_buffer import GradientBuffer
 from .half_moments import update_with_half_moments
 from .loss_scale import LossScale
 from .optimizer_state import MOMENTS, OptimizerState
-
-_LAYER = re.compile(r"transformer\.layers\.(\d+)\.")
-
-
-def part_of_model(parameter_name: str) -> str:
-    """`layer_<i>` for what belongs to layer i, `embedding` for what is before the layers, `output` for what follows."""
-    layer = _LAYER.match(parameter_name)
-    if layer is not None:
-        return f"layer_{layer[1]}"
-    return "embedding" if "embedding" in parameter_name else "output"
 
 
 class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
@@ -42,16 +31,14 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
         context: gives the groups for norm, overflow and sums.
 
     Attributes:
+        all_names: of all parameters of the model.
         names, model_parameters, masters: of the parameters this rank updates, side by side.
         owners: with `context.zero1` the data rank that updates each parameter, by name; otherwise None.
         dtypes: of the exact weights and of both moments, by kind: `model`, `exp_avg`, `exp_avg_sq`.
-        measures_layers: set it before a step to have `layer_grad_norms` of it.
-        layer_grad_norms: L2 norm of the step's gradient before clipping, by part of the model: `embedding`, `layer_0`,
-            ..., `output` (what follows the layers).
 
     Communicates:
         a step, one all-reduce of three numbers over the tensor group; with `context.zero1` another over the data group
-        and the broadcasts of the weights; with `measures_layers` what `gradient_norms_of_parts` says; and what
+        and the broadcasts of the weights; and what
         `reduce_gradients` says.
     """
 
@@ -74,9 +61,7 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
             gradients = dict(zip(parameters, self.buffer.views, strict=True))
             if self.buffer.owners is not None:
                 self.owners = dict(zip(parameters, self.buffer.owners, strict=True))
-        self.parts = list(dict.fromkeys(map(part_of_model, parameters)))
-        self.measures_layers = False
-        self.layer_grad_norms: dict[str, float] = {}
+        self.all_names = list(parameters)
         self.names = [n for n in parameters if self.owners is None or self.owners[n] == context.dp_rank]
         self.model_parameters = [parameters[name] for name in self.names]
         self.masters = [_master(parameters[name], gradients[name]) for name in self.names]
@@ -152,8 +137,6 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
         scale = self.loss_scale.value
         measured = global_gradient_norm(self.masters, self.context, self.device)
         self.grad_norm = measured.norm / scale
-        if self.measures_layers:
-            self.layer_grad_norms = self._measure_layers(scale)
         can_come_down = self.loss_scale.dynamic and self.loss_scale.value > self.loss_scale.minimum
         self.loss_scale.update(overflow=not measured.finite)
         if not measured.finite:
@@ -175,13 +158,6 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
         if self.buffer is not None:
             self.buffer.share_weights()
         self.num_updates += 1
-
-    def _measure_layers(self, scale: float) -> dict[str, float]:
-        members: dict[str, list[Tensor]] = {part: [] for part in self.parts}
-        for name, master in zip(self.names, self.masters, strict=True):
-            members[part_of_model(name)].append(master)
-        norms = gradient_norms_of_parts(list(members.values()), self.context, self.device)
-        return {part: norm / scale for part, norm in zip(members, norms, strict=True)}
 
     def _step_with_half_moments(self) -> None:
         by_master = dict(zip(self.masters, self.names, strict=True))
