@@ -25,7 +25,7 @@ from lmscale.models import build_model
 from lmscale.parallel import sample_dropout_keys
 from lmscale.results import new_record, record_argument, write_record
 from lmscale.training import pretrain as pretraining
-from lmscale.training.family_module import FamilyModule
+from lmscale.training.step.module import PretrainModule
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,15 +48,15 @@ SETTINGS = (
 )
 
 
-class PairedModule(FamilyModule):
+class PairedModule(PretrainModule):
     """The module of `train.py`; after each of its steps the bare loop takes one. Times in seconds."""
 
     def on_train_start(self) -> None:
-        self.bare_model = build_model(self.config, self.parallel, seed=self.run.seed, dtype=torch.float32)
+        self.bare_model = build_model(self.config, self.parallel, seed=self.seed, dtype=torch.float32)
         self.bare_optimizer = MixedPrecisionAdamW(
-            self.bare_model.named_parameters(), self.run.optimizer, self.run.precision, self.parallel
+            self.bare_model.named_parameters(), self.optimizer_config, self.precision, self.parallel
         )
-        self.bare_batches = iter(self.trainer.datamodule.train_dataloader())
+        self.bare_batches = iter(self.trainer.datamodule.step_loader())
         self.harness_times: list[float] = []
         self.bare_times: list[float] = []
         self.resumed_at: float | None = None
@@ -76,7 +76,7 @@ class PairedModule(FamilyModule):
         """What a loop of a few lines does."""
         (batch,) = next(self.bare_batches)
         self.bare_optimizer.zero_grad()
-        keys = sample_dropout_keys(self.run.seed, batch["sample_numbers"])
+        keys = sample_dropout_keys(self.seed, batch["sample_numbers"])
         loss = self.bare_model(batch["tokens"], batch["labels"], keys) / batch["labels"].numel()
         loss.backward()
         self.bare_optimizer.step()
@@ -94,12 +94,12 @@ def measure(steps: int, overrides: tuple[str, ...]) -> tuple[list[float], list[f
             kept.append(PairedModule(*args, **kwargs))
             return kept[0]
 
-        original, pretraining.FamilyModule = pretraining.FamilyModule, make
+        original, pretraining.PretrainModule = pretraining.PretrainModule, make
         try:
             if pretraining.pretrain(job) != 0:
                 raise RuntimeError("the training did not end well")
         finally:
-            pretraining.FamilyModule = original
+            pretraining.PretrainModule = original
     return kept[0].harness_times[WARM_UP_STEPS - 1 :], kept[0].bare_times[WARM_UP_STEPS - 1 :]
 
 

@@ -22,7 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from lmscale.checkpoint import CheckpointReader, list_checkpoints
 from lmscale.config import ParallelConfig
 from lmscale.config.pretrain import RunConfig
-from lmscale.training.pretrain import PretrainJob, prepare_job, pretrain
+from lmscale.training.job import PretrainJob
+from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.runtime.launch import launch
 
 ONE_PROCESS = ParallelConfig(tp_size=1, dp_size=1)

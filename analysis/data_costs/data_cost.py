@@ -162,7 +162,7 @@ def loader_rates(folder: Path, architecture: str) -> dict:
         module = PretrainDataModule(corpus, config, BatchConfig(micro, batch, 1), SEED + number % 2, num_steps, 8)
         module.trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=SimpleNamespace(dp_rank=0, dp_size=1)))
         started = time.perf_counter()
-        tokens = sum(micro_batch["tokens"].numel() for step in module.train_dataloader() for micro_batch in step)
+        tokens = sum(micro_batch["tokens"].numel() for step in module.step_loader() for micro_batch in step)
         rates.append(tokens / (time.perf_counter() - started))
     return {"rates": rates[1:]}
 

@@ -42,7 +42,7 @@ def equal(a: list[dict], b: list[dict]) -> bool:
 
 
 def test_a_step_is_a_list_of_micro_batches_with_run_wide_sample_numbers(prepared) -> None:
-    loader = make(prepared, dp_rank=1, dp_size=2, micro=3).train_dataloader()
+    loader = make(prepared, dp_rank=1, dp_size=2, micro=3).step_loader()
     steps = list(loader)
     assert len(loader) == len(steps) == NUM_STEPS
     for number, step in enumerate(steps):
@@ -58,19 +58,19 @@ def test_a_step_is_a_list_of_micro_batches_with_run_wide_sample_numbers(prepared
 
 @pytest.mark.parametrize(("dp_size", "micro"), [(1, 4), (2, 3), (3, 1), (4, 3)])
 def test_the_global_batch_is_the_same_at_every_layout(prepared, dp_size, micro) -> None:
-    whole = joined(list(make(prepared).train_dataloader()))
-    shares = [joined(list(make(prepared, r, dp_size, micro).train_dataloader())) for r in range(dp_size)]
+    whole = joined(list(make(prepared).step_loader()))
+    shares = [joined(list(make(prepared, r, dp_size, micro).step_loader())) for r in range(dp_size)]
     together = [{key: torch.cat([share[i][key] for share in shares]) for key in whole[0]} for i in range(NUM_STEPS)]
     assert equal(together, whole)
 
 
 def test_a_resumed_loader_continues_where_the_run_stopped_and_keeps_its_length(prepared) -> None:
-    whole = joined(list(make(prepared).train_dataloader()))
+    whole = joined(list(make(prepared).step_loader()))
     stopped = make(prepared)
     stopped.completed_steps = 4
     resumed = make(prepared, micro=6)
     resumed.load_state_dict(stopped.state_dict())
-    loader = resumed.train_dataloader()
+    loader = resumed.step_loader()
     assert len(loader) == NUM_STEPS  # Lightning accounts for restored steps itself
     assert equal(joined(list(loader)), whole[4:])
     with pytest.raises(ValueError, match="`global_batch_size` must divide the 48 sequences .*, but is 10"):
@@ -82,7 +82,7 @@ def test_loaders_do_not_use_the_global_generators(prepared) -> None:
     np.random.seed(3)
     before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()
     module = make(prepared)
-    for _ in (*module.train_dataloader(), *module.val_dataloader()):
+    for _ in (*module.step_loader(), *module.val_dataloader()):
         pass
     assert torch.equal(torch.get_rng_state(), before)
     assert np.array_equal(np.random.get_state()[1], numpy_before)
@@ -90,7 +90,7 @@ def test_loaders_do_not_use_the_global_generators(prepared) -> None:
 
 def test_worker_processes_give_the_same_steps(prepared) -> None:
     alone, helped = make(prepared), make(prepared, num_workers=2)
-    assert equal(joined(list(helped.train_dataloader())), joined(list(alone.train_dataloader())))
+    assert equal(joined(list(helped.step_loader())), joined(list(alone.step_loader())))
     assert equal(list(helped.val_dataloader()), list(alone.val_dataloader()))
 
 
@@ -142,7 +142,7 @@ def test_the_longest_come_first_if_requested(prepared) -> None:
     plain, sorted_ = make(prepared, micro=3), make(prepared, micro=3)
     sorted_.by_length = True
     padded = 0
-    for before, after in zip(plain.train_dataloader(), sorted_.train_dataloader(), strict=True):
+    for before, after in zip(plain.step_loader(), sorted_.step_loader(), strict=True):
         (before,), (after,) = joined([before]), joined([after])
         order = after["sample_numbers"] - after["sample_numbers"].min()
         assert all(torch.equal(before[key][order], after[key]) for key in before)
@@ -160,9 +160,9 @@ def test_a_micro_batch_without_padding_has_no_mask(prepared) -> None:
     module = make(prepared, micro=3)
     module.by_length = True
     kinds = set()
-    for step in module.train_dataloader():
+    for step in module.step_loader():
         masks = [micro.get("attention_mask") for micro in step]
-        for micro, mask in zip(module.on_before_batch_transfer(step, 0), masks, strict=True):
+        for micro, mask in zip([module.on_before_batch_transfer(m, 0) for m in step], masks, strict=True):
             if prepared.architecture == "gpt":
                 assert "attention_mask" not in micro
                 continue

@@ -102,11 +102,11 @@ def test_losses_and_scores_do_not_depend_on_the_layout(tmp_path, ckpt) -> None:
 
 def test_a_step_announces_its_last_micro_batch_and_only_that(tmp_path, ckpt, monkeypatch) -> None:
     line = []
-    for owner, name in ((MixedPrecisionAdamW, "expect_last_backward"), (FinetuneModule, "manual_backward")):
+    for owner, name in ((MixedPrecisionAdamW, "start_grad_sync"), (FinetuneModule, "manual_backward")):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, f=original, name=name: (line.append(name), f(*args))[1])
     assert run_here(make_run("mnli", tmp_path, ckpt, count=16, precision__dtype="bf16", micro_batch_size=4)) == 0
-    assert line == 2 * ["manual_backward", "expect_last_backward", "manual_backward"]
+    assert line == 2 * ["manual_backward", "start_grad_sync", "manual_backward"]
 
 
 def test_a_run_writes_predictions_scores_and_a_record(tmp_path, ckpt) -> None:

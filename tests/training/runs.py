@@ -12,7 +12,8 @@ from ranks import run_ranks
 
 from lmscale.checkpoint import CheckpointReader, list_checkpoints
 from lmscale.config.pretrain import RunConfig
-from lmscale.training.pretrain import PretrainJob, prepare_job, pretrain
+from lmscale.training.job import PretrainJob
+from lmscale.training.pretrain import prepare_job, pretrain
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -13,9 +13,10 @@ from runs import assert_same_run, read_rows, run_jobs, tiny_run
 from lmscale.checkpoint import CheckpointError, CheckpointReader, list_checkpoints
 from lmscale.checkpoint.tensor_file import TensorFileWriter
 from lmscale.training import pretrain as pretrain_module
-from lmscale.training.family_module import FamilyModule
+from lmscale.training.output.reporting import SampleDigest
 from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.runtime.exit_codes import DIVERGED, NOT_SAVED, REPLICAS_DIFFER, USER_ERROR
+from lmscale.training.step.module import PretrainModule
 
 DROPOUT = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
 EVERY_STEP = {"checkpoint__save_every_steps": 1, "checkpoint__keep_last": None}
@@ -203,8 +204,8 @@ def test_the_diagnosis_names_the_parameter_that_was_poisoned(tmp_path, monkeypat
     name = "transformer.layers.1.mlp.up.bias"
     make = pretrain_module._make_module
 
-    def poisoned(job, resume_from, watchdog):
-        module = make(job, resume_from, watchdog)
+    def poisoned(job, resume_from, running):
+        module = make(job, resume_from, running)
         configure = module.configure_model
 
         def configure_and_poison():
@@ -229,17 +230,18 @@ def test_a_loss_scale_on_its_way_down_is_no_divergence(tmp_path) -> None:
 
 def drift(rank: int, what: str) -> None:
     """Make rank 1 change something by itself after step 2."""
-    step = FamilyModule.training_step
+    step = PretrainModule.optimizer_step
 
-    def step_and_drift(self, batch, batch_idx):
-        step(self, batch, batch_idx)
+    def step_and_drift(self, *args):
+        step(self, *args)
         if self.completed_steps == 2 and rank == 1:
             if what == "sample numbers":
-                self.data_digest += 1
+                (digest,) = (c for c in self.trainer.callbacks if isinstance(c, SampleDigest))
+                digest.value += 1
             else:
                 self.model.get_parameter(what).data.view(-1)[0] += 1e-12
 
-    FamilyModule.training_step = step_and_drift
+    PretrainModule.optimizer_step = step_and_drift
 
 
 @pytest.mark.parametrize(

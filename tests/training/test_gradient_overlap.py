@@ -11,11 +11,11 @@ from runs import tiny_run
 from sharding import random_batch, small_config, total_loss
 from torch import nn
 
+from lmscale import partition
 from lmscale.config import ParallelConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
-from lmscale.planner import buckets
 from lmscale.planner.communication import step_collectives
 from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.step import gradient_buffer
@@ -64,7 +64,7 @@ def train(
             optimizer.zero_grad()
             for micro_step in range(MICRO_BATCHES):
                 if announced and micro_step == MICRO_BATCHES - 1:
-                    optimizer.expect_last_backward()
+                    optimizer.start_grad_sync()
                 batch = random_batch(model.config, seed=100 * context.dp_rank + 10 * step + micro_step)
                 loss = total_loss(model, batch)
                 overflows = dtype == "fp16" and (context.dp_rank, step, micro_step) == (1, 0, 1)
@@ -80,7 +80,7 @@ def train(
 
 def _train_both_ways(plain: ParallelContext) -> dict:
     """Every kind of run, with and without the announcement: whether the bits agree, and the announced run's line."""
-    buckets.PIECE_ELEMENTS = PIECE
+    partition.PIECE_ELEMENTS = PIECE
     results = {}
     for architecture in ("gpt", "bert"):
         for dtype, zero1 in KINDS:
@@ -98,7 +98,7 @@ NUM_PARAMETERS, LENGTH = 6, 40
 
 def _sum_toys(rank: int, plain: ParallelContext) -> dict:
     """Six parameters of which each rank uses some, in its own order, a piece for each half of one."""
-    buckets.PIECE_ELEMENTS = LENGTH // 2
+    partition.PIECE_ELEMENTS = LENGTH // 2
     forward, results = list(range(NUM_PARAMETERS)), {}
     cases = {
         "in opposite orders": (forward, forward[::-1]),
@@ -114,7 +114,7 @@ def _sum_toys(rank: int, plain: ParallelContext) -> dict:
         for name, used in cases.items():
             came.clear()
             buffer.clear()
-            buffer.expect_last_backward()
+            buffer.start_grad_sync()
             if used[rank]:
                 sum((rank + 1) * (index + 1) * parameters[index].sum() for index in used[rank]).backward()
             buffer.reduce()
@@ -166,7 +166,7 @@ def test_pieces_are_sent_before_the_first_layer_goes_backward_and_in_the_last_mi
 
 @RUNS
 def test_the_pieces_are_those_of_the_planner(by_rank, monkeypatch, architecture, kind) -> None:
-    monkeypatch.setattr(buckets, "PIECE_ELEMENTS", PIECE)
+    monkeypatch.setattr(partition, "PIECE_ELEMENTS", PIECE)
     dtype, zero1 = kind
     sent = by_rank[0][0][architecture, dtype, zero1][1]
     formula = step_collectives(small_config(architecture), ParallelConfig(dp_size=2, zero1=zero1), 5, 2, 13, dtype)
@@ -193,10 +193,10 @@ def test_a_second_backward_pass_after_the_last_is_a_mistake() -> None:
     param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     buffer = GradientBuffer([param], ParallelContext())
     for _ in range(2):  # each step may have one
-        buffer.expect_last_backward()
+        buffer.start_grad_sync()
         param.sum().backward()
         buffer.reduce()
-    buffer.expect_last_backward()
+    buffer.start_grad_sync()
     param.sum().backward()
     with pytest.raises(AssertionError, match="after its piece may have been sent"):
         param.sum().backward()
@@ -209,10 +209,9 @@ def test_a_run_announces_its_last_micro_batch_and_only_that(tmp_path, monkeypatc
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: (line.append(name), original(*args))[1])
 
-    note(MixedPrecisionAdamW, "expect_last_backward")
+    note(MixedPrecisionAdamW, "start_grad_sync")
     note(MixedPrecisionAdamW, "reduce_gradients")
-    note(PretrainModule, "manual_backward")
+    note(PretrainModule, "backward")
     run = tiny_run("gpt", tmp_path, precision__dtype="bf16", micro_batch_size=2, global_batch_size=6)
     assert pretrain(prepare_job(run)) == 0
-    backward = "manual_backward"
-    assert line == 3 * [backward, backward, "expect_last_backward", backward, "reduce_gradients"]
+    assert line == 3 * ["backward", "backward", "start_grad_sync", "backward", "reduce_gradients"]

@@ -8,7 +8,8 @@ from sharding import random_batch, small_config, total_loss
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
-from lmscale.training.step.optimizer import LossScale, MixedPrecisionAdamW
+from lmscale.training.step.loss_scale import LossScale
+from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 
 def make(dtype: str = "fp32", context: ParallelContext | None = None, **changes):

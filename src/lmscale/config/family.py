@@ -62,7 +62,8 @@ class Family:
 
     Args:
         model: a class of `(config, context)` whose `transformer` is a `Transformer`.
-        loss: a module with `TERMS`, `count_terms(batch)` and `sum_terms(model, batch, sample_keys)`.
+        loss: a module with `TERMS`, `count_terms(batch)`, `sum_terms(model, batch, sample_keys)` and
+            `token_logits(model, batch)`.
         samples: a function of (prepared corpus, split, part, data config, seed, number, number of samples).
         corpus: the token files it trains on.
         is_causal: a position sees itself and what is before it, and the model predicts the next token.

@@ -1,81 +1,30 @@
 """The Lightning datamodule: optimizer steps for training, every validation sequence once."""
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ..config import BatchConfig
-from ..config.data import DataConfig
+from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import family_of, load
-from .bert_dataset import IGNORE_LABEL, BERTDataset
+from .bert_dataset import IGNORE_LABEL
 from .blend import Blend
-from .gpt_dataset import GPTDataset
+from .loading import CutStep, MicroBatches, References, Samples, Sized, Unsized, as_tensors
+from .prepare import prepare_corpus
 from .prepared import CorpusPart, PreparedCorpus
 from .sampler import DATASET_SHIFT, BlendedBatchSampler, GlobalBatchSampler
-
-Samples = GPTDataset | BERTDataset
-
-
-class _References(Dataset):
-    """Looks up references, rows (sample number, epoch, dataset x 2^40 + index), in the datasets they belong to."""
-
-    def __init__(self, datasets: list[Samples]) -> None:
-        self.datasets = datasets
-
-    def __getitems__(self, references: np.ndarray) -> dict[str, np.ndarray]:
-        numbers, epochs, places = references.T
-        which, indices = places >> DATASET_SHIFT, places & ((1 << DATASET_SHIFT) - 1)
-        batch: dict[str, np.ndarray] = {}
-        for number in np.unique(which).tolist():
-            mine = np.flatnonzero(which == number)
-            for key, values in self.datasets[number].batch(epochs[mine], indices[mine]).items():
-                if len(mine) == len(references):
-                    batch[key] = values
-                else:
-                    batch.setdefault(key, np.empty((len(references), *values.shape[1:]), values.dtype))[mine] = values
-        return batch | {"sample_numbers": numbers, "sample_indices": places}
-
-
-class _MicroBatches:
-    """Cuts the samples of one step into micro-batches; one class, because worker processes must pickle it."""
-
-    def __init__(self, micro_batch_size: int, by_length: bool) -> None:
-        self.micro_batch_size, self.by_length = micro_batch_size, by_length
-
-    def __call__(self, step: dict[str, np.ndarray]) -> list[dict[str, Tensor]]:
-        if self.by_length and "attention_mask" in step:
-            order = np.argsort(-step["attention_mask"].sum(axis=1), kind="stable")
-            step = {key: values[order] for key, values in step.items()}
-        whole = _tensors(step)
-        starts = range(0, len(step["sample_numbers"]), self.micro_batch_size)
-        return [{key: value[i : i + self.micro_batch_size] for key, value in whole.items()} for i in starts]
-
-
-class _Unsized:
-    """A batch sampler that can be gone through but has no length."""
-
-    def __init__(self, batches: list) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator:
-        return iter(self.batches)
-
-
-def _tensors(batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    return {key: torch.from_numpy(np.ascontiguousarray(values)) for key, values in batch.items()}
 
 
 class PretrainDataModule(L.LightningDataModule):
     """Samples of a prepared corpus, dealt out by data rank.
 
-    Training: an item of the loader is one optimizer step of this data rank, a list of micro-batches. Validation: items
-    are micro-batches; the first `num_validation_samples` sequences of the validation part, each on one data rank.
+    The items of both loaders are micro-batches. Training: `num_micro_batches` of the `BatchConfig` make one optimizer
+    step of this data rank (`MicroBatches`). Validation: the first `num_validation_samples` sequences of the validation
+    part, each on one data rank.
 
     A micro-batch is a dict of tensors: GPT `tokens`, `labels` int64 [b, s]; BERT also `token_types`, `attention_mask`
     [b, s], `sop_labels` [b] and, as it travels, `scored` [m], where the flattened labels are not -100, and no mask but
@@ -85,8 +34,11 @@ class PretrainDataModule(L.LightningDataModule):
     Args:
         by_length: of a step's sequences on a rank the longest come first, so that most micro-batches have no padding.
             What a micro-batch holds then depends on its lengths, which a mean of the micro-batches' means would feel.
-        completed_steps, an attribute set by the training loop: where the next training loader begins. It is saved with
-            checkpoints as consumed samples.
+
+    Attributes:
+        completed_steps: where the next training loader begins: steps that were handed out whole. Saved with checkpoints
+            as consumed samples.
+        steps_per_epoch: of one of Lightning's epochs: the whole run.
 
     Raises:
         ValueError: a split too small for one sample, or fewer validation sequences than asked for.
@@ -103,6 +55,18 @@ class PretrainDataModule(L.LightningDataModule):
         by_length: bool = False,
     ) -> None:
         super().__init__()
+        self._build(prepared, config, batch, seed, num_steps, num_validation_samples, by_length)
+
+    def _build(
+        self,
+        prepared: PreparedCorpus,
+        config: DataConfig,
+        batch: BatchConfig,
+        seed: int,
+        num_steps: int,
+        num_validation_samples: int | None,
+        by_length: bool,
+    ) -> None:
         identity = prepared.manifest["train"]["sha256"] + prepared.manifest["tokenizer"]
         self.corpus_hash = hashlib.sha256(identity.encode()).hexdigest()[:16]  # of the training text, tokenized
         self.config, self.batch, self.seed, self.num_steps = config, batch, seed, num_steps
@@ -120,7 +84,7 @@ class PretrainDataModule(L.LightningDataModule):
         ]
         self._validation = self._order_validation(prepared.parts["validation"], num_validation_samples)
         self.num_validation_samples = len(self._validation)
-        self.completed_steps = 0
+        self.completed_steps, self.steps_per_epoch = 0, num_steps
 
     def _order_validation(self, parts: tuple[CorpusPart, ...], num_samples: int | None) -> np.ndarray:
         """References of the validation sequences: all of every dataset, or the first of each as the weights have it."""
@@ -140,11 +104,21 @@ class PretrainDataModule(L.LightningDataModule):
             which, places = blend.assign(0, num_samples)
         return np.stack([np.arange(len(which)), np.zeros_like(which), (which << DATASET_SHIFT) + places], axis=1)
 
-    def train_dataloader(self) -> DataLoader:
-        """Steps from `completed_steps` on."""
+    def train_dataloader(self) -> MicroBatches:
+        """The rest of an epoch from `completed_steps` on, in micro-batches."""
+        length = self.steps_per_epoch * self.batch.num_micro_batches
+        return MicroBatches(self.step_loader, length, self.trainer.lightning_module.count_terms, self._count_step)
+
+    def _count_step(self) -> None:
+        self.completed_steps += 1
+
+    def step_loader(self) -> DataLoader:
+        """The same in whole steps, each the list of this data rank's micro-batches."""
         parallel = self.trainer.strategy.parallel
         sampler = self.sampler(parallel.dp_rank, parallel.dp_size, self.completed_steps)
-        collate = _MicroBatches(self.batch.micro_batch_size, self.by_length)
+        end_of_epoch = (self.completed_steps // self.steps_per_epoch + 1) * self.steps_per_epoch
+        sampler.num_steps = min(self.num_steps, end_of_epoch)
+        collate = CutStep(self.batch.micro_batch_size, self.by_length)
         return self._loader(self.train_samples, batch_sampler=sampler, collate_fn=collate)
 
     def sampler(self, dp_rank: int = 0, dp_size: int = 1, start_step: int = 0) -> GlobalBatchSampler:
@@ -164,13 +138,13 @@ class PretrainDataModule(L.LightningDataModule):
         # Lightning would skip the whole validation, its closing all-reduce included, on a rank whose loader has length
         # 0, and the other ranks would wait for ever: where some rank has nothing, no rank's loader tells its length.
         some_rank_is_idle = self.num_validation_samples < parallel.dp_size
-        sampler = _Unsized(batches) if some_rank_is_idle else batches
-        return self._loader(self.validation_samples, batch_sampler=sampler, collate_fn=_tensors)
+        sampler = Unsized(batches) if some_rank_is_idle else batches
+        return self._loader(self.validation_samples, batch_sampler=sampler, collate_fn=as_tensors)
 
     def _loader(self, samples: list[Samples], **kwargs: Any) -> DataLoader:
         # A generator of its own: a loader that draws from torch's would shift the dropout of one rank against another.
         return DataLoader(
-            _References(samples),
+            References(samples),
             num_workers=self.config.num_workers,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(0),
@@ -180,12 +154,10 @@ class PretrainDataModule(L.LightningDataModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Note the scored positions of padded samples, and whether they need their mask, while both are on the host, so
         that no GPU has to be waited for."""
-        for micro_batch in batch if isinstance(batch, list) else [batch]:
-            if "attention_mask" in micro_batch:
-                is_scored = micro_batch["labels"].flatten() != IGNORE_LABEL
-                micro_batch["scored"] = is_scored.nonzero().squeeze(1)
-                if micro_batch["attention_mask"].all():
-                    micro_batch["attention_mask"] = None
+        if isinstance(batch, dict) and "attention_mask" in batch:
+            batch["scored"] = (batch["labels"].flatten() != IGNORE_LABEL).nonzero().squeeze(1)
+            if batch["attention_mask"].all():
+                batch["attention_mask"] = None
         return batch
 
     def state_dict(self) -> dict[str, int]:
@@ -205,6 +177,65 @@ class PretrainDataModule(L.LightningDataModule):
                 f"but is {self.batch.global_batch_size}"
             )
         self.completed_steps = consumed // self.batch.global_batch_size
+
+
+class TextDataModule(PretrainDataModule):
+    """Text for a Trainer of one's own: a step has micro_batch_size x data ranks x accumulated batches sequences.
+
+    One of Lightning's epochs is one pass over the training part; `test` and `predict` see the validation part.
+
+    Args:
+        path: a text file (see `conf/data/local.yaml`); None: the text that comes with the package.
+        architecture: the model's.
+        micro_batch_size: sequences of one forward pass on one rank.
+        vocab_size: of the tokenizer that is trained on the text.
+        num_validation_samples: sequences scored each time; None: all.
+        data, tokenizer: any other source, instead of `path`, `seq_length` and `vocab_size`.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        architecture: str = "gpt",
+        seq_length: int = 128,
+        micro_batch_size: int = 8,
+        vocab_size: int | None = None,
+        num_validation_samples: int | None = None,
+        seed: int = 1234,
+        data: DataConfig | None = None,
+        tokenizer: TokenizerConfig | None = None,
+    ) -> None:
+        L.LightningDataModule.__init__(self)  # the rest is built in `setup`, when the Trainer is known
+        self.data = data or DataConfig(kind="local" if path else "embedded", seq_length=seq_length, path=path)
+        self.prepared = prepare_corpus(
+            self.data, tokenizer or TokenizerConfig("trained", vocab_size), architecture, None
+        )
+        self.micro_batch_size, self.num_wanted, self.order_seed = micro_batch_size, num_validation_samples, seed
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of the tokenizer."""
+        return self.prepared.vocab_size
+
+    def setup(self, stage: str) -> None:
+        """Deal the samples out over the data ranks and accumulated batches of the Trainer."""
+        trainer = self.trainer
+        dp_size, accumulated = trainer.strategy.parallel.dp_size, trainer.accumulate_grad_batches
+        batch = BatchConfig(self.micro_batch_size, self.micro_batch_size * accumulated * dp_size, dp_size)
+        (part, *others) = self.prepared.parts["train"]
+        samples = make_dataset(self.prepared, "train", part, self.data, self.order_seed)
+        epoch = max(1, len(samples) // batch.global_batch_size) if not others else max(1, trainer.max_steps)
+        steps = trainer.max_steps if trainer.max_steps > 0 else epoch * max(1, trainer.max_epochs or 1)
+        self._build(self.prepared, self.data, batch, self.order_seed, steps, self.num_wanted, by_length=True)
+        self.steps_per_epoch = min(epoch, steps)
+
+    def val_dataloader(self) -> Unsized:
+        """The same as no DataLoader, so that Lightning does not deal it out once more."""
+        loader = super().val_dataloader()
+        return (Sized if hasattr(loader.batch_sampler, "__len__") else Unsized)(loader)
+
+    test_dataloader = predict_dataloader = val_dataloader
 
 
 def make_dataset(

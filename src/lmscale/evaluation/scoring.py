@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ..models import GPT
-from ..parallel import ParallelContext, vocab_parallel_cross_entropy, vocab_parallel_logits
+from ..parallel import vocab_parallel_cross_entropy, vocab_parallel_logits
+from ..parallel.argmax import vocab_parallel_argmax
 
 PLACES_AT_ONCE = 1024  # positions whose logits are in memory at once: 0.2 GB in fp32 at 51,200 columns
-_NO_ID = 2**53  # above every id, exact in fp64
 
 
 @torch.inference_mode()
@@ -44,19 +44,3 @@ def score_places(
             logits[:, local[(local >= 0) & (local < logits.shape[-1])]] = float("-inf")
             allowed.append(vocab_parallel_argmax(logits, model.context))
     return torch.cat(losses), torch.cat(best), torch.cat(allowed or best)
-
-
-def vocab_parallel_argmax(logits: Tensor, context: ParallelContext) -> Tensor:
-    """Return the id of the largest logit of each row; ties go to the smallest id.
-
-    Shapes:
-        logits [n, v/p], this rank's columns; returns int64 [n], equal on all tensor ranks.
-
-    Communicates:
-        two all-reduces (maximum) of [n] over the tensor group.
-    """
-    value, index = logits.max(dim=-1)  # ties: the first
-    largest = context.tp_communicator.all_reduce(value, "max")
-    ids = (index + context.tp_rank * logits.shape[-1]).double()
-    ids = torch.where(value == largest, ids, float(_NO_ID))
-    return -context.tp_communicator.all_reduce(-ids, "max").long()

@@ -1,18 +1,12 @@
 """One finetuning from its configuration to its record."""
 
-import gc
-import logging
-import platform
 import shutil
 import sys
 import time
-import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import lightning as L
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished
@@ -20,13 +14,12 @@ from ..config import ParallelConfig
 from ..config.finetune import FinetuneConfig
 from ..parallel import ParallelContext
 from ..results import check_no_record, new_record, write_record
+from ..training.job import Job
 from ..training.output.metrics_file import MetricsFile
 from ..training.output.run_folder import describe_channel
-from ..training.runtime.exit_codes import DONE, USER_ERROR
-from ..training.runtime.launch import cluster_environment, resolve_accelerator, share_cores, world_from_outside
-from ..training.runtime.run_lock import RunLock
-from ..training.runtime.watchdog import Watchdog
-from ..training.strategy import TensorParallelStrategy
+from ..training.runtime.exit_codes import DONE
+from ..training.runtime.launch import resolve_accelerator, world_from_outside
+from ..training.runtime.run import Run, run_on_this_rank
 from .batches import ScoringBatches, TrainingSteps
 from .features import Features, load_features
 from .initial_checkpoint import InitialCheckpoint, check_initial_checkpoint
@@ -37,23 +30,17 @@ from .record_kind import record_kind
 from .scoring import metric_names
 from .sources import check_place
 
-logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
 RECORD = "record.json"
 
 
-@dataclass(frozen=True)
-class FinetuneJob:
-    """A finetuning that has passed every check: what each rank is given. Picklable, without the data."""
+@dataclass(frozen=True, kw_only=True)
+class FinetuneJob(Job):
+    """A finetuning that has passed every check, without its data."""
 
     run: FinetuneConfig
     start: InitialCheckpoint
-    layout: ParallelConfig
-    accelerator: str
     train: Path | None
     sets: dict[str, Path]
-    files: dict[str, str] = field(default_factory=dict)  # texts by path, for the run folder
 
     def training_features(self) -> Features | None:
         """What is trained on; None where nothing is."""
@@ -85,7 +72,7 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     cache = Path(run.cache_dir)
     train = prepare_features(task, task.train, tokenizer, cache) if run.trainer.num_epochs else None
     sets = {name: prepare_features(task, place, tokenizer, cache) for name, place in places.items()}
-    job = FinetuneJob(run, start, layout, accelerator, train, sets)
+    job = FinetuneJob(run=run, layout=layout, accelerator=accelerator, start=start, train=train, sets=sets)
     must_have = {f"task.validation.{name}": load_features(sets[name]) for name in task.chosen_on()}
     must_have |= {"task.train": load_features(train)} if train is not None else {}
     for key, features in must_have.items():
@@ -130,67 +117,23 @@ def finetune(job: FinetuneJob) -> int:
     Returns:
         how the job ends; see `training.exit_codes`. The same on all ranks.
     """
-    run = job.run
-    environment, local_size, num_nodes = cluster_environment()
-    torch.set_float32_matmul_precision(run.trainer.matmul_precision)
-    strategy = TensorParallelStrategy(job.layout, run.parallel.timeout_minutes, run.parallel.shared_memory)
-    features = job.training_features()
+    run, features = job.run, job.training_features()
     steps_per_epoch = -(-len(features) // run.global_batch_size) if features is not None else 0
     num_steps = steps_per_epoch * run.trainer.num_epochs
-    trainer = L.Trainer(
-        accelerator=job.accelerator,
-        devices=local_size,
-        num_nodes=num_nodes,
-        strategy=strategy,
-        plugins=[environment],
-        max_epochs=-1,
+    return run_on_this_rank(
+        job,
+        lambda running: _finetune(job, running, features, steps_per_epoch),
+        stops_on_signal=False,
         max_steps=num_steps,
         val_check_interval=steps_per_epoch if run.trainer.score_every_epoch and num_steps else num_steps + 1,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        logger=False,
-        log_every_n_steps=1,
-        use_distributed_sampler=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
     )
-    # Lightning's handler for SIGTERM talks to the other ranks, wherever they happen to be.
-    trainer._signal_connector.register_signal_handlers = lambda: None
-    watchdog, lock = Watchdog(environment.global_rank(), 60 * run.parallel.timeout_minutes), RunLock()
-    watchdog.start()
-    try:
-        strategy.setup_environment()
-        num_threads = share_cores(local_size, run.trainer.num_threads)
-        run_dir = strategy.broadcast(Path(run.run_dir))  # under torchrun every rank has its own: rank 0's counts
-        problem = _prepare_folder(job, run_dir, lock) if trainer.is_global_zero else None
-        problem = strategy.first_answer(problem)
-        if problem is not None:
-            raise CheckpointError(problem)
-        module = FinetuneModule(
-            run, job.start, job.scored_features(), num_steps, steps_per_epoch, run_dir, watchdog, num_threads
-        )
-        return _run(job, trainer, module, features, num_threads)
-    except CheckpointError as error:  # the same on every rank
-        if trainer.is_global_zero:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
-    finally:
-        watchdog.stop()
-        lock.release()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()  # the next job of a sweep in this process finds the memory free
 
 
-def _prepare_folder(job: FinetuneJob, run_dir: Path, lock: RunLock) -> str | None:
-    """On rank 0: take the run folder and write what is known now; returns why that cannot be, or None."""
+def _prepare_folder(job: FinetuneJob, run_dir: Path) -> str | None:
+    """On rank 0: write what is known before the first step; returns why that cannot be, or None."""
     try:
         checkpoints = run_dir / "checkpoints"
         checkpoints.mkdir(parents=True, exist_ok=True)
-        in_use = lock.take(run_dir)
-        if in_use is not None:
-            return in_use
         remove_unfinished(checkpoints)
         for name, text in job.files.items():
             (run_dir / name).parent.mkdir(exist_ok=True)
@@ -207,10 +150,23 @@ def _prepare_folder(job: FinetuneJob, run_dir: Path, lock: RunLock) -> str | Non
     return None
 
 
-def _run(
-    job: FinetuneJob, trainer: L.Trainer, module: FinetuneModule, features: Features | None, num_threads: int
-) -> int:
-    run, context = job.run, trainer.strategy.parallel
+def _finetune(job: FinetuneJob, running: Run, features: Features | None, steps_per_epoch: int) -> int:
+    run, trainer, context, num_threads = job.run, running.trainer, running.strategy.parallel, running.num_threads
+    problem = running.strategy.first_error(_prepare_folder(job, running.folder) if running.is_first else None)
+    if problem is not None:
+        raise CheckpointError(problem)
+    num_steps, sets = steps_per_epoch * run.trainer.num_epochs, job.scored_features()
+    module = FinetuneModule(
+        run,
+        job.start,
+        sets,
+        num_steps,
+        steps_per_epoch,
+        running.folder,
+        running.watchdog,
+        running.ending,
+        num_threads,
+    )
     scoring = ScoringBatches(module.sets, run.trainer.scoring_batch_size, context.dp_rank, context.dp_size)
     if trainer.is_global_zero:
         _announce(job, module, features, context)
@@ -229,9 +185,9 @@ def _run(
         metrics.resume_at(0)
         trainer.loggers = [metrics]
         trainer.fit(module, training, scoring)
-    if module.exit_code == DONE and module.scored_at != module.completed_steps:
+    if running.ending.exit_code == DONE and module.scored_at != module.completed_steps:
         trainer.validate(module, scoring, verbose=False)
-    if module.exit_code != DONE:
+    if running.ending.exit_code != DONE:
         if trainer.is_global_zero:
             print(
                 f"error: the training has diverged at step {module.completed_steps}: more than "
@@ -239,7 +195,7 @@ def _run(
                 file=sys.stderr,
                 flush=True,
             )
-        return module.exit_code
+        return running.ending.exit_code
     if trainer.is_global_zero:
         write_outputs(module.run_dir / "predictions", run.task, module.sets, module.predictions, module.logits)
         _write_record(job, module, features, num_threads)
@@ -281,7 +237,6 @@ def _write_record(job: FinetuneJob, module: FinetuneModule, features: Features |
         sets[name]["alarms"] = prediction.alarms
     if features is not None:
         sets["train"] = {"examples": len(features.ids), "items": len(features), "notes": features.notes}
-    on_gpu = job.accelerator == "gpu"
     num_scored = {name: len(f.ids) for name, f in module.sets.items()}
     kind, paper_size = record_kind(run, job.start.config, num_scored, None if features is None else len(features.ids))
     found = new_record(
@@ -290,7 +245,7 @@ def _write_record(job: FinetuneJob, module: FinetuneModule, features: Features |
         config=run.to_dict() | {"model": job.start.config.to_dict(), "sets": sets, "paper_size": paper_size},
         seed=run.seed,
         metrics=metrics,
-        device=torch.cuda.get_device_name() if on_gpu else platform.processor() or "cpu",
+        device=job.device_name(),
         layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
         steps=[0, module.completed_steps],
         started=time.time() - watch.wall_s,

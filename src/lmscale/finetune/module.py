@@ -17,6 +17,7 @@ from ..checkpoint import CheckpointError, CheckpointReader, checkpoint_name
 from ..config.finetune import FinetuneConfig
 from ..parallel import ParallelContext, sample_dropout_keys, seed_rank_generator
 from ..parallel.data_collectives import sum_over_data_ranks
+from ..training.runtime.ending import Ending
 from ..training.runtime.exit_codes import DIVERGED, DONE
 from ..training.runtime.watchdog import Watchdog
 from ..training.step.module import DTYPES
@@ -45,6 +46,7 @@ class FinetuneModule(L.LightningModule):
         steps_per_epoch: for the account of the scores.
         run_dir: where scores and the checkpoint go.
         watchdog: is told where the training is.
+        ending: is told when the run has diverged.
         num_threads: CPU threads of this rank.
 
     Communicates:
@@ -61,17 +63,17 @@ class FinetuneModule(L.LightningModule):
         steps_per_epoch: int,
         run_dir: Path,
         watchdog: Watchdog,
+        ending: Ending,
         num_threads: int,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.run, self.start, self.config = run, start, start.config
-        self.sets, self.run_dir, self.watchdog = sets, run_dir, watchdog
+        self.sets, self.run_dir, self.watchdog, self.ending = sets, run_dir, watchdog, ending
         self.schedule, self.steps_per_epoch = run.schedule(num_steps), steps_per_epoch
         self.num_threads = num_threads
         self.model: FinetuneModel | None = None
         self.completed_steps = 0
-        self.exit_code = DONE
         self.scored_at = -1
         self.metrics: dict[str, float] = {}  # of the last scoring, on every rank
         self.predictions: dict[str, Predictions] = {}  # the same, on rank 0
@@ -137,11 +139,6 @@ class FinetuneModule(L.LightningModule):
         """What a checkpoint says of the finetuning: the task, whose head can be taken up again, and the scores."""
         return {"finetune": {"task": self.run.task.name, "metrics": _for_json(self.metrics)}}
 
-    def stop(self, exit_code: int) -> None:
-        """End the training after this step, on every rank."""
-        self.exit_code = exit_code
-        self.trainer.fit_loop.epoch_loop.max_steps = self.trainer.global_step
-
     def training_step(self, batch: list[Batch], batch_idx: int) -> None:
         """One optimizer step."""
         step = self.completed_steps + 1
@@ -153,7 +150,7 @@ class FinetuneModule(L.LightningModule):
         for number, micro_batch in enumerate(batch):
             last = number == len(batch) - 1
             if last:
-                optimizer.expect_last_backward()
+                optimizer.start_grad_sync()
             loss += self._accumulate(micro_batch, number, step, optimizer.loss_scale.value, last)
         lr = learning_rate_of_update(optimizer.num_updates + 1, self.schedule, self.run.optimizer.lr)
         optimizer.set_learning_rate(lr)
@@ -169,7 +166,7 @@ class FinetuneModule(L.LightningModule):
             for logger in self.loggers:
                 logger.log_metrics(row, step)
         if optimizer.skipped_in_a_row > self.run.trainer.max_skipped_steps:
-            self.stop(DIVERGED)
+            self.ending.stop(self.trainer, DIVERGED)
 
     def _accumulate(self, batch: Batch, number: int, step: int, loss_scale: float, last: bool) -> Tensor:
         """Forward and backward of one micro-batch; returns its part of the step's mean loss, fp64."""
@@ -216,7 +213,7 @@ class FinetuneModule(L.LightningModule):
             answer = self._score()
         answer = strategy.broadcast(answer)
         if answer is None:
-            self.stop(DIVERGED)
+            self.ending.stop(self.trainer, DIVERGED)
         self.metrics = answer or {}
         self.scored_at = self.completed_steps
 
@@ -254,11 +251,12 @@ class FinetuneModule(L.LightningModule):
     def on_train_end(self) -> None:
         """Write the checkpoint, where that is wanted and there is a good one."""
         self.stopwatch.stop()
-        if not self.run.trainer.save or self.exit_code != DONE:
+        if not self.run.trainer.save or self.ending.exit_code != DONE:
             return
         self.watchdog.mark("saving")
         strategy = self.trainer.strategy
-        strategy.begin_save(self.run_dir / "checkpoints" / checkpoint_name(self.completed_steps))
+        path = self.run_dir / "checkpoints" / checkpoint_name(self.completed_steps)
+        strategy.begin_save(path, self.run.to_dict(), self.state_for_checkpoint())
         problem = strategy.finish_save()
         if problem is not None:
             raise CheckpointError(problem)

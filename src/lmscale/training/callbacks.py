@@ -7,6 +7,8 @@ import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
 
 from ..parallel import first_difference
+from .output.reporting import SampleDigest, StepReport
+from .runtime.ending import Ending
 from .runtime.exit_codes import REPLICAS_DIFFER
 
 
@@ -24,8 +26,8 @@ class ReplicaSentinel(L.Callback):
     Source: the drift of replicated LayerNorms in the BLOOM training (NVIDIA/Megatron-LM pull request 206).
     """
 
-    def __init__(self, every_steps: int) -> None:
-        self.every_steps = every_steps
+    def __init__(self, every_steps: int, digest: SampleDigest, ending: Ending) -> None:
+        self.every_steps, self.digest, self.ending = every_steps, digest, ending
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All ranks must begin, or go on, with the same weights."""
@@ -33,7 +35,7 @@ class ReplicaSentinel(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Compare where it is time; before the checkpoint of the step is saved."""
-        if pl_module.completed_steps % self.every_steps == 0:
+        if pl_module.is_last_micro_batch and pl_module.completed_steps % self.every_steps == 0:
             self._check(trainer, pl_module)
 
     def _check(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -43,7 +45,7 @@ class ReplicaSentinel(L.Callback):
         weights = {name: (param, param.shard) for name, param in pl_module.model.named_parameters()}
         if optimizer.holds_masters or context.zero1:
             everything |= weights
-        replicated = {"sample numbers": pl_module.data_digest}
+        replicated = {"sample numbers": self.digest.value}
         replicated |= {name: tensor for name, (tensor, spec) in everything.items() if spec.replicated}
         over_tensor = first_difference(replicated, context.tp_group)
         shared = weights if context.zero1 else everything  # with it each data rank has a state of its own
@@ -60,18 +62,29 @@ class ReplicaSentinel(L.Callback):
                     file=sys.stderr,
                     flush=True,
                 )
-        pl_module.stop(REPLICAS_DIFFER)
+        self.ending.stop(trainer, REPLICAS_DIFFER)
 
 
 class TrainingBar(RichProgressBar):
-    """Lightning's Rich bar with the figures of the last reported step: loss, lr, norm, speed, memory."""
+    """Lightning's Rich bar, counting steps, with the figures of the last row: loss, lr, norm, speed, memory."""
+
+    def __init__(self, report: StepReport) -> None:
+        super().__init__(refresh_rate=4)
+        self.report = report
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """One more step is done."""
+        if pl_module.is_last_micro_batch:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, pl_module.completed_steps - 1)
 
     def _get_train_description(self, current_epoch: int) -> str:
         return "Training"
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, str]:
         """Short strings for the end of the bar."""
-        metrics = pl_module.metrics
+        metrics = self.report.metrics
         if not metrics:
             return {}
         shown = {
@@ -82,10 +95,10 @@ class TrainingBar(RichProgressBar):
             "TFLOP/s": f"{metrics['tflops_per_s_per_device']:.3g}",
             "GiB": f"{metrics['memory_gib']:.2f}",
         }
-        if pl_module.run.precision.dtype == "fp16":
+        if self.report.run.precision.dtype == "fp16":
             shown["scale"] = f"{metrics['loss_scale']:.3g}"
         if "mfu" in metrics:
             shown["MFU"] = f"{metrics['mfu']:.1%}"
-        if pl_module.validation:
-            shown["val"] = f"{pl_module.validation['val/loss']:.3f}"
+        if self.report.validation:
+            shown["val"] = f"{self.report.validation['val/loss']:.3f}"
         return shown

@@ -4,7 +4,12 @@ from torch import Tensor, nn
 
 from lmscale.models.gpt.loss import TERMS, count_terms
 
-__all__ = ["TERMS", "count_terms", "sum_terms"]
+__all__ = ["TERMS", "count_terms", "sum_terms", "token_logits"]
+
+
+def token_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Logits of the token at every position, [b, s, v/p]."""
+    return model(batch["tokens"], batch["attention_mask"])
 
 
 def sum_terms(model: nn.Module, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:

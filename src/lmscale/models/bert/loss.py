@@ -20,6 +20,11 @@ def count_terms(batch: dict[str, Tensor]) -> Tensor:
     return torch.stack([masked, torch.full_like(masked, len(batch["labels"]))])
 
 
+def token_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Logits of the token at every position, [b, s, v/p]."""
+    return model(batch["tokens"], batch["token_types"], batch["attention_mask"])[0]
+
+
 def sum_terms(model: nn.Module, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
     """Summed cross-entropies in nats, [2]; communicates as the model does."""
     inputs = batch["tokens"], batch["token_types"], batch["attention_mask"], batch["labels"]

@@ -16,6 +16,11 @@ def count_terms(batch: dict[str, Tensor]) -> Tensor:
     return (batch["labels"] != IGNORE_LABEL).sum(dtype=torch.float64).unsqueeze(0)
 
 
+def token_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Logits of the next token at every position, [b, s, v/p]."""
+    return model(batch["tokens"])
+
+
 def sum_terms(model: nn.Module, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
     """Summed cross-entropy in nats, [1]; communicates as the model does."""
     return model(batch["tokens"], batch["labels"], sample_keys).unsqueeze(0)

@@ -53,7 +53,7 @@ class StepProfiler(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """One more step is done."""
-        if self._profile is not None:
+        if self._profile is not None and pl_module.is_last_micro_batch:
             self._num_steps += 1
             self._profile.step()
 

@@ -167,10 +167,10 @@ def agree_on_checkpoint(
     candidates = own if falls_back else [Path(chosen)] if chosen else []
     falls_back, candidates = strategy.broadcast((falls_back, candidates))
     for path in candidates:
-        problem = strategy.first_answer(_problem_of_metadata(path))
+        problem = strategy.first_error(_problem_of_metadata(path))
         if problem is None:
             damage = find_damage(path, read_metadata(path), strategy.global_rank, strategy.world_size)
-            problem = strategy.first_answer(damage and f"checkpoint {path.name} is damaged: {damage}")
+            problem = strategy.first_error(damage and f"checkpoint {path.name} is damaged: {damage}")
         if problem is None:
             return str(path)
         if not falls_back:
@@ -187,7 +187,7 @@ def agree_on_checkpoint(
     return None
 
 
-def check_certificate(path: str, data: PretrainDataModule, strategy: TensorParallelStrategy) -> None:
+def check_data_digest(path: str, data: PretrainDataModule, strategy: TensorParallelStrategy) -> None:
     """All ranks together: the samples a checkpoint has consumed are those that this run would have.
 
     Raises:

@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...checkpoint import TOKENIZER_FOLDER, remove_unfinished
 from ...config import ParallelConfig, Recompute, TransformerConfig
@@ -13,21 +12,19 @@ from ...data.prepare import corpus_unigram_cross_entropy
 from ...parallel import ParallelContext
 from ...planner.params import count_parameters
 from ...results import new_record, write_record
+from ..job import PretrainJob
 from ..runtime.exit_codes import DIVERGED, INTERRUPTED
 from ..runtime.interruption import Interruption
-from ..step.diagnosis import first_cause
-from ..step.module import PretrainModule
 from ..strategy import TensorParallelStrategy
+from .diagnosis import first_cause
 from .metrics_file import MetricsFile
+from .reporting import StepReport
 from .resuming import CHECKPOINTS
-
-if TYPE_CHECKING:
-    from ..pretrain import PretrainJob
 
 METRICS, RECORD = "metrics.csv", "record.json"
 
 
-def prepare_folder(job: "PretrainJob", run_dir: Path, metrics: MetricsFile, start_step: int) -> str | None:
+def prepare_folder(job: PretrainJob, run_dir: Path, metrics: MetricsFile, start_step: int) -> str | None:
     """What the run writes before its first step; returns why it cannot, or None."""
     try:
         checkpoints = run_dir / CHECKPOINTS
@@ -52,32 +49,33 @@ def prepare_folder(job: "PretrainJob", run_dir: Path, metrics: MetricsFile, star
     return None
 
 
-def say_why(
-    module: PretrainModule,
+def report_failure(
+    exit_code: int,
+    step: int,
+    report: StepReport,
     run_dir: Path,
-    checkpoints: Path,
     strategy: TensorParallelStrategy,
     interruption: Interruption,
 ) -> None:
-    """A line on a run that ended before its end; for one that diverged also a file."""
-    step = module.completed_steps
-    if module.exit_code == DIVERGED:
-        reports = strategy.gather(module.diagnosis)
+    """A line on a run that ended after `step`, before its end; for one that diverged also a file."""
+    if exit_code == DIVERGED:
+        reports = strategy.gather(report.diagnosis)
         path = run_dir / f"not_finite_step_{step}.json"
         message = (
-            f"error: no finite gradient in more than {module.run.trainer.max_skipped_steps} steps in a row, up to step "
+            f"error: no finite gradient in more than {report.run.trainer.max_skipped_steps} steps in a row, up to step "
             f"{step}; first {first_cause(reports)}; see {path}"
         )
         if strategy.is_global_zero:
             path.write_text(json.dumps(reports, indent=1), encoding="utf-8")
             print(message, file=sys.stderr, flush=True)
-    if module.exit_code == INTERRUPTED and strategy.is_global_zero:
+    if exit_code == INTERRUPTED and strategy.is_global_zero:
         name = interruption.received.name if interruption.received else "a signal to another rank"
-        print(f"stopped by {name} after step {step}, saved in {checkpoints}; go on with resume=auto", flush=True)
+        where = run_dir / CHECKPOINTS
+        print(f"stopped by {name} after step {step}, saved in {where}; go on with resume=auto", flush=True)
 
 
 def announce(
-    job: "PretrainJob",
+    job: PretrainJob,
     context: ParallelContext,
     run_dir: Path,
     resume_from: str | None,
@@ -137,39 +135,38 @@ def describe_options(run: RunConfig, config: TransformerConfig, layout: Parallel
 
 
 def write_run_record(
-    job: "PretrainJob",
-    module: PretrainModule,
+    job: PretrainJob,
+    steps: tuple[int, int],
+    report: StepReport,
     run_dir: Path,
     start: dict[str, float] | None,
-    start_step: int,
     seconds: float,
-    device_name: str,
     num_threads: int,
 ) -> None:
     """The run's JSON record beside its metrics, and its last lines on the terminal."""
     nats, metrics = "nats/token", {}
-    for name, value in module.validation.items():
+    for name, value in report.validation.items():
         metrics[name] = {"value": value, "unit": "perplexity" if name.endswith("perplexity") else nats}
     for name, value in (start or {}).items():
         if not name.endswith("perplexity"):
             metrics[name.replace("val/", "val_start/")] = {"value": value, "unit": nats}
     metrics["val/unigram_cross_entropy"] = {"value": corpus_unigram_cross_entropy(job.corpus), "unit": nats}
     for name, unit in (("train/loss", nats), ("tokens_per_s", "tokens/s")):
-        if name in module.metrics:  # not where the steps were all done before
-            metrics[name] = {"value": module.metrics[name], "unit": unit}
+        if name in report.metrics:  # not where the steps were all done before
+            metrics[name] = {"value": report.metrics[name], "unit": unit}
     metrics["train_time"] = {"value": seconds, "unit": "s"}
-    metrics["steps"] = {"value": module.completed_steps, "unit": "steps"}
+    metrics["steps"] = {"value": steps[1], "unit": "steps"}
     run_record = new_record(
         name=job.run.name,
         kind="run",
         config=job.run.to_dict() | {"model": job.config.to_dict(), "corpus": job.corpus.manifest},
         seed=job.run.seed,
         metrics=metrics,
-        device=device_name,
+        device=job.device_name(),
         layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
-        steps=[start_step, module.completed_steps],
+        steps=list(steps),
     )
     write_record(run_record, run_dir / RECORD)
     before = f"{start['val/loss']:.4f} -> " if start else ""
-    print(f"validation loss {before}{module.validation['val/loss']:.4f} nats after {module.completed_steps} steps")
+    print(f"validation loss {before}{report.validation['val/loss']:.4f} nats after {steps[1]} steps")
     print(f"record: {run_dir / RECORD}", flush=True)

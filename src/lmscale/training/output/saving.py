@@ -10,9 +10,13 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ...checkpoint import CheckpointError, checkpoint_name, list_checkpoints, read_metadata, remove_checkpoint
-from ...config.training import CheckpointConfig
+from ...config.pretrain import RunConfig
+from ...data.data_digest import digest_text
+from ...parallel.data_collectives import sum_over_data_ranks
+from ..runtime.ending import Ending
 from ..runtime.exit_codes import DONE, INTERRUPTED, NOT_SAVED
 from ..runtime.interruption import Interruption
+from .reporting import SampleDigest, StepReport
 
 
 class Checkpointing(L.Callback):
@@ -24,14 +28,25 @@ class Checkpointing(L.Callback):
     Args:
         folder: where `step_<n>.ckpt` directories go.
         interruption: whether this process has been asked to stop.
+        ending: is told why the run stops.
+        report, digest: what is saved of the validation and of the data's order.
 
     Communicates:
-        each step two numbers over the world (does a rank want to stop, is it time to save); a save communicates what
-        `TensorParallelStrategy.begin_save` and `finish_save` say.
+        each step two numbers over the world (does a rank want to stop, is it time to save); a save one all-reduce of a
+        number over the data group, and what `TensorParallelStrategy.finish_save` says.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, interruption: Interruption) -> None:
-        self.folder, self.config, self.interruption = folder, config, interruption
+    def __init__(
+        self,
+        folder: Path,
+        run: RunConfig,
+        interruption: Interruption,
+        ending: Ending,
+        report: StepReport,
+        digest: SampleDigest,
+    ) -> None:
+        self.folder, self.run, self.config = folder, run, run.checkpoint
+        self.interruption, self.ending, self.report, self.digest = interruption, ending, report, digest
         self.last_saved = 0  # step of the newest complete one
         self.begun: int | None = None  # step of the one being written
         self.saved_at = time.monotonic()
@@ -47,23 +62,25 @@ class Checkpointing(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Agree with the other ranks on what is due; save now unless this step is validated first."""
+        if not pl_module.is_last_micro_batch:
+            return
         step, config = pl_module.completed_steps, self.config
         minutes = (time.monotonic() - self.saved_at) / 60
         by_clock = config.save_every_minutes is not None and minutes >= config.save_every_minutes
         wants_stop, by_clock = trainer.strategy.any_rank(self.interruption.received is not None, by_clock)
         by_steps = config.save_every_steps > 0 and step % config.save_every_steps == 0
         self.is_due = by_steps or by_clock
-        every = pl_module.run.trainer.validate_every_steps
-        if pl_module.exit_code != DONE:
+        every = self.run.trainer.validate_every_steps
+        if self.ending.exit_code != DONE:
             return  # a run that has diverged or drifted: what was saved before stands
         if wants_stop and step < trainer.max_steps:  # the last step is the end anyway
-            pl_module.stop(INTERRUPTED)  # saved in `on_train_end`
+            self.ending.stop(trainer, INTERRUPTED)  # saved in `on_train_end`
         elif self.is_due and not (every and step % every == 0):
             self._save(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The save that waited for the validation, or a new best one."""
-        if trainer.state.fn != TrainerFn.FITTING or pl_module.exit_code != DONE:
+        if trainer.state.fn != TrainerFn.FITTING or self.ending.exit_code != DONE:
             return
         loss, is_best = pl_module.validation["val/loss"], False
         if self.config.keep_best is not None and math.isfinite(loss):
@@ -75,24 +92,33 @@ class Checkpointing(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save the last step unless it is saved already, and wait until it is on disk."""
         self._finish(trainer, pl_module)
-        wanted = self.config.save_last or pl_module.exit_code == INTERRUPTED
-        if wanted and pl_module.exit_code in (DONE, INTERRUPTED) and pl_module.completed_steps > self.last_saved:
+        wanted = self.config.save_last or self.ending.exit_code == INTERRUPTED
+        if wanted and self.ending.exit_code in (DONE, INTERRUPTED) and pl_module.completed_steps > self.last_saved:
             self._save(trainer, pl_module)
             self._finish(trainer, pl_module)
             if self.last_saved < pl_module.completed_steps:
-                pl_module.exit_code = NOT_SAVED
+                self.ending.exit_code = NOT_SAVED
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin to save this step; returns when the tensors may change again."""
         start, step = time.perf_counter(), pl_module.completed_steps
         if step in (self.last_saved, self.begun) or not self._finish(trainer, pl_module):
             return
-        pl_module.watchdog.mark(f"saving step {step}")
-        trainer.strategy.begin_save(self.folder / checkpoint_name(step), self.config.async_, self._remove_old)
+        self.report.watchdog.mark(f"saving step {step}")
+        path, state = self.folder / checkpoint_name(step), self._state(trainer, pl_module)
+        trainer.strategy.begin_save(path, self.run.to_dict(), state, self.config.async_, self._remove_old)
         self.begun, self.saved_at = step, time.monotonic()
         if not self.config.async_:
             self._finish(trainer, pl_module)
-        pl_module.timer.add("checkpoint", time.perf_counter() - start)
+        self.report.add_checkpoint_time(time.perf_counter() - start)
+
+    def _state(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+        """What a checkpoint holds besides weights and optimizer: the data digest and the validation of this step."""
+        digest = sum_over_data_ranks(self.digest.value.clone(), pl_module.parallel)
+        state = {"data_digest": digest_text(int(digest)), "corpus_hash": trainer.datamodule.corpus_hash}
+        if self.report.validated_at == pl_module.completed_steps:
+            state["validation"] = self.report.validation
+        return state
 
     def _finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
         """Wait for the save that was begun, if any; False where it failed and the run must stop for it."""
@@ -109,7 +135,7 @@ class Checkpointing(L.Callback):
             then = "the run stops (checkpoint.on_error=stop)" if stops else "training goes on"
             print(f"error: checkpoint of step {step} not saved: {error}; {kept}; {then}", file=sys.stderr, flush=True)
         if stops:
-            pl_module.stop(NOT_SAVED)
+            self.ending.stop(trainer, NOT_SAVED)
         return not stops
 
     def _scored(self) -> list[tuple[float, Path]]:

@@ -1,4 +1,4 @@
-"""A scheduler's wish that the job end soon: remembered, and met at the next border of steps."""
+"""Stop gracefully at the next step boundary when a scheduler asks for it."""
 
 import os
 import signal

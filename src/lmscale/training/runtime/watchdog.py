@@ -41,13 +41,13 @@ class Watchdog:
         self._where, self._since = where, time.monotonic()
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the watchdog."""
         self.mark(self._where)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop the watchdog."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()

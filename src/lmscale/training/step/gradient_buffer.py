@@ -29,7 +29,7 @@ class GradientBuffer:
     owner alone, and the parameters, which stand in a second buffer in the same order, are sent out by their owners.
 
     The backward pass goes from the last parameter to the first, and so do the places in the buffer (of each owner's
-    part). In the step's last backward pass, which `expect_last_backward` announces, each piece is sent while the pass
+    part). In the step's last backward pass, which `start_grad_sync` announces, each piece is sent while the pass
     goes on, as soon as all parameters from the piece's first on have their gradient. So the pieces go in one order on
     every data rank, in whatever order a rank finds its gradients.
 
@@ -61,7 +61,7 @@ class GradientBuffer:
             for param, view in zip(parameters, _in_order(self.weights, parameters, order), strict=True):
                 param.data = view.copy_(param.detach())
         self._pieces = self._cut(sizes, order) if context.dp_size > 1 else []
-        self._forget_sums()
+        self._start_over()
 
     def _cut(self, sizes: list[int], order: list[int]) -> list[_Piece]:
         """The pieces in the order in which they are sent."""
@@ -74,7 +74,7 @@ class GradientBuffer:
                 pieces.append(_Piece(values, owner, first=order[last_in_it]))
         return sorted(pieces, key=lambda piece: -piece.first)
 
-    def _forget_sums(self) -> None:
+    def _start_over(self) -> None:
         self._in_last_backward = False
         self._is_final = [False] * len(self.views)
         self._final_from = len(self.views)  # all parameters from this one on are final
@@ -103,7 +103,7 @@ class GradientBuffer:
             self._begun.append(begin_sum_over_data_ranks(piece.values, self.context, piece.owner))
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Zero the gradients."""
         self._has_gradient = [False] * len(self.views)
 
     def complete(self) -> None:
@@ -113,7 +113,7 @@ class GradientBuffer:
                 self.views[index].zero_()
                 self._has_gradient[index] = True
 
-    def expect_last_backward(self) -> None:
+    def start_grad_sync(self) -> None:
         """The next backward pass is the last one before `reduce`, which may begin in it. Without this it does not.
 
         Communicates:
@@ -133,7 +133,7 @@ class GradientBuffer:
         self._send_final_pieces()
         for work in self._begun:
             work.wait()
-        self._forget_sums()
+        self._start_over()
 
     def share_weights(self) -> None:
         """With `zero1`, after an update: every parameter from its owner; otherwise nothing.

@@ -1,78 +1,20 @@
 """AdamW with fp32 masters, dynamic loss scale and tensor-parallel clipping, all in one step."""
 
-import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...config.training import OptimizerConfig, PrecisionConfig
-from ...parallel import ParallelContext, global_gradient_norm, gradient_norms_of_parts, sum_partial_gradients
+from ...parallel import ParallelContext, global_gradient_norm, sum_partial_gradients
 from .gradient_buffer import GradientBuffer
 from .half_moments import update_with_half_moments
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-_LAYER = re.compile(r"transformer\.layers\.(\d+)\.")
-
-
-@dataclass
-class LossScale:
-    """The factor that keeps fp16 gradients above underflow; 1 and constant for other types.
-
-    Doubles after `window` steps without overflow; halves once `hysteresis` overflows have come since it last grew,
-    never below `minimum`. All tensor ranks see the same overflows, so they hold the same scale.
-
-    Source: section 4.2 (dynamic loss scaling); constants of Megatron-LM v1.0's `fp16/loss_scaler.py`.
-    """
-
-    value: float
-    window: int
-    hysteresis: int
-    minimum: float
-    dynamic: bool
-    clean_steps: int = 0
-    overflows_left: int = 0
-
-    @classmethod
-    def from_config(cls, config: PrecisionConfig) -> "LossScale":
-        """The initial state: dynamic for fp16, otherwise the constant 1."""
-        dynamic = config.dtype == "fp16"
-        return cls(
-            value=config.initial_loss_scale if dynamic else 1.0,
-            window=config.loss_scale_window,
-            hysteresis=config.hysteresis,
-            minimum=config.min_loss_scale,
-            dynamic=dynamic,
-            overflows_left=config.hysteresis,
-        )
-
-    def update(self, overflow: bool) -> None:
-        """Take note of one step."""
-        if not self.dynamic:
-            return
-        if overflow:
-            self.clean_steps = 0
-            self.overflows_left -= 1
-            if self.overflows_left <= 0:
-                self.value = max(self.value / 2.0, self.minimum)
-        else:
-            self.clean_steps += 1
-            if self.clean_steps % self.window == 0:
-                self.overflows_left = self.hysteresis
-                self.value *= 2.0
+from .loss_scale import LossScale
+from .optimizer_state import MOMENTS, OptimizerState
 
 
-def part_of_model(parameter_name: str) -> str:
-    """`layer_<i>` for what belongs to layer i, `embedding` for what is before the layers, `output` for what follows."""
-    layer = _LAYER.match(parameter_name)
-    if layer is not None:
-        return f"layer_{layer[1]}"
-    return "embedding" if "embedding" in parameter_name else "output"
-
-
-class MixedPrecisionAdamW(torch.optim.AdamW):
+class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
     """AdamW over one rank's shard: unscale, agree on overflow, clip by the global norm, update fp32 masters, copy back.
 
     Parameters of half types get an fp32 master here, from the start, and the gradient of each micro-batch is added in
@@ -89,16 +31,14 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
         context: gives the groups for norm, overflow and sums.
 
     Attributes:
+        all_names: of all parameters of the model.
         names, model_parameters, masters: of the parameters this rank updates, side by side.
         owners: with `context.zero1` the data rank that updates each parameter, by name; otherwise None.
         dtypes: of the exact weights and of both moments, by kind: `model`, `exp_avg`, `exp_avg_sq`.
-        measures_layers: set it before a step to have `layer_grad_norms` of it.
-        layer_grad_norms: L2 norm of the step's gradient before clipping, by part of the model: `embedding`, `layer_0`,
-            ..., `output` (what follows the layers).
 
     Communicates:
         a step, one all-reduce of three numbers over the tensor group; with `context.zero1` another over the data group
-        and the broadcasts of the weights; with `measures_layers` what `gradient_norms_of_parts` says; and what
+        and the broadcasts of the weights; and what
         `reduce_gradients` says.
     """
 
@@ -121,9 +61,7 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
             gradients = dict(zip(parameters, self.buffer.views, strict=True))
             if self.buffer.owners is not None:
                 self.owners = dict(zip(parameters, self.buffer.owners, strict=True))
-        self.parts = list(dict.fromkeys(map(part_of_model, parameters)))
-        self.measures_layers = False
-        self.layer_grad_norms: dict[str, float] = {}
+        self.all_names = list(parameters)
         self.names = [n for n in parameters if self.owners is None or self.owners[n] == context.dp_rank]
         self.model_parameters = [parameters[name] for name in self.names]
         self.masters = [_master(parameters[name], gradients[name]) for name in self.names]
@@ -155,11 +93,11 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             group["lr"] = lr
 
-    def expect_last_backward(self) -> None:
+    def start_grad_sync(self) -> None:
         """The next backward pass is the step's last: what the buffer holds is sent while it goes on. See
-        `GradientBuffer.expect_last_backward`; DDP learns it by not being in `no_sync`."""
+        `GradientBuffer.start_grad_sync`; DDP learns it by not being in `no_sync`."""
         if self.buffer is not None:
-            self.buffer.expect_last_backward()
+            self.buffer.start_grad_sync()
 
     def reduce_gradients(self) -> None:
         """Add what the ranks have of a gradient: what the buffer holds over the data ranks (the rest is DDP's
@@ -178,7 +116,7 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
         return {n: m.grad for n, m in zip(self.names, self.masters, strict=True) if m.grad is not None}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Zero the gradients."""
         if self.buffer is not None:
             self.buffer.clear()
             return
@@ -199,8 +137,6 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
         scale = self.loss_scale.value
         measured = global_gradient_norm(self.masters, self.context, self.device)
         self.grad_norm = measured.norm / scale
-        if self.measures_layers:
-            self.layer_grad_norms = self._measure_layers(scale)
         can_come_down = self.loss_scale.dynamic and self.loss_scale.value > self.loss_scale.minimum
         self.loss_scale.update(overflow=not measured.finite)
         if not measured.finite:
@@ -223,71 +159,12 @@ class MixedPrecisionAdamW(torch.optim.AdamW):
             self.buffer.share_weights()
         self.num_updates += 1
 
-    def _measure_layers(self, scale: float) -> dict[str, float]:
-        members: dict[str, list[Tensor]] = {part: [] for part in self.parts}
-        for name, master in zip(self.names, self.masters, strict=True):
-            members[part_of_model(name)].append(master)
-        norms = gradient_norms_of_parts(list(members.values()), self.context, self.device)
-        return {part: norm / scale for part, norm in zip(members, norms, strict=True)}
-
     def _step_with_half_moments(self) -> None:
         by_master = dict(zip(self.masters, self.names, strict=True))
         for group in self.param_groups:
             update_with_half_moments(
                 [(by_master[m], m) for m in group["params"]], self.state, group, self.num_updates + 1
             )
-
-    def fp32_masters(self) -> dict[str, Tensor]:
-        """The masters by parameter name; empty where the parameters are their own."""
-        return dict(zip(self.names, self.masters, strict=True)) if self.holds_masters else {}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The exact weights and the moments by checkpoint key, `model/<name>`, `exp_avg/<name>`, `exp_avg_sq/<name>`:
-        shards, not copies. Of half types the weights are the fp32 masters; moments are there once there was an update.
-        """
-        tensors = {}
-        for name, master in zip(self.names, self.masters, strict=True):
-            tensors[f"model/{name}"] = master.detach()
-            tensors |= {f"{kind}/{name}": self.state[master][kind] for kind in MOMENTS if master in self.state}
-        return tensors
-
-    def state_dict(self) -> dict[str, Any]:
-        """`{"tensors": as tensors(), "counters": {...}}`."""
-        counters = {
-            "num_updates": self.num_updates,
-            "num_skipped": self.num_skipped,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "loss_scale": self.loss_scale.value if self.loss_scale.dynamic else None,
-            "loss_scale_clean_steps": self.loss_scale.clean_steps,
-            "loss_scale_overflows_left": self.loss_scale.overflows_left,
-        }
-        return {"tensors": self.tensors(), "counters": counters}
-
-    @torch.no_grad()
-    def load_masters(self, read_into: Callable[[str, Tensor], None]) -> None:
-        """Take the exact weights of a checkpoint where the parameters, of a half type, cannot hold them.
-
-        Args:
-            read_into: fills a tensor with this rank's part of the logical tensor of a checkpoint key.
-        """
-        for name, master in self.fp32_masters().items():
-            read_into(f"model/{name}", master)
-
-    @torch.no_grad()
-    def load_moments(self, counters: dict[str, Any], read_into: Callable[[str, Tensor], None]) -> None:
-        """Take over the moments, one tensor at a time into its place, and the counters of `state_dict`."""
-        self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
-        self.skipped_in_a_row = counters["skipped_in_a_row"]
-        if self.num_updates:
-            for name, master in zip(self.names, self.masters, strict=True):
-                self.state[master] = {kind: torch.empty_like(master, dtype=self.dtypes[kind]) for kind in MOMENTS}
-                for kind in MOMENTS:
-                    read_into(f"{kind}/{name}", self.state[master][kind])
-                self.state[master]["step"] = torch.tensor(float(self.num_updates), device=master.device)
-        if self.loss_scale.dynamic and counters["loss_scale"] is not None:
-            self.loss_scale.value = counters["loss_scale"]
-            self.loss_scale.clean_steps = counters["loss_scale_clean_steps"]
-            self.loss_scale.overflows_left = counters["loss_scale_overflows_left"]
 
 
 def _master(param: nn.Parameter, gradient: Tensor | None) -> Tensor:

@@ -1,8 +1,37 @@
-"""The learning rate of every update: linear warm-up, then a decay to a floor. Pure Python."""
+"""The learning rate of every update: linear warm-up, then a decay to a floor."""
 
 import math
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
 
 from ...config.training import ScheduleConfig
+from .optimizer import MixedPrecisionAdamW
+
+
+class UpdateSchedule(LRScheduler):
+    """`learning_rate_of_update` as torch's scheduler: the rate of the optimizer's next update.
+
+    Skipped steps do not count, so it has no state beside the optimizer's `num_updates`.
+    """
+
+    def __init__(self, optimizer: MixedPrecisionAdamW, schedule: ScheduleConfig, peak: float) -> None:
+        self.schedule, self.peak = schedule, peak
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        """The rate, once per parameter group."""
+        lr = learning_rate_of_update(self.optimizer.num_updates + 1, self.schedule, self.peak)
+        return [lr] * len(self.optimizer.param_groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the rate of the first update after the checkpoint's."""
+        for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = lr
 
 
 def learning_rate_of_update(update: int, schedule: ScheduleConfig, peak: float) -> float:

@@ -4,14 +4,13 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 
 class PhaseTimer:
-    """Adds up the seconds spent in named phases of a step.
+    """Adds up the seconds spent in the phases of a step, one at a time.
 
     On a CPU the clock is read; on a GPU events are recorded on the stream and read once, in `read`, so that measuring
     does not make the host wait in the middle of a step.
@@ -23,21 +22,23 @@ class PhaseTimer:
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self.seconds: dict[str, float] = defaultdict(float)
-        self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._phase: tuple[str, Any] | None = None
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the enclosed work as phase `name`."""
+    def enter(self, name: str | None) -> None:
+        """The current phase ends here and phase `name` begins; None: no phase does."""
         if self.on_gpu:
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record()
-            yield
-            last.record()
-            self.events.append((name, first, last))
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
         else:
-            start = time.perf_counter()
-            yield
-            self.seconds[name] += time.perf_counter() - start
+            now = time.perf_counter()
+        if self._phase is not None:
+            last, since = self._phase
+            if self.on_gpu:
+                self._events.append((last, since, now))
+            else:
+                self.seconds[last] += now - since
+        self._phase = None if name is None else (name, now)
 
     def add(self, name: str, seconds: float) -> None:
         """Count seconds measured elsewhere."""
@@ -45,11 +46,11 @@ class PhaseTimer:
 
     def read(self) -> dict[str, float]:
         """Seconds by phase since the last call; on a GPU waits for the recorded work to end."""
-        if self.events:
-            self.events[-1][2].synchronize()
-            for name, first, last in self.events:
+        if self._events:
+            self._events[-1][2].synchronize()
+            for name, first, last in self._events:
                 self.seconds[name] += first.elapsed_time(last) / 1e3
-            self.events.clear()
+            self._events.clear()
         seconds, self.seconds = dict(self.seconds), defaultdict(float)
         return seconds
 

@@ -5,6 +5,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..step.module import PretrainModule
+
+
+def diagnose(module: PretrainModule, micro_batches: list[tuple[dict[str, Tensor], int]]) -> dict[str, Any]:
+    """What is not finite on this rank after a step: weights, gradients, and where it first shows in a forward pass.
+
+    Args:
+        micro_batches: of the step, each with Lightning's number of it.
+    """
+    report: dict[str, Any] = parameters_that_are_not_finite(module.model, module.optimizer.gradients())
+    with torch.no_grad(), FirstNonFiniteOutput(module.model) as watched:
+        for batch, batch_idx in micro_batches:
+            if watched.name is None:
+                module.sum_terms(batch, module.dropout_keys(batch, batch_idx))
+    return report | {"forward": watched.name, "tp_rank": module.parallel.tp_rank, "dp_rank": module.parallel.dp_rank}
+
 
 def parameters_that_are_not_finite(model: nn.Module, gradients: dict[str, Tensor]) -> dict[str, list[str]]:
     """Names of this rank's parameters with a weight, or a gradient, that is not finite; in the order of the forward

@@ -1,0 +1,108 @@
+"""What a loader of a pretraining does: look samples up, cut steps into micro-batches."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from .bert_dataset import BERTDataset
+from .gpt_dataset import GPTDataset
+from .sampler import DATASET_SHIFT
+
+Samples = GPTDataset | BERTDataset
+MicroBatch = dict[str, Tensor]
+
+
+class References(Dataset):
+    """Looks up references, rows (sample number, epoch, dataset x 2^40 + index), in the datasets they belong to."""
+
+    def __init__(self, datasets: list[Samples]) -> None:
+        self.datasets = datasets
+
+    def __getitems__(self, references: np.ndarray) -> dict[str, np.ndarray]:
+        numbers, epochs, places = references.T
+        which, indices = places >> DATASET_SHIFT, places & ((1 << DATASET_SHIFT) - 1)
+        batch: dict[str, np.ndarray] = {}
+        for number in np.unique(which).tolist():
+            mine = np.flatnonzero(which == number)
+            for key, values in self.datasets[number].batch(epochs[mine], indices[mine]).items():
+                if len(mine) == len(references):
+                    batch[key] = values
+                else:
+                    batch.setdefault(key, np.empty((len(references), *values.shape[1:]), values.dtype))[mine] = values
+        return batch | {"sample_numbers": numbers, "sample_indices": places}
+
+
+class CutStep:
+    """Cuts the samples of one step into micro-batches; a class, because worker processes must pickle it."""
+
+    def __init__(self, micro_batch_size: int, by_length: bool) -> None:
+        self.micro_batch_size, self.by_length = micro_batch_size, by_length
+
+    def __call__(self, step: dict[str, np.ndarray]) -> list[MicroBatch]:
+        if self.by_length and "attention_mask" in step:
+            order = np.argsort(-step["attention_mask"].sum(axis=1), kind="stable")
+            step = {key: values[order] for key, values in step.items()}
+        whole = as_tensors(step)
+        starts = range(0, len(step["sample_numbers"]), self.micro_batch_size)
+        return [{key: value[i : i + self.micro_batch_size] for key, value in whole.items()} for i in starts]
+
+
+class Unsized:
+    """Batches that can be iterated over but have no length."""
+
+    def __init__(self, batches: Iterable) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator:
+        return iter(self.batches)
+
+
+class Sized(Unsized):
+    """The same with a length: a loader to which Lightning adds no sampler of its own."""
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class MicroBatches:
+    """The micro-batches of a loader of steps, one by one: Lightning's batches.
+
+    The first of each step has `step_counts`, int64 [number of terms]: what this rank's whole step has of each loss
+    term. The step's loss can then be divided by the counts of all ranks before any backward pass.
+
+    Args:
+        open_steps: gives the loader, each of whose items is the list of a step's micro-batches.
+        length: micro-batches of a whole epoch, those done before included: Lightning subtracts what it has restored.
+        count_terms: the counts of one micro-batch.
+        on_last: called before the last micro-batch of a step is handed out.
+    """
+
+    def __init__(
+        self,
+        open_steps: Callable[[], DataLoader],
+        length: int,
+        count_terms: Callable[[MicroBatch], Tensor],
+        on_last: Callable[[], None],
+    ) -> None:
+        self.open_steps, self.length = open_steps, length
+        self.count_terms, self.on_last = count_terms, on_last
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for first, *others in self.open_steps():
+            counts = torch.stack([self.count_terms(micro_batch) for micro_batch in (first, *others)]).sum(dim=0)
+            micro_batches = [first | {"step_counts": counts.long()}, *others]
+            for micro_batch in micro_batches:
+                if micro_batch is micro_batches[-1]:
+                    self.on_last()
+                yield micro_batch
+
+
+def as_tensors(batch: dict[str, np.ndarray]) -> MicroBatch:
+    """The arrays as tensors of their own memory."""
+    return {key: torch.from_numpy(np.ascontiguousarray(values)) for key, values in batch.items()}

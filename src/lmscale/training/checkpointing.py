@@ -1,0 +1,230 @@
+"""Checkpoints of a strategy whose ranks hold shards: our format, written by all ranks and read at any layout."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from ..checkpoint import (
+    CheckpointError,
+    CheckpointMetadata,
+    CheckpointReader,
+    CheckpointWriter,
+    TensorEntry,
+    divide_tensors,
+    read_metadata,
+    remove_checkpoint,
+)
+from ..parallel import ParallelContext
+from .output.lightning_state import at_last_update, from_json, loops_after, to_json
+
+
+class ShardedCheckpointStrategy(DDPStrategy):
+    """The part of `TensorParallelStrategy` in which ranks agree, and write and read checkpoints."""
+
+    parallel: ParallelContext
+    writer: CheckpointWriter | None = None
+    control_group: dist.ProcessGroup | None = None
+
+    def any_rank(self, *decisions: bool) -> list[bool]:
+        """For each decision, whether any rank says yes; the same answer everywhere.
+
+        Communicates:
+            one all-reduce over the world, between the hosts.
+        """
+        if self.world_size == 1:
+            return list(decisions)
+        votes = torch.tensor([int(decision) for decision in decisions])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.control_group)
+        return [bool(vote) for vote in votes.tolist()]
+
+    def first_error(self, error: str | None) -> str | None:
+        """The error of the lowest rank that has one, the same on all ranks; None where no rank has one.
+
+        Communicates:
+            one short text per rank over the world, between the hosts.
+        """
+        return next((text for text in self.gather(error) if text is not None), None)
+
+    def gather(self, item: Any) -> list[Any]:
+        """Every rank's small item by rank, on all ranks.
+
+        Communicates:
+            one object per rank over the world, between the hosts.
+        """
+        items = [item] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(items, item, group=self.control_group)
+        return items
+
+    def check_shared(self, folder: Path) -> None:
+        """The ranks meet in `folder`, so all must see what rank 0 writes there.
+
+        Raises:
+            CheckpointError: some rank does not, on all ranks.
+
+        Communicates:
+            one short text per rank over the world, twice.
+        """
+        note = folder / f".{self.writer.token}.shared"
+        if self.is_global_zero:
+            note.touch()
+        self.first_error(None)
+        missing = None if note.exists() else f"rank {self.global_rank} does not see {folder}: it must be on a file "
+        missing = self.first_error(missing and missing + "system that all ranks share")
+        if self.is_global_zero:
+            note.unlink()
+        if missing is not None:
+            raise CheckpointError(missing)
+
+    def begin_save(
+        self,
+        path: Path,
+        run: dict[str, Any],
+        state: dict[str, Any],
+        in_background: bool = False,
+        on_complete: Callable[[Path], None] | None = None,
+    ) -> None:
+        """All ranks together: begin to write the state after the last step; the tensors may then change.
+
+        Args:
+            run: the run's configuration, kept with the checkpoint.
+            state: what else the run needs to go on.
+            on_complete: called on rank 0, in the saving thread, when the checkpoint is complete.
+        """
+        optimizer = self.optimizers[0]
+        saved = optimizer.state_dict()
+        kinds = optimizer.dtypes if optimizer.num_updates else {"model": optimizer.dtypes["model"]}
+        metadata, share = self._describe(kinds, optimizer.owners, saved["counters"], run, state)
+        self.writer.begin(path, saved["tensors"], metadata, share, in_background, on_complete)
+
+    def _describe(
+        self,
+        kinds: dict[str, torch.dtype],
+        owners: dict[str, int] | None,
+        counters: dict[str, Any],
+        run: dict[str, Any],
+        state: dict[str, Any],
+    ) -> tuple[CheckpointMetadata, list]:
+        """The metadata of a checkpoint with these kinds of tensors, and what of them this rank writes."""
+        module, context = self.lightning_module, self.parallel
+        entries, owner_of = {}, {}
+        for name, param in module.model.named_parameters():
+            for kind, dtype in kinds.items():
+                entries[f"{kind}/{name}"] = TensorEntry(param.shard.full_shape, dtype, param.shard.shard_dim)
+                owner_of[f"{kind}/{name}"] = None if owners is None else owners[name]
+        metadata = CheckpointMetadata(
+            step=module.completed_steps,
+            layout={"tp_size": context.tp_size, "dp_size": context.dp_size},
+            model=module.config.to_dict(),
+            tensors=entries,
+            files={},
+            optimizer=counters,
+            run=run,
+            state=state,
+        )
+        place = context.tp_rank, context.tp_size, context.dp_rank, context.dp_size
+        return metadata, divide_tensors(entries, *place, owner_of)
+
+    def finish_save(self) -> str | None:
+        """All ranks together: wait for the save that was begun; None, or why it failed, on every rank.
+
+        Communicates:
+            rank 0's answer to the world.
+        """
+        return self.broadcast(self.writer.finish())
+
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
+        """Nothing: `save_checkpoint` takes the tensors itself."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing, as above."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Lightning's `trainer.save_checkpoint`, in our format; loops and callbacks go into the metadata.
+
+        Raises:
+            CheckpointError: it could not be written, on all ranks.
+        """
+        module, trainer = self.lightning_module, self.lightning_module.trainer
+        checkpoint = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        if trainer.state.fn == TrainerFn.FITTING and not module.is_last_micro_batch:
+            num_since = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches
+            checkpoint["loops"] = at_last_update(checkpoint["loops"], num_since)
+        state = {"lightning": to_json(checkpoint)}
+        if "lr_schedulers" in checkpoint:
+            self.begin_save(Path(filepath), {}, state)
+        else:
+            self._begin_weights(Path(filepath), state)
+        error = self.finish_save()
+        if error is not None:
+            raise CheckpointError(error)
+
+    def _begin_weights(self, path: Path, state: dict[str, Any]) -> None:
+        """`begin_save` of the weights alone; of half types the masters, once there is training."""
+        tensors = {f"model/{name}": param.detach() for name, param in self.lightning_module.model.named_parameters()}
+        kinds, owners = {"model": next(iter(tensors.values())).dtype}, None
+        if self.optimizers:
+            optimizer = self.optimizers[0]
+            tensors = {key: tensor for key, tensor in optimizer.tensors().items() if key in tensors}
+            kinds, owners = {"model": optimizer.dtypes["model"]}, optimizer.owners
+        metadata, share = self._describe(kinds, owners, {}, {}, state)
+        self.writer.begin(path, tensors, metadata, share)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """What Lightning needs to go on after a checkpoint's step; the tensors are read later, into their place."""
+        metadata = read_metadata(checkpoint_path)
+        if "lightning" in metadata.state:
+            found = from_json(metadata.state["lightning"])
+        else:
+            found = self._account_of_run(metadata)
+        if metadata.optimizer:
+            found["optimizer_states"] = [{"path": checkpoint_path, "counters": metadata.optimizer}]
+        return found | {"state_dict": {}, "path": checkpoint_path}
+
+    def _account_of_run(self, metadata: CheckpointMetadata) -> dict[str, Any]:
+        """The same for a checkpoint of `src/train.py`, which does not store Lightning's state."""
+        step, trainer = metadata.step, self.lightning_module.trainer
+        found = {
+            "pytorch-lightning_version": L.__version__,
+            "epoch": 0,
+            "global_step": step,
+            "loops": {"fit_loop": loops_after(trainer.fit_loop.state_dict(), step, trainer.accumulate_grad_batches)},
+            "callbacks": {},
+            "lr_schedulers": [{}],
+            "lmscale": metadata.state,
+        }
+        if trainer.datamodule is not None:
+            consumed = {"consumed_samples": step * metadata.run["global_batch_size"]}
+            found[type(trainer.datamodule).__qualname__] = consumed
+        return found
+
+    def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
+        """Read the weights into their place, unless `configure_model` has."""
+        if self.lightning_module.weights_from != checkpoint["path"]:
+            self.lightning_module.read_weights(checkpoint["path"])
+
+    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
+        """Read masters and moments into their place."""
+        state, optimizer = checkpoint["optimizer_states"][0], self.optimizers[0]
+        with CheckpointReader(state["path"]) as reader:
+
+            def read(key: str, out: Tensor) -> None:
+                reader.read_into(key, out, self.parallel.tp_rank)
+
+            if self.lightning_module.weights_from != state["path"]:
+                optimizer.load_masters(read)
+            optimizer.load_moments(state["counters"], read)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint directory (rank 0 does)."""
+        if self.is_global_zero:
+            remove_checkpoint(filepath)

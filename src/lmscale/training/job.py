@@ -1,0 +1,51 @@
+"""What the launcher hands to each rank: a job that has passed every check. Picklable, a few kilobytes."""
+
+import platform
+from dataclasses import dataclass, field
+
+import torch
+
+from ..config import BatchConfig, ParallelConfig, TransformerConfig
+from ..config.finetune import FinetuneConfig
+from ..config.pretrain import RunConfig
+from ..data.datamodule import PretrainDataModule
+from ..data.prepare import PreparedCorpus
+from ..kernels import PLAIN, Kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run on a known layout and device.
+
+    Args:
+        files: texts by path, written into the run folder when the training starts.
+    """
+
+    run: RunConfig | FinetuneConfig
+    layout: ParallelConfig
+    accelerator: str
+    files: dict[str, str] = field(default_factory=dict)
+
+    def device_name(self) -> str:
+        """The GPU or processor as it names itself."""
+        return torch.cuda.get_device_name() if self.accelerator == "gpu" else platform.processor() or "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainJob(Job):
+    """A pretraining: the sizes that needed the corpus are known."""
+
+    run: RunConfig
+    config: TransformerConfig
+    batch: BatchConfig
+    corpus: PreparedCorpus
+    resume_from: str | None
+    kernels: Kernels = PLAIN
+
+    def make_datamodule(self) -> PretrainDataModule:
+        """The run's samples; see `PretrainDataModule` for what it refuses."""
+        run, trainer = self.run, self.run.trainer
+        by_length = run.loss_reduction == "token_mean"
+        return PretrainDataModule(
+            self.corpus, run.data, self.batch, run.seed, trainer.max_steps, trainer.num_validation_samples, by_length
+        )

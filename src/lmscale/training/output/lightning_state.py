@@ -1,0 +1,82 @@
+"""Lightning's own state (loops, callbacks) as JSON in a checkpoint's metadata, and back."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_json(value: Any) -> Any:
+    """Plain values that JSON can hold; tensors, non-finite floats and keys that are no text keep their kind.
+
+    Raises:
+        ValueError: something else, such as an object that a callback keeps.
+    """
+    if isinstance(value, Tensor):
+        return {"__tensor__": to_json(value.tolist()), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__float__": repr(value)}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: to_json(item) for key, item in value.items()}
+        return {"__items__": [[to_json(key), to_json(item)] for key, item in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError(f"a checkpoint's state must be plain values and tensors, but has a {type(value).__name__}")
+
+
+def from_json(value: Any) -> Any:
+    """The inverse of `to_json`."""
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "__tensor__" in value:
+        return torch.tensor(from_json(value["__tensor__"]), dtype=getattr(torch, value["dtype"]))
+    if "__float__" in value:
+        return float(value["__float__"])
+    if "__items__" in value:
+        return {from_json(key): from_json(item) for key, item in value["__items__"]}
+    return {key: from_json(item) for key, item in value.items()}
+
+
+def at_last_update(loops: dict[str, Any], num_since: int) -> dict[str, Any]:
+    """Lightning's account of its loops, taken back to the last update.
+
+    Args:
+        num_since: micro-batches since then, whose gradients no checkpoint holds: they are done again.
+    """
+    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        for name in counts:
+            counts[name] -= num_since
+    return loops
+
+
+def loops_after(loops: dict[str, Any], step: int, num_micro_batches: int) -> dict[str, Any]:
+    """Lightning's account of its loops as it stands in `on_train_batch_end` of a step of a run of one epoch.
+
+    It is made from the step instead of stored, so a run's checkpoint neither depends on Lightning's version nor needs
+    to have been written by Lightning at all.
+
+    Args:
+        loops: of a Trainer that has not begun.
+        num_micro_batches: of each step.
+    """
+    batches = step * num_micro_batches
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1
+    optimization = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    for count in ("total", "current"):
+        done = dict.fromkeys(("ready", "started", "processed"), batches) | {"completed": batches - 1}
+        loops["epoch_loop.batch_progress"][count] = done
+        optimization["step"][count] = {"ready": step, "completed": step}
+        optimization["zero_grad"][count] = dict.fromkeys(("ready", "started", "completed"), step)
+        loops["epoch_loop.scheduler_progress"][count] = {"ready": step, "completed": step}
+        loops["epoch_progress"][count] |= {"ready": 1, "started": 1}
+    return loops

@@ -1,0 +1,195 @@
+"""What a run reports of its steps: a row of figures, where the time goes, what is not finite where it diverges."""
+
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from ...config import TransformerConfig
+from ...config.pretrain import RunConfig
+from ...data.data_digest import digest_number, digest_of_samples
+from ...parallel.data_collectives import sum_over_data_ranks
+from ...planner.flops import model_flops_per_step
+from ..runtime.ending import Ending
+from ..runtime.exit_codes import DIVERGED
+from ..runtime.watchdog import Watchdog
+from .diagnosis import diagnose
+from .layer_gradients import layer_gradient_norms
+from .timing import PhaseTimer, memory_in_use
+
+PHASES = ("step", "data", "forward", "backward", "optimizer", "checkpoint")
+
+
+class StepReport(L.Callback):
+    """Tells the watchdog where the run is, and the loggers its figures; times are means since the last row.
+
+    It stands before `Checkpointing` among the callbacks: the row of a step is on disk before its checkpoint.
+
+    Args:
+        config: the model.
+        peak_flops_per_s: dense peak of one device at the run's precision, for MFU; None where unknown.
+        ending: is told when the run has diverged.
+
+    Attributes:
+        metrics: the last row.
+        validation: the losses of the last validation, taken after step `validated_at`.
+        diagnosis: of this rank, once the run has diverged.
+
+    Communicates:
+        per row one all-reduce of the loss terms over the data group; with `logger.layer_grad_norms` what
+        `gradient_norms_of_parts` says.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        config: TransformerConfig,
+        peak_flops_per_s: float | None,
+        watchdog: Watchdog,
+        ending: Ending,
+    ) -> None:
+        self.run, self.watchdog, self.ending = run, watchdog, ending
+        self.peak_flops_per_s = peak_flops_per_s
+        self.flops_per_step = model_flops_per_step(config, run.data.seq_length, run.global_batch_size)
+        self.metrics: dict[str, float] = {}
+        self.validation: dict[str, float] = {}
+        self.validated_at = -1
+        self.diagnosis: dict[str, Any] = {}
+        self._layer_norms: dict[str, float] = {}
+        self._micro_batches: list[tuple[dict[str, Tensor], int]] = []  # of the current step
+        self._batch_end: float | None = None
+        self._steps_since_row = 0
+        self.timer: PhaseTimer | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clocks."""
+        self.timer = PhaseTimer(pl_module.device)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The time since the last micro-batch's end was spent on fetching data."""
+        now = time.perf_counter()
+        if self._batch_end is not None:
+            self.timer.add("data", now - self._batch_end)
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._step_start, self._micro_batches = self._batch_end or now, []
+        self._micro_batches.append((batch, batch_idx))
+        self._mark(pl_module, f"forward pass of micro-batch {len(self._micro_batches)}")
+        self.timer.enter("forward")
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        """The forward pass has ended."""
+        self._mark(pl_module, f"backward pass of micro-batch {len(self._micro_batches)}")
+        self.timer.enter("backward")
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The sum of the gradients over the ranks follows the step's last backward pass, and counts as one."""
+        if pl_module.is_last_micro_batch:
+            self._mark(pl_module, "sum of the gradients over the data ranks")
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        """The gradients are whole, the learning rate is the step's."""
+        self._mark(pl_module, "optimizer")
+        self.timer.enter("optimizer")
+        self._lr = optimizer.param_groups[0]["lr"]
+        if self.run.logger.layer_grad_norms and self._reports(trainer, pl_module.completed_steps + 1):
+            self._layer_norms = layer_gradient_norms(optimizer)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write the row of a step that has one; give up a run without finite gradients."""
+        self.timer.enter(None)
+        if pl_module.is_last_micro_batch:
+            self._end_step(trainer, pl_module)
+        self.watchdog.mark(f"data for step {pl_module.completed_steps + 1}")
+        self._batch_end = time.perf_counter()
+
+    def _end_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        step, optimizer = pl_module.completed_steps, pl_module.optimizer
+        self._steps_since_row += 1
+        losses = None
+        if self._reports(trainer, step):
+            losses = sum_over_data_ranks(pl_module.step_terms, pl_module.parallel).tolist()
+        self.timer.add("step", time.perf_counter() - self._step_start)
+        if losses is not None:
+            self._write_row(trainer, pl_module, losses)
+        if optimizer.skipped_in_a_row > self.run.trainer.max_skipped_steps:
+            self.diagnosis = diagnose(pl_module, self._micro_batches)
+            self.ending.stop(trainer, DIVERGED)
+
+    def _reports(self, trainer: L.Trainer, step: int) -> bool:
+        """Whether the step has a row; one that is validated does, for the validation's figures to join."""
+        end = trainer.max_steps
+        intervals = (self.run.logger.log_every_steps, self.run.trainer.validate_every_steps or end, end)
+        return any(step % interval == 0 for interval in intervals)
+
+    def _write_row(self, trainer: L.Trainer, pl_module: L.LightningModule, losses: list[float]) -> None:
+        optimizer, context = pl_module.optimizer, pl_module.parallel
+        seconds = {name: total / self._steps_since_row for name, total in self.timer.read().items()}
+        self._steps_since_row = 0
+        tokens = self.run.global_batch_size * self.run.data.seq_length
+        flops_per_s = self.flops_per_step / seconds["step"] / (context.tp_size * context.dp_size)
+        metrics = pl_module.named_losses("train", losses) | {
+            "lr": self._lr,
+            "grad_norm": optimizer.grad_norm,
+            **{f"grad_norm/{part}": norm for part, norm in self._layer_norms.items()},
+            "loss_scale": optimizer.loss_scale.value,
+            "num_skipped": optimizer.num_skipped,
+            "tokens_per_s": tokens / seconds["step"],
+            "tflops_per_s_per_device": flops_per_s / 1e12,
+        }
+        if self.peak_flops_per_s is not None:
+            metrics["mfu"] = flops_per_s / self.peak_flops_per_s
+        metrics["memory_gib"] = memory_in_use(pl_module.device) / 2**30
+        metrics |= {f"time/{name}_s": seconds.get(name, 0.0) for name in PHASES}
+        self.metrics = metrics
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, pl_module.completed_steps)
+
+    def add_checkpoint_time(self, seconds: float) -> None:
+        """A save is no part of the step that it follows, nor of the next."""
+        self.timer.add("checkpoint", seconds)
+        if self._batch_end is not None:
+            self._batch_end += seconds
+
+    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Tell the watchdog."""
+        self.watchdog.mark(f"validation after step {pl_module.completed_steps}")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The validation's figures join the row of their step. It is no part of any step's time."""
+        self.validation, self.validated_at = pl_module.validation, pl_module.completed_steps
+        for logger in trainer.loggers:
+            logger.log_metrics(self.validation, self.validated_at)
+        self._batch_end = time.perf_counter()
+
+    def _mark(self, pl_module: L.LightningModule, where: str) -> None:
+        self.watchdog.mark(f"step {pl_module.completed_steps + 1}, {where}")
+
+
+class SampleDigest(L.Callback):
+    """Adds this data rank's samples to the data digest; see `data/data_digest.py`.
+
+    Attributes:
+        value: int64 [], the digest. The data ranks together hold that of all samples.
+    """
+
+    def __init__(self) -> None:
+        self.value = torch.zeros((), dtype=torch.int64)
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """The first data rank goes on with the digest of all samples before."""
+        if pl_module.parallel.dp_rank == 0:
+            self.value = torch.tensor(digest_number(checkpoint["lmscale"]["data_digest"]), device=pl_module.device)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Add the samples of a micro-batch."""
+        self.value = self.value.to(pl_module.device) + digest_of_samples(
+            batch["sample_numbers"], batch["sample_indices"]
+        )

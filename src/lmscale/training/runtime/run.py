@@ -1,0 +1,146 @@
+"""The run around a Trainer on one rank: process group, run folder, watchdog, signals, and how all of it ends."""
+
+import gc
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+
+from ...checkpoint import CheckpointError
+from ..job import Job
+from ..output.resuming import ScheduleDiffersError
+from ..strategy import TensorParallelStrategy
+from .ending import Ending
+from .exit_codes import USER_ERROR
+from .interruption import Interruption
+from .launch import cluster_environment, share_cores
+from .run_lock import RunLock
+from .watchdog import Watchdog
+
+# Lightning's notes on devices, tips and rank numbers are not shown. Its warnings are, but for two that do not apply:
+# one about its own use of a torch function, one about loaders that cannot resume (ours begins at `completed_steps`).
+logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
+warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a running job has on this rank.
+
+    Args:
+        folder: the run folder, the same on all ranks and locked for this job.
+        num_threads: CPU threads of this rank.
+    """
+
+    trainer: L.Trainer
+    folder: Path
+    watchdog: Watchdog
+    interruption: Interruption
+    ending: Ending
+    num_threads: int
+
+    @property
+    def strategy(self) -> TensorParallelStrategy:
+        """The Trainer's, whose process group has started."""
+        return self.trainer.strategy
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes the run folder."""
+        return self.trainer.is_global_zero
+
+
+def run_on_this_rank(job: Job, train: Callable[[Run], int], stops_on_signal: bool = True, **options: Any) -> int:
+    """Start the process group, take the run folder, and call `train`; clean up however it ends.
+
+    Args:
+        train: what the job does; returns an exit code.
+        stops_on_signal: SIGTERM and SIGUSR1 are remembered for `train` instead of ending the process.
+        options: of `L.Trainer`, beside those that every job has.
+
+    Returns:
+        the exit code, the same on all ranks; `USER_ERROR`, after one line from rank 0, where a checkpoint or the run
+        folder cannot be used.
+    """
+    run = job.run
+    environment, local_size, num_nodes = cluster_environment()
+    torch.set_float32_matmul_precision(run.trainer.matmul_precision)
+    strategy = TensorParallelStrategy(
+        job.layout.tp_size,
+        sequence_parallel=job.layout.sequence_parallel,
+        zero1=job.layout.zero1,
+        timeout_minutes=run.parallel.timeout_minutes,
+        shared_memory=run.parallel.shared_memory,
+    )
+    options = {"enable_progress_bar": False} | options
+    trainer = L.Trainer(
+        accelerator=job.accelerator,
+        devices=local_size,
+        num_nodes=num_nodes,
+        strategy=strategy,
+        plugins=[environment],
+        max_epochs=-1,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        logger=False,
+        log_every_n_steps=1,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        **options,
+    )
+    # Lightning's handler for SIGTERM talks to the other ranks, wherever they happen to be. It also broadcasts a number
+    # before every step to hear of the signal; `Interruption` is agreed on with the checkpoints.
+    trainer._signal_connector.register_signal_handlers = lambda: None
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    interruption, lock = Interruption(), RunLock()
+    watchdog = Watchdog(environment.global_rank(), 60 * run.parallel.timeout_minutes)
+    if stops_on_signal:
+        interruption.install()
+    watchdog.start()
+    try:
+        strategy.setup_environment()
+        num_threads = share_cores(local_size, run.trainer.num_threads)  # after Lightning has set its own number
+        folder = _take_folder(strategy, Path(run.run_dir), lock)
+        return train(Run(trainer, folder, watchdog, interruption, Ending(), num_threads))
+    except (CheckpointError, ScheduleDiffersError) as error:  # the same on every rank
+        if trainer.is_global_zero:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    finally:
+        watchdog.stop()
+        interruption.restore()
+        lock.release()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # the next job of a sweep in this process finds the memory free
+        if job.accelerator == "gpu":
+            torch.cuda.empty_cache()
+
+
+def _take_folder(strategy: TensorParallelStrategy, own: Path, lock: RunLock) -> Path:
+    """All ranks together: rank 0's run folder (under torchrun each rank has worked out its own), locked for this job.
+
+    Raises:
+        CheckpointError: it cannot be made, or another job has it; the same on all ranks.
+    """
+    folder, problem = strategy.broadcast(own), None
+    if strategy.is_global_zero:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            problem = lock.take(folder)
+        except OSError as error:
+            problem = f"the run folder {folder} cannot be used: {error}"
+    problem = strategy.first_error(problem)
+    if problem is not None:
+        raise CheckpointError(problem)
+    return folder

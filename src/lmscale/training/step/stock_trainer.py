@@ -1,0 +1,40 @@
+"""What a Lightning Trainer can be asked for that the step cannot do: refused before anything is built."""
+
+import lightning as L
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+
+_DTYPES = {"64-true": "fp64", "32-true": "fp32", "bf16-true": "bf16", "16-true": "fp16"}
+
+
+def dtype_of_trainer(trainer: L.Trainer) -> str:
+    """Our name of the Trainer's `precision`.
+
+    Raises:
+        ValueError: mixed precision, which keeps half copies of fp32 weights; ours keeps fp32 masters of half weights.
+    """
+    name = str(trainer.precision)
+    if name not in _DTYPES:
+        known = ", ".join(_DTYPES)
+        raise ValueError(f"`precision` must be one of {known} (half types keep fp32 masters), but is {name}")
+    return _DTYPES[name]
+
+
+def check_trainer(trainer: L.Trainer) -> None:
+    """Refuse settings of the Trainer that contradict the step.
+
+    Raises:
+        ValueError: clipping by value, mixed precision, an accumulation that changes, an average of weights.
+    """
+    dtype_of_trainer(trainer)
+    if trainer.gradient_clip_algorithm == "value":
+        raise ValueError("`gradient_clip_algorithm` must be norm (of the whole model's gradient), but is value")
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            raise ValueError(
+                f"`accumulate_grad_batches` must stay the same during a run, but is {callback.scheduling} by epoch"
+            )
+        if isinstance(callback, StochasticWeightAveraging):
+            raise ValueError(
+                "`callbacks` must not average weights: the shards do not exist yet when StochasticWeightAveraging "
+                "copies the module"
+            )

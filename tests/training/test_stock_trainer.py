@@ -1,0 +1,221 @@
+"""An ordinary Lightning Trainer with our strategy, module and data: every feature does what Lightning documents."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    RichProgressBar,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from runs import REPOSITORY, read_rows, run_jobs, tiny_run
+
+from lmscale.checkpoint import CheckpointReader
+from lmscale.config import TransformerConfig
+from lmscale.config.training import OptimizerConfig, ScheduleConfig
+from lmscale.data.datamodule import TextDataModule
+from lmscale.training.module import BERTModule, GPTModule
+from lmscale.training.strategy import TensorParallelStrategy
+
+SIZES = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "max_position_embeddings": 33}
+SIZES |= {"vocab_multiple": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def parts(architecture: str = "gpt", **changes) -> tuple[L.LightningModule, TextDataModule]:
+    """A module and its data, sized as `tiny_run`'s."""
+    data = TextDataModule(
+        architecture=architecture, seq_length=33, micro_batch_size=4, vocab_size=600, num_validation_samples=7
+    )
+    config = TransformerConfig(architecture, vocab_size=data.vocab_size, **SIZES | changes)
+    kind = GPTModule if architecture == "gpt" else BERTModule
+    return kind(config, OptimizerConfig(lr=1e-3), ScheduleConfig("linear", 1, 10)), data
+
+
+def trainer(folder: Path, **options) -> L.Trainer:
+    """One process, three steps of two micro-batches, with a row of figures for each."""
+    options = {"max_steps": 3, "accumulate_grad_batches": 2, "precision": "64-true", "callbacks": []} | options
+    strategy = TensorParallelStrategy(options.pop("tp_size", 1))
+    return L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        logger=CSVLogger(folder, name="", version="logs"),
+        log_every_n_steps=1,
+        enable_progress_bar=any(isinstance(c, RichProgressBar) for c in options["callbacks"]),
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        **options,
+    )
+
+
+def logged(folder: Path, column: str) -> list[float]:
+    """A column of the CSV logger's file, without empty cells."""
+    with open(folder / "logs" / "metrics.csv", encoding="utf-8", newline="") as file:
+        return [float(row[column]) for row in csv.DictReader(file) if row.get(column)]
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "bert"])
+def test_the_numbers_are_those_of_the_training_script(tmp_path, architecture) -> None:
+    run_jobs([tiny_run(architecture, tmp_path / "run")], 1)
+    module, data = parts(architecture)
+    trainer(tmp_path, gradient_clip_val=1.0).fit(module, data)
+    for column in ("train/loss", "grad_norm"):
+        expected = [row[column] for row in read_rows(tmp_path / "run")]
+        assert logged(tmp_path, column) == pytest.approx(expected, rel=1e-6), column  # the logger keeps fp32
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path[:0] = {paths!r}
+from test_stock_trainer import *
+if __name__ == "__main__":
+    folder = Path({folder!r})
+    module, data = parts()
+    both = L.Trainer(
+        strategy=TensorParallelStrategy(tp_size=2), devices=2, accelerator="cpu", max_steps=3, precision="64-true",
+        accumulate_grad_batches=2, logger=CSVLogger(folder, name="", version="logs"), log_every_n_steps=1,
+        gradient_clip_val=1.0, val_check_interval=2, check_val_every_n_epoch=None, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0,
+        callbacks=[ModelCheckpoint(folder / "kept", monitor="val/loss", save_top_k=2, save_last=True)])
+    both.fit(module, data)
+    (losses,) = both.test(module, data, ckpt_path="last", verbose=False)
+    one = both.predict(module, data)[0]
+    if both.is_global_zero:
+        torch.save((losses, one), folder / "found.pt")
+"""
+
+
+def run_script(text: str, folder: Path) -> None:
+    """A script of its own, which Lightning starts again for the second rank."""
+    path = folder / "script.py"
+    path.write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, path], capture_output=True, text=True, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_two_processes_give_the_same_and_their_checkpoint_goes_on_in_one(tmp_path) -> None:
+    tests = str(REPOSITORY / "tests")
+    run_script(SCRIPT.format(paths=[tests, tests + "/training"], folder=str(tmp_path)), tmp_path)
+    run_jobs([tiny_run("gpt", tmp_path / "run", parallel__tp_size=2)], 2)
+    expected = [row["train/loss"] for row in read_rows(tmp_path / "run")]
+    assert logged(tmp_path, "train/loss") == pytest.approx(expected, rel=1e-6)
+    losses, predicted = torch.load(tmp_path / "found.pt")
+    module, data = parts()
+    alone = trainer(tmp_path / "alone", max_steps=4)
+    (again,) = alone.test(module, data, ckpt_path=tmp_path / "kept" / "last.ckpt", verbose=False)
+    assert again == pytest.approx(losses, rel=1e-6)
+    assert torch.equal(alone.predict(module, data)[0], predicted)
+    alone.fit(module, data, ckpt_path=tmp_path / "kept" / "last.ckpt")
+    assert len(logged(tmp_path / "alone", "train/loss")) == 1  # the fourth step alone
+
+
+def test_the_guide_s_example_runs(tmp_path) -> None:
+    guide = (REPOSITORY / "docs" / "guides" / "library.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", guide, re.S)
+    run_script(code, tmp_path)
+    assert list(tmp_path.rglob("last.ckpt"))
+
+
+def test_the_best_the_last_and_the_learning_rate_are_kept(tmp_path, capsys) -> None:
+    module, data = parts()
+    best = ModelCheckpoint(tmp_path / "kept", monitor="val/loss", save_top_k=2, save_last=True)
+    options = {"max_steps": 4, "val_check_interval": 2, "check_val_every_n_epoch": None}
+    trainer(tmp_path, callbacks=[best, LearningRateMonitor(), RichProgressBar()], **options).fit(module, data)
+    assert len(list((tmp_path / "kept").glob("*.ckpt"))) == 3 and Path(best.best_model_path).is_dir()
+    assert best.best_model_score == min(logged(tmp_path, "val/loss"))
+    assert sorted(set(logged(tmp_path, "lr/pg1")))[-2:] == pytest.approx([1e-3 * 8 / 9, 1e-3], rel=1e-6)
+
+
+def test_early_stopping_stops(tmp_path) -> None:
+    module, data = parts()
+    stop = EarlyStopping("val/loss", patience=0, min_delta=10.0)
+    ended = trainer(tmp_path, callbacks=[stop], max_steps=9, val_check_interval=2, check_val_every_n_epoch=None)
+    ended.fit(module, data)
+    assert ended.global_step == 2
+
+
+@pytest.mark.parametrize("every", [4, 3])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, every) -> None:
+    """Saved after the validation at a step's end, and in the middle of a step, whose micro-batches are done again."""
+    options = {"max_steps": 5, "val_check_interval": every, "check_val_every_n_epoch": None}
+    module, data = parts(hidden_dropout=0.1)
+    kept = ModelCheckpoint(tmp_path / "kept", filename="{step}", monitor="val/loss", save_top_k=-1)
+    trainer(tmp_path / "whole", callbacks=[kept], **options).fit(module, data)
+    first = min((tmp_path / "kept").glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
+    whole = {name: param.clone() for name, param in module.model.named_parameters()}
+    module, data = parts(hidden_dropout=0.1)
+    trainer(tmp_path / "resumed", **options).fit(module, data, ckpt_path=first)
+    assert all(torch.equal(param, whole[name]) for name, param in module.model.named_parameters())
+    losses = logged(tmp_path / "resumed", "train/loss")
+    assert losses == logged(tmp_path / "whole", "train/loss")[-len(losses) :] and len(losses) in (3, 4)
+
+
+def test_a_checkpoint_of_the_training_script_goes_on(tmp_path) -> None:
+    run_jobs([tiny_run("gpt", tmp_path / "run", checkpoint__save_every_steps=2, checkpoint__keep_last=None)], 1)
+    module, data = parts()
+    path = tmp_path / "run" / "checkpoints" / "step_2.ckpt"
+    trainer(tmp_path, gradient_clip_val=1.0).fit(module, data, ckpt_path=path)
+    with CheckpointReader(tmp_path / "run" / "checkpoints" / "step_3.ckpt") as reader:
+        for name, param in module.model.named_parameters():
+            assert torch.equal(param, reader.read(f"model/{name}")), name
+
+
+def test_clipping_by_norm_is_by_the_trainer_s_number(tmp_path) -> None:
+    for name, value in (("clipped", 1e-3), ("free", 0.0)):
+        module, data = parts()
+        trainer(tmp_path / name, gradient_clip_val=value).fit(module, data)
+        assert module.optimizer.max_grad_norm == (value or None)
+    assert logged(tmp_path / "clipped", "grad_norm")[0] == logged(tmp_path / "free", "grad_norm")[0] > 1e-3
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true"])
+def test_the_precision_is_the_trainer_s(tmp_path, precision) -> None:
+    module, data = parts()
+    trainer(tmp_path, precision=precision).fit(module, data)
+    kind = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}[precision]
+    assert {param.dtype for param in module.model.parameters()} == {kind}
+    assert logged(tmp_path, "train/loss")[0] == pytest.approx(6.4, abs=0.2)
+    assert module.optimizer.masters[0].dtype == torch.float32
+
+
+def test_limits_and_epochs_count_micro_batches(tmp_path) -> None:
+    module, data = parts()
+    limited = trainer(tmp_path, max_steps=-1, max_epochs=2, limit_train_batches=6, limit_val_batches=1)
+    limited.fit(module, data)
+    assert limited.global_step == 6 and limited.current_epoch == 2
+    assert len(logged(tmp_path, "val/loss")) == 2
+
+
+REFUSED = {
+    "value": ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "`gradient_clip_algorithm` must be norm"),
+    "mixed": ({"precision": "bf16-mixed"}, "`precision` must be one of 64-true, 32-true, bf16-true, 16-true"),
+    "schedule": (
+        {"callbacks": [GradientAccumulationScheduler({0: 2})], "accumulate_grad_batches": 1},
+        "`accumulate_grad_batches` must stay the same",
+    ),
+    "average": ({"callbacks": [StochasticWeightAveraging(1e-2)]}, "`callbacks` must not average weights"),
+    "size": ({"tp_size": 2}, "`tp_size` must divide the 1 ranks, but is 2"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_conflicts_is_refused_in_one_line(tmp_path, name) -> None:
+    options, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as error:
+        trainer(tmp_path, **options).fit(*parts())
+    assert "\n" not in str(error.value)
