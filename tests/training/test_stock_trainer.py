@@ -34,9 +34,7 @@ SIZES |= {"vocab_multiple": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 def parts(architecture: str = "gpt", **changes) -> tuple[L.LightningModule, TextDataModule]:
     """A module and its data, sized as `tiny_run`'s."""
-    data = TextDataModule(
-        architecture=architecture, seq_length=33, micro_batch_size=4, vocab_size=600, num_validation_samples=7
-    )
+    data = TextDataModule(architecture, seq_length=33, micro_batch_size=4, vocab_size=600, num_validation_samples=7)
     config = TransformerConfig(architecture, vocab_size=data.vocab_size, **SIZES | changes)
     kind = GPTModule if architecture == "gpt" else BERTModule
     return kind(config, OptimizerConfig(lr=1e-3), ScheduleConfig("linear", 1, 10)), data

@@ -185,8 +185,8 @@ class TextDataModule(PretrainDataModule):
     One of Lightning's epochs is one pass over the training part; `test` and `predict` see the validation part.
 
     Args:
-        path: a text file (see `conf/data/local.yaml`); None: the text that comes with the package.
-        architecture: the model's.
+        family: the model's, as `model.family`.
+        path: a text file (see `conf/data/local.yaml`); None: the text that comes with Python.
         micro_batch_size: sequences of one forward pass on one rank.
         vocab_size: of the tokenizer that is trained on the text.
         num_validation_samples: sequences scored each time; None: all.
@@ -195,9 +195,9 @@ class TextDataModule(PretrainDataModule):
 
     def __init__(
         self,
-        path: str | None = None,
+        family: str,
         *,
-        architecture: str = "gpt",
+        path: str | None = None,
         seq_length: int = 128,
         micro_batch_size: int = 8,
         vocab_size: int | None = None,
@@ -208,9 +208,7 @@ class TextDataModule(PretrainDataModule):
     ) -> None:
         L.LightningDataModule.__init__(self)  # the rest is built in `setup`, when the Trainer is known
         self.data = data or DataConfig(kind="local" if path else "embedded", seq_length=seq_length, path=path)
-        self.prepared = prepare_corpus(
-            self.data, tokenizer or TokenizerConfig("trained", vocab_size), architecture, None
-        )
+        self.prepared = prepare_corpus(self.data, tokenizer or TokenizerConfig("trained", vocab_size), family, None)
         self.micro_batch_size, self.num_wanted, self.order_seed = micro_batch_size, num_validation_samples, seed
 
     @property

@@ -1,5 +1,7 @@
 """The loss of the model's family, and its mean over the validation sequences."""
 
+from typing import Any
+
 import lightning as L
 import torch
 from torch import Tensor
@@ -28,10 +30,18 @@ class ValidatedModule(L.LightningModule):
     def __init__(self, config: TransformerConfig, logs: bool) -> None:
         super().__init__()
         self.config, self.logs = config, logs
-        self.loss = load(family_of(config.family).loss)
-        self.loss_terms: tuple[str, ...] = self.loss.TERMS
         self.model: torch.nn.Module | None = None
         self.validation: dict[str, float] = {}
+
+    @property
+    def loss(self) -> Any:
+        """The family's `loss.py`; no attribute, because a module cannot be copied or pickled."""
+        return load(family_of(self.config.family).loss)
+
+    @property
+    def loss_terms(self) -> tuple[str, ...]:
+        """Names of the loss terms."""
+        return self.loss.TERMS
 
     @property
     def parallel(self) -> ParallelContext:
