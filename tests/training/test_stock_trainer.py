@@ -2,7 +2,6 @@
 
 import csv
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,13 +119,6 @@ def test_two_processes_give_the_same_and_their_checkpoint_goes_on_in_one(tmp_pat
     assert torch.equal(alone.predict(module, data)[0], predicted)
     alone.fit(module, data, ckpt_path=tmp_path / "kept" / "last.ckpt")
     assert len(logged(tmp_path / "alone", "train/loss")) == 1  # the fourth step alone
-
-
-def test_the_guide_s_example_runs(tmp_path) -> None:
-    guide = (REPOSITORY / "docs" / "guides" / "library.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", guide, re.S)
-    run_script(code, tmp_path)
-    assert list(tmp_path.rglob("last.ckpt"))
 
 
 def test_the_best_the_last_and_the_learning_rate_are_kept(tmp_path, capsys) -> None:
