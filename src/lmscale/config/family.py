@@ -62,7 +62,7 @@ class Family:
 
     Args:
         model: a class of `(config, context)` whose `transformer` is a `Transformer`.
-        loss: a module with `TERMS`, `count_terms(batch)`, `sum_terms(model, batch, sample_keys)` and
+        loss: a module with `TERMS`, `loss_counts(batch)`, `loss_sums(model, batch, sample_keys)` and
             `token_logits(model, batch)`.
         samples: a function of (prepared corpus, split, part, data config, seed, number, number of samples).
         corpus: the token files it trains on.

@@ -107,7 +107,7 @@ class PretrainDataModule(L.LightningDataModule):
     def train_dataloader(self) -> MicroBatches:
         """The rest of an epoch from `completed_steps` on, in micro-batches."""
         length = self.steps_per_epoch * self.batch.num_micro_batches
-        return MicroBatches(self.step_loader, length, self.trainer.lightning_module.count_terms, self._count_step)
+        return MicroBatches(self.step_loader, length, self.trainer.lightning_module.loss_counts, self._count_step)
 
     def _count_step(self) -> None:
         self.completed_steps += 1

@@ -76,7 +76,7 @@ class MicroBatches:
     Args:
         open_steps: gives the loader, each of whose items is the list of a step's micro-batches.
         length: micro-batches of a whole epoch, those done before included: Lightning subtracts what it has restored.
-        count_terms: the counts of one micro-batch.
+        loss_counts: the counts of one micro-batch.
         on_last: called before the last micro-batch of a step is handed out.
     """
 
@@ -84,18 +84,18 @@ class MicroBatches:
         self,
         open_steps: Callable[[], DataLoader],
         length: int,
-        count_terms: Callable[[MicroBatch], Tensor],
+        loss_counts: Callable[[MicroBatch], Tensor],
         on_last: Callable[[], None],
     ) -> None:
         self.open_steps, self.length = open_steps, length
-        self.count_terms, self.on_last = count_terms, on_last
+        self.loss_counts, self.on_last = loss_counts, on_last
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for first, *others in self.open_steps():
-            counts = torch.stack([self.count_terms(micro_batch) for micro_batch in (first, *others)]).sum(dim=0)
+            counts = torch.stack([self.loss_counts(micro_batch) for micro_batch in (first, *others)]).sum(dim=0)
             micro_batches = [first | {"step_counts": counts.long()}, *others]
             for micro_batch in micro_batches:
                 if micro_batch is micro_batches[-1]:

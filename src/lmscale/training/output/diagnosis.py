@@ -18,7 +18,7 @@ def diagnose(module: PretrainModule, micro_batches: list[tuple[dict[str, Tensor]
     with torch.no_grad(), FirstNonFiniteOutput(module.model) as watched:
         for batch, batch_idx in micro_batches:
             if watched.name is None:
-                module.sum_terms(batch, module.dropout_keys(batch, batch_idx))
+                module.loss_sums(batch, module.dropout_keys(batch, batch_idx))
     return report | {"forward": watched.name, "tp_rank": module.parallel.tp_rank, "dp_rank": module.parallel.dp_rank}
 
 

@@ -143,7 +143,7 @@ class PretrainModule(ValidatedModule):
         seed_rank_generator(self.seed, self.completed_steps + 1, micro_step, self._dropout_rank, context.tp_rank)
         if self.is_last_micro_batch:
             self.optimizer.start_grad_sync()
-        sums = self.sum_terms(batch, self.dropout_keys(batch, batch_idx))
+        sums = self.loss_sums(batch, self.dropout_keys(batch, batch_idx))
         terms = sums / self._denominators(batch).to(sums.dtype)
         self.step_terms += terms.detach().double()
         return terms.sum()
@@ -159,7 +159,7 @@ class PretrainModule(ValidatedModule):
         if self._step_counts is not None:
             return self._step_counts.clamp(min=1)
         parts = self.trainer.accumulate_grad_batches * self.parallel.dp_size
-        return self.count_terms(batch).clamp(min=1) * parts
+        return self.loss_counts(batch).clamp(min=1) * parts
 
     @property
     def _dropout_rank(self) -> int:

@@ -48,13 +48,13 @@ class ValidatedModule(L.LightningModule):
         """This rank's place, from the strategy."""
         return self.trainer.strategy.parallel
 
-    def count_terms(self, batch: dict[str, Tensor]) -> Tensor:
+    def loss_counts(self, batch: dict[str, Tensor]) -> Tensor:
         """Scored positions of each loss term in a micro-batch, fp64 [number of terms]; needs no model."""
-        return self.loss.count_terms(batch)
+        return self.loss.loss_counts(batch)
 
-    def sum_terms(self, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
+    def loss_sums(self, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
         """Summed loss of each term over a micro-batch in nats, [number of terms], from a forward pass."""
-        return self.loss.sum_terms(self.model, batch, sample_keys)
+        return self.loss.loss_sums(self.model, batch, sample_keys)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The most probable token (GPT: the next one) at every position, int64 [b, s], equal on all tensor ranks."""
@@ -67,7 +67,7 @@ class ValidatedModule(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Add one micro-batch's summed losses and counts."""
-        self._validation_sums += torch.stack([self.sum_terms(batch, None).double(), self.count_terms(batch)])
+        self._validation_sums += torch.stack([self.loss_sums(batch, None).double(), self.loss_counts(batch)])
 
     def on_validation_epoch_end(self) -> None:
         """Losses over every validation sequence, each counted once over the data ranks."""
