@@ -12,11 +12,10 @@ from ..config import BatchConfig
 from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import family_of, load
 from .bert_dataset import IGNORE_LABEL
-from .blend import Blend
 from .loading import CutStep, MicroBatches, References, Samples, Sized, Unsized, as_tensors
 from .prepare import prepare_corpus
 from .prepared import CorpusPart, PreparedCorpus
-from .sampler import DATASET_SHIFT, BlendedBatchSampler, GlobalBatchSampler
+from .sampler import DATASET_SHIFT, Blend, BlendedBatchSampler, GlobalBatchSampler
 
 
 class PretrainDataModule(L.LightningDataModule):
