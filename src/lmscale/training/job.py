@@ -42,7 +42,7 @@ class PretrainJob(Job):
     resume_from: str | None
     kernels: Kernels = PLAIN
 
-    def make_datamodule(self) -> PretrainDataModule:
+    def build_data(self) -> PretrainDataModule:
         """The run's samples; see `PretrainDataModule` for what it refuses."""
         run, trainer = self.run, self.run.trainer
         by_length = run.loss_reduction == "token_mean"

@@ -1,8 +1,9 @@
-"""Where a run goes on: which checkpoint, whether it is good, whether it fits, and under which schedule."""
+"""Where a run starts: which checkpoint, whether it is intact, whether it fits the run, and under which schedule."""
 
 import dataclasses
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ...config import TransformerConfig
 from ...config.pretrain import RunConfig
 from ...data.data_digest import digest_text, expected_digest
 from ...data.datamodule import PretrainDataModule
+from ..job import PretrainJob
 from ..strategy import TensorParallelStrategy
 
 CHECKPOINTS = "checkpoints"  # folder of a run folder
@@ -36,6 +38,51 @@ _STATE = ("data_digest", "corpus_hash")
 
 class ScheduleDiffersError(ValueError):
     """The schedule is not the checkpoint's, and nobody has said which one counts."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts, the same on all ranks.
+
+    Attributes:
+        checkpoint: whose weights the model starts with; None: the seed determines them.
+        resumes: whether optimizer, schedule and data order continue from the checkpoint too.
+        step: steps already done.
+    """
+
+    checkpoint: str | None
+    resumes: bool
+    step: int
+
+
+def choose_start(job: PretrainJob, run_dir: Path, strategy: TensorParallelStrategy) -> tuple[PretrainJob, Start]:
+    """Choose the checkpoint on all ranks; returns the job under the schedule that goes with it.
+
+    Args:
+        run_dir: the run folder, locked: until then another job may have written checkpoints into it.
+
+    Raises:
+        CheckpointError, ScheduleDiffersError: the checkpoint cannot be used; the same on all ranks.
+
+    Communicates:
+        as `agree_on_checkpoint`, and one short text per rank.
+    """
+    run, chosen, problem = job.run, None, None
+    if strategy.is_global_zero:
+        try:
+            chosen = find_checkpoint(run)
+        except ValueError as error:
+            problem = str(error)
+    problem = strategy.first_error(problem)
+    if problem is not None:
+        raise CheckpointError(problem)
+    path = agree_on_checkpoint(run, run_dir, chosen, strategy)
+    if path is None:
+        return job, Start(None, resumes=False, step=0)
+    if path != job.resume_from:  # under torchrun, or back to an older one
+        job = dataclasses.replace(job, run=check_fit(run, job.config, job.build_data().corpus_hash, path))
+    resumes = Path(path).parent == run_dir / CHECKPOINTS or not run.resume.weights_only
+    return job, Start(path, resumes, read_metadata(path).step if resumes else 0)
 
 
 def find_checkpoint(run: RunConfig) -> str | None:
