@@ -108,20 +108,20 @@ class ProcessGroupCommunicator(Communicator):
 
     def begin_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
         work = dist.all_reduce(x, group=self.group, async_op=True)
-        return lambda: _after(work, x)
+        return lambda: _wait_for(work, x)
 
     def begin_all_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
         parts = x.new_empty(self.size, *x.shape)
         work = _all_gather_tensor(parts.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
-        return lambda: _after(work, parts).movedim(0, dim).flatten(dim, dim + 1)
+        return lambda: _wait_for(work, parts).movedim(0, dim).flatten(dim, dim + 1)
 
     def begin_reduce_scatter(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
         parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0)
         total = x.new_empty(parts.shape[1:])
         work = _reduce_scatter_tensor(total, parts.flatten(0, 1), group=self.group, async_op=True)
-        return lambda: _after(work, total)
+        return lambda: _wait_for(work, total)
 
 
-def _after(work: dist.Work, result: Tensor) -> Tensor:
+def _wait_for(work: dist.Work, result: Tensor) -> Tensor:
     work.wait()
     return result
