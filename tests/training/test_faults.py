@@ -152,7 +152,7 @@ def test_a_full_disk_is_shown_and_the_training_goes_on(whole, tmp_path, capfd, m
     stderr = capfd.readouterr().err
     for step, kept in ((2, 1), (3, 1)):
         assert f"error: checkpoint of step {step} not saved: rank 0: [Errno 28] No space left on device" in stderr
-        assert f"step_{kept}.ckpt stays; training goes on" in stderr
+        assert f"step_{kept}.ckpt stays; training continues" in stderr
     assert_same_run(whole, tmp_path)
     assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step_1.ckpt", "step_4.ckpt", "step_5.ckpt"]
     assert not list((tmp_path / "checkpoints").glob(".*"))

@@ -103,7 +103,7 @@ def report_failure(
     if exit_code == INTERRUPTED and strategy.is_global_zero:
         name = interruption.received.name if interruption.received else "a signal to another rank"
         where = run_dir / CHECKPOINTS
-        print(f"stopped by {name} after step {step}, saved in {where}; go on with resume=auto", flush=True)
+        print(f"stopped by {name} after step {step}, saved in {where}; continue with resume=auto", flush=True)
 
 
 def announce(
@@ -117,12 +117,12 @@ def announce(
     run, resume_from, config, layout, batch = job.run, start.checkpoint, job.config, job.layout, job.batch
     parameters = count_parameters(config, layout.tp_size)
     print(
-        f"{run.name}: {parameters.total:,} parameters, {parameters.per_rank:,} a rank; {config.num_layers} layers, "
+        f"{run.name}: {parameters.total:,} parameters, {parameters.per_rank:,} per rank; {config.num_layers} layers, "
         f"hidden {config.hidden_size}, {config.num_attention_heads} heads, norm order {config.norm_order}\n"
         f"ranks: {layout.world_size} = {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}"
         f"{describe_channel(context, job.accelerator)}; "
         f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x "
-        f"{batch.num_micro_batches} micro-steps x {run.micro_batch_size}; {run.data.seq_length} tokens a sequence\n"
+        f"{batch.num_micro_batches} micro-steps x {run.micro_batch_size}; {run.data.seq_length} tokens per sequence\n"
         f"{describe_options(run, config, layout)}"
         f"kernels: {job.kernels.describe()} (compile={str(run.compile).lower()}, kernels={run.kernels})\n"
         f"steps {start.step} to {last_step} of {run.trainer.max_steps}"
@@ -148,7 +148,7 @@ def describe_channel(context: ParallelContext, accelerator: str) -> str:
     """Describe how tensor ranks on CPUs communicate; empty for one rank or for GPUs."""
     if context.tp_size == 1 or accelerator != "cpu":
         return ""
-    return f", adding up through {context.tp_communicator.backend}"
+    return f", communicating through {context.tp_communicator.backend}"
 
 
 def describe_options(run: RunConfig, config: TransformerConfig, layout: ParallelConfig) -> str:
