@@ -23,8 +23,8 @@ class ConvertConfig:
         max_file_gb: largest weight file of a Hugging Face target, in GB (10^9 bytes).
         tokenizer_path: folder of tokenizer files, or a tokenizer.json, to put beside the model; None takes those beside
             the source, if any.
-        initialize_missing_heads: begin heads anew that a Hugging Face source lacks, instead of refusing it.
-        seed: of heads that begin anew.
+        initialize_missing_heads: initialize heads that a Hugging Face source lacks, instead of refusing it.
+        seed: of the initialized heads.
 
     Raises:
         ValueError: a value that cannot be.

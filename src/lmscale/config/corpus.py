@@ -191,7 +191,7 @@ class PrepareConfig:
         sources: corpora by name.
         tokenizer: published or trained on the cleaned text.
         evaluation_sets: test sets by name, for removal and the leakage report.
-        validation_every: one document of so many is held out, 30 for the paper's 29:1.
+        validation_every: one document in this many is held out; 30 gives the paper's 29:1.
         max_bad_rows: rows of one file that cannot be read (invalid JSON, no text) before it is refused.
         duplicate_ids: `count` documents that share an id, or `refuse` them.
         shard_mb: size of a shard of the work, in MB of input as it is stored; it changes no result. A task holds a

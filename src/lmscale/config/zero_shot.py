@@ -66,13 +66,13 @@ class ZeroShotConfig:
 
     Args:
         run_dir: Hydra's run folder, for the record.
-        task: what is measured, and its file.
+        task: the benchmark and its file.
         ckpt: a checkpoint of ours at any layout, a run folder (its newest one), or a folder with a Hugging Face GPT-2;
             None with `count_only`.
         count_only: print what would be scored, and stop.
         micro_batch_tokens: of a forward pass, at most (one window or passage may have more).
         precision: its `dtype` is that of weights and arithmetic.
-        accelerator: `auto` (a GPU where there is one), `cpu` or `gpu`.
+        accelerator: `auto` (a GPU if there is one), `cpu` or `gpu`.
 
     Raises:
         ValueError: a value that cannot be.

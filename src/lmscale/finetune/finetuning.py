@@ -31,7 +31,7 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     """Check a finetuning, cheap checks first: machine, checkpoint, files; then read and encode the data.
 
     Raises:
-        ValueError: anything that cannot work, in one line.
+        ValueError: anything invalid, in one line.
     """
     accelerator, task = resolve_accelerator(run.trainer.accelerator), run.task
     check_no_record(run.run_dir)

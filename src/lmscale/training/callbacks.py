@@ -40,10 +40,10 @@ def add_callbacks(job: PretrainJob, running: Run) -> StepReport:
 class ReplicaSentinel(L.Callback):
     """Stops the run when ranks that must hold the same numbers do not.
 
-    Compared before the first step and then every so many steps: over the tensor group the replicated weights, their
-    moments, and which samples were seen; over the data group all weights and moments, with `zero1` the weights alone:
-    no two data ranks then hold the same moments. A difference means broken memory, a broken link or a bug; the
-    checkpoint before it is still good.
+    They are compared before the first step and then every `every_steps` steps: over the tensor group the replicated
+    weights, their moments, and which samples were seen; over the data group all weights and moments (with `zero1` only
+    the weights: no two data ranks then hold the same moments). A difference means broken memory, a broken link or a
+    bug; the checkpoint before it is still good.
 
     Communicates:
         one all-reduce of 2 int64 per tensor over each group, every `every_steps` steps; two numbers over the world.

@@ -67,7 +67,7 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Write the row of a step, or add validation figures to the row of the step just written."""
+        """Write the row of a step, or add validation losses to the row of the step just written."""
         if "train/loss" not in metrics:
             if self.rows and self.rows[-1]["step"] == step:
                 self.rows[-1] |= metrics

@@ -20,10 +20,10 @@ class StepProfiler(L.Callback):
     In `folder` each of them writes `rank_<r>.json`, a trace for https://ui.perfetto.dev or chrome://tracing, and
     `rank_<r>.txt`, the operations by their own time. The other data ranks do the same work on other samples.
     Profiled steps are slower. A resumed run that ends earlier
-    leaves what it has, and says so where that is nothing.
+    writes the steps it has, or warns if it has none.
 
     Args:
-        folder: made where it is missing.
+        folder: created if missing.
     """
 
     def __init__(self, folder: Path) -> None:

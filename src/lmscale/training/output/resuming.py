@@ -104,7 +104,7 @@ def find_checkpoint(run: RunConfig) -> str | None:
     # Under `auto`, metrics may be of this run, stopped before its first checkpoint; a record is of a completed run.
     if left and not own and not is_restart() and (path != "auto" or "record.json" in left):
         raise ValueError(
-            f"`hydra.run.dir` must be another folder where a run starts anew, but {run.run_dir} has the "
+            f"`hydra.run.dir` must be another folder for a new run, but {run.run_dir} has the "
             f"{' and '.join(left)} of an earlier one, without checkpoints to resume from"
         )
     if path == "none":
