@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 
-# On a CPU, torch caches a kernel with its buffers for each of the last 1,024 shapes. Batches of similar length have many
-# shapes, which took gigabytes. torch reads this when it is imported; 128 is as fast.
+# On a CPU, torch caches a kernel with its buffers for each of the last 1,024 shapes. Batches of similar length have
+# many shapes, which took gigabytes. torch reads this when it is imported; 128 is as fast.
 for _cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
     os.environ.setdefault(_cache, "128")
 

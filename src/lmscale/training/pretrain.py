@@ -25,7 +25,7 @@ def prepare_job(run: RunConfig) -> PretrainJob:
     """Check a run, cheap checks first: sizes, memory, checkpoint; then read and tokenize the corpus once.
 
     Raises:
-        ValueError: anything in the configuration that cannot work, in one line.
+        ValueError: anything invalid in the configuration, in one line.
     """
     run, accelerator, layout, kernels, resume_from = check_run(run)
     corpus = prepare_corpus(run.data, run.tokenizer, run.model.family, run.model.vocab_size)
@@ -68,7 +68,7 @@ def train(job: PretrainJob, running: Run) -> int:
         check_data_digest(start.checkpoint, data, strategy)
     metrics, last_step = MetricsFile(folder / METRICS), trainer.max_steps
     if not begin_run_folder(job, folder, start, last_step, metrics, strategy):
-        return DONE
+        return DONE  # an earlier start has completed the run
     trainer.loggers = [metrics, *optional_loggers(job.run, folder)]
     report = add_callbacks(job, running)
 

@@ -1,8 +1,8 @@
 """BERT's training loss: cross-entropy of the masked tokens plus that of the sentence order (section 5.3).
 
 A micro-batch has `tokens`, `token_types` and `labels` (-100 where not masked), int64 [b, s]; `attention_mask` bool
-[b, s] or None; `sop_labels` int64 [b], 1 where the sentences are swapped; `scored` int64 [m], the places of the labels
-that are not -100.
+[b, s] or None; `sop_labels` int64 [b], 1 where the sentences are swapped; `scored` int64 [m], the indices of flattened
+labels that are not -100.
 """
 
 import torch
