@@ -42,7 +42,7 @@ class TaskConfig:
         null_threshold: SQuAD 2.0: "no answer" is predicted if it scores above the best answer by more than this; None:
             the best threshold on the first validation set.
         columns: a user's own task: the table's names of the columns `id` (null: the number of the row), `first` and
-            `second` text (null: there is one) and `label`, which a test set may lack.
+            `second` text (null: only one text) and `label`, which a test set may lack.
         labels: a user's own task: names of the classes; a label is a name or an index into this list, from 0.
         table_6: the values of Table 6 for this task, by size of the model; conf/finetune.yaml uses those of `size`.
 
@@ -193,7 +193,7 @@ class FinetuneConfig:
     Args:
         name: of the run in its record.
         run_dir: Hydra's run folder.
-        ckpt: checkpoint of ours at any layout (pretrained, imported or finetuned), or a folder with `step_*.ckpt`.
+        ckpt: checkpoint of lmscale at any layout (pretrained, imported or finetuned), or a folder with `step_*.ckpt`.
         size: row of Table 6.
         from_scratch: draw all weights from the seed; the checkpoint gives sizes and tokenizer. A control.
         new_pooler: draw the pooler from the seed if the checkpoint has no trained one.

@@ -1,4 +1,4 @@
-"""What carries the bytes between tensor ranks: one small interface, so that f, g and the loss need not ask what it is.
+"""The communication backends of tensor ranks, behind one small interface that f, g and the loss use.
 
 How to add a backend:
 1. Subclass `Communicator` and write its three collectives. Override the `begin_` forms too, if the backend can work in
@@ -101,7 +101,7 @@ class ProcessGroupCommunicator(Communicator):
         return parts.movedim(0, dim).flatten(dim, dim + 1)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0)  # what each rank receives, in turn
+        parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0)  # the part that each rank receives
         total = x.new_empty(parts.shape[1:])
         _reduce_scatter_tensor(total, parts.flatten(0, 1), group=self.group)
         return total
