@@ -21,7 +21,7 @@ class ConvertConfig:
         vocab_multiple: padding of an lmscale target; None keeps the source's (Hugging Face has none: 1,024).
         dtype: of the weights in a Hugging Face target, `fp32`, `bf16` or `fp16`.
         max_file_gb: largest weight file of a Hugging Face target, in GB (10^9 bytes).
-        tokenizer_path: folder of tokenizer files, or a tokenizer.json, to put next to the model; None: those next to the
+        tokenizer_path: folder of tokenizer files, or a tokenizer.json, to copy next to the model; None: those of the
             source, if any.
         initialize_missing_heads: initialize heads that a Hugging Face source lacks, instead of refusing it.
         seed: of the initialized heads.

@@ -91,8 +91,8 @@ class DedupConfig:
         ngram: words of a shingle.
         bands: of the LSH; a pair of similarity j becomes a candidate with probability 1 - (1 - j^rows)^bands.
         rows: of one band of the LSH.
-        largest_bucket: up to this number, all documents that share a band value are compared with each other; in a larger
-            bucket each only with its neighbour and the first, which is counted.
+        largest_bucket: up to this number, all documents with the same band value are compared with each other; in a
+            larger bucket each only with its neighbour and the first, which is counted.
     """
 
     jaccard: float | None

@@ -82,7 +82,7 @@ class GenerateConfig:
     """One generation of text.
 
     Args:
-        ckpt: a checkpoint of lmscale at any layout, a run folder (its newest one), or a folder with a Hugging Face GPT-2.
+        ckpt: an lmscale checkpoint at any layout, a run folder (its newest one), or a folder with a Hugging Face GPT-2.
         prompt: text to continue; an empty one starts a document.
         file: prompts, one per line, or .jsonl with {"prompt": text} on each line.
         interactive: read prompts from standard input, one per line.

@@ -67,7 +67,7 @@ class ZeroShotConfig:
     Args:
         run_dir: Hydra's run folder, for the record.
         task: the benchmark and its file.
-        ckpt: a checkpoint of lmscale at any layout, a run folder (its newest one), or a folder with a Hugging Face GPT-2;
+        ckpt: an lmscale checkpoint at any layout, a run folder (its newest one), or a folder with a Hugging Face GPT-2;
             None with `count_only`.
         count_only: print what would be scored, and stop.
         micro_batch_tokens: largest number of tokens of a forward pass (one window or passage may have more).

@@ -116,7 +116,7 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
 
 
 def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> int:
-    # Silence the agent's warnings about ending ranks and its copy of the traceback; `_run_agent` prints its own.
+    # Silence the agent's warnings about ending ranks and its copy of the traceback, which is printed below.
     for name in (
         "distributed.elastic.agent.server.api",
         "distributed.elastic.multiprocessing.api",
