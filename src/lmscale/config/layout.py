@@ -113,8 +113,3 @@ class BatchConfig:
     def num_micro_batches(self) -> int:
         """Forward passes of a rank per step (gradient accumulation)."""
         return self.global_batch_size // (self.micro_batch_size * self.dp_size)
-
-    @property
-    def rank_batch_size(self) -> int:
-        """Sequences of a data rank per step."""
-        return self.global_batch_size // self.dp_size
