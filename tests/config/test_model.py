@@ -24,4 +24,4 @@ def test_a_config_that_leaves_something_open_is_resolved_once_and_then_built() -
 def test_a_name_makes_no_difference_and_is_not_in_a_checkpoint() -> None:
     assert dataclasses.replace(OPEN, name="other") == OPEN
     assert "name" not in OPEN.to_dict()
-    assert TransformerConfig(**OPEN.to_dict()) == OPEN
+    assert TransformerConfig.from_dict(OPEN.to_dict()) == OPEN

@@ -133,14 +133,14 @@ def test_the_clock_saves_too(tmp_path) -> None:
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [f"step_{n}.ckpt" for n in (1, 2, 3)]
 
 
-def test_a_certificate_of_other_samples_is_refused(finished, tmp_path, capfd, monkeypatch) -> None:
+def test_a_data_digest_of_other_samples_is_refused(finished, tmp_path, capfd, monkeypatch) -> None:
     """Every setting agrees and still the samples were others: what only a bug of the sampler could do."""
     original = GlobalBatchSampler._permutation_of
     monkeypatch.setattr(GlobalBatchSampler, "_permutation_of", lambda self, epoch: original(self, epoch + 1))
     run = tiny_run("gpt", tmp_path, resume=str(finished), **(LONG | {"trainer__max_steps": 7}))
     run = dataclasses.replace(run, resume=dataclasses.replace(run.resume, schedule="override"))
     assert pretrain(prepare_job(run)) == 2
-    assert "the data-order certificate must be" in capfd.readouterr().err
+    assert "the data digest must be" in capfd.readouterr().err
 
 
 def test_a_half_precision_run_goes_on_in_fp32_from_its_exact_masters(tmp_path) -> None:
