@@ -86,5 +86,5 @@ def test_the_state_has_the_estimated_size(name, state) -> None:
 
 
 def test_other_moment_types_are_refused() -> None:
-    with pytest.raises(ValueError, match="`optimizer.moments` must be fp32 or bf16, but is 'fp8'"):
+    with pytest.raises(ValueError, match="`moments` must be one of fp32, bf16, but is 'fp8'"):
         OptimizerConfig(lr=1e-3, moments="fp8")

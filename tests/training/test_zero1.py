@@ -35,7 +35,7 @@ def test_parameters_are_balanced_over_owners_up_to_the_largest_parameter(num_own
 
 @pytest.mark.parametrize(("architecture", "dtype"), [("gpt", "fp32"), ("bert", "bf16"), ("gpt", "fp16")])
 def test_zero1_does_not_change_the_run(tmp_path, architecture, dtype) -> None:
-    """Sums over two ranks have one order, so runs are bitwise equal without clipping (the norm is summed differently)."""
+    """Sums over two ranks have one order: without clipping, whose norm has other partial sums, all bits are equal."""
     settings = {
         "parallel__dp_size": 2,
         "precision__dtype": dtype,
