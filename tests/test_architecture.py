@@ -1,4 +1,4 @@
-"""The promises of `docs/architecture.md`: a short reading path, small files and folders, recipes with tests."""
+"""What `docs/architecture.md` promises: a short reading path, small files and folders, recipes with tests."""
 
 import ast
 import io
@@ -43,7 +43,9 @@ def code_lines(source: str) -> int:
 
 
 def test_code_lines_counts_neither_docstrings_nor_comments() -> None:
-    source = '"""One.\n\nTwo."""\n\nx = [\n    1,  # one\n]\n\n\ndef f():\n    """Doc."""\n    # why\n    return x\n'
+    source = (
+        '"""One.\n\nTwo."""\n\nx = [\n    1,  # one\n]\n\n\ndef f():\n    """Doc."""\n    # comment\n    return x\n'
+    )
     assert code_lines(source) == 5
 
 
@@ -92,8 +94,9 @@ def test_the_reading_path_defines(name) -> None:
 
 def test_files_and_folders_are_small() -> None:
     files = [path for path in PACKAGE.rglob("*.py")]
-    num_lines = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    long = {name: n for name, n in num_lines.items() if n > MAX_FILE_LINES}
+    long = {
+        path.name: n for path in files if (n := len(path.read_text(encoding="utf-8").splitlines())) > MAX_FILE_LINES
+    }
     assert long == {}
     for folder in {path.parent for path in files}:
         assert len(list(folder.glob("*.py"))) <= MAX_FOLDER_FILES, folder

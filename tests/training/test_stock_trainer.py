@@ -2,7 +2,6 @@
 
 import csv
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,13 +119,6 @@ def test_two_processes_give_the_same_losses_and_their_checkpoint_resumes_in_one(
     assert torch.equal(alone.predict(module, data)[0], predicted)
     alone.fit(module, data, ckpt_path=tmp_path / "kept" / "last.ckpt")
     assert len(logged(tmp_path / "alone", "train/loss")) == 1  # only the fourth step
-
-
-def test_the_example_of_the_guide_runs(tmp_path) -> None:
-    guide = (REPOSITORY / "docs" / "guides" / "library.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", guide, re.S)
-    run_script(code, tmp_path)
-    assert list(tmp_path.rglob("last.ckpt"))
 
 
 def test_best_and_last_checkpoints_and_the_learning_rate_are_recorded(tmp_path, capsys) -> None:
