@@ -3,10 +3,10 @@
     python analysis/benchmarks/tensor_parallel_cost.py --record outputs/tensor_parallel_cost.json
 
 Two processes with one thread each. In every round the first trains the full model alone while the other waits; then
-both train it together, without and with sequence parallelism (bf16, vocabulary 8,192, 8 x 256 tokens, dropout 0): forward
-pass, backward pass, update. Ratios are of the fastest steps overall and, paired, of the fastest steps per round. Any
-other process on the same cores hides the gain, so the record has the machine's load. Activations are the bytes that a
-forward pass saves for its backward pass with the paper's dropout, without parameters.
+both train it together, without and with sequence parallelism (bf16, vocabulary 8,192, 8 x 256 tokens, dropout 0):
+forward pass, backward pass, update. Ratios are of the fastest steps overall and, paired, of the fastest steps per
+round. Any other process on the same cores hides the gain, so the record has the machine's load. Activations are the
+bytes that a forward pass saves for its backward pass with the paper's dropout, without parameters.
 """
 
 import argparse

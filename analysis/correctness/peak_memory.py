@@ -4,8 +4,8 @@
     python analysis/correctness/peak_memory.py --record outputs/peak_memory.json  # and records it
 
 `real`: a full step on this CPU, on one rank or on two over gloo. `traced`: forward and backward pass of the paper's
-models on fake tensors, with a GPU's attention kernels and LayerNorms. Neither includes allocations inside kernels, rounding by
-the allocator and the framework; no GPU was used.
+models on fake tensors, with a GPU's attention kernels and LayerNorms. Neither includes allocations inside kernels,
+rounding by the allocator and the framework; no GPU was used.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """The interface of a contender: a model, AdamW and one training step on a given batch.
 
 All clip the gradient norm at 1 and run the full step: forward pass, backward pass, update. Ours and Hugging Face's
-start from the same weights; a model file and megatron-core initialize their own. Peers with fp32 weights that compute in bf16
-use autocast, as their users would.
+start from the same weights; a model file and megatron-core initialize their own. Peers with fp32 weights that compute
+in bf16 use autocast, as their users would.
 """
 
 from abc import ABC, abstractmethod
