@@ -11,7 +11,7 @@ from lmscale.config import TransformerConfig
 from lmscale.config.family import BUILT_IN, family_of, load
 from lmscale.config.pretrain import RunConfig
 
-PACKAGE = Path(__file__).resolve().parent.parent / "src" / "lmscale"
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "lmscale"
 # The only places that may name a family: its folder and its samples.
 FOLDERS = [f"models/{name}/" for name in BUILT_IN]
 SAMPLES = [family_of(name).samples.split(":")[0].removeprefix("lmscale.").replace(".", "/") for name in BUILT_IN]
