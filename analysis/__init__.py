@@ -1,4 +1,4 @@
-"""The studies behind the results: each folder has what it runs, its tables, figures and records.
+"""The studies behind the results: each folder holds its scripts, tables, figures and records.
 
-`report/` puts them together; the records of a study are in its folder `records/`.
+`report/` combines them; the records of a study are in its folder `records/`.
 """

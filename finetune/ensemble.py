@@ -1,7 +1,7 @@
-"""Combine finetunings of one task: `python finetune/ensemble.py RUN RUN RUN RUN RUN --out FOLDER`.
+"""Combine finetuned models of one task: `python finetune/ensemble.py RUN RUN RUN RUN RUN --out FOLDER`.
 
-The members are run folders of `finetune/run.py` that scored the same sets. The folder gets `<set>/` with predictions in
-the benchmark's form, and `record.json`.
+The members are run folders of `finetune/run.py` that scored the same sets. The output folder contains `<set>/` with
+predictions in the benchmark's format, and `record.json`.
 """
 
 import argparse
@@ -16,13 +16,13 @@ NAME = "finetune_ensemble"
 
 
 def refuse_run_folder(out: Path) -> None:
-    """An ensemble may be made again in its folder; the record of anything else is kept."""
+    """Refuse a folder with the record of a run; an ensemble's own folder may be overwritten."""
     if read_about(out).get("name", NAME) != NAME:
         raise ValueError(f"`--out` must be a folder without the record of a run, but {out} has one")
 
 
 def read_about(run: Path) -> dict:
-    """A folder's record; empty where it has none."""
+    """A folder's record; empty if it has none."""
     path = run / "record.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

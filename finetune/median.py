@@ -1,7 +1,7 @@
 """Settings of a sweep by their median development score: `python finetune/median.py multirun/finetune_race/TIME`.
 
-For a sweep over seeds the one line is the figure of Table 5, and the run named is the one whose checkpoint the protocol
-takes to the test set:
+For a sweep over seeds, the only line is the value for Table 5. It names the run whose checkpoint the protocol evaluates
+on the test set:
 
     python finetune/run.py task=race ckpt=THAT_RUN trainer.num_epochs=0 '+task.test.test=RACE/test'
 """
@@ -15,7 +15,7 @@ from lmscale.finetune.protocol import read_settings
 def main() -> int:
     """Read, sort, print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", help="a sweep's folder, or any with run folders below it")
+    parser.add_argument("folder", help="folder of a sweep, or any folder that contains run folders")
     parser.add_argument("--metric", default=None, help="default: the task's accuracy, or F1 for SQuAD")
     options = parser.parse_args()
     try:

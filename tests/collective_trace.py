@@ -1,7 +1,7 @@
 """One training step of rank 0 in a world of any size, traced in one process: counts instead of numbers.
 
-Nothing is computed and nothing is sent: tensors have shapes and no storage, the process group swallows what it gets.
-The model, f, g and the loss are the real ones, so what is counted is what a real rank would do.
+Nothing is computed or sent: tensors have shapes but no storage, and the process group is fake. The model, f, g and the
+loss are the real ones, so the counts are those of a real rank.
 """
 
 import time
@@ -27,7 +27,11 @@ from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
 
-_GROUP_PLACES = {"allreduce_": 1, "_allgather_base_": 2, "_reduce_scatter_base_": 2}  # of the group in the arguments
+_GROUP_PLACES = {
+    "allreduce_": 1,
+    "_allgather_base_": 2,
+    "_reduce_scatter_base_": 2,
+}  # of the group, by argument
 # What a `SharedMemoryChannel` does of them; the group's name is the last argument.
 _OF_A_CHANNEL = {
     "all_reduce": "allreduce_",
@@ -38,13 +42,13 @@ _OF_A_CHANNEL = {
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as a rank issued it.
+    """One collective issued by a rank.
 
     Args:
-        kind: torch's name of the operation, `allreduce_` for an all-reduce, by whatever way.
+        kind: torch's name of the operation, `allreduce_` for an all-reduce of any backend.
         group: `tensor`, `data` or `other`.
-        phase: what the rank was doing, such as `forward` or `backward` (which holds the recomputation).
-        shape, num_bytes: of the rank's tensor; all tensors together where one call takes several.
+        phase: such as `forward` or `backward` (which includes recomputation).
+        shape, num_bytes: of the rank's tensor, or of all tensors of a call with several.
     """
 
     kind: str
@@ -55,10 +59,10 @@ class Collective:
 
 
 class CollectiveRecorder(TorchDispatchMode):
-    """While entered, notes every collective of this rank, real or fake, in `collectives`.
+    """Context manager that records every collective of this rank, real or fake, in `collectives`.
 
     Args:
-        context: gives the groups their names. The caller sets `phase` where another one begins.
+        context: names the groups. The caller sets `phase` when a new phase begins.
     """
 
     def __init__(self, context: ParallelContext) -> None:
@@ -71,7 +75,7 @@ class CollectiveRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional", "lmscale"):
-            # Of an all-gather or a reduce-scatter the larger of what goes in and what comes out.
+            # The larger of input and output of an all-gather or a reduce-scatter.
             given = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in (*args, result)]
             tensors = max(given, key=lambda some: sum(t.numel() for t in some))
             name = func.overloadpacket.__name__
@@ -97,15 +101,15 @@ class CollectiveRecorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class TraceReport:
-    """What rank 0 does in the forward and backward pass of one micro-batch.
+    """Counts for rank 0 in the forward and backward pass of one micro-batch.
 
     Args:
-        model_parameters: of the whole model, replicated ones once; of the real modules.
+        model_parameters: of the full model, counting replicated ones once; from the real modules.
         rank_parameters: held by one rank.
-        collectives: every collective in order. The gradient's reduction over the data group is not among them: it
-            happens once a step, with the bytes of `rank_parameters`.
-        flops: of one rank, forward, backward and recomputation; a multiply-add counts as two, matrix products alone.
-        seconds: the trace took.
+        collectives: every collective in order, without the gradient reduction over the data group, which happens once
+            per step with the bytes of `rank_parameters`.
+        flops: of one rank, forward, backward and recomputation; matrix products only, a multiply-add counts as two.
+        seconds: duration of the trace.
     """
 
     model_parameters: int
@@ -116,16 +120,16 @@ class TraceReport:
 
     @property
     def num_collectives(self) -> int:
-        """Collectives of all kinds and sizes."""
+        """Number of collectives."""
         return len(self.collectives)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors handed to the collectives (the payload, not what a ring algorithm sends for it)."""
+        """Bytes of the tensors passed to the collectives (payload, not the traffic of a ring algorithm)."""
         return sum(collective.num_bytes for collective in self.collectives)
 
     def count(self) -> Counter[Collective]:
-        """How often each collective was issued, by kind, group, phase and size."""
+        """Number of collectives by kind, group, phase and size."""
         return Counter(self.collectives)
 
 
@@ -138,12 +142,12 @@ def trace_step(
 ) -> TraceReport:
     """Count parameters, collectives and FLOPs of one micro-batch's forward and backward pass on rank 0 of `layout`.
 
-    A world of 512 takes one process, seconds and some hundred MB, whatever the size of the model.
+    A world of 512 takes one process, seconds and a few hundred MB for any model size.
 
     Args:
-        config: of a GPT or a BERT; its `recompute` and dropouts are honoured.
+        config: of a GPT or a BERT, including `recompute` and dropout.
         micro_batch_size: sequences.
-        seq_length: tokens of a sequence.
+        seq_length: tokens per sequence.
         dtype: of weights and activations.
 
     Raises:
@@ -192,7 +196,7 @@ def _count(shapes: Iterable[tuple[int, ...]]) -> int:
 
 
 def _micro_batch_loss(model: nn.Module, micro_batch_size: int, seq_length: int) -> Tensor:
-    """Summed loss of a batch without contents."""
+    """Summed loss of a batch without data."""
     tokens = torch.zeros(micro_batch_size, seq_length, dtype=torch.int64)
     keys = sample_dropout_keys(0, torch.arange(micro_batch_size))
     if model.config.family == "gpt":

@@ -1,4 +1,4 @@
-"""Shared setting of the whole suite: fast fp32, no network, the real data where it is."""
+"""Settings for all tests: fast fp32, no network, the location of real data."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ import lmscale.cli  # noqa: E402, F401  the resolvers of conf/, for tests that c
 
 @pytest.fixture(autouse=True)
 def exact_products() -> Iterator[None]:
-    """A run sets the precision of fp32 products for its process; the next test starts from torch's default."""
+    """Reset the fp32 matmul precision, which a run sets for its process."""
     yield
     import torch
 
@@ -28,7 +28,7 @@ def exact_products() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Folder of real data sets; skips where it is missing."""
+    """Folder of real data sets; skips the test if it is missing."""
     folder = Path(os.environ.get("LMSCALE_DATA", REPOSITORY.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(f"no data at {folder}; set LMSCALE_DATA")

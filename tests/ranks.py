@@ -1,4 +1,4 @@
-"""Run a function on several real processes that talk over gloo, and clean up whatever happens."""
+"""Run a function on several real processes with gloo, and always clean up."""
 
 import os
 import random
@@ -19,10 +19,10 @@ from lmscale.parallel import ParallelContext, choose_communicator
 
 
 def run_ranks(worker: Callable, world_size: int, *args: Any, timeout_s: float = 540.0) -> list[Any]:
-    """`worker(rank, *args)` on `world_size` spawned processes with a gloo group; returns their results by rank.
+    """Run `worker(rank, *args)` on `world_size` spawned processes with a gloo group; returns the results by rank.
 
     Raises:
-        RuntimeError: a rank failed (with its traceback) or the time ran out; the processes are ended either way.
+        RuntimeError: a rank failed (with its traceback) or timed out; the processes are ended in both cases.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes = mp.spawn(_enter, (world_size, folder, worker, args), nprocs=world_size, join=False)
@@ -51,7 +51,7 @@ def _enter(rank: int, world_size: int, folder: str, worker: Callable, args: tupl
 
 
 def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:
-    """This rank's context in a (data, tensor) grid over the whole world, with the communicator of a real run."""
+    """This rank's context in a (data, tensor) grid over all ranks, with the communicator of a real run."""
     mesh = init_device_mesh("cpu", (dp_size, tp_size), mesh_dim_names=("data", "tensor"))
     return ParallelContext(
         tp_rank=mesh.get_local_rank("tensor"),
@@ -65,7 +65,7 @@ def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, below the range from which gloo's own connections take theirs."""
+    """A free TCP port below the range that gloo uses for its own connections."""
     while True:
         port = random.randrange(20000, 32000)
         with socket.socket() as listener:

@@ -1,4 +1,4 @@
-"""A sharded model beside a plain one with the same logical weights: the basic comparison of many tests."""
+"""Compare a sharded model with a plain one that has the same logical weights."""
 
 import dataclasses
 
@@ -26,13 +26,13 @@ SMALL = {
 
 
 def small_config(family: str, **changes) -> TransformerConfig:
-    """A tiny model of odd sizes, without dropout unless asked for."""
+    """A tiny model with odd sizes; no dropout by default."""
     values = {"hidden_dropout": 0.0, "attention_dropout": 0.0} | SMALL | changes
     return TransformerConfig(family=family, **values)
 
 
 def random_model(config: TransformerConfig, context: ParallelContext, seed: int = 7) -> nn.Module:
-    """A model in fp64 whose every parameter is random, biases and LayerNorms too, so that none hides a mistake."""
+    """An fp64 model with all parameters random, including biases and LayerNorms, so that none hides an error."""
     model = build_model(config, context, seed=None, dtype=torch.float64)
     for param in model.parameters():
         param.shard = dataclasses.replace(param.shard, init="normal", std=0.3)
@@ -41,7 +41,7 @@ def random_model(config: TransformerConfig, context: ParallelContext, seed: int 
 
 
 def random_batch(config: TransformerConfig, batch_size: int = 5, seed: int = 3) -> dict[str, Tensor]:
-    """Tokens, labels (some not scored), and for BERT types, padding and order labels."""
+    """Tokens and labels (some not scored); for BERT also token types, padding and order labels."""
     generator = torch.Generator().manual_seed(seed)
     shape = (batch_size, config.max_position_embeddings)
     batch = {
@@ -67,7 +67,7 @@ def total_loss(model: nn.Module, batch: dict[str, Tensor], seed: int = 11) -> Te
 
 
 def local_part(full: Tensor, param: Tensor, context: ParallelContext) -> Tensor:
-    """The slice of a whole tensor that this rank's parameter stands for."""
+    """This rank's slice of a full tensor."""
     dim = param.shard.shard_dim
     if dim is None:
         return full
@@ -75,7 +75,7 @@ def local_part(full: Tensor, param: Tensor, context: ParallelContext) -> Tensor:
 
 
 def differences_from_plain(config: TransformerConfig, context: ParallelContext) -> dict[str, float]:
-    """Largest differences between this rank's shard and one process: loss, every gradient, the norm (relative)."""
+    """Largest differences from one process on this rank: loss, every gradient, and the relative norm."""
     batch = random_batch(config)
     plain, sharded = random_model(config, ParallelContext()), random_model(config, context)
     losses = [total_loss(model, batch) for model in (plain, sharded)]

@@ -23,11 +23,11 @@ from lmscale.config.pretrain import RunConfig
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
-TINY_VOCAB_SIZE = 1999  # stands for the tokenizer's size, which no file knows
-# Files that other keys must complete before a run is whole.
+TINY_VOCAB_SIZE = 1999  # in place of the tokenizer's size, which is not in a file
+# Files that need further keys for a complete run.
 REQUIRED = {("data", "local"): ["data.path=corpus.txt"], ("data", "huggingface"): ["data.name=wikitext"]}
 REQUIRED["data", "indexed"] = ["data.path=dataset"]
-OF_ONE_ENTRY_POINT = ("train", "finetune", "zero_shot", "prepare_data")  # folders of groups that are theirs alone
+OF_ONE_ENTRY_POINT = ("train", "finetune", "zero_shot", "prepare_data")  # folders of groups of one entry point
 
 
 def choices_in(folder: Path) -> dict[str, list[str]]:
@@ -66,7 +66,7 @@ def test_every_choice_of_every_group_builds_the_typed_configuration(group: str, 
 
 @pytest.mark.parametrize("order", ["pre", "post"])
 @pytest.mark.parametrize("model", ["bert_336m", "bert_752m"])
-def test_figure_7_at_full_size_is_the_papers_recipe_at_both_orders(model: str, order: str) -> None:
+def test_figure_7_at_full_size_uses_the_papers_recipe_for_both_orders(model: str, order: str) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         params = compose("train", ["experiment=fig7_paper"], return_hydra_config=True).hydra.sweeper.params
     assert model in params["model"].split(",") and order in params["model.norm_order"].split(",")
@@ -84,7 +84,7 @@ def test_every_model_composes_with_every_kind_of_recipe(model: str, recipe: str)
     assert run.data.seq_length == sizes.max_position_embeddings
 
 
-def test_no_group_is_left_out_of_these_tests() -> None:
+def test_every_group_is_tested() -> None:
     assert sorted(GROUPS) == sorted([*TRAIN_GROUPS, "cluster"])
 
 
@@ -116,7 +116,7 @@ def test_every_choice_of_a_preparation_builds_its_typed_configuration(group: str
 
 
 @pytest.mark.parametrize(("entry_point", "group"), [("train", "sweep"), ("train", "fidelity"), ("finetune", "sweep")])
-def test_a_sweep_or_a_fidelity_that_does_not_exist_is_refused(entry_point: str, group: str) -> None:
+def test_an_unknown_sweep_or_fidelity_is_refused(entry_point: str, group: str) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(MissingConfigException):
         compose(entry_point, [f"{group}=other"])
 
@@ -147,7 +147,7 @@ def test_a_model_states_every_size_of_the_transformer(model: str) -> None:
         ("bert_3.9b", 48, 2560, 40, 30720, 512),
     ],
 )
-def test_model_sizes_are_those_of_tables_1_2_and_4(model, layers, hidden, heads, rows, positions) -> None:
+def test_model_sizes_match_tables_1_2_and_4(model, layers, hidden, heads, rows, positions) -> None:
     _, sizes = build(compose_train(f"model={model}"))
     assert (sizes.num_layers, sizes.hidden_size, sizes.num_attention_heads) == (layers, hidden, heads)
     assert (sizes.padded_vocab_size, sizes.max_position_embeddings) == (rows, positions)
@@ -155,7 +155,7 @@ def test_model_sizes_are_those_of_tables_1_2_and_4(model, layers, hidden, heads,
     assert sizes.norm_order == "pre" and sizes.hidden_dropout == 0.1 and sizes.attention_dropout == 0.1
 
 
-def test_the_paper_recipes_carry_the_numbers_of_section_5() -> None:
+def test_the_paper_recipes_have_the_values_of_section_5() -> None:
     gpt, _ = build(compose_train("model=gpt_2.5b"))
     assert (gpt.global_batch_size, gpt.optimizer.lr, gpt.trainer.max_steps) == (512, 1.5e-4, 300_000)
     schedule = gpt.schedule
@@ -170,7 +170,7 @@ def test_the_paper_recipes_carry_the_numbers_of_section_5() -> None:
     assert (bert.schedule.decay, bert.schedule.warmup_steps, bert.schedule.decay_steps) == ("linear", 10_000, 2_000_000)
 
 
-def test_the_command_line_wins_over_the_recipe() -> None:
+def test_the_command_line_overrides_the_recipe() -> None:
     run, _ = build(compose_train("model=gpt_355m", "schedule=linear", "precision=fp16", "optimizer.lr=3e-4"))
     assert (run.schedule.decay, run.precision.dtype, run.optimizer.lr) == ("linear", "fp16", 3e-4)
 
@@ -183,14 +183,14 @@ def test_every_fidelity_composes_with_every_model_and_its_recipe(model: str) -> 
         assert run.fidelity == word
         schedule = dataclasses.replace(run.schedule, formula="paper")
         recipes.add((run.global_batch_size, run.optimizer.lr, schedule, run.trainer, run.precision))
-    assert len(recipes) == 1  # no word touches what the recipe says
+    assert len(recipes) == 1  # no fidelity changes the recipe
 
 
 def test_the_default_fidelity_sets_nothing() -> None:
     assert compose_train() == compose_train("~fidelity") | {"fidelity": "paper"}
 
 
-def test_the_command_line_wins_over_the_fidelity() -> None:
+def test_the_command_line_overrides_the_fidelity() -> None:
     given = ("schedule.formula=paper", "model.gelu=tanh", "dropout_seeds=unique")
     run, sizes = build(compose_train(*given, "fidelity=megatron_v1"))
     assert (run.schedule.formula, sizes.gelu_form, run.dropout_seeds) == ("paper", "tanh", "unique")
@@ -203,13 +203,13 @@ def test_an_unknown_choice_is_refused_in_one_line(key: str) -> None:
         build(compose_train() | {key: "other"})
 
 
-def test_the_decay_ends_with_the_run_unless_told_otherwise() -> None:
+def test_the_decay_ends_with_the_run_by_default() -> None:
     run, _ = build(compose_train("trainer.max_steps=71"))
     assert run.schedule.decay_steps == 71
 
 
 def read_attributes(path: Path, defined_here: set[str]) -> set[str]:
-    """Names of attributes read in a module, leaving out the bodies of the classes in `defined_here`."""
+    """Names of attributes read in a module, without the bodies of the classes in `defined_here`."""
     found = set()
 
     def visit(node: ast.AST) -> None:
@@ -225,7 +225,7 @@ def read_attributes(path: Path, defined_here: set[str]) -> set[str]:
 
 
 def properties_reading(cls: type) -> dict[str, set[str]]:
-    """For every property of `cls`, the fields it reads: reading the property reads them."""
+    """The fields that each property of `cls` reads."""
     tree = ast.parse(Path(model_config.__file__).read_text())
     body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
     methods = [n for n in body.body if isinstance(n, ast.FunctionDef) and n.name != "__post_init__"]
@@ -256,7 +256,7 @@ def test_every_key_is_read_by_something() -> None:
 
 
 def commands_that_are_not_run() -> list[tuple[str, list[str]]]:
-    """Entry point and overrides of the commands for other machines, in plain fences of the READMEs."""
+    """Entry point and overrides of the commands for other machines, in the READMEs' fences without a language."""
     found = []
     for path in (ROOT / "README.md", ROOT / "finetune" / "README.md"):
         for language, fence in re.findall(r"^```(.*?)\n(.*?)^```$", path.read_text(encoding="utf-8"), re.S | re.M):
@@ -292,7 +292,7 @@ def test_every_command_for_other_machines_composes(entry_point: str, words: list
 
 
 def written_values(node: dict, prefix: str = "") -> dict[str, object]:
-    """The plain values of a file by dotted key: no interpolations, nothing left open."""
+    """The literal values of a file by dotted key, without interpolations and missing values."""
     found = {}
     for key, value in node.items():
         if isinstance(value, dict):
@@ -303,8 +303,8 @@ def written_values(node: dict, prefix: str = "") -> dict[str, object]:
 
 
 @pytest.mark.parametrize("entry_point", ["convert", "finetune", "generate", "plan", "prepare_data", "zero_shot"])
-def test_what_an_entry_points_own_file_says_is_not_overridden_by_its_groups(entry_point: str) -> None:
-    """train.yaml is another matter: its recipes are there to override it."""
+def test_groups_do_not_override_the_entry_points_own_file(entry_point: str) -> None:
+    """Except train.yaml, whose recipes are meant to override it."""
     written = OmegaConf.to_container(OmegaConf.load(CONF / f"{entry_point}.yaml"))
     own = written_values({key: value for key, value in written.items() if key not in ("defaults", "hydra")})
     with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -1,4 +1,4 @@
-"""environment.yml (conda) and pyproject.toml (pip) ask for the same versions."""
+"""environment.yml (conda) and pyproject.toml (pip) require the same versions."""
 
 import re
 import tomllib
@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[1]
-CONDA_NAMES = {"torch": "pytorch-gpu", "xxhash": "python-xxhash"}  # where conda-forge calls it otherwise
+CONDA_NAMES = {"torch": "pytorch-gpu", "xxhash": "python-xxhash"}  # different names on conda-forge
 CONDA_ONLY = {"pip", "nvidia-apex"}
 PIP_ONLY = {
     "datatrove",
@@ -15,7 +15,7 @@ PIP_ONLY = {
     "fasttext-predict",
     "hydra-submitit-launcher",
     "triton",
-}  # not known there, or brought by another package
+}  # not on conda-forge, or a dependency of another package
 
 
 def read_pyproject() -> dict:
@@ -33,7 +33,7 @@ def conda_requirements() -> dict[str, str]:
     return dict(split_requirement(line) for line in environment["dependencies"] if isinstance(line, str))
 
 
-def test_conda_and_pip_ask_for_the_same_versions() -> None:
+def test_conda_and_pip_require_the_same_versions() -> None:
     project = read_pyproject()
     requirements = project["dependencies"] + project["optional-dependencies"]["dev"]
     pip = dict(split_requirement(line) for line in requirements)
@@ -43,17 +43,17 @@ def test_conda_and_pip_ask_for_the_same_versions() -> None:
     assert conda == expected
 
 
-def test_torch_is_held_to_the_versions_the_study_was_made_with() -> None:
+def test_torch_is_pinned_to_the_tested_versions() -> None:
     assert conda_requirements()["pytorch-gpu"] == ">=2.11,<2.14"
 
 
-def test_lm_eval_is_asked_for_by_an_extra_of_its_own() -> None:
+def test_lm_eval_has_its_own_extra() -> None:
     extras = read_pyproject()["optional-dependencies"]
     assert [split_requirement(line)[0] for line in extras["lm_eval"]] == ["lm_eval"]
     assert not any("lm_eval" in line for line in extras["dev"])
 
 
-def test_apex_comes_from_conda_forge_under_its_own_name_and_never_from_pip() -> None:
+def test_apex_comes_from_conda_forge_and_never_from_pip() -> None:
     assert "nvidia-apex" in conda_requirements() and "apex" not in conda_requirements()
     project = read_pyproject()
     names = [split_requirement(line)[0] for line in project["dependencies"]]

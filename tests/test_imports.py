@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source with `ast`; `python tests/test_imports.py` prints the table of the docs."""
+"""Import rules, checked in the source with `ast`; `python tests/test_imports.py` prints the table of the docs."""
 
 import ast
 from graphlib import CycleError, TopologicalSorter
@@ -64,7 +64,7 @@ def module_name(path: Path) -> str:
 
 
 def imports_of(path: Path, modules: set[str]) -> set[str]:
-    """Dotted names of the modules that a file imports, in functions too; of lmscale the files.
+    """Dotted names of the modules that a file imports, also inside functions; for lmscale the files.
 
     Args:
         modules: all modules of lmscale.
@@ -89,7 +89,7 @@ IMPORTS = {name: imports_of(path, set(FILES)) for name, path in FILES.items()}
 
 
 def part_of(name: str) -> str:
-    """The package or module on the top level: `parallel` of `lmscale.parallel.layers`."""
+    """The top-level package or module: `parallel` of `lmscale.parallel.layers`."""
     return name.split(".")[1] if "." in name else ""
 
 
@@ -105,20 +105,20 @@ def test_a_package_imports_only_what_it_may(part) -> None:
         assert ours <= allowed, (name, ours - allowed)
 
 
-def test_every_package_has_its_rule() -> None:
+def test_every_package_has_a_rule() -> None:
     assert {part_of(name) for name in FILES} - {""} == set(RULES)
 
 
-def test_only_the_datamodule_of_the_data_package_knows_lightning() -> None:
+def test_only_the_datamodule_of_the_data_package_imports_lightning() -> None:
     found = {name for name in FILES if part_of(name) == "data" and "lightning" in IMPORTS[name]}
     assert found == {"lmscale.data.datamodule"}
 
 
-def test_no_import_goes_in_a_circle() -> None:
+def test_there_are_no_circular_imports() -> None:
     graph = {}
     for name, imported in IMPORTS.items():
         found = {other for other in imported if other in FILES}
-        # What is imported runs the `__init__` of its packages first, but for those this file lies in.
+        # An import runs the `__init__` of its packages first, except those that contain this file.
         parents = {".".join(other.split(".")[:n]) for other in found for n in range(1, other.count(".") + 1)}
         own = {".".join(name.split(".")[:n]) for n in range(1, name.count(".") + 2)}
         graph[name] = (found | (parents & set(FILES))) - own

@@ -1,4 +1,4 @@
-"""Optional kernels come through one door: taken when asked for and there, refused when not, equal within bounds."""
+"""Optional kernels: used when requested and available, refused otherwise, equal within bounds."""
 
 import sys
 from pathlib import Path
@@ -18,14 +18,14 @@ FAKES = Path(__file__).parent / "fake_apex"
 
 @pytest.fixture
 def nvidia(monkeypatch):
-    """NVIDIA's apex as far as we use it, on the path of this process."""
+    """A fake of NVIDIA's apex with the parts that we use, on the path of this process."""
     monkeypatch.syspath_prepend(str(FAKES / "nvidia"))
     yield
     for name in [name for name in sys.modules if name.split(".")[0] in ("apex", "fused_layer_norm_cuda")]:
         del sys.modules[name]
 
 
-# Both have statistics in fp32 at least; a bf16 output is rounded once, to 8 bits, and the next layer starts from it.
+# Both compute statistics in at least fp32; a bf16 output is rounded once to 8 bits, and the next layer starts from it.
 @pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])
 def test_apex_gives_the_loss_and_gradients_of_torch(
@@ -40,18 +40,18 @@ def test_apex_gives_the_loss_and_gradients_of_torch(
         loss.backward()
     from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 
-    heads = 1 if architecture == "gpt" else 2  # after the stack, and in the masked-LM head
+    heads = 1 if architecture == "gpt" else 2  # after the stack and in the masked-LM head
     assert fused_layer_norm_affine.calls == 2 * config.num_layers + heads
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=bound)
     gradients = [nn.utils.parameters_to_vector(p.grad.double() for p in m.parameters()) for m in (plain, fused)]
     assert (gradients[1] - gradients[0]).norm() < bound * gradients[0].norm()
 
 
-def test_apex_is_chosen_when_asked_for_and_by_auto_on_a_gpu(nvidia) -> None:
+def test_apex_is_used_when_requested_and_by_auto_on_a_gpu(nvidia) -> None:
     for compiles in ("auto", False):
         assert choose_kernels(kernels="apex", compiles=compiles, on_gpu=True) == Kernels("apex")
     assert choose_kernels(kernels="auto", compiles=False, on_gpu=True) == Kernels("apex")
-    assert choose_kernels(kernels="auto", on_gpu=True) == Kernels("torch", compiles=True)  # which fuses LayerNorm
+    assert choose_kernels(kernels="auto", on_gpu=True) == Kernels("torch", compiles=True)  # fuses LayerNorm
     assert choose_kernels(kernels="auto", on_gpu=False) == choose_kernels(compiles=False, on_gpu=True) == PLAIN
     with pytest.raises(ValueError, match="`kernels` must be torch or auto on a CPU, .* but is apex"):
         choose_kernels(kernels="apex", on_gpu=False)
@@ -72,7 +72,7 @@ def test_the_apex_of_pypi_is_recognised_and_not_imported(monkeypatch) -> None:
     assert choose_kernels(kernels="auto", on_gpu=True, compiles=False) == PLAIN
 
 
-def test_layers_are_compiled_on_a_gpu_unless_told_otherwise() -> None:
+def test_layers_are_compiled_on_a_gpu_by_default() -> None:
     chosen = {
         (c, gpu): choose_kernels(compiles=c, on_gpu=gpu).compiles for c in (True, False, "auto") for gpu in (0, 1)
     }
@@ -89,7 +89,7 @@ def test_layers_are_compiled_on_a_gpu_unless_told_otherwise() -> None:
         ({"tp_size": 2}, "with parallel.tp_size=2"),
     ],
 )
-def test_cuda_graphs_are_refused_where_they_cannot_be(changes: dict, reason: str) -> None:
+def test_cuda_graphs_are_refused_where_unsupported(changes: dict, reason: str) -> None:
     assert choose_kernels(on_gpu=True, cuda_graphs=True) == Kernels(compiles=True, cuda_graphs=True)
     with pytest.raises(ValueError, match=f"`cuda_graphs` must be false {reason}.*, but is true"):
         choose_kernels(**{"on_gpu": True, "cuda_graphs": True} | changes)
@@ -103,7 +103,7 @@ def test_a_run_without_apex_is_refused_in_one_line_before_anything_starts(tmp_pa
     assert "nvidia-apex" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_run_says_what_was_chosen_and_refuses_what_it_does_not_know(tmp_path) -> None:
+def test_a_run_reports_the_chosen_kernels_and_refuses_unknown_ones(tmp_path) -> None:
     done = train(*TINY, "kernels=auto", f"hydra.run.dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     assert "kernels: layers not compiled, LayerNorm by torch (compile=auto, kernels=auto)\n" in done.stdout

@@ -17,7 +17,7 @@ def make_record(**changes) -> dict:
     return new_record(**(fields | {"metrics": METRICS} | changes))
 
 
-def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     record = make_record(layout={"tp_size": 2}, steps=[0, 7], device="some GPU", started=0.0)
     write_record(record, tmp_path / "deep" / "record.json")
     assert json.loads((tmp_path / "deep" / "record.json").read_text()) == record
@@ -39,7 +39,7 @@ def test_records_become_a_table_with_units(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_figure_that_is_not_finite_is_valid_json_and_comes_back(tmp_path: Path, value: float) -> None:
+def test_a_non_finite_metric_is_valid_json_and_is_read_back(tmp_path: Path, value: float) -> None:
     record = make_record(metrics={"train/loss": {"value": value, "unit": "nats/token"}})
     write_record(record, tmp_path / "r.json")
 
@@ -52,7 +52,7 @@ def test_a_figure_that_is_not_finite_is_valid_json_and_comes_back(tmp_path: Path
     assert math.isnan(loaded) if math.isnan(value) else loaded == value
 
 
-def test_a_number_that_is_not_finite_in_the_configuration_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+def test_a_non_finite_number_in_the_configuration_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_record(make_record(config={"lr": math.nan}), tmp_path / "r.json")
     assert not list(tmp_path.iterdir())
@@ -84,7 +84,7 @@ def test_a_record_of_another_version_is_refused(tmp_path: Path) -> None:
         load_records(tmp_path)
 
 
-def test_absolute_paths_do_not_enter_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_contain_no_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "repo").mkdir()
     monkeypatch.chdir(tmp_path / "repo")
     monkeypatch.setenv("HOME", "/home/somebody")
@@ -119,7 +119,7 @@ def test_writing_records_needs_neither_torch_nor_pandas() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_script_says_why_a_record_cannot_be_there_before_it_measures(tmp_path, capsys) -> None:
+def test_an_invalid_record_path_is_refused_before_measuring(tmp_path, capsys) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--record", type=record_argument)
     (tmp_path / "file").touch()

@@ -1,9 +1,9 @@
 """Python commands in processes forked from one that has imported the large libraries already.
 
-A door takes five seconds to import torch and Lightning; a few hundred tests start one. Each command still has a process
-of its own, with its own arguments, working directory and output; only the imports are shared. What a fork cannot have
-of its own is what libraries read from the environment as they are imported, so the fork server is used only for the
-environment it was started with. The README's commands, but for those that are asked for help, and all ranks start cold.
+Entry scripts need five seconds to import torch and Lightning, and a few hundred tests start one. Each command still
+runs in its own process with its own arguments, working directory and output; only the imports are shared. Libraries
+read environment variables while they are imported, so the fork server serves only the environment it was started with.
+The README's commands (except those that only print help) and all ranks start without it.
 """
 
 import atexit
@@ -70,19 +70,19 @@ def _serve(address: str) -> None:
 
     import lmscale.training.pretrain  # noqa: F401
 
-    gc.freeze()  # no collection touches, and so copies, the pages that all processes share
+    gc.freeze()  # garbage collection would touch, and so copy, the shared pages
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
     print("ready", flush=True)
     while True:
         connection, _ = listener.accept()
-        if os.fork() == 0:  # answers one request; the command is a child of its own, whose end it waits for
+        if os.fork() == 0:  # serves one request: starts the command as a child and waits for it
             listener.close()
             _answer(connection)
             os._exit(0)
         connection.close()
-        while True:  # collect requests that are done
+        while True:  # reap finished requests
             try:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
                     break
@@ -121,7 +121,7 @@ def _become(request: dict) -> None:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     except BaseException:
         traceback.print_exc()
-    # What Python does at its end, but for taking a few thousand modules apart.
+    # Python's exit without the teardown of a few thousand modules.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()

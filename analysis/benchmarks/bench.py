@@ -1,4 +1,4 @@
-"""Our training step against others' on the same work; every key is in conf/bench.yaml.
+"""Compare our training step with others on the same work; every key is in conf/bench.yaml.
 
 python analysis/benchmarks/bench.py peers=[hf_compiled]
 """
@@ -21,12 +21,12 @@ def bench(values: dict) -> None:
     config = BenchConfig.from_dict(values)
     if config.record is not None:
         record_path(config.record)
-    # torch and transformers take seconds to import: not before the cheap checks above.
+    # torch and transformers take seconds to import, so the cheap checks come first.
     from analysis.benchmarks.race import LossesDifferError, race
 
     try:
         record = race(config)
-    except LossesDifferError as error:  # minutes of measuring are not thrown away
+    except LossesDifferError as error:  # keep minutes of measurements
         show(error.record)
         raise
     show(record)
@@ -36,7 +36,7 @@ def bench(values: dict) -> None:
 
 
 def show(record: dict) -> None:
-    """Print every figure."""
+    """Print every metric."""
     for name, entry in record["metrics"].items():
         value = entry["non_finite"] if entry["value"] is None else f"{entry['value']:.6g}"
         print(f"{name:<32} {value} {entry['unit']}", flush=True)

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Every figure of speed and memory that the project promises of a CPU with two free cores; records go to analysis/benchmarks/records/.
+# All promised speed and memory values for a CPU with two free cores; records go to analysis/benchmarks/records/.
 #
-#   bash analysis/benchmarks/bench_cpu.sh 1          one part, or several; without a number this text
-#   DRY_RUN=1 bash analysis/benchmarks/bench_cpu.sh  the commands of a part, or of all, without running them
+#   bash analysis/benchmarks/bench_cpu.sh 1          one or several parts; without a number this text
+#   DRY_RUN=1 bash analysis/benchmarks/bench_cpu.sh  print the commands of a part, or of all
 #
 #   1 GPT against Hugging Face compiled    2 GPT with dropout against eager peers    3 BERT against Hugging Face compiled
 #   4 two tensor ranks    5 Lightning and callbacks    6 the head's memory
 #
-# NANOGPT=path/to/model.py   nanoGPT's model file, two further peers of part 2 (not part of this repository)
+# NANOGPT=path/to/model.py   nanoGPT's model file for two more peers in part 2 (not part of this repository)
 #
-# Nothing else may run beside it: a busy core takes most of every gain.
+# Nothing else may run at the same time: a busy core hides most of the gain.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}

@@ -1,10 +1,10 @@
-# What bench_cpu.sh and h200.sh share; both source it. A part is a function part_NAME, and PARTS has the names in order.
+# Shared by bench_cpu.sh and h200.sh, which source it. A part is a function part_NAME; PARTS lists the names in order.
 
-run() {  # a command, or in a dry run its text
+run() {  # run a command, or print it in a dry run
   if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "$@"; echo; else "$@"; fi
 }
 
-choose_parts() {  # the script's names into CHOSEN; a letter is all parts that begin with it. All are checked before the first runs
+choose_parts() {  # put the named parts into CHOSEN; a letter selects all parts that begin with it. All names are checked before the first part runs
   local name part known
   CHOSEN=()
   if [ $# -eq 0 ] && [ -z "${DRY_RUN:-}" ]; then

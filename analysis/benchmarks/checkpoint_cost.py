@@ -1,4 +1,4 @@
-"""How long training waits for a checkpoint, written in the foreground and in the background.
+"""Measure how long training waits for a checkpoint written in the foreground and in the background.
 
     python analysis/benchmarks/checkpoint_cost.py
 

@@ -1,4 +1,4 @@
-"""What a comparison of training steps is asked to do: the typed form of `conf/bench.yaml`."""
+"""The typed configuration of a comparison of training steps, `conf/bench.yaml`."""
 
 import ast
 from dataclasses import dataclass, field

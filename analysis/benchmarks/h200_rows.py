@@ -1,10 +1,10 @@
-"""Rows of `analysis/benchmarks/h200.sh`: a record's figure beside the one that is required.
+"""Rows of `analysis/benchmarks/h200.sh`: measured and required values.
 
 python analysis/benchmarks/h200_rows.py row TITLE RECORD METRIC LEAST
 python analysis/benchmarks/h200_rows.py keep RUN_FOLDER RECORD       # a run's record, with the curve of its loss
 python analysis/benchmarks/h200_rows.py seeds RECORD_FP8 RECORD_BF16 RECORD_BF16 ...
 python analysis/benchmarks/h200_rows.py tests JUNIT_XML RECORD            # the outcome of every test of a pytest run
-python analysis/benchmarks/h200_rows.py imports                           # exit code 2 where a package is missing
+python analysis/benchmarks/h200_rows.py imports                           # exit code 2 if a package is missing
 """
 
 import argparse

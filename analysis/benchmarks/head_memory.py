@@ -1,10 +1,10 @@
-"""Bytes of the output projection and its loss, in pieces and with all logits at once.
+"""Memory of the output projection and its loss, chunked and with full logits.
 
     python analysis/benchmarks/head_memory.py --record analysis/benchmarks/records/head_memory.json
 
-Forward and backward pass on tensors without contents (nothing is computed): the fullest moment's bytes of all tensors
-but the input rows and the word embedding. `at once` is F.linear, then torch's cross-entropy on fp32 logits. With a
-hidden size of 16 the gradient of the word embedding is next to nothing: what is left are the logits and theirs.
+Forward and backward pass on fake tensors (nothing is computed): peak bytes of all tensors except the input rows and the
+word embedding. `at once` is F.linear followed by torch's cross-entropy on fp32 logits. With a hidden size of 16 the
+gradient of the word embedding is negligible, so the rest are the logits and their gradients.
 """
 
 import argparse

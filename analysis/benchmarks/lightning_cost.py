@@ -1,10 +1,10 @@
-"""What Lightning and our callbacks cost a training step that does almost nothing.
+"""Measure the overhead of Lightning and our callbacks per training step, with a nearly empty step.
 
     python analysis/benchmarks/lightning_cost.py --record analysis/benchmarks/records/lightning_cost_cpu.json
 
-Trains a GPT of one layer by `src/train.py`'s own code with its default callbacks, loggers and bar. After each step a
-bare loop takes one of its own: next batch, forward pass, backward pass, update, on a model of its own. So both meet the
-same moment of the machine; the median of the differences is what the harness costs. Prints it and writes a record.
+Trains a GPT of one layer with the code of `src/train.py` and its default callbacks, loggers and progress bar. After
+each step, a bare loop takes one step on its own model: next batch, forward pass, backward pass, update. Both therefore
+run under the same machine load. The median difference is the overhead. Prints it and writes a record.
 """
 
 import argparse
@@ -49,7 +49,7 @@ SETTINGS = (
 
 
 class PairedModule(PretrainModule):
-    """The module of `train.py`; after each of its steps the bare loop takes one. Times in seconds."""
+    """The module of `train.py`, followed by one step of the bare loop after each step. Times in seconds."""
 
     def on_train_start(self) -> None:
         self.bare_model = build_model(self.config, self.parallel, seed=self.seed, dtype=torch.float32)
@@ -73,7 +73,7 @@ class PairedModule(PretrainModule):
         self.resumed_at = time.perf_counter()
 
     def take_bare_step(self) -> None:
-        """What a loop of a few lines does."""
+        """One step of a minimal training loop."""
         (batch,) = next(self.bare_batches)
         self.bare_optimizer.zero_grad()
         keys = sample_dropout_keys(self.seed, batch["sample_numbers"])
@@ -83,7 +83,7 @@ class PairedModule(PretrainModule):
 
 
 def measure(steps: int, overrides: tuple[str, ...]) -> tuple[list[float], list[float]]:
-    """Seconds of each step with the harness, and of the bare loop's step after it."""
+    """Seconds of each step with Lightning, and of the following bare step."""
     with tempfile.TemporaryDirectory() as folder, initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("train", [*overrides, f"trainer.max_steps={steps + WARM_UP_STEPS}"])
         values = OmegaConf.to_container(cfg, resolve=True) | {"run_dir": folder}
@@ -97,7 +97,7 @@ def measure(steps: int, overrides: tuple[str, ...]) -> tuple[list[float], list[f
         original, pretraining.PretrainModule = pretraining.PretrainModule, make
         try:
             if pretraining.pretrain(job) != 0:
-                raise RuntimeError("the training did not end well")
+                raise RuntimeError("the training failed")
         finally:
             pretraining.PretrainModule = original
     return kept[0].harness_times[WARM_UP_STEPS - 1 :], kept[0].bare_times[WARM_UP_STEPS - 1 :]
@@ -107,7 +107,7 @@ def main() -> int:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=400, help="paired steps")
-    parser.add_argument("--record", type=record_argument, help="where the record goes; nowhere by default")
+    parser.add_argument("--record", type=record_argument, help="path of the record; none by default")
     options = parser.parse_args()
     if options.steps < 2:
         print(f"error: `--steps` must be at least 2, but is {options.steps}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The race: every contender in turn on the same batches, timed step by step, with the losses compared."""
+"""Time every contender in turn on the same batches, step by step, and compare the losses."""
 
 import os
 import statistics
@@ -22,7 +22,7 @@ NUM_BATCHES = 4
 
 
 class LossesDifferError(ValueError):
-    """A peer's loss is not ours; `record` has what was measured all the same."""
+    """The loss of a peer differs from ours; `record` has the measurements."""
 
     def __init__(self, message: str, record: dict) -> None:
         super().__init__(message)
@@ -30,14 +30,14 @@ class LossesDifferError(ValueError):
 
 
 def race(bench: BenchConfig) -> dict:
-    """Time ours and the peers, A B A B; returns the record.
+    """Time ours and the peers in alternation (A B A B); returns the record.
 
-    Ratios are a peer's time over ours: of the medians, and the median of the rounds' own ratios, in which both met the
-    same moment of the machine.
+    Ratios are a peer's time over ours: the ratio of the medians, and the median of the ratios within rounds, in which
+    both run under the same machine load.
 
     Raises:
-        ValueError: a peer that is not there.
-        LossesDifferError: a peer's loss is not ours within `max_loss_difference`: somebody computes less.
+        ValueError: a peer is not available.
+        LossesDifferError: a peer's loss differs from ours by more than `max_loss_difference`.
     """
     device = torch.device("cuda" if resolve_accelerator(bench.accelerator) == "gpu" else "cpu")
     if bench.num_threads is not None:
@@ -86,7 +86,7 @@ def make_contender(name: str, bench: BenchConfig, device: torch.device) -> Conte
     """One of `ours` and `config.PEERS`.
 
     Raises:
-        ValueError: a peer that is not installed, or whose family has no such model.
+        ValueError: a peer is not installed or does not support the family.
     """
     if name == "ours":
         return Ours(bench, device, bench.precision.dtype)
@@ -111,7 +111,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _compare_losses(losses: dict[str, list[float]], bound: float) -> str | None:
-    """Who is further from ours than `bound`, in words; None where nobody is."""
+    """An error message for the first peer whose loss differs by more than `bound`, or None."""
     ours = statistics.mean(losses["ours"])
     for name, found in losses.items():
         difference = abs(statistics.mean(found) / ours - 1)

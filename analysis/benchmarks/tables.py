@@ -1,4 +1,4 @@
-"""The goals of speed and memory on a CPU beside what was measured, and where a step's time goes."""
+"""Tables of the speed and memory goals on a CPU with measured values, and of the time within a step."""
 
 import pandas as pd
 

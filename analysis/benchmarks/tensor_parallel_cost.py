@@ -1,13 +1,12 @@
-"""What a second tensor rank brings: speed on two cores, and bytes of activations with sequence parallelism.
+"""Measure the effect of a second tensor rank: speed on two cores, and activation memory with sequence parallelism.
 
     python analysis/benchmarks/tensor_parallel_cost.py --record outputs/tensor_parallel_cost.json
 
-Two processes with one thread each. In every round the first trains the whole model alone, while the other waits, and
-then both train it together, without and with sequence parallelism (bf16, vocabulary 8,192, 8 x 256 tokens, dropout 0):
-forward pass, backward pass, update.
-Ratios are of the fastest steps and, paired, of the rounds' fastest. Another process on the same cores takes all of the
-gain: the record says how busy the machine was. Activations are the bytes that a forward pass keeps for its backward
-pass, with the paper's dropout, the parameters left out.
+Two processes with one thread each. In every round the first trains the full model alone while the other waits; then
+both train it together, without and with sequence parallelism (bf16, vocabulary 8,192, 8 x 256 tokens, dropout 0):
+forward pass, backward pass, update. Ratios are of the fastest steps overall and, paired, of the fastest steps per
+round. Any other process on the same cores hides the gain, so the record has the machine's load. Activations are the
+bytes that a forward pass saves for its backward pass with the paper's dropout, without parameters.
 """
 
 import argparse
@@ -81,7 +80,7 @@ class Trainee:
         return min(times), loss.item()
 
     def activation_bytes(self) -> int:
-        """What the forward pass up to the loss keeps for the backward pass, each storage once, without parameters."""
+        """Bytes that the forward pass up to the loss saves for the backward pass: distinct storages, no parameters."""
         known = {param.untyped_storage().data_ptr() for param in self.model.parameters()}
         kept: dict[int, int] = {}
 
@@ -99,7 +98,7 @@ class Trainee:
 
 
 def worker(rank: int, folder: str, rounds: int, steps: int, over_gloo: bool) -> None:
-    """One of the two ranks; rank 0 writes what was found."""
+    """One of the two ranks; rank 0 writes the results."""
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), 2)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
@@ -110,17 +109,17 @@ def worker(rank: int, folder: str, rounds: int, steps: int, over_gloo: bool) -> 
     for shape in SHAPES:
         config = make_config(shape, dropout=0.0)
         contexts = {"tp1": ParallelContext(), "tp2": both, "tp2_sequence": cut}
-        own = [name for name in contexts if rank == 0 or name != "tp1"]  # the whole model is the first rank's
+        own = [name for name in contexts if rank == 0 or name != "tp1"]  # only the first rank trains the full model
         trainees = {name: Trainee(config, contexts[name], torch.bfloat16) for name in own}
         times: dict[str, list[float]] = {name: [] for name in contexts}
-        for number in range(rounds + 1):  # the first warms up
+        for number in range(rounds + 1):  # the first is a warm-up
             losses: dict[str, float] = {}
             for name in contexts:
                 dist.barrier()
                 if name in trainees:
                     seconds, losses[name] = trainees[name].fastest_step(steps)
                     times[name].append(seconds)
-            # Later the same tokens, again and again, pull apart what half numbers round differently.
+            # Later, repeated steps on the same tokens amplify differences in bf16 rounding.
             if not number and max(losses.values()) / min(losses.values()) > 1.001:
                 raise RuntimeError(f"the losses of one rank and of two must agree, but are {losses}")
             if rank == 0 and number:
@@ -136,7 +135,7 @@ def worker(rank: int, folder: str, rounds: int, steps: int, over_gloo: bool) -> 
 
 
 def to_metrics(found: dict[str, dict], load: float) -> dict[str, dict]:
-    """What the record holds; `load` is of the machine without the two ranks."""
+    """The metrics of the record; `load` is the machine's load without the two ranks."""
     metrics = {}
     for shape, parts in found.items():
         ones = parts["times"]["tp1"]
@@ -157,14 +156,14 @@ def main() -> int:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=4, help="steps of one turn")
-    parser.add_argument("--over-gloo", action="store_true", help="add up over TCP instead of in shared memory")
-    parser.add_argument("--record", type=record_argument, help="where the record goes; nowhere by default")
+    parser.add_argument("--steps", type=int, default=4, help="steps per turn")
+    parser.add_argument("--over-gloo", action="store_true", help="all-reduce over TCP instead of shared memory")
+    parser.add_argument("--record", type=record_argument, help="path of the record; none by default")
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 1:
         print("error: `--rounds` and `--steps` must be at least 1", file=sys.stderr)
         return 2
-    load = os.getloadavg()[0]  # of others: our own processes would be in it later
+    load = os.getloadavg()[0]  # before our own processes add to it
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (folder, options.rounds, options.steps, options.over_gloo), nprocs=2, join=True)
         metrics = to_metrics(torch.load(Path(folder) / "found", weights_only=True), load)

@@ -1,11 +1,11 @@
-"""Where the time of a traced step goes, by kind of work: shares of a trace that `trainer.profiler=torch` has written.
+"""Time of a traced step by kind of work, from a trace written by `trainer.profiler=torch`.
 
     python analysis/benchmarks/trace_shares.py outputs/RUN/profile/rank_0.json
     python analysis/benchmarks/trace_shares.py outputs/RUN/profile/rank_0.json --record outputs/shares.json
 
-An operation counts with the time it takes itself, without the operations it calls. Its kind is that of the innermost
-enclosing region (optimizer, loss) or else of its name. On a GPU kernels are counted, by the operation they come from.
-A record has the configuration, seed and machine of the run that the trace lies in.
+An operation counts with its self time, without the operations it calls. Its kind is that of the innermost enclosing
+region (optimizer, loss), or else that of its name. On a GPU, kernels are counted by the operation that launched them.
+A record has the configuration, seed and machine of the traced run.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""The parity card: one tiny run is trained at many layouts, and how far they are apart is printed.
+"""The parity check: train one tiny run at many layouts and print the differences.
 
     python analysis/correctness/parity.py          # about 90 s
 
 Every layout (tp x dp) is compared with one process: losses, gradient norms, first moments (the running mean of the
-gradients) and every parameter. Exit code 0: all within the stated bounds; 1: one is not, or a rank failed; 2: the
-options cannot work; 128 + n: ended by signal n.
+gradients) and every parameter. Exit code 0: all within the stated bounds; 1: one is not, or a rank failed; 2: invalid
+options; 128 + n: ended by signal n.
 """
 
 import argparse
@@ -230,7 +230,7 @@ def parse_options() -> argparse.Namespace:
     if options.keep is not None and options.keep.exists():
         raise ValueError(f"`--keep` must be a folder that does not exist yet, but is {str(options.keep)!r}")
     if world_from_outside() is not None:
-        raise ValueError("the parity card starts its own ranks: it must be run by itself, not by torchrun or srun")
+        raise ValueError("the parity check starts its own ranks: run it directly, not by torchrun or srun")
     return options
 
 

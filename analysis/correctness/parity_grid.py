@@ -1,4 +1,4 @@
-"""The grid of the parity card: one tiny run, described once and trained at every layout on the ranks of this host."""
+"""The grid of the parity check: one tiny run, trained at every layout on the ranks of this host."""
 
 import contextlib
 import csv

@@ -1,11 +1,11 @@
-"""A rank's predicted peak memory beside the bytes of all tensors alive at the fullest moment of a step.
+"""A rank's predicted peak memory beside the peak bytes of all live tensors in a step.
 
     python analysis/correctness/peak_memory.py                                    # 5 to 10 minutes on one core
     python analysis/correctness/peak_memory.py --record outputs/peak_memory.json  # and records it
 
-`real`: a whole step on this CPU, on one rank or on two that talk over gloo. `traced`: forward and backward pass of
-models of the paper on tensors without contents, with the attention kernels and LayerNorms that a GPU has. What kernels
-allocate inside, the allocator's rounding and the framework are in neither; no GPU was used.
+`real`: a full step on this CPU, on one rank or on two over gloo. `traced`: forward and backward pass of the paper's
+models on fake tensors, with a GPU's attention kernels and LayerNorms. Neither includes allocations inside kernels,
+rounding by the allocator and the framework; no GPU was used.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Kill a training at random moments, again and again, and show that nothing is lost.
+"""Kill a training run repeatedly at random moments and verify that nothing is lost.
 
     python analysis/correctness/soak.py --kills 25
 
-A run at tensor-parallel 2 that saves every few steps, in the background, meets kill -9: one of its ranks (the launcher
-then starts all of them again), the launcher (its ranks must end by themselves) or the whole job (this script then
-starts it again with resume=auto), at a random moment or as soon as a checkpoint is being written. After each kill every
-complete checkpoint must still be there, or have made room for newer ones, with all its checksums. At the end losses,
-gradient norms and every tensor must be, bit for bit, those of a run that nobody has touched. Prints a table and writes
-a record; exit code 1 if anything was lost.
+A run at tensor-parallel 2 saves every few steps in the background. This script sends kill -9 to one of its ranks (the
+launcher then restarts all), to the launcher (its ranks must end by themselves) or to the whole job (the script then
+restarts it with resume=auto), at a random moment or while a checkpoint is written. After each kill every complete
+checkpoint must exist with valid checksums, unless newer ones replaced it. At the end losses, gradient norms and every
+tensor must be bitwise equal to those of an undisturbed run. Prints a table and writes a record; exit code 1 if
+anything was lost.
 """
 
 import argparse

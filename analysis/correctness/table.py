@@ -1,4 +1,4 @@
-"""The planner's memory against tensors that were tracked."""
+"""The planner's memory against tracked tensors."""
 
 import pandas as pd
 

@@ -1,10 +1,10 @@
-"""What the sample indices of a large corpus cost, and how fast the training loader gives samples.
+"""Measure the cost of sample indices for a large corpus and the throughput of the training loader.
 
     python analysis/data_costs/data_cost.py
 
-Builds GPT's table of windows for three numbers of documents and for 4.38 epochs (lengths are drawn, no tokens are on
-the disk), and BERT's table of sentence pairs, each in a process of its own whose memory is watched; then goes through
-the training loader of both, one process and one thread. Prints the figures and writes a record.
+Builds GPT's table of windows for three numbers of documents and 4.38 epochs (lengths are random, no tokens are on disk)
+and BERT's table of sentence pairs, each in its own process with its peak memory. Then iterates over the training loader
+of both with one process and one thread. Prints the results and writes a record.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How fast near-duplicates are found on one core, side by side with datatrove's stock path, rensa and datasketch.
+"""Compare the speed of near-duplicate search on one core with datatrove's stock pipeline, rensa and datasketch.
 
     python analysis/data_costs/dedup_cost.py --race ../shared/data/race
 

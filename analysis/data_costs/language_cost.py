@@ -1,4 +1,4 @@
-"""Which language identifier: accuracy at several lengths, speed and size, side by side; and what cleaning costs.
+"""Compare language identifiers by accuracy at several lengths, speed and size; and measure the cost of cleaning.
 
     python analysis/data_costs/language_cost.py --manpages FOLDER
 

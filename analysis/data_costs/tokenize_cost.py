@@ -1,4 +1,4 @@
-"""What the tokenization stage of `src/prepare_data.py` adds to the tokenizer itself.
+"""Measure the overhead of the tokenization stage of `src/prepare_data.py` over the bare tokenizer.
 
     python analysis/data_costs/tokenize_cost.py
 

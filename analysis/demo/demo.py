@@ -1,7 +1,7 @@
-"""`make demo`: pretrain a tiny GPT and a tiny BERT at tensor-parallel 2 on real text, and show what they learned.
+"""`make demo`: pretrain a tiny GPT and a tiny BERT at tensor-parallel 2 on real text, and show their loss.
 
 Runs `src/train.py` twice, as a user would, then reads the two records and draws the loss curves.
-Exit code 1 where a model did not learn what is promised.
+Exit code 1 if a model does not reach the promised loss.
 
     python analysis/demo/demo.py --record analysis/demo/records/demo.json     # also one record of both
 """

@@ -1,4 +1,4 @@
-"""The small finetunings: every seed, from published weights and from random ones, and the floor set before."""
+"""Figure of the small finetunings: every seed, from published and random weights, and the floor set in advance."""
 
 import pandas as pd
 import seaborn as sns

@@ -1,4 +1,4 @@
-"""Which passages of RACE's development set stand, nearly the same, in its training set.
+"""Find passages of RACE's development set with near-duplicates in its training set.
 
     python analysis/finetuning/race_leakage.py
 

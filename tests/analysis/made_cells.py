@@ -1,4 +1,4 @@
-"""Records of the norm-order study with losses of our choice."""
+"""Records of the norm-order study with given losses."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ RATES = ("1e-3", "3e-3")
 
 
 def write_cell(folder: Path, layers: int, order: str, scaled: bool, lr: str, seed: int, loss: float, **metrics) -> None:
-    """A record as the script writes it, with a loss of our choice."""
+    """A record like those of the script, with a given loss."""
     values = {"train_loss": loss, "lowest_loss": loss, "validation_loss": loss}
     values |= {"context_free_loss": 6.0, "scored_entropy": 6.5}
     values |= {"non_finite": 0, "cpu_time": 2.0} | metrics
@@ -32,7 +32,7 @@ def records_of(folder: Path) -> list[dict]:
 
 
 def make_study(folder: Path) -> Path:
-    """Two depths: pre-norm better by 0.5 with an effect of the seed that both share; 3e-3 the better rate."""
+    """Two depths: pre-norm is better by 0.5, both share a seed effect, and 3e-3 is the better rate."""
     for order, scaled, seed in itertools.product(("pre", "post"), (True, False), (1, 2, 3)):
         loss = 4.0 + 0.1 * seed + (0.5 + 0.01 * (seed - 2)) * (order == "post") + 0.2 * (not scaled)
         for lr in RATES:

@@ -1,4 +1,4 @@
-"""The commands of `bench_cpu.sh` fit their entry points, and the table of goals tells yes from no."""
+"""The commands of `bench_cpu.sh` match their entry points, and the table of goals is correct."""
 
 import os
 import shlex
@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def commands(**changes: str) -> list[list[str]]:
-    """What all parts would run."""
+    """The commands of all parts."""
     script = str(ROOT / "analysis" / "benchmarks" / "bench_cpu.sh")
     environment = os.environ | {"DRY_RUN": "1"} | changes
     done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=True)
     return [shlex.split(line)[1:] for line in done.stdout.splitlines()]
 
 
-def test_every_comparison_is_a_typed_configuration(tmp_path) -> None:
+def test_every_comparison_builds_its_typed_configuration(tmp_path) -> None:
     model_file = tmp_path / "model.py"
     model_file.write_text("class GPT: ...\nclass GPTConfig: ...\n")
     benches, others = [], []
@@ -45,7 +45,7 @@ def test_every_comparison_is_a_typed_configuration(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("value", "reached"), [(1.2, "yes"), (1.19, "no")])
-def test_a_goal_is_reached_or_not(value: float, reached: str) -> None:
+def test_a_goal_is_reached_at_its_value(value: float, reached: str) -> None:
     metric = {"hf_compiled/ratio_paired": {"value": value, "unit": "their time / ours"}}
     table = cpu_speed({"bench_bert_cpu.json": {"metrics": metric}})
     (row,) = table[table["measured"].notna()].to_dict("records")
@@ -53,19 +53,19 @@ def test_a_goal_is_reached_or_not(value: float, reached: str) -> None:
     assert set(table[table["measured"].isna()]["reached"]) == {"not run"}
 
 
-def test_less_is_better_for_times_and_bytes() -> None:
+def test_lower_is_better_for_times_and_bytes() -> None:
     for value, reached in ((0.0009, "yes"), (0.0011, "no")):
         record = {"lightning_cost_cpu.json": {"metrics": {"overhead": {"value": value, "unit": "s"}}}}
         table = cpu_speed(record)
         assert list(table[table["record"].notna()]["reached"]) == [reached]
 
 
-def test_what_cannot_be_measured_is_said_before_anything_is() -> None:
+def test_unknown_and_skipped_parts_are_reported_before_measuring() -> None:
     script = str(ROOT / "analysis" / "benchmarks" / "bench_cpu.sh")
     done = subprocess.run(["bash", script, "2", "9"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: a part must be one of 1 2 3 4 5 6, but is 9\n"
     without = os.environ | {"DRY_RUN": "1", "NANOGPT": ""}
     done = subprocess.run(["bash", script, "2"], env=without, capture_output=True, text=True, check=True)
-    assert done.stdout.count("bench.py") == 1 and "bench_nanogpt_cpu" not in done.stdout  # a record of it stays
+    assert done.stdout.count("bench.py") == 1 and "bench_nanogpt_cpu" not in done.stdout  # an existing record is kept
     assert done.stdout.endswith("against nanoGPT: not measured, NANOGPT=path/to/model.py is not given\n")

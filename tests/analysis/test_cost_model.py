@@ -1,4 +1,4 @@
-"""The cost model against the paper and against the tables of 2020: the bounds it is held to."""
+"""The cost model against the paper and the tables of 2020, with error bounds."""
 
 import json
 import subprocess
@@ -81,7 +81,7 @@ def test_validation_takes_a_few_percent_of_the_days(fitted: Cluster) -> None:
     assert 1.02 < validated / alone < 1.04  # 100 forward passes, a quarter to a third of a step, every 1,000 steps
 
 
-def test_the_tables_of_2020_are_met_blind(figures: dict[str, float]) -> None:
+def test_the_tables_of_2020_are_predicted_without_fitting(figures: dict[str, float]) -> None:
     v100, a100 = of(figures, "blind/V100, "), of(figures, "blind/A100, ")
     v100.pop("blind/V100, factor"), a100.pop("blind/A100, factor")
     a100.pop("blind/A100, 128 data ranks, factor")
@@ -90,7 +90,7 @@ def test_the_tables_of_2020_are_met_blind(figures: dict[str, float]) -> None:
     assert max(map(abs, a100.values())) < 5
 
 
-def test_the_baseline_takes_the_time_that_the_paper_gives(fitted: Cluster) -> None:
+def test_the_baseline_takes_the_papers_time(fitted: Cluster) -> None:
     config, seconds = baseline()
     assert study_time(config, 1, 1, fitted).total == pytest.approx(seconds, rel=1e-12)
 
@@ -111,14 +111,14 @@ def test_the_committed_record_is_what_the_script_computes_now(figures: dict[str,
         assert recorded[name] == pytest.approx(value, rel=1e-4, abs=1e-3), name
 
 
-def test_a_constant_at_the_wrong_value_would_be_noticed(fitted: Cluster) -> None:
-    """The bounds bite: without the work that does not shrink, the held-out cells are missed."""
+def test_a_wrong_constant_is_detected(fitted: Cluster) -> None:
+    """Without the work that does not shrink, the held-out cells exceed their bounds."""
     without = anchor(with_constants(fitted, layer_overhead_ms=0.0))
     worst = max(abs(predict_cell(cell, without) - cell.paper) for cell in CELLS if cell.role == "held out")
     assert worst > 5
 
 
-def test_the_devices_of_the_memory_wall_have_what_the_clusters_say() -> None:
+def test_the_devices_of_the_memory_wall_have_the_memory_of_the_clusters() -> None:
     clusters = {"V100": "dgx2h_v100", "A100": "dgx_a100", "H200": "h200"}
     assert {device: shipped(name).memory_gib for device, name in clusters.items()} == DEVICES
 
@@ -143,7 +143,7 @@ def test_figure_5_has_every_bar_of_the_paper_with_its_role(fitted: Cluster) -> N
     assert heights == rows["paper"].tolist()
 
 
-def test_figure_1_rests_on_the_two_printed_figures(fitted: Cluster) -> None:
+def test_figure_1_uses_the_two_printed_values(fitted: Cluster) -> None:
     rows = figure_1_rows(fitted).set_index("GPUs")
     assert rows["paper"][1] == 0.039 and rows["paper"][512] == 15.1
     assert set(rows.index[rows["certainty"] == "text"]) == {1, 512}
@@ -158,13 +158,13 @@ def test_figure_1_rests_on_the_two_printed_figures(fitted: Cluster) -> None:
     assert linear[0].get_ydata()[-1] == pytest.approx(512 * 0.039)
 
 
-def test_the_carried_over_constants_meet_the_throughputs_they_come_from_within_12_percent() -> None:
+def test_constants_from_other_devices_reproduce_their_throughputs_within_12_percent() -> None:
     rows = what_if.published()
     assert len(rows) == 5
     assert max(abs(row["difference %"]) for row in rows) < 12
 
 
-def test_every_what_if_table_says_that_it_is_modelled() -> None:
+def test_every_what_if_table_is_marked_as_modelled() -> None:
     tables = what_if.tables()
     assert len(tables) == 9
     for title, rows in tables.items():
@@ -184,11 +184,11 @@ def test_the_committed_what_if_tables_are_what_the_script_computes_now() -> None
             assert {k: v for k, v in ours.items() if k not in numbers} == {
                 k: v for k, v in theirs.items() if k not in numbers
             }
-            for key in numbers:  # rounded to its last digit by the script
+            for key in numbers:  # rounded by the script
                 assert theirs[key] == pytest.approx(ours[key], rel=1e-3, abs=0.11), (title, key)
 
 
-def test_tensor_parallelism_loses_across_the_node_where_a_ring_has_one_link() -> None:
+def test_tensor_parallelism_across_nodes_is_slower_with_one_link() -> None:
     gains = {row["tp"]: row for row in what_if.beyond_a_node("h100")}
     assert gains[8]["gain of doubling, one link"] > 1.5
     assert gains[16]["gain of doubling, one link"] < 1 < gains[16]["gain of doubling, all links"]
@@ -229,7 +229,7 @@ def test_tables_1_2_7_and_8_stand_beside_the_papers_values(fitted: Cluster) -> N
 
 
 @pytest.mark.slow
-def test_scaling_is_measured_on_real_ranks_and_says_so(tmp_path) -> None:
+def test_scaling_is_measured_on_real_ranks_and_recorded_as_such(tmp_path) -> None:
     command = [sys.executable, str(ROOT / "analysis" / "scaling" / "measure.py"), "--only", "strong"]
     command += ["--steps", "1", "--rounds", "1", "--record", str(tmp_path / "record.json")]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
@@ -243,7 +243,7 @@ def test_scaling_is_measured_on_real_ranks_and_says_so(tmp_path) -> None:
     assert two["percent_of_linear"] > 0
 
 
-def test_scaling_is_measured_by_the_first_row_of_its_own_study_and_model() -> None:
+def test_scaling_is_relative_to_the_first_row_of_its_study_and_model() -> None:
     strong = [case for case in gpu_cases(8) if case.study == "strong" and case.subject == "gpt_1.2b"]
     assert [case.tp_size for case in strong] == [1, 2, 4, 8]
     ideal = {case: {"best_s": 8.0 / case.tp_size, "best_communication_s": 0.0, "median_s": 1.0} for case in strong}
@@ -257,7 +257,7 @@ def test_scaling_is_measured_by_the_first_row_of_its_own_study_and_model() -> No
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--ranks", "0"], ["--only", "nonsense"]])
-def test_measuring_refuses_what_gives_no_row(arguments: list[str]) -> None:
+def test_arguments_without_a_row_are_refused(arguments: list[str]) -> None:
     command = [sys.executable, str(ROOT / "analysis" / "scaling" / "measure.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and f"{arguments[0]} must" in done.stderr

@@ -1,4 +1,4 @@
-"""Figures as files: each says what it draws, and the README's is of the committed records."""
+"""Figure files: each stores a fingerprint of its data, and the README's figure shows the committed records."""
 
 import subprocess
 import sys
@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "analysis" / "figures" / "norm_order_curves.png"
 
 
-def test_the_readmes_figure_is_of_the_committed_records() -> None:
+def test_the_readmes_figure_shows_the_committed_records() -> None:
     _, figure = make_figures.figures(make_figures.ANALYSIS)[COMMITTED.stem]
     assert Image.open(COMMITTED).text["Source"] == make_figures.fingerprint(figure)
     assert f"]({COMMITTED.relative_to(ROOT)})" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_a_fingerprint_is_of_data_and_words() -> None:
+def test_a_fingerprint_covers_data_and_text() -> None:
     def drawn(loss: float, label: str):
         figure, axis = plt.subplots()
         axis.plot([0, 1], [5.0, loss])

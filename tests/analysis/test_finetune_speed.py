@@ -1,4 +1,4 @@
-"""The comparison with Hugging Face's Trainer: the same inputs on both sides, and as many rounds as are asked for."""
+"""The comparison with Hugging Face's Trainer: equal inputs on both sides, and the requested number of rounds."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ from lmscale.results import check_no_record, new_record, write_record  # noqa: E
 
 
 @pytest.mark.parametrize("name", ["qqp", "squad_v1"])
-def test_trainer_is_given_the_sequences_and_labels_that_ours_trains_on(tmp_path, name: str) -> None:
+def test_trainer_gets_the_same_sequences_and_labels_as_ours(tmp_path, name: str) -> None:
     place = write_task(tmp_path, name, 9)
     features = load_features(prepare_features(make_task(name), str(place), make_tokenizer(), tmp_path / "cache"))
     for item, row in enumerate(finetune_speed.as_rows(features, 7)):
@@ -33,7 +33,7 @@ def test_trainer_is_given_the_sequences_and_labels_that_ours_trains_on(tmp_path,
         assert ours["labels"][0].tolist() == theirs
 
 
-def test_a_second_round_finds_the_folder_of_the_first_free(tmp_path, monkeypatch) -> None:
+def test_a_second_round_can_reuse_the_run_folder(tmp_path, monkeypatch) -> None:
     def train(arguments: list[str]) -> subprocess.CompletedProcess:
         run_dir = Path(next(a for a in arguments if a.startswith("hydra.run.dir=")).partition("=")[2])
         check_no_record(run_dir)  # as the entry script does

@@ -1,4 +1,4 @@
-"""The commands of `analysis/benchmarks/h200.sh` fit their entry points and their time, and a failure is reported."""
+"""The commands of `analysis/benchmarks/h200.sh` match their entry points and time limits; failures are reported."""
 
 import json
 import os
@@ -22,7 +22,7 @@ PARTS = [f"a{number}" for number in range(1, 6)] + [f"b{number}" for number in r
 
 
 def commands(*parts: str, **changes: str) -> list[tuple[int, list[str]]]:
-    """What parts, or all, would run: the time limit in seconds, and the words after the interpreter's."""
+    """The commands of some or all parts: time limit in seconds, and the arguments after the interpreter."""
     done = subprocess.run(
         ["bash", str(SCRIPT), *parts],
         env=os.environ | {"DRY_RUN": "1"} | changes,
@@ -37,9 +37,9 @@ def commands(*parts: str, **changes: str) -> list[tuple[int, list[str]]]:
     return [(int(words[2]), words[4:]) for words in timed]
 
 
-def values_of(door: str, overrides: list[str]) -> dict:
+def values_of(entry_point: str, overrides: list[str]) -> dict:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = compose(door, overrides)
+        composed = compose(entry_point, overrides)
     return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
 
 
@@ -47,7 +47,7 @@ def bench_of(words: list[str]) -> BenchConfig:
     return BenchConfig.from_dict(values_of("bench", words))
 
 
-def test_list_a_is_correctness_then_a_trace_and_the_three_models() -> None:
+def test_list_a_has_correctness_a_trace_and_three_models() -> None:
     found = [words for _, words in commands("a")]
     assert found == [words for part in ("a1", "a2", "a3", "a4", "a5") for _, words in commands(part)]
     assert [words[0] for words in found] == [
@@ -77,7 +77,7 @@ def test_list_a_is_correctness_then_a_trace_and_the_three_models() -> None:
     }
 
 
-def test_the_attention_shapes_are_those_of_the_models() -> None:
+def test_the_attention_shapes_match_the_models() -> None:
     words = commands("a2")[1][1]
     texts = words[words.index("--shape") + 1 : words.index("--backends")]
     assert words[words.index("--backends") + 1 : words.index("--accelerator")] == [
@@ -121,12 +121,12 @@ def test_list_b_composes_into_typed_configurations(tmp_path) -> None:
     assert runs[0].model.recompute == "auto" and "optimizer.moments=bf16" in trains[0]
 
 
-def test_every_call_ends_within_nine_minutes_and_no_two_records_share_a_name(tmp_path) -> None:
+def test_every_part_ends_within_nine_minutes_and_record_names_are_unique(tmp_path) -> None:
     (tmp_path / "model.py").write_text("class GPT: ...\nclass GPTConfig: ...\n")
     records = []
     for part in PARTS:
         found = commands(part, NANOGPT=str(tmp_path / "model.py"))
-        assert 0 < sum(limit for limit, _ in found) <= 9 * 60 - 20, part  # 20 s to install wheels and to import
+        assert 0 < sum(limit for limit, _ in found) <= 9 * 60 - 20, part  # 20 s for installing wheels and imports
         records += [
             word for _, words in found for word in words if word.endswith((".json", ".xml")) or "run.dir=" in word
         ]
@@ -152,7 +152,7 @@ def run_script(*parts: str, **changes: str) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", str(SCRIPT), *parts], env=environment, capture_output=True, text=True)
 
 
-def test_what_cannot_be_run_is_said_before_anything_is() -> None:
+def test_unknown_parts_are_refused_before_anything_runs() -> None:
     done = subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True)
     assert done.returncode == 2 and "some parts" in done.stdout
     done = subprocess.run(["bash", str(SCRIPT), "a1", "a6"], capture_output=True, text=True)
@@ -161,7 +161,7 @@ def test_what_cannot_be_run_is_said_before_anything_is() -> None:
 
 
 def fake_python(folder: Path, code: int) -> str:
-    """An interpreter that prints its script's name, writes the record if it is to succeed, and ends with `code`."""
+    """A stub interpreter that prints the script's name, writes the record on success, and exits with `code`."""
     path = folder / "python"
     path.write_text(
         "#!/usr/bin/env bash\ncase $1 in */h200_rows.py) exit 0 ;; esac\necho ran\n"
@@ -172,7 +172,7 @@ def fake_python(folder: Path, code: int) -> str:
     return str(path)
 
 
-def test_a_failure_is_one_line_the_next_follows_and_the_exit_code_tells(tmp_path) -> None:
+def test_a_failure_is_one_line_the_next_part_runs_and_the_exit_code_is_set(tmp_path) -> None:
     folders = {"RESULTS": str(tmp_path / "results"), "LOGS": str(tmp_path / "logs"), "OUT": str(tmp_path / "out")}
     done = run_script("a4", "a5", **folders | {"PYTHON": fake_python(tmp_path, 3), "WHEELS": ""})
     assert done.returncode == 1
@@ -181,11 +181,11 @@ def test_a_failure_is_one_line_the_next_follows_and_the_exit_code_tells(tmp_path
         f"{name}: not measured, exit code 3; see {tmp_path}/logs/{name}.log" for name in names
     ]
     assert done.stdout.count("since the start") == 2
-    with tarfile.open(tmp_path / "out" / "h200_a4_a5.tar.gz") as archive:  # the logs say why
+    with tarfile.open(tmp_path / "out" / "h200_a4_a5.tar.gz") as archive:  # the logs have the reason
         assert {Path(name).name for name in archive.getnames()} >= {f"{name}.log" for name in names}
 
 
-def test_a_record_that_is_there_is_kept_unless_forced(tmp_path) -> None:
+def test_an_existing_record_is_kept_unless_forced(tmp_path) -> None:
     folders = {"RESULTS": str(tmp_path / "results"), "LOGS": str(tmp_path / "logs"), "OUT": str(tmp_path / "out")}
     settings = folders | {"PYTHON": fake_python(tmp_path, 0), "WHEELS": ""}
     again = "the record is there already"
@@ -215,8 +215,8 @@ def test_list_a_is_rehearsed_end_to_end_on_a_cpu(tmp_path) -> None:
     trace = records["rehearsal_trace_gpt_1.2b"]
     assert (
         trace["metrics"]["graphs"]["value"] == 3 and trace["graph_breaks"] == {}
-    )  # a layer, two passes over the logits
-    assert trace["syncs"]["aten::_local_scalar_dense"] > 0  # the optimizer reads the gradient's norm
+    )  # one layer, two passes over the logits
+    assert trace["syncs"]["aten::_local_scalar_dense"] > 0  # the optimizer reads the gradient norm
     assert sum(kernel["share"] for kernel in trace["kernels"]) > 0.5
     attention = records["rehearsal_attention_backends"]["metrics"]
     assert attention["bert_336m/error/math"]["value"] < 1e-2 and attention["gpt_1.2b/dropout_0.1/math"]["value"] > 0

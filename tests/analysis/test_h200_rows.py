@@ -1,4 +1,4 @@
-"""The rows of `analysis/benchmarks/h200_rows.py` say what is reached, and what it is given to keep is kept whole."""
+"""The rows of `analysis/benchmarks/h200_rows.py` state which goals are reached and store complete losses."""
 
 import importlib.util
 import json
@@ -19,13 +19,13 @@ def write(path: Path, **metrics: float) -> Path:
     return path
 
 
-def test_a_row_has_the_required_figure_beside_and_the_verdict(tmp_path) -> None:
+def test_a_row_has_the_required_value_and_whether_it_is_reached(tmp_path) -> None:
     record = write(tmp_path / "a.json", ours__share=0.61)
     assert rows.row("gpt", record, "ours/share", 0.6).endswith("0.61 u (required: 0.6)  reached")
     assert rows.row("gpt", record, "ours/share", 0.62).endswith("(required: 0.62)  NOT REACHED")
 
 
-def test_the_loss_of_a_run_is_kept_and_compared_with_seeds(tmp_path) -> None:
+def test_the_loss_of_a_run_is_stored_and_compared_with_seeds(tmp_path) -> None:
     write(tmp_path / "record.json")
     (tmp_path / "metrics.csv").write_text("step,train/loss,val/loss\n0,,9\n1,8.0,\n2,7.0,\n3,6.5,\n")
     rows.keep(tmp_path, tmp_path / "kept.json")
@@ -37,7 +37,7 @@ def test_the_loss_of_a_run_is_kept_and_compared_with_seeds(tmp_path) -> None:
     assert rows.seeds(write(tmp_path / "far.json", **{name: 3.35}), bf16).endswith("NOT REACHED")
 
 
-def test_a_loss_that_is_not_finite_is_kept_and_is_not_reached(tmp_path) -> None:
+def test_a_non_finite_loss_is_stored_and_not_reached(tmp_path) -> None:
     write(tmp_path / "record.json")
     (tmp_path / "metrics.csv").write_text("step,train/loss\n1,8.0\n2,nan\n")
     kept = tmp_path / "kept.json"
@@ -48,7 +48,7 @@ def test_a_loss_that_is_not_finite_is_kept_and_is_not_reached(tmp_path) -> None:
         rows.seeds(kept, [kept, kept])
 
 
-def test_a_record_that_lacks_what_is_asked_for_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys) -> None:
+def test_a_record_without_a_required_metric_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys) -> None:
     bare, listed = write(tmp_path / "bare.json", ours__step=1.0), tmp_path / "list.json"
     listed.write_text("[]")
     (tmp_path / "record.json").write_text(bare.read_text())
@@ -99,7 +99,7 @@ def test_a_test_run_that_passed_becomes_a_record(tmp_path) -> None:
         ((), "all 0 were skipped"),
     ],
 )
-def test_a_test_run_that_shows_nothing_leaves_no_record(tmp_path, cases, message) -> None:
+def test_a_test_run_without_passed_tests_leaves_no_record(tmp_path, cases, message) -> None:
     with pytest.raises(ValueError, match=message):
         rows.tests(junit(tmp_path, *cases), tmp_path / "record.json", may_skip=False)
     assert not (tmp_path / "record.json").exists()

@@ -1,4 +1,4 @@
-"""The ledger has every number of the paper once, says what our side is, and names commands that exist."""
+"""The ledger has every number of the paper once, the evidence for ours, and commands that exist."""
 
 import re
 import shlex
@@ -29,7 +29,7 @@ ROOTS = {
 
 
 def context(more: dict | None = None, without: str = "") -> Context:
-    """That of the committed records, some of them left out or added."""
+    """The ledger of the committed records, with some left out or added."""
     records = {name: record for name, record in RECORDS.items() if not without or not name.startswith(without)}
     records |= more or {}
     cluster = build(Cluster, records["cost_model.json"]["config"]["cluster"], "cluster.")
@@ -82,19 +82,19 @@ def test_a_place_of_the_paper_has_all_its_numbers(rows, place, how_many) -> None
         ("section_3/layer/backward", 2, 2, "reproduced"),
         ("section_3/loss/numbers", 1, 3, "reproduced"),  # maximum, sum and picked logit
         ("section_4.2/gpt/decay", 297_000, 297_000, "setting"),
-        ("table_5/bert_3.9b/trained_tokens", 1, 0.75, "setting"),  # its own 1.5 of 2 M iterations say so
+        ("table_5/bert_3.9b/trained_tokens", 1, 0.75, "setting"),  # from its own 1.5 of 2 M iterations
         ("table_6/qqp/bert_3.9b/lr", 4e-5, 4e-5, "setting"),
         ("figure_1/mp_dp/512_gpus", 15.1, 14.29, "modelled"),
         ("table_8/gpt_1.2b/8_gpus", 2.98, 3.011, "modelled"),
     ],
 )
-def test_an_entry_stands_beside_ours(rows, entry, paper, ours, evidence) -> None:
+def test_an_entry_has_our_value_and_its_evidence(rows, entry, paper, ours, evidence) -> None:
     row = rows.loc[entry]
     assert row["paper"] == paper and row["evidence"] == evidence
     assert float(row["ours"]) == pytest.approx(ours, rel=1e-3)
 
 
-def test_settings_are_the_papers_but_for_those_that_are_known(rows) -> None:
+def test_settings_equal_the_papers_except_for_known_differences(rows) -> None:
     settings = rows[rows["evidence"] == "setting"]
     differ = {entry for entry, row in settings.iterrows() if row["ours"] != _nearly(row["paper"])}
     assert differ == {"table_5/bert_3.9b/trained_tokens", "section_5.3/held_out"}
@@ -104,7 +104,7 @@ def _nearly(value: object) -> object:
     return value if isinstance(value, str) else pytest.approx(value)
 
 
-def test_what_tells_a_run_of_the_paper_has_the_papers_values() -> None:
+def test_the_criteria_for_a_paper_run_have_the_papers_values() -> None:
     gpts = {"355M": "gpt_355m", "2.5B": "gpt_2.5b", "8.3B": "gpt_8.3b_24heads"}
     assert {size: paper_shape(f"table_2/{model}") for size, model in gpts.items()} == paper.GPT_SIZES
     assert {size: paper_shape(f"table_4/bert_{size.lower()}") for size in paper.BERT_SIZES} == paper.BERT_SIZES
@@ -115,13 +115,13 @@ def test_what_tells_a_run_of_the_paper_has_the_papers_values() -> None:
     assert (paper.WIKITEXT_TEST_WORDS, paper.WIKITEXT_TEST_TARGETS) == counts
 
 
-def test_places_stand_in_their_order(rows) -> None:
+def test_places_are_in_the_papers_order(rows) -> None:
     places = list(dict.fromkeys(entry.split("/")[0] for entry in rows.index))
     assert places[:12] == [f"table_{n}" for n in range(1, 9)] + [f"figure_{n}" for n in (1, 5, 6, 7)]
     assert places[12:] == sorted(places[12:], key=lambda place: (place == "blog", place.startswith("app"), place))
 
 
-def test_what_is_not_printed_is_said(rows) -> None:
+def test_values_not_printed_in_the_paper_are_marked(rows) -> None:
     origins = rows["origin"]
     assert origins["figure_5/mp/2_gpus"] == "read off the figure" and origins["figure_5/mp/8_gpus"] == "printed"
     assert origins[origins.index.str.startswith("table_6/")].str.startswith("reconstructed").all()
@@ -147,20 +147,20 @@ def test_the_small_studies_fill_figures_6_and_7() -> None:
     sizes = made_record("scaled_down", "parameters/plain/b", 0.0625, "1")
     rows = ledger(context({"norm_order.json": study, "model_size.json": sizes})).set_index("id")
     assert rows.loc["figure_7/bert_336m/post", "ours"] == "3 learned: 4.875 nats/masked token"
-    assert rows.loc["figure_7/bert_752m/post", "ours"] == "1 learned, 2 diverged"  # no mean of such ends
+    assert rows.loc["figure_7/bert_752m/post", "ours"] == "1 learned, 2 diverged"  # there is no mean of diverged runs
     assert rows.loc["figure_7/bert_752m/post", "from"].endswith("of a small BERT of 24 layers, learning rate 0.003")
     assert rows.loc["figure_7/bert_752m/pre", "evidence"] == "not run"  # the study has no such cell
     assert rows.loc["figure_6/trend", "ours"] == "0.0625 (exponent b of loss = a x parameters^-b)"
 
 
-def test_small_measurements_stand_for_the_smallest_model_alone(rows) -> None:
+def test_small_measurements_are_listed_only_for_the_smallest_model(rows) -> None:
     assert rows.loc["table_5/bert_336m/mnli/accuracy_matched", "evidence"] == "scaled down"
     assert rows.loc["table_5/bert_1.3b/mnli/accuracy_matched", "evidence"] == "not run"
     without = ledger(context(without="finetune_small")).set_index("id")
     assert without.loc["table_5/bert_336m/mnli/accuracy_matched", "evidence"] == "not run"
 
 
-def test_the_short_form_adds_up_and_fits_a_readme(rows) -> None:
+def test_the_summary_adds_up_and_is_short(rows) -> None:
     counts = kinds(rows.reset_index())
     assert counts["numbers"].sum() == len(rows)
     short = short_form(rows.reset_index())
@@ -168,7 +168,7 @@ def test_the_short_form_adds_up_and_fits_a_readme(rows) -> None:
 
 
 def test_every_command_composes() -> None:
-    """One of each form, whatever the model's size; that each model has its file, its settings show."""
+    """One command of each kind; the settings test that every model has its file."""
     forms = {re.sub(r"[\d.]+[mb]\b|=\d+", "", entry.command): entry.command for entry in ENTRIES if entry.command}
     with initialize_config_dir(str(ROOT / "conf"), version_base=None):
         for command in forms.values():
@@ -179,6 +179,6 @@ def test_every_command_composes() -> None:
                 assert compose(ROOTS[script], overrides, return_hydra_config=True), command
 
 
-def test_a_readme_without_a_place_is_refused() -> None:
+def test_a_readme_without_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="`--readme` must have a place between"):
         make_tables.in_readme("# nothing\n", "block")

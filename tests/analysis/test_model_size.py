@@ -34,7 +34,7 @@ def run_main(monkeypatch, *arguments: object) -> int:
 
 @pytest.fixture
 def trained(monkeypatch) -> list[list[str]]:
-    """Runs of the entry point in forks of a warm process; the overrides of each that was started."""
+    """Run the entry point in forked processes; returns the overrides of every started run."""
     started = []
 
     def train(overrides) -> None:
@@ -46,7 +46,7 @@ def trained(monkeypatch) -> list[list[str]]:
     return started
 
 
-def test_every_cell_of_the_sweep_composes_at_a_size_of_its_own() -> None:
+def test_every_cell_of_the_sweep_composes_with_a_different_size() -> None:
     shapes = set()
     for size in model_size.swept("model.hidden_size"):
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -59,7 +59,7 @@ def test_every_cell_of_the_sweep_composes_at_a_size_of_its_own() -> None:
     assert len(model_size.swept("seed")) == 3
 
 
-def test_a_width_that_the_sweep_has_no_depth_for_is_refused() -> None:
+def test_a_width_without_a_depth_is_refused() -> None:
     config = OmegaConf.create({"model": {"hidden_size": 48}})
     assert look_up("model.hidden_size", {32: 2, 48: 3}, _root_=config) == 3
     config.model.hidden_size = 50
@@ -67,12 +67,12 @@ def test_a_width_that_the_sweep_has_no_depth_for_is_refused() -> None:
         look_up("model.hidden_size", {32: 2, 48: 3}, _root_=config)
 
 
-def test_a_miniature_runs_and_what_is_there_is_not_run_again(tmp_path, monkeypatch, trained, capsys) -> None:
+def test_a_miniature_runs_and_finished_cells_are_not_repeated(tmp_path, monkeypatch, trained, capsys) -> None:
     records, outputs = tmp_path / "records", tmp_path / "outputs"
     where = ("--records", records, "--outputs", outputs, "--sizes", 32, 48, 64)
     (outputs / "hidden_48_seed_1").mkdir(parents=True)
-    (outputs / "hidden_48_seed_1" / "metrics.csv").write_text("step\n")  # of a cell that was killed
-    assert run_main(monkeypatch, *where, "--seeds", 1, "--", *MINIATURE) == 2  # no law from one seed
+    (outputs / "hidden_48_seed_1" / "metrics.csv").write_text("step\n")  # from a killed cell
+    assert run_main(monkeypatch, *where, "--seeds", 1, "--", *MINIATURE) == 2  # one seed is not enough for a fit
     assert capsys.readouterr().err == "error: every size must have at least 2 runs, but 25472 has 1\n"
     kept = (records / "hidden_32_seed_1.json").read_bytes()
     assert run_main(monkeypatch, *where, "--seeds", 1, 2, "--", *MINIATURE) == 0
@@ -94,7 +94,7 @@ def test_a_miniature_runs_and_what_is_there_is_not_run_again(tmp_path, monkeypat
 
 
 def make_series(folder: Path, sizes=(32, 48, 64, 96, 128, 192), steps: int = 100, floor: float = 1.0) -> Path:
-    """Records of cells with a known law in the parameters without embeddings."""
+    """Records that follow a known power law in the parameters without embeddings."""
     folder.mkdir(exist_ok=True)
     for layers, hidden in enumerate(sizes, start=2):
         count = layers * 12 * hidden**2
@@ -111,7 +111,7 @@ def make_series(folder: Path, sizes=(32, 48, 64, 96, 128, 192), steps: int = 100
     return folder
 
 
-def test_a_known_law_is_found_and_its_floor_told_from_none(tmp_path) -> None:
+def test_a_known_law_and_its_constant_term_are_recovered(tmp_path) -> None:
     with_floor = model_size.summarize(model_size.read_cells(make_series(tmp_path / "a")))
     value = {name: entry["value"] for name, entry in with_floor["metrics"].items()}
     measure = "parameters_without_embeddings"
@@ -119,7 +119,7 @@ def test_a_known_law_is_found_and_its_floor_told_from_none(tmp_path) -> None:
     assert value[f"{measure}/floor/c"] == pytest.approx(1.0, abs=1e-2)
     assert value[f"{measure}/floor/b_seeds_low"] < 0.25 < value[f"{measure}/floor/b_seeds_high"]
     assert value[f"{measure}/plain/lack_of_fit"] > 100 and f"{measure}/floor/lack_of_fit" not in value
-    assert value["flops/floor/b"] == pytest.approx(0.25, abs=2e-3)  # FLOPs are proportional here
+    assert value["flops/floor/b"] == pytest.approx(0.25, abs=2e-3)  # FLOPs are proportional to parameters here
     assert with_floor["config"]["floor_is_borne"][measure] is True
     assert value[f"{measure}/plain/largest_residual"] > 10 * value[f"{measure}/floor/largest_residual"]
     without = model_size.summarize(model_size.read_cells(make_series(tmp_path / "b", floor=0.0)))
@@ -128,7 +128,7 @@ def test_a_known_law_is_found_and_its_floor_told_from_none(tmp_path) -> None:
     assert f"{measure}/floor/b" not in without["metrics"]
 
 
-def test_a_fit_is_exact_where_the_runs_are() -> None:
+def test_a_fit_to_exact_data_is_exact() -> None:
     law = fit_power_law(X, [[7 * x**-0.3] * 2 for x in X], floor=False)
     assert (law.a, law.b, law.c, law.r_squared) == (pytest.approx(7), pytest.approx(0.3), 0, pytest.approx(1))
     assert law.b_interval == (pytest.approx(0.3), pytest.approx(0.3)) and law(X) == pytest.approx(7 * X**-0.3)
@@ -145,11 +145,11 @@ def test_the_intervals_cover_the_exponent_in_19_of_20_experiments() -> None:
         covered += law.b_interval[0] <= 0.3 <= law.b_interval[1]
         by_line += law.b_line_interval[0] <= 0.3 <= law.b_line_interval[1]
         fits.append(law.lack_of_fit)
-    assert 175 <= covered <= 199  # 190 +- 5 times the standard deviation downwards; Student's tails are neglected
+    assert 175 <= covered <= 199  # 190 +- about 5 standard deviations
     assert 180 <= by_line <= 199 and 0.5 < np.median(fits) < 1.5
 
 
-def test_a_law_of_the_wrong_form_is_told_by_its_lack_of_fit() -> None:
+def test_a_wrong_form_is_detected_by_the_lack_of_fit_test() -> None:
     noise = np.exp(0.002 * np.random.default_rng(4).normal(size=(len(X), 3)))
     bent = 7 * X**-0.3 * np.exp(-0.02 * np.log(X / X[0]) ** 2)
     law = fit_power_law(X, bent[:, None] * noise, floor=False)
@@ -168,7 +168,7 @@ def test_too_few_sizes_are_refused_in_one_line(tmp_path, monkeypatch, trained, c
     assert trained == [] and not (tmp_path / "cells.json").exists()
 
 
-def test_cells_that_were_not_trained_alike_are_refused(tmp_path) -> None:
+def test_cells_with_different_settings_are_refused(tmp_path) -> None:
     make_series(tmp_path, sizes=(32, 48, 64))
     make_series(tmp_path, sizes=(96,), steps=101)
     with pytest.raises(ValueError, match="`trainer` must be the same in all cells of .*, but is not in 96_1"):
@@ -182,7 +182,7 @@ def test_a_curve_has_at_most_20_points_and_always_the_last(tmp_path) -> None:
     assert len(curve) == 17 and curve[-1] == {"step": 99, "loss": 9.9} and curve[0]["step"] == 3
 
 
-def test_the_figures_hold_the_records_numbers_with_units_at_a_columns_width(tmp_path) -> None:
+def test_the_figures_show_the_records_with_units_at_column_width(tmp_path) -> None:
     record = model_size.summarize(model_size.read_cells(make_series(tmp_path / "cells")))
     laws, curves = draw_laws(record), draw_model_sizes(record)
     for figure in (laws, curves):
@@ -200,7 +200,7 @@ def test_the_figures_hold_the_records_numbers_with_units_at_a_columns_width(tmp_
     plt.close("all")
 
 
-def test_the_figures_are_made_once_there_is_a_record(tmp_path) -> None:
+def test_the_figures_are_made_if_there_is_a_record(tmp_path) -> None:
     shutil.copy(ROOT / "analysis" / "scaling" / "records" / "cost_model.json", tmp_path)
     assert not [name for name in make_figures.figures(tmp_path) if name.startswith("model_size")]
     record = model_size.summarize(model_size.read_cells(make_series(tmp_path / "cells")))

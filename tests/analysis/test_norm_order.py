@@ -1,4 +1,4 @@
-"""What the norm-order study chooses, concludes and draws from known numbers."""
+"""Choices, conclusions and figures of the norm-order study from known values."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def test_differences_are_paired_by_seed_and_have_students_interval(study) -> Non
     rows = order_differences(read_cells(records_of(study)), 4)
     assert list(zip(rows["layers"], rows["scaled"], strict=True)) == [(4, False), (4, True), (8, False), (8, True)]
     assert list(rows["difference"]) == pytest.approx([0.5] * 4)
-    assert list(rows["half_width"]) == pytest.approx([4.303 * 0.01 / 3**0.5] * 4)  # the seeds' own 0.1 is gone
+    assert list(rows["half_width"]) == pytest.approx([4.303 * 0.01 / 3**0.5] * 4)  # the seed effect cancels
     assert set(rows["lr_pre"]) == set(rows["lr_post"]) == {3e-3} and set(rows["seeds"]) == {3}
     assert mean_and_interval([1.0, 3.0]) == (2.0, pytest.approx(12.706))
     assert math.isnan(mean_and_interval([1.0])[1])
@@ -54,7 +54,7 @@ def test_a_rate_at_which_a_run_diverged_is_not_chosen(study) -> None:
         ({"loss": 4.1, "non_finite": 1}, "diverged"),
     ],
 )
-def test_a_cell_is_what_the_stated_rules_say(tmp_path, metrics, state) -> None:
+def test_a_cell_is_classified_by_the_stated_rules(tmp_path, metrics, state) -> None:
     write_cell(tmp_path, 2, "pre", True, "1e-3", 1, **metrics, context_free_loss=4.7)
     assert list(read_cells(records_of(tmp_path))["state"]) == [state]
 
@@ -82,7 +82,7 @@ def test_the_summary_has_every_difference_and_count(study) -> None:
 
 
 @pytest.mark.parametrize("metrics", [{"loss": 4.1, "non_finite": 1}, {"loss": 5.95}])
-def test_a_run_that_did_not_learn_has_no_end_to_compare(study, metrics) -> None:
+def test_a_run_that_did_not_learn_has_no_final_loss_to_compare(study, metrics) -> None:
     write_cell(study, 8, "post", True, "3e-3", 2, **metrics)
     cells = read_cells(records_of(study))
     record = summarize(cells, 4)
@@ -94,21 +94,21 @@ def test_a_run_that_did_not_learn_has_no_end_to_compare(study, metrics) -> None:
     assert row["post-norm runs"] == f"2 learned, 1 {'diverged' if 'non_finite' in metrics else 'stuck'}"
 
 
-def test_the_scaling_may_do_more_for_one_order(study) -> None:
+def test_the_effect_of_scaling_may_differ_between_orders(study) -> None:
     for seed in (1, 2, 3):
         write_cell(study, 4, "post", False, "3e-3", seed, 4.8 + 0.15 * seed)
     mean, half_width = interaction(read_cells(records_of(study)), 4, 4)
     assert mean == pytest.approx(-0.2) and half_width == pytest.approx(4.303 * 0.04 / 3**0.5)
 
 
-def test_seeds_of_one_order_alone_are_no_pairs(study) -> None:
+def test_seeds_of_only_one_order_are_not_paired(study) -> None:
     for path in [*study.glob("8_post_True_3e-3_1*"), *study.glob("8_pre_True_3e-3_[23]*")]:
         path.unlink()
     row = order_differences(read_cells(records_of(study)), 4).iloc[3]
     assert row["seeds"] == 0 and math.isnan(row["difference"])
 
 
-def test_a_run_that_comes_back_was_unstable_all_the_same(study) -> None:
+def test_a_run_that_recovers_counts_as_unstable(study) -> None:
     assert not any(cell.unstable for cell in read_cells(records_of(study)).itertuples() if cell.order == "pre")
     (path,) = study.glob("8_pre_True_3e-3_1.json")
     record = json.loads(path.read_text())
@@ -123,7 +123,7 @@ def test_a_run_that_comes_back_was_unstable_all_the_same(study) -> None:
     assert counts[["learned", "stuck", "diverged"]].to_numpy().sum() == len(cells)
 
 
-def test_the_orders_are_compared_at_equal_rates_too(study) -> None:
+def test_the_orders_are_also_compared_at_equal_rates(study) -> None:
     cells = read_cells(records_of(study))
     metrics = summarize(cells, 4)["metrics"]
     rows = order_table(equal_rate_differences(cells, 4))
@@ -136,7 +136,7 @@ def test_the_orders_are_compared_at_equal_rates_too(study) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["*_post_*", "*_False_*", "4_pre_True_1e-3_2*"])
-def test_a_study_without_an_arm_or_with_a_hole_has_no_summary(study, pattern: str) -> None:
+def test_an_incomplete_study_has_no_summary(study, pattern: str) -> None:
     for path in study.glob(pattern):
         path.unlink()
     with pytest.raises(ValueError, match="must have all cells at 4 layers"):
@@ -150,12 +150,12 @@ def test_two_records_of_one_cell_are_refused(study) -> None:
         read_cells(records_of(study))
 
 
-def test_the_figures_have_a_panel_a_depth_and_units(study) -> None:
+def test_the_figures_have_one_panel_per_depth_and_units(study) -> None:
     cells = read_cells(records_of(study))
     curves = draw_loss_curves(read_curves(records_of(study)), cells, 4)
     norms = draw_gradient_norms(read_gradient_norms(records_of(study)), cells, 4)
     failures = draw_failures(read_gradient_norms(records_of(study)), cells, 4, (1, 50))
     assert [len(figure.axes) for figure in (curves, norms, draw_rates(cells, 4), failures)] == [2, 2, 2, 2]
-    assert all(figure.get_size_inches()[0] < 4.5 for figure in (curves, norms, failures))  # a column's width
+    assert all(figure.get_size_inches()[0] < 4.5 for figure in (curves, norms, failures))  # column width
     assert NATS in curves.axes[0].get_ylabel() and norms.axes[0].get_yscale() == "log"
     assert len(norms.axes[1].lines[0].get_xdata()) == 8

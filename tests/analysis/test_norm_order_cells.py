@@ -28,7 +28,7 @@ def study(tmp_path) -> Path:
     return make_study(tmp_path)
 
 
-def test_records_of_anything_else_are_refused_with_their_file(study) -> None:
+def test_other_records_are_refused_with_their_file_name(study) -> None:
     assert len(script.read_folder(study)) == 36
     path = study / "8_pre_True_3e-3_1.json"
     path.write_text(path.read_text().replace('"hidden_size": 64', '"hidden_size": 128'))
@@ -40,20 +40,20 @@ def test_records_of_anything_else_are_refused_with_their_file(study) -> None:
             script.read_folder(study)
 
 
-def test_the_committed_summary_is_that_of_the_committed_cells() -> None:
+def test_the_committed_summary_matches_the_committed_cells() -> None:
     folder = script.RECORDS / "norm_order"
     committed = json.loads(folder.with_suffix(".json").read_text())
     assert summarize(read_cells(script.read_folder(folder)), script.FACTORIAL)["metrics"] == committed["metrics"]
 
 
-def test_what_notebook_04_says_of_gradients_and_failures_holds() -> None:
+def test_the_claims_of_notebook_04_about_gradients_and_failures_hold() -> None:
     records = script.read_folder(script.RECORDS / "norm_order")
     cells = read_cells(records)
     norms = read_gradient_norms(records).merge(cells[[*CELL, "state"]], on=CELL)
     stuck = cells[cells["state"] == "stuck"]
     assert set(stuck["order"]) == {"post"} and (stuck["train_loss"] - stuck["scored_entropy"]).abs().max() < 0.02
     curves = read_curves(records).merge(stuck[[*CELL, "scored_entropy"]], on=CELL)
-    below = curves[curves["loss"] < curves["scored_entropy"] - 0.05]  # the noise of a mean of 25 steps is smaller
+    below = curves[curves["loss"] < curves["scored_entropy"] - 0.05]  # more than the noise of a mean of 25 steps
     fell = below[[*CELL]].drop_duplicates()
     assert fell[["layers", "scaled", "lr"]].to_numpy().tolist() == [[12, True, 6e-3]] * 2
 
@@ -77,8 +77,8 @@ def test_what_notebook_04_says_of_gradients_and_failures_holds() -> None:
         assert retry.train_loss < cells[same & (cells["order"] == "pre")]["train_loss"].item()
 
 
-def test_the_reference_losses_are_those_of_the_scored_tokens() -> None:
-    """Against the counts of what is shown and scored at the same place, taken from another seed's samples."""
+def test_the_reference_losses_match_the_scored_tokens() -> None:
+    """Against counts of (input token, scored token) pairs in samples of another seed."""
     with initialize_config_dir(str(script.ROOT / "conf"), version_base=None):
         config = OmegaConf.to_container(compose("train", ["sweep=norm_order"]), resolve=True)
     found = script.reference_losses(config)
@@ -96,7 +96,7 @@ def test_the_reference_losses_are_those_of_the_scored_tokens() -> None:
         shown[one] += count
         scored[other] += count / total
 
-    def chance(one: int, other: int) -> float:  # of what is scored where `one` is shown
+    def chance(one: int, other: int) -> float:  # of the scored token given the input `one`
         if one == mask:
             return scored[other]
         same = pairs[one, one] / shown[one]
@@ -108,7 +108,7 @@ def test_the_reference_losses_are_those_of_the_scored_tokens() -> None:
     assert found["context_free_loss"] == pytest.approx(least, abs=0.01)
 
 
-def test_the_factorial_comes_first_and_chooses_the_rates_of_other_depths(tmp_path) -> None:
+def test_the_factorial_runs_first_and_selects_the_rates_of_other_depths(tmp_path) -> None:
     cells = script.cells_of_stage(script.FACTORIAL, script.SEEDS, tmp_path)
     assert len(cells) == 2 * 2 * 3 * 3 and [cell.seed for cell in cells] == sorted(cell.seed for cell in cells)
     with pytest.raises(ValueError, match="must all be there first, but 12_pre_scaled_1.5e-3_1 is not"):
@@ -123,7 +123,7 @@ def test_the_factorial_comes_first_and_chooses_the_rates_of_other_depths(tmp_pat
     assert [cell.seed for cell in script.cells_of_stage(48, script.SEEDS, tmp_path)] == [1] * 4
 
 
-def test_seeds_that_did_not_learn_are_tried_at_the_lower_rates(tmp_path) -> None:
+def test_seeds_that_did_not_learn_are_retried_at_lower_rates(tmp_path) -> None:
     def write(cell, loss: float) -> None:
         write_cell(tmp_path, cell.layers, cell.order, cell.scaled, cell.lr, cell.seed, loss)
 
@@ -139,7 +139,7 @@ def test_seeds_that_did_not_learn_are_tried_at_the_lower_rates(tmp_path) -> None
     assert script.cells_to_retry([3], tmp_path) == retries[1:]
     before = order_differences(read_cells(records_of(tmp_path)), 12)
     write(retries[0], 4.2)
-    assert script.cells_to_retry(script.SEEDS, tmp_path) == retries  # one that has a record is not run again
+    assert script.cells_to_retry(script.SEEDS, tmp_path) == retries  # a cell with a record is not repeated
     found = read_cells(records_of(tmp_path))
     assert order_differences(found, 12).equals(before) and len(retried_cells(found, 12)) == 1
     assert summarize(found, 12)["metrics"]["24_layers/post_scaled/lr_0.0015/seed_1"]["value"] == 4.2
@@ -165,7 +165,7 @@ def test_a_cell_is_trained_once_and_its_record_has_curve_and_gradients(tmp_path,
         )
 
 
-def test_a_missing_factorial_is_said_in_one_line(tmp_path) -> None:
+def test_a_missing_factorial_is_one_line(tmp_path) -> None:
     command = [sys.executable, str(SCRIPT), "--stages", "24", "--records", str(tmp_path), "--outputs", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2 and done.stderr.startswith("error: the cells at 12 layers must all be there first")

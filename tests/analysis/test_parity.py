@@ -1,4 +1,4 @@
-"""The parity card, run as a user runs it: it passes where layouts agree, and fails where one does not."""
+"""The parity check as a user runs it: it passes if all layouts agree and fails if one does not."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ SMALL = ("--architecture", "gpt", "--dtype", "fp64", "--tp", "1", "2", "--dp", "
 
 
 def run_card(folder: Path, *options: str) -> tuple[subprocess.CompletedProcess, dict]:
-    """The card from another working directory, with its record; its temporary files go below `folder`."""
+    """Run the check from another working directory with a record; temporary files are below `folder`."""
     temporary = folder / "temporary"
     temporary.mkdir()
     done = subprocess.run(
@@ -40,7 +40,7 @@ def test_two_ranks_of_either_kind_train_as_one_process(tmp_path) -> None:
     assert verdicts(record) == {
         "gpt/fp64/none/tp2_dp1": "pass",
         "gpt/fp64/none/tp1_dp2": "pass",
-        # Another dropout stream at each layout: never called equal.
+        # The dropout stream differs per layout, so equality is not claimed.
         "gpt/fp64/attention_sdpa/tp2_dp1": "near",
         "gpt/fp64/attention_sdpa/tp1_dp2": "near",
     }
@@ -54,7 +54,7 @@ def test_two_ranks_of_either_kind_train_as_one_process(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("mutant", "tp_size", "dp_size"), [pytest.param("seed", "2", "1", marks=pytest.mark.slow), ("lr", "1", "2")]
 )
-def test_a_layout_that_trains_another_run_fails(tmp_path, mutant, tp_size, dp_size) -> None:
+def test_a_layout_with_different_results_fails(tmp_path, mutant, tp_size, dp_size) -> None:
     small = (*SMALL, "--tp", tp_size, "--dp", dp_size, "--steps", "2", "--dropout", "none")
     done, record = run_card(tmp_path, *small, "--mutant", mutant)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -70,7 +70,7 @@ def test_a_layout_that_trains_another_run_fails(tmp_path, mutant, tp_size, dp_si
         (("--dtype", "fp16"), "invalid choice: 'fp16'"),
     ],
 )
-def test_options_that_cannot_work_are_refused_in_one_line(tmp_path, options, message) -> None:
+def test_invalid_options_are_refused_in_one_line(tmp_path, options, message) -> None:
     done, record = run_card(tmp_path, *options)
     assert (done.returncode, done.stdout, record) == (2, "", {})
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr

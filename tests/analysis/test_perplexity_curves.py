@@ -1,4 +1,4 @@
-"""Figure 6 from any runs: the numbers are those of metrics.csv, and the curves can be told apart in grey."""
+"""Figure 6 from any runs: values from metrics.csv, and curves that are distinguishable in greyscale."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ SHAPES = ((2, 24, 4), (3, 32, 4), (5, 40, 8), (7, 48, 8))
 
 
 def make_run(folder: Path, perplexities: dict[int, float], shape=SHAPES[0], architecture: str = "gpt", **data) -> Path:
-    """A run folder with a row for each of the first 30 steps, some of them validated."""
+    """A run folder with one row for each of the first 30 steps, some with validation."""
     folder.mkdir()
     rows = [f"{step},5.0,{perplexities.get(step, '')}" for step in range(1, max([30, *perplexities]) + 1)]
     (folder / "metrics.csv").write_text("\n".join(["step,train/loss,val/perplexity", *rows]) + "\n")
@@ -41,13 +41,13 @@ def figure(tmp_path: Path) -> Figure:
     plt.close(figure)
 
 
-def test_only_validated_steps_are_points_and_tokens_are_those_of_training(tmp_path: Path) -> None:
+def test_points_are_validated_steps_over_training_tokens(tmp_path: Path) -> None:
     curve = perplexity_curves.read_curve(make_run(tmp_path / "a", {7: 80.5, 30: 41.25}))
     assert curve.label == "small, 2 x 24"
     assert curve.points.to_dict("list") == {"steps": [7, 30], "perplexity": [80.5, 41.25], "tokens": [7 * 96, 30 * 96]}
 
 
-def test_curves_hold_the_numbers_that_were_read(figure: Figure) -> None:
+def test_curves_show_the_values_of_the_files(figure: Figure) -> None:
     lines = [line for line in figure.axes[0].get_lines() if len(line.get_xdata())]
     assert [list(line.get_xdata()) for line in lines] == [[10, 20, 30]] * 4
     assert [list(line.get_ydata()) for line in lines] == [[90 - i, 50 - i, 30 - i] for i in range(4)]
@@ -61,7 +61,7 @@ def test_curves_differ_without_colour(figure: Figure) -> None:
     assert len({str(line._dash_pattern) for line in lines}) == 4
 
 
-def test_the_picture_has_a_columns_width_and_letters_of_seven_points(figure: Figure) -> None:
+def test_the_figure_has_column_width_and_seven_point_text(figure: Figure) -> None:
     axis = figure.axes[0]
     assert figure.get_figwidth() == 3.3
     texts = [axis.xaxis.label, axis.yaxis.label, *axis.get_xticklabels(), *axis.get_legend().get_texts()]
@@ -69,7 +69,7 @@ def test_the_picture_has_a_columns_width_and_letters_of_seven_points(figure: Fig
     assert axis.get_ylabel() == "validation perplexity, log scale" and axis.get_xlabel() == "iterations"
 
 
-def test_the_record_names_what_was_read(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_record_names_its_inputs(tmp_path: Path, monkeypatch, capsys) -> None:
     runs = [make_run(tmp_path / "a", {10: 90.0, 20: 50.0}), make_run(tmp_path / "b", {30: 20.0}, SHAPES[1])]
     picture = tmp_path / "pictures" / "curves.png"
     assert run_main(monkeypatch, *runs, "--x", "tokens", "--output", picture) == 0
@@ -82,7 +82,7 @@ def test_the_record_names_what_was_read(tmp_path: Path, monkeypatch, capsys) -> 
     assert record["metrics"]["small, 2 x 24/best_perplexity"] == {"value": 50.0, "unit": "perplexity"}
 
 
-def test_a_run_of_the_papers_size_and_length_is_known(tmp_path: Path) -> None:
+def test_a_run_of_the_papers_size_and_length_is_recognized(tmp_path: Path) -> None:
     points = {300_000: 10.0}
     whole = perplexity_curves.read_curve(make_run(tmp_path / "a", points, (24, 1024, 16)))
     other = perplexity_curves.read_curve(make_run(tmp_path / "b", {20: 10.0}, (24, 1024, 16)))
@@ -95,7 +95,7 @@ def test_runs_on_other_text_are_drawn_with_a_warning(tmp_path: Path, monkeypatch
     assert capsys.readouterr().err == "warning: the runs differ in `data`: their perplexities may not compare\n"
 
 
-def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_an_error_is_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
     good, never = make_run(tmp_path / "a", {10: 9.0}), make_run(tmp_path / "never", {})
     bert, broken = make_run(tmp_path / "bert", {10: 9.0}, SHAPES[1], "bert"), make_run(tmp_path / "broken", {10: 9.0})
     (broken / "metrics.csv").write_text("step\n1\n")

@@ -1,4 +1,4 @@
-"""The report is one whole page: valid HTML that loads nothing, with every entry, table and figure, from any records."""
+"""The report is one self-contained valid HTML page with every entry, table and figure, from any records."""
 
 import re
 import shutil
@@ -17,7 +17,7 @@ EMPTY = {"meta", "wbr", "img", "input", "br", "link"}
 
 
 class Page(HTMLParser):
-    """Every element in order, and whether they close as they opened."""
+    """All elements in order, and whether they are closed correctly."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory) -> Path:
-    """A folder with the records that are needed, and nothing else."""
+    """A folder with only the required records."""
     folder = tmp_path_factory.mktemp("records")
     for name in NEEDED:
         shutil.copy(next(make_tables.ANALYSIS.glob(f"*/records/{name}")), folder)
@@ -60,7 +60,7 @@ def page(text) -> Page:
     return Page(text)
 
 
-def test_every_element_is_closed_and_every_id_is_there_once(page) -> None:
+def test_every_element_is_closed_and_every_id_is_unique(page) -> None:
     assert page.open == []
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -68,7 +68,7 @@ def test_every_element_is_closed_and_every_id_is_there_once(page) -> None:
     assert set(targets) <= set(ids)
 
 
-def test_nothing_is_loaded_from_elsewhere(page, text) -> None:
+def test_the_page_loads_no_external_resources(page, text) -> None:
     addresses = [attributes[key] for _, attributes in page.elements for key in ("src", "href") if key in attributes]
     assert addresses and all(address.startswith(("#", "data:")) for address in addresses)
     style, script = (re.search(rf"<{tag}>(.*?)</{tag}>", text, re.S)[1] for tag in ("style", "script"))
@@ -90,13 +90,13 @@ def test_every_table_figure_and_entry_is_on_the_page(page, records) -> None:
     assert set(marked) <= {attributes["value"] for attributes in page.all("input") if "value" in attributes}
 
 
-def test_wide_things_scroll_in_a_box_of_their_own(text) -> None:
+def test_wide_content_scrolls_in_its_own_box(text) -> None:
     wide = re.findall(r"(<div class=\"box\"[^>]*>\s*)?<(?:table|img)\b", text)
     assert wide and all(wide)
     assert '<meta name="viewport" content="width=device-width' in text
 
 
-def test_what_is_missing_is_said_and_not_left_out(page) -> None:
+def test_missing_results_are_listed_as_missing(page) -> None:
     words = " ".join(page.words)
     assert "no record has a metric of this name" in words and "needs the pretrained 3.9B BERT" in words
 
@@ -107,7 +107,7 @@ def test_the_report_is_made_without_torch() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_text_with_marks_of_html_is_escaped() -> None:
+def test_html_in_text_is_escaped() -> None:
     assert make_report._text("`a<b` & c") == "<code>a&lt;b</code> &amp; c"
     assert make_report._text("`x/y_z.json`", "<wbr>") == "<code>x/<wbr>y_<wbr>z.json</code>"
 

@@ -1,4 +1,4 @@
-"""Table 5 has every printed value once, ours beside it where a record is the paper's run, and small runs apart."""
+"""Table 5 has every printed value once, ours beside it for runs of the paper's setting, and small runs separately."""
 
 import dataclasses
 from pathlib import Path
@@ -30,7 +30,7 @@ def qqp_run(**trainer) -> FinetuneConfig:
     return FinetuneConfig.from_dict(values | {"micro_batch_size": 8, "global_batch_size": 128})
 
 
-def test_without_records_every_printed_value_is_there_and_not_run() -> None:
+def test_without_records_every_printed_value_is_listed_as_not_run() -> None:
     table = table_5({})
     printed = [i for i in NUMBERS if i.startswith("table_5/") and not i.endswith("/trained_tokens")]
     assert len(table) == len(printed) == 73 and set(table["evidence"]) == {"not run"}
@@ -49,7 +49,7 @@ def test_runs_of_the_papers_model_give_their_median() -> None:
     assert row["evidence"] == "reproduced, median of 3 (the paper: of 5)"
 
 
-def test_the_small_bert_stands_apart_from_printed_values() -> None:
+def test_the_small_bert_is_separate_from_printed_values() -> None:
     metrics = {}
     for task in ("mnli", "qqp", "race", "squad_v1"):
         metrics |= {f"{task}/{kind}/median": {"value": 50.0} for kind in ("pretrained", "from_scratch")}
@@ -61,7 +61,7 @@ def test_the_small_bert_stands_apart_from_printed_values() -> None:
     assert "1,234 examples" in small["configuration"].iloc[0]
 
 
-def test_only_the_papers_size_on_the_whole_set_is_a_run() -> None:
+def test_only_the_papers_size_on_the_full_set_is_a_run() -> None:
     whole, trained = SCORED["qqp"], TRAINED["qqp"]
     assert record_kind(qqp_run(), PAPER, whole, trained) == ("run", "1.3B")
     assert record_kind(qqp_run(), PAPER, whole, None) == ("run", "1.3B")  # a finetuned checkpoint, scored again

@@ -1,4 +1,4 @@
-"""The committed tables are those of the committed records, and Table 3 says what kind of evidence each value is."""
+"""The committed tables match the committed records, and Table 3 states the evidence for each value."""
 
 import re
 import sys
@@ -41,7 +41,7 @@ def rows_of(table: pd.DataFrame, evidence: str) -> list[tuple]:
     return list(part[["configuration", "paper", "ours", "difference"]].itertuples(index=False, name=None))
 
 
-def test_the_committed_tables_are_those_of_the_committed_records() -> None:
+def test_the_committed_tables_match_the_committed_records() -> None:
     records = read_records(make_tables.ANALYSIS)
     rows = make_tables.all_rows(records)
     pages = make_tables.render_all(rows)
@@ -65,7 +65,7 @@ def test_a_record_is_found_by_its_name_in_the_folder_of_its_study(tmp_path) -> N
         read_records(tmp_path, needed=())
 
 
-def test_a_table_of_metrics_shows_their_sum_number_and_largest(monkeypatch, tmp_path) -> None:
+def test_a_table_of_metrics_shows_sum_count_and_maximum(monkeypatch, tmp_path) -> None:
     described = "kills:\n" + "".join(
         f"  - {{what: {of}, record: a.json, metric: kills/.*, of: {of}}}\n" for of in ("sum", "number", "largest")
     )
@@ -79,13 +79,13 @@ def test_a_table_of_metrics_shows_their_sum_number_and_largest(monkeypatch, tmp_
         metric_tables({"a.json": {"metrics": {}}})
 
 
-def test_without_records_every_value_of_table_3_is_there_and_not_run() -> None:
+def test_without_records_every_value_of_table_3_is_listed_as_not_run() -> None:
     table = table_3({})
     assert set(table["evidence"]) == {"not run"} and table["ours"].isna().all()
     assert list(table["paper"]) == [19.31, 12.76, 10.81, 15.79, 45.18, 61.73, 66.51, 63.24]
 
 
-def test_a_run_of_the_papers_model_stands_beside_the_printed_value() -> None:
+def test_a_run_of_the_papers_model_is_beside_the_printed_value() -> None:
     run = zero_shot_record("lambada", "run", 46.0, gpt("355M"), paper_size="355M")
     table = table_3({"b.json": run, "a.json": {"name": "speed", "kind": "run"}})
     ((configuration, paper, ours, difference),) = rows_of(table, "reproduced")
@@ -106,7 +106,7 @@ def test_a_scaled_down_record_has_no_printed_value_beside_it() -> None:
     assert "355M" in {row[0] for row in rows_of(table, "not run")}
 
 
-def test_a_part_of_lambada_is_told_from_the_whole_by_its_passages() -> None:
+def test_a_part_of_lambada_is_recognized_by_its_number_of_passages() -> None:
     record = zero_shot_record("lambada", "scaled_down", 0.0, file={"name": "half.jsonl", "split": "other"})
     record["metrics"]["lambada_openai/passages"] = {"value": 2577, "unit": "count"}
     ((configuration, _, ours, _),) = rows_of(table_3({"half.json": record}), "scaled down")
@@ -128,7 +128,7 @@ def lambada(form: str = "openai", number: int = 5_153) -> Lambada:
 
 
 @pytest.mark.parametrize("task", [wikitext(), lambada()])
-def test_the_papers_whole_setting_is_a_run(task: WikiText103 | Lambada) -> None:
+def test_the_papers_full_setting_is_a_run(task: WikiText103 | Lambada) -> None:
     assert record_kind(task, gpt("2.5B"), STEPS) == ("run", "2.5B")
     assert record_kind(task, gpt("2.5B"), STEPS - 1) == ("scaled_down", "2.5B")
     assert record_kind(task, SMALL, STEPS) == ("scaled_down", None)

@@ -1,4 +1,4 @@
-"""Shares of a trace by kind of work: own time, regions before names, kernels by their launches; their record."""
+"""Shares of a trace by kind of work: self time, regions before names, kernels by their launches; the record."""
 
 import json
 import time
@@ -16,14 +16,14 @@ STEP = op("ProfilerStep#3", 0, 100, "user_annotation")
 LINEAR = [op("aten::linear", 10, 30), op("aten::addmm", 12, 20), op("aten::copy_", 14, 4)]
 
 
-def test_an_operation_counts_with_its_own_time_and_the_rest_is_between_operations() -> None:
+def test_an_operation_counts_with_its_self_time_and_gaps_are_separate() -> None:
     found = trace_shares.shares([STEP, *LINEAR, {"ph": "M", "name": "process_name"}])
     expected = {"matrix products": 0.16, "casts and copies": 0.04, trace_shares.OTHER: 0.10, trace_shares.HOST: 0.70}
     assert found == pytest.approx(expected)
     assert list(found.values()) == sorted(found.values(), reverse=True) and sum(found.values()) == pytest.approx(1)
 
 
-def test_a_region_counts_whole_and_on_every_thread() -> None:
+def test_a_region_counts_in_full_on_every_thread() -> None:
     optimizer = [op("Optimizer.step#AdamW.step", 50, 20, "user_annotation"), op("aten::mul", 52, 5)]
     attention = [op("aten::scaled_dot_product_attention", 71, 9), op("aten::bmm", 72, 4)]
     loss = [op("_LinearCrossEntropyBackward", 10, 8, tid=2), op("aten::mm", 11, 4, tid=2)]
@@ -46,7 +46,7 @@ def test_on_a_gpu_kernels_count_by_the_operation_that_launched_them() -> None:
     assert found[trace_shares.OTHER] == pytest.approx(0.05) and found[trace_shares.HOST] == pytest.approx(0.40)
 
 
-def test_tens_of_thousands_of_kernels_are_a_matter_of_seconds() -> None:
+def test_tens_of_thousands_of_kernels_take_seconds() -> None:
     def seconds(number: int) -> float:
         events = [op("ProfilerStep#3", 0, 1e6, "user_annotation")]
         for i in range(number):
@@ -57,7 +57,7 @@ def test_tens_of_thousands_of_kernels_are_a_matter_of_seconds() -> None:
         assert set(trace_shares.shares(events)) == {"matrix products", trace_shares.HOST}
         return time.process_time() - started
 
-    assert seconds(20_000) < 5  # half a second; with the square of their number it would be twenty
+    assert seconds(20_000) < 5  # 0.5 s; quadratic time would be 20 s
 
 
 def run_main(monkeypatch, *words: object) -> int:
@@ -65,7 +65,7 @@ def run_main(monkeypatch, *words: object) -> int:
     return trace_shares.main()
 
 
-def test_a_file_that_is_missing_or_no_trace_and_one_without_a_step_are_one_line(tmp_path, monkeypatch, capsys) -> None:
+def test_a_missing_file_no_trace_and_a_trace_without_a_step_are_one_line(tmp_path, monkeypatch, capsys) -> None:
     texts = {"none.json": None, "text.json": "x", "list.json": "[]", "other.json": "{}"}
     mistakes = dict.fromkeys(texts, "`trace` must be a Chrome trace, but ")
     texts["bare.json"] = json.dumps({"traceEvents": LINEAR})
@@ -78,7 +78,7 @@ def test_a_file_that_is_missing_or_no_trace_and_one_without_a_step_are_one_line(
         assert error.startswith(f"error: {message}") and error.count("\n") == 1
 
 
-def test_a_record_has_the_run_that_was_traced(tmp_path, monkeypatch, capsys) -> None:
+def test_the_record_describes_the_traced_run(tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "profile").mkdir()
     trace, record = tmp_path / "profile" / "rank_0.json", tmp_path / "shares.json"
     trace.write_text(json.dumps({"traceEvents": [STEP, *LINEAR]}))

@@ -1,4 +1,4 @@
-"""The script behind Table 3's scaled-down rows: its settings are keys of the entry point, and nothing is run twice."""
+"""The script for Table 3's scaled-down rows: its settings are keys of the entry point, and nothing runs twice."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_settings_of_the_training_are_keys_of_the_entry_point() -> None:
     overrides = [
         o for o in zero_shot_small.TRAINING if not o.startswith("resume=")
-    ]  # short for a key, by the entry point
+    ]  # an abbreviation that the entry point expands
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         composed = compose("train", ["data=local", "data.path=a.jsonl", "data.validation_path=b.jsonl", *overrides])
     run = RunConfig.from_dict({**OmegaConf.to_container(composed, resolve=True), "run_dir": "/somewhere"})
@@ -36,7 +36,7 @@ def test_articles_become_lines_of_text(tmp_path: Path) -> None:
 
 @pytest.fixture
 def finished(tmp_path: Path, monkeypatch) -> Path:
-    """A folder in which everything was run; an entry point that is run nevertheless is an error."""
+    """A folder with all results; running an entry point again is an error."""
     metrics = {name: {"value": 5.0, "unit": "any"} for name in ("val/loss", "val/perplexity", "train_time", "other")}
     config = {name: {"of": name} for name in zero_shot_small.KEPT} | {"logger": {}}
     for name, record in {
@@ -49,7 +49,7 @@ def finished(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_a_finished_evaluation_is_completed_by_what_the_model_was_trained_on(finished: Path) -> None:
+def test_a_finished_evaluation_gets_the_training_data_of_its_model(finished: Path) -> None:
     run = zero_shot_small.train(Path("nowhere"), finished, num_threads=1)
     record = zero_shot_small.evaluate("lambada", Path("nowhere"), run, finished)
     assert set(record["metrics"]) == {"right", "training/val/loss", "training/val/perplexity", "training/train_time"}

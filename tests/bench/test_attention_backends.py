@@ -1,4 +1,4 @@
-"""Attention backends are compared on equal inputs, and one that refuses them is named."""
+"""Attention backends are compared on equal inputs; one that rejects them is reported."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from analysis.benchmarks.gpu.timing import median_time_s
 CPU = torch.device("cpu")
 
 
-def test_a_backend_that_refuses_the_inputs_has_a_reason_and_no_time() -> None:
+def test_a_backend_that_rejects_the_inputs_has_a_reason_and_no_time() -> None:
     shape = AttentionShape.parse("gpt_1.2b:2:3:7:8")
     times, refused = time_backends(shape, ["math", "cudnn"], 0.1, CPU, rounds=1, repeats=2)
     assert set(times) == {"math"} and times["math"] > 0
@@ -21,13 +21,13 @@ def test_a_backend_that_refuses_the_inputs_has_a_reason_and_no_time() -> None:
 @pytest.mark.parametrize("backend", ["default", "math"])
 def test_a_backend_is_within_the_rounding_of_bf16(name, backend) -> None:
     torch.manual_seed(1)
-    assert 0 < relative_error(AttentionShape(name, 2, 3, 37, 8), backend, CPU) < 5e-3  # bf16 keeps 8 bits
+    assert 0 < relative_error(AttentionShape(name, 2, 3, 37, 8), backend, CPU) < 5e-3  # bf16 has 8 significant bits
 
 
-def test_the_error_sees_a_wrong_mask(monkeypatch) -> None:
+def test_the_error_detects_a_wrong_mask(monkeypatch) -> None:
     torch.manual_seed(1)
     monkeypatch.setattr(AttentionShape, "causal", property(lambda shape: next(answers)))
-    answers = iter((False, True))  # the backend attends to everything, the reference to the left
+    answers = iter((False, True))  # the backend is bidirectional, the reference causal
     assert relative_error(AttentionShape("gpt", 1, 3, 37, 8), "math", CPU) > 0.1
 
 
@@ -44,7 +44,7 @@ def test_the_time_is_the_median_of_calls_after_the_warm_up(monkeypatch) -> None:
     assert len(calls) == 5
 
 
-def test_a_cpu_never_stands_in_for_a_gpu(monkeypatch) -> None:
+def test_a_cpu_is_never_used_in_place_of_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert require_device("cpu") == (CPU, "cpu")
     with pytest.raises(ValueError, match="must be cpu where torch sees no GPU"):

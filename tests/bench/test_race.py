@@ -1,4 +1,4 @@
-"""The comparison of training steps: same work for all, honest losses, clear refusals."""
+"""The comparison of training steps: equal work, equal losses, one-line errors."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ class GPTConfig:
     bias: bool = True
 
 class GPT(nn.Module):
-    """A bigram model in nanoGPT's form."""
+    """A bigram model with nanoGPT's interface."""
     def __init__(self, config):
         super().__init__()
         self.table = nn.Embedding(config.vocab_size, config.vocab_size)
@@ -74,7 +74,7 @@ def values_of(record: dict) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("architecture, peers", [("gpt", ["hf_eager", "lightning"]), ("bert", ["hf_eager"])])
-def test_all_train_on_the_same_and_have_the_same_losses(architecture: str, peers: list[str]) -> None:
+def test_all_train_on_the_same_batches_with_the_same_losses(architecture: str, peers: list[str]) -> None:
     found = values_of(race(bench_of(architecture, peers=peers, max_loss_difference=5e-4)))
     for peer in peers:
         assert found[f"{peer}/loss"] == pytest.approx(found["ours/loss"], rel=1e-4)
@@ -86,7 +86,7 @@ def test_bf16_stays_within_the_bound_of_losses() -> None:
     race(bench_of(peers=["hf_eager"], precision={"dtype": "bf16"}, max_loss_difference=2e-3))
 
 
-def test_float8_races_our_own_bf16_and_shares_are_of_the_given_peak() -> None:
+def test_float8_is_compared_with_our_bf16_and_shares_use_the_given_peak() -> None:
     changes = {"peers": ["ours_bf16"], "precision": {"dtype": "fp8"}, "micro_batch_size": 4, "peak_tflops_per_s": 2.0}
     found = values_of(race(bench_of(**changes)))
     assert found["ours/loss"] == pytest.approx(found["ours_bf16/loss"], rel=5e-3)
@@ -96,7 +96,7 @@ def test_float8_races_our_own_bf16_and_shares_are_of_the_given_peak() -> None:
     assert "ours/ratio" not in values_of(race(bench_of(peers=[])))
 
 
-def test_a_model_file_is_a_peer_and_one_that_computes_something_else_is_refused(tmp_path) -> None:
+def test_a_model_file_is_a_peer_and_one_with_other_losses_is_refused(tmp_path) -> None:
     path = tmp_path / "model.py"
     path.write_text(NANO)
     found = values_of(race(bench_of(peers=["file_eager"], file=str(path), max_loss_difference=0.5)))
@@ -108,8 +108,8 @@ def test_a_model_file_is_a_peer_and_one_that_computes_something_else_is_refused(
     assert values_of(caught.value.record)["file_eager/step"] > 0
 
 
-def test_beside_float8_the_peers_compute_in_bf16() -> None:
-    peers = ["hf_eager", "lightning"]  # the first by autocast; fp32 would differ from it in the fourth digit
+def test_peers_of_float8_compute_in_bf16() -> None:
+    peers = ["hf_eager", "lightning"]  # the first by autocast; fp32 would differ in the fourth digit
     found = values_of(race(bench_of(peers=peers, precision={"dtype": "fp8"}, micro_batch_size=4)))
     assert found["lightning/loss"] == pytest.approx(found["hf_eager/loss"], rel=1e-6)
     changes = {"peers": [], "micro_batch_size": 4}
@@ -117,8 +117,8 @@ def test_beside_float8_the_peers_compute_in_bf16() -> None:
     assert in_types == {"fp32": "fp32", "bf16": "bf16", "fp8": "bf16"}
 
 
-@pytest.mark.timeout(60)  # or the test waits where the step would
-def test_what_ends_lightnings_thread_is_raised_in_the_step(monkeypatch) -> None:
+@pytest.mark.timeout(60)  # a hanging step must not block the tests
+def test_errors_in_lightnings_thread_are_raised_in_the_step(monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
@@ -186,7 +186,7 @@ def test_our_step_trains() -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(changes: list[str], message: str) -> None:
+def test_an_error_is_one_line_and_exit_code_2(changes: list[str], message: str) -> None:
     script = str(REPOSITORY / "analysis" / "benchmarks" / "bench.py")
     done = warm.run([script, *changes], REPOSITORY, environment(), timeout=100)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
@@ -206,7 +206,7 @@ def test_the_script_writes_a_record(tmp_path) -> None:
     assert record["metrics"]["hf_eager/ratio"]["unit"] == "their time / ours" and record["kind"] == "run"
 
 
-def test_where_the_losses_differ_the_script_prints_the_times_and_writes_no_record(tmp_path) -> None:
+def test_if_losses_differ_the_script_prints_the_times_and_writes_no_record(tmp_path) -> None:
     small = [f"model.{key}={value}" for key, value in SIZES.items()]
     numbers = ["rounds=1", "steps_per_round=1", "warm_up_steps=1", "compiles=false", "num_threads=1", "accelerator=cpu"]
     changes = ["peers=[hf_eager]", "precision=bf16", "max_loss_difference=0", f"record={tmp_path / 'bench.json'}"]

@@ -1,4 +1,4 @@
-"""What a trace of a GPU counts, on events as torch's profiler gives them; a real one needs a GPU."""
+"""Counts of a GPU trace, from synthetic events in the form of torch's profiler."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ def test_kernels_launches_and_waits_are_counted_per_step() -> None:
         (["peers=[]"], "error: `record` must be a file for a trace"),
     ],
 )
-def test_a_trace_of_others_or_without_a_record_is_refused(tmp_path, keys, message) -> None:
+def test_a_trace_with_peers_or_without_a_record_is_refused(tmp_path, keys, message) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "analysis" / "benchmarks" / "gpu" / "gpu_trace.py"), *keys],
         cwd=tmp_path,

@@ -25,7 +25,7 @@ TINY = (
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment without the traces of other launchers."""
+    """This process's environment without variables set by other launchers."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "SLURM_"))}
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         kept.pop(name, None)
@@ -33,7 +33,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def train(*overrides: str, launcher: tuple[str, ...] = (), **changes: str) -> subprocess.CompletedProcess:
-    """`python src/train.py OVERRIDES` from the root of the checkout; output is captured."""
+    """Run `python src/train.py OVERRIDES` from the root of the checkout and capture its output."""
     if not launcher and not changes:
         return warm.run([str(REPOSITORY / "src" / "train.py"), *overrides], REPOSITORY, environment(), timeout=300)
     command = [sys.executable, *launcher, str(REPOSITORY / "src" / "train.py"), *overrides]
@@ -43,7 +43,7 @@ def train(*overrides: str, launcher: tuple[str, ...] = (), **changes: str) -> su
 
 
 def start(*overrides: str, **changes: str) -> subprocess.Popen:
-    """The same, not waited for, in a process group of its own."""
+    """Start the same in its own process group without waiting."""
     return subprocess.Popen(
         [sys.executable, str(REPOSITORY / "src" / "train.py"), *overrides],
         cwd=REPOSITORY,

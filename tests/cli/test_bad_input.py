@@ -1,4 +1,4 @@
-"""A configuration that cannot work: one line, exit code 2, nothing started, nothing written."""
+"""Invalid configurations: one line, exit code 2, nothing started, nothing written."""
 
 import importlib.util
 import shutil
@@ -15,7 +15,7 @@ from lmscale.planner.memory import estimate_memory
 from lmscale.training.runtime import preflight
 from lmscale.training.runtime.preflight import host_memory_available
 
-# overrides -> what the line must say: rule, name, value
+# overrides -> required parts of the message: rule, name, value
 BAD = {
     "heads": (
         ["model.num_attention_heads=2", "parallel.tp_size=4"],
@@ -138,7 +138,7 @@ def only_line(stderr: str) -> str:
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_mistake_is_one_line_and_exit_code_2(case, tmp_path) -> None:
+def test_an_error_is_one_line_and_exit_code_2(case, tmp_path) -> None:
     import torch
 
     if case == "gpu" and torch.cuda.is_available():
@@ -165,7 +165,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(case, tmp_path) -> None:
     ],
     ids=["empty", "undecodable", "too short"],
 )
-def test_a_corpus_that_cannot_serve_is_refused_before_ranks_start(tmp_path, content, message) -> None:
+def test_an_unusable_corpus_is_refused_before_ranks_start(tmp_path, content, message) -> None:
     (tmp_path / "corpus.txt").write_bytes(content)
     done = train(
         *TINY,
@@ -178,7 +178,7 @@ def test_a_corpus_that_cannot_serve_is_refused_before_ranks_start(tmp_path, cont
     assert done.returncode == 2 and message in only_line(done.stderr)
 
 
-def test_a_world_of_another_size_is_refused(tmp_path) -> None:
+def test_a_world_size_that_differs_from_the_layout_is_refused(tmp_path) -> None:
     world = {
         "TORCHELASTIC_RUN_ID": "x",
         "RANK": "0",
@@ -197,7 +197,7 @@ def test_a_world_of_another_size_is_refused(tmp_path) -> None:
     )
 
 
-def test_a_sizes_mistake_is_found_before_torch_is_loaded(tmp_path) -> None:
+def test_an_invalid_size_is_refused_before_torch_is_imported(tmp_path) -> None:
     hidden = tmp_path / "without_torch" / "torch.py"
     hidden.parent.mkdir()
     hidden.write_text("raise ImportError('torch is hidden')")
@@ -208,20 +208,20 @@ def test_a_sizes_mistake_is_found_before_torch_is_loaded(tmp_path) -> None:
     )
 
 
-def test_half_of_torchruns_variables_are_refused(tmp_path) -> None:
+def test_incomplete_torchrun_variables_are_refused(tmp_path) -> None:
     done = train(*TINY, f"hydra.run.dir={tmp_path}", TORCHELASTIC_RUN_ID="x", RANK="0")
     assert done.returncode == 2
     assert "`WORLD_SIZE` must be a number where TORCHELASTIC_RUN_ID is set, but is None" in only_line(done.stderr)
 
 
-def test_the_traceback_is_there_for_who_asks(tmp_path) -> None:
+def test_hydra_full_error_shows_the_traceback(tmp_path) -> None:
     done = train(*TINY, "global_batch_size=5", f"hydra.run.dir={tmp_path}", HYDRA_FULL_ERROR="1")
     assert done.returncode != 0 and "Traceback" in done.stderr
 
 
 @pytest.mark.skipif(host_memory_available() > 60e9, reason="this machine is large enough for bert_3.9b")
 @pytest.mark.parametrize("overrides", [(), ("parallel.tp_size=4",)], ids=["one rank", "four ranks on one host"])
-def test_a_model_too_large_is_refused_within_seconds(tmp_path, overrides) -> None:
+def test_a_model_that_exceeds_the_memory_is_refused_within_seconds(tmp_path, overrides) -> None:
     start = time.monotonic()
     options = ("model=bert_3.9b", "trainer.accelerator=cpu", "micro_batch_size=1")
     done = train(*options, *overrides, f"hydra.run.dir={tmp_path}")
@@ -255,7 +255,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     ],
     ids=["another run", "other data", "nothing to do", "sizes"],
 )
-def test_a_command_that_starts_nothing_leaves_the_run_folder_alone(finished, overrides, code) -> None:
+def test_a_command_that_starts_nothing_does_not_change_the_run_folder(finished, overrides, code) -> None:
     before = contents(finished)
     assert ".hydra/overrides.yaml" in before and ".hydra/hydra.yaml" in before
     done = train(*TINY, "trainer.max_steps=2", f"hydra.run.dir={finished}", *overrides)
@@ -265,7 +265,7 @@ def test_a_command_that_starts_nothing_leaves_the_run_folder_alone(finished, ove
 
 
 @pytest.mark.parametrize("resume", ["none", "auto"])
-def test_a_finished_run_without_checkpoints_is_not_started_over(finished, tmp_path, resume) -> None:
+def test_a_finished_run_without_checkpoints_is_not_restarted(finished, tmp_path, resume) -> None:
     folder = shutil.copytree(finished, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints"))
     before = contents(folder)
     done = train(*TINY, f"hydra.run.dir={folder}", f"resume={resume}")
@@ -274,7 +274,7 @@ def test_a_finished_run_without_checkpoints_is_not_started_over(finished, tmp_pa
     assert contents(folder) == before
 
 
-def test_a_run_stopped_before_its_first_checkpoint_goes_on_only_when_told_to(finished, tmp_path) -> None:
+def test_a_run_stopped_before_its_first_checkpoint_continues_only_with_resume(finished, tmp_path) -> None:
     folder = shutil.copytree(finished, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints", "record.json"))
     refused = train(*TINY, f"hydra.run.dir={folder}")
     assert refused.returncode == 2 and "has the metrics.csv of an earlier one" in only_line(refused.stderr)
@@ -283,8 +283,8 @@ def test_a_run_stopped_before_its_first_checkpoint_goes_on_only_when_told_to(fin
 
 
 @pytest.mark.parametrize("dp_size", ["auto", 2])
-def test_tp_size_auto_does_not_choose_what_the_host_cannot_hold(monkeypatch, dp_size) -> None:
-    """On a CPU the ranks share the memory, so that more of them do not need less."""
+def test_tp_size_auto_respects_the_host_memory(monkeypatch, dp_size) -> None:
+    """On a CPU the ranks share the memory, so more ranks do not reduce the total."""
     config = TransformerConfig("gpt", 2, 64, 4, 2000, 32)
     num_ranks = 1 if dp_size == "auto" else dp_size
     job = Job(config, 2, 2 * num_ranks, 32, "fp32", 1)

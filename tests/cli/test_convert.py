@@ -1,4 +1,4 @@
-"""`python src/convert.py` as a person uses it: every conversion, and mistakes in one line."""
+"""`python src/convert.py` as a user runs it: every conversion, and one-line errors."""
 
 import os
 import pickle
@@ -31,14 +31,14 @@ def convert(*overrides: str, cwd: Path, preexec_fn=None) -> subprocess.Completed
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> Path:
-    """A small GPT-2 as transformers saves it."""
+    """A small GPT-2 saved by transformers."""
     folder = tmp_path_factory.mktemp("published") / "gpt2"
     GPT2LMHeadModel(GPT2Config(**SIZES, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
     return folder
 
 
-def test_import_reshard_and_export_in_one_line_each(published, tmp_path) -> None:
-    # A run folder, with the config.json that a run leaves there.
+def test_import_reshard_and_export_take_one_command_each(published, tmp_path) -> None:
+    # A run folder with the config.json that a run writes.
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text('{"name": "run"}')
     commands = [
@@ -66,7 +66,7 @@ def test_import_reshard_and_export_in_one_line_each(published, tmp_path) -> None
     assert all(torch.equal(first.read(key), again.read(key)) for key in first.metadata.tensors)
 
 
-def test_a_plain_bert_needs_a_key_that_says_its_heads_begin_anew(tmp_path) -> None:
+def test_a_bert_without_heads_needs_the_key_that_initializes_them(tmp_path) -> None:
     sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 30}
     BertModel(BertConfig(vocab_size=50, **sizes)).save_pretrained(tmp_path / "plain")
     done = convert("source=plain", "target=ours", cwd=tmp_path)
@@ -77,9 +77,9 @@ def test_a_plain_bert_needs_a_key_that_says_its_heads_begin_anew(tmp_path) -> No
     assert "order_head.weight" in read_metadata(tmp_path / "ours" / "step_0.ckpt").run["initialized"]
 
 
-def test_a_write_that_fails_is_one_line_and_leaves_nothing(published, tmp_path) -> None:
+def test_a_failed_write_gives_one_line_and_leaves_no_files(published, tmp_path) -> None:
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # bytes; stands for a disk that fills up
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # bytes; simulates a full disk
 
     done = convert(f"source={published}", "target=target", cwd=tmp_path, preexec_fn=limit)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
@@ -113,7 +113,7 @@ WRONG_VALUES = {
 
 
 @pytest.mark.parametrize("mistake", WRONG_VALUES)
-def test_a_wrong_value_is_named_before_torch_is_loaded(mistake: str) -> None:
+def test_an_invalid_value_is_refused_before_torch_is_imported(mistake: str) -> None:
     values, message = WRONG_VALUES[mistake]
     with pytest.raises(ValueError) as caught:
         ConvertConfig.from_dict({"source": "x", "target": "y", "run_dir": "", "overrides": []} | values)
@@ -136,7 +136,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_and_nothing_is_written(published, tmp_path, mistake: str) -> None:
+def test_an_error_is_one_line_and_nothing_is_written(published, tmp_path, mistake: str) -> None:
     overrides, message = MISTAKES[mistake]
     done = convert(*(override.replace("${published}", str(published)) for override in overrides), cwd=tmp_path)
     assert done.returncode == 2
@@ -144,7 +144,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(published, tmp_path, mista
     assert done.stdout == "" and list(tmp_path.iterdir()) == []
 
 
-def test_a_hostile_bin_is_one_line_and_runs_nothing(published, tmp_path) -> None:
+def test_a_malicious_bin_gives_one_line_and_executes_nothing(published, tmp_path) -> None:
     (tmp_path / "hostile").mkdir()
     (tmp_path / "hostile" / "config.json").write_bytes((published / "config.json").read_bytes())
     torch.save({"wte.weight": _Evil(tmp_path / "trap")}, tmp_path / "hostile" / "pytorch_model.bin")
@@ -152,6 +152,6 @@ def test_a_hostile_bin_is_one_line_and_runs_nothing(published, tmp_path) -> None
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: pytorch_model.bin is not read: UnpicklingError")
     assert [path.name for path in tmp_path.iterdir()] == ["hostile"]
-    with pytest.raises(FileExistsError):  # the trap works
+    with pytest.raises(FileExistsError):  # the malicious file would work
         (tmp_path / "trap").mkdir()
         pickle.loads(pickle.dumps(_Evil(tmp_path / "trap")))

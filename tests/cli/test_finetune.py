@@ -20,7 +20,7 @@ from finetuning import sentence, write_task  # noqa: E402
 SMALL = (
     "trainer.num_epochs=1",
     "trainer.num_threads=1",
-    "trainer.matmul_precision=highest",  # predictions of a model that knows nothing are close to ties
+    "trainer.matmul_precision=highest",  # predictions of an untrained model are nearly tied
     "trainer.accelerator=cpu",
     "task.max_seq_length=32",
     "micro_batch_size=4",
@@ -34,7 +34,7 @@ def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
-    """A folder, and the overrides that name a checkpoint and files of QQP in it."""
+    """A folder, and overrides that name a checkpoint and QQP files in it."""
     folder = tmp_path_factory.mktemp("finetune")
     ckpt = make_checkpoint(folder / "ckpt")
     train, dev = write_task(folder, "qqp", 16), write_task(folder, "qqp", 9, first=1000)
@@ -51,7 +51,7 @@ def test_a_command_trains_scores_and_saves_at_two_tensor_ranks(places) -> None:
     assert (folder / "tp/checkpoints/step_2.ckpt/metadata.json").is_file()
     assert (folder / "tp/checkpoints/tokenizer/tokenizer.json").is_file()
     assert (folder / "tp/.hydra/overrides.yaml").is_file()
-    # and what was written at two ranks is scored by one
+    # the checkpoint of two ranks is scored by one
     scored = run_script(
         "run.py", *overrides, f"ckpt={folder / 'tp'}", "trainer.num_epochs=0", f"hydra.run.dir={folder / 'one'}"
     )
@@ -76,7 +76,7 @@ def test_five_seeds_have_a_median_and_make_an_ensemble(places) -> None:
     assert len((folder / "ensemble/dev/QQP.tsv").read_text().splitlines()) == 10
     record = json.loads((folder / "ensemble/record.json").read_text())
     assert "qqp/accuracy" in record["metrics"] and record["kind"] == "scaled_down"
-    # Members that say they are the paper's make an ensemble of the paper's.
+    # Members of the paper's kind make an ensemble of the paper's kind.
     for run in runs:
         path = Path(run, "record.json")
         about = json.loads(path.read_text())
@@ -86,13 +86,13 @@ def test_five_seeds_have_a_median_and_make_an_ensemble(places) -> None:
     record = json.loads((folder / "ensemble/record.json").read_text())
     assert record["kind"] == "run" and record["config"]["paper_size"] == "3.9B ensemble"
 
-    # Its folder may be written again, that of a run may not.
+    # An ensemble folder may be overwritten, a run folder may not.
     refused = run_script("ensemble.py", *runs, "--out", runs[0])
     assert refused.returncode == 2 and "`--out` must be a folder without the record of a run" in refused.stderr
 
 
 def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
-    """The README's, from files: two texts in a table, one text in lines of JSON; then as every other task."""
+    """The README's task from files: a table with two texts and JSON lines with one; then like every other task."""
     folder, overrides = places
     text = (REPOSITORY / "finetune/README.md").read_text(encoding="utf-8")
     (tmp_path / "task").mkdir()
@@ -142,7 +142,7 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
         (("objective=nothing",), "`objective` must be one of qqp/accuracy"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(places, changes, message: str) -> None:
+def test_an_error_is_one_line_and_exit_code_2(places, changes, message: str) -> None:
     folder, overrides = places
     done = run_script(
         "run.py", *overrides, *changes, f"hydra.run.dir={folder / 'x'}", f"hydra.sweep.dir={folder / 'y'}"
@@ -152,7 +152,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(places, changes, message: str) ->
     assert not list(folder.glob("[xy]/**/record.json")), "it was refused after the work"
 
 
-def test_the_other_scripts_say_what_they_miss(tmp_path) -> None:
+def test_the_other_scripts_name_what_is_missing(tmp_path) -> None:
     for script, arguments in (("median.py", [str(tmp_path)]), ("ensemble.py", [str(tmp_path), "--out", "x"])):
         done = run_script(script, *arguments)
         assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

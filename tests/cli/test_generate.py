@@ -1,4 +1,4 @@
-"""`python src/generate.py` as a person uses it: any prompt, streams, files, layouts, and mistakes in one line."""
+"""`python src/generate.py` as a user runs it: any prompt, streams, files, layouts, and one-line errors."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def typed(text: bytes, *overrides: str, cwd: Path) -> subprocess.CompletedProces
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> Path:
-    """A small GPT-2 as transformers saves it, with a tokenizer fitted here."""
+    """A small GPT-2 saved by transformers, with a tokenizer trained here."""
     folder = tmp_path_factory.mktemp("published") / "gpt2"
     inner = train_tokenizer(["some text to fit a tokenizer: one, two, three; 漢字 and more text"] * 9, "gpt", 320, "x")
     torch.manual_seed(3)
@@ -56,14 +56,14 @@ def published(tmp_path_factory) -> Path:
     with torch.no_grad():
         for param in model.parameters():
             param.normal_(std=0.3)
-        model.transformer.wpe.weight.mul_(30.0)  # so that greedy text is no repetition
+        model.transformer.wpe.weight.mul_(30.0)  # so that greedy text does not repeat
     model.save_pretrained(folder)
     inner.save(str(folder / "tokenizer.json"))
     return folder
 
 
 def said_only_that_it_compared(done: subprocess.CompletedProcess) -> bool:
-    """Whether it ended well, and standard error has no more than the importer's line about the Hugging Face folder."""
+    """Whether it succeeded with at most the importer's line about the Hugging Face folder on standard error."""
     return done.returncode == 0 and done.stderr.startswith("compared with tr") and done.stderr.count("\n") == 1
 
 
@@ -81,20 +81,20 @@ def test_a_prompt_may_be_any_text(published, tmp_path, prompt: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["o.jsonl"]
 
 
-def test_a_path_may_have_an_equals_sign(published, tmp_path) -> None:
+def test_a_path_may_contain_an_equals_sign(published, tmp_path) -> None:
     (tmp_path / "run, x=1").symlink_to(published)
     done = generate("ckpt=run, x=1", "prompt=a", "max_new_tokens=2", "temperature=0", cwd=tmp_path)
     assert said_only_that_it_compared(done) and done.stdout.startswith("a")
 
 
-def test_a_sweep_is_checked_with_the_prompt_as_it_stands(published, tmp_path) -> None:
+def test_a_sweep_is_checked_with_the_literal_prompt(published, tmp_path) -> None:
     done = generate("-m", f"ckpt={published}", "prompt=a, b", "seed=1,2", "max_new_tokens=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sum(line.startswith("a, b") for line in done.stdout.splitlines()) == 2
 
 
 def greedy_of_transformers(folder: Path, prompts: list[list[int]], num_new: int) -> tuple[list[list[int]], float]:
-    """New ids of each prompt, and the smallest lead of a chosen token over the next best."""
+    """New ids per prompt, and the smallest margin of a chosen token over the second best."""
     model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64).eval()
     expected, leads = [], []
     for ids in prompts:
@@ -115,7 +115,7 @@ def greedy_of_transformers(folder: Path, prompts: list[list[int]], num_new: int)
 
 
 @pytest.mark.parametrize("tokenizer", ["trained", "gpt2"])
-def test_greedy_text_is_that_of_transformers(published, tmp_path, request, tokenizer: str) -> None:
+def test_greedy_text_equals_that_of_transformers(published, tmp_path, request, tokenizer: str) -> None:
     folder, options = published, []
     if tokenizer == "gpt2":
         files = request.getfixturevalue("shared_data") / "gpt2-bpe"
@@ -153,7 +153,7 @@ def test_two_ranks_print_once_and_give_the_samples_of_one(published, tmp_path) -
         *[("some\ntext", 2), ("some\ntext", 3)],
     ]
     assert one.stdout.count("--- p.jsonl, line") == 6
-    # The sample of a prompt is the same wherever it stands.
+    # The sample of a prompt does not depend on its position.
     alone = generate(*settings[:1], "prompt=漢", *settings[2:], "out=alone.jsonl", cwd=tmp_path)
     assert alone.returncode == 0 and rows_of(tmp_path / "alone.jsonl") == rows[2:4]
 
@@ -174,7 +174,7 @@ def test_prompts_can_be_typed_until_the_input_ends(published, tmp_path, tp_size:
     assert len(errors) == 2
 
 
-def test_a_person_sees_where_to_type_and_text_as_it_comes(published, tmp_path) -> None:
+def test_interactive_mode_shows_an_input_prompt_and_streams_text(published, tmp_path) -> None:
     main, terminal = pty.openpty()
     settings = [f"ckpt={published}", "interactive=true", "max_new_tokens=40", "temperature=0"]
     command = [sys.executable, SCRIPT, *settings]
@@ -192,7 +192,7 @@ def test_a_person_sees_where_to_type_and_text_as_it_comes(published, tmp_path) -
     assert "some text" + seen.decode().removesuffix("> ") == expected
 
 
-def test_a_reader_that_leaves_ends_it_quietly(published, tmp_path) -> None:
+def test_a_closed_pipe_ends_it_quietly(published, tmp_path) -> None:
     command = [sys.executable, SCRIPT, f"ckpt={published}", "prompt=a", "max_new_tokens=60", "num_samples=20"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -260,7 +260,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line(published, bert, bare, tmp_path, mistake: str) -> None:
+def test_an_error_is_one_line(published, bert, bare, tmp_path, mistake: str) -> None:
     overrides, message = MISTAKES[mistake]
     names = {"published": published, "bert": bert, "bare": bare}
     for name, path in names.items():
@@ -281,7 +281,7 @@ def bare(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_weights_that_are_no_numbers_are_refused_in_one_line(published, tmp_path, tp_size: int) -> None:
+def test_non_finite_weights_are_refused_in_one_line(published, tmp_path, tp_size: int) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     for path in published.iterdir():

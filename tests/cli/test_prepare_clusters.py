@@ -1,10 +1,10 @@
-"""A preparation on a Slurm cluster: the jobs submitted, run in their order by stand-ins for Slurm's commands."""
+"""A preparation on a Slurm cluster: the submitted jobs, run in order by stubs of Slurm's commands."""
 
 import os
 
 from preparing import SMALL, digests, passages, prepare, write_lines
 
-# Runs an array job at once, task by task; prints what sbatch prints. Dependencies are then met by themselves.
+# Runs an array job immediately, task by task, and prints what sbatch prints. Dependencies are therefore always met.
 SBATCH = """#!/bin/bash
 for argument; do case "$argument" in --export=*) export RUN_OFFSET=${argument##*=};; esac; done
 script="$argument"
@@ -23,7 +23,7 @@ exec "$@"
 SCONTROL = "#!/bin/bash\necho here\n"
 
 
-def test_slurm_gets_one_array_a_stage_each_after_the_one_before(tmp_path, shared_data, monkeypatch) -> None:
+def test_slurm_gets_one_array_job_per_stage_each_depending_on_the_previous(tmp_path, shared_data, monkeypatch) -> None:
     bin_folder, log = tmp_path / "bin", tmp_path / "log"
     bin_folder.mkdir()
     log.mkdir()

@@ -1,4 +1,4 @@
-"""`python src/prepare_data.py` from files to a binary dataset: what comes out, and that nothing else decides it."""
+"""`python src/prepare_data.py` from files to a binary dataset: its content, and that it depends on nothing else."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ FRENCH = (
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory, shared_data):
-    """A folder of files with everything that a preparation must deal with, and the texts that must be left."""
+    """A folder of files with every case that a preparation handles, and the texts that must remain."""
     folder = tmp_path_factory.mktemp("corpus")
     texts = [text for text in passages(shared_data, 420) if len(text.split()) >= 130]
     plain, near, evaluation = texts[:-20], texts[0], texts[-1]
@@ -60,19 +60,19 @@ def options(corpus):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory, options):
-    """The dataset as one worker makes it."""
+    """The dataset made by one worker."""
     output = tmp_path_factory.mktemp("prepared") / "data"
     done = prepare(*options, f"output={output}", "launcher.workers=1")
     assert done.returncode == 0, done.stderr
     return output, done.stdout
 
 
-def test_every_step_does_its_part_and_says_how_often(prepared, corpus) -> None:
+def test_every_step_is_applied_and_counted(prepared, corpus) -> None:
     output, said = prepared
     manifest, (_, plain) = manifest_of(output), corpus
     stages = manifest["stages"]
     counts = {label: value for steps in stages.values() for held in steps.values() for label, value in held.items()}
-    # Three copies in two.jsonl.gz, and the one with broken quotes, once it is repaired.
+    # Three copies in two.jsonl.gz, and one with broken quotes after repair.
     assert counts["copies"] == 4 and counts["duplicate_ids"] == 1 and counts["contaminated"] == 1
     assert counts["other_language"] == 1 and counts["short"] >= 1 and counts["repaired"] >= 1
     assert manifest["reports"]["near_duplicates"] == manifest["reports"]["clusters"] == counts["removed"]
@@ -83,7 +83,7 @@ def test_every_step_does_its_part_and_says_how_often(prepared, corpus) -> None:
         assert f"{number:,}" in said
 
 
-def test_the_documents_are_those_that_belong_there_in_the_order_of_their_keys(prepared, corpus) -> None:
+def test_the_expected_documents_remain_in_the_order_of_their_keys(prepared, corpus) -> None:
     output, _ = prepared
     _, plain = corpus
     duplicates = pq.read_table(output / "reports" / "duplicates.parquet").to_pylist()
@@ -123,7 +123,7 @@ def test_two_workers_and_shuffled_files_give_the_same_bytes(prepared, options, c
     assert {name: mine[name] for name in data} == {name: theirs[name] for name in data} and len(data) == 5
 
 
-def test_a_kill_in_the_middle_and_the_same_command_again_give_the_same_bytes(prepared, options, tmp_path) -> None:
+def test_a_killed_and_repeated_command_gives_the_same_bytes(prepared, options, tmp_path) -> None:
     output, _ = prepared
     other = tmp_path / "data"
     command = [sys.executable, str(REPOSITORY / "src" / "prepare_data.py"), *options, f"output={other}"]
@@ -142,7 +142,7 @@ def test_a_kill_in_the_middle_and_the_same_command_again_give_the_same_bytes(pre
     assert digests(other) == digests(output)
 
 
-def test_a_model_trains_on_it(prepared, tmp_path) -> None:
+def test_a_model_trains_on_the_dataset(prepared, tmp_path) -> None:
     output, _ = prepared
     small = [o for o in TINY if not o.startswith("tokenizer")]
     done = train(*small, "data=indexed", f"data.path={output}", f"hydra.run.dir={tmp_path}/run")
@@ -160,7 +160,7 @@ def test_bert_gets_sentences(options, tmp_path) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_a_finished_or_a_foreign_output_is_refused(prepared, options, tmp_path) -> None:
+def test_a_finished_or_unrelated_output_folder_is_refused(prepared, options, tmp_path) -> None:
     output, _ = prepared
     done = prepare(*options, f"output={output}")
     assert done.returncode == 2 and "has one (manifest.json)" in done.stderr and done.stderr.count("\n") == 1
@@ -171,7 +171,7 @@ def test_a_finished_or_a_foreign_output_is_refused(prepared, options, tmp_path) 
 
 
 @pytest.mark.parametrize("megabytes", [3, pytest.param(50, marks=pytest.mark.slow)])
-def test_one_line_of_many_megabytes_is_a_document_like_any_other(megabytes, shared_data, tmp_path) -> None:
+def test_one_line_of_many_megabytes_is_one_document(megabytes, shared_data, tmp_path) -> None:
     texts = passages(shared_data, 60)
     size = sum(map(len, texts))
     large = "\n".join(texts * (megabytes * 10**6 // size + 1))
@@ -183,8 +183,8 @@ def test_one_line_of_many_megabytes_is_a_document_like_any_other(megabytes, shar
     assert large in found
 
 
-def test_documents_at_jaccard_0_8_are_duplicates_to_the_paper_and_not_to_megatron_v1(tmp_path) -> None:
-    """Nine of 400 words changed are 45 of 396 shingles: (396 - 45) / (396 + 45)."""
+def test_documents_at_jaccard_0_8_are_duplicates_for_paper_but_not_for_megatron_v1(tmp_path) -> None:
+    """Changing 9 of 400 words changes 45 of 396 shingles: (396 - 45) / (396 + 45)."""
     texts = [" ".join(f"{first}{number}" for number in range(400)) for first in ("a", "b", "c")]
     words = texts[0].split()
     words[20::40] = ["changed"] * len(words[20::40])

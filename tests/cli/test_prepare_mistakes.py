@@ -1,4 +1,4 @@
-"""`python src/prepare_data.py` with mistakes, bad files, full disks: one line, and the same command goes on."""
+"""`python src/prepare_data.py` with errors, bad files and full disks: one line, and the same command resumes."""
 
 import resource
 import shutil
@@ -25,7 +25,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_mistake_is_one_line_and_exit_code_2(name, tmp_path) -> None:
+def test_an_error_is_one_line_and_exit_code_2(name, tmp_path) -> None:
     more, message = BAD[name]
     local = write_lines(tmp_path / "a.jsonl", ["some text"])
     given = {override.split("=")[0] for override in more}
@@ -61,7 +61,7 @@ BAD_CONTENT = {
 
 
 @pytest.mark.parametrize("name", BAD_CONTENT)
-def test_bad_content_is_named_and_nothing_looks_complete(name, tmp_path) -> None:
+def test_bad_content_is_named_and_the_output_is_not_complete(name, tmp_path) -> None:
     file, content, more, message = BAD_CONTENT[name]
     (tmp_path / file).write_bytes(content)
     out = tmp_path / "out"
@@ -86,7 +86,7 @@ def test_an_output_inside_the_input_is_refused(tmp_path) -> None:
     assert not (tmp_path / "in" / "out").exists()
 
 
-def test_what_is_passed_over_is_said_and_a_higher_limit_of_bad_rows_goes_on(shared_data, tmp_path) -> None:
+def test_skipped_rows_are_reported_and_a_higher_limit_of_bad_rows_resumes(shared_data, tmp_path) -> None:
     folder = tmp_path / "in"
     write_lines(folder / "a.jsonl", passages(shared_data, 60))
     write_lines(folder / "b.jsonl", ["more text"])
@@ -101,7 +101,7 @@ def test_what_is_passed_over_is_said_and_a_higher_limit_of_bad_rows_goes_on(shar
     assert done.returncode == 0, done.stderr
 
 
-def test_files_that_change_between_two_attempts_are_noticed(shared_data, tmp_path) -> None:
+def test_files_that_change_between_two_attempts_are_detected(shared_data, tmp_path) -> None:
     local = write_lines(tmp_path / "a.jsonl", passages(shared_data, 40))
     test_set = tmp_path / "test.tokens"
     bpe = shutil.copytree(shared_data / "gpt2-bpe", tmp_path / "bpe")
@@ -112,7 +112,7 @@ def test_files_that_change_between_two_attempts_are_noticed(shared_data, tmp_pat
     done = prepare(*options)
     assert done.returncode == 2 and "begin with a line ` = Title = `" in done.stderr
     test_set.write_text(" = Title = \n\n An article .\n")
-    done = prepare(*options)  # gets to the end, where nothing is held out, and leaves its work
+    done = prepare(*options)  # fails at the end, where nothing is held out, and keeps its intermediate files
     assert done.returncode == 2 and "must hold out at least one document" in done.stderr
     test_set.write_text(" = Title = \n\n Another article .\n")
     done = prepare(*options)
@@ -124,7 +124,7 @@ def test_files_that_change_between_two_attempts_are_noticed(shared_data, tmp_pat
     assert done.returncode == 2 and "was started with another tokenizer" in done.stderr
 
 
-def test_an_attempt_that_ended_between_the_two_files_of_a_part_goes_on(shared_data, tmp_path) -> None:
+def test_an_attempt_that_ended_between_the_two_files_of_a_part_resumes(shared_data, tmp_path) -> None:
     local = write_lines(tmp_path / "a.jsonl", passages(shared_data, 60))
     given = ["sources.local.path", "output", "validation_every"]
     out = tmp_path / "out"
@@ -142,7 +142,7 @@ def test_an_attempt_that_ended_between_the_two_files_of_a_part_goes_on(shared_da
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_full_disk_stops_it_in_one_line_and_the_same_command_goes_on(workers, shared_data, tmp_path) -> None:
+def test_a_full_disk_stops_it_in_one_line_and_the_same_command_resumes(workers, shared_data, tmp_path) -> None:
     write_lines(tmp_path / "a.jsonl", passages(shared_data, 200))
     options = [*SMALL[:-1], f"sources.local.path={tmp_path / 'a.jsonl'}", "dedup=none", f"launcher.workers={workers}"]
     options += ["shard_mb=1000"]
@@ -152,7 +152,7 @@ def test_a_full_disk_stops_it_in_one_line_and_the_same_command_goes_on(workers, 
         env=environment(),
         capture_output=True,
         text=True,
-        # The kernel refuses files above this size, as it does on a full disk.
+        # The kernel refuses files above this size, as on a full disk.
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
         timeout=200,
     )

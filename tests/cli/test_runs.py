@@ -1,4 +1,4 @@
-"""Runs from the command line: who starts the ranks, what the run folder holds, and how a job ends."""
+"""Runs from the command line: starting the ranks, the run folder, and exit codes."""
 
 import csv
 import json
@@ -49,7 +49,7 @@ def test_the_run_folder_has_everything(plain) -> None:
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_3.ckpt", "tokenizer"]
 
 
-def test_four_ranks_of_our_own_give_the_same_losses(plain, tmp_path) -> None:
+def test_four_ranks_started_by_the_script_give_the_same_losses(plain, tmp_path) -> None:
     values = run(tmp_path, "model.attention=exact", "parallel.tp_size=2", "parallel.dp_size=2", "micro_batch_size=1")
     assert values == pytest.approx(plain[1], rel=1e-5)
 
@@ -88,7 +88,7 @@ def test_srun_gives_the_same_losses(plain, tmp_path) -> None:
     assert losses(tmp_path) == pytest.approx(plain[1], rel=1e-5)
 
 
-def test_a_run_stopped_and_resumed_is_the_whole_run_bitwise(tmp_path) -> None:
+def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_run(tmp_path) -> None:
     whole = run(tmp_path / "whole", "trainer.max_steps=5")
     run(tmp_path / "parts", "trainer.max_steps=5", "trainer.stop_after_steps=2", "resume=auto")
     assert run(tmp_path / "parts", "trainer.max_steps=5", "resume=auto") == whole
@@ -102,12 +102,12 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(plain) -
     assert "norm_order is 'post' here and 'pre' there; num_layers is 2 here and 1 there" in done.stderr
 
 
-def test_tp_size_auto_takes_one_rank_where_that_fits(tmp_path) -> None:
+def test_tp_size_auto_takes_one_rank_if_the_model_fits(tmp_path) -> None:
     run(tmp_path, "parallel.tp_size=auto")
     assert json.loads((tmp_path / "record.json").read_text())["layout"]["tp_size"] == 1
 
 
-def test_a_checkpoint_goes_on_only_in_the_data_that_made_it_and_every_difference_is_listed(plain, tmp_path) -> None:
+def test_resuming_on_other_data_is_refused_with_every_difference(plain, tmp_path) -> None:
     changed = (
         "global_batch_size=8",
         "seed=5",
@@ -123,7 +123,7 @@ def test_a_checkpoint_goes_on_only_in_the_data_that_made_it_and_every_difference
     assert "the corpus has other tokens" in done.stderr
 
 
-def test_the_weights_alone_start_a_new_run_on_other_data(plain, tmp_path) -> None:
+def test_weights_only_starts_a_new_run_on_other_data(plain, tmp_path) -> None:
     settings = (
         "model.attention=exact",
         "global_batch_size=8",
@@ -154,7 +154,7 @@ def test_a_changed_schedule_is_refused_kept_or_overridden(plain, tmp_path, polic
     assert f"schedule: {config['schedule']['decay']} (paper) over" in done.stdout
 
 
-def test_a_run_goes_on_at_another_layout_with_each_step_once(plain, tmp_path) -> None:
+def test_a_run_resumes_at_another_layout_with_each_step_once(plain, tmp_path) -> None:
     longer = ("model.attention=exact", "trainer.max_steps=3", "resume=auto")
     run(tmp_path, *longer, "trainer.stop_after_steps=2", "parallel.tp_size=2", "parallel.dp_size=1")
     assert run(tmp_path, *longer) == pytest.approx(plain[1], rel=1e-5)
@@ -196,7 +196,7 @@ def test_a_killed_rank_and_a_ctrl_c_end_the_whole_job(tmp_path, target, number, 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130)])
 def test_a_signal_ends_a_single_process_in_one_line(tmp_path, number, code) -> None:
-    # A shell that starts the tests in the background lets them ignore SIGINT, and what they start inherits that.
+    # A shell that starts the tests in the background makes them, and their child processes, ignore SIGINT.
     before = signal.signal(number, signal.default_int_handler)
     process = start(*SLOW_RUN, f"hydra.run.dir={tmp_path}")
     signal.signal(number, before)
@@ -213,12 +213,12 @@ def test_a_signal_ends_a_single_process_in_one_line(tmp_path, number, code) -> N
 
 @pytest.mark.slow
 def test_every_python_command_of_the_readme_runs(tmp_path) -> None:
-    """In their order, training with a tiny model and a few steps, `outputs/` elsewhere, each script cold once; what
-    analysis/ has is asked for help only (it has tests of its own); make targets exist; Slurm, conda: not run."""
+    """In order, with a tiny model, few steps and `outputs/` elsewhere; each script is started cold once. Scripts of
+    analysis/ only print their help (they have other tests); make targets must exist; Slurm and conda are not run."""
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     blocks = readme.split("```bash\n")[1:]
     lines = [line.split("#")[0].strip() for block in blocks for line in block.split("```")[0].splitlines()]
-    for name, text in re.findall(r"```yaml outputs/(\S+)\n(.*?)```", readme, re.S):  # a reader's own files
+    for name, text in re.findall(r"```yaml outputs/(\S+)\n(.*?)```", readme, re.S):  # user files
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")

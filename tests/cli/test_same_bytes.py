@@ -1,4 +1,4 @@
-"""`train.py` and `plan.py` agree on what a rank needs and on the smallest layout, to the byte."""
+"""`train.py` and `plan.py` agree to the byte on the memory of a rank and on the smallest layout."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ from lmscale.training.runtime import preflight
 
 GIB = 2**30
 GRID = [
-    # model, sequences of a step; the rest is combined
+    # model, sequences per step; combined with the options below
     ("gpt_tiny", 8),
     ("bert_336m", 64),
     ("gpt_2.5b", 64),
@@ -75,7 +75,7 @@ def as_plan(values: dict, is_gpu: bool, memory_bytes: float, num_devices: int = 
 
 
 def check(run: RunConfig, accelerator: str, memory_bytes: int, monkeypatch) -> None:
-    """What `train.py` checks of the memory on a machine that has so much of it."""
+    """The memory check of `train.py` on a machine with this much memory."""
     monkeypatch.setattr(preflight, "device_memory", lambda _: memory_bytes)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     layout = preflight.resolve_layout(run.parallel, preflight.job_of(run), None, accelerator)
@@ -97,11 +97,11 @@ def test_train_and_plan_need_the_same_bytes_for_every_layout(
         plan, _ = plan_layout(as_plan(values, is_gpu, 2**60))
         assert plan.needed_bytes == printed, (layout, dtype, recompute)
         seen.add(printed)
-    assert len(seen) > 20  # bf16 needs what fp16 does
+    assert len(seen) > 20  # bf16 and fp16 need the same
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
-def test_train_and_plan_refuse_one_byte_less_and_take_the_byte(composed, accelerator, tmp_path, monkeypatch) -> None:
+def test_train_and_plan_have_the_same_limit_to_the_byte(composed, accelerator, tmp_path, monkeypatch) -> None:
     is_gpu, layout = accelerator == "gpu", (2, 2, 4, True)
     values = changed(composed["gpt_2.5b", "plan"], layout, "fp32", "full")
     run = as_run(changed(composed["gpt_2.5b", "train"], layout, "fp32", "full"), tmp_path)
@@ -129,7 +129,7 @@ def test_train_and_plan_find_the_same_smallest_layout(composed, model, dp_size, 
         wanted = as_plan(changed(composed[model, "plan"], layout, dtype, "full"), True, memory)
         try:
             trained = preflight.resolve_layout(run.parallel, preflight.job_of(run), None, "gpu")
-        except ValueError:  # none fits, or not on eight GPUs
+        except ValueError:  # no layout fits, or none on eight GPUs
             with pytest.raises(ValueError, match="no tp_size fits"):
                 plan_layout(wanted)
             continue
@@ -139,7 +139,7 @@ def test_train_and_plan_find_the_same_smallest_layout(composed, model, dp_size, 
     assert found == {1} if model == "gpt_tiny" else len(found) > 1
 
 
-SHEETS = {  # as torch names the device of a cluster
+SHEETS = {  # torch's name of each cluster's device
     "dgx2h_v100": "Tesla V100-SXM3-32GB-H",
     "dgx_a100": "NVIDIA A100-SXM4-80GB",
     "h100": "NVIDIA H100 80GB HBM3",
@@ -148,7 +148,7 @@ SHEETS = {  # as torch names the device of a cluster
 
 
 @pytest.mark.parametrize("cluster", SHEETS)
-def test_mfu_is_of_the_same_peak_in_a_plan_and_in_a_run(composed, cluster) -> None:
+def test_plan_and_run_use_the_same_peak_for_mfu(composed, cluster) -> None:
     shipped = load_cluster(REPOSITORY / "conf" / "cluster" / f"{cluster}.yaml")
     assert shipped.reserved_gib == GPU_RESERVED_GIB
     raw = OmegaConf.to_container(OmegaConf.load(REPOSITORY / "conf" / "cluster" / f"{cluster}.yaml"))
@@ -161,13 +161,11 @@ def test_mfu_is_of_the_same_peak_in_a_plan_and_in_a_run(composed, cluster) -> No
             assert sheet == (planned.peak_flops_per_s(dtype) if dtype in planned.dtypes else None), (dtype, precision)
 
 
-def test_the_cpu_cluster_reserves_what_a_run_does() -> None:
+def test_the_cpu_cluster_reserves_the_same_memory_as_a_run() -> None:
     assert load_cluster(REPOSITORY / "conf" / "cluster" / "cpu.yaml").reserved_gib == CPU_RESERVED_GIB
 
 
-def test_auto_recomputes_no_more_than_a_gpu_needs_and_the_refusal_names_what_fits(
-    composed, tmp_path, monkeypatch
-) -> None:
+def test_auto_recomputes_as_little_as_possible_and_the_error_names_what_fits(composed, tmp_path, monkeypatch) -> None:
     values = changed(composed["gpt_2.5b", "train"], (1, 1, 4, False), "bf16", "auto")
     run = as_run(values, tmp_path)
     layout = preflight.ParallelConfig(1, 1)

@@ -60,15 +60,15 @@ def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
     ],
     ids=["size", "model", "key", "schedule", "path", "dataset", "resume", "threads", "type"],
 )
-def test_a_bad_job_is_named_before_the_first_one_starts(tmp_path, sweep, message) -> None:
+def test_an_invalid_job_is_reported_before_the_first_one_starts(tmp_path, sweep, message) -> None:
     done = train("-m", *sweep, f"hydra.sweep.dir={tmp_path}/sweep")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"error: {message}") and len(done.stderr.splitlines()) == 1
     assert not Path(tmp_path / "sweep").exists()
 
 
-def test_a_sweep_does_not_touch_a_folder_that_has_a_run(tmp_path) -> None:
-    """Each job is looked for in the folder that it would have."""
+def test_a_sweep_does_not_change_a_folder_with_a_run(tmp_path) -> None:
+    """Each job is checked in its own folder."""
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "metrics.csv").write_text("step,train/loss\n1,7.0\n")
     done = train("-m", *TINY, "seed=1,2", f"hydra.sweep.dir={tmp_path}")
@@ -76,7 +76,7 @@ def test_a_sweep_does_not_touch_a_folder_that_has_a_run(tmp_path) -> None:
     assert f"`hydra.run.dir` must be another folder for a new run, but {tmp_path}/1 has" in done.stderr
 
 
-def test_a_job_that_is_refused_later_is_named_too(tmp_path) -> None:
+def test_a_job_that_fails_later_is_named_too(tmp_path) -> None:
     (tmp_path / "short.txt").write_text("One document.")
     done = train("-m", "data=local", f"data.path={tmp_path}/short.txt", f"hydra.sweep.dir={tmp_path}/sweep")
     assert done.returncode == 2

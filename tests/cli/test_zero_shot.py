@@ -1,4 +1,4 @@
-"""`python src/zero_shot.py` as a person uses it: counts, records, layouts, and mistakes in one line."""
+"""`python src/zero_shot.py` as a user runs it: counts, records, layouts, and one-line errors."""
 
 import json
 import math
@@ -67,11 +67,11 @@ def test_counts_need_no_checkpoint(folder: Path, shared_data: Path) -> None:
     path = shared_data / "lambada" / "lambada_test.shared.jsonl"
     run = zero_shot("task=lambada", f"task.path={path}", *gpt2, cwd=folder)
     assert run.stdout == "passages = 2577\nwords_of_several_tokens = 550\nlongest = 224\n"
-    run = zero_shot(*WIKITEXT, "task.stride=16", "ckpt=gpt2", "count_only=true", cwd=folder)  # its own tokenizer
+    run = zero_shot(*WIKITEXT, "task.stride=16", "ckpt=gpt2", "count_only=true", cwd=folder)  # with its own tokenizer
     assert run.returncode == 0 and "stride = 16" in run.stdout
 
 
-def test_the_perplexity_is_in_the_record_with_all_it_depends_on(folder: Path) -> None:
+def test_the_record_has_the_perplexity_and_everything_it_depends_on(folder: Path) -> None:
     run = zero_shot(*WIKITEXT, "ckpt=gpt2", "hydra.run.dir=wiki", cwd=folder)
     assert run.returncode == 0, run.stderr
     found = metrics_of(folder / "wiki")
@@ -93,7 +93,7 @@ def test_the_perplexity_is_in_the_record_with_all_it_depends_on(folder: Path) ->
     assert len(load_records(folder / "wiki")) == 1
 
 
-def test_the_answers_are_kept_one_a_line(folder: Path) -> None:
+def test_the_answers_are_written_one_per_line(folder: Path) -> None:
     run = zero_shot(*LAMBADA, "task.stop_word_filter=true", "ckpt=gpt2", "hydra.run.dir=cloze", cwd=folder)
     assert run.returncode == 0, run.stderr
     found = metrics_of(folder / "cloze")
@@ -111,13 +111,13 @@ def test_the_answers_are_kept_one_a_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     "task, layout", [(WIKITEXT, "parallel.tp_size=2"), (LAMBADA + ("micro_batch_tokens=20",), "parallel.dp_size=3")]
 )
-def test_ranks_of_our_own_give_the_same_numbers(folder: Path, task: tuple[str, ...], layout: str) -> None:
+def test_ranks_started_by_the_script_give_the_same_numbers(folder: Path, task: tuple[str, ...], layout: str) -> None:
     alone, shared = f"plain_{layout}", f"ranks_{layout}"
     plain = zero_shot(*task, "ckpt=gpt2", f"hydra.run.dir='{alone}'", cwd=folder)
     assert plain.returncode == 0, plain.stderr
     run = zero_shot(*task, "ckpt=gpt2", layout, f"hydra.run.dir='{shared}'", cwd=folder)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("checkpoint gpt2") == 1  # one rank speaks
+    assert run.stdout.count("checkpoint gpt2") == 1  # only one rank prints
     expected, found = metrics_of(folder / alone), metrics_of(folder / shared)
     for name in expected.keys() - {"evaluation_time"}:
         assert found[name] == pytest.approx(expected[name], rel=1e-12), name
@@ -132,7 +132,7 @@ def test_the_record_of_another_run_is_kept(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_is_joined(folder: Path) -> None:
+def test_the_script_joins_the_ranks_of_torchrun(folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, *LAMBADA]
     command += ["ckpt=gpt2", "parallel.dp_size=2", "hydra.run.dir=torchrun"]
     run = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
@@ -143,7 +143,7 @@ def test_torchrun_is_joined(folder: Path) -> None:
     assert len({(folder / name / "answers.jsonl").read_bytes() for name in same}) == 1
 
 
-def test_a_path_with_a_sign_of_equality_works_in_quotes_and_without_them_is_told_to_have_some(folder: Path) -> None:
+def test_a_path_with_an_equals_sign_works_in_quotes_and_the_error_without_says_so(folder: Path) -> None:
     shutil.copytree(folder / "gpt2", folder / "step=3, new", dirs_exist_ok=True)
     run = zero_shot(*LAMBADA, 'ckpt="step=3, new"', "hydra.run.dir=quoted", cwd=folder)
     assert run.returncode == 0, run.stderr
@@ -151,7 +151,7 @@ def test_a_path_with_a_sign_of_equality_works_in_quotes_and_without_them_is_told
     assert run.returncode == 2 and "with quotes around what is special, but is 'ckpt=step=3'" in run.stderr
 
 
-def test_a_sweep_over_checkpoints_writes_a_record_each(folder: Path) -> None:
+def test_a_sweep_over_checkpoints_writes_one_record_per_job(folder: Path) -> None:
     shutil.copytree(folder / "gpt2", folder / "other", dirs_exist_ok=True)
     run = zero_shot(*LAMBADA, "-m", "ckpt=gpt2,other", "hydra.sweep.dir=swept", cwd=folder)
     assert run.returncode == 0, run.stderr
@@ -160,7 +160,7 @@ def test_a_sweep_over_checkpoints_writes_a_record_each(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def bad_inputs(folder: Path) -> Path:
-    """Files and models that cannot be used, beside those that can."""
+    """Invalid files and models beside valid ones."""
     (folder / "empty.tokens").write_text("")
     (folder / "latin.tokens").write_bytes("l'été\n".encode("latin-1"))
     (folder / "cut.tokens").write_text(WIKI[:-20])
@@ -228,14 +228,14 @@ def bad_inputs(folder: Path) -> Path:
         (("task=lambada", "ckpt=gpt2"), "`task.path` must be given"),
     ],
 )
-def test_a_mistake_is_one_line(bad_inputs: Path, overrides: tuple[str, ...], message: str) -> None:
+def test_an_error_is_one_line(bad_inputs: Path, overrides: tuple[str, ...], message: str) -> None:
     run = zero_shot(*overrides, "hydra.run.dir=bad", cwd=bad_inputs)
     assert run.returncode == 2, run.stderr
     assert run.stderr.startswith("error: ") and run.stderr.count("\n") == 1 and message in run.stderr
     assert run.stdout == "" and not (bad_inputs / "bad" / "record.json").exists()
 
 
-def test_damage_is_one_line_from_several_ranks_too(bad_inputs: Path) -> None:
+def test_several_ranks_report_damage_in_one_line(bad_inputs: Path) -> None:
     broken = shutil.copytree(bad_inputs / "gpt2", bad_inputs / "broken", dirs_exist_ok=True)
     (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:-50])
     for layout in ((), ("parallel.dp_size=2",)):

@@ -1,6 +1,6 @@
-"""One transformer layer compiled for a GPU that is not there; prints what torch.compile made of it, as JSON.
+"""Compile one transformer layer for a simulated GPU; prints what torch.compile generated, as JSON.
 
-Runs in a process of its own: `python compiled_layer.py GUARD '{"tp_size": 2, "tp_rank": 1, ...}'`.
+Runs in its own process: `python compiled_layer.py GUARD '{"tp_size": 2, "tp_rank": 1, ...}'`.
 """
 
 import json
@@ -28,7 +28,7 @@ def main(guard: str, case: dict) -> None:
     from lmscale.models.layer import TransformerLayer
     from lmscale.parallel import ParallelContext
 
-    def flash(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):  # what a GPU chooses without a mask
+    def flash(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):  # the choice of a GPU without a mask
         assert attn_mask is None
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
 
@@ -56,7 +56,7 @@ def main(guard: str, case: dict) -> None:
         for name, kernel in kernels_in(source).items():
             try:
                 cubins[name] = [compile_to_cubin(kernel, capability) for capability in (80, 90)]
-            except Exception as error:  # Triton's own kinds
+            except Exception as error:  # any error of Triton
                 refused[name] = str(error.__cause__ or error).splitlines()[-1]
     print(
         json.dumps(

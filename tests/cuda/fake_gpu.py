@@ -1,7 +1,7 @@
-"""An H200 that is not there, on a CPU build of torch: enough of it for torch.compile to write its kernels.
+"""A simulated H200 on a CPU build of torch, sufficient for torch.compile to generate its kernels.
 
-`install()` changes torch, Inductor and Triton for the whole process, so it belongs into a process of its own.
-It uses private parts of torch; `problem()` says where they are not the ones it was written for.
+`install()` changes torch, Inductor and Triton for the whole process, so it needs its own process.
+It uses private parts of torch; `problem()` reports versions that it was not written for.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ _GUARD = Path(__file__).with_name("guard.cpp")
 
 
 def problem() -> str | None:
-    """Why no GPU can be faked here, or None; imports no torch."""
+    """Why no GPU can be simulated here, or None; imports no torch."""
     version = importlib.metadata.version("torch")
     if not version.endswith("+cpu"):
         return f"needs a CPU build of torch, and {version} is none"
@@ -59,7 +59,7 @@ def build_guard(folder: Path) -> Path:
     """Compile `guard.cpp` against the installed torch; returns the library.
 
     Raises:
-        subprocess.CalledProcessError: the compiler refuses it.
+        subprocess.CalledProcessError: compilation failed.
     """
     torch = Path(importlib.util.find_spec("torch").submodule_search_locations[0])
     library = folder / "guard.so"
@@ -70,7 +70,7 @@ def build_guard(folder: Path) -> Path:
 
 
 def install(guard: Path) -> None:
-    """Load the guard and put an H200 where torch, Inductor and Triton ask for one. Before anything imports torch."""
+    """Load the guard and simulate an H200 for torch, Inductor and Triton. Call before torch is imported."""
     folder = importlib.util.find_spec("torch").submodule_search_locations[0]
     for library in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(os.path.join(folder, "lib", library), mode=ctypes.RTLD_GLOBAL)
@@ -161,7 +161,7 @@ def _install_in_inductor(torch: Any) -> None:
     from torch._dynamo import device_interface
     from torch._inductor.fx_passes import joint_graph, post_grad
 
-    for patterns in (joint_graph, post_grad):  # they trace their own patterns, which must not meet the fake device
+    for patterns in (joint_graph, post_grad):  # their patterns are traced without the simulated device
         patterns.lazy_init(torch.device("cpu"))
         patterns.lazy_init = lambda *_, **__: None
     answers = {
@@ -190,9 +190,9 @@ def _install_in_inductor(torch: Any) -> None:
 
 
 def capture_generated_code() -> list[str]:
-    """Have Inductor write its modules without running them; returns the list that their sources are added to.
+    """Make Inductor generate its modules without running them; returns the list that collects their sources.
 
-    Call inside FakeTensorMode only: what a graph returns is made empty, of the right shape.
+    Call only inside FakeTensorMode: outputs of graphs are empty tensors of the right shape.
     """
     import torch
     from torch._inductor.graph import GraphLowering
@@ -221,7 +221,7 @@ def capture_generated_code() -> list[str]:
 
 
 def _layout_of(output: Any) -> tuple | None:
-    """Size, stride, type and device of a graph's output; None where it returns no tensor."""
+    """Size, stride, type and device of a graph's output; None if it is not a tensor."""
     try:
         size, stride = (tuple(map(int, numbers)) for numbers in (output.get_size(), output.get_stride()))
     except (AttributeError, NotImplementedError):

@@ -1,6 +1,6 @@
-"""What torch.compile makes of a layer on a GPU, asked on a machine without one.
+"""The code that torch.compile generates for a layer on a GPU, checked without a GPU.
 
-Not seen here: NCCL, streams, CUDA graphs, the allocator, and which attention kernel a GPU chooses (flash is assumed).
+Not covered: NCCL, streams, CUDA graphs, the allocator, and which attention kernel a GPU chooses (flash is assumed).
 """
 
 import json
@@ -48,9 +48,9 @@ def test_every_kernel_of_exact_attention_on_the_last_rank_compiles_for_a_gpu(gua
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_attention_dropout_reads_the_generator_anew_at_every_step(guard, recompute) -> None:
-    # A generator that AOTAutograd clones is seeded once, when the graph is made: our seeding per step would not reach
-    # it, and a resumed run would draw other masks than the uninterrupted one.
+def test_attention_dropout_reads_the_generator_at_every_step(guard, recompute) -> None:
+    # A generator cloned by AOTAutograd is seeded once, when the graph is made. Our seeding per step would not reach it,
+    # and a resumed run would draw different masks than the uninterrupted one.
     found = compile_layer(guard, model={"recompute": recompute, "attention_dropout": 0.1})
     assert found["cloned_generators"] == []
     assert flash_forwards(found) == 1

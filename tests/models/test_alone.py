@@ -1,4 +1,4 @@
-"""A model by itself, as in a notebook: no context, no process group, no dropout keys, Hugging Face's masks."""
+"""A model used on its own, as in a notebook: no context, process group or dropout keys; Hugging Face masks."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def tokens() -> Tensor:
     return torch.randint(0, 99, (3, 7), generator=torch.Generator().manual_seed(3))
 
 
-def test_a_model_needs_its_sizes_alone_and_has_the_weights_of_the_default_seed(family: str, tokens: Tensor) -> None:
+def test_a_model_needs_only_its_config_and_has_the_weights_of_the_default_seed(family: str, tokens: Tensor) -> None:
     config = small_config(family)
     model, built = MODELS[family](config), build_model(config, ParallelContext(), seed=1234)
     assert logits_of(model, tokens).shape == (3, 7, 104)
@@ -56,7 +56,7 @@ def test_printing_shows_the_shape_of_every_parameter(family: str) -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "exact"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
-def test_a_mask_of_integers_is_a_mask_and_one_of_floats_is_refused(family, tokens, attention, dtype) -> None:
+def test_integer_masks_are_accepted_and_float_masks_refused(family, tokens, attention, dtype) -> None:
     model = MODELS[family](small_config(family, attention=attention)).double().eval()
     mask = torch.ones(3, 7, dtype=dtype)
     mask[1, 4:] = 0
@@ -68,7 +68,7 @@ def test_a_mask_of_integers_is_a_mask_and_one_of_floats_is_refused(family, token
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "exact"])
-def test_padding_in_front_of_a_gpts_tokens_changes_none_of_them(tokens: Tensor, attention: str) -> None:
+def test_left_padding_does_not_change_a_gpts_logits(tokens: Tensor, attention: str) -> None:
     model = GPT(small_config("gpt", attention=attention)).double().eval()
     mask = torch.ones(3, 7, dtype=torch.int64)
     mask[0, :2] = 0

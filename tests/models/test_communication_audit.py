@@ -1,6 +1,6 @@
-"""What the tensor ranks send each other, counted on two real processes: the paper's four all-reduces a layer.
+"""Collectives between tensor ranks, counted on two real processes: the paper's four all-reduces per layer.
 
-Every test compares the whole sequence of collectives, so anything too many, too large or of another kind fails.
+Every test compares the full sequence of collectives, so any extra, larger or different collective fails.
 """
 
 import itertools
@@ -22,9 +22,9 @@ HIDDEN = (5, 13, 24)  # [b, s, h]
 CASES = list(
     itertools.product(("gpt", "bert"), ("pre", "post"), ("none", "selective", "full"), (0.0, 0.2), ("sdpa", "exact"))
 )
-# Times a layer's backward pass repeats a forward all-reduce under full recomputation, by (norm order, drops). torch's
-# checkpoint stops as soon as it has every tensor that the backward pass needs. Behind the MLP's all-reduce that is
-# dropout's mask, or under post-norm the input of the LayerNorm; pre-norm without dropout needs nothing there.
+# How many forward all-reduces a layer's backward pass repeats under full recomputation, by (norm order, dropout).
+# torch's checkpoint stops once it has every tensor that the backward pass needs. After the MLP's all-reduce these are
+# the dropout mask, or with post-norm the input of the LayerNorm; pre-norm without dropout needs nothing there.
 REPEATED = {("pre", False): 1, ("pre", True): 2, ("post", False): 2, ("post", True): 2}
 
 
@@ -68,37 +68,37 @@ def all_reduces(*shapes: tuple[int, ...]) -> list[tuple]:
 
 
 def scored_rows(architecture: str) -> int:
-    """Rows that are projected on the vocabulary: of a GPT all of [b, s], of a BERT the scored ones."""
+    """Rows projected to the vocabulary: all of [b, s] in a GPT, the scored ones in a BERT."""
     labels = random_batch(small_config(architecture))["labels"]
     return labels.numel() if architecture == "gpt" else int((labels != -100).sum())
 
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[tuple, dict[str, list]]:
-    """What rank 0 sent in each case, after making sure that rank 1 sent the same."""
+    """The collectives of rank 0 in each case, after checking that rank 1 issued the same."""
     first, second = run_ranks(_record_all, 2)
     assert first == second
     return dict(zip(CASES, first, strict=True))
 
 
 @pytest.mark.parametrize("architecture, norm_order", list(itertools.product(("gpt", "bert"), ("pre", "post"))))
-def test_forward_sends_one_for_the_embedding_two_a_layer_and_three_small_ones_for_the_loss(
+def test_the_forward_pass_has_one_for_the_embedding_two_per_layer_and_three_small_ones_for_the_loss(
     recorded, architecture: str, norm_order: str
 ) -> None:
     expected = all_reduces(HIDDEN, *[HIDDEN] * (2 * NUM_LAYERS), *[(scored_rows(architecture),)] * 3)
     found = [phases["forward"] for case, phases in recorded.items() if case[:2] == (architecture, norm_order)]
-    assert found == [expected] * 12  # recomputation, dropout and the form of attention add nothing
+    assert found == [expected] * 12  # recomputation, dropout and the attention variant add none
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_backward_sends_one_for_the_tied_projection_and_two_a_layer(recorded, recompute: str) -> None:
+def test_the_backward_pass_has_one_for_the_tied_projection_and_two_per_layer(recorded, recompute: str) -> None:
     for architecture in ("gpt", "bert"):
         expected = all_reduces((scored_rows(architecture), HIDDEN[-1]), *[HIDDEN] * (2 * NUM_LAYERS))
         found = [p["backward"] for case, p in recorded.items() if case[0] == architecture and case[2] == recompute]
         assert found == [expected] * 8
 
 
-def test_full_recomputation_repeats_the_forward_ones_a_backward_pass_needs(recorded) -> None:
+def test_full_recomputation_repeats_the_forward_collectives_that_the_backward_pass_needs(recorded) -> None:
     for case, phases in recorded.items():
         architecture, norm_order, recompute, dropout, _ = case
         if recompute == "full":
@@ -107,11 +107,11 @@ def test_full_recomputation_repeats_the_forward_ones_a_backward_pass_needs(recor
             assert phases["backward"] == all_reduces(projection, *[HIDDEN] * (a_layer * NUM_LAYERS)), case
 
 
-def test_the_optimizer_sends_three_numbers(recorded) -> None:
+def test_the_optimizer_communicates_three_numbers(recorded) -> None:
     assert {tuple(phases["optimizer"]) for phases in recorded.values()} == {tuple(all_reduces((3,)))}
 
 
-def test_nothing_is_as_large_as_the_logits(recorded) -> None:
+def test_no_collective_is_as_large_as_the_logits(recorded) -> None:
     config = make_config(CASES[0])
     logits = math.prod(HIDDEN[:2]) * config.padded_vocab_size // 2
     sizes = {math.prod(shape) for p in recorded.values() for phase in p.values() for _, _, shape in phase}
@@ -122,11 +122,11 @@ def _record_half(rank: int) -> dict[str, list]:
     return _record_step(small_config("bert"), make_context(tp_size=2), "bf16")
 
 
-def test_half_precision_sends_no_more() -> None:
+def test_half_precision_adds_no_collectives() -> None:
     phases = run_ranks(_record_half, 2)[0]
     assert {name: len(sent) for name, sent in phases.items()} == {"forward": 8, "backward": 5, "optimizer": 1}
 
 
-def test_one_process_sends_nothing() -> None:
+def test_one_process_communicates_nothing() -> None:
     phases = _record_step(small_config("gpt"), ParallelContext(), "fp32")
     assert phases == {"forward": [], "backward": [], "optimizer": []}

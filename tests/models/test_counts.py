@@ -1,6 +1,6 @@
-"""Parameters of the paper's nine sizes, counted in the real modules on the meta device, from the files of `conf/model`.
+"""Parameter counts of the paper's nine models, from the real modules on the meta device and the files of `conf/model`.
 
-Expected numbers: 12 h^2 + 13 h a layer and the rest worked out by hand from the published architectures.
+Expected numbers: 12 h^2 + 13 h per layer; the rest computed by hand from the published architectures.
 """
 
 import functools
@@ -53,7 +53,7 @@ def test_a_paper_model_has_exactly_its_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_the_shards_of_every_layout_sum_to_the_model_with_replicated_parameters_once(name: str) -> None:
+def test_the_shards_of_every_layout_sum_to_the_model_counting_replicated_parameters_once(name: str) -> None:
     config = paper_config(name)
     whole = build_model(config, ParallelContext(), seed=None, device="meta")
     shapes = {key: param.shape for key, param in whole.named_parameters()}
@@ -65,7 +65,7 @@ def test_the_shards_of_every_layout_sum_to_the_model_with_replicated_parameters_
 
 
 @pytest.mark.parametrize("name", TWENTY_HEADS)
-def test_twenty_heads_are_refused_over_eight_ranks(name: str) -> None:
+def test_twenty_heads_over_eight_ranks_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"`num_attention_heads` must be a multiple of `tp_size` \(8\), but is 20"):
         count_model_parameters(paper_config(name), 8)
 
@@ -77,12 +77,12 @@ def test_twenty_heads_are_refused_over_eight_ranks(name: str) -> None:
         ("bert_3.9b", 16, r"`num_attention_heads` must be a multiple of `tp_size` \(16\), but is 40"),
     ],
 )
-def test_other_sizes_that_do_not_divide_are_refused(name: str, tp_size: int, message: str) -> None:
+def test_other_indivisible_sizes_are_refused(name: str, tp_size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_model(paper_config(name), ParallelContext(tp_size=tp_size), seed=None, device="meta")
 
 
-def test_rows_that_the_ranks_cannot_share_are_refused() -> None:
+def test_indivisible_vocabulary_rows_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`padded_vocab_size` must be a multiple of `tp_size` \(2\), but is 50257"):
         count_model_parameters(paper_config("gpt_355m", vocab_multiple=1), 2)
 

@@ -1,4 +1,4 @@
-"""Dropout in the models: where it stands, that its masks are random and that nothing but the counter decides them."""
+"""Dropout in the models: its places, and masks that are random and depend only on the counter."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_evaluation_has_no_dropout_and_needs_no_keys(architecture: str, attentio
 
 
 @pytest.mark.parametrize("changes", [{"hidden_dropout": 0.1}, {"attention_dropout": 0.1}])
-def test_one_process_draws_the_keys_it_is_not_given_and_several_tensor_ranks_are_refused(changes: dict) -> None:
+def test_one_process_draws_missing_keys_and_several_tensor_ranks_refuse_to(changes: dict) -> None:
     config = small_config("gpt", attention="exact", **changes)
     model, tokens = random_model(config, ParallelContext()), random_batch(config)["tokens"]
     with torch.random.fork_rng():
@@ -48,7 +48,7 @@ def test_one_process_draws_the_keys_it_is_not_given_and_several_tensor_ranks_are
 
 
 @pytest.mark.parametrize("norm_order", NORM_ORDERS)
-def test_embedding_dropout_stands_after_the_embedding_norm_of_post_norm(norm_order: str) -> None:
+def test_embedding_dropout_follows_the_embedding_norm_of_post_norm(norm_order: str) -> None:
     config = small_config("bert", norm_order=norm_order, hidden_dropout=0.6)
     transformer, batch = random_model(config, ONE).transformer, random_batch(config)
     keys = sample_dropout_keys(1, batch["sample_numbers"])
@@ -63,7 +63,7 @@ def test_embedding_dropout_stands_after_the_embedding_norm_of_post_norm(norm_ord
         total = F.layer_norm(total, (24,), norm.weight, norm.bias, 1e-12)
     keep = counter_keep_mask(site_keys(keys, 8)[0], 13, 24, 0.6)
     torch.testing.assert_close(dropped, torch.where(keep, total / 0.4, 0.0), rtol=1e-12, atol=1e-12)
-    assert (dropped == 0).float().mean() == pytest.approx(0.6, abs=0.05)  # a norm behind it would leave no zeros
+    assert (dropped == 0).float().mean() == pytest.approx(0.6, abs=0.05)  # a later norm would leave no zeros
 
 
 @pytest.mark.parametrize("norm_order", NORM_ORDERS)
@@ -79,7 +79,7 @@ def test_hidden_dropout_is_applied_to_both_sublayer_outputs_before_the_residual_
     def drop(y: Tensor, site: int) -> Tensor:
         return torch.where(counter_keep_mask(site_keys(keys, 8)[site], 7, 24, 0.4), y / 0.6, 0.0)
 
-    first_site = 1 + 3 * index  # site 0 is the embedding's; a layer has attention probabilities, attention and MLP
+    first_site = 1 + 3 * index  # site 0: embedding; each layer: attention probabilities, attention output, MLP output
     if norm_order == "pre":
         expected = x + drop(layer.attention(layer.attention_norm(x), None, None), first_site + 1)
         expected = expected + drop(layer.mlp(layer.mlp_norm(expected)), first_site + 2)
@@ -91,7 +91,7 @@ def test_hidden_dropout_is_applied_to_both_sublayer_outputs_before_the_residual_
     )
 
 
-def test_attention_dropout_drops_probabilities_after_the_softmax() -> None:
+def test_attention_dropout_applies_to_probabilities_after_the_softmax() -> None:
     config = small_config("bert", attention="exact", attention_dropout=0.4)
     layer = random_model(config, ONE).transformer.layers[1]
     generator = torch.Generator().manual_seed(5)
@@ -125,7 +125,7 @@ def agreement(first: Tensor, second: Tensor) -> float:
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.93])
-def test_masks_keep_the_asked_share_and_differ_by_site_sample_seed_row_and_column(probability: float) -> None:
+def test_masks_keep_the_expected_share_and_differ_by_site_sample_seed_row_and_column(probability: float) -> None:
     keys = sample_dropout_keys(1234, torch.arange(37))
     mask = counter_keep_mask(site_keys(keys, 8)[4], 61, 131, probability)
     other_seed = site_keys(sample_dropout_keys(1235, torch.arange(37)), 8)[4]
@@ -142,13 +142,13 @@ def test_masks_keep_the_asked_share_and_differ_by_site_sample_seed_row_and_colum
         "row and sample": (mask[1:, :-1], mask[:-1, 1:]),
     }
     assert {name: value for name, pair in pairs.items() if abs(value := agreement(*pair)) > 4} == {}
-    # Each row and each column alone keeps its share too (6 errors: hundreds of them are looked at).
+    # Each single row and column keeps its share too (6 standard errors, because hundreds are checked).
     for dim, length in ((1, 61), (2, 131)):
         means = mask.double().mean(dim=[d for d in range(3) if d != dim])
         assert (means - (1 - probability)).abs().max() < 6 * error * math.sqrt(length)
 
 
-def test_masks_do_not_depend_on_batch_order_or_on_which_rows_a_rank_holds() -> None:
+def test_masks_do_not_depend_on_batch_order_or_the_rows_of_a_rank() -> None:
     numbers = torch.tensor([5, 2**31 + 5, 17, 2**40])
     keys = sample_dropout_keys(3, numbers)
     assert len(set(keys.tolist())) == 4

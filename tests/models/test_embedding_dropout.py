@@ -1,4 +1,4 @@
-"""The dropout of the embedding sum is a switch of its own."""
+"""The dropout of the embedding sum has its own setting."""
 
 import torch
 from sharding import random_batch, random_model, small_config

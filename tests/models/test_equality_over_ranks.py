@@ -1,4 +1,4 @@
-"""The models cut over 2 and 4 real processes equal one process, with every norm order, recomputation and dropout."""
+"""Models on 2 and 4 tensor ranks equal one process, with every norm order, recomputation mode and dropout."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from lmscale.parallel import ParallelContext, seed_rank_generator, sum_partial_g
 
 BOUND = 1e-12
 ARCHITECTURES, NORM_ORDERS, RECOMPUTES = ("gpt", "bert"), ("pre", "post"), ("none", "selective", "full")
-# Masks of hidden dropout never depend on the layout, those of attention dropout only in the exact form.
+# Hidden dropout masks are independent of the layout; attention dropout masks are with exact attention.
 RANDOMNESS = [
     {"attention": "sdpa"},
     {"attention": "sdpa", "hidden_dropout": 0.2},
@@ -24,14 +24,14 @@ CONFIGS = [
     for architecture, norm_order, recompute in itertools.product(ARCHITECTURES, NORM_ORDERS, RECOMPUTES)
     for changes in RANDOMNESS
 ] + [
-    # 50 ids in 104 rows: the last rank, or the last two of four, hold nothing but padding
+    # 50 ids in 104 rows: the last rank, or the last two of four, hold only padding
     small_config(architecture, vocab_size=50, vocab_multiple=104, max_position_embeddings=12)
     for architecture in ARCHITECTURES
 ]
 
 
 def _replicated_gradients(config: TransformerConfig, context: ParallelContext) -> dict[str, torch.Tensor]:
-    model = random_model(config, context).float()  # fp32 rounds more, so a difference shows sooner
+    model = random_model(config, context).float()  # fp32 rounding makes a difference visible sooner
     total_loss(model, random_batch(config)).backward()
     sum_partial_gradients(model.parameters(), context)
     return {name: p.grad for name, p in model.named_parameters() if p.shard.replicated}
@@ -51,7 +51,7 @@ LAYOUTS = {"tp2": (2, False), "tp4": (4, False), "tp2 sequence": (2, True), "tp4
     scope="module", params=["tp2", "tp4", "tp2 sequence", pytest.param("tp4 sequence", marks=pytest.mark.slow)]
 )
 def results_by_rank(request) -> list[tuple[list, list]]:
-    """All models in one start of the processes, which costs more than the models."""
+    """All models in one start of the processes, which takes longer than the models."""
     return run_ranks(_run_all, LAYOUTS[request.param][0], *LAYOUTS[request.param])
 
 
@@ -73,7 +73,7 @@ def test_replicated_parameters_have_bitwise_equal_gradients_on_all_ranks(results
 
 @pytest.mark.parametrize("architecture, norm_order", list(itertools.product(ARCHITECTURES, NORM_ORDERS)))
 @pytest.mark.parametrize("attention", ["sdpa", "exact"])
-def test_recomputation_changes_no_bit_also_with_dropout(architecture: str, norm_order: str, attention: str) -> None:
+def test_recomputation_is_bitwise_equal_also_with_dropout(architecture: str, norm_order: str, attention: str) -> None:
     results = {}
     for recompute in RECOMPUTES:
         config = small_config(

@@ -16,7 +16,7 @@ ARCHITECTURES = ["gpt", "bert"]
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("scaled", [True, False])
-def test_initial_weights_have_the_papers_deviation_smaller_before_a_residual(architecture: str, scaled: bool) -> None:
+def test_initial_weights_have_the_papers_deviation_scaled_before_residuals(architecture: str, scaled: bool) -> None:
     config = small_config(
         architecture, num_layers=8, hidden_size=96, vocab_size=999, scale_residual_init=scaled, norm_order="post"
     )
@@ -31,7 +31,7 @@ def test_initial_weights_have_the_papers_deviation_smaller_before_a_residual(arc
             values = values[: config.vocab_size]
             residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
             std = 0.02 / math.sqrt(2 * 8) if scaled and residual else 0.02
-            # 4.5 standard errors of a deviation and of a mean, over some 60 tensors
+            # 4.5 standard errors of the deviation and the mean, for about 60 tensors
             assert values.std().item() == pytest.approx(std, rel=4.5 / math.sqrt(2 * values.numel())), name
             assert abs(values.mean().item()) < 4.5 * std / math.sqrt(values.numel()), name
 
@@ -69,7 +69,7 @@ def test_initial_weights_differ_by_seed_and_by_name() -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_padded_rows_start_at_zero_and_have_exactly_no_gradient(architecture: str) -> None:
+def test_padded_rows_start_at_zero_and_have_zero_gradient(architecture: str) -> None:
     config = small_config(architecture)  # 99 ids, 104 rows
     model = build_model(config, ONE, seed=5, dtype=torch.float64)
     weight = model.transformer.word_embedding.weight
@@ -89,7 +89,7 @@ def test_padding_does_not_shift_the_initial_rows() -> None:
     assert all(torch.equal(weights[0], weight[:99]) for weight in weights)
 
 
-def test_a_rank_whose_rows_are_all_padding_predicts_nothing() -> None:
+def test_a_rank_with_only_padded_rows_predicts_nothing() -> None:
     config = small_config("gpt", vocab_size=50, vocab_multiple=104)
     context = ParallelContext(tp_rank=1, tp_size=2)  # rows 52 to 103
     weight = build_model(config, context, seed=5).transformer.word_embedding.weight

@@ -1,4 +1,4 @@
-"""What defines a layer and the stack besides sizes: norm order, GELU, attention, what a position may see."""
+"""Properties of a layer and the stack: norm order, GELU, attention scaling and masking."""
 
 import math
 
@@ -36,7 +36,7 @@ def test_post_norm_has_a_norm_after_the_embeddings_and_pre_norm_one_after_the_st
     assert isinstance(getattr(model.transformer, present), LayerNorm)
     assert not hasattr(model.transformer, absent)
     num_norms = sum(isinstance(module, LayerNorm) for module in model.modules())
-    assert num_norms == 2 * 2 + 1 + (architecture == "bert")  # two a layer, that one, and the masked-LM head's
+    assert num_norms == 2 * 2 + 1 + (architecture == "bert")  # two per layer, that one, and the masked-LM head's
 
 
 @pytest.mark.parametrize("norm_order, eps", [("post", 1e-12), ("pre", 1e-5)])
@@ -46,7 +46,7 @@ def test_the_epsilon_of_every_norm_is_the_published_one_of_its_order(norm_order:
 
 
 def written_out_layer(layer: TransformerLayer, x: Tensor, norm_order: str) -> Tensor:
-    """Figure 7 with torch's own functions; the sublayers are the layer's."""
+    """Figure 7 written with torch's functions and the layer's own sublayers."""
 
     def norm(module: LayerNorm, y: Tensor) -> Tensor:
         centred = y - y.mean(-1, keepdim=True)
@@ -61,7 +61,7 @@ def written_out_layer(layer: TransformerLayer, x: Tensor, norm_order: str) -> Te
 
 
 @pytest.mark.parametrize("norm_order", NORM_ORDERS)
-def test_a_layer_is_the_papers_figure_7(norm_order: str) -> None:
+def test_a_layer_equals_the_papers_figure_7(norm_order: str) -> None:
     layer = random_model(small_config("gpt", norm_order=norm_order), ONE).transformer.layers[1]
     x = torch.randn(3, 7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     results = {order: written_out_layer(layer, x, order) for order in NORM_ORDERS}
@@ -160,7 +160,7 @@ def test_compiled_layers_give_the_same_loss_and_gradients(architecture: str, nor
 @pytest.mark.parametrize("attention", ["sdpa", "exact"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_one_graph_serves_all_layers_with_dropout_too(attention: str, recompute: str) -> None:
-    """Twelve layers, more than the graphs that torch.compile makes of one function before it gives up."""
+    """Twelve layers exceed the number of graphs that torch.compile makes of one function."""
     dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attention": attention, "recompute": recompute}
     model, graphs = random_model(small_config("gpt", num_layers=12, **dropout), ONE), []
 

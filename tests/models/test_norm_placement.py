@@ -1,4 +1,4 @@
-"""A placement of LayerNorms is one class: a third one, added here, is built, counted, trained and cut over ranks."""
+"""A norm placement is one class: a third one, added here, is built, counted, trained and sharded."""
 
 import ast
 import inspect
@@ -19,7 +19,7 @@ from lmscale.planner.params import count_parameters, parameter_sizes
 
 
 class Sandwich(NormPlacement):
-    """LayerNorm before each sublayer and behind its output, and after the embeddings and the stack."""
+    """LayerNorm before and after each sublayer, after the embeddings and after the stack."""
 
     before = ("norm",)
     after = ("output_norm",)
@@ -32,15 +32,15 @@ class Sandwich(NormPlacement):
         return x + output_norm(sublayer(norm(x)))
 
     def residual_std(self, config):
-        """As large as the other weights: what follows is normalized."""
+        """The deviation of the other weights, because the output is normalized."""
         return config.initializer_std
 
 
-PLACEMENTS["sandwich"] = Sandwich()  # what a line in `norm_placement.py` would do, here in every process of the test
+PLACEMENTS["sandwich"] = Sandwich()  # as a line in `norm_placement.py` would, in every process of the test
 
 
 def register(rank: int) -> None:
-    """Unpickled on each rank, which imports this file."""
+    """Import this file on each rank, by unpickling the function."""
 
 
 def sandwich(**changes) -> TransformerConfig:
@@ -52,7 +52,7 @@ def test_a_placement_costs_at_most_30_lines() -> None:
         assert len(inspect.getsource(type(placement)).splitlines()) < 30
 
 
-def test_a_layer_applies_it_to_both_sublayers() -> None:
+def test_a_layer_applies_the_placement_to_both_sublayers() -> None:
     layer = random_model(sandwich(), ParallelContext()).transformer.layers[0]
     x = torch.randn(2, 7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     y = x + layer.attention_output_norm(layer.attention(layer.attention_norm(x), None, None))
@@ -92,7 +92,7 @@ def test_a_run_is_the_same_at_both_tensor_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("norm_order, outer", [("pre", "final_norm"), ("post", "embedding_norm")])
-def test_the_names_and_the_order_of_the_papers_parameters_stay(norm_order: str, outer: str) -> None:
+def test_names_and_order_of_the_papers_parameters_are_unchanged(norm_order: str, outer: str) -> None:
     transformer = build_model(small_config("gpt", norm_order=norm_order), ParallelContext(), seed=1).transformer
     assert [name for name, _ in transformer.layers[0].named_children()] == [
         "attention_norm",
@@ -108,7 +108,7 @@ def test_an_unknown_placement_is_refused_with_the_known_ones() -> None:
         small_config("gpt", norm_order="middle")
 
 
-def test_no_torch_is_imported_beside_the_placements() -> None:
+def test_the_placements_import_no_torch() -> None:
     source = (Path(inspect.getfile(NormPlacement))).read_text(encoding="utf-8")
     imported = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert {name.name for node in imported for name in node.names} == {"math", "Callable", "Any"}

@@ -1,4 +1,4 @@
-"""A family from outside the package: it trains on tensor ranks, resumes, is planned, and is refused for export."""
+"""A model family outside the package: it trains on tensor ranks, resumes and can be planned; export is refused."""
 
 import csv
 import json
@@ -36,7 +36,7 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """`one` process, and two tensor ranks in `parts`: two steps, then the rest."""
+    """`one`: one process. `parts`: two tensor ranks, two steps and then the rest."""
     folder = tmp_path_factory.mktemp("roberta")
     two = (*RUN, "model.attention=exact", "parallel.tp_size=2", f"hydra.run.dir={folder / 'parts'}")
     for overrides in (
@@ -49,7 +49,7 @@ def runs(tmp_path_factory) -> Path:
     return folder
 
 
-def test_it_is_described_in_few_lines() -> None:
+def test_the_family_takes_few_lines() -> None:
     files = (FOLDER / NAME.replace(".", "/")).glob("*.py")
     assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) < 150
 
@@ -58,7 +58,7 @@ def test_two_tensor_ranks_stopped_and_resumed_equal_one_process(runs: Path) -> N
     assert losses(runs / "parts") == pytest.approx(losses(runs / "one"), rel=1e-12) and len(losses(runs / "one")) == 3
 
 
-def test_its_checkpoint_names_it(runs: Path) -> None:
+def test_its_checkpoint_names_the_family(runs: Path) -> None:
     metadata = read_metadata(list_checkpoints(runs / "parts" / "checkpoints")[-1])
     config = TransformerConfig.from_dict(metadata.model)
     assert config.family == NAME and metadata.layout["tp_size"] == 2
@@ -83,7 +83,7 @@ def test_it_is_planned_and_its_formulas_count_the_real_module() -> None:
         assert sorted(parameter_sizes(config, tp_size)) == sorted(sizes)
 
 
-def test_a_name_that_is_no_family_is_refused_in_one_line() -> None:
+def test_an_unknown_family_is_refused_in_one_line() -> None:
     known = "`family` must be one of gpt, bert, or package.module of a module with FAMILY, but is"
     for name in ("t5", "os.path", "no.such.module", "", "..gpt"):
         with pytest.raises(ValueError, match=f"^{known} '{name}'$"):

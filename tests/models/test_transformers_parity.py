@@ -1,4 +1,4 @@
-"""Our weights in Hugging Face's models: the same logits, the same loss, the same gradients."""
+"""Our weights in Hugging Face models give the same logits, loss and gradients."""
 
 from collections.abc import Iterable
 
@@ -12,14 +12,14 @@ from transformers_mapping import load_published, to_transformers
 from lmscale.config import TransformerConfig
 from lmscale.parallel import ParallelContext
 
-# The defaults of the norm order and the architecture (epsilon, GELU) are what is tested, so they are not set here.
+# This tests the defaults of the norm order and the architecture (epsilon, GELU), so they are not set here.
 MODELS = {
     "GPT2LMHeadModel": {"family": "gpt", "norm_order": "pre"},
     "BertForPreTraining": {"family": "bert", "norm_order": "post"},
     "MegatronBertForPreTraining": {"family": "bert", "norm_order": "pre"},
 }
-# Logits and losses are of size 1 to 6. The gradients of queries and keys are small differences of large terms (softmax
-# ignores what all scores share), which in fp32 leaves 4e-4 of them under post-norm; in fp64 1e-13 of rounding.
+# Logits and losses are between 1 and 6. Gradients of queries and keys are small differences of large terms (softmax
+# ignores a shared offset), so their relative rounding error is 4e-4 in fp32 with post-norm, and 1e-13 in fp64.
 BOUNDS = {
     torch.float32: {"logits": 1e-4, "loss": 1e-5, "gradients": 2e-3},
     torch.float64: {"logits": 1e-12, "loss": 1e-12, "gradients": 1e-10},
@@ -31,7 +31,7 @@ def make_config(name: str, **changes) -> TransformerConfig:
 
 
 def make_batch(config: TransformerConfig) -> dict[str, Tensor]:
-    """A batch whose labels both sides can score: none on padding, none for a token after GPT's last."""
+    """A batch whose labels both sides can score: none on padding, none after GPT's last token."""
     batch = random_batch(config)
     if config.family == "bert":
         batch["labels"][~batch["attention_mask"]] = -100
@@ -52,9 +52,9 @@ def our_outputs(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[Tensor
 
 
 def their_outputs(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
-    """The same of the published model, with its own loss wherever that keeps the precision."""
+    """The same for the published model, with its own loss if it keeps the precision."""
     if model.config.model_type == "gpt2":
-        # It shifts the labels itself: its label of a position is our label of the position before.
+        # It shifts the labels itself: its label at a position is our label at the previous one.
         shifted = torch.cat([torch.full_like(batch["labels"][:, :1], -100), batch["labels"][:, :-1]], dim=1)
         output = model(input_ids=batch["tokens"], labels=shifted)
         loss = output.loss
@@ -88,7 +88,7 @@ def compare(config: TransformerConfig, dtype: torch.dtype) -> dict[str, float]:
         "logits": largest((a - b).abs().max() for a, b in zip(our_logits, their_logits, strict=True)),
         "loss": largest([(our_loss - their_loss).abs()]),
         "gradients": largest(
-            # A key bias adds the same to all scores of a query, so its own gradient is nothing but rounding.
+            # A key bias adds a constant to all scores of a query, so its gradient is only rounding error.
             (gradients[name] - p.grad).abs().max() / (highest if "key.bias" in name else p.grad.abs().max())
             for name, p in theirs.named_parameters()
         ),
@@ -96,14 +96,14 @@ def compare(config: TransformerConfig, dtype: torch.dtype) -> dict[str, float]:
 
 
 def largest(values: Iterable[Tensor]) -> float:
-    """Of scalars; nan where one is, which Python's `max` may overlook."""
+    """The largest scalar; nan if any is nan, which Python's `max` may miss."""
     return torch.stack(list(values)).max().item()
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "exact"])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_our_weights_in_the_published_model_give_the_same(name: str, dtype: torch.dtype, attention: str) -> None:
+def test_our_weights_in_the_published_model_give_equal_outputs(name: str, dtype: torch.dtype, attention: str) -> None:
     differences = compare(make_config(name, attention=attention), dtype)
     assert all(differences[kind] < bound for kind, bound in BOUNDS[dtype].items()), differences
 
@@ -121,7 +121,7 @@ def test_a_padded_vocabulary_changes_nothing_and_its_columns_can_never_be_predic
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("change", ["gelu", "layer_norm_eps"])
-def test_the_other_published_form_would_be_noticed(name: str, change: str) -> None:
+def test_the_other_published_variant_is_detected(name: str, change: str) -> None:
     default = make_config(name)
     other = {
         "gelu": {"tanh": "erf", "erf": "tanh"}[default.gelu_form],
@@ -131,7 +131,7 @@ def test_the_other_published_form_would_be_noticed(name: str, change: str) -> No
 
 
 @pytest.mark.parametrize("name", ["BertForPreTraining", "MegatronBertForPreTraining"])
-def test_padding_has_no_influence_on_real_positions(name: str) -> None:
+def test_padding_does_not_change_real_positions(name: str) -> None:
     config = make_config(name)
     model, batch = random_model(config, ParallelContext()), make_batch(config)
     before = our_outputs(model, batch)

@@ -1,4 +1,4 @@
-"""The published models with our weights in them, by the table of names that the converter uses."""
+"""Published models with our weights, by the converter's table of names."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ from lmscale.models.hugging_face import model_of
 
 
 def to_transformers(tensors: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
-    """Whole tensors (tp_size 1), weights or gradients, under the published model's names and in its layouts."""
+    """Full tensors (tp_size 1), weights or gradients, with the published model's names and layouts."""
     rows = model_of(config).rows(config)
     assert {row.ours for row in rows} == set(tensors)
     return {row.theirs: row.to_theirs(tensors[row.ours], config) for row in rows}
@@ -27,7 +27,7 @@ def to_transformers(tensors: Mapping[str, Tensor], config: TransformerConfig) ->
 def published_model(config: TransformerConfig) -> nn.Module:
     """The untrained published model with the sizes of `config`: GPT-2, BERT (post) or Megatron-BERT (pre), no dropout.
 
-    GELU and epsilon are written out as published and not taken from `config`, so that a wrong default of ours shows.
+    GELU and epsilon are the published ones, not taken from `config`, so that a wrong default of ours is detected.
     """
     if config.family == "gpt":
         sizes = GPT2Config(
@@ -41,7 +41,7 @@ def published_model(config: TransformerConfig) -> nn.Module:
             embd_pdrop=0.0,
             attn_pdrop=0.0,
             resid_pdrop=0.0,
-            bos_token_id=None,  # the published ids lie outside a small vocabulary
+            bos_token_id=None,  # the published ids exceed a small vocabulary
             eos_token_id=None,
             attn_implementation="eager",
         )
@@ -64,7 +64,7 @@ def published_model(config: TransformerConfig) -> nn.Module:
 
 
 def load_published(config: TransformerConfig, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The published model with our weights in it, in their dtype; every parameter of either side has a partner."""
+    """The published model with our weights, in their dtype; every parameter of either side must have a counterpart."""
     model = published_model(config).to(next(iter(tensors.values())).dtype)
     parameters, mapped = dict(model.named_parameters()), to_transformers(tensors, config)
     assert set(parameters) == set(mapped)

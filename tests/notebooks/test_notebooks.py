@@ -1,4 +1,4 @@
-"""The committed notebooks run from the committed records and print what they show."""
+"""The committed notebooks run from the committed records and reproduce their outputs."""
 
 import json
 import re
@@ -15,7 +15,7 @@ WITHOUT_DRAWING = ("text/html", "text/plain")
 
 
 def printed(notebook: nbformat.NotebookNode) -> list[list[dict[str, str]]]:
-    """What every code cell shows as text, and whether it draws."""
+    """The text output of every code cell, and whether it draws a figure."""
     cells = []
     for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
         outputs = []
@@ -28,7 +28,7 @@ def printed(notebook: nbformat.NotebookNode) -> list[list[dict[str, str]]]:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_again_and_shows_the_same(path: Path) -> None:
+def test_running_a_notebook_reproduces_its_outputs(path: Path) -> None:
     committed = nbformat.read(path, as_version=4)
     again = nbformat.read(path, as_version=4)
     for cell in again.cells:
@@ -49,12 +49,12 @@ def test_a_notebook_opens_with_the_papers_place_and_ends_with_where_we_differ(pa
     )
 
 
-def test_every_figure_of_a_notebook_is_one_of_the_files_too() -> None:
+def test_every_figure_of_a_notebook_is_also_a_file() -> None:
     drawn = {name for path in NOTEBOOKS for name in re.findall(r"draw_\w+", path.read_text(encoding="utf-8"))}
     assert drawn and drawn <= set(re.findall(r"draw_\w+", MAKE_FIGURES.read_text(encoding="utf-8")))
 
 
-def test_the_notebooks_are_there() -> None:
+def test_all_notebooks_exist() -> None:
     assert [path.stem for path in NOTEBOOKS] == [
         "01_parameter_counts",
         "02_scaling",

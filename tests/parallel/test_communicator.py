@@ -1,4 +1,4 @@
-"""Collective backends: how to add one, and that every one computes what `Communicator` says."""
+"""Collective backends: how to add one; every backend computes what `Communicator` defines."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ B, S, H, FFN = 3, 4, 6, 10
 
 
 class CountingCommunicator(Communicator):
-    """The recipe of `communicator.py`: a backend that counts the bytes that another one carries."""
+    """An example of adding a backend: counts the bytes that another backend communicates."""
 
     backend = "counting"
 
@@ -69,8 +69,8 @@ def _count_bytes(rank: int) -> list[tuple[bool, int]]:
 
 def test_a_new_backend_is_one_class_and_carries_the_bytes_of_a_layer() -> None:
     whole = B * S * H * 8
-    # Without sequence parallelism g forward and f backward; with it, an all-gather and a reduce-scatter in each pass,
-    # and the column-parallel layer gathers its input again.
+    # Without sequence parallelism: g forward and f backward. With it: an all-gather and a reduce-scatter in each pass,
+    # and the column-parallel layer gathers its input again in the backward pass.
     assert run_ranks(_count_bytes, 2) == [[(True, 2 * whole), (True, 5 * whole)]] * 2
 
 

@@ -1,4 +1,4 @@
-"""The output projection and its loss against torch's on full logits: plain and in chunks, on one process and two."""
+"""Output projection and loss, plain and chunked, against torch on full logits, on one and two processes."""
 
 import math
 
@@ -20,7 +20,7 @@ N, H, V, USED = 23, 8, 40, 33  # rows, hidden, padded and real vocabulary
 
 
 def make_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows, weight, bias and labels, of which some are not scored."""
+    """Rows, weight, bias and labels; some labels are not scored."""
     generator = torch.Generator().manual_seed(5)
     shapes = ((N, H), (V, H), (V,))
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
@@ -34,7 +34,7 @@ def gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 
 def expected() -> list[Tensor]:
-    """Loss and gradients of rows, weight and bias from full logits, on one process."""
+    """Loss and gradients of rows, weight and bias computed from full logits on one process."""
     rows, weight, bias, labels = make_inputs()
     logits = (rows @ weight.t() + bias)[:, :USED]
     return gradients(F.cross_entropy(logits, labels, reduction="sum"), rows, weight, bias)
@@ -47,13 +47,13 @@ def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
 def plain_loss(
     rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocab_size: int, context: ParallelContext
 ) -> Tensor:
-    """The same sum without chunks, with torch's autograd."""
+    """The same loss without chunks, with torch's autograd."""
     logits = vocab_parallel_logits(rows, weight, bias, vocab_size, context)
     return vocab_parallel_cross_entropy(logits, labels, context).sum()
 
 
 @pytest.mark.parametrize("at_once", [1, 3 * V, 11 * V + 5, 100 * V])
-def test_chunks_of_any_size_give_the_loss_and_gradients_of_full_logits(at_once: int, monkeypatch) -> None:
+def test_the_chunked_loss_and_gradients_equal_those_from_full_logits(at_once: int, monkeypatch) -> None:
     monkeypatch.setattr(chunked_cross_entropy, "LOGITS_AT_ONCE", at_once)
     rows, weight, bias, labels = make_inputs()
     loss = linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext())
@@ -72,12 +72,12 @@ def _on_a_rank(rank: int, loss_function) -> float:
 
 
 @pytest.mark.parametrize("loss_function", [plain_loss, linear_cross_entropy])
-def test_two_ranks_with_half_of_the_vocabulary_each_give_the_same(loss_function) -> None:
+def test_two_ranks_with_half_the_vocabulary_each_equal_one_process(loss_function) -> None:
     assert max(run_ranks(_on_a_rank, 2, loss_function)) < 1e-13
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
-def test_half_types_are_as_exact_as_their_products(dtype: torch.dtype, bound: float, monkeypatch) -> None:
+def test_half_types_are_as_accurate_as_their_products(dtype: torch.dtype, bound: float, monkeypatch) -> None:
     monkeypatch.setattr(chunked_cross_entropy, "LOGITS_AT_ONCE", 5 * V)
     rows, weight, bias, labels = make_inputs(dtype)
     found = gradients(linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext()), rows, weight, bias)
@@ -85,7 +85,7 @@ def test_half_types_are_as_exact_as_their_products(dtype: torch.dtype, bound: fl
     assert largest_error([x.double() for x in found], expected()) < bound
 
 
-def test_the_full_logits_never_exist(monkeypatch) -> None:
+def test_the_chunked_loss_never_allocates_the_full_logits(monkeypatch) -> None:
     monkeypatch.setattr(chunked_cross_entropy, "LOGITS_AT_ONCE", 2 * V)
     sizes = []
     project = chunked_cross_entropy._project
@@ -97,8 +97,8 @@ def test_the_full_logits_never_exist(monkeypatch) -> None:
     assert max(sizes) == 2 and len(sizes) == math.ceil(N / 2)
 
 
-def test_without_gradients_none_are_made(monkeypatch) -> None:
-    """Parameters say that they need one also where torch is told not to make any."""
+def test_no_gradients_are_computed_under_no_grad(monkeypatch) -> None:
+    """Parameters still have `requires_grad` set under `torch.no_grad`."""
     monkeypatch.setattr(chunked_cross_entropy, "_logits_to_gradient", None)
     for mode in (torch.no_grad, torch.inference_mode):
         rows, weight, bias, labels = make_inputs()
@@ -106,7 +106,7 @@ def test_without_gradients_none_are_made(monkeypatch) -> None:
             assert linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext()) > 0
 
 
-def test_rows_none_of_which_is_scored_have_no_loss_and_no_gradient() -> None:
+def test_without_scored_rows_loss_and_gradients_are_zero() -> None:
     rows, weight, bias, labels = make_inputs()
     for some in (rows[:0], rows):
         loss = linear_cross_entropy(some, weight, bias, torch.full((len(some),), -100), USED, ParallelContext())
@@ -121,7 +121,7 @@ def test_a_second_backward_pass_is_refused() -> None:
         loss.backward()
 
 
-def test_the_loss_of_each_row_is_torchs() -> None:
+def test_the_loss_per_row_equals_torch() -> None:
     rows, weight, bias, labels = make_inputs()
     logits = (rows @ weight.t() + bias).detach()
     wanted = F.cross_entropy(logits, labels, reduction="none")
@@ -129,14 +129,14 @@ def test_the_loss_of_each_row_is_torchs() -> None:
     assert (found - wanted).abs().max() < 1e-13
 
 
-def test_the_plain_loss_has_the_gradients_of_full_logits() -> None:
+def test_the_plain_loss_has_the_gradients_of_torch() -> None:
     rows, weight, bias, labels = make_inputs()
     loss = plain_loss(rows, weight, bias, labels, USED, ParallelContext())
     assert largest_error(gradients(loss, rows, weight, bias), expected()) < 1e-13
 
 
 @pytest.mark.slow
-def test_compiled_passes_give_the_same(monkeypatch) -> None:
+def test_the_compiled_loss_equals_the_eager_one(monkeypatch) -> None:
     monkeypatch.setattr(chunked_cross_entropy, "LOGITS_AT_ONCE", 9 * V)
     rows, weight, bias, labels = make_inputs()
     loss = linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext(), compiled=True)

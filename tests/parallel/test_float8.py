@@ -1,4 +1,4 @@
-"""Products in float8: by hand, by torchao, against bf16, and cut over tensor ranks."""
+"""float8 products against manual rounding, torchao and bf16, and over tensor ranks."""
 
 import dataclasses
 
@@ -16,18 +16,18 @@ from lmscale.parallel.float8 import FORWARD, GRADIENT, float8_linear, to_float8
 
 ONE = ParallelContext()
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 14}
-FROM_BF16 = 0.12  # of the gradient's norm: what float8 costs the model below; 0.10 of GPT, 0.07 of BERT
-OVER_RANKS = 0.16  # tp_size 2 against 1, each rounded at its own scales: 0.13 and 0.08, about root 2 of one rounding
+FROM_BF16 = 0.12  # relative to the gradient norm, for the model below; measured 0.10 (GPT) and 0.07 (BERT)
+OVER_RANKS = 0.16  # tp_size 2 against 1, each with its own scales; measured 0.13 and 0.08, sqrt(2) of one rounding
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a matrix is in float8, in fp64."""
+    """A matrix rounded to float8, in fp64."""
     data, factor = to_float8(x, dtype)
     return data.double() * factor.double()
 
 
 def operands(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [3, 16, 48], weight [32, 48], bias [32], gradient of the result [3, 16, 32]: of very different sizes."""
+    """x [3, 16, 48], weight [32, 48], bias [32], gradient of the result [3, 16, 32]: with very different magnitudes."""
     generator = torch.Generator().manual_seed(5)
     shapes = ((3, 16, 48), 20.0), ((32, 48), 0.02), ((32,), 0.1), ((3, 16, 32), 1e-6)
     x, weight, bias, grad = (torch.randn(shape, generator=generator).mul(size).to(dtype) for shape, size in shapes)
@@ -39,20 +39,20 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def test_the_three_products_are_those_of_the_rounded_matrices() -> None:
+def test_the_three_products_equal_those_of_the_rounded_matrices() -> None:
     x, weight, bias, grad = operands()
     y = float8_linear(x, weight) + bias
     y.backward(grad)
     rows, d_rows = x.detach().flatten(0, 1), grad.flatten(0, 1)
     x8, w8, g8 = rounded(rows, FORWARD), rounded(weight.detach(), FORWARD), rounded(d_rows, GRADIENT)
-    once = 2.0**-8  # a bf16 result is rounded once; the bias is added to it
+    once = 2.0**-8  # a bf16 result is rounded once, then the bias is added
     assert distance(y.flatten(0, 1), x8 @ w8.t() + bias.detach().double()) < 2 * once
     assert distance(x.grad.flatten(0, 1), g8 @ w8) < once
     assert distance(weight.grad, g8.t() @ x8) < once
     assert torch.equal(bias.grad, d_rows.sum(0))
 
 
-# A number of m bits of mantissa is off by 2^-(m+2) to 2^-(m+1) at most: e4m3 2.6 %, e5m2 5.2 % in the mean square.
+# With m mantissa bits the error is at most 2^-(m+2) to 2^-(m+1); root mean square: e4m3 2.6 %, e5m2 5.2 %.
 def test_the_products_are_within_the_error_of_float8() -> None:
     x, weight, bias, grad = operands()
     (float8_linear(x, weight) + bias).backward(grad)
@@ -64,7 +64,7 @@ def test_the_products_are_within_the_error_of_float8() -> None:
         assert 0.02 < distance(mine.grad, theirs.grad) < 0.08
 
 
-def test_the_largest_number_uses_the_whole_range_and_zeros_stay_zero() -> None:
+def test_scaling_uses_the_full_range_and_zeros_stay_zero() -> None:
     x = torch.tensor([[1e-5, -3e-5], [0.0, 2e-5]])
     data, factor = to_float8(x, FORWARD)
     assert data.float().abs().max() == 448 and factor.item() * 448 == pytest.approx(3e-5)
@@ -73,7 +73,7 @@ def test_the_largest_number_uses_the_whole_range_and_zeros_stay_zero() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so_in_every_product(value: float) -> None:
+def test_non_finite_values_propagate_through_every_product(value: float) -> None:
     x, weight, _, grad = operands()
     grad[0, 0, 0] = value
     float8_linear(x, weight).backward(grad)
@@ -81,7 +81,7 @@ def test_what_is_not_finite_stays_so_in_every_product(value: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_products_are_those_of_torchao(dtype: torch.dtype) -> None:
+def test_the_products_equal_those_of_torchao(dtype: torch.dtype) -> None:
     linear = pytest.importorskip("torchao.float8.float8_linear")
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
@@ -121,14 +121,14 @@ def relative(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return float(torch.stack([a for a, _ in squares]).sum() / torch.stack([b for _, b in squares]).sum()) ** 0.5
 
 
-def test_the_linears_of_the_layers_are_in_float8_and_no_others() -> None:
+def test_only_the_linear_layers_of_the_transformer_layers_use_float8() -> None:
     model = build_model(small_config("bert", **SIZES), ONE, seed=1, kernels=Kernels(float8=True))
     linears = {n: m for n, m in model.named_modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)}
     assert len(linears) == 4 * 2 and all(m.fast is not None and ".layers." in n for n, m in linears.items())
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])
-def test_a_model_in_float8_follows_bf16(architecture: str) -> None:
+def test_a_float8_model_is_close_to_bf16(architecture: str) -> None:
     config = small_config(architecture, **SIZES)
     plain, by_float8 = (gradients_of(model_of(config, ONE, float8)) for float8 in (False, True))
     assert by_float8["loss"].item() == pytest.approx(plain["loss"].item(), rel=0.01)
@@ -136,7 +136,7 @@ def test_a_model_in_float8_follows_bf16(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture, sequence_parallel", [("gpt", False), ("gpt", True), ("bert", False)])
-def test_tensor_ranks_agree_with_one_within_the_error_of_float8(architecture: str, sequence_parallel: bool) -> None:
+def test_two_tensor_ranks_agree_with_one_within_float8_error(architecture: str, sequence_parallel: bool) -> None:
     found = run_ranks(compare_with_one, 2, architecture, sequence_parallel)
     for loss, expected, difference, total in found:
         assert loss == pytest.approx(expected, rel=0.01) and loss == found[0][0]
@@ -145,8 +145,8 @@ def test_tensor_ranks_agree_with_one_within_the_error_of_float8(architecture: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("float8, sequence_parallel", [(True, False), (False, True)])
-def test_layers_that_are_traced_on_tensor_ranks_give_the_same_bits(float8: bool, sequence_parallel: bool) -> None:
-    """What torch.compile makes of f, g and their autograd functions, without its code generator."""
+def test_layers_traced_on_tensor_ranks_are_bitwise_equal(float8: bool, sequence_parallel: bool) -> None:
+    """f, g and their autograd functions under torch.compile without code generation."""
     for same, graphs in run_ranks(compare_with_traced, 2, float8, sequence_parallel):
         assert same and graphs > 0
 

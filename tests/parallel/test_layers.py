@@ -1,4 +1,4 @@
-"""The cut linear layers: the plain form equals one process, and every faster form equals the plain one."""
+"""Parallel linear layers: the plain version equals one process, and every faster version equals the plain one."""
 
 import dataclasses
 
@@ -20,11 +20,11 @@ from lmscale.parallel import (
 from lmscale.parallel.fast_linear import overlapped_column_linear, row_linear, sequence_parallel_column_linear
 
 BOUND = 1e-12
-B, S, WIDE, NARROW = 3, 4, 10, 6  # each layer's cut dimension is WIDE
+B, S, WIDE, NARROW = 3, 4, 10, 6  # WIDE is the dimension that is sharded
 
 
 def make_layer(kind: type, context: ParallelContext) -> nn.Module:
-    """A layer of plain form in fp64, with random weights and biases that are the same logical ones at every layout."""
+    """A plain layer in fp64; its random logical weights and biases are the same at every layout."""
     sizes = (NARROW, WIDE) if kind is ColumnParallelLinear else (WIDE, NARROW)
     layer = kind(*sizes, context, 0.5).double()
     for param in layer.parameters():
@@ -35,7 +35,7 @@ def make_layer(kind: type, context: ParallelContext) -> nn.Module:
 
 
 def make_tensors(kind: type) -> tuple[Tensor, Tensor]:
-    """The whole input, and the whole gradient of the output."""
+    """The full input and the full gradient of the output."""
     generator = torch.Generator().manual_seed(5)
     x, d_y = (torch.randn(B, S, n, dtype=torch.float64, generator=generator) for n in (NARROW, WIDE))
     return (x, d_y) if kind is ColumnParallelLinear else (d_y, x)
@@ -60,7 +60,7 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 
 def of_one_process(kind: type, context: ParallelContext) -> dict[str, Tensor]:
-    """What a rank of `context` must have, by F.linear on one process."""
+    """Expected output and gradients of a rank of `context`, by F.linear on one process."""
     layer, shard = make_layer(kind, ParallelContext()), make_layer(kind, context)
     whole = run(lambda x: F.linear(x, layer.weight, layer.bias), layer, *make_tensors(kind))
     cut = "output" if kind is ColumnParallelLinear else "input"
@@ -86,7 +86,7 @@ def fast_against_plain(kind: type, context: ParallelContext) -> float:
 
 
 def sequence_parallel_against_plain(kind: type, context: ParallelContext) -> float:
-    """On this rank's positions alone, against the plain form between a gather of the sequence and a cut of it."""
+    """With sequence parallelism, against the plain layer between a gather and a scatter of the sequence."""
     cut = dataclasses.replace(context, sequence_parallel=True)
     layer, (x, d_y) = make_layer(kind, context), inputs_of_a_rank(kind, context)
     if kind is ColumnParallelLinear:
@@ -115,14 +115,14 @@ def _compare(rank: int) -> dict[str, float]:
     }
 
 
-def test_two_ranks_equal_one_process_in_every_form() -> None:
+def test_two_ranks_equal_one_process_in_every_version() -> None:
     for found in run_ranks(_compare, 2):
         assert len(found) == 2 * len(COMPARISONS) * len(KINDS)
         assert {name: value for name, value in found.items() if not value < BOUND} == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_equals_torchs_linear_in_every_form(kind: type) -> None:
+def test_one_rank_equals_torchs_linear_in_every_version(kind: type) -> None:
     assert plain_against_one_process(kind, ParallelContext()) < BOUND
     assert fast_against_plain(kind, ParallelContext()) < BOUND
 
@@ -135,7 +135,7 @@ def test_one_rank_equals_torchs_linear_in_every_form(kind: type) -> None:
         (ParallelContext(tp_size=2, sequence_parallel=True), sequence_parallel_column_linear, row_linear),
     ],
 )
-def test_each_layer_takes_the_fastest_form_of_its_context(context: ParallelContext, column, row) -> None:
+def test_each_context_gets_the_fastest_version(context: ParallelContext, column, row) -> None:
     for kind, expected in ((ColumnParallelLinear, column), (RowParallelLinear, row)):
         fast = kind(WIDE, WIDE, context, 0.5).fast
         assert (fast and fast.func) is expected

@@ -1,4 +1,4 @@
-"""Historic bugs of tensor parallelism, put back on purpose: each must be seen by the comparison with one process."""
+"""Historic bugs of tensor parallelism, reintroduced: the comparison with one process must detect each."""
 
 import dataclasses
 
@@ -13,16 +13,16 @@ from lmscale.parallel import Communicator, ShardSpec, chunked_cross_entropy, glo
 from lmscale.parallel import rng as rng_module
 
 BOUND = 1e-12
-NOTICED = 1e-4
+DETECTED = 1e-4
 
 
 def f_without_all_reduce() -> None:
-    """The gradient at the entry of the region stays partial."""
+    """f leaves the input gradient partial."""
     Communicator.begin_all_reduce = lambda self, x: lambda: x
 
 
 def row_bias_before_g() -> None:
-    """The bias is inside the sum and counts once per rank."""
+    """The bias is added before the all-reduce, once per rank."""
 
     def forward(self, x):
         return layers.reduce_from_tensor_parallel_region(F.linear(x, self.weight, self.bias), self.context)
@@ -31,12 +31,12 @@ def row_bias_before_g() -> None:
 
 
 def replicated_counted_on_every_rank() -> None:
-    """LayerNorms and row biases enter the norm tp_size times."""
+    """LayerNorms and row biases count tp_size times in the norm."""
     ShardSpec.replicated = property(lambda spec: False)
 
 
 def norm_of_parameters() -> None:
-    """The clipper of 2020 that took the norm of the wrong tensors."""
+    """The clipping of 2020 took the norm of the wrong tensors."""
 
     def norm(parameters, context, device):
         parameters = list(parameters)
@@ -48,12 +48,12 @@ def norm_of_parameters() -> None:
 
 
 def tied_projection_without_f() -> None:
-    """The gradient that leaves the output projection is only this rank's part of the vocabulary."""
+    """The input gradient of the output projection covers only this rank's part of the vocabulary."""
     chunked_cross_entropy.copy_to_tensor_parallel_region = lambda x, context: x
 
 
 def target_score_not_reduced() -> None:
-    """Only the rank that owns the target knows its score."""
+    """Only the rank that owns the target has its logit."""
     statistics = chunked_cross_entropy._statistics
 
     def with_local_target(logits, labels, context, compiled):
@@ -81,19 +81,19 @@ def _compare(rank: int, mutate) -> dict[str, float]:
     return differences_from_plain(small_config("gpt"), context)
 
 
-def test_the_unbroken_code_equals_one_process() -> None:
+def test_the_correct_code_equals_one_process() -> None:
     for result in run_ranks(_compare, 2, None):
-        assert all(value < BOUND for value in result.values()), result  # also false for nan
+        assert all(value < BOUND for value in result.values()), result  # false for nan too
 
 
 @pytest.mark.parametrize("mutate", MUTANTS, ids=lambda m: m.__name__)
-def test_a_historic_bug_is_noticed(mutate) -> None:
+def test_a_historic_bug_is_detected(mutate) -> None:
     results = run_ranks(_compare, 2, mutate)
-    assert max(result[MUTANTS[mutate]] for result in results) > NOTICED, results
+    assert max(result[MUTANTS[mutate]] for result in results) > DETECTED, results
 
 
 def _share_of_equal_draws(seed_generator) -> float:
-    """How often two tensor ranks draw the same number inside the region."""
+    """How often two tensor ranks draw the same number inside the parallel region."""
     draws = []
     for tp_rank in (0, 1):
         seed_generator(1234, step=3, micro_step=1, dp_rank=0, tp_rank=tp_rank)
@@ -108,7 +108,7 @@ def test_tensor_ranks_draw_different_numbers_inside_the_region_and_equal_ones_ou
     assert torch.equal(*masks)
 
 
-def test_one_dropout_stream_for_all_tensor_ranks_is_noticed() -> None:
+def test_one_dropout_stream_for_all_tensor_ranks_is_detected() -> None:
     def same_stream(seed, step, micro_step, dp_rank, tp_rank):
         return rng_module.seed_rank_generator(seed, step, micro_step, dp_rank, tp_rank=0)
 

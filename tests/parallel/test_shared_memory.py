@@ -1,4 +1,4 @@
-"""Collectives through shared memory: gloo's numbers whatever the sizes, and an error where a rank is missing."""
+"""Collectives through shared memory: equal to gloo for all sizes, and an error if a rank is missing."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def random_tensors(rank: int, dtype: torch.dtype) -> list[Tensor]:
-    """Of no dimension, odd, empty, of two and a half pieces, alone and in each of three rows, transposed, with gaps."""
+    """Scalar, odd, empty, two and a half pieces (flat and per row), transposed and strided tensors."""
     generator = torch.Generator().manual_seed(rank)
     pieces = 5 * shared_memory.SLOT_BYTES // (2 * dtype.itemsize) + 3
     sizes = [(), (1,), (0, 3), (13, 7), (5, 13, 24), (pieces,), (3, pieces)]
@@ -42,7 +42,7 @@ def in_rank_order(tensors: list[Tensor]) -> Tensor:
 
 
 def _compare(rank: int) -> None:
-    """Each collective with its definition, from what all ranks have, and with gloo's."""
+    """Compare each collective with its definition over all ranks' inputs, and with gloo."""
     shared_memory.SLOT_BYTES = 4096
     channel, size = open_channel(dist.group.WORLD, MINUTE), dist.get_world_size()
     for dtype in DTYPES:
@@ -53,7 +53,7 @@ def _compare(rank: int) -> None:
             for name, operation in OPERATIONS.items():
                 expected = own.clone(memory_format=torch.contiguous_format)
                 dist.all_reduce(expected, operation)
-                if size == 2 or name == "max":  # gloo adds up more ranks in an order of its own
+                if size == 2 or name == "max":  # gloo sums more ranks in a different order
                     assert torch.equal(found[name], expected), (dtype, own.shape, name)
             assert torch.equal(own, before)
             for dim in range(own.ndim):
@@ -67,19 +67,19 @@ def _compare(rank: int) -> None:
 
 
 def _reduce_often(rank: int, size: int, channel: SharedMemoryChannel) -> None:
-    """10,000 numbers in a row, so that a slot that is written too early or read too late shows."""
+    """10,000 collectives in sequence, to detect a slot that is written too early or read too late."""
     for number in range(10_000 if size == 2 else 1_000):
         total = channel.all_reduce(torch.full((1 + number % 5,), number * (rank + 1)))
         assert (total == number * size * (size + 1) // 2).all()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_numbers_are_those_of_the_ranks_in_their_order_and_gloo_s(size: int) -> None:
+def test_results_equal_their_definitions_and_gloo(size: int) -> None:
     run_ranks(_compare, size)
 
 
 def _train(context: ParallelContext, dtype: torch.dtype) -> tuple[list[Tensor], list[tuple]]:
-    """Loss and gradients of a step, and what was sent."""
+    """Loss and gradients of a step, and its collectives."""
     model = random_model(small_config("gpt", max_position_embeddings=12), context).to(dtype)
     with CollectiveRecorder(context) as recorder:
         loss = total_loss(model, random_batch(model.config))
@@ -100,12 +100,12 @@ def _train_both_ways(rank: int) -> None:
         assert sent == sent_by_gloo and len(sent) > 10
 
 
-def test_a_model_has_gloo_s_bits_and_the_audit_sees_the_same() -> None:
+def test_a_model_is_bitwise_equal_to_gloo_with_the_same_collectives() -> None:
     run_ranks(_train_both_ways, 2)
 
 
 def _miss_each_other(rank: int, folder: str) -> None:
-    """Channels that fail, each in its way; rank 0 writes what it was told."""
+    """Channels with different failures; rank 0 writes the error messages."""
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
     told = []
@@ -113,7 +113,7 @@ def _miss_each_other(rank: int, folder: str) -> None:
         channel = open_channel(dist.group.WORLD, timedelta(seconds=0.5 if how == "late" else 60))
         channel.all_reduce(torch.ones(3))
         if how == "killed" and rank == 1:
-            if os.fork() == 0:  # as a loader's process, which lives on
+            if os.fork() == 0:  # like a data loader process that outlives its rank
                 time.sleep(8)
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -131,7 +131,7 @@ def _miss_each_other(rank: int, folder: str) -> None:
     os._exit(0)  # gloo would wait for rank 1
 
 
-def test_a_rank_that_is_missing_ends_the_wait_with_its_number_and_leaves_nothing_behind(tmp_path) -> None:
+def test_a_missing_rank_raises_with_its_number_and_leaves_no_files(tmp_path) -> None:
     processes = mp.spawn(_miss_each_other, (str(tmp_path),), nprocs=2, join=False).processes
     for process in processes:
         process.join(timeout=120)
@@ -152,13 +152,13 @@ def test_a_rank_that_is_missing_ends_the_wait_with_its_number_and_leaves_nothing
     assert not any(name in there for name in names)
 
 
-def test_ranks_that_do_not_see_each_other_have_no_channel() -> None:
+def test_ranks_on_different_hosts_have_no_channel() -> None:
     run_ranks(_open_apart, 2)
 
 
 def _open_apart(rank: int) -> None:
     gather = shared_memory._gather
-    # As from another host: the names of the sockets mean nothing here.
+    # As on another host, where the socket names do not exist.
     shared_memory._gather = lambda item, group: [f"{x} there" if isinstance(x, str) else x for x in gather(item, group)]
     assert open_channel(dist.group.WORLD, MINUTE) is None
     shared_memory._gather = gather
@@ -166,9 +166,9 @@ def _open_apart(rank: int) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_layer_is_compiled_without_a_break(sequence_parallel: bool) -> None:
-    torch.compiler.reset()  # a process has a limit of graphs of one function, which other tests have used up
-    # Of two ranks, of which the other has zeros and is not waited for.
+def test_a_layer_is_compiled_without_a_graph_break(sequence_parallel: bool) -> None:
+    torch.compiler.reset()  # other tests have used up the limit of graphs per function
+    # One of two ranks; the other contributes zeros without waiting.
     memory = torch.zeros(2, 2, shared_memory.SLOT_BYTES, dtype=torch.uint8)
     channel = SharedMemoryChannel("alone", 0, {}, memory, MINUTE)
     context = ParallelContext(tp_size=2, tp_communicator=channel, sequence_parallel=sequence_parallel)

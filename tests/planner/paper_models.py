@@ -16,7 +16,7 @@ SIZES = {  # layers, hidden, heads
 
 
 def paper_model(name: str, **changes: object) -> TransformerConfig:
-    """A model of the paper, with some fields changed."""
+    """A model of the paper with `changes`."""
     num_layers, hidden_size, num_attention_heads = SIZES[name]
     is_gpt = name.startswith("gpt")
     fields = {

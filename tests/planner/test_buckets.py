@@ -1,4 +1,4 @@
-"""The pieces in which gradients travel, against torch's own DDP and the order of real backward passes."""
+"""Gradient buckets, against torch's DDP and the order of real backward passes."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ from lmscale.planner.params import count_parameters, parameter_sizes
 
 @pytest.fixture
 def world():
-    """A context of 2 tensor and 3 data ranks whose collectives go nowhere."""
+    """A context of 2 tensor and 3 data ranks with a fake process group."""
     dist.init_process_group("fake", rank=0, world_size=6, store=FakeStore())
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("data", "tensor"))
     groups = {"tp_group": mesh.get_group("tensor"), "dp_group": mesh.get_group("data")}
@@ -35,7 +35,7 @@ def world():
 
 @pytest.mark.parametrize("name", ["gpt_1.2b", "bert_1.3b"])
 @pytest.mark.parametrize("norm_order", ["pre", "post"])
-def test_gradients_come_in_the_order_of_a_backward_pass_of_the_papers_models(world, name, norm_order) -> None:
+def test_the_gradient_order_is_that_of_a_real_backward_pass(world, name, norm_order) -> None:
     config = paper_model(name, num_layers=2, norm_order=norm_order)
     for recompute, context in itertools.product(("none", "full"), (world, ParallelContext())):
         order = []
@@ -50,7 +50,7 @@ def test_gradients_come_in_the_order_of_a_backward_pass_of_the_papers_models(wor
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-def test_the_papers_models_fill_the_buckets_that_torch_makes(name: str, dtype: str) -> None:
+def test_the_buckets_of_the_papers_models_equal_torchs(name: str, dtype: str) -> None:
     config, kind = paper_model(name), {"fp32": torch.float32, "fp64": torch.float64}[dtype]
     tensors = [torch.empty(n, dtype=kind, device="meta") for n in parameter_sizes(config, 4)]
     assigned, _ = dist._compute_bucket_assignment_by_size(tensors, [FIRST_BUCKET_BYTES, BUCKET_BYTES])
@@ -63,7 +63,7 @@ SMALL = {"hidden_size": 192, "ffn_hidden_size": 768, "vocab_size": 5000, "num_la
 
 
 @pytest.mark.parametrize("config", [small_config("gpt", **SMALL), small_config("bert", norm_order="post", **SMALL)])
-def test_ddp_sends_these_buckets_from_the_second_step_on(world, config: TransformerConfig) -> None:
+def test_ddp_uses_these_buckets_from_the_second_step_on(world, config: TransformerConfig) -> None:
     model, batch, sent = random_model(config, world), random_batch(config), []
 
     def note(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -85,7 +85,7 @@ def test_ddp_sends_these_buckets_from_the_second_step_on(world, config: Transfor
     assert sorted(sent) == sorted(c.num_bytes for c in found if c.group == "data" for _ in range(c.count))
 
 
-def test_half_types_go_in_the_optimizers_pieces() -> None:
+def test_half_types_are_sent_in_the_optimizers_pieces() -> None:
     config = paper_model("gpt_8.3b")
     *whole, rest = gradient_pieces(config, 8, "bf16")
     assert set(whole) == {4 * PIECE_ELEMENTS} and 0 < rest < whole[0]

@@ -1,4 +1,4 @@
-"""The arithmetic of a rank's work against the traced world: the paper's configurations exactly, and every switch."""
+"""Communication and FLOPs formulas of a rank against traces: the paper's configurations exactly, and every switch."""
 
 import dataclasses
 from collections import Counter
@@ -17,8 +17,8 @@ from lmscale.planner.flops import hardware_flops_per_step, rank_flops_per_micro_
 from lmscale.planner.memory import LOGITS_AT_ONCE
 from lmscale.planner.params import count_parameters
 
-# Configuration -> model, heads, tensor ranks, data ranks. 8 sequences a rank: batch 8, 512 or 1,024. Table 4 gives
-# GPUs but no layout; with 8 sequences a rank they are 128 data ranks of 1, 2 and 4 tensor ranks.
+# Configuration -> model, heads, tensor ranks, data ranks. 8 sequences per rank: batch 8, 512 or 1,024. Table 4 gives
+# GPUs but no layout; with 8 sequences per rank there are 128 data ranks of 1, 2 and 4 tensor ranks.
 PAPER = {
     "table 1, 1.2 B": ("gpt_1.2b", 16, 1, 1),
     "table 1, 2.5 B": ("gpt_2.5b", 20, 2, 1),
@@ -53,7 +53,7 @@ def assert_equal_to_trace(config: TransformerConfig, layout: ParallelConfig, b: 
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SHORT else [pytest.mark.slow]) for n in PAPER])
-def test_a_configuration_of_the_paper_does_what_the_arithmetic_says(name: str) -> None:
+def test_the_formulas_equal_the_trace_of_every_paper_configuration(name: str) -> None:
     model, heads, tp_size, dp_size = PAPER[name]
     config = paper_model(model, num_attention_heads=heads, recompute="full")
     seq_length = config.max_position_embeddings
@@ -64,7 +64,7 @@ def test_a_configuration_of_the_paper_does_what_the_arithmetic_says(name: str) -
 @pytest.mark.parametrize("norm_order", ["pre", "post"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("hidden_dropout", [0.0, 0.2])
-def test_every_switch_of_the_model_changes_the_arithmetic_as_it_changes_the_trace(
+def test_every_switch_of_the_model_changes_formulas_and_trace_alike(
     architecture: str, norm_order: str, recompute: str, hidden_dropout: float
 ) -> None:
     config = small_config(
@@ -73,7 +73,7 @@ def test_every_switch_of_the_model_changes_the_arithmetic_as_it_changes_the_trac
         recompute=recompute,
         hidden_dropout=hidden_dropout,
         ffn_hidden_size=56,
-        attention="exact",  # under MATH a fused kernel is decomposed, and recomputed one product less
+        attention="exact",  # with the MATH backend a fused kernel is decomposed and recomputes one product less
     )
     for tp_size in (1, 2):
         assert_equal_to_trace(config, ParallelConfig(tp_size, 3), 5, 13, "fp64")
@@ -85,11 +85,11 @@ def test_a_gpt_rank_has_its_share_of_the_flops_of_the_paper() -> None:
     assert 8 * rank_flops_per_micro_batch(config, 8, 8, 1024) == hardware_flops_per_step(config, 1024, 8)
 
 
-def test_one_rank_sends_nothing() -> None:
+def test_one_rank_communicates_nothing() -> None:
     assert step_collectives(paper_model("gpt_1.2b"), ParallelConfig(), 8, 2, 1024, "bf16") == ()
 
 
-def test_a_step_sends_each_gradient_once_however_many_micro_batches_it_has() -> None:
+def test_each_gradient_is_sent_once_per_step_for_any_number_of_micro_batches() -> None:
     config, layout = paper_model("gpt_8.3b", recompute="full"), ParallelConfig(8, 64)
     once, thrice = (step_collectives(config, layout, 2, n, 1024, "bf16") for n in (1, 3))
     for a, b in zip(once, thrice, strict=True):
@@ -101,13 +101,13 @@ def test_a_step_sends_each_gradient_once_however_many_micro_batches_it_has() -> 
     assert sum(a.total_bytes for a in wide if a.group == "data") == 8 * count_parameters(config, 8).per_rank
 
 
-def test_pieces_are_as_large_as_those_of_the_loss() -> None:
+def test_the_chunk_size_is_that_of_the_loss() -> None:
     assert LOGITS_AT_ONCE == chunked_cross_entropy.LOGITS_AT_ONCE
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])
 @pytest.mark.parametrize("norm_order", ["pre", "post"])
-def test_the_parameters_that_see_a_shard_are_those_of_the_model(architecture: str, norm_order: str) -> None:
+def test_parameters_with_partial_gradients_are_those_of_the_model(architecture: str, norm_order: str) -> None:
     config = small_config(architecture, norm_order=norm_order)
     with torch.device("meta"):
         model = build_model(config, ParallelContext(tp_size=2, sequence_parallel=True), seed=None, device="meta")
@@ -116,14 +116,14 @@ def test_the_parameters_that_see_a_shard_are_those_of_the_model(architecture: st
     assert step_collectives(config, one_rank, 4, 1, 12, "fp32") == ()
 
 
-def test_a_loss_of_many_logits_sends_its_numbers_in_pieces() -> None:
+def test_the_chunked_loss_communicates_once_per_chunk() -> None:
     config = paper_model("gpt_2.5b")  # at 2 ranks 25,600 columns, so 2,048 rows at a time
     sent = [c for c in micro_batch_collectives(config, ParallelConfig(2), 5, 1000, "bf16") if c.what == "loss"]
     assert [(c.count, c.num_bytes) for c in sent] == [(6, 2048 * 4), (3, 904 * 4)]
     assert_equal_to_trace(dataclasses.replace(config, num_layers=1), ParallelConfig(2), 5, 1000, "bf16")
 
 
-def test_more_data_ranks_change_nothing_in_the_tensor_group() -> None:
+def test_data_ranks_do_not_change_tensor_communication() -> None:
     config = paper_model("gpt_2.5b")
     two, four = (step_collectives(config, ParallelConfig(2, n), 4, 1, 1024, "bf16") for n in (2, 4))
     assert two == four
@@ -131,6 +131,6 @@ def test_more_data_ranks_change_nothing_in_the_tensor_group() -> None:
     assert alone == tuple(a for a in two if a.group == "tensor")
 
 
-def test_a_layout_that_does_not_divide_the_model_is_refused() -> None:
+def test_an_indivisible_layout_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`num_attention_heads` must be a multiple of `tp_size` \(8\), but is 20"):
         micro_batch_collectives(paper_model("gpt_2.5b"), ParallelConfig(8), 1, 1024, "bf16")

@@ -21,7 +21,7 @@ def test_flops_equal_the_closed_forms_of_the_paper(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, seq_length, model, hardware",  # GFLOP a token
+    "name, seq_length, model, hardware",  # GFLOPs per token
     [
         ("gpt_355m", 1024, 2.429, 3.133),
         ("gpt_1.2b", 1024, 8.022, 10.538),
@@ -33,8 +33,8 @@ def test_flops_equal_the_closed_forms_of_the_paper(name: str) -> None:
         ("bert_3.9b", 512, 23.475, 31.276),  # 23.874 and 31.676
     ],
 )
-def test_flops_a_token_of_the_paper_models(name: str, seq_length: int, model: float, hardware: float) -> None:
-    # The BERT figures are of 30,592 rows; GPT's 51,200 are a multiple of 128 as well, but not the next one.
+def test_flops_per_token_of_the_paper_models(name: str, seq_length: int, model: float, hardware: float) -> None:
+    # BERT values use 30,592 rows; GPT's 51,200 rows are a multiple of 128 too, but not the next one.
     config = paper_model(name, recompute="full", vocab_multiple=1024 if name.startswith("gpt") else 128)
     assert model_flops_per_step(config, seq_length, 1) / seq_length / 1e9 == pytest.approx(model, abs=5e-4)
     assert hardware_flops_per_step(config, seq_length, 1) / seq_length / 1e9 == pytest.approx(hardware, abs=5e-4)
@@ -64,7 +64,7 @@ def test_flops_equal_those_counted_in_a_real_step(recompute: str, ffn_hidden_siz
     assert hardware_flops_per_step(config, 13, 5) == counter.get_total_flops()
 
 
-def test_recomputation_adds_to_the_hardware_count_alone() -> None:
+def test_recomputation_adds_only_to_hardware_flops() -> None:
     counts = {}
     for recompute in Recompute:
         config = paper_model("gpt_1.2b", recompute=recompute)
@@ -93,11 +93,11 @@ def test_recomputation_adds_to_the_hardware_count_alone() -> None:
         ("NVIDIA B200", "bf16", 2250.0),
     ],
 )
-def test_a_device_is_known_by_the_name_torch_gives_it(name: str, dtype: str, tflops_per_s: float) -> None:
+def test_devices_are_known_by_torchs_names(name: str, dtype: str, tflops_per_s: float) -> None:
     assert dense_peak_flops_per_s(name, dtype) == tflops_per_s * 1e12
 
 
-def test_fp32_counts_against_tf32_only_where_products_may_run_in_it() -> None:
+def test_fp32_is_compared_with_tf32_only_if_products_may_use_it() -> None:
     assert dense_peak_flops_per_s("NVIDIA A100-SXM4-40GB", "fp32", "highest") == 19.5e12
     assert dense_peak_flops_per_s("NVIDIA A100-SXM4-40GB", "fp32", "medium") == 156e12
     assert dense_peak_flops_per_s("Tesla V100-SXM2-32GB", "fp32", "medium") == 15.7e12

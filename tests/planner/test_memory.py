@@ -32,7 +32,7 @@ def small_model(architecture: str, **changes: object) -> TransformerConfig:
 
 
 def saved_bytes(config: TransformerConfig, dtype: str) -> int:
-    """Bytes of the distinct storages a real forward pass keeps for the backward pass, weights left out."""
+    """Bytes of the distinct storages that a real forward pass saves for the backward pass, without weights."""
     model = build_model(config, ParallelContext(), seed=1, dtype=DTYPES[dtype])
     weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
     storages, alive = {}, []
@@ -41,7 +41,7 @@ def saved_bytes(config: TransformerConfig, dtype: str) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             storages[storage.data_ptr()] = storage.nbytes()
-        alive.append(tensor)  # so that no address is used twice
+        alive.append(tensor)  # so that no address is reused
         return tensor
 
     tokens = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % VOCAB
@@ -55,7 +55,7 @@ def saved_bytes(config: TransformerConfig, dtype: str) -> int:
 
 
 def scored_places(config: TransformerConfig) -> torch.Tensor:
-    """As many places as the arithmetic takes for scored."""
+    """The number of scored positions that the formulas assume."""
     return torch.arange(BATCH * scored_tokens(config, SEQUENCE))
 
 
@@ -69,7 +69,7 @@ def scored_places(config: TransformerConfig) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("hidden_dropout, norm_order", [(0.0, "pre"), (0.1, "post")])
-def test_activations_are_what_a_real_forward_pass_keeps(
+def test_activations_equal_those_saved_by_a_real_forward_pass(
     architecture, attention, dtype, attention_dropout, recompute, hidden_dropout, norm_order
 ) -> None:
     config = small_model(
@@ -83,7 +83,7 @@ def test_activations_are_what_a_real_forward_pass_keeps(
     gradient_of_rows = len(scored_places(config)) * 192 * DTYPES[dtype].itemsize  # which the loss keeps by itself
     measured = saved_bytes(config, dtype) + gradient_of_rows
     estimated = estimate_memory(config, 1, BATCH, SEQUENCE, dtype, on_gpu=False).activations
-    # From below, and within 1 %: LayerNorm statistics, token ids and label indices are not counted.
+    # A lower bound within 1 %: LayerNorm statistics, token ids and label indices are not counted.
     assert estimated <= measured <= 1.01 * estimated
 
 
@@ -97,11 +97,11 @@ def test_activations_are_what_a_real_forward_pass_keeps(
     ],
 )
 def test_estimates_agree_with_the_rough_formulas(name, batch, state, none, full) -> None:
-    """18 B a parameter; 34 s b h L activations, or 2 s b h L + 34 s b h when recomputed."""
+    """18 bytes per parameter; 34 s b h L activation bytes, or 2 s b h L + 34 s b h if recomputed."""
     seq_length = 1024 if name.startswith("gpt") else 512
     plain = estimate_memory(paper_model(name), 1, batch, seq_length, "bf16")
     recomputed = estimate_memory(paper_model(name, recompute="full"), 1, batch, seq_length, "bf16")
-    # The rough formulas leave out what lies around the layers, up to 11 b s h.
+    # The rough formulas ignore activations outside the layers, up to 11 b s h.
     slack = 12 * batch * seq_length * paper_model(name).hidden_size / GIB + 0.05
     assert (plain.weights + plain.gradients + plain.optimizer_state) / GIB == pytest.approx(state, abs=0.06)
     assert none - 0.05 <= plain.activations / GIB <= none + slack
@@ -118,7 +118,7 @@ def test_weights_gradients_and_optimizer_follow_the_dtype(dtype: str, bytes_per_
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_gradients_and_optimizer_are_what_real_steps_hold(dtype: str) -> None:
+def test_weights_gradients_and_optimizer_equal_those_of_real_steps(dtype: str) -> None:
     config = small_model("gpt")
     model = build_model(config, ParallelContext(), seed=1, dtype=DTYPES[dtype])
     optimizer = MixedPrecisionAdamW(
@@ -140,15 +140,15 @@ def test_weights_gradients_and_optimizer_are_what_real_steps_hold(dtype: str) ->
     assert sum(storages.values()) == estimate.weights + estimate.gradients + estimate.optimizer_state
 
 
-def test_tensor_parallelism_divides_the_cut_activations_and_keeps_the_replicated_ones() -> None:
+def test_tensor_parallelism_divides_sharded_activations_and_keeps_replicated_ones() -> None:
     config = paper_model("gpt_8.3b")
     one, two, eight = (estimate_memory(config, p, 1, 1024, "bf16").activations for p in (1, 2, 8))
-    replicated = 1024 * 3072 * (72 * 10 + 5)  # b s h x (10 a layer, 5 around the layers)
+    replicated = 1024 * 3072 * (72 * 10 + 5)  # b s h x (10 per layer, 5 outside the layers)
     assert (one - replicated, two - replicated) == (8 * (eight - replicated), 4 * (eight - replicated))
 
 
-def test_the_total_is_that_of_the_fullest_moment() -> None:
-    piece = 50 * 2**20 * 6 + 51200 * 1536 * 4  # logits, an fp32 copy on the way; sum of the weight's gradient
+def test_the_total_is_the_peak() -> None:
+    piece = 50 * 2**20 * 6 + 51200 * 1536 * 4  # logits and a temporary fp32 copy; sum of the weight gradient
     large_batch = estimate_memory(paper_model("gpt_1.2b"), 1, 8, 1024, "bf16")
     state = large_batch.weights + large_batch.gradients + large_batch.optimizer_state
     assert large_batch.total == state + large_batch.activations + piece
@@ -156,7 +156,7 @@ def test_the_total_is_that_of_the_fullest_moment() -> None:
     state = small_batch.weights + small_batch.gradients + small_batch.optimizer_state
     assert small_batch.total == state + small_batch.first_layer + small_batch.gradient_in_flight
     alone, parallel = (estimate_memory(paper_model("gpt_1.2b"), 1, 8, 1024, "fp32", dp_size=n) for n in (1, 3))
-    assert parallel.gradient_copy - alone.gradient_copy == 51200 * 1536 * 4  # on its way into DDP's bucket
+    assert parallel.gradient_copy - alone.gradient_copy == 51200 * 1536 * 4  # before it is copied into DDP's bucket
 
 
 def test_the_table_shows_every_part_and_the_total() -> None:
@@ -182,21 +182,21 @@ def test_the_smallest_layout_is_the_first_power_of_two_that_fits() -> None:
     assert smallest(config, 4, "bf16", needs[4], largest=3) is None
 
 
-def test_a_layout_that_does_not_divide_the_model_is_never_proposed() -> None:
+def test_an_indivisible_layout_is_never_proposed() -> None:
     config = paper_model("gpt_2.5b")  # 20 heads
     needs = estimate_memory(config, 4, 4, 1024, "bf16", accumulates=False).total
     assert smallest(config, 4, "bf16", needs) == 4
     assert smallest(config, 4, "bf16", needs - 1) is None
 
 
-def test_ranks_that_share_a_device_have_a_part_of_it_and_a_framework_each() -> None:
+def test_ranks_that_share_a_device_split_its_memory_and_each_hold_a_framework() -> None:
     assert usable_bytes(12 * GIB, on_gpu=False, num_ranks=3) == int(3.5 * GIB)
     assert usable_bytes(12 * GIB, on_gpu=True) == 10 * GIB
     assert usable_bytes(GIB, on_gpu=True) < 0
 
 
 @pytest.mark.parametrize("global_batch_size, dp_size, accumulates", [(8, 2, False), (16, 2, True), (8, 1, True)])
-def test_a_ranks_gradients_wait_where_it_accumulates(global_batch_size: int, dp_size: int, accumulates: bool) -> None:
+def test_gradients_are_kept_only_with_accumulation(global_batch_size: int, dp_size: int, accumulates: bool) -> None:
     config = paper_model("gpt_355m", recompute="full")
     job = Job(config, 4, global_batch_size, 1024, "fp32", 1)
     found = rank_memory(job, ParallelConfig(1, dp_size), on_gpu=True)

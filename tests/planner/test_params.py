@@ -52,14 +52,14 @@ def test_every_paper_model_has_its_published_count(expected: dict[str, int], voc
 
 
 @pytest.mark.parametrize("name, tp_size", LAYOUTS)
-def test_the_shards_sum_to_the_whole_with_replicated_parameters_once(name: str, tp_size: int) -> None:
+def test_the_shards_sum_to_the_model_counting_replicated_parameters_once(name: str, tp_size: int) -> None:
     count = count_parameters(paper_model(name), tp_size)
     assert tp_size * count.sharded_per_rank + count.replicated == count.total == PADDED[name]
     assert count.per_rank == count.sharded_per_rank + count.replicated < count.total
 
 
 @pytest.mark.parametrize("name", ["gpt_2.5b", "bert_752m"])
-def test_twenty_heads_are_refused_over_eight_ranks(name: str) -> None:
+def test_twenty_heads_over_eight_ranks_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"`num_attention_heads` must be a multiple of `tp_size` \(8\), but is 20"):
         count_parameters(paper_model(name), 8)
 
@@ -98,7 +98,7 @@ def test_an_mlp_of_another_width_is_counted_exactly(architecture: str) -> None:
 @pytest.mark.parametrize("tp_size", [1, 4])
 @pytest.mark.parametrize("norm_order", ["pre", "post"])
 @pytest.mark.parametrize("name", ["gpt_355m", "bert_336m"])
-def test_the_sizes_are_those_of_the_models_parameters(name: str, norm_order: str, tp_size: int) -> None:
+def test_the_sizes_equal_those_of_the_models_parameters(name: str, norm_order: str, tp_size: int) -> None:
     config = paper_model(name, norm_order=norm_order)
     with torch.device("meta"):
         model = build_model(config, ParallelContext(tp_size=tp_size), seed=None)

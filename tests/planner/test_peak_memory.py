@@ -1,4 +1,4 @@
-"""The predicted memory of a rank against the bytes of all tensors alive at the fullest moment of a real step."""
+"""The predicted memory of a rank against the peak bytes of all live tensors in a real step."""
 
 import json
 from pathlib import Path
@@ -46,17 +46,17 @@ def test_the_predicted_peak_with_the_kernels_of_a_gpu_is_within_5_percent(name: 
     assert_within_5_percent(name, peak_memory.measure_traced(CASES[name]))
 
 
-def test_the_committed_record_has_every_case_as_it_is_predicted_now() -> None:
+def test_the_committed_record_has_the_current_prediction_of_every_case() -> None:
     rows = {row["name"]: row for row in RECORD["config"]["rows"]}
     assert {name: row["predicted"] for name, row in rows.items()} == {n: case.predicted for n, case in CASES.items()}
     assert RECORD["environment"]["dirty"] is False
     assert max(abs(row["predicted"] / row["tracked"] - 1) for row in rows.values()) < 0.03
 
 
-def test_a_part_that_were_left_out_would_be_noticed() -> None:
+def test_leaving_out_any_part_is_detected() -> None:
     case = CASES["1.2B, bf16, full recomputation"]
     tracked = next(
         row["tracked"] for row in RECORD["config"]["rows"] if row["name"] == "1.2B, bf16, full recomputation"
     )
-    layer = 1024 * case.micro_batch_size * 1536 * 34  # what is made again of one layer
+    layer = 1024 * case.micro_batch_size * 1536 * 34  # recomputed activations of one layer
     assert abs((case.predicted - layer) / tracked - 1) > 0.05

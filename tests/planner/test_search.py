@@ -1,4 +1,4 @@
-"""Rankings and nearest layouts, against trying everything."""
+"""Rankings and nearest layouts, against brute force."""
 
 import itertools
 
@@ -39,17 +39,17 @@ def every_plan(a_job: Job, num_devices: int) -> list:
 
 
 @pytest.mark.parametrize("name, num_devices", [("gpt_2.5b", 4), ("gpt_2.5b", 12), ("bert_336m", 16), ("gpt_8.3b", 16)])
-def test_the_first_of_a_ranking_is_the_fastest_of_all_layouts_that_fit(name: str, num_devices: int) -> None:
+def test_the_first_of_a_ranking_is_the_fastest_layout_that_fits(name: str, num_devices: int) -> None:
     ranking = rank_layouts(job(name, 64 if num_devices == 16 else 48), CLUSTER, num_devices)
     fits = [plan for plan in every_plan(ranking.fitting[0].job, num_devices) if plan.missing_bytes <= 0]
-    # Brute force also tries micro-batches of 3, 6, 12 and so on, which a ranking leaves out; no tie is broken by order.
+    # Brute force also tries micro-batches of 3, 6, 12 and so on, which a ranking does not.
     powers = [plan for plan in fits if plan.job.micro_batch_size in (1, 2, 4, 8, 16, 32, 64)]
     assert ranking.fitting[0].time.total == min(plan.time.total for plan in powers)
     assert {(plan.layout, plan.job) for plan in ranking.fitting} >= {(plan.layout, plan.job) for plan in powers}
     assert all(plan.num_devices == num_devices and plan.missing_bytes <= 0 for plan in ranking.fitting)
 
 
-def test_what_does_not_fit_is_listed_with_its_smallest_shortage() -> None:
+def test_layouts_that_do_not_fit_are_listed_by_shortage() -> None:
     ranking = rank_layouts(job("gpt_8.3b", 64), CLUSTER, 16)
     sizes = {plan.layout.tp_size for plan in ranking.too_large}
     assert sizes == {1, 2} and not sizes & {plan.layout.tp_size for plan in ranking.fitting}
@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_listed_with_its_smallest_shortage() -> None:
         assert plan.missing_bytes == min(p.missing_bytes for p in same) > 0
 
 
-def test_a_plan_fits_exactly_when_the_memory_estimate_does() -> None:
+def test_a_plan_fits_if_and_only_if_the_memory_estimate_does() -> None:
     a_job = job(attention="exact", recompute="full").change(micro_batch_size=4)
     plan = make_plan(a_job, ParallelConfig(2, 2), CLUSTER)
     config = paper_model("gpt_2.5b", attention="exact", recompute="full")
@@ -67,7 +67,7 @@ def test_a_plan_fits_exactly_when_the_memory_estimate_does() -> None:
     assert plan.missing_bytes == total - 39 * 2**30
 
 
-def test_what_a_rank_keeps_follows_its_attention_whatever_the_step_times_are_of() -> None:
+def test_saved_activations_depend_on_the_attention_not_on_the_cost_model() -> None:
     exact, sdpa = (
         make_plan(job(attention=kind).change(micro_batch_size=4), ParallelConfig(2, 2), CLUSTER)
         for kind in ("exact", "sdpa")
@@ -76,7 +76,7 @@ def test_what_a_rank_keeps_follows_its_attention_whatever_the_step_times_are_of(
     assert sdpa.needed_bytes < exact.needed_bytes and sdpa.time.elementwise == exact.time.elementwise
 
 
-def test_the_nearest_layout_is_the_one_asked_for_where_that_works() -> None:
+def test_the_nearest_layout_is_the_requested_one_if_it_works() -> None:
     wanted, grid = job().change(2, Recompute.FULL), ParallelConfig(2, 4)
     found = nearest_plan(wanted, grid, CLUSTER)
     assert (found.job, found.layout) == (wanted, grid)
@@ -85,19 +85,19 @@ def test_the_nearest_layout_is_the_one_asked_for_where_that_works() -> None:
 @pytest.mark.parametrize(
     "mode, wanted, nearest",  # tp_size, dp_size, micro-batch
     [
-        ("none", (1, 4, 4), (2, 2, 4)),  # too large on one: fewer data ranks
+        ("none", (1, 4, 4), (2, 2, 4)),  # too large for one rank: fewer data ranks
         ("full", (2, 4, 5), (2, 4, 4)),  # 5 does not divide
         ("full", (3, 4, 4), (4, 3, 4)),  # 3 does not divide 20 heads
     ],
 )
-def test_the_nearest_layout_keeps_the_devices_and_changes_least(mode: str, wanted: tuple, nearest: tuple) -> None:
+def test_the_nearest_layout_keeps_the_devices_and_changes_the_least(mode: str, wanted: tuple, nearest: tuple) -> None:
     tp_size, dp_size, b = wanted
     found = nearest_plan(job().change(b, Recompute(mode)), ParallelConfig(tp_size, dp_size), CLUSTER)
     assert found.num_devices == tp_size * dp_size
     assert (found.layout.tp_size, found.layout.dp_size, found.job.micro_batch_size) == nearest
 
 
-def test_a_model_beyond_every_layout_says_what_it_needs_at_least() -> None:
+def test_a_model_that_fits_no_layout_reports_its_minimum_memory() -> None:
     vast = job(hidden_size=19200, num_layers=120)
     assert nearest_plan(vast, ParallelConfig(), CLUSTER) is None
     least = smallest_need(vast, CLUSTER)
@@ -113,7 +113,7 @@ def test_only_sizes_that_divide_are_tried() -> None:
     assert largest_number(job(), CLUSTER) == 960  # 20 x 48
 
 
-def test_a_number_of_devices_that_nothing_uses_is_refused_with_the_nearest_that_is() -> None:
+def test_an_unusable_number_of_devices_is_refused_with_the_nearest_usable_one() -> None:
     with pytest.raises(ValueError, match="but is 7; the nearest number that is one is 8"):
         rank_layouts(job(), CLUSTER, 7)
 

@@ -1,4 +1,4 @@
-"""What a step's time must do when sizes, ranks and machines change, whatever the constants are."""
+"""How the step time must change with sizes, ranks and machines, for any constants."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ def parts(time: StepTime) -> dict[str, float]:
 
 @given(MODELS, RECOMPUTE, st.sampled_from([1, 2, 4]), st.sampled_from([2, 4, 64]))
 @settings(max_examples=30, deadline=None)
-def test_more_data_ranks_change_the_gradients_and_nothing_else(name, recompute, tp_size, dp_size) -> None:
+def test_data_ranks_change_only_gradient_communication(name, recompute, tp_size, dp_size) -> None:
     config = paper_model(name, recompute=recompute)
     few, many = parts(predicted(config, tp_size, dp_size)), parts(predicted(config, tp_size, 2 * dp_size))
     assert many.pop("data") > few.pop("data") > 0
@@ -60,7 +60,7 @@ def test_more_data_ranks_change_the_gradients_and_nothing_else(name, recompute, 
 
 @given(MODELS, RECOMPUTE, st.sampled_from([1, 2]), st.integers(1, 5))
 @settings(max_examples=30, deadline=None)
-def test_more_micro_batches_multiply_all_but_the_gradients_and_the_optimizer(name, recompute, tp_size, n) -> None:
+def test_micro_batches_multiply_all_but_gradient_communication_and_optimizer(name, recompute, tp_size, n) -> None:
     config = paper_model(name, recompute=recompute)
     one, several = (parts(predicted(config, tp_size, 8, num_micro_batches=k)) for k in (1, n))
     for part, seconds in one.items():
@@ -69,19 +69,19 @@ def test_more_micro_batches_multiply_all_but_the_gradients_and_the_optimizer(nam
 
 @given(MODELS, RECOMPUTE)
 @settings(max_examples=20, deadline=None)
-def test_more_tensor_ranks_shorten_products_but_never_by_more_than_their_number(name, recompute) -> None:
+def test_tensor_ranks_shorten_products_at_most_by_their_number(name, recompute) -> None:
     config = paper_model(name, recompute=recompute)
     one, four = predicted(config, 1), predicted(config, 4)
     assert one.matmul / 4 <= four.matmul * (1 + 1e-12) < one.matmul
     assert one.elementwise / 4 < four.elementwise < one.elementwise
-    assert one.overhead == four.overhead  # what no rank takes over from another
+    assert one.overhead == four.overhead  # replicated work
     assert one.tensor == 0 < four.tensor
     assert one.optimizer / 4 < four.optimizer < one.optimizer  # replicated parameters
 
 
 @given(MODELS)
 @settings(max_examples=10, deadline=None)
-def test_recomputation_costs_time_in_the_order_of_what_it_repeats(name) -> None:
+def test_recomputation_time_grows_with_what_is_recomputed(name) -> None:
     times = [predicted(paper_model(name, recompute=mode), 2) for mode in ("none", "selective", "full")]
     totals = [time.total for time in times]
     assert totals == sorted(totals) and totals[0] < totals[1] < totals[2]
@@ -103,7 +103,7 @@ def test_a_faster_machine_is_never_slower(name, field) -> None:
     assert predicted(config, 4, 16, cluster=faster).total < predicted(config, 4, 16).total
 
 
-def test_products_take_their_flops_over_the_rate_where_widths_are_whole_tiles() -> None:
+def test_products_of_whole_tiles_run_at_the_given_rate() -> None:
     config = paper_model("gpt_1.2b", recompute="full", num_attention_heads=24)  # head size 64: attention at half rate
     seconds = predicted(config).matmul
     scores = 4 * 4 * 40 * 4 * 1024**2 * 1536
@@ -113,14 +113,14 @@ def test_products_take_their_flops_over_the_rate_where_widths_are_whole_tiles() 
     assert narrow > seconds / 8  # 1536 / 8 is a tile and a half
 
 
-def test_all_reduces_take_their_bytes_over_the_bandwidth_and_a_latency_each() -> None:
+def test_all_reduce_time_is_bytes_over_bandwidth_plus_latency() -> None:
     config = paper_model("gpt_2.5b")
     messages = micro_batch_collectives(config, ParallelConfig(2), 4, 1024, "fp16")
     num_bytes, count = sum(a.total_bytes for a in messages), sum(a.count for a in messages)
     assert predicted(config, 2).tensor == pytest.approx(num_bytes / 100e9 + count * 10e-6)  # 2 (p - 1) / p is 1
 
 
-def test_beyond_a_node_messages_take_the_networks_rate() -> None:
+def test_communication_between_nodes_runs_at_the_networks_rate() -> None:
     config = paper_model("gpt_8.3b")
     inside, beyond = predicted(config, 8).tensor, predicted(config, 16).tensor
     assert beyond > 8 * inside  # a tenth of the bandwidth
@@ -128,16 +128,16 @@ def test_beyond_a_node_messages_take_the_networks_rate() -> None:
     assert predicted(config, 2, 8).data > 4 * predicted(config, 2, 4).data
 
 
-def test_sequence_parallelism_divides_what_every_rank_repeats() -> None:
+def test_sequence_parallelism_divides_replicated_work() -> None:
     config = paper_model("gpt_8.3b", attention_dropout=0.0)
     plain, cut = predicted(config, 8), predicted(config, 8, sequence_parallel=True)
     assert cut.elementwise < plain.elementwise
     assert cut.matmul == plain.matmul
-    assert plain.tensor < cut.tensor < 1.6 * plain.tensor  # the inputs of the linears are gathered once more
+    assert plain.tensor < cut.tensor < 1.6 * plain.tensor  # the inputs of the linear layers are gathered again
     assert predicted(config, 1) == predicted(config, 1, sequence_parallel=True)
 
 
-def test_overlap_hides_time_and_never_more_than_there_is() -> None:
+def test_overlap_never_hides_more_time_than_there_is() -> None:
     config = paper_model("gpt_8.3b")
     plain = predicted(config, 8, 16)
     assert predicted(config, 8, 16, tensor_overlap=0.25).tensor == pytest.approx(0.75 * plain.tensor)
@@ -146,14 +146,14 @@ def test_overlap_hides_time_and_never_more_than_there_is() -> None:
     assert predicted(config, 8, 16, gradient_bytes=2).data == pytest.approx(plain.data / 2, rel=1e-3)
 
 
-def test_fused_attention_keeps_the_scores_out_of_memory_for_sdpa_alone() -> None:
+def test_only_sdpa_keeps_the_scores_out_of_memory() -> None:
     fused = dataclasses.replace(CLUSTER, calibration=dataclasses.replace(CLUSTER.calibration, fused_attention=True))
     sdpa, exact = paper_model("gpt_1.2b"), paper_model("gpt_1.2b", attention="exact")
     assert predicted(sdpa, cluster=fused).elementwise < predicted(sdpa).elementwise
     assert predicted(exact, cluster=fused) == predicted(exact)
 
 
-def test_a_type_the_devices_lack_and_a_share_that_cannot_be_are_refused() -> None:
+def test_unsupported_types_and_invalid_shares_are_refused() -> None:
     with pytest.raises(ValueError, match="`precision.dtype` must be one of fp32, fp16 on some .thing., but is bf16"):
         predict_step_time(paper_model("gpt_1.2b"), ParallelConfig(), 1, 1, 1024, "bf16", CLUSTER)
     with pytest.raises(ValueError, match="`tensor_overlap` must be at least 0 and at most 1, but is 1.5"):
@@ -171,12 +171,12 @@ def test_a_type_the_devices_lack_and_a_share_that_cannot_be_are_refused() -> Non
         ({"peaks": Peaks()}, "`peaks` must name the rate of one type at least"),
     ],
 )
-def test_a_cluster_that_cannot_be_is_refused(changes, words) -> None:
+def test_an_invalid_cluster_is_refused(changes, words) -> None:
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(CLUSTER, **changes)
 
 
-def test_a_peak_that_cannot_be_is_refused() -> None:
+def test_an_invalid_peak_is_refused() -> None:
     with pytest.raises(ValueError, match="`tf32` must be above 0, but is 0.0"):
         Peaks(fp16=1.0, tf32=0.0)
 
@@ -190,6 +190,6 @@ def test_a_peak_that_cannot_be_is_refused() -> None:
         ({"elementwise_factor": 0.0}, "`elementwise_factor` must be above 0, but is 0.0"),
     ],
 )
-def test_a_calibration_that_cannot_be_is_refused(changes, words) -> None:
+def test_an_invalid_calibration_is_refused(changes, words) -> None:
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(CLUSTER.calibration, **changes)

@@ -1,4 +1,4 @@
-"""Tiny real runs for tests: a job made as the door makes it, run on real ranks, read back from its run folder."""
+"""Tiny real runs for tests: jobs built as by the entry point, run on real ranks, read back from the run folder."""
 
 import csv
 import gc
@@ -66,7 +66,7 @@ def tiny_run(architecture: str, run_dir: Path, **changes) -> RunConfig:
 def run_jobs(
     runs: list[RunConfig], world_size: int, expected: int = 0, fault: Callable[[int], None] | None = None
 ) -> None:
-    """Train every run, one after the other, on the same `world_size` processes as torchrun would start them.
+    """Train every run in turn on the same `world_size` processes, started as by torchrun.
 
     Args:
         expected: the exit code they must end with.
@@ -86,7 +86,7 @@ def _train_all(rank: int, jobs: list[PretrainJob], expected: int, fault: Callabl
 
     if fault is not None:
         fault(rank)
-    gc.freeze()  # the Trainer collects garbage at its end, which otherwise takes half the time of a tiny run
+    gc.freeze()  # garbage collection at the Trainer's end would take half the time of a tiny run
     world_size = dist.get_world_size()
     ports = [[free_port() for _ in range(len(jobs) + 1)]]
     dist.broadcast_object_list(ports, src=0)
@@ -108,7 +108,7 @@ def _train_all(rank: int, jobs: list[PretrainJob], expected: int, fault: Callabl
 
 
 def read_rows(run_dir: str | Path) -> list[dict[str, float]]:
-    """metrics.csv as numbers; empty cells are left out."""
+    """metrics.csv as numbers, without empty cells."""
     with open(Path(run_dir) / "metrics.csv", encoding="utf-8", newline="") as file:
         return [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
 
@@ -119,13 +119,13 @@ def read_record(run_dir: str | Path) -> dict:
 
 
 def read_tensors(run_dir: str | Path) -> dict[str, torch.Tensor]:
-    """Whole logical tensors of the newest checkpoint: weights and moments."""
+    """Full logical tensors of the newest checkpoint: weights and moments."""
     with CheckpointReader(list_checkpoints(Path(run_dir) / "checkpoints")[-1]) as reader:
         return {key: reader.read(key) for key in reader.metadata.tensors}
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Losses, norms and every tensor, bit for bit."""
+    """Compare losses, norms and every tensor bitwise."""
     for row, twin in zip(read_rows(one), read_rows(other), strict=True):
         for column in ("step", "train/loss", "grad_norm", "lr"):
             assert row[column] == twin[column], (column, row["step"])

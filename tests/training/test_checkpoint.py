@@ -1,4 +1,4 @@
-"""Checkpoints: exact resume, other layouts, atomic names, refusals, and how many are kept."""
+"""Checkpoints: exact resume, other layouts, atomic names, errors, and retention."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ LONG = {"trainer__max_steps": 6, "trainer__validate_every_steps": 2}
 
 
 def train(run) -> None:
-    """On this process."""
+    """Train in this process."""
     assert pretrain(prepare_job(run)) == 0
 
 
@@ -49,8 +49,8 @@ def test_the_same_run_twice_is_bitwise_equal_and_another_seed_is_not(tmp_path) -
     assert not torch.equal(a["model/transformer.word_embedding.weight"], c["model/transformer.word_embedding.weight"])
 
 
-def test_a_run_goes_on_at_any_other_layout(tmp_path) -> None:
-    """tp 2 x dp 1 for three steps, then one process, then tp 1 x dp 2: as if nothing had happened (fp64, 1e-12)."""
+def test_a_run_resumes_at_any_other_layout(tmp_path) -> None:
+    """Three steps at tp 2 x dp 1, then one process, then tp 1 x dp 2 equal an uninterrupted run (fp64, 1e-12)."""
     counter = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1, "model__attention": "exact"}
     train(tiny_run("gpt", tmp_path / "whole", **counter, **LONG))
     part = tmp_path / "part"
@@ -68,17 +68,17 @@ def test_a_run_goes_on_at_any_other_layout(tmp_path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of six steps that saved every two and kept two."""
+    """A run of six steps that saved every second step and kept two checkpoints."""
     folder = tmp_path_factory.mktemp("finished")
     train(tiny_run("gpt", folder, checkpoint__save_every_steps=2, checkpoint__keep_last=2, **LONG))
     return folder
 
 
-def test_the_newest_are_kept_and_nothing_unfinished_is_left(finished) -> None:
+def test_the_newest_checkpoints_are_kept_and_no_partial_ones_remain(finished) -> None:
     assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == ["step_4.ckpt", "step_6.ckpt", "tokenizer"]
 
 
-def test_auto_takes_the_newest_complete_one(finished, tmp_path) -> None:
+def test_auto_resumes_from_the_newest_complete_checkpoint(finished, tmp_path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
     shutil.copytree(run_dir / "checkpoints" / "step_6.ckpt", run_dir / "checkpoints" / ".step_8.ckpt.unfinished")
@@ -92,7 +92,7 @@ def test_auto_takes_the_newest_complete_one(finished, tmp_path) -> None:
     assert find_checkpoint(tiny_run("gpt", tmp_path / "new", resume=str(older))).endswith("step_4.ckpt")
 
 
-def test_a_new_run_is_not_started_among_the_checkpoints_of_another(finished) -> None:
+def test_a_new_run_is_refused_in_a_folder_with_checkpoints(finished) -> None:
     with pytest.raises(ValueError, match="`resume` must be auto or a path where the run folder has checkpoints"):
         prepare_job(tiny_run("gpt", finished))
     older = str(sorted((finished / "checkpoints").iterdir())[0])
@@ -108,11 +108,11 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(finished
     message = str(caught.value)
     assert "num_layers is 3 here and 2 there" in message
     assert "norm_order is 'post' here and 'pre' there" in message
-    assert "hidden_dropout" not in message  # may change between parts of a run
+    assert "hidden_dropout" not in message  # may change on resume
 
 
-def test_the_best_are_kept_beside_the_newest_and_stay_the_best_after_a_resume(tmp_path) -> None:
-    """A learning rate that is soon too high makes the first steps the best ones."""
+def test_the_best_checkpoints_are_kept_also_after_a_resume(tmp_path) -> None:
+    """The learning rate soon becomes too high, so the first steps are the best."""
     settings = {"trainer__validate_every_steps": 1, "trainer__max_steps": 8, "optimizer__lr": 0.3, "resume": "auto"}
     settings |= {"schedule__decay": "constant", "checkpoint__keep_last": 1, "checkpoint__keep_best": 2}
     settings |= {"schedule__warmup_steps": 8, "trainer__num_validation_samples": 40}
@@ -128,13 +128,13 @@ def test_the_best_are_kept_beside_the_newest_and_stay_the_best_after_a_resume(tm
         assert metadata.state["validation"]["val/loss"] == losses[metadata.step]
 
 
-def test_the_clock_saves_too(tmp_path) -> None:
+def test_checkpoints_are_saved_at_time_intervals(tmp_path) -> None:
     train(tiny_run("gpt", tmp_path, checkpoint__save_every_minutes=1e-6, checkpoint__keep_last=None))
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [f"step_{n}.ckpt" for n in (1, 2, 3)]
 
 
 def test_a_data_digest_of_other_samples_is_refused(finished, tmp_path, capfd, monkeypatch) -> None:
-    """Every setting agrees and still the samples were others: what only a bug of the sampler could do."""
+    """All settings agree but the samples differ, as a bug in the sampler would cause."""
     original = GlobalBatchSampler._permutation_of
     monkeypatch.setattr(GlobalBatchSampler, "_permutation_of", lambda self, epoch: original(self, epoch + 1))
     run = tiny_run("gpt", tmp_path, resume=str(finished), **(LONG | {"trainer__max_steps": 7}))
@@ -143,7 +143,7 @@ def test_a_data_digest_of_other_samples_is_refused(finished, tmp_path, capfd, mo
     assert "the data digest must be" in capfd.readouterr().err
 
 
-def test_a_half_precision_run_goes_on_in_fp32_from_its_exact_masters(tmp_path) -> None:
+def test_a_half_precision_run_resumes_in_fp32_from_its_exact_masters(tmp_path) -> None:
     train(tiny_run("gpt", tmp_path / "half", precision__dtype="bf16"))
     before = read_tensors(tmp_path / "half")
     resumed = {"resume": {"path": str(tmp_path / "half"), "schedule": "override"}, "trainer__max_steps": 4}
@@ -177,7 +177,7 @@ def test_a_damaged_checkpoint_is_named_and_refused(finished, tmp_path, damage) -
     assert "step_6.ckpt" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_record_tells_the_run(finished) -> None:
+def test_the_record_describes_the_run(finished) -> None:
     record = read_record(finished)
     assert record["kind"] == "run" and record["seed"] == 1234
     assert record["metrics"]["steps"]["value"] == 6

@@ -1,4 +1,4 @@
-"""Faults put in on purpose: what the run does, what it says, and that nothing is lost."""
+"""Fault injection: how the run reacts, what it reports, and that nothing is lost."""
 
 import json
 import subprocess
@@ -49,7 +49,7 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """Five steps without any fault, in the shape the others have to reach."""
+    """Five steps without a fault: the reference for the others."""
     folder = tmp_path_factory.mktemp("whole")
     assert train_here(tiny_run("gpt", folder, trainer__max_steps=5, precision__dtype="fp32", **DROPOUT)) == 0
     return folder
@@ -57,7 +57,7 @@ def whole(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def three_steps(tmp_path_factory) -> Path:
-    """The same run, stopped after three steps, a checkpoint each."""
+    """The same run stopped after three steps, with one checkpoint per step."""
     folder = tmp_path_factory.mktemp("three")
     assert train_here(run_of(folder, trainer__stop_after_steps=3)) == 0
     return folder
@@ -76,7 +76,7 @@ def copy(folder: Path, target: Path) -> Path:
 @pytest.mark.parametrize(
     "how", ["flipped byte", "truncated", "missing file", "damaged metadata", "missing metadata", "another step's"]
 )
-def test_auto_goes_back_to_the_previous_good_checkpoint_and_ends_where_it_would_have(
+def test_auto_resumes_from_the_previous_valid_checkpoint_and_ends_bitwise_equal(
     whole, three_steps, tmp_path, capfd, how
 ) -> None:
     folder = copy(three_steps, tmp_path / "run")
@@ -89,7 +89,7 @@ def test_auto_goes_back_to_the_previous_good_checkpoint_and_ends_where_it_would_
     assert len(list_checkpoints(folder / "checkpoints")) == 5
 
 
-def test_a_torn_file_of_rows_and_a_lost_record_do_not_lose_the_run(three_steps, tmp_path, capfd) -> None:
+def test_a_run_resumes_with_a_truncated_metrics_file_and_without_a_record(three_steps, tmp_path, capfd) -> None:
     folder = copy(three_steps, tmp_path / "run")
     (folder / "metrics.csv").write_text("")
     assert train_here(run_of(folder)) == 0
@@ -100,13 +100,13 @@ def test_a_torn_file_of_rows_and_a_lost_record_do_not_lose_the_run(three_steps, 
     assert record["metrics"]["steps"]["value"] == 5 and record["metrics"]["val/loss"]["value"] > 0
 
 
-def test_all_damaged_is_refused_and_never_starts_from_scratch(three_steps, tmp_path, capfd) -> None:
+def test_auto_refuses_to_start_from_scratch_if_all_checkpoints_are_damaged(three_steps, tmp_path, capfd) -> None:
     folder = copy(three_steps, tmp_path / "run")
     for path in list_checkpoints(folder / "checkpoints"):
         damage(path, "flipped byte")
     assert train_here(run_of(folder)) == USER_ERROR
     assert "error: none of the 3 checkpoints" in capfd.readouterr().err
-    assert len(read_rows(folder)) == 3  # what was measured is still there
+    assert len(read_rows(folder)) == 3  # the measured rows are kept
     for path in (folder / "checkpoints").glob("*.damaged"):
         path.rename(path.with_name(path.name.removesuffix(".damaged")))
     for path in list_checkpoints(folder / "checkpoints"):
@@ -115,7 +115,7 @@ def test_all_damaged_is_refused_and_never_starts_from_scratch(three_steps, tmp_p
         prepare_job(run_of(folder))
 
 
-def test_a_damaged_checkpoint_given_by_path_is_named_with_its_tensor_and_refused(three_steps, tmp_path, capfd) -> None:
+def test_a_damaged_checkpoint_given_by_path_is_refused_naming_its_tensor(three_steps, tmp_path, capfd) -> None:
     folder = copy(three_steps, tmp_path / "run")
     path = folder / "checkpoints" / "step_2.ckpt"
     damage(path, "flipped byte")
@@ -125,7 +125,7 @@ def test_a_damaged_checkpoint_given_by_path_is_named_with_its_tensor_and_refused
     assert message.count("\n") == 1 and path.is_dir()
 
 
-def test_damage_seen_by_one_rank_turns_all_of_them_back(tmp_path) -> None:
+def test_damage_found_by_one_rank_makes_all_ranks_use_the_previous_checkpoint(tmp_path) -> None:
     folder = tmp_path / "run"
     run_jobs([run_of(folder, trainer__stop_after_steps=3, parallel__tp_size=2)], 2)
     path = folder / "checkpoints" / "step_3.ckpt"
@@ -138,7 +138,7 @@ def test_damage_seen_by_one_rank_turns_all_of_them_back(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_full_disk_is_shown_and_the_training_goes_on(whole, tmp_path, capfd, monkeypatch, in_background) -> None:
+def test_a_full_disk_is_reported_and_training_continues(whole, tmp_path, capfd, monkeypatch, in_background) -> None:
     fails_at = {"step_2", "step_3"}
     original = TensorFileWriter.write
 
@@ -158,7 +158,7 @@ def test_a_full_disk_is_shown_and_the_training_goes_on(whole, tmp_path, capfd, m
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
-def test_a_full_disk_stops_the_run_where_that_is_asked_for(tmp_path, capfd, monkeypatch) -> None:
+def test_a_full_disk_stops_the_run_if_configured(tmp_path, capfd, monkeypatch) -> None:
     def write(self, name, tensor):
         raise OSError(28, "No space left on device")
 
@@ -168,14 +168,14 @@ def test_a_full_disk_stops_the_run_where_that_is_asked_for(tmp_path, capfd, monk
         patch.setattr(TensorFileWriter, "write", write)
         assert train_here(run_of(folder, checkpoint__on_error="stop")) == NOT_SAVED
         assert "step_2.ckpt stays; the run stops" in capfd.readouterr().err
-        assert train_here(run_of(folder, checkpoint__on_error="continue")) == NOT_SAVED  # the last one failed, too
+        assert train_here(run_of(folder, checkpoint__on_error="continue")) == NOT_SAVED  # the last save failed as well
     assert [p.name for p in list_checkpoints(folder / "checkpoints")] == ["step_1.ckpt", "step_2.ckpt"]
     assert train_here(run_of(folder)) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files through the kernel")
-def test_a_write_that_the_kernel_refuses_leaves_the_previous_checkpoint(tmp_path) -> None:
-    """A real error of a real write: no file may grow beyond 60 kB, the shards need more."""
+def test_a_failed_write_keeps_the_previous_checkpoint(tmp_path) -> None:
+    """A real write error: files are limited to 60 kB, and the shards are larger."""
     code = (
         "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000));"
         "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -187,7 +187,7 @@ def test_a_write_that_the_kernel_refuses_leaves_the_previous_checkpoint(tmp_path
     assert not list((tmp_path / "checkpoints").glob("*step*")) and len(read_rows(tmp_path)) == 3
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_with_the_parameter_that_went_first(tmp_path, capfd) -> None:
+def test_a_non_finite_loss_stops_the_run_and_names_the_first_non_finite_parameter(tmp_path, capfd) -> None:
     settings = {"optimizer__lr": 1e38, "schedule__warmup_steps": 0, "trainer__max_skipped_steps": 2}
     code = train_here(run_of(tmp_path, trainer__max_steps=50, **settings))
     assert code == DIVERGED
@@ -200,7 +200,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_parameter_that_went_fi
     assert list_checkpoints(tmp_path / "checkpoints")
 
 
-def test_the_diagnosis_names_the_parameter_that_was_poisoned(tmp_path, monkeypatch) -> None:
+def test_the_diagnosis_names_the_parameter_set_to_nan(tmp_path, monkeypatch) -> None:
     name = "transformer.layers.1.mlp.up.bias"
     make = pretrain_module.build_model
 
@@ -222,14 +222,14 @@ def test_the_diagnosis_names_the_parameter_that_was_poisoned(tmp_path, monkeypat
     assert not list_checkpoints(tmp_path / "checkpoints")
 
 
-def test_a_loss_scale_on_its_way_down_is_no_divergence(tmp_path) -> None:
+def test_overflows_at_a_high_loss_scale_are_not_a_divergence(tmp_path) -> None:
     settings = {"precision__dtype": "fp16", "trainer__max_skipped_steps": 0, "trainer__max_steps": 30}
     assert train_here(tiny_run("gpt", tmp_path, **settings)) == 0
     assert read_rows(tmp_path)[-1]["num_skipped"] > 5
 
 
 def drift(rank: int, what: str) -> None:
-    """Make rank 1 change something by itself after step 2."""
+    """Modify a value on rank 1 only, after step 2."""
     step = PretrainModule.optimizer_step
 
     def step_and_drift(self, *args):
@@ -252,7 +252,7 @@ def drift(rank: int, what: str) -> None:
         (1, "transformer.layers.1.mlp.up.weight", "model/transformer.layers.1.mlp.up.weight"),
     ],
 )
-def test_the_sentinel_names_what_drifted_and_saves_nothing_more(tmp_path, capfd, tp_size, what, named) -> None:
+def test_the_replica_check_names_the_differing_tensor_and_stops_saving(tmp_path, capfd, tp_size, what, named) -> None:
     sizes = {"parallel__tp_size": tp_size, "parallel__dp_size": 2 // tp_size, "precision__dtype": "fp64"}
     run = run_of(tmp_path, trainer__check_replicas_every_steps=2, **sizes)
     run_jobs([run], 2, REPLICAS_DIFFER, partial(drift, what=what))
@@ -261,12 +261,12 @@ def test_the_sentinel_names_what_drifted_and_saves_nothing_more(tmp_path, capfd,
     assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step_1.ckpt"]
 
 
-def test_background_saves_hold_what_was_there_when_they_began(tmp_path) -> None:
-    """Each checkpoint of a run that saves every step in the background equals the one saved in the foreground."""
+def test_background_saves_hold_the_state_at_their_start(tmp_path) -> None:
+    """Every checkpoint saved in the background equals the one saved in the foreground."""
     for name, in_background in (("front", False), ("back", True)):
         assert train_here(run_of(tmp_path / name, checkpoint__async=in_background)) == 0
     paths = list_checkpoints(tmp_path / "front" / "checkpoints")
     assert len(paths) == 5
     for path in paths:
         with CheckpointReader(path) as one, CheckpointReader(tmp_path / "back" / "checkpoints" / path.name) as two:
-            assert one.metadata.tensors == two.metadata.tensors  # with the checksums of all pieces
+            assert one.metadata.tensors == two.metadata.tensors  # including the checksums of all pieces

@@ -1,4 +1,4 @@
-"""Each point that `fidelity=` sets is one that a run can tell, and says so in its record."""
+"""Every setting of `fidelity=` changes a run and is listed in its record."""
 
 import gc
 from pathlib import Path
@@ -18,8 +18,8 @@ TINY += ("tokenizer.vocab_size=600", "precision=fp64", "compile=false", "logger.
 TINY += ("trainer.max_steps=3", "trainer.validate_every_steps=0", "trainer.num_validation_samples=7")
 TINY += ("trainer.num_threads=1", "trainer.accelerator=cpu", "trainer.progress_bar=false", "checkpoint.save_last=false")
 TINY += ("schedule.warmup_steps=1", "micro_batch_size=2", "global_batch_size=8")
-# The model in which a point shows: BERT scores fewer tokens in some samples than in others, and in post-norm its
-# epsilon is not 1e-5 already; GPT has another GELU than BERT.
+# The model whose run a setting changes. BERT scores different numbers of tokens per sample, and its post-norm epsilon
+# differs from 1e-5; GPT uses a different GELU.
 GPT, BERT = "model=gpt_tiny", "model=bert_tiny"
 SHOWN_BY = {
     ("megatron_v1", "loss_reduction"): BERT,
@@ -36,7 +36,7 @@ WORDS = ("paper", "megatron_v1", "modern")
 
 
 def points_of(word: str) -> dict[str, object]:
-    """What a word sets, by dotted key, from its file."""
+    """The settings of one fidelity by dotted key, from its file."""
     content = OmegaConf.to_container(OmegaConf.load(REPOSITORY / "conf" / "train" / "fidelity" / f"{word}.yaml"))
     assert content.pop("fidelity") == word
     found = {}
@@ -54,7 +54,7 @@ def composed(folder: Path, *overrides: str) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Runs of every word, and of every word with one of its points put back to the paper's value."""
+    """One run per fidelity, and one per setting with that setting reverted to the paper's value."""
     folder = tmp_path_factory.mktemp("fidelity")
     runs = [composed(folder / f"{w}_{m[6:]}", f"fidelity={w}", m) for w in WORDS for m in (GPT, BERT)]
     for (word, point), model in SHOWN_BY.items():
@@ -63,7 +63,7 @@ def folder(tmp_path_factory) -> Path:
             value = value.get(key)
         back = "null" if value is None else value
         runs.append(composed(folder / f"{word}_without_{point}", f"fidelity={word}", model, f"{point}={back}"))
-    gc.freeze()  # the Trainer collects garbage at its end, which otherwise takes half the time of a tiny run
+    gc.freeze()  # garbage collection at the Trainer's end would take half the time of a tiny run
     for run in runs:
         pretrain(prepare_job(run))
     gc.unfreeze()
@@ -74,13 +74,13 @@ def curve(folder: Path) -> list[tuple[float, float]]:
     return [(row["train/loss"], row["grad_norm"]) for row in read_rows(folder)]
 
 
-def test_every_point_of_every_word_is_shown_here() -> None:
+def test_every_setting_of_every_fidelity_is_tested_here() -> None:
     on_two_ranks = {("megatron_v1", "dropout_seeds")}  # the last test
     assert set(SHOWN_BY) | on_two_ranks == {(word, point) for word in WORDS for point in points_of(word)}
 
 
 @pytest.mark.parametrize(("word", "point"), SHOWN_BY)
-def test_a_run_without_one_of_the_points_is_another_run(folder: Path, word: str, point: str) -> None:
+def test_reverting_one_setting_changes_the_run(folder: Path, word: str, point: str) -> None:
     whole, without = curve(folder / f"{word}_{SHOWN_BY[word, point][6:]}"), curve(folder / f"{word}_without_{point}")
     assert len(whole) == len(without) == 3
     rows = zip(whole, without, strict=True)
@@ -92,7 +92,7 @@ def test_the_first_update_of_megatron_v1_has_a_rate_of_0(folder: Path) -> None:
     assert rates == {"paper": 3e-3, "megatron_v1": 0.0, "modern": 3e-3}
 
 
-def test_the_record_says_the_word_and_the_points(folder: Path) -> None:
+def test_the_record_lists_the_fidelity_and_its_settings(folder: Path) -> None:
     for word in WORDS:
         config = read_record(folder / f"{word}_gpt_tiny")["config"]
         assert config["fidelity"] == word
@@ -101,7 +101,7 @@ def test_the_record_says_the_word_and_the_points(folder: Path) -> None:
             assert (config[group] if group else config)[key] == value
 
 
-def test_a_finetuning_of_megatron_v1_ends_at_13_percent_of_its_peak() -> None:
+def test_finetuning_with_megatron_v1_ends_at_13_percent_of_the_peak_rate() -> None:
     last = {}
     for word in ("paper", "megatron_v1"):
         with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
@@ -112,8 +112,8 @@ def test_a_finetuning_of_megatron_v1_ends_at_13_percent_of_its_peak() -> None:
     assert last == {"paper": 0.0, "megatron_v1": pytest.approx(1.3e-5)}
 
 
-def test_shared_seeds_drop_on_every_data_rank_what_the_first_one_drops(tmp_path: Path) -> None:
-    """On text in which all samples are equal, two ranks with the same masks compute what one of them does alone."""
+def test_shared_seeds_give_every_data_rank_the_dropout_of_the_first(tmp_path: Path) -> None:
+    """If all samples are equal, two ranks with the same masks compute the result of a single rank."""
     (tmp_path / "text.txt").write_text("\n\n".join(["and " * 8000] * 2))
     settings = {"model__hidden_dropout": 0.2, "model__attention_dropout": 0.2, "micro_batch_size": 2}
     settings |= {"data__kind": "local", "data__path": str(tmp_path / "text.txt"), "tokenizer__vocab_size": 300}

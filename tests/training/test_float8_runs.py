@@ -1,4 +1,4 @@
-"""`precision=fp8` as a run: it learns as bf16 does, goes on bitwise, and is refused where it cannot work."""
+"""Runs with `precision=fp8`: they learn as in bf16, resume bitwise, and are refused where unsupported."""
 
 import pytest
 from runs import read_record, read_rows, tiny_run
@@ -15,7 +15,7 @@ SIZES = {"model__hidden_size": 32, "model__num_attention_heads": 2, "data__seq_l
 
 
 @pytest.mark.slow
-def test_a_run_in_float8_learns_as_one_in_bf16_and_resumes_bitwise(tmp_path) -> None:
+def test_a_float8_run_learns_like_bf16_and_resumes_bitwise(tmp_path) -> None:
     settings = SIZES | {"trainer__max_steps": 12, "model__hidden_dropout": 0.1}
     pretrain(prepare_job(tiny_run("gpt", tmp_path / "whole", **settings)))
     for stop in (5, None):
@@ -41,7 +41,7 @@ def test_a_run_in_float8_learns_as_one_in_bf16_and_resumes_bitwise(tmp_path) -> 
         ({"data__seq_length": 30}, "`micro_batch_size` x `data.seq_length` must be a multiple of 16 .* is 4 x 30"),
     ],
 )
-def test_sizes_that_are_no_multiple_of_16_are_refused(tmp_path, changes: dict, message: str) -> None:
+def test_sizes_that_are_not_multiples_of_16_are_refused(tmp_path, changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny_run("gpt", tmp_path, **SIZES | {"model__ffn_hidden_size": None} | changes)
 
@@ -55,7 +55,7 @@ def test_an_older_gpu_is_refused() -> None:
     check_float8("NVIDIA H200", (9, 0))
 
 
-def test_what_does_not_pretrain_refuses_float8() -> None:
+def test_only_pretraining_accepts_float8() -> None:
     precision, refusal = PrecisionConfig("fp8"), "`precision` must be one of fp64, fp32, bf16, fp16 outside pretraining"
     with pytest.raises(ValueError, match=refusal):
         GenerateConfig(ckpt="x", prompt="y", precision=precision)
@@ -66,6 +66,6 @@ def test_what_does_not_pretrain_refuses_float8() -> None:
         FinetuneConfig(**nothing | {"precision": precision})
 
 
-def test_the_peak_of_float8_is_known_where_there_is_one() -> None:
+def test_the_float8_peak_is_known_for_devices_that_support_it() -> None:
     assert dense_peak_flops_per_s("NVIDIA H200", "fp8") == 1978.9e12
     assert dense_peak_flops_per_s("NVIDIA A100-SXM4-80GB", "fp8") is None

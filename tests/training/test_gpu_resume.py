@@ -1,4 +1,4 @@
-"""A stopped run continues bit for bit on a GPU when layers are recomputed with attention dropout."""
+"""On a GPU, a stopped run with recomputed attention dropout resumes bitwise."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from lmscale.training.pretrain import prepare_job, pretrain
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-# Recomputed dropout must be that of the forward pass, and the resumed run must draw as the whole one does: a compiled
-# graph that keeps a generator of its own passes the first and fails the second.
+# Recomputation must repeat the dropout of the forward pass, and a resumed run must draw the same dropout as an
+# uninterrupted one. A compiled graph with its own generator passes the first check and fails the second.
 @pytest.mark.parametrize("compile_", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_a_recomputed_run_with_attention_dropout_resumes_bitwise(tmp_path, recompute, compile_) -> None:
@@ -28,7 +28,7 @@ def test_a_recomputed_run_with_attention_dropout_resumes_bitwise(tmp_path, recom
     }
     pretrain(prepare_job(tiny_run("gpt", tmp_path / "whole", **settings)))
     for stop in (3, None):
-        torch.compiler.reset()  # each part compiles anew, as the process of a real restart does
+        torch.compiler.reset()  # compile again for each part, as after a real restart
         run = tiny_run("gpt", tmp_path / "parts", trainer__stop_after_steps=stop, resume="auto", **settings)
         job = prepare_job(run)
         assert job.kernels.compiles == compile_

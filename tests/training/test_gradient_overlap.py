@@ -1,4 +1,4 @@
-"""Gradients that the optimizer sums travel during the step's last backward pass, and nothing else changes."""
+"""Gradient communication overlaps with the last backward pass of a step and does not change the result."""
 
 import dataclasses
 from collections import Counter
@@ -23,20 +23,20 @@ from lmscale.training.step.gradient_buffer import GradientBuffer
 from lmscale.training.step.module import DTYPES, PretrainModule
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
-PIECE = 1000  # elements; the small models have some 18,000
+PIECE = 1000  # elements; the small models have about 18,000
 KINDS = [("bf16", False), ("fp16", False), ("bf16", True), ("fp32", True)]  # type, zero1
 MICRO_BATCHES, STEPS = 2, 3
 
 
-class Line:
-    """What happens on a rank, in order: every piece as it is begun, and what the caller notes."""
+class Timeline:
+    """Events on one rank in order: the start of every piece, and events noted by the caller."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.sent: Counter[tuple[str, int]] = Counter()
         self._begin = gradient_buffer.begin_sum_over_data_ranks
 
-    def __enter__(self) -> "Line":
+    def __enter__(self) -> "Timeline":
         gradient_buffer.begin_sum_over_data_ranks = self._note
         return self
 
@@ -51,15 +51,15 @@ class Line:
 
 def train(
     architecture: str, dtype: str, context: ParallelContext, announced: bool
-) -> tuple[Line, list[str], list[torch.Tensor]]:
-    """Some steps of a small model on this rank's own batches; its figures, and what a checkpoint would hold."""
+) -> tuple[Timeline, list[str], list[torch.Tensor]]:
+    """Train a small model on this rank's batches; returns its metrics and the state a checkpoint would hold."""
     model = build_model(small_config(architecture), context, seed=5, dtype=DTYPES[dtype])
     precision = PrecisionConfig(dtype, initial_loss_scale=1024.0)
     config = OptimizerConfig(lr=1e-2, max_grad_norm=None if context.zero1 else 1.0)
     optimizer = MixedPrecisionAdamW(model.named_parameters(), config, precision, context)
     found = []
-    with Line() as line:
-        model.transformer.layers[0].register_full_backward_pre_hook(lambda *_: line.events.append("layer 0"))
+    with Timeline() as timeline:
+        model.transformer.layers[0].register_full_backward_pre_hook(lambda *_: timeline.events.append("layer 0"))
         for step in range(STEPS):
             optimizer.zero_grad()
             for micro_step in range(MICRO_BATCHES):
@@ -69,27 +69,27 @@ def train(
                 loss = total_loss(model, batch)
                 overflows = dtype == "fp16" and (context.dp_rank, step, micro_step) == (1, 0, 1)
                 (loss * (optimizer.loss_scale.value / 100) * (1e9 if overflows else 1.0)).backward()
-                line.events.append("end of a backward pass")
+                timeline.events.append("end of a backward pass")
                 found.append(repr(loss.item()))
             optimizer.reduce_gradients()
             optimizer.step()
-            line.events.append("end of a step")
+            timeline.events.append("end of a step")
             found.append(f"{optimizer.grad_norm!r}, {optimizer.num_skipped} skipped")
-    return line, found, list(optimizer.tensors().values())
+    return timeline, found, list(optimizer.tensors().values())
 
 
 def _train_both_ways(plain: ParallelContext) -> dict:
-    """Every kind of run, with and without the announcement: whether the bits agree, and the announced run's line."""
+    """Train every kind with and without `start_grad_sync`; returns whether results are bitwise equal, and timelines."""
     partition.PIECE_ELEMENTS = PIECE
     results = {}
     for architecture in ("gpt", "bert"):
         for dtype, zero1 in KINDS:
             context = dataclasses.replace(plain, zero1=zero1)
-            (line, *during), (_, *after) = (
+            (timeline, *during), (_, *after) = (
                 train(architecture, dtype, context, announced) for announced in (True, False)
             )
             same = all(torch.equal(a, b) for a, b in zip(during[1], after[1], strict=True))
-            results[architecture, dtype, zero1] = line.events, line.sent, during[0], after[0], same
+            results[architecture, dtype, zero1] = timeline.events, timeline.sent, during[0], after[0], same
     return results
 
 
@@ -97,7 +97,7 @@ NUM_PARAMETERS, LENGTH = 6, 40
 
 
 def _sum_toys(rank: int, plain: ParallelContext) -> dict:
-    """Six parameters of which each rank uses some, in its own order, a piece for each half of one."""
+    """Six parameters; each rank uses some of them in its own order. A piece is half a parameter."""
     partition.PIECE_ELEMENTS = LENGTH // 2
     forward, results = list(range(NUM_PARAMETERS)), {}
     cases = {
@@ -131,7 +131,7 @@ def _work(rank: int) -> tuple[dict, dict]:
 
 @pytest.fixture(scope="module")
 def by_rank() -> list[tuple[dict, dict]]:
-    """Of two data ranks: what the small models did, what the toys did."""
+    """Results of the small models and of the toy parameters on two data ranks."""
     return run_ranks(_work, 2)
 
 
@@ -139,16 +139,16 @@ RUNS = pytest.mark.parametrize(("architecture", "kind"), [(a, k) for a in ("gpt"
 
 
 @RUNS
-def test_a_run_that_sends_during_the_backward_pass_is_the_run_that_sends_after_it(by_rank, architecture, kind) -> None:
-    """Losses, norms, overflows, weights and moments, to the bit."""
+def test_overlapped_communication_is_bitwise_equal_to_communication_afterwards(by_rank, architecture, kind) -> None:
+    """Losses, norms, overflows, weights and moments are bitwise equal."""
     for results, _ in by_rank:
         _, _, during, after, same = results[architecture, *kind]
         assert during == after and same
-        assert during[-1].endswith("1 skipped" if kind[0] == "fp16" else "0 skipped")  # only rank 1 saw the overflow
+        assert during[-1].endswith("1 skipped" if kind[0] == "fp16" else "0 skipped")  # the overflow is on rank 1 only
 
 
 @RUNS
-def test_pieces_are_sent_before_the_first_layer_goes_backward_and_in_the_last_micro_batch_alone(
+def test_pieces_are_sent_before_the_first_layers_backward_pass_and_only_in_the_last_micro_batch(
     by_rank, architecture, kind
 ) -> None:
     for results, _ in by_rank:
@@ -160,12 +160,12 @@ def test_pieces_are_sent_before_the_first_layer_goes_backward_and_in_the_last_mi
             last_pass = step[len(first_pass) :]
             assert "piece" not in first_pass
             assert last_pass.index("piece") < last_pass.index("layer 0")
-            assert last_pass[-1] == "end of a backward pass"  # nothing was left to send
+            assert last_pass[-1] == "end of a backward pass"  # nothing remained to send
     assert events == []
 
 
 @RUNS
-def test_the_pieces_are_those_of_the_planner(by_rank, monkeypatch, architecture, kind) -> None:
+def test_the_pieces_match_the_planner(by_rank, monkeypatch, architecture, kind) -> None:
     monkeypatch.setattr(partition, "PIECE_ELEMENTS", PIECE)
     dtype, zero1 = kind
     sent = by_rank[0][0][architecture, dtype, zero1][1]
@@ -174,8 +174,8 @@ def test_the_pieces_are_those_of_the_planner(by_rank, monkeypatch, architecture,
     assert sent == expected and sent.total() > 10 * STEPS
 
 
-def test_ranks_whose_gradients_come_in_other_orders_or_not_at_all_add_the_same_pieces(by_rank) -> None:
-    """One that does not come holds up the pieces after it, never the rank."""
+def test_ranks_with_gradients_in_different_order_or_missing_sum_the_same_pieces(by_rank) -> None:
+    """A missing gradient delays the pieces after it but does not block the rank."""
     ranks = [toys for _, toys in by_rank]
     for zero1 in (False, True):
         orders = [found[zero1, "in opposite orders"][0] for found in ranks]
@@ -189,10 +189,10 @@ def test_ranks_whose_gradients_come_in_other_orders_or_not_at_all_add_the_same_p
         assert held == sorted(list(range(NUM_PARAMETERS)) * (1 if zero1 else 2))
 
 
-def test_a_second_backward_pass_after_the_last_is_a_mistake() -> None:
+def test_a_backward_pass_after_the_last_one_raises() -> None:
     param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     buffer = GradientBuffer([param], ParallelContext())
-    for _ in range(2):  # each step may have one
+    for _ in range(2):  # one is allowed per step
         buffer.start_grad_sync()
         param.sum().backward()
         buffer.reduce()
@@ -202,16 +202,16 @@ def test_a_second_backward_pass_after_the_last_is_a_mistake() -> None:
         param.sum().backward()
 
 
-def test_a_run_announces_its_last_micro_batch_and_only_that(tmp_path, monkeypatch) -> None:
-    line = []
+def test_a_run_starts_gradient_sync_only_in_its_last_micro_batch(tmp_path, monkeypatch) -> None:
+    calls = []
 
     def note(owner: type, name: str) -> None:
         original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args: (line.append(name), original(*args))[1])
+        monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), original(*args))[1])
 
     note(MixedPrecisionAdamW, "start_grad_sync")
     note(MixedPrecisionAdamW, "reduce_gradients")
     note(PretrainModule, "backward")
     run = tiny_run("gpt", tmp_path, precision__dtype="bf16", micro_batch_size=2, global_batch_size=6)
     assert pretrain(prepare_job(run)) == 0
-    assert line == 3 * ["backward", "backward", "start_grad_sync", "backward", "reduce_gradients"]
+    assert calls == 3 * ["backward", "backward", "start_grad_sync", "backward", "reduce_gradients"]

@@ -1,4 +1,4 @@
-"""Moments in bf16: rounded without bias, near fp32's run, resumed bit for bit, half the bytes."""
+"""bf16 moments: unbiased rounding, training close to fp32, bitwise resume, half the bytes."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from lmscale.training.step.half_moments import round_to_bf16
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 
-def test_rounding_gives_a_neighbour_and_keeps_the_mean() -> None:
+def test_rounding_gives_an_adjacent_value_and_keeps_the_mean() -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.tensor([1.0, 1.001, -1.003, 3e-12, -7.7e20, 0.0, 1.0039])
     draws = torch.stack([round_to_bf16(values, generator) for _ in range(4000)]).double()
@@ -24,10 +24,10 @@ def test_rounding_gives_a_neighbour_and_keeps_the_mean() -> None:
         assert set(draws[:, column].tolist()) <= {below[column].item(), above[column].item()}
     steps = (above - below).abs()
     assert ((draws.mean(dim=0) - values.double()).abs() / steps).max() < 4 * 0.5 / 4000**0.5
-    assert torch.equal(draws[:, 0], torch.ones(4000, dtype=torch.float64))  # what bf16 can hold stays
+    assert torch.equal(draws[:, 0], torch.ones(4000, dtype=torch.float64))  # exact in bf16: unchanged
 
 
-def test_a_constant_gradients_second_moment_is_followed_where_the_nearest_would_stand_still() -> None:
+def test_stochastic_rounding_tracks_a_second_moment_where_nearest_rounding_stalls() -> None:
     param = torch.nn.Parameter(torch.zeros(4096))
     param.shard = None
     optimizer = MixedPrecisionAdamW.__new__(MixedPrecisionAdamW)
@@ -42,7 +42,7 @@ def test_a_constant_gradients_second_moment_is_followed_where_the_nearest_would_
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_run_stays_near_fp32s_and_resumes_bit_for_bit(tmp_path, dtype) -> None:
+def test_a_run_stays_close_to_fp32_and_resumes_bitwise(tmp_path, dtype) -> None:
     settings = {"trainer__max_steps": 8, "precision__dtype": dtype, "resume": "auto"}
     half = settings | {"optimizer__moments": "bf16"}
     assert pretrain(prepare_job(tiny_run("gpt", tmp_path / "fp32", **settings))) == 0
@@ -59,7 +59,7 @@ def test_a_run_stays_near_fp32s_and_resumes_bit_for_bit(tmp_path, dtype) -> None
     assert kinds == {"model": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
 
 
-def test_replicas_round_alike_and_zero1_changes_nothing(tmp_path) -> None:
+def test_replicas_round_identically_and_zero1_changes_nothing(tmp_path) -> None:
     settings = {
         "parallel__dp_size": 2,
         "precision__dtype": "bf16",
@@ -72,7 +72,7 @@ def test_replicas_round_alike_and_zero1_changes_nothing(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("name", "state"), [("fp32", 4), ("bf16", 8)])
-def test_the_state_has_the_bytes_of_the_estimate(name, state) -> None:
+def test_the_state_has_the_estimated_size(name, state) -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
     model = build_model(small_config("gpt"), ParallelContext(), seed=1, dtype=dtype)
     config = OptimizerConfig(lr=1e-3, moments="bf16")
@@ -85,6 +85,6 @@ def test_the_state_has_the_bytes_of_the_estimate(name, state) -> None:
     assert estimate_memory(small_config("gpt"), 1, 1, 8, name, half_moments=True).optimizer_state == state * count
 
 
-def test_other_moments_are_refused() -> None:
-    with pytest.raises(ValueError, match="`optimizer.moments` must be fp32 or bf16, but is 'fp8'"):
+def test_other_moment_types_are_refused() -> None:
+    with pytest.raises(ValueError, match="`moments` must be one of fp32, bf16, but is 'fp8'"):
         OptimizerConfig(lr=1e-3, moments="fp8")

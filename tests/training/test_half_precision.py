@@ -1,4 +1,4 @@
-"""What bf16 and fp16 may cost, and what they may not: sums over rows, micro-batches and ranks are in fp32."""
+"""Accuracy of bf16 and fp16: sums over rows, micro-batches and ranks are in fp32."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def gradients(kind: str, dtype: torch.dtype, x: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
-    """Of every parameter that a layer sums over rows."""
+    """Gradients of all parameters that a layer sums over rows."""
     generator = torch.Generator().manual_seed(1)
     if kind == "layer norm":
         layer = LayerNorm(HIDDEN, 1e-5, ParallelContext()).to(dtype)
@@ -64,8 +64,8 @@ def gradients(kind: str, dtype: torch.dtype, x: torch.Tensor, upstream: torch.Te
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["layer norm", "embedding", "position", "tied projection", *LINEARS])
-def test_gradients_summed_over_many_rows_are_off_by_no_more_than_rounding(kind, dtype) -> None:
-    """Left to themselves torch's CPU kernels are off by 58 % in a LayerNorm's bias at 16,384 rows of bf16."""
+def test_gradients_summed_over_many_rows_have_only_rounding_error(kind, dtype) -> None:
+    """torch's CPU kernels alone have an error of 58 % in a LayerNorm bias at 16,384 bf16 rows."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, HIDDEN, generator=generator).to(dtype).double()
     upstream = ((torch.randn(ROWS, HIDDEN, generator=generator) + 0.3) / 64).to(dtype).double()
@@ -77,7 +77,7 @@ def test_gradients_summed_over_many_rows_are_off_by_no_more_than_rounding(kind, 
 def summed_gradient(
     architecture: str, dtype: str, micro_batch_size: int, weights: dict[str, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Gradient of the mean loss over 64 sequences, `micro_batch_size` at a time, one fp64 vector; and the weights."""
+    """Gradient of the mean loss over 64 sequences in micro-batches, as one fp64 vector; and the weights."""
     config, context = small_config(architecture), ParallelContext()
     model = build_model(config, context, seed=3, dtype=DTYPES[dtype])
     if weights is not None:
@@ -95,10 +95,8 @@ def summed_gradient(
 @pytest.mark.parametrize("micro_batch_size", [64, 1])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])
-def test_the_gradient_over_many_micro_batches_is_off_by_no_more_than_rounding(
-    architecture, dtype, micro_batch_size
-) -> None:
-    """64 sequences in one, or one by one, against fp64 with the same weights; bounded by the type's epsilon.
+def test_the_gradient_over_many_micro_batches_has_only_rounding_error(architecture, dtype, micro_batch_size) -> None:
+    """64 sequences at once or one at a time, against fp64 with the same weights; bounded by the type's epsilon.
 
     Added up in the half type, 64 micro-batches are off by 1.1 to 1.2 % in bf16 and 0.14 % in fp16, against 0.6 % and
     0.06 % that the layers cost. The norm alone would not show it: it moves by 0.2 %.
@@ -109,8 +107,8 @@ def test_the_gradient_over_many_micro_batches_is_off_by_no_more_than_rounding(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_data_ranks_add_half_gradients_as_one_process_does(tmp_path, dtype) -> None:
-    """The same micro-batches on two ranks: the sums are in fp32, so only their order differs."""
+def test_data_ranks_sum_half_gradients_like_one_process(tmp_path, dtype) -> None:
+    """The same micro-batches on two ranks: sums are in fp32 and differ only in order."""
     settings = {"precision__dtype": dtype, "precision__initial_loss_scale": 1024.0, "micro_batch_size": 2}
     assert pretrain(prepare_job(tiny_run("gpt", tmp_path / "one", **settings))) == 0
     run_jobs([tiny_run("gpt", tmp_path / "two", parallel__dp_size=2, **settings)], 2)

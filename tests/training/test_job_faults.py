@@ -1,4 +1,4 @@
-"""Faults of whole jobs, put in on purpose: ranks that hang or die, signals, a second job in the same folder."""
+"""Fault injection for whole jobs: ranks that hang or die, signals, a second job in the same folder."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from lmscale.training.runtime.watchdog import Watchdog
 LONG_RUN = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=100000",)
 
 
-def test_a_rank_that_stands_still_is_ended_with_the_name_of_its_place() -> None:
+def test_the_watchdog_ends_a_hung_rank_and_names_its_phase() -> None:
     code = (
         "import time; from lmscale.training.runtime.watchdog import Watchdog; w = Watchdog(3, 0.5); w.start();"
         "w.mark('step 17, backward pass'); time.sleep(60)"
@@ -29,7 +29,7 @@ def test_a_rank_that_stands_still_is_ended_with_the_name_of_its_place() -> None:
     assert done.stderr.startswith("error: rank 3 has not moved for ") and "in step 17, backward pass" in done.stderr
 
 
-def test_a_watchdog_that_is_told_of_progress_keeps_still() -> None:
+def test_progress_reports_keep_the_watchdog_from_firing() -> None:
     watchdog = Watchdog(0, 0.4)
     watchdog.start()
     for number in range(10):
@@ -58,7 +58,7 @@ def rows_on_disk(run_dir: Path) -> int:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Only what this test started, with its ranks."""
+    """End the process that this test started, with its ranks."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
@@ -77,7 +77,7 @@ def test_a_rank_that_hangs_ends_the_job_within_the_time_limit(tmp_path) -> None:
         os.kill(stuck, signal.SIGSTOP)
         begin = time.monotonic()
         time.sleep(8)
-        os.kill(stuck, signal.SIGCONT)  # the agent's SIGTERM does not reach a process that is stopped
+        os.kill(stuck, signal.SIGCONT)  # a stopped process does not receive the agent's SIGTERM
         _, stderr = process.communicate(timeout=60)
         assert time.monotonic() - begin < 45
         assert process.returncode in (1, STALLED), stderr
@@ -91,7 +91,7 @@ def test_a_rank_that_hangs_ends_the_job_within_the_time_limit(tmp_path) -> None:
     ("number", "tp_size"),
     [(signal.SIGTERM, 2), pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.slow), (signal.SIGUSR1, 1)],
 )
-def test_a_scheduler_s_signal_saves_at_the_next_step_and_the_run_goes_on_as_if_nothing_were(
+def test_a_scheduler_signal_saves_at_the_next_step_and_the_resumed_run_is_bitwise_equal(
     tmp_path, number, tp_size
 ) -> None:
     settings = (*LONG_RUN, f"parallel.tp_size={tp_size}", f"hydra.run.dir={tmp_path / 'run'}", "resume=auto")
@@ -113,7 +113,7 @@ def test_a_scheduler_s_signal_saves_at_the_next_step_and_the_run_goes_on_as_if_n
 
 
 @linux_only
-def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tmp_path) -> None:
+def test_a_killed_rank_restarts_from_the_newest_checkpoint(tmp_path) -> None:
     short = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=40", "parallel.tp_size=2")
     short += ("checkpoint.save_every_steps=3",)
     process = start(*short, "max_restarts=2", f"hydra.run.dir={tmp_path / 'run'}")
@@ -130,7 +130,7 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tmp_path) -> 
 
 
 @linux_only
-def test_a_second_job_in_the_same_run_folder_is_refused_and_the_first_goes_on(tmp_path) -> None:
+def test_a_second_job_in_the_same_run_folder_is_refused_and_the_first_continues(tmp_path) -> None:
     process = start(*LONG_RUN, f"hydra.run.dir={tmp_path}")
     try:
         wait_until(lambda: rows_on_disk(tmp_path) > 2, process)

@@ -1,4 +1,4 @@
-"""Gradient norms by part of the model: together the global norm, and the same at every layout."""
+"""Gradient norms per model part: they combine to the global norm and are equal at every layout."""
 
 import math
 
@@ -17,7 +17,7 @@ PARTS = ("embedding", "layer_0", "layer_1", "output")
 
 
 @pytest.mark.parametrize("order", ["pre", "post"])
-def test_every_parameter_belongs_to_the_part_that_its_place_says(order) -> None:
+def test_every_parameter_belongs_to_the_part_of_its_position(order) -> None:
     model = build_model(small_config("bert", norm_order=order), ParallelContext(), seed=None, device="meta")
     parts = {name: part_of_model(name) for name, _ in model.named_parameters()}
     assert {part for name, part in parts.items() if "embedding" in name} == {"embedding"}
@@ -26,7 +26,7 @@ def test_every_parameter_belongs_to_the_part_that_its_place_says(order) -> None:
     assert {"lm_head.bias", "pooler.weight"} < after and ("transformer.final_norm.weight" in after) == (order == "pre")
 
 
-def test_the_norms_are_those_of_the_gradients_before_clipping_and_without_the_loss_scale() -> None:
+def test_the_norms_exclude_clipping_and_the_loss_scale() -> None:
     model = build_model(small_config("bert"), ParallelContext(), seed=3, dtype=torch.float16)
     precision = PrecisionConfig("fp16", initial_loss_scale=8.0)
     config = OptimizerConfig(lr=0.01, max_grad_norm=1e-3)
@@ -44,7 +44,7 @@ def test_the_norms_are_those_of_the_gradients_before_clipping_and_without_the_lo
 
 @pytest.mark.parametrize("zero1", [False, True])
 def test_every_layout_reports_the_same_norms(tmp_path, zero1) -> None:
-    """2 x 2 with sequence parallelism, and with ZeRO, against one process in fp64; a row has them, others have none."""
+    """2 x 2 with sequence parallelism and with ZeRO against one process in fp64; only reported rows have them."""
     settings = {"logger__layer_grad_norms": True, "logger__log_every_steps": 2, "micro_batch_size": 2}
     cut = {"tp_size": 2, "dp_size": 2, "sequence_parallel": True, "zero1": zero1}
     lengths = {"data__seq_length": 32, "model__max_position_embeddings": 32}

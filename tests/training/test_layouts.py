@@ -1,4 +1,4 @@
-"""The same run at every layout: losses, gradients, norm and weights equal those of one process (fp64, 1e-12)."""
+"""At every layout, losses, gradients, norm and weights equal those of one process (fp64, 1e-12)."""
 
 import itertools
 
@@ -22,7 +22,7 @@ CASES["gpt-pre-selective"] = ("gpt", {"model__recompute": "selective"})
 CASES["bert-post-selective"] = ("bert", {"model__norm_order": "post", "model__recompute": "selective"})
 CASES["gpt-pre-zero1"] = ("gpt", {"parallel__zero1": True, "micro_batch_size": 1})
 CASES["bert-post-zero1"] = ("bert", {"parallel__zero1": True, "model__norm_order": "post"})
-# Masks that do not depend on the layout: hidden dropout always, attention dropout in exact attention.
+# Dropout masks are independent of the layout: always for hidden dropout, for attention dropout with exact attention.
 CASES["gpt-pre-dropout"] = (
     "gpt",
     {"model__hidden_dropout": 0.2, "model__attention_dropout": 0.2, "model__attention": "exact"},
@@ -41,7 +41,7 @@ CASES["bert-post-dropout"] = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Every case trained at every layout, the ranks started once a world size."""
+    """Every case trained at every layout; the ranks are started once per world size."""
     root = tmp_path_factory.mktemp("layouts")
     for world_size in (1, 2, 4):
         runs = [
@@ -78,8 +78,8 @@ def test_a_run_does_not_depend_on_the_layout(folder, case, layout) -> None:
         if key.startswith("model/"):
             assert difference < BOUND, (key, difference)
         else:
-            # After one step the first moment is the gradient, times 0.1, and is held to the bound, relative to its
-            # largest element. After three, Adam has magnified the rounding of near-zero gradients.
+            # After one step the first moment is 0.1 times the gradient; the bound is relative to its largest element.
+            # After three steps, Adam has amplified the rounding errors of near-zero gradients.
             bound = BOUND if "first-gradient" in case else 10 * BOUND
             assert difference < bound * max(tensor.abs().max().item(), 1e-30), (key, difference)
 
@@ -92,14 +92,14 @@ def test_micro_batches_do_not_change_the_run(folder, architecture) -> None:
         assert relative(other["grad_norm"], row["grad_norm"]) < BOUND
 
 
-def test_the_cases_differ_from_one_another(folder) -> None:
-    """Equality over layouts would prove little if the switches did nothing."""
+def test_the_cases_give_different_runs(folder) -> None:
+    """Equality over layouts means little if the switches have no effect."""
     cases = ("gpt-pre-plain", "gpt-post-plain", "gpt-pre-dropout", "bert-pre-plain", "bert-post-plain")
     losses = {case: read_rows(folder / case / "1x1")[-1]["train/loss"] for case in cases}
     assert len({round(loss, 6) for loss in losses.values()}) == len(losses), losses
 
 
-def test_every_parameter_moves(folder) -> None:
+def test_every_parameter_is_updated(folder) -> None:
     tensors = read_tensors(folder / "bert-pre-plain" / "1x1")
     still = [key for key, tensor in tensors.items() if key.startswith("exp_avg/") and not torch.any(tensor)]
     assert still == []

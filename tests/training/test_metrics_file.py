@@ -1,4 +1,4 @@
-"""metrics.csv: a row a step, on disk at once, across resumes."""
+"""metrics.csv: one row per step, written to disk immediately, also across resumes."""
 
 import csv
 import errno
@@ -34,7 +34,7 @@ def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path) -> None:
     assert float(rows(logger.path)[2]["train/loss"]) == 1.0 / 3
 
 
-def test_validation_joins_the_row_of_its_step_and_never_makes_one(tmp_path) -> None:
+def test_validation_is_added_to_the_row_of_its_step(tmp_path) -> None:
     logger = MetricsFile(tmp_path / "metrics.csv")
     logger.resume_at(0)
     logger.log_metrics({"val/loss": 9.0}, 0)  # before the first step
@@ -44,13 +44,13 @@ def test_validation_joins_the_row_of_its_step_and_never_makes_one(tmp_path) -> N
     assert [row["val/loss"] for row in rows(logger.path)] == ["", "5.0", ""]
 
 
-def test_a_resume_keeps_earlier_rows_once_and_drops_later_and_torn_ones(tmp_path) -> None:
+def test_a_resume_keeps_earlier_rows_and_drops_later_and_truncated_ones(tmp_path) -> None:
     path = tmp_path / "metrics.csv"
     first = MetricsFile(path)
     first.resume_at(0)
     write(first, range(1, 8))
     with open(path, "a", encoding="utf-8") as file:
-        file.write("8,0.1")  # the process was killed in the middle of a line
+        file.write("8,0.1")  # killed while writing a line
     second = MetricsFile(path)
     second.resume_at(4)
     write(second, range(5, 10))
@@ -66,7 +66,7 @@ def test_a_run_from_scratch_starts_a_new_file(tmp_path) -> None:
     assert len(rows(logger.path)) == 2
 
 
-def test_rows_wait_for_a_full_disk_and_are_told_of_once(tmp_path, monkeypatch, capsys) -> None:
+def test_rows_are_buffered_while_the_disk_is_full_with_one_warning(tmp_path, monkeypatch, capsys) -> None:
     logger = MetricsFile(tmp_path / "metrics.csv")
     logger.resume_at(0)
     write(logger, range(1, 3))
@@ -89,7 +89,7 @@ def test_rows_wait_for_a_full_disk_and_are_told_of_once(tmp_path, monkeypatch, c
     assert capsys.readouterr().err == ""
 
 
-def test_a_disk_that_is_full_from_the_start_gets_the_whole_file_later(tmp_path) -> None:
+def test_if_the_disk_is_full_from_the_start_the_whole_file_is_written_later(tmp_path) -> None:
     (tmp_path / "run").write_text("in the way")
     logger = MetricsFile(tmp_path / "run" / "metrics.csv")
     write(logger, range(1, 3))
@@ -104,12 +104,12 @@ def test_columns_of_an_earlier_part_are_kept(tmp_path) -> None:
     write(first, range(1, 3))
     second = MetricsFile(tmp_path / "metrics.csv")
     second.resume_at(2)
-    second.log_metrics({"train/loss": 0.5, "lr": 0.1, "mfu": 0.4}, 3)  # another machine reports more
+    second.log_metrics({"train/loss": 0.5, "lr": 0.1, "mfu": 0.4}, 3)  # another machine reports more columns
     assert [row["lr"] for row in rows(second.path)] == ["0.1"] * 3
     assert "mfu" not in rows(second.path)[0]
 
 
-def test_a_step_that_is_validated_has_a_row_between_the_reported_ones(tmp_path) -> None:
+def test_a_validated_step_has_a_row_even_if_it_is_not_logged(tmp_path) -> None:
     run_jobs(
         [tiny_run("gpt", tmp_path, trainer__max_steps=7, trainer__validate_every_steps=3, logger__log_every_steps=2)], 1
     )
@@ -118,7 +118,7 @@ def test_a_step_that_is_validated_has_a_row_between_the_reported_ones(tmp_path) 
     assert [row["step"] for row in rows if "val/loss" in row] == [3, 6, 7]
 
 
-def test_a_perplexity_beyond_all_numbers_is_infinite(monkeypatch) -> None:
+def test_an_overflowing_perplexity_is_infinite(monkeypatch) -> None:
     module = GPTModule(small_config("gpt"), logs=False)
     monkeypatch.setattr(GPTModule, "parallel", ParallelContext())
     module._validation_sums = torch.tensor([[900.0], [1.0]], dtype=torch.float64)
@@ -127,7 +127,7 @@ def test_a_perplexity_beyond_all_numbers_is_infinite(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("freebsd14", 1024)])
-def test_the_memory_in_use_is_in_bytes_where_there_is_no_proc(monkeypatch, platform, unit) -> None:
+def test_memory_in_use_is_in_bytes_without_proc(monkeypatch, platform, unit) -> None:
     import resource
 
     def no_proc(*args, **kwargs):
@@ -139,7 +139,7 @@ def test_the_memory_in_use_is_in_bytes_where_there_is_no_proc(monkeypatch, platf
     assert memory_in_use(torch.device("cpu")) == 7_000_000 * unit
 
 
-def test_the_memory_in_use_counts_pages_of_any_size(monkeypatch) -> None:
+def test_memory_in_use_respects_the_page_size(monkeypatch) -> None:
     small = memory_in_use(torch.device("cpu"))
     monkeypatch.setattr("os.sysconf", lambda name: 65_536)
     assert memory_in_use(torch.device("cpu")) > 10 * small

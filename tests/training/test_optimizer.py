@@ -1,4 +1,4 @@
-"""The optimizer: parameter groups, masters, skipping, clipping, and the loss scale's life."""
+"""The optimizer: parameter groups, masters, skipped steps, clipping and loss scaling."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def make(dtype: str = "fp32", context: ParallelContext | None = None, **changes)
 
 
 def set_gradients(model, optimizer, seed: int = 0, scale: float = 1.0) -> None:
-    """Random gradients, brought by a backward pass as always."""
+    """Set random gradients through a backward pass."""
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(seed)
     parameters = list(model.parameters())
@@ -61,7 +61,7 @@ def test_fp32_without_clipping_is_torchs_adamw() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_clipping_scales_the_whole_gradient_to_the_largest_norm() -> None:
+def test_clipping_scales_the_whole_gradient_to_the_maximum_norm() -> None:
     norms = {}
     for limit in (None, 0.5):
         model, optimizer = make("fp64", max_grad_norm=limit)
@@ -74,7 +74,7 @@ def test_clipping_scales_the_whole_gradient_to_the_largest_norm() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_weights_follow_fp32_masters_that_keep_small_updates(dtype) -> None:
+def test_fp32_masters_of_half_weights_keep_small_updates(dtype) -> None:
     model, optimizer = make(dtype, max_grad_norm=None)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     optimizer.set_learning_rate(1e-5)
@@ -86,7 +86,7 @@ def test_half_weights_follow_fp32_masters_that_keep_small_updates(dtype) -> None
         assert master.dtype == torch.float32 and param.dtype == half
         assert torch.equal(param, master.to(half))
         moved = (master - start).abs()
-        assert moved.max() <= 3.1e-5 and moved.max() > 2e-5  # about lr an update, far below bf16's resolution at 1
+        assert moved.max() <= 3.1e-5 and moved.max() > 2e-5  # about lr per update, below bf16's resolution at 1
 
 
 def test_the_loss_scale_grows_and_halves_with_hysteresis() -> None:
@@ -95,18 +95,18 @@ def test_the_loss_scale_grows_and_halves_with_hysteresis() -> None:
     for overflow in (False, False, False, True, False, True, True, True, True, False, False, False):
         scale.update(overflow)
         history.append(scale.value)
-    # doubled after 3 clean steps; the first overflow is forgiven; floor at 2; grows again
+    # doubled after 3 finite steps; the first overflow is tolerated; minimum 2; grows again
     assert history == [8, 8, 16, 16, 16, 8, 4, 2, 2, 2, 2, 4]
 
 
-def test_other_types_have_a_constant_scale_of_one() -> None:
+def test_other_types_have_a_constant_loss_scale_of_one() -> None:
     scale = LossScale.from_config(PrecisionConfig("bf16"))
     scale.update(overflow=True)
     assert scale.value == 1.0
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_a_gradient_that_is_not_finite_is_skipped_and_changes_nothing(dtype) -> None:
+def test_a_step_with_a_non_finite_gradient_is_skipped_and_changes_nothing(dtype) -> None:
     model, optimizer = make(dtype)
     before = [p.clone() for p in model.parameters()]
     for value in (float("inf"), float("nan")):
@@ -136,8 +136,8 @@ def _inf_on_one_rank(rank: int, name: str) -> dict:
 
 
 @pytest.mark.parametrize("name", ["transformer.layers.1.mlp.up.weight", "transformer.layers.0.mlp_norm.weight"])
-def test_an_inf_on_one_tensor_rank_makes_all_skip(name) -> None:
-    """In a sharded and in a replicated parameter: the ranks agree, and go on together."""
+def test_an_inf_on_one_tensor_rank_makes_all_ranks_skip(name) -> None:
+    """In a sharded and in a replicated parameter: all ranks agree and continue together."""
     results = run_ranks(_inf_on_one_rank, 2, name)
     for result in results:
         assert result["first"] == (1, 1, True)

@@ -1,4 +1,4 @@
-"""What tensor ranks hold in common stays common, and the loss reductions mean what they say."""
+"""Replicated parameters stay equal on all tensor ranks, and both loss reductions match their definitions."""
 
 import pytest
 from runs import read_rows, run_jobs, tiny_run
@@ -15,17 +15,17 @@ def test_replicated_parameters_are_bitwise_equal_after_20_steps_with_dropout(
         tmp_path,
         parallel__tp_size=2,
         trainer__max_steps=20,
-        trainer__check_replicas_every_steps=1,  # the sentinel compares; tests/training/test_faults.py makes it bark
+        trainer__check_replicas_every_steps=1,  # test_faults.py tests that this check detects differences
         model__norm_order=norm_order,
         model__hidden_dropout=0.1,
         model__attention_dropout=0.1,
         precision__dtype=dtype,
     )
-    run_jobs([run], 2)  # fails unless the run ends well
+    run_jobs([run], 2)  # fails unless the run succeeds
 
 
-def test_mean_of_means_depends_on_the_micro_batch_where_token_mean_does_not(tmp_path) -> None:
-    """BERT's sequences have different numbers of masked tokens, so upstream's reduction gives another loss."""
+def test_mean_of_means_depends_on_the_micro_batch_size_and_token_mean_does_not(tmp_path) -> None:
+    """BERT sequences have different numbers of masked tokens, so upstream's reduction gives a different loss."""
     losses = {}
     for reduction in ("token_mean", "mean_of_means"):
         for size in (1, 4):
@@ -39,7 +39,7 @@ def test_mean_of_means_depends_on_the_micro_batch_where_token_mean_does_not(tmp_
 
 
 def test_mean_of_means_is_the_mean_over_ranks_and_micro_batches(tmp_path) -> None:
-    """Two data ranks with two micro-batches each, or one rank with four: the same four means."""
+    """Two data ranks with two micro-batches each and one rank with four average the same four means."""
     settings = {"loss_reduction": "mean_of_means", "micro_batch_size": 2}
     run_jobs([tiny_run("bert", tmp_path / "two", parallel__dp_size=2, **settings)], 2)
     pretrain(prepare_job(tiny_run("bert", tmp_path / "one", **settings)))
@@ -49,7 +49,7 @@ def test_mean_of_means_is_the_mean_over_ranks_and_micro_batches(tmp_path) -> Non
 
 
 @pytest.mark.slow
-def test_a_compiled_run_follows_the_plain_one(tmp_path) -> None:
+def test_a_compiled_run_matches_the_eager_run(tmp_path) -> None:
     for name, compiled in (("plain", False), ("compiled", True)):
         run = tiny_run("gpt", tmp_path / name, compile=compiled, precision__dtype="fp32", model__hidden_dropout=0.1)
         pretrain(prepare_job(run))

@@ -1,4 +1,4 @@
-"""What a run says in its first lines."""
+"""The first lines that a run prints."""
 
 import sys
 
@@ -21,9 +21,7 @@ from lmscale.training.pretrain import prepare_job, pretrain
         ),
     ],
 )
-def test_the_options_of_a_run_are_named_with_whether_they_do_anything(
-    sizes: tuple[int, int], line: str, tmp_path
-) -> None:
+def test_the_first_lines_name_each_option_and_whether_it_is_active(sizes: tuple[int, int], line: str, tmp_path) -> None:
     run = tiny_run("gpt", tmp_path, optimizer__moments="bf16", precision__dtype="fp32", model__recompute="full")
     layout = ParallelConfig(*sizes, sequence_parallel=True, zero1=True)
     assert describe_options(run, run.model.with_vocab_size(100), layout) == line
@@ -32,7 +30,7 @@ def test_the_options_of_a_run_are_named_with_whether_they_do_anything(
 
 
 def test_a_run_of_one_process_opens_no_port(tmp_path, monkeypatch) -> None:
-    """Another process could take it between its choice and its use."""
+    """Another process could take a port between its choice and its use."""
 
     def refuse(*args, **kwargs) -> None:
         raise AssertionError("a store that listens on a port")

@@ -21,14 +21,14 @@ BERT = {"decay": "linear", "warmup_steps": 10_000, "decay_steps": 2_000_000, "mi
     ],
 )
 def test_both_formulas_give_the_published_rates(settings, peak, t, megatron_v1, paper) -> None:
-    # To half a unit of the last printed digit.
+    # Within half a unit of the last printed digit.
     if paper is not None:
         assert learning_rate(t, ScheduleConfig(**settings), peak) == pytest.approx(paper, rel=5e-5, abs=1e-12)
     v1 = ScheduleConfig(**settings, formula="megatron_v1")
     assert learning_rate(t, v1, peak) == pytest.approx(megatron_v1, rel=5e-5)
 
 
-def test_the_paper_formula_is_still_well_above_the_floor_where_megatron_v1_reaches_it() -> None:
+def test_megatron_v1_reaches_the_minimum_rate_well_before_the_paper_formula() -> None:
     assert learning_rate(253_123, ScheduleConfig(**GPT), 1.5e-4) == pytest.approx(1.84e-5, abs=5e-8)
     v1 = ScheduleConfig(**GPT, formula="megatron_v1")
     assert learning_rate(253_100, v1, 1.5e-4) > 1e-5
@@ -52,24 +52,24 @@ def test_the_first_update_moves_the_weights_only_with_the_paper_formula() -> Non
     assert learning_rate_of_update(8, v1, 0.7) == learning_rate_of_update(7, schedule, 0.7) == 0.7
 
 
-def test_no_warmup_starts_at_the_peak() -> None:
+def test_without_warmup_the_rate_starts_at_the_peak() -> None:
     for decay in ("cosine", "linear", "constant"):
         assert learning_rate(0, ScheduleConfig(decay, warmup_steps=0, decay_steps=5), 0.3) == 0.3
 
 
-def test_a_schedule_that_is_all_warmup_ends_at_the_peak_and_then_drops_to_the_floor() -> None:
+def test_a_schedule_of_warmup_only_ends_at_the_peak_and_then_drops_to_the_minimum() -> None:
     schedule = ScheduleConfig("cosine", warmup_steps=5, decay_steps=5, min_lr=0.01)
     assert learning_rate(5, schedule, 0.3) == 0.3
     assert learning_rate(6, schedule, 0.3) == 0.01
 
 
-def test_constant_stays_at_the_peak_past_the_end() -> None:
+def test_a_constant_schedule_stays_at_the_peak_past_the_end() -> None:
     schedule = ScheduleConfig("constant", warmup_steps=4, decay_steps=9)
     assert [learning_rate(t, schedule, 0.2) for t in (2, 4, 9, 99)] == [0.1, 0.2, 0.2, 0.2]
 
 
 @pytest.mark.parametrize("formula, decay", list(itertools.product(["paper", "megatron_v1"], ["cosine", "linear"])))
-def test_the_rate_has_no_jumps_and_never_rises_after_the_warmup(formula: str, decay: str) -> None:
+def test_the_rate_is_continuous_and_never_increases_after_warmup(formula: str, decay: str) -> None:
     schedule = ScheduleConfig(decay, warmup_steps=30, decay_steps=300, min_lr=0.1, formula=formula)
     rates = [learning_rate(t, schedule, 1.0) for t in range(340)]
     assert all(later > earlier for earlier, later in itertools.pairwise(rates[:31]))
@@ -78,11 +78,11 @@ def test_the_rate_has_no_jumps_and_never_rises_after_the_warmup(formula: str, de
     assert min(rates[30:]) >= 0.1
 
 
-def test_a_floor_above_the_peak_is_refused() -> None:
+def test_a_minimum_rate_above_the_peak_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`schedule.min_lr` must be at most `optimizer.lr` \(0.01\), but is 0.1"):
         ScheduleConfig("linear", warmup_steps=1, decay_steps=5, min_lr=0.1).check_peak(0.01)
 
 
-def test_megatron_v1_refuses_a_warmup_over_half_of_the_run() -> None:
+def test_megatron_v1_refuses_a_warmup_longer_than_half_the_run() -> None:
     with pytest.raises(ValueError, match=r"`schedule.warmup_steps` must be at most half .* \(11\).* but is 6"):
         ScheduleConfig("linear", warmup_steps=6, decay_steps=11, formula="megatron_v1")

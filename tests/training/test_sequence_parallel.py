@@ -1,4 +1,4 @@
-"""Runs whose tensor ranks share every sequence equal those of one process (fp64, 1e-12)."""
+"""Runs with sequence parallelism equal those of one process (fp64, 1e-12)."""
 
 import pytest
 from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_norms_and_weights_are_those_of_one_process(folder, case: str) -> None:
+def test_losses_norms_and_weights_equal_those_of_one_process(folder, case: str) -> None:
     plain, other = folder / case / "1x1", folder / case / "2x2"
     for row, other_row in zip(read_rows(plain), read_rows(other), strict=True):
         for column in ("train/loss", "grad_norm"):
@@ -51,7 +51,7 @@ def test_losses_norms_and_weights_are_those_of_one_process(folder, case: str) ->
             assert (other_tensors[key] - tensor).abs().max().item() < BOUND, key
 
 
-def test_half_types_add_the_gradients_of_all_positions(tmp_path) -> None:
+def test_half_types_sum_the_gradients_of_all_positions(tmp_path) -> None:
     for tp_size in (1, 2):
         run_jobs([run_of("gpt-post-full", tp_size, 1, tmp_path, precision__dtype="bf16")], tp_size)
     one, two = (read_rows(tmp_path / "gpt-post-full" / f"{tp_size}x1") for tp_size in (1, 2))
@@ -60,6 +60,6 @@ def test_half_types_add_the_gradients_of_all_positions(tmp_path) -> None:
         assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=2e-2)
 
 
-def test_a_sequence_that_the_ranks_cannot_share_is_refused(tmp_path) -> None:
+def test_a_sequence_length_not_divisible_by_tp_size_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="`data.seq_length` must be a multiple of `parallel.tp_size` .2. with"):
         tiny_run("gpt", tmp_path, parallel__tp_size=2, parallel__sequence_parallel=True)

@@ -1,4 +1,4 @@
-"""Random kill -9s: nothing is lost, and the curve is the one nobody disturbed."""
+"""Random kill -9: nothing is lost, and the loss curve equals that of an undisturbed run."""
 
 import json
 import subprocess
@@ -10,9 +10,9 @@ from entry_points import REPOSITORY, environment
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks with ps and /proc")
 
 
-def soak(tmp_path, kills: int, steps_a_kill: int, timeout_s: float) -> dict:
+def soak(tmp_path, kills: int, steps_per_kill: int, timeout_s: float) -> dict:
     command = [sys.executable, str(REPOSITORY / "analysis" / "correctness" / "soak.py"), "--kills", str(kills)]
-    command += ["--steps-a-kill", str(steps_a_kill), "--folder", str(tmp_path / "soak"), "--seed", "3"]
+    command += ["--steps-a-kill", str(steps_per_kill), "--folder", str(tmp_path / "soak"), "--seed", "3"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = json.loads((tmp_path / "soak" / "soak.json").read_text())["metrics"]

@@ -1,4 +1,4 @@
-"""An ordinary Lightning Trainer with our strategy, module and data: every feature does what Lightning documents."""
+"""A stock Lightning Trainer with our strategy, module and data: every feature works as Lightning documents it."""
 
 import csv
 import os
@@ -32,7 +32,7 @@ SIZES |= {"vocab_multiple": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
 def parts(architecture: str = "gpt", **changes) -> tuple[L.LightningModule, TextDataModule]:
-    """A module and its data, sized as `tiny_run`'s."""
+    """A module and its data, of the size of `tiny_run`."""
     data = TextDataModule(architecture, seq_length=33, micro_batch_size=4, vocab_size=600, num_validation_samples=7)
     config = TransformerConfig(architecture, vocab_size=data.vocab_size, **SIZES | changes)
     kind = GPTModule if architecture == "gpt" else BERTModule
@@ -40,7 +40,7 @@ def parts(architecture: str = "gpt", **changes) -> tuple[L.LightningModule, Text
 
 
 def trainer(folder: Path, **options) -> L.Trainer:
-    """One process, three steps of two micro-batches, with a row of figures for each."""
+    """One process, three steps of two micro-batches, one row of metrics per step."""
     options = {"max_steps": 3, "accumulate_grad_batches": 2, "precision": "64-true", "callbacks": []} | options
     strategy = TensorParallelStrategy(options.pop("tp_size", 1))
     return L.Trainer(
@@ -58,19 +58,19 @@ def trainer(folder: Path, **options) -> L.Trainer:
 
 
 def logged(folder: Path, column: str) -> list[float]:
-    """A column of the CSV logger's file, without empty cells."""
+    """One column of the CSV logger's file, without empty cells."""
     with open(folder / "logs" / "metrics.csv", encoding="utf-8", newline="") as file:
         return [float(row[column]) for row in csv.DictReader(file) if row.get(column)]
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])
-def test_the_numbers_are_those_of_the_training_script(tmp_path, architecture) -> None:
+def test_the_metrics_equal_those_of_the_training_script(tmp_path, architecture) -> None:
     run_jobs([tiny_run(architecture, tmp_path / "run")], 1)
     module, data = parts(architecture)
     trainer(tmp_path, gradient_clip_val=1.0).fit(module, data)
     for column in ("train/loss", "grad_norm"):
         expected = [row[column] for row in read_rows(tmp_path / "run")]
-        assert logged(tmp_path, column) == pytest.approx(expected, rel=1e-6), column  # the logger keeps fp32
+        assert logged(tmp_path, column) == pytest.approx(expected, rel=1e-6), column  # the logger stores fp32
 
 
 SCRIPT = """
@@ -96,7 +96,7 @@ if __name__ == "__main__":
 
 
 def run_script(text: str, folder: Path) -> None:
-    """A script of its own, which Lightning starts again for the second rank."""
+    """Run a separate script, which Lightning starts again for the second rank."""
     path = folder / "script.py"
     path.write_text(text, encoding="utf-8")
     done = subprocess.run(
@@ -105,7 +105,7 @@ def run_script(text: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_two_processes_give_the_same_and_their_checkpoint_goes_on_in_one(tmp_path) -> None:
+def test_two_processes_give_the_same_losses_and_their_checkpoint_resumes_in_one(tmp_path) -> None:
     tests = str(REPOSITORY / "tests")
     run_script(SCRIPT.format(paths=[tests, tests + "/training"], folder=str(tmp_path)), tmp_path)
     run_jobs([tiny_run("gpt", tmp_path / "run", parallel__tp_size=2)], 2)
@@ -118,10 +118,10 @@ def test_two_processes_give_the_same_and_their_checkpoint_goes_on_in_one(tmp_pat
     assert again == pytest.approx(losses, rel=1e-6)
     assert torch.equal(alone.predict(module, data)[0], predicted)
     alone.fit(module, data, ckpt_path=tmp_path / "kept" / "last.ckpt")
-    assert len(logged(tmp_path / "alone", "train/loss")) == 1  # the fourth step alone
+    assert len(logged(tmp_path / "alone", "train/loss")) == 1  # only the fourth step
 
 
-def test_the_best_the_last_and_the_learning_rate_are_kept(tmp_path, capsys) -> None:
+def test_best_and_last_checkpoints_and_the_learning_rate_are_recorded(tmp_path, capsys) -> None:
     module, data = parts()
     best = ModelCheckpoint(tmp_path / "kept", monitor="val/loss", save_top_k=2, save_last=True)
     options = {"max_steps": 4, "val_check_interval": 2, "check_val_every_n_epoch": None}
@@ -131,7 +131,7 @@ def test_the_best_the_last_and_the_learning_rate_are_kept(tmp_path, capsys) -> N
     assert sorted(set(logged(tmp_path, "lr/pg1")))[-2:] == pytest.approx([1e-3 * 8 / 9, 1e-3], rel=1e-6)
 
 
-def test_early_stopping_stops(tmp_path) -> None:
+def test_early_stopping_ends_the_run(tmp_path) -> None:
     module, data = parts()
     stop = EarlyStopping("val/loss", patience=0, min_delta=10.0)
     ended = trainer(tmp_path, callbacks=[stop], max_steps=9, val_check_interval=2, check_val_every_n_epoch=None)
@@ -140,8 +140,8 @@ def test_early_stopping_stops(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("every", [4, 3])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, every) -> None:
-    """Saved after the validation at a step's end, and in the middle of a step, whose micro-batches are done again."""
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, every) -> None:
+    """Saved after validation at the end of a step, and within a step, whose micro-batches are then repeated."""
     options = {"max_steps": 5, "val_check_interval": every, "check_val_every_n_epoch": None}
     module, data = parts(hidden_dropout=0.1)
     kept = ModelCheckpoint(tmp_path / "kept", filename="{step}", monitor="val/loss", save_top_k=-1)
@@ -155,7 +155,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, every) -> None:
     assert losses == logged(tmp_path / "whole", "train/loss")[-len(losses) :] and len(losses) in (3, 4)
 
 
-def test_a_checkpoint_of_the_training_script_goes_on(tmp_path) -> None:
+def test_a_checkpoint_of_the_training_script_resumes(tmp_path) -> None:
     run_jobs([tiny_run("gpt", tmp_path / "run", checkpoint__save_every_steps=2, checkpoint__keep_last=None)], 1)
     module, data = parts()
     path = tmp_path / "run" / "checkpoints" / "step_2.ckpt"
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_the_training_script_goes_on(tmp_path) -> None:
             assert torch.equal(param, reader.read(f"model/{name}")), name
 
 
-def test_clipping_by_norm_is_by_the_trainer_s_number(tmp_path) -> None:
+def test_the_trainers_gradient_clip_value_is_used(tmp_path) -> None:
     for name, value in (("clipped", 1e-3), ("free", 0.0)):
         module, data = parts()
         trainer(tmp_path / name, gradient_clip_val=value).fit(module, data)
@@ -174,7 +174,7 @@ def test_clipping_by_norm_is_by_the_trainer_s_number(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true"])
-def test_the_precision_is_the_trainer_s(tmp_path, precision) -> None:
+def test_the_trainers_precision_is_used(tmp_path, precision) -> None:
     module, data = parts()
     trainer(tmp_path, precision=precision).fit(module, data)
     kind = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}[precision]
@@ -204,7 +204,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_conflicts_is_refused_in_one_line(tmp_path, name) -> None:
+def test_conflicting_options_raise_one_line(tmp_path, name) -> None:
     options, message = REFUSED[name]
     with pytest.raises(ValueError, match=message) as error:
         trainer(tmp_path, **options).fit(*parts())

@@ -1,4 +1,4 @@
-"""A world of 512 ranks in one process, against the paper's formulas and against real processes."""
+"""512 ranks traced in one process, against the paper's formulas and against real processes."""
 
 import dataclasses
 import resource
@@ -14,7 +14,7 @@ from sharding import random_batch, random_model, small_config, total_loss
 from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.planner.flops import hardware_flops_per_step, scored_tokens
 
-# Table 1's largest row: 8-way model parallel, 64-way data parallel, batch 512, so 8 sequences a rank.
+# Table 1's largest row: 8-way model parallel, 64-way data parallel, batch 512, so 8 sequences per rank.
 B, S, L, H, V = 8, 1024, 72, 3072, 51200
 LAYOUT = ParallelConfig(tp_size=8, dp_size=64)
 # Formula of Narayanan et al. 2021, equation 3: forward, backward and one more forward of the layers.
@@ -40,7 +40,7 @@ def test_gpt_8_3b_over_512_ranks_with_full_recomputation() -> None:
     assert report.model_parameters == 8_317_040_640
     assert report.rank_parameters == 1_043_549_184
     assert WITH_RECOMPUTATION == LAYOUT.tp_size * report.flops == 571_780_406_181_888
-    # 6 a layer of [b, s, h], 1 of the embedding, 1 of the output projection; 3 of [b s] in the loss, in fp32.
+    # 6 per layer of [b, s, h], 1 for the embedding, 1 for the output projection; 3 of [b s] in the loss, in fp32.
     large, small = 2 * B * S * H, 4 * B * S
     assert report.num_collectives == (6 * L + 2) + 3 == 437
     assert report.num_bytes == (6 * L + 2) * large + 3 * small
@@ -64,7 +64,7 @@ def test_gpt_8_3b_over_512_ranks_without_recomputation() -> None:
     assert report.num_bytes / 2**30 == pytest.approx(13.59, abs=0.005)
 
 
-def test_without_dropout_full_recomputation_stops_before_the_last_product_of_a_pre_norm_layer() -> None:
+def test_without_dropout_full_recomputation_skips_the_last_product_of_a_pre_norm_layer() -> None:
     few, b, s = 3, 2, 1024
     flops, counts = {}, {}
     for dropout in (0.0, 0.1):
@@ -76,12 +76,12 @@ def test_without_dropout_full_recomputation_stops_before_the_last_product_of_a_p
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_the_formula_of_perf_counts_what_the_model_does(recompute: str) -> None:
+def test_the_planners_formula_counts_the_flops_of_the_model(recompute: str) -> None:
     config = gpt_8_3b(2, recompute=recompute, attention="exact")
     assert LAYOUT.tp_size * trace_step(config, LAYOUT, B, S).flops == hardware_flops_per_step(config, S, B)
 
 
-def test_bert_is_counted_with_its_heads() -> None:
+def test_berts_count_includes_its_heads() -> None:
     layers, h, v, b, s, p = 3, 2560, 30720, 4, 512, 4
     config = TransformerConfig(
         family="bert",
@@ -96,7 +96,7 @@ def test_bert_is_counted_with_its_heads() -> None:
     report = trace_step(config, ParallelConfig(tp_size=p, dp_size=32), b, s)
     m = 77 * b  # 15 % of 512
     cut = 96 * b * s * layers * h**2 * (1 + Fraction(s, 6 * h)) + 6 * m * h * v
-    masked_lm_dense, pooler, order = 6 * m * h**2, 6 * b * h**2, 6 * b * h * 2  # whole on every rank
+    masked_lm_dense, pooler, order = 6 * m * h**2, 6 * b * h**2, 6 * b * h * 2  # replicated on every rank
     assert report.flops == cut / p + masked_lm_dense + pooler + order
     assert report.num_collectives == 6 * layers + 2 + 3
 
@@ -111,7 +111,7 @@ CASES = [
 
 
 def _record_real(rank: int, sequence_parallel: bool) -> list:
-    # Over the backend, as in the fake world; test_shared_memory.py compares the channel's bytes with it.
+    # Over gloo, as in the fake world; test_shared_memory.py compares the shared-memory channel with it.
     changes = {"sequence_parallel": sequence_parallel, "tp_communicator": None}
     context, recorded = dataclasses.replace(make_context(tp_size=2), **changes), []
     for case in CASES:
@@ -126,7 +126,7 @@ def _record_real(rank: int, sequence_parallel: bool) -> list:
 
 
 def scored_as_counted(batch: dict, config: TransformerConfig) -> dict:
-    """A BERT's batch with as many scored places as the arithmetic takes."""
+    """A BERT batch with the number of scored positions that the formulas assume."""
     if config.family == "bert":
         batch["labels"] = batch["tokens"].clone()
         batch["labels"][:, scored_tokens(config, batch["labels"].shape[1]) :] = -100
@@ -134,13 +134,13 @@ def scored_as_counted(batch: dict, config: TransformerConfig) -> dict:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_fake_world_sends_what_two_real_processes_send(sequence_parallel: bool) -> None:
+def test_the_fake_world_issues_the_collectives_of_two_real_processes(sequence_parallel: bool) -> None:
     layout = ParallelConfig(tp_size=2, sequence_parallel=sequence_parallel)
     traced = [trace_step(small_config(**c), layout, 5, 12, torch.float64).collectives for c in CASES]
     assert run_ranks(_record_real, 2, sequence_parallel) == [traced, traced]
 
 
-def test_a_size_that_does_not_fit_is_refused_and_no_process_group_stays_behind() -> None:
+def test_an_indivisible_size_is_refused_and_leaves_no_process_group() -> None:
     config = small_config("gpt")
     with pytest.raises(ValueError, match=r"`num_attention_heads` must be a multiple of `tp_size` \(8\), but is 4"):
         trace_step(config, ParallelConfig(tp_size=8), 5, 13)
@@ -153,7 +153,7 @@ def test_a_size_that_does_not_fit_is_refused_and_no_process_group_stays_behind()
     assert not dist.is_initialized()
 
 
-def test_a_process_that_already_has_a_group_is_refused(tmp_path) -> None:
+def test_a_process_with_an_existing_group_is_refused(tmp_path) -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
     try:
         with pytest.raises(RuntimeError, match="a process group"):

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: the same run with the optimizer's state cut over the data ranks, and its checkpoints."""
+"""ZeRO stage 1: the same run with the optimizer state sharded over the data ranks, and its checkpoints."""
 
 import dataclasses
 from collections import Counter
@@ -24,7 +24,7 @@ from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 
 @pytest.mark.parametrize("num_owners", [1, 2, 3, 7, 100])
-def test_owners_share_evenly_up_to_the_largest_parameter(num_owners) -> None:
+def test_parameters_are_balanced_over_owners_up_to_the_largest_parameter(num_owners) -> None:
     sizes = [900] + [100] * 20 + [10] * 33
     owners = assign_owners(sizes, num_owners)
     parts = [sum(s for s, o in zip(sizes, owners, strict=True) if o == n) for n in range(num_owners)]
@@ -34,8 +34,8 @@ def test_owners_share_evenly_up_to_the_largest_parameter(num_owners) -> None:
 
 
 @pytest.mark.parametrize(("architecture", "dtype"), [("gpt", "fp32"), ("bert", "bf16"), ("gpt", "fp16")])
-def test_a_run_with_zero1_is_the_run_without(tmp_path, architecture, dtype) -> None:
-    """Two ranks' sum has one order: no bit may differ without clipping (by a norm that is added up in other parts)."""
+def test_zero1_does_not_change_the_run(tmp_path, architecture, dtype) -> None:
+    """Sums over two ranks have one order: without clipping, whose norm has other partial sums, all bits are equal."""
     settings = {
         "parallel__dp_size": 2,
         "precision__dtype": dtype,
@@ -48,7 +48,7 @@ def test_a_run_with_zero1_is_the_run_without(tmp_path, architecture, dtype) -> N
     runs = [tiny_run(architecture, tmp_path / str(z), parallel__zero1=z, **settings) for z in (False, True)]
     run_jobs(runs, 2)
     plain, cut = (tmp_path / name for name in ("False", "True"))
-    exact = dtype != "fp32"  # there DDP divides by the data ranks what was multiplied with them
+    exact = dtype != "fp32"  # in fp32 DDP divides by the number of data ranks, which the loss was multiplied with
     for row, other in zip(read_rows(plain), read_rows(cut), strict=True):
         assert other["train/loss"] == (row["train/loss"] if exact else pytest.approx(row["train/loss"], rel=1e-6))
         assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-12 if exact else 1e-6)
@@ -59,8 +59,8 @@ def test_a_run_with_zero1_is_the_run_without(tmp_path, architecture, dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-def test_a_run_changes_between_zero1_and_other_layouts(tmp_path, dtype) -> None:
-    """dp 2 with it, then tp 2 x dp 2 with it, then one process: as if nothing had happened."""
+def test_a_run_resumes_with_and_without_zero1_at_other_layouts(tmp_path, dtype) -> None:
+    """dp 2 with ZeRO, then tp 2 x dp 2 with ZeRO, then one process equal an uninterrupted run."""
     settings = {"trainer__max_steps": 6, "precision__dtype": dtype, "resume": "auto"}
     assert pretrain(prepare_job(tiny_run("bert", tmp_path / "whole", **settings))) == 0
     part = tmp_path / "part"
@@ -69,16 +69,16 @@ def test_a_run_changes_between_zero1_and_other_layouts(tmp_path, dtype) -> None:
         run = tiny_run("bert", part, parallel__zero1=True, trainer__stop_after_steps=stop, **layout, **settings)
         run_jobs([run], 2 * stop // 2)
     pieces = read_metadata(list_checkpoints(part / "checkpoints")[-1]).tensors
-    assert {len(entry.pieces) for entry in pieces.values()} == {1, 2}  # by tensor ranks alone
-    assert len(read_metadata(list_checkpoints(part / "checkpoints")[-1]).files) == 4  # every rank has written
+    assert {len(entry.pieces) for entry in pieces.values()} == {1, 2}  # pieces of tensor ranks only
+    assert len(read_metadata(list_checkpoints(part / "checkpoints")[-1]).files) == 4  # every rank wrote a file
     assert pretrain(prepare_job(tiny_run("bert", part, **settings))) == 0
     bound = 1e-12 if dtype == "fp64" else 2e-2
     for row, other in zip(read_rows(tmp_path / "whole"), read_rows(part), strict=True):
         assert other["train/loss"] == pytest.approx(row["train/loss"], rel=bound)
 
 
-def test_it_goes_with_sequence_parallelism_and_moments_in_bf16(tmp_path) -> None:
-    """Of a sequence's shards the owner alone adds the partial gradients up."""
+def test_zero1_works_with_sequence_parallelism_and_bf16_moments(tmp_path) -> None:
+    """With sequence parallelism only the owner sums the partial gradients."""
     settings = {"data__seq_length": 32, "micro_batch_size": 2}
     assert pretrain(prepare_job(tiny_run("bert", tmp_path / "one", **settings))) == 0
     both = {"parallel__tp_size": 2, "parallel__dp_size": 2, "parallel__sequence_parallel": True}
@@ -97,7 +97,7 @@ def test_it_goes_with_sequence_parallelism_and_moments_in_bf16(tmp_path) -> None
 
 
 def _updated(rank: int, name: str) -> tuple[list[str], torch.Tensor]:
-    """One parameter on two data ranks, after one update: what this rank owns, and the weight it then has."""
+    """One parameter on two data ranks after one update: what this rank owns, and its new weight."""
     context = dataclasses.replace(make_context(1, 2), zero1=True)
     param = torch.nn.Parameter(torch.ones(4, 4, dtype=DTYPES[name]))
     param.shard = ShardSpec((4, 4), None, "ones")
@@ -109,14 +109,14 @@ def _updated(rank: int, name: str) -> tuple[list[str], torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
-def test_a_rank_that_owns_nothing_takes_part(name) -> None:
+def test_a_rank_that_owns_no_parameter_receives_the_update(name) -> None:
     (owned, weight), (none, other) = run_ranks(_updated, 2, name)
     assert (owned, none) == (["w"], [])
     assert torch.equal(weight, other) and torch.allclose(weight, torch.tensor(0.9), atol=0.01)
 
 
 def _sent(rank: int) -> Counter:
-    """What an update sends over the data group: (operation, elements), summed by how often."""
+    """Collectives of one update over the data group: a count per (operation, elements)."""
     found: Counter = Counter()
     originals = dist.reduce, dist.broadcast
 
@@ -135,7 +135,7 @@ def _sent(rank: int) -> Counter:
     return found
 
 
-def test_an_update_sends_what_the_formula_says() -> None:
+def test_an_update_issues_the_collectives_of_the_formula() -> None:
     (found, *_) = run_ranks(_sent, 3)
     layout = ParallelConfig(dp_size=3, zero1=True)
     formula = step_collectives(small_config("gpt"), layout, 1, 1, 13, "bf16")
@@ -160,7 +160,7 @@ def _held_bytes(rank: int, dtype: torch.dtype, name: str, dp_size: int = 2) -> i
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
-def test_a_rank_holds_what_the_estimate_says(name) -> None:
+def test_a_rank_holds_the_estimated_bytes(name) -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
     fullest = max(run_ranks(_held_bytes, 2, dtype, name))
     estimate = estimate_memory(small_config("gpt"), 1, 1, 8, name, 2, zero1=True)

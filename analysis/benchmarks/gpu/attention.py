@@ -1,4 +1,4 @@
-"""Attention backends of torch on the same inputs: forward and backward time of each, and its rounding error."""
+"""torch's attention backends on the same inputs: forward and backward time and rounding error."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""The device that a measurement was asked to run on."""
+"""The requested device of a measurement."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a GPU machine is and what it reaches: versions, bf16 products and the bandwidth of a copy.
+"""Versions, bf16 matrix-product rate and copy bandwidth of a GPU machine.
 
 python analysis/benchmarks/gpu/gpu_facts.py --product 8192x8192x8192 --copy-gib 4 --record FILE
 """

@@ -1,4 +1,4 @@
-"""One traced training step: kernels, launches, graphs and host syncs, counted."""
+"""Count kernels, launches, graphs and host syncs of a traced training step."""
 
 import warnings
 from collections import Counter, defaultdict

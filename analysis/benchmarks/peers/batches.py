@@ -1,4 +1,4 @@
-"""The batches that every contender trains on."""
+"""The batches for all contenders."""
 
 from typing import Any
 

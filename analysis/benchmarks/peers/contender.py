@@ -1,8 +1,8 @@
-"""Who runs: each a model, AdamW and one training step on a given batch.
+"""The interface of a contender: a model, AdamW and one training step on a given batch.
 
-All clip the gradient's norm at 1 and do the whole step: forward pass, backward pass, update. Ours and Hugging Face's
-start from the same weights; a model file and megatron-core draw their own. Where a peer keeps fp32 weights and computes
-in bf16, it does so by autocast, as its own users would.
+All clip the gradient norm at 1 and run the full step: forward pass, backward pass, update. Ours and Hugging Face's
+start from the same weights; a model file and megatron-core initialize their own. Peers with fp32 weights that compute
+in bf16 use autocast, as their users would.
 """
 
 from abc import ABC, abstractmethod

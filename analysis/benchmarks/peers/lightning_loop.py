@@ -1,4 +1,4 @@
-"""A plain Lightning loop around Hugging Face's model, asked for one step at a time."""
+"""A plain Lightning loop around Hugging Face's model, run one step at a time."""
 
 import queue
 import threading

@@ -1,4 +1,4 @@
-"""Models that return their loss, trained by torch's fused AdamW: transformers', and those of a file."""
+"""Models that return their loss, trained with torch's fused AdamW: from transformers and from a file."""
 
 import importlib.util
 from abc import abstractmethod
@@ -80,7 +80,7 @@ class ModelFile(Plain):
         super().__init__(module.GPT(sizes), bench, device, compiles)
 
     def loss(self, batch: Batch) -> Tensor:
-        labels = batch["labels"].masked_fill(batch["labels"] == IGNORE_LABEL, -1)  # nanoGPT's sign for the same
+        labels = batch["labels"].masked_fill(batch["labels"] == IGNORE_LABEL, -1)  # nanoGPT's ignore index
         return self.run(batch["tokens"], labels)[1]
 
 

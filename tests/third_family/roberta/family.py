@@ -1,4 +1,4 @@
-"""RoBERTa, described without torch."""
+"""The description of RoBERTa, without torch."""
 
 from lmscale.config.family import Family, HeadSizes
 from lmscale.models.bert.family import FAMILY as BERT

@@ -1,4 +1,4 @@
-"""BERT's samples without what only the sentence order needs."""
+"""BERT's samples without the inputs of sentence order prediction."""
 
 import numpy as np
 

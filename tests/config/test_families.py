@@ -1,4 +1,4 @@
-"""Only a family's own folder knows its name; everything else reads its description."""
+"""A family's name appears only in its own folder; all other code reads its description."""
 
 import ast
 import subprocess
@@ -11,14 +11,14 @@ from lmscale.config import TransformerConfig
 from lmscale.config.family import BUILT_IN, family_of, load
 from lmscale.config.pretrain import RunConfig
 
-PACKAGE = Path(__file__).resolve().parent.parent / "src" / "lmscale"
-# The only places that know a family by name: its folder and its samples.
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "lmscale"
+# The only places that may name a family: its folder and its samples.
 FOLDERS = [f"models/{name}/" for name in BUILT_IN]
 SAMPLES = [family_of(name).samples.split(":")[0].removeprefix("lmscale.").replace(".", "/") for name in BUILT_IN]
 EXEMPT = (*FOLDERS, *SAMPLES)
 
 
-def test_no_other_file_asks_which_family_it_is() -> None:
+def test_no_other_file_names_a_family() -> None:
     found = []
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).as_posix()
@@ -28,7 +28,7 @@ def test_no_other_file_asks_which_family_it_is() -> None:
     assert found == []
 
 
-def test_the_built_in_families_are_the_folders_and_everything_they_name_is_there() -> None:
+def test_built_in_families_match_the_folders_and_everything_they_reference_exists() -> None:
     assert BUILT_IN == ("gpt", "bert")
     for name in BUILT_IN:
         family = family_of(name)
@@ -50,7 +50,7 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_files_call_the_family_architecture_and_both_names_are_read() -> None:
+def test_files_use_the_key_architecture_and_both_names_are_read() -> None:
     config = TransformerConfig("gpt", 2, 16, 2, 50, 8, norm_order="post")
     values = config.to_dict()
     assert values["architecture"] == "gpt" and "family" not in values  # as in the first checkpoints and records
