@@ -1,4 +1,4 @@
-"""`trainer.profiler=torch` writes a trace and a table for each tensor rank of data rank 0."""
+"""`trainer.profiler=torch` leaves a trace and a table for each tensor rank of data rank 0."""
 
 import json
 
@@ -18,7 +18,7 @@ def test_a_trace_and_a_table_show_the_steps(tmp_path) -> None:
         assert "Self CPU" in (tmp_path / "profile" / f"rank_{rank}.txt").read_text()
 
 
-def test_an_unknown_profiler_is_refused(tmp_path) -> None:
+def test_another_profiler_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="`trainer.profiler` must be torch or null, but is 'cprofile'"):
         tiny_run("gpt", tmp_path, trainer__profiler="cprofile")
 
@@ -31,18 +31,17 @@ def test_a_run_that_ends_before_the_last_traced_step_is_refused(length: dict, tm
     assert TrainerConfig(**length).profiler is None
 
 
-def test_only_one_data_rank_is_traced(tmp_path, capfd) -> None:
+def test_one_data_rank_is_traced(tmp_path, capfd) -> None:
     parallel = {"tp_size": 1, "dp_size": 2, "zero1": True}
     run_jobs([tiny_run("gpt", tmp_path, trainer__profiler="torch", trainer__max_steps=6, parallel=parallel)], 2)
     assert "options: zero1\nkernels: " in capfd.readouterr().out
     assert {path.name for path in (tmp_path / "profile").iterdir()} == {"rank_0.json", "rank_0.txt"}
 
 
-def test_a_resumed_run_reports_that_it_has_no_step_to_trace(tmp_path, capfd) -> None:
+def test_a_resumed_run_without_a_step_to_trace_says_so(tmp_path, capfd) -> None:
     changes = {"trainer__max_steps": 8, "resume__path": "auto"}
     first = tiny_run("gpt", tmp_path, **changes, trainer__stop_after_steps=5)
     run_jobs([first, tiny_run("gpt", tmp_path, **changes, trainer__profiler="torch")], 1)
-    assert (
-        "WARNING: no step was traced: the first 3 steps after a start are not; the run had 3" in capfd.readouterr().err
-    )
+    warning = "WARNING: no step was traced: the first 3 steps after a start are not; the run had 3"
+    assert warning in capfd.readouterr().err
     assert not list((tmp_path / "profile").iterdir())
