@@ -24,4 +24,4 @@ def test_an_unresolved_config_is_resolved_once_and_then_built() -> None:
 def test_a_models_name_is_ignored_and_not_in_checkpoints() -> None:
     assert dataclasses.replace(OPEN, name="other") == OPEN
     assert "name" not in OPEN.to_dict()
-    assert TransformerConfig(**OPEN.to_dict()) == OPEN
+    assert TransformerConfig.from_dict(OPEN.to_dict()) == OPEN
