@@ -243,7 +243,7 @@ def test_invalid_configurations_raise_one_line(tmp_path, ckpt, changes, message:
 
 
 def test_unsuitable_checkpoints_raise(tmp_path) -> None:
-    gpt = make_checkpoint(tmp_path / "gpt", architecture="gpt")
+    gpt = make_checkpoint(tmp_path / "gpt", family="gpt")
     with pytest.raises(ValueError, match="`ckpt` must be of a BERT, but .* of a gpt"):
         prepare_job(make_run("qqp", tmp_path, gpt))
     bare = make_checkpoint(tmp_path / "bare", without="pooler")
