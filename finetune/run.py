@@ -12,14 +12,16 @@ from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 
-# On a CPU torch keeps a kernel with its buffers for each of the last 1,024 shapes; batches of similar length have many
-# shapes, which came to gigabytes. Read as torch is loaded; 128 is as fast.
+# On a CPU, torch caches a kernel with its buffers for each of the last 1,024 shapes. Batches of similar length have
+# many shapes, which took gigabytes. torch reads this when it is imported; 128 is as fast.
 for _cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
     os.environ.setdefault(_cache, "128")
 
 
 def finetune(values: dict, files: dict[str, str]) -> None:
-    """Build the config and the job, then start the ranks (or join those of torchrun or srun).
+    """Build the config, check the job, and run `finetune` on every rank: build model, data and Trainer, then fit.
+
+    Ranks are started here, or are those of torchrun or srun.
 
     Args:
         files: texts by path, written into the run folder when training starts.
@@ -27,7 +29,7 @@ def finetune(values: dict, files: dict[str, str]) -> None:
     from lmscale.config.finetune import FinetuneConfig
 
     run = FinetuneConfig.from_dict(values)
-    # torch and Lightning take seconds to import: not before the cheap checks above.
+    # torch and Lightning take seconds to import, so the cheap checks above come first.
     from lmscale.finetune import finetuning
     from lmscale.training.runtime.launch import launch
 
@@ -36,14 +38,14 @@ def finetune(values: dict, files: dict[str, str]) -> None:
 
 
 def objective(cfg: DictConfig) -> float | None:
-    """The figure of the run's record that a searching sweeper wants; None on ranks without a record."""
+    """The metric of the run's record that a searching sweeper optimizes; None on ranks without a record."""
     from lmscale.finetune.tasks import objective_of
 
     path = Path(HydraConfig.get().runtime.output_dir) / "record.json"
     if not path.is_file():
         return None
     metrics = json.loads(path.read_text(encoding="utf-8"))["metrics"]
-    found = metrics.get(cfg.objective or objective_of(cfg.task.name))  # none where no set has labels
+    found = metrics.get(cfg.objective or objective_of(cfg.task.name))  # None if no set has labels
     return None if found is None else found["value"]
 
 

@@ -19,7 +19,7 @@ def convert(values: dict) -> None:
 
 
 def write(config: ConvertConfig) -> Path:
-    """Write the source, which is ours or Hugging Face's, in the form that was asked for.
+    """Write the source, which is ours or Hugging Face's, in the requested form.
 
     Returns:
         our checkpoint, or the folder of the Hugging Face model.

@@ -12,7 +12,7 @@ from lmscale.config.generate import GenerateConfig
 def generate(values: dict) -> None:
     """Build the config and the job, then start the ranks (or join those of torchrun or srun)."""
     config = GenerateConfig.from_dict(values)
-    # torch takes seconds to import: not before the cheap checks above.
+    # torch takes seconds to import, so the cheap checks above come first.
     from lmscale.evaluation import generate_job
     from lmscale.training.runtime.launch import launch, world_from_outside
 

@@ -12,7 +12,7 @@ from lmscale.planner.question import plan_layout, rank
 
 
 def plan(values: dict) -> None:
-    """Plan the layout asked for, rank all layouts, or with `parallel=auto` do both, and print the answer."""
+    """Plan the requested layout, rank all layouts, or with `parallel=auto` do both, and print the result."""
     question = PlanConfig.from_dict(values)
     answers, text = {"name": question.name}, []
     if not question.best:

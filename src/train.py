@@ -12,7 +12,9 @@ from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 
 
 def train(values: dict, files: dict[str, str]) -> None:
-    """Build the config and the job, then start the ranks (or join those of torchrun or srun).
+    """Build the config, check the job, and run `pretrain` on every rank: build model, data and Trainer, then fit.
+
+    Ranks are started here, or are those of torchrun or srun.
 
     Args:
         files: texts by path, written into the run folder when training starts.
@@ -20,7 +22,7 @@ def train(values: dict, files: dict[str, str]) -> None:
     from lmscale.config.pretrain import RunConfig
 
     run = RunConfig.from_dict(values)
-    # torch and Lightning take seconds to import: not before the cheap checks above.
+    # torch and Lightning take seconds to import, so the cheap checks above come first.
     from lmscale.training.pretrain import prepare_job, pretrain
     from lmscale.training.runtime.launch import launch
 

@@ -10,7 +10,7 @@ from lmscale.config.zero_shot import ZeroShotConfig
 def evaluate(values: dict) -> None:
     """Build the config and the job, then start the ranks (or join those of torchrun or srun)."""
     config = ZeroShotConfig.from_dict(values)
-    # torch takes seconds to import: not before the cheap checks above.
+    # torch takes seconds to import, so the cheap checks above come first.
     from lmscale.evaluation import zero_shot_job
 
     if config.count_only:

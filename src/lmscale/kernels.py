@@ -1,6 +1,6 @@
-"""The one door to optional kernels: what computes the layers, torch's own kernels, compiled ones or NVIDIA's apex.
+"""The choice of kernels that compute the layers: torch's own, compiled ones or NVIDIA's apex.
 
-apex is never needed and never taken in silence: a run that asks for it and cannot have it is refused.
+apex is optional and never a silent fallback: a run that requests it without being able to use it is refused.
 """
 
 import importlib.util
@@ -12,12 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes a model's layers.
+    """The kernels that compute a model's layers.
 
     Args:
         layer_norm: `torch` or `apex`.
-        float8: the products of the layers' linears, forward and backward, are in float8.
-        compiles: torch.compile fuses each layer, one graph for all, and the passes over the logits.
+        float8: the matrix products of the linear layers, forward and backward, are in float8.
+        compiles: torch.compile fuses each layer (one graph for all) and the passes over the logits.
         cuda_graphs: the compiled layers are recorded on a GPU and replayed.
     """
 
@@ -46,13 +46,13 @@ def choose_kernels(
     recompute: str = "none",
     tp_size: int = 1,
 ) -> Kernels:
-    """What a run's `kernels=`, `compile=` and `cuda_graphs=` mean on this machine.
+    """Resolve a run's `kernels=`, `compile=` and `cuda_graphs=` on this machine.
 
-    `compiles=auto` compiles on a GPU, but not with apex, which torch.compile cannot see into. `kernels=auto` is apex on
-    a GPU where it is installed and nothing is compiled (the compiler fuses LayerNorm with its neighbours), else torch.
+    `compiles=auto` compiles on a GPU, but not with apex, which torch.compile cannot trace. `kernels=auto` is apex on
+    a GPU if it is installed and nothing is compiled (the compiler fuses LayerNorm with its neighbours), else torch.
 
     Raises:
-        ValueError: what cannot be had here: apex without NVIDIA's package, on a CPU or compiled; CUDA graphs without a
+        ValueError: an impossible request: apex without NVIDIA's package, on a CPU or compiled; CUDA graphs without a
             GPU, compiled layers, a half type, one tensor rank, or with layers that are recomputed.
     """
     problem = apex_problem() if kernels != "torch" else None
@@ -75,7 +75,7 @@ def _check_cuda_graphs(on_gpu: bool, compiles: bool, dtype: str, recompute: str,
     reasons = {
         "on a CPU": not on_gpu,
         "where layers are not compiled": not compiles,
-        # Gradients lie in the graphs' memory until the next replay; those of half types are moved out at once.
+        # Gradients are in the graphs' memory until the next replay; those of half types are moved out at once.
         f"with precision={dtype}, whose gradients stay where a graph made them": dtype in ("fp32", "fp64"),
         f"with model.recompute={recompute}": recompute != "none",
         f"with parallel.tp_size={tp_size}: collectives are not recorded": tp_size > 1,
@@ -86,7 +86,7 @@ def _check_cuda_graphs(on_gpu: bool, compiles: bool, dtype: str, recompute: str,
 
 
 def apex_problem() -> str | None:
-    """Why NVIDIA's apex cannot be used, or None; imports nothing, as the wrong package could do anything."""
+    """Why NVIDIA's apex cannot be used, or None; imports nothing, since it may be another package."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return "apex is not installed (NVIDIA's is conda-forge's nvidia-apex; PyPI's apex is another project)"

@@ -1,8 +1,8 @@
-"""What tells a run of the paper from a smaller one: its models' sizes, its steps, its vocabularies, its test files.
+"""Constants of the paper that distinguish its runs from smaller ones: model sizes, steps, vocabularies, test files.
 
-`analysis/ledger/paper.yaml` has every number of the paper; a test compares these with it.
+`analysis/ledger/paper.yaml` has every number of the paper; a test compares these constants with it.
 
-Source: arXiv:1909.08053v4, the table or section named at each.
+Source: arXiv:1909.08053v4, the table or section named for each.
 """
 
 STEPS = 300_000  # section 5.2: iterations of each GPT

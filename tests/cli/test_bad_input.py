@@ -270,7 +270,7 @@ def test_a_finished_run_without_checkpoints_is_not_restarted(finished, tmp_path,
     before = contents(folder)
     done = train(*TINY, f"hydra.run.dir={folder}", f"resume={resume}")
     assert done.returncode == 2
-    assert f"`hydra.run.dir` must be another folder where a run starts anew, but {folder} has" in only_line(done.stderr)
+    assert f"`hydra.run.dir` must be another folder for a new run, but {folder} has" in only_line(done.stderr)
     assert contents(folder) == before
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmscale.data.blend import Blend
+from lmscale.data.sampler import Blend
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9)
 

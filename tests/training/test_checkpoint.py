@@ -140,7 +140,7 @@ def test_a_data_digest_of_other_samples_is_refused(finished, tmp_path, capfd, mo
     run = tiny_run("gpt", tmp_path, resume=str(finished), **(LONG | {"trainer__max_steps": 7}))
     run = dataclasses.replace(run, resume=dataclasses.replace(run.resume, schedule="override"))
     assert pretrain(prepare_job(run)) == 2
-    assert "the data-order certificate must be" in capfd.readouterr().err
+    assert "the data digest must be" in capfd.readouterr().err
 
 
 def test_a_half_precision_run_resumes_in_fp32_from_its_exact_masters(tmp_path) -> None:

@@ -152,7 +152,7 @@ def test_a_full_disk_is_reported_and_training_continues(whole, tmp_path, capfd, 
     stderr = capfd.readouterr().err
     for step, kept in ((2, 1), (3, 1)):
         assert f"error: checkpoint of step {step} not saved: rank 0: [Errno 28] No space left on device" in stderr
-        assert f"step_{kept}.ckpt stays; training goes on" in stderr
+        assert f"step_{kept}.ckpt stays; training continues" in stderr
     assert_same_run(whole, tmp_path)
     assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step_1.ckpt", "step_4.ckpt", "step_5.ckpt"]
     assert not list((tmp_path / "checkpoints").glob(".*"))
@@ -202,7 +202,7 @@ def test_a_non_finite_loss_stops_the_run_and_names_the_first_non_finite_paramete
 
 def test_the_diagnosis_names_the_parameter_set_to_nan(tmp_path, monkeypatch) -> None:
     name = "transformer.layers.1.mlp.up.bias"
-    make = pretrain_module._make_module
+    make = pretrain_module.build_model
 
     def poisoned(job, resume_from, running):
         module = make(job, resume_from, running)
@@ -215,7 +215,7 @@ def test_the_diagnosis_names_the_parameter_set_to_nan(tmp_path, monkeypatch) -> 
         module.configure_model = configure_and_poison
         return module
 
-    monkeypatch.setattr(pretrain_module, "_make_module", poisoned)
+    monkeypatch.setattr(pretrain_module, "build_model", poisoned)
     assert train_here(run_of(tmp_path, resume="none", trainer__max_skipped_steps=0)) == DIVERGED
     (report,) = json.loads(next(tmp_path.glob("not_finite_step_1.json")).read_text())
     assert report["weights"] == [name] and report["forward"] == "transformer.layers.1.mlp.up"

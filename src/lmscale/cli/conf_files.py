@@ -9,10 +9,10 @@ CONF = Path(__file__).resolve().parents[3] / "conf"
 
 
 def look_up(name: str, table: dict, *, _root_: DictConfig) -> Any:
-    """`${look_up:NAME,TABLE}` in a file of `conf/`: what a table says for the value of the key of this dotted name.
+    """`${look_up:NAME,TABLE}` in a file of `conf/`: the table's entry for the value of the key NAME.
 
     Raises:
-        ValueError: the table does not know the value.
+        ValueError: the table has no entry for the value.
     """
     value = OmegaConf.select(_root_, name)
     if value not in table:
@@ -21,7 +21,7 @@ def look_up(name: str, table: dict, *, _root_: DictConfig) -> Any:
 
 
 def groups_of(entry_point: str) -> str:
-    """`${groups_of:train}` in `hydra.searchpath`: the folder of the groups that are not shared by all entry points."""
+    """`${groups_of:train}` in `hydra.searchpath`: the folder of groups specific to an entry point."""
     return f"file://{CONF / entry_point}"
 
 

@@ -1,4 +1,4 @@
-"""A mistake in overrides or configuration as one line, `error: ...`, and exit code 2."""
+"""Report errors in overrides or configuration in one line, `error: ...`, with exit code 2."""
 
 import os
 import re
@@ -16,13 +16,13 @@ WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")  # be
 
 
 def exit_with(error: Exception, job: str = "") -> NoReturn:
-    """Print the error in one line, after the name of a sweep's job where it is one, and end with exit code 2."""
+    """Print the error in one line, after the name of the sweep's job if any, and end with exit code 2."""
     print(f"error: {job}{_one_line(error)}", file=sys.stderr, flush=True)
     sys.exit(USER_ERROR)
 
 
 def _one_line(error: Exception) -> str:
-    """The error in one line: what is wrong, the name and the value."""
+    """The error in one line, with the rule, the name and the value."""
     hint = _hint_at_path(sys.argv[1:]) if isinstance(error, MissingConfigException) else None
     if hint is not None:
         return hint
@@ -54,7 +54,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _wrong_choice(overrides: list[str]) -> str | None:
-    """What is wrong with the first group that is given something else than one of its choices, where there is one."""
+    """Message for the first group whose value is not one of its choices; None if there is none."""
     for override in overrides:
         group, _, choice = override.partition("=")
         choices = [path.stem for path in _files_of(group)]
@@ -64,7 +64,7 @@ def _wrong_choice(overrides: list[str]) -> str | None:
 
 
 def _hint_at_path(overrides: list[str]) -> str | None:
-    """What to type where a group that takes a user's own file under `path` is given that file instead of a choice."""
+    """Message if a group is given a user's file as its choice, although it takes the file under `path`."""
     for override in overrides:
         group, _, choice = override.partition("=")
         if choice.endswith((".yaml", ".yml")) and group.isidentifier():
@@ -78,6 +78,6 @@ def _hint_at_path(overrides: list[str]) -> str | None:
 
 
 def _files_of(group: str) -> list[Path]:
-    """The choices of a group, shared or of this entry point alone."""
+    """The choices of a group, shared or specific to this entry point."""
     folders = (CONF / group, CONF / Path(sys.argv[0]).stem / group) if group else ()
     return sorted(path for folder in folders for path in folder.glob("*.yaml"))

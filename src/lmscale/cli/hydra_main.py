@@ -1,6 +1,6 @@
 """Run an entry point's Hydra main function: configuration in, one line and an exit code out.
 
-Exit codes: 0 done; 2 the configuration cannot work (nothing was started); 128 + n ended by signal n; those of
+Exit codes: 0 done; 2 the configuration is invalid (nothing was started); 128 + n ended by signal n; those of
 training are in `training/runtime/exit_codes.py`.
 """
 
@@ -30,14 +30,14 @@ def run_hydra_main(main: Callable[[], None], literal: Collection[str] = ()) -> N
     HYDRA_FULL_ERROR=1 in the environment shows the traceback instead.
 
     Args:
-        literal: keys whose value is any text and is taken as it stands: with commas, quotes, brackets, `=`, `$`, line
+        literal: keys whose value is any text, taken literally: with commas, quotes, brackets, `=`, `$`, line
             ends, or as `null`.
     """
     _use_temporary_folders_on_other_ranks()
     literal_values.set_aside(literal)
-    # Hydra's parser takes -m only before or after all overrides; a sweep is easily written with it in the middle.
+    # Hydra's parser accepts -m only before or after all overrides; users also write it between them.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda arg: arg not in ("-m", "--multirun"))
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own account
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own message
     try:
         main()
     except KeyboardInterrupt:
@@ -53,8 +53,8 @@ def run_hydra_main(main: Callable[[], None], literal: Collection[str] = ()) -> N
 def run_task(task: Callable[[dict], None], cfg: DictConfig) -> None:
     """Give `task` the resolved configuration as plain values, with `run_dir` and `overrides` added.
 
-    A ValueError is the user's mistake. It ends the process here, because Hydra would print lines of its own around an
-    exception that passes through it.
+    A ValueError is the user's mistake. It ends the process here, because Hydra would add its own lines to an exception
+    that passes through it.
     """
     global _task_is_running
     hydra_config = HydraConfig.get()
@@ -73,9 +73,9 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig) -> None:
 
 
 def hydra_files(cfg: DictConfig) -> dict[str, str]:
-    """The three files that Hydra would write into `.hydra` before any check of ours, texts by path.
+    """The three files that Hydra would write into `.hydra` before our checks, texts by path.
 
-    With `hydra.output_subdir=null` Hydra writes none, and a command that is refused leaves those of an earlier run.
+    With `hydra.output_subdir=null` Hydra writes none, so a refused command does not overwrite those of an earlier run.
     """
     settings = OmegaConf.masked_copy(HydraConfig.instance().cfg, "hydra")
     contents = {"config": cfg, "hydra": settings, "overrides": HydraConfig.get().overrides.task}
@@ -83,16 +83,16 @@ def hydra_files(cfg: DictConfig) -> dict[str, str]:
 
 
 def _name_of_job(hydra_config: DictConfig) -> str:
-    """For messages: which job of a sweep this is; empty outside one."""
+    """For messages: the job of a sweep; empty outside a sweep."""
     if hydra_config.mode != RunMode.MULTIRUN:
         return ""
     return f"job {hydra_config.job.num} of the sweep ({' '.join(hydra_config.overrides.task)}): "
 
 
 def _use_temporary_folders_on_other_ranks() -> None:
-    """Under torchrun or srun only rank 0 makes a run folder; the clocks of the ranks would give each its own."""
+    """Under torchrun or srun only rank 0 creates a run folder; otherwise each rank would name one by its own clock."""
     rank = os.environ.get("RANK") if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("SLURM_PROCID")
     if rank not in (None, "0") and not any(arg.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for arg in sys.argv):
-        folder = tempfile.mkdtemp(prefix="lmscale_rank_")  # where no earlier run can be found
+        folder = tempfile.mkdtemp(prefix="lmscale_rank_")  # no earlier run is in it
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         sys.argv += [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]

@@ -1,10 +1,10 @@
-"""Values of the command line that are any text: kept from Hydra's grammar and from OmegaConf's (`${`, `???`)."""
+"""Literal values of the command line, protected from the grammar of Hydra and of OmegaConf (`${`, `???`)."""
 
 import sys
 from collections.abc import Collection
 from typing import Any
 
-_texts: dict[str, str] = {}  # by the placeholders that Hydra reads in their place
+_texts: dict[str, str] = {}  # by placeholder, which Hydra reads instead
 
 
 def set_aside(keys: Collection[str]) -> None:
@@ -17,7 +17,7 @@ def set_aside(keys: Collection[str]) -> None:
 
 
 def put_back(value: Any) -> Any:
-    """`value`, of nested dicts and lists, with the texts in place of their placeholders, in overrides too."""
+    """`value`, of nested dicts and lists, with the placeholders replaced by their texts, in overrides too."""
     if isinstance(value, dict):
         return {key: put_back(item) for key, item in value.items()}
     if isinstance(value, list):

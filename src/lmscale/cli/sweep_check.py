@@ -17,20 +17,20 @@ from .literal import put_back
 
 
 class SweepCheck(Callback):
-    """Hydra's callback that tries every job of a `-m` sweep on `build` before the first one starts.
+    """A Hydra callback that checks every job of a `-m` sweep before the first one starts.
 
     Args:
         check: dotted path of a function of the resolved configuration (plain values, `run_dir` and `overrides` added)
-            that raises ValueError where it cannot work. It is imported for a sweep only.
+            that raises ValueError if it is invalid. It is imported only for a sweep.
     """
 
     def __init__(self, check: str) -> None:
         self.check = check
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Compose and check each job as Hydra's basic sweeper will; exit code 2 at the first that cannot work."""
+        """Compose and check each job as Hydra's basic sweeper will; exit code 2 at the first invalid one."""
         if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
-            return  # a searching sweeper makes up its jobs as it goes
+            return  # a searching sweeper chooses its jobs as it runs
         swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
         check, loader = hydra.utils.get_method(self.check), GlobalHydra.instance().hydra.config_loader
         parser = OverridesParser.create(loader)

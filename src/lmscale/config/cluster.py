@@ -1,4 +1,4 @@
-"""Machines that models are trained on: what their makers say of them, and how fast training runs on them."""
+"""Clusters: data-sheet values of their devices, and how fast training runs on them."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,7 +12,7 @@ EVIDENCE = ("fitted", "measured", "modelled")
 
 @dataclass(frozen=True)
 class Peaks:
-    """Dense matrix-product peaks of one device in TFLOP/s; None where it has no such type.
+    """Dense matrix-product peaks of one device in TFLOP/s; None if it does not have the type.
 
     Args:
         fp64: of fp64 products.
@@ -20,7 +20,7 @@ class Peaks:
         bf16: of bf16 products.
         fp16: of fp16 products.
         fp8: of float8 products.
-        tf32: of fp32 products where `trainer.matmul_precision` lets them run in TF32; no type of its own.
+        tf32: of fp32 products if `trainer.matmul_precision` lets them run in TF32; not a type itself.
     """
 
     fp64: float | None = None
@@ -36,15 +36,15 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How fast training runs on a cluster: the constants of the cost model, and where they are from.
+    """How fast training runs on a cluster: the constants of the cost model, and their sources.
 
     Args:
         evidence: `fitted` to published step times, `measured`, or `modelled`: carried over from another machine.
         matmul_share: rate of matrix products over the peak of their type, 0 to 1.
         elementwise_factor: times the counted bytes of element-wise work.
-        layer_overhead_ms: work of a layer and micro-batch that no further rank shortens, under full recomputation.
+        layer_overhead_ms: time per layer and micro-batch that more ranks do not shorten, with full recomputation.
         tensor_bandwidth_gb_s: of an all-reduce between the devices of a node, bytes each way, 10^9 per second.
-        data_bandwidth_gb_s: of the gradients' all-reduce where it leaves the node.
+        data_bandwidth_gb_s: of the gradients' all-reduce between nodes.
         fused_attention: scaled_dot_product_attention keeps the scores on the chip; false: they pass through memory.
         sources: of the figures.
     """
@@ -71,13 +71,13 @@ class Cluster:
     """`cluster=`: a cluster of equal devices; `cluster.path=FILE` reads all these keys from a file of your own.
 
     Args:
-        name: short.
-        device: what one is.
+        name: short name.
+        device: name of one device.
         is_gpu: false for processes on CPUs.
-        num_devices: largest number that one job may have.
-        devices_per_node: that share the fast links.
+        num_devices: largest number that one job may use.
+        devices_per_node: devices that share the fast links.
         memory_gib: of one device, 2^30 bytes.
-        reserved_gib: of it, what the framework, its context and fragments take before a tensor is made.
+        reserved_gib: part of it used by the framework, its context and fragmentation.
         memory_bandwidth_gb_s: of one device, read and written bytes together, 10^9 per second.
         latency_us: of one all-reduce.
         watts: of one device with its share of the node under load; None: no energy is predicted.
@@ -85,7 +85,7 @@ class Cluster:
         calibration: the cost model's constants.
 
     Raises:
-        ValueError: a value that cannot be.
+        ValueError: an invalid value.
     """
 
     name: str
@@ -147,17 +147,17 @@ class Cluster:
 
 
 def load_cluster(path: Path) -> Cluster:
-    """The cluster of a file, of conf/cluster or of one's own.
+    """Read a cluster from a file, of conf/cluster or the user's own.
 
     Raises:
-        ValueError: no such file, not YAML with keys, or a key or value that cannot be.
+        ValueError: no such file, not YAML with keys, or an invalid key or value.
     """
     return build(Cluster, read_cluster(path), "cluster.")
 
 
 def read_cluster(path: Path) -> dict:
     """The keys of a cluster's file, without `path`."""
-    import yaml  # for a file of one's own alone: Hydra has read the others
+    import yaml  # only for a file of the user: Hydra has read the others
 
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))

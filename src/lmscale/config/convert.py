@@ -1,4 +1,4 @@
-"""What one conversion is asked to do: the typed form of `conf/convert.yaml`."""
+"""The configuration of a conversion: the typed form of `conf/convert.yaml`."""
 
 from dataclasses import dataclass
 
@@ -14,20 +14,20 @@ class ConvertConfig:
     """One conversion of a checkpoint.
 
     Args:
-        source: a checkpoint of ours, a run folder (its newest one), or a folder with a Hugging Face model.
+        source: a checkpoint of lmscale, a run folder (its newest one), or a folder with a Hugging Face model.
         target: a folder that does not exist yet.
         format: of the target, `lmscale` or `hugging_face`.
-        tp_size: tensor ranks of a target of ours.
-        vocab_multiple: padding of a target of ours; None keeps the source's (Hugging Face has none: 1,024).
+        tp_size: tensor ranks of an lmscale target.
+        vocab_multiple: padding of an lmscale target; None keeps the source's (Hugging Face has none: 1,024).
         dtype: of the weights in a Hugging Face target, `fp32`, `bf16` or `fp16`.
         max_file_gb: largest weight file of a Hugging Face target, in GB (10^9 bytes).
-        tokenizer_path: folder of tokenizer files, or a tokenizer.json, to put beside the model; None takes those beside
-            the source, if any.
-        initialize_missing_heads: begin heads anew that a Hugging Face source lacks, instead of refusing it.
-        seed: of heads that begin anew.
+        tokenizer_path: folder of tokenizer files, or a tokenizer.json, to copy next to the model; None: those of the
+            source, if any.
+        initialize_missing_heads: initialize heads that a Hugging Face source lacks, instead of refusing it.
+        seed: of the initialized heads.
 
     Raises:
-        ValueError: a value that cannot be.
+        ValueError: an invalid value.
     """
 
     source: str
@@ -49,7 +49,7 @@ class ConvertConfig:
         require_one_of(self, "dtype", DTYPES)
         require_above_zero(self, "max_file_gb")
         require_seed(self)
-        # Of the other format; a checkpoint of ours holds the exact weights, whatever is asked for.
+        # Keys of the other format; an lmscale checkpoint always holds the exact weights.
         ours = {"tp_size": 1, "vocab_multiple": None, "initialize_missing_heads": False}
         theirs = {"dtype": "fp32", "max_file_gb": 5.0}
         for name, default in (ours if self.format == "hugging_face" else theirs).items():

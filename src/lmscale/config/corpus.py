@@ -19,7 +19,7 @@ def _share(config: object, name: str) -> None:
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """`sources.<name>`: where one corpus comes from and how much of it a blend takes.
+    """`sources.<name>`: the source of one corpus and its weight in a blend.
 
     Args:
         kind: `local` (files) or `huggingface` (a dataset by name).
@@ -28,11 +28,11 @@ class SourceConfig:
         subset: of the dataset, its configuration.
         split: of the dataset.
         text_field: field of a JSONL line, parquet row or dataset row that holds the text.
-        weight: share of training samples, relative to the other sources' weights; None weighs by tokens.
+        weight: share of training samples, relative to the other sources' weights; None: by tokens.
         undecodable: bytes that are not UTF-8: `fall_back` to cp1252 and Latin-1, `replace` by U+FFFD, or `refuse`.
-            They are counted in every case.
+            They are always counted.
         text_documents: in .txt and .md files a document is a `block` between blank lines or the whole `file`.
-        join_lines: mend lines broken inside paragraphs, as CC-Stories has them.
+        join_lines: join lines broken inside paragraphs, as in CC-Stories.
         architectures: models that may train on it (BooksCorpus: only BERT, because it overlaps LAMBADA).
     """
 
@@ -62,12 +62,12 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class CleaningConfig:
-    """`cleaning=`: what section 4.1 does to each document; `paper` or `none`.
+    """`cleaning=`: how each document is cleaned (section 4.1); `paper` or `none`.
 
     Args:
-        repair_text: mend mojibake with ftfy.
-        language: two-letter code of the language to keep; None keeps all.
-        min_language_score: probability the language must have.
+        repair_text: repair mojibake with ftfy.
+        language: two-letter code of the language to keep; None: all.
+        min_language_score: lowest probability of the language.
         min_tokens: shorter documents are dropped; 0 drops none.
     """
 
@@ -87,12 +87,12 @@ class DedupConfig:
     """`dedup=`: near-duplicates by MinHash-LSH with an exact check; `paper` (0.7) or `none` (copies only).
 
     Args:
-        jaccard: documents at least this similar are duplicates; None leaves near-duplicates in.
+        jaccard: documents at least this similar are duplicates; None: near-duplicates are kept.
         ngram: words of a shingle.
         bands: of the LSH; a pair of similarity j becomes a candidate with probability 1 - (1 - j^rows)^bands.
         rows: of one band of the LSH.
-        largest_bucket: documents that share one band value are compared all with all up to this number; in a larger
-            bucket each with its neighbour and the first only, which is counted.
+        largest_bucket: up to this number, all documents with the same band value are compared with each other; in a
+            larger bucket each only with its neighbour and the first, which is counted.
     """
 
     jaccard: float | None
@@ -111,7 +111,7 @@ class DedupConfig:
 
 @dataclass(frozen=True)
 class EvaluationSetConfig:
-    """`evaluation_sets.<name>`: a test set whose text must not be trained on.
+    """`evaluation_sets.<name>`: a test set whose text is removed from the training data.
 
     Args:
         form: `wikitext` (articles under ` = Title = ` lines) or `records` (one text per row or line).
@@ -137,11 +137,11 @@ class EvaluationSetConfig:
 
 @dataclass(frozen=True)
 class OverlapConfig:
-    """`overlap.*`: when a document counts as holding evaluation text.
+    """`overlap.*`: when a document counts as containing evaluation text.
 
     Args:
         ngram: words of an n-gram, 8 in the paper.
-        share: a document goes when at least this share of an evaluation item's n-grams occurs in it.
+        share: a document is removed if at least this share of an evaluation item's n-grams occurs in it.
     """
 
     ngram: int = 8
@@ -158,7 +158,7 @@ class LauncherConfig:
 
     Args:
         kind: `local`, `slurm` or `ray`.
-        workers: tasks at a time; None takes the machine's cores (local) or sets no limit (clusters).
+        workers: tasks at a time; None: one per core (local) or no limit (clusters).
         partition: of Slurm jobs.
         time: limit of a Slurm job.
         memory_gb: memory of a task in GB.
@@ -186,20 +186,20 @@ class PrepareConfig:
     """One preparation of a corpus.
 
     Args:
-        output: folder of the binary dataset; made when everything is complete.
+        output: folder of the binary dataset; created when everything is complete.
         architecture: `gpt` (a sequence is a document) or `bert` (a sequence is a sentence).
         sources: corpora by name.
         tokenizer: published or trained on the cleaned text.
         evaluation_sets: test sets by name, for removal and the leakage report.
-        validation_every: one document of so many is held out, 30 for the paper's 29:1.
+        validation_every: one document in this many is held out; 30 gives the paper's 29:1.
         max_bad_rows: rows of one file that cannot be read (invalid JSON, no text) before it is refused.
         duplicate_ids: `count` documents that share an id, or `refuse` them.
-        shard_mb: size of a shard of the work, in MB of input as it is stored; it changes no result. A task holds a
-            shard's text in memory two to four times over, and packed files unfold to about three times their size.
-        keep_work: leave the intermediate files, several times the size of the corpus.
+        shard_mb: stored input per shard in MB; does not affect results. A task needs two to four times the text of its
+            shard in memory, and packed files are about three times as large when unpacked.
+        keep_work: keep the intermediate files, several times the size of the corpus.
 
     Raises:
-        ValueError: a value that cannot be.
+        ValueError: an invalid value.
     """
 
     output: str

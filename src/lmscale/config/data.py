@@ -1,4 +1,4 @@
-"""Which text is learned and how it is cut into samples: `tokenizer=` and `data=`."""
+"""The training text, its tokenizer, and how it is cut into samples: `tokenizer=` and `data=`."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class TokenizerConfig:
 
     Args:
         kind: `trained`, `gpt2` or `bert`.
-        vocab_size: size to train; None takes `model.vocab_size` where that is set and below 2,000, else 2,000.
+        vocab_size: size to train; None: `model.vocab_size` if that is set and below 2,000, else 2,000.
         path: for gpt2 a folder with encoder.json/vocab.bpe (or vocab.json/merges.txt), for bert a vocab.txt or its
             folder; None loads `name` from the Hugging Face hub or its cache.
         name: on the Hugging Face hub.
@@ -39,8 +39,8 @@ class DataConfig:
     Args:
         kind: `embedded` (Python's own documentation), `local` (a file or folder of text, JSONL or parquet),
             `huggingface` (a dataset by name) or `indexed` (binary token files).
-        path: for `local` a file or folder. For `indexed` the prefix of a .bin and .idx, a folder that prepare_data.py
-            has made, or weights by prefix.
+        path: for `local` a file or folder. For `indexed` the prefix of a .bin and .idx, a folder of
+            prepare_data.py, or weights by prefix.
         validation_path: the same for validation. None: for `local` every `validation_every`-th document is held out;
             for `indexed` a folder has its own validation part, and others are cut by `split`.
         name: of the dataset for `huggingface`.
@@ -49,12 +49,12 @@ class DataConfig:
         text_field: field of a JSONL line, parquet row or dataset row that holds the text.
         undecodable: `refuse` bytes that are not UTF-8, with their count, or `replace` them by U+FFFD and count them.
         seq_length: tokens of a sample.
-        validation_every: one document of so many is held out for validation.
+        validation_every: one document in this many is held out for validation.
         short_seq_probability: BERT: share of samples that are shorter than `seq_length` (Megatron-LM v1.0: 0.1).
         mask_probability: BERT: share of tokens that are masked (Megatron-LM v1.0: 0.15).
-        max_ngram: BERT: longest span of words that is masked together (Megatron-LM v1.0: 3).
+        max_ngram: BERT: longest span of words masked together (Megatron-LM v1.0: 3).
         cache_dir: where trained tokenizers and token files are kept; None means $LMSCALE_CACHE or ~/.cache/lmscale.
-        num_workers: loader processes per rank, at most four for each core of the machine.
+        num_workers: loader processes per rank, at most four per core of the machine.
     """
 
     kind: str
@@ -92,7 +92,7 @@ class DataConfig:
         for name in ("path", "validation_path"):
             self._check_path(name)
         if self.kind == "indexed":
-            self.split_shares()  # refuses what are no shares
+            self.split_shares()  # raises if it is invalid
         require_fraction(self, "short_seq_probability", "mask_probability")
 
     def split_shares(self) -> tuple[float, float, float]:

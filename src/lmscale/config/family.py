@@ -41,7 +41,7 @@ class CorpusForm:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """What follows the layers besides the projection on the word embedding, for the planner.
+    """The heads besides the output projection, for the planner.
 
     Args:
         parameters: of (h, v): part, elements and whether the tensor is sharded, of each parameter in the order in which
@@ -62,18 +62,18 @@ class Family:
 
     Args:
         model: a class of `(config, context)` whose `transformer` is a `Transformer`.
-        loss: a module with `TERMS`, `count_terms(batch)`, `sum_terms(model, batch, sample_keys)` and
+        loss: a module with `TERMS`, `loss_counts(batch)`, `loss_sums(model, batch, sample_keys)` and
             `token_logits(model, batch)`.
         samples: a function of (prepared corpus, split, part, data config, seed, number, number of samples).
         corpus: the token files it trains on.
-        is_causal: a position sees itself and what is before it, and the model predicts the next token.
-        gelu: `tanh` or `erf`, where `model.gelu` is null.
+        is_causal: a position attends to itself and those before it, and the model predicts the next token.
+        gelu: `tanh` or `erf`, if `model.gelu` is null.
         num_token_types: rows of the token-type embedding; 0 for none.
-        has_pooler: finetuning can put a head on its `pooler`.
+        has_pooler: the model has a `pooler`, which finetuning heads use.
         scored_share: share of a sequence's positions whose logits a training step needs.
-        num_sample_tensors: tensors int64 [s] of one sample, at most.
-        head: what the planner must know beyond the stack.
-        hugging_face: a module with `model_of(config)` and `MODELS`; None: no model of transformers is the same.
+        num_sample_tensors: largest number of tensors int64 [s] per sample.
+        head: sizes of the heads, for the planner.
+        hugging_face: a module with `model_of(config)` and `MODELS`; None: transformers has no equal model.
     """
 
     model: str
@@ -91,7 +91,7 @@ class Family:
 
 
 def load(path: str) -> Any:
-    """What a dotted path names: `package.module:attribute`, or a module."""
+    """Import what a dotted path names: `package.module:attribute`, or a module."""
     module, _, attribute = path.partition(":")
     return getattr(import_module(module), attribute) if attribute else import_module(module)
 

@@ -1,4 +1,4 @@
-"""What one finetuning is asked to do: the typed form of `conf/finetune.yaml` and its tasks."""
+"""The configuration of a finetuning: the typed form of `conf/finetune.yaml` and its tasks."""
 
 import re
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from .pretrain import ParallelRequest
 from .training import FORMULAS, OptimizerConfig, PrecisionConfig, ScheduleConfig, require_moments_fit
 
 TASKS = ("mnli", "qqp", "squad_v1", "squad_v2", "race")
-TABLE_COLUMNS = ("id", "first", "second", "label")  # of a task of one's own
+TABLE_COLUMNS = ("id", "first", "second", "label")  # of a user's own task
 FROM_HUB = "hub:"  # before the name of a split; everything else is a path
 
 
@@ -27,24 +27,24 @@ class TaskConfig:
 
     Args:
         name: one of `TASKS`, or with `columns` and `labels` any other, of small letters, digits and underscores.
-        train: file or folder in the official layout, or `hub:<split>`; None where nothing is trained.
+        train: file or folder in the official layout, or `hub:<split>`; None if nothing is trained.
         validation: sets to score by name, each such a place or null; they choose thresholds and checkpoints.
         test: further sets to score by name, which need no labels and choose nothing.
         hub_name: data set on the Hugging Face hub, for places that begin with `hub:`.
         hub_subset: its configuration.
-        max_seq_length: tokens of an input, [CLS] and [SEP] included; what is longer loses the tail of its second text
-            (SQuAD: goes over to further windows).
-        max_qa_length: RACE: tokens of question and option together; what is longer loses its tail.
+        max_seq_length: tokens of an input, [CLS] and [SEP] included; longer inputs lose the tail of their second text
+            (SQuAD: continue in further windows).
+        max_qa_length: RACE: tokens of question and option together; the rest is cut off.
         doc_stride: SQuAD: tokens from the start of a window to the start of the next.
         max_query_length: SQuAD: tokens of a question.
         max_answer_length: SQuAD: longest answer in tokens.
-        num_best: SQuAD: candidates that are kept for each question.
-        null_threshold: SQuAD 2.0: "no answer" is said where it scores above the best answer by more than this; None:
-            by what is best on the first validation set.
-        columns: a task of one's own: the table's names of the columns `id` (null: the number of the row), `first` and
-            `second` text (null: there is one) and `label`, which a test set may lack.
-        labels: the same: the classes' names; a label is a name or a place in this list, from 0.
-        table_6: what Table 6 says for this task by size of the model; conf/finetune.yaml takes the chosen one's.
+        num_best: SQuAD: candidates kept per question.
+        null_threshold: SQuAD 2.0: "no answer" is predicted if it scores above the best answer by more than this; None:
+            the best threshold on the first validation set.
+        columns: a user's own task: the table's names of the columns `id` (null: the number of the row), `first` and
+            `second` text (null: only one text) and `label`, which a test set may lack.
+        labels: a user's own task: names of the classes; a label is a name or an index into this list, from 0.
+        table_6: the values of Table 6 for this task, by size of the model; conf/finetune.yaml uses those of `size`.
 
     Raises:
         ValueError: an unknown name, lengths that leave no space for the text, a stride that would leave tokens out.
@@ -126,7 +126,7 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class TokenizerPath:
-    """`tokenizer=`: the checkpoint's own unless `path` says another.
+    """`tokenizer=`: the checkpoint's own unless `path` is set.
 
     Args:
         path: tokenizer.json, vocab.txt, or a folder with one; None: the checkpoint's own.
@@ -137,21 +137,20 @@ class TokenizerPath:
 
 @dataclass(frozen=True)
 class FinetuneTrainer:
-    """`trainer=`: length and machine of a finetuning.
+    """`trainer=`: length and hardware of a finetuning.
 
     Args:
         num_epochs: passes over the training set; 0 scores the checkpoint as it is.
         warmup_fraction: part of all updates in which the learning rate rises; it then falls to 0.
         schedule_formula: of `ScheduleConfig`; `megatron_v1` falls to 2 x warmup_fraction of the peak.
-        max_train_examples: the first so many examples (SQuAD: windows) of the training set; None: all. For trials.
+        max_train_examples: use only this many examples (SQuAD: windows) of the training set, for trials; None: all.
         score_every_epoch: score after each epoch, or only at the end.
-        pool_batches: batches are made of examples of similar length out of so many times a batch; 1: in the order of
-            the shuffle.
+        pool_batches: batches group examples of similar length within a pool of this many batches; 1: in shuffled order.
         scoring_batch_size: sequences of a rank's forward pass while scoring.
         max_skipped_steps: steps in a row without a finite gradient before the run fails.
         save: write a checkpoint at the end.
         log_every_steps: steps between rows of metrics.csv.
-        accelerator: `auto` (a GPU where there is one), `cpu` or `gpu`.
+        accelerator: `auto` (a GPU if there is one), `cpu` or `gpu`.
         num_threads: CPU threads per rank; None: the cores over the local ranks.
         matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
     """
@@ -194,13 +193,13 @@ class FinetuneConfig:
     Args:
         name: of the run in its record.
         run_dir: Hydra's run folder.
-        ckpt: checkpoint of ours at any layout (pretrained, imported or finetuned), or a folder with `step_*.ckpt`.
+        ckpt: checkpoint of lmscale at any layout (pretrained, imported or finetuned), or a folder with `step_*.ckpt`.
         size: row of Table 6.
         from_scratch: draw all weights from the seed; the checkpoint gives sizes and tokenizer. A control.
-        new_pooler: draw the pooler from the seed where the checkpoint has none that was trained.
+        new_pooler: draw the pooler from the seed if the checkpoint has no trained one.
         micro_batch_size: examples (questions of RACE, windows of SQuAD) per rank and forward pass.
-        global_batch_size: examples of a step over all ranks; the last step of an epoch has what is left.
-        cache_dir: of encoded inputs.
+        global_batch_size: examples of a step over all ranks; the last step of an epoch may have fewer.
+        cache_dir: folder of encoded inputs.
         hidden_dropout: of sublayer outputs; None: the checkpoint's.
         attention_dropout: of attention probabilities; None: the checkpoint's.
         head_dropout: before the head; None: the hidden one.
@@ -208,7 +207,7 @@ class FinetuneConfig:
         recompute: `none`, `selective` or `full`; see the model's key in pretraining.
         seed: of the head, the order and dropout.
         objective: metric that the run returns to a searching sweeper; None: the task's own.
-        fidelity: whose word the points where paper and released code differ were set by.
+        fidelity: which source sets the points on which the paper and the released code differ.
     """
 
     name: str
@@ -254,7 +253,7 @@ class FinetuneConfig:
             raise ValueError("`task.validation` must have a set where something is trained, but has none")
 
     def schedule(self, num_steps: int) -> ScheduleConfig:
-        """Warm-up over its part of the updates, then a straight line, by the formula to 0."""
+        """Warm-up over `warmup_fraction` of the updates, then a linear decay to 0 by the formula."""
         warmup_steps, formula = round(self.trainer.warmup_fraction * num_steps), self.trainer.schedule_formula
         return ScheduleConfig("linear", warmup_steps, max(1, num_steps), formula=formula)
 
@@ -263,7 +262,7 @@ class FinetuneConfig:
         """Build from nested plain values.
 
         Raises:
-            ValueError: an unknown key, a missing one, or a value that cannot be, with its dotted name.
+            ValueError: an unknown key, a missing key or an invalid value, with its dotted name.
         """
         return build(cls, values, "")
 

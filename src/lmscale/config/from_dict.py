@@ -1,4 +1,4 @@
-"""Dataclasses from nested plain values, with every mistake named by its dotted key."""
+"""Build dataclasses from nested plain values; errors name the dotted key."""
 
 import dataclasses
 import math
@@ -14,10 +14,10 @@ _IN_WORDS |= {list: "a list", dict: "a group of keys"}
 
 
 def build(cls: type, values: dict, prefix: str):
-    """Make the dataclass `cls` from a plain dict, refusing unknown and missing keys and wrong types.
+    """Build the dataclass `cls` from a plain dict, refusing unknown and missing keys and wrong types.
 
     Raises:
-        ValueError: naming the key with its `prefix`, what was expected, and what was there.
+        ValueError: names the key with its `prefix`, what was expected, and the value.
     """
     hints = typing.get_type_hints(cls)
     fields = {key_of(f): f for f in dataclasses.fields(cls)}
@@ -44,7 +44,7 @@ def build(cls: type, values: dict, prefix: str):
 
 
 def _build_each(cls: type, values: object, name: str) -> dict:
-    """A dataclass for each name the user gave: `sources.wikipedia`, `sources.books`."""
+    """One dataclass per name that the user gives: `sources.wikipedia`, `sources.books`."""
     if not isinstance(values, dict) or not all(isinstance(value, dict) for value in values.values()):
         raise ValueError(f"`{name}` must be names with a group of keys each, but is {values!r}")
     return {key: build(cls, value, f"{name}.{key}.") for key, value in values.items()}
@@ -62,7 +62,7 @@ def keys_of(cls: type, prefix: str) -> Iterator[None]:
 
 
 def to_plain(value: object) -> object:
-    """The nested plain values from which `build` makes an equal dataclass."""
+    """Nested plain values from which `build` builds an equal dataclass."""
     if dataclasses.is_dataclass(value):
         return {key_of(f): to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -73,7 +73,7 @@ def to_plain(value: object) -> object:
 
 
 def key_of(field: dataclasses.Field) -> str:
-    """The key of a field; one that is a word of Python (`async`) has a field with an underscore behind it."""
+    """The key of a field; the field of a Python keyword (`async`) ends with an underscore."""
     return field.name.rstrip("_")
 
 
@@ -104,7 +104,7 @@ def _convert(hint: object, value: object, name: str) -> object:
 
 
 def _finite(value: float, name: str) -> float:
-    """`value`, unless it is nan or infinite: no key means anything by them, and JSON cannot hold them."""
+    """`value`, unless it is nan or infinite: no key accepts these, and JSON cannot hold them."""
     if not math.isfinite(value):
         raise ValueError(f"`{name}` must be a finite number, but is {value}")
     return float(value)

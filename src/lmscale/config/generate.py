@@ -1,4 +1,4 @@
-"""What one generation is asked to do: the typed form of `conf/generate.yaml`."""
+"""The configuration of text generation: the typed form of `conf/generate.yaml`."""
 
 from dataclasses import dataclass
 
@@ -14,12 +14,12 @@ class Sampling:
     """How the next token is chosen.
 
     Args:
-        temperature: scores are divided by it; 0 takes the most probable token.
-        top_k: only so many of the most probable tokens are drawn from; None: all.
-        top_p: then only the fewest of the most probable whose probabilities add up to it; 1: all.
+        temperature: scores are divided by it; 0: the most probable token.
+        top_k: draw from this many most probable tokens; None: from all.
+        top_p: then from the fewest most probable tokens whose probabilities add up to it; 1: from all.
 
     Raises:
-        ValueError: a value outside its range, or a limit beside temperature 0, where nothing is drawn.
+        ValueError: a value outside its range, or a limit with temperature 0, which draws nothing.
 
     Source: order and meaning as in transformers' `generate`; equally probable tokens count in the order of their ids.
         Top-p: Holtzman et al. 2019, "The Curious Case of Neural Text Degeneration".
@@ -62,10 +62,10 @@ class GenerateTokenizer:
     """`tokenizer=`: `gpt2` reads published files instead of those beside the checkpoint.
 
     Args:
-        kind: `gpt2`; None where the group is not chosen.
+        kind: `gpt2`; None if the group is not chosen.
         path: a tokenizer.json, or a folder with it, with encoder.json and vocab.bpe, or with vocab.json and merges.txt;
-            alone it means the same as with `tokenizer=gpt2`.
-        name: on the Hugging Face hub, where `tokenizer=gpt2` is chosen without a path.
+            without `kind` it implies `tokenizer=gpt2`.
+        name: on the Hugging Face hub, if `tokenizer=gpt2` is chosen without a path.
     """
 
     kind: str | None = None
@@ -82,24 +82,24 @@ class GenerateConfig:
     """One generation of text.
 
     Args:
-        ckpt: a checkpoint of ours at any layout, a run folder (its newest one), or a folder with a Hugging Face GPT-2.
-        prompt: text to go on from; an empty one begins a document.
+        ckpt: an lmscale checkpoint at any layout, a run folder (its newest one), or a folder with a Hugging Face GPT-2.
+        prompt: text to continue; an empty one starts a document.
         file: prompts, one per line, or .jsonl with {"prompt": text} on each line.
         interactive: read prompts from standard input, one per line.
         out: a file that does not exist yet, for one line of JSON per sample.
         stream: write to the terminal.
         num_samples: of each prompt.
-        max_new_tokens: of a sample; None takes as many as the model's positions allow.
-        temperature: scores are divided by it; 0 takes the most probable token.
-        top_k: draw from so many of the most probable tokens; None: from all.
+        max_new_tokens: of a sample; None: as many as the model's positions allow.
+        temperature: scores are divided by it; 0: the most probable token.
+        top_k: draw from this many most probable tokens; None: from all.
         top_p: draw from the fewest most probable tokens whose probabilities add up to it; 1: from all.
-        seed: of the samples, whatever `tp_size` and the other prompts are.
-        micro_batch_size: samples that are lengthened together.
+        seed: of the samples; they depend neither on `tp_size` nor on the other prompts.
+        micro_batch_size: samples generated together.
         precision: its `dtype` is that of weights and arithmetic.
-        accelerator: `auto` (a GPU where there is one), `cpu` or `gpu`.
+        accelerator: `auto` (a GPU if there is one), `cpu` or `gpu`.
 
     Raises:
-        ValueError: a value that cannot be; none or several of `prompt`, `file` and `interactive`.
+        ValueError: an invalid value; none or several of `prompt`, `file` and `interactive`.
     """
 
     ckpt: str

@@ -15,9 +15,9 @@ class ParallelConfig:
         tp_size: tensor-parallel ranks.
         dp_size: data-parallel ranks.
         sequence_parallel: the tensor ranks share the work outside the parallel region too, each on its own positions
-            (Korthikanti et al. 2022); with one tensor rank there is nothing to share.
-        zero1: each data rank keeps the optimizer's state of the parameters it owns alone (ZeRO stage 1, Rajbhandari et
-            al. 2020); with one data rank it keeps all.
+            (Korthikanti et al. 2022); no effect with one tensor rank.
+        zero1: each data rank keeps the optimizer state of only the parameters it owns (ZeRO stage 1, Rajbhandari et
+            al. 2020); no effect with one data rank.
 
     Raises:
         ValueError: a size below 1.
@@ -49,14 +49,14 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class ParallelRequest:
-    """`parallel=`: the grid as the user asked for it; `resolve` gives the `ParallelConfig` that is run.
+    """`parallel=`: the requested grid of ranks; `resolve` gives the `ParallelConfig` of the run.
 
     Args:
         tp_size: ranks that share one model, or `auto`: the smallest power of two that fits the device and divides the
             model.
-        dp_size: data-parallel groups, or `auto`: what is left of the world (1 where lmscale starts the ranks on a CPU).
-        timeout_minutes: minutes without progress after which a rank reports where it waits and ends the job; a second
-            to a week.
+        dp_size: data-parallel groups, or `auto`: number of ranks / tp_size (1 if lmscale starts the ranks on a CPU).
+        timeout_minutes: minutes without progress after which a rank reports where it waits and ends the job; from one
+            second to one week.
         sequence_parallel: see `ParallelConfig`.
         zero1: see `ParallelConfig`.
         shared_memory: tensor ranks on one host without a GPU reduce through shared memory instead of gloo's TCP.
@@ -81,16 +81,16 @@ class ParallelRequest:
             )
 
     def resolve(self, tp_size: int, dp_size: int) -> ParallelConfig:
-        """The grid of these sizes, cut as was asked for."""
+        """The grid of these sizes, with the requested `sequence_parallel` and `zero1`."""
         return ParallelConfig(tp_size, dp_size, self.sequence_parallel, self.zero1)
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How one optimizer step's sequences are dealt out.
+    """How the sequences of an optimizer step are divided.
 
     Args:
-        micro_batch_size: sequences a rank handles in one forward pass.
+        micro_batch_size: sequences per rank and forward pass.
         global_batch_size: sequences of one optimizer step over all data-parallel ranks.
 
     Raises:
@@ -111,10 +111,5 @@ class BatchConfig:
 
     @property
     def num_micro_batches(self) -> int:
-        """Forward passes a rank makes in one step (gradient accumulation)."""
+        """Forward passes of a rank per step (gradient accumulation)."""
         return self.global_batch_size // (self.micro_batch_size * self.dp_size)
-
-    @property
-    def rank_batch_size(self) -> int:
-        """Sequences a data rank handles in one step."""
-        return self.global_batch_size // self.dp_size

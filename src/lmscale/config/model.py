@@ -1,4 +1,4 @@
-"""The size of a model, free of torch; every rule about sizes (what must divide what) is written here once.
+"""The size of a model, without torch; every rule about which sizes must divide which is here.
 
 Legend used in all docstrings of the project: b batch, s sequence, h hidden, n heads, d head size (h / n), v padded
 vocabulary, L layers, p tensor-parallel size.
@@ -16,11 +16,10 @@ FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
 
 
 class Recompute(str, Enum):
-    """What the backward pass computes again instead of keeping it in memory (section 4.2, activation checkpointing).
+    """What the backward pass recomputes instead of keeping in memory (section 4.2, activation checkpointing).
 
     `NONE` keeps everything; `SELECTIVE` recomputes the GELU and, unless a GPU's fused kernel computes it, the attention
-    core, which cost little and communicate nothing; `FULL` keeps one [b, s, h] tensor per layer, as
-    the paper does.
+    core, which cost little and communicate nothing; `FULL` keeps one [b, s, h] tensor per layer, as the paper does.
     """
 
     NONE = "none"
@@ -63,7 +62,7 @@ class TransformerConfig:
         num_layers: transformer layers (L).
         hidden_size: width of the model (h).
         num_attention_heads: attention heads (n) per layer; must divide `hidden_size`.
-        vocab_size: number of token ids the model may meet and predict; None until the tokenizer is known. The weight
+        vocab_size: number of token ids of the model's input and output; None until the tokenizer is known. The weight
             holds `padded_vocab_size` rows; the rows beyond are zero, never predicted and never updated.
         vocab_multiple: rows are padded to a multiple of this, the same at every layout, so that initialisation and
             checkpoints do not depend on `tp_size`. 1,024 gives the paper's 51,200 and 30,720; 1 means no padding.
@@ -143,11 +142,11 @@ class TransformerConfig:
         return self if self.vocab_size is not None else dataclasses.replace(self, vocab_size=vocab_size)
 
     def with_recompute(self, mode: Recompute) -> "TransformerConfig":
-        """The same model with `auto` resolved to `mode`; unchanged where a mode was chosen."""
+        """The same model with `auto` resolved to `mode`; unchanged if a mode is set."""
         return self if self.recompute != "auto" else dataclasses.replace(self, recompute=mode)
 
     def require_resolved(self) -> None:
-        """Refuse to build a model from a config that still leaves something open.
+        """Refuse a config with unresolved values, before a model is built.
 
         Raises:
             ValueError: `vocab_size` is None or `recompute` is `auto`.
@@ -164,7 +163,7 @@ class TransformerConfig:
 
     @property
     def ffn_size(self) -> int:
-        """Width of the MLP, 4 h unless `ffn_hidden_size` says otherwise."""
+        """Width of the MLP, 4 h unless `ffn_hidden_size` is set."""
         return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
 
     @property
@@ -189,14 +188,14 @@ class TransformerConfig:
 
     @property
     def input_dropout(self) -> float:
-        """Dropout of the embedding sum: `embedding_dropout`, or `hidden_dropout` where that is None."""
+        """Dropout of the embedding sum: `embedding_dropout`, or `hidden_dropout` if that is None."""
         return self.hidden_dropout if self.embedding_dropout is None else self.embedding_dropout
 
     def check_tensor_parallel(self, tp_size: int) -> None:
         """Refuse a `tp_size` that cannot cut this model into equal shards.
 
         Raises:
-            ValueError: naming the first of heads, hidden size, MLP width and (if known) vocabulary rows that `tp_size`
+            ValueError: names the first of heads, hidden size, MLP width and (if known) vocabulary rows that `tp_size`
                 does not divide.
         """
         sizes = {
@@ -211,10 +210,10 @@ class TransformerConfig:
                 raise ValueError(f"`{name}` must be a multiple of `tp_size` ({tp_size}), but is {value}")
 
     def check_float8(self, tp_size: int) -> None:
-        """Refuse sizes that float8 products on a GPU do not take: sides that are no multiple of 16 on each rank.
+        """Refuse sizes that float8 products on a GPU do not take: sides that are not a multiple of 16 on each rank.
 
         Raises:
-            ValueError: naming hidden size or MLP width.
+            ValueError: names hidden size or MLP width.
         """
         for name, size in {"hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_size}.items():
             if size // tp_size % FLOAT8_MULTIPLE:
@@ -232,6 +231,6 @@ class TransformerConfig:
 
         Raises:
             TypeError: an unknown or missing key.
-            ValueError: a value that cannot be.
+            ValueError: an invalid value.
         """
         return cls(**from_file(values))

@@ -1,4 +1,4 @@
-"""What the planner is asked: the typed form of `conf/plan.yaml`."""
+"""The configuration of the planner: the typed form of `conf/plan.yaml`."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from .layout import ParallelRequest
 from .model import TransformerConfig
 from .training import OptimizerConfig, PrecisionConfig, TrainerConfig, require_moments_fit
 
-# What a recipe or a fidelity says that costs nothing: a command line of train.py can be planned as it is.
-_OF_TRAINING_ALONE = ("schedule", "checkpoint", "logger", "loss_reduction", "dropout_seeds", "fidelity")
-_OF_THE_ENTRY_POINT = ("run_dir", "overrides")
+# Keys of a recipe or a fidelity that cost nothing, accepted so that a command line of train.py can be planned.
+_TRAINING_ONLY = ("schedule", "checkpoint", "logger", "loss_reduction", "dropout_seeds", "fidelity")
+_ENTRY_POINT_ONLY = ("run_dir", "overrides")
 
 
 @dataclass(frozen=True)
 class PlanData:
-    """`data=`: as much of it as costs something.
+    """`data=`: the part that affects cost.
 
     Args:
         seq_length: tokens of a sequence.
@@ -32,21 +32,21 @@ class PlanData:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """One question to the planner.
+    """One request to the planner.
 
     Args:
         name: shown above the answer.
         model: its sizes.
         parallel: sizes or `auto`: the smallest power of two that fits, as in a run; the largest dp_size the devices and
             the batch allow.
-        cluster: where it would run.
+        cluster: that it would run on.
         micro_batch_size: sequences per rank and forward pass.
         global_batch_size: sequences of one optimizer step.
-        num_devices: the job may use; None: all of the cluster. A search uses exactly as many, with None as many as any
-            layout can.
+        num_devices: largest number of devices for the job; None: all of the cluster. A search uses exactly this number;
+            None: the largest number that some layout can use.
         best: rank all layouts instead of planning one.
-        top: layouts a ranking shows.
-        find_recompute: where the model does not fit as it is, take the first mode that recomputes more and does fit.
+        top: number of layouts that a ranking shows.
+        find_recompute: if the model does not fit, use the first mode that recomputes more and fits.
         json: print JSON instead of a table.
     """
 
@@ -88,13 +88,13 @@ class PlanConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "PlanConfig":
-        """Build from nested plain values; what a recipe says of training alone is left out.
+        """Build from nested plain values; keys that concern only training are left out.
 
         Raises:
             ValueError: an unknown key, a missing key or a value of another type, with its dotted name.
         """
         overrides = values.get("overrides") or []
-        values = {key: value for key, value in values.items() if key not in (*_OF_TRAINING_ALONE, *_OF_THE_ENTRY_POINT)}
+        values = {key: value for key, value in values.items() if key not in (*_TRAINING_ONLY, *_ENTRY_POINT_ONLY)}
         if isinstance(values.get("cluster"), dict):
             path = values["cluster"].get("path")
             beside = [o for o in overrides if o.lstrip("+").startswith("cluster.") and "cluster.path" not in o]
@@ -110,7 +110,7 @@ class PlanConfig:
 
     @property
     def machine(self) -> Cluster:
-        """As much of the cluster as the job may use."""
+        """The part of the cluster that the job may use."""
         if self.num_devices is None:
             return self.cluster
         return dataclasses.replace(self.cluster, num_devices=self.num_devices)

@@ -1,7 +1,7 @@
-"""What one pretraining run is asked to do: the typed form of `conf/train.yaml`.
+"""The configuration of a pretraining run: the typed form of `conf/train.yaml`.
 
-The entry point hands `RunConfig.from_dict` the resolved configuration; an unknown key, a missing key and a value of the
-wrong type are refused here, before any process starts. Below the entry point only these dataclasses are seen.
+The entry point passes the resolved configuration to `RunConfig.from_dict`, which refuses unknown keys, missing keys and
+values of the wrong type before any process starts. Other code sees only these dataclasses.
 """
 
 from dataclasses import dataclass, field
@@ -33,10 +33,10 @@ class LoggerConfig:
 
     Args:
         log_every_steps: optimizer steps between rows of metrics.csv.
-        layer_grad_norms: also report the gradient's norm of the embedding, of each layer and of what follows them.
+        layer_grad_norms: also report the gradient norm of the embedding, of each layer and of the output part.
         tensorboard: write TensorBoard events.
         wandb: log to Weights & Biases; needs the wandb package.
-        project: of Weights & Biases.
+        project: name of the project on Weights & Biases.
     """
 
     log_every_steps: int = 1
@@ -51,27 +51,27 @@ class LoggerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run.
+    """One pretraining run.
 
     Args:
         name: short name of the run in its record.
         run_dir: Hydra's run folder, absolute.
-        model: its sizes; `vocab_size` None stands for the tokenizer's.
+        model: its sizes; `vocab_size` None means the tokenizer's.
         micro_batch_size: sequences per rank and forward pass.
         global_batch_size: sequences of one optimizer step, over all ranks and accumulated micro-batches.
         seed: of initial weights, sample order and dropout.
-        max_restarts: how often a job whose rank died starts again, from its newest good checkpoint; only where lmscale
+        max_restarts: how often a job restarts from its newest intact checkpoint after a rank has died; only if lmscale
             starts the ranks (torchrun has its own `--max-restarts`).
         loss_reduction: `token_mean` divides by the scored tokens of the global batch; `mean_of_means` averages the
             means of ranks and micro-batches, as Megatron-LM v1.0 did.
-        dropout_seeds: `unique` drops other elements of every sample; with `shared` every data rank drops what the first
-            one does at the same place of its share, as Megatron-LM v1.0 did, and the run depends on `dp_size`.
-        fidelity: whose word the points where paper, released code and today differ were set by; the run's own keys
-            say what they are.
+        dropout_seeds: with `unique` every sample has its own dropout masks; with `shared` every data rank uses those of
+            the first one, as Megatron-LM v1.0 did, and the run depends on `dp_size`.
+        fidelity: which source sets the points on which the paper, the released code and current practice differ; the
+            run's own keys hold the values.
         deterministic: bitwise equal reruns (torch.use_deterministic_algorithms).
         compile: torch.compile, layer by layer; `auto`: on a GPU.
         cuda_graphs: record the compiled layers and replay them; one GPU, half types.
-        kernels: of LayerNorm: `torch`, NVIDIA's `apex`, or `auto`: apex on a GPU where it is installed and nothing is
+        kernels: of LayerNorm: `torch`, NVIDIA's `apex`, or `auto`: apex on a GPU if it is installed and nothing is
             compiled.
     """
 
@@ -121,7 +121,7 @@ class RunConfig:
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        """What must fit together, as far as it is known before `auto` sizes and the tokenizer are."""
+        """Check the sizes against each other, before `auto` sizes and the tokenizer are known."""
         positions, seq_length = self.model.max_position_embeddings, self.data.seq_length
         if seq_length > positions:
             raise ValueError(
@@ -131,10 +131,10 @@ class RunConfig:
         self.check_layout(tp_size, dp_size)
 
     def check_layout(self, tp_size: int, dp_size: int, tokenizer_vocab_size: int | None = None) -> BatchConfig:
-        """How a batch is dealt out over this layout.
+        """Check that this layout divides model and batch; returns how it divides the batch.
 
         Args:
-            tokenizer_vocab_size: where it is known; a vocabulary of the tokenizer's size is not checked before.
+            tokenizer_vocab_size: if known; a vocabulary of the tokenizer's size is not checked before.
 
         Raises:
             ValueError: `tp_size` does not cut the model into equal shards, or the batch not into micro-batches.
@@ -158,7 +158,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "RunConfig":
-        """Build from nested plain values; `resume` may be the text that its `path` would be.
+        """Build from nested plain values; `resume` may be its `path` alone.
 
         Raises:
             ValueError: an unknown key, a missing key or a value of another type, with its dotted name; sizes that do

@@ -27,8 +27,8 @@ class OptimizerConfig:
         beta2: decay rate of the second moment.
         eps: added to the denominator of the update.
         weight_decay: decoupled weight decay.
-        max_grad_norm: gradients are clipped to this global norm; None: they are not.
-        moments: `fp32` (fp64 for fp64 weights), or `bf16`: half the bytes, rounded at random after every update.
+        max_grad_norm: gradients are clipped to this global norm; None: no clipping.
+        moments: `fp32` (fp64 for fp64 weights), or `bf16`: half the bytes, rounded stochastically after every update.
     """
 
     lr: float
@@ -55,7 +55,7 @@ class ScheduleConfig:
         warmup_steps: optimizer steps of linear warm-up.
         decay_steps: optimizer step at which the decay ends.
         min_lr: learning rate at the end of the decay.
-        formula: `paper`, or `megatron_v1` as its released code computes it: the first update at rate 0.
+        formula: `paper`, or `megatron_v1` as in the released code, whose first update has rate 0.
     """
 
     decay: str
@@ -88,17 +88,17 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """`trainer=`: how long, and how often the validation loss is taken (optimizer steps; sequences).
+    """`trainer=`: how long to train, and how often to validate (optimizer steps; sequences).
 
     Args:
         max_steps: length of the run, and by default of the schedule.
         stop_after_steps: stop cleanly, with a checkpoint, once this many steps of the run are done; None: max_steps.
         validate_every_steps: 0 validates only at the start and the end.
         num_validation_samples: sequences scored each time, always the same; None: all.
-        accelerator: `auto` (a GPU where there is one), `cpu` or `gpu`.
+        accelerator: `auto` (a GPU if there is one), `cpu` or `gpu`.
         max_skipped_steps: steps in a row that may be skipped for a gradient that is not finite, before the run stops
-            with a diagnosis; those that fp16's loss scale answers by halving itself are not counted.
-        check_replicas_every_steps: how often the ranks compare hashes of what must be equal on them; 0: never.
+            with a diagnosis; those after which fp16's loss scale halves are not counted.
+        check_replicas_every_steps: how often the ranks compare hashes of tensors that must be equal; 0: never.
         num_threads: CPU threads per rank, at most the machine's cores; None shares them between the local ranks.
         matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
         profiler: `torch` writes a trace of the 4th to 6th step of a start into the run folder's `profile`, from the
@@ -142,7 +142,7 @@ class TrainerConfig:
 
 
 def require_moments_fit(moments: str, dtype: str) -> None:
-    """Refuse moments in bf16 beside weights in fp64, whose update is not in fp32.
+    """Refuse moments in bf16 with weights in fp64, whose update is not in fp32.
 
     Raises:
         ValueError: naming both.
@@ -153,15 +153,15 @@ def require_moments_fit(moments: str, dtype: str) -> None:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """`precision=`: type of weights, activations and gradients. Half types keep fp32 masters in the optimizer.
+    """`precision=`: type of weights, activations and gradients. Half types have fp32 masters in the optimizer.
 
     Args:
-        dtype: `fp64`, `fp32`, `bf16`, `fp16`, or `fp8`: bf16 but for the products of the layers' linears, which are in
-            float8; see `parallel/float8.py`.
-        initial_loss_scale: first loss scale (section 4.2); fp16 alone has one.
+        dtype: `fp64`, `fp32`, `bf16`, `fp16`, or `fp8`: bf16, with the matrix products of the linear layers in float8;
+            see `parallel/float8.py`.
+        initial_loss_scale: first loss scale (section 4.2); used by fp16 only.
         loss_scale_window: steps without overflow after which the loss scale doubles.
         hysteresis: overflows after which the loss scale halves.
-        min_loss_scale: the loss scale never falls below it.
+        min_loss_scale: lower bound of the loss scale.
     """
 
     dtype: str
@@ -180,7 +180,7 @@ class PrecisionConfig:
             )
 
     def refuse_float8(self) -> None:
-        """For what does not pretrain: its batches have any length, and float8 products are of multiples of 16.
+        """Refuse fp8 outside pretraining: batches have any length there, and float8 products need multiples of 16.
 
         Raises:
             ValueError: `dtype` is fp8.
@@ -191,18 +191,18 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """`checkpoint=`: when to save, what to keep, and what to do when it cannot be written.
+    """`checkpoint=`: when to save, what to keep, and what to do if saving fails.
 
     Args:
         save_every_steps: optimizer steps between checkpoints; 0: none by the number of steps.
         save_every_minutes: minutes of wall time between checkpoints; None: none by the clock.
         save_last: save one at the end of the run.
         keep_last: number of newest checkpoints kept; None: all.
-        keep_best: number of checkpoints of lowest validation loss kept besides; a new best one is saved as soon as it
-            is validated. None: the loss does not matter.
+        keep_best: number of checkpoints of lowest validation loss kept in addition; a new best is saved as soon as it
+            is validated. None: none.
         async_ (key `async`): write in the background; training waits only for a copy to host memory.
-        on_error: `continue` training when a checkpoint cannot be written (the run then ends with exit code 74 unless a
-            later one can), or `stop` at once.
+        on_error: `continue` training if a checkpoint cannot be written (the run ends with exit code 74 unless a later
+            one is), or `stop` at once.
     """
 
     save_every_steps: int = 0
@@ -225,14 +225,14 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ResumeConfig:
-    """`resume`: where a run goes on, and under which schedule. `resume=X` is short for `resume.path=X`.
+    """`resume`: which checkpoint a run starts from, and with which schedule. `resume=X` is short for `resume.path=X`.
 
     Args:
-        path: `none`, `auto` (the newest good checkpoint of the run folder, from the start where there is none) or the
+        path: `none`, `auto` (the newest intact checkpoint of the run folder; from the start if there is none) or the
             path of a checkpoint or run folder.
-        schedule: where the schedule or the peak learning rate differs from the checkpoint's: `assert` refuses, `keep`
-            takes the checkpoint's, `override` the one given now.
-        weights_only: take the weights and nothing else: a new run on whatever data, from step 0.
+        schedule: if the schedule or the peak learning rate differs from the checkpoint's: `assert` refuses, `keep` uses
+            the checkpoint's, `override` uses the current one.
+        weights_only: load only the weights: a new run, on any data, from step 0.
     """
 
     path: str = "none"

@@ -1,4 +1,4 @@
-"""What one zero-shot evaluation is asked to do: the typed form of `conf/zero_shot.yaml`."""
+"""The configuration of a zero-shot evaluation: the typed form of `conf/zero_shot.yaml`."""
 
 from dataclasses import dataclass
 
@@ -17,9 +17,9 @@ class WikiText103Config:
 
     Args:
         name: of the task.
-        path: the file with its words cut apart (`wiki.test.tokens`), whole and as it was published.
-        stride: targets that a window adds to those of the window before; the paper's overlap.
-        window: tokens the model reads at once.
+        path: the published tokenized file (`wiki.test.tokens`), complete and unchanged.
+        stride: targets that each window adds; the paper's overlap.
+        window: tokens of the model's input.
 
     Source: appendix E.
     """
@@ -42,7 +42,7 @@ class LambadaConfig:
     Args:
         name: of the task.
         path: the passages, one per line.
-        form: of the file, `openai` (JSON lines of written text) or `original` (lower case, words cut apart).
+        form: of the file, `openai` (JSON lines of written text) or `original` (lower case, tokenized).
         stop_word_filter: report also the accuracy where no stop word may be the first token of an answer.
 
     Source: section 5.2.
@@ -66,16 +66,16 @@ class ZeroShotConfig:
 
     Args:
         run_dir: Hydra's run folder, for the record.
-        task: what is measured, and its file.
-        ckpt: a checkpoint of ours at any layout, a run folder (its newest one), or a folder with a Hugging Face GPT-2;
+        task: the benchmark and its file.
+        ckpt: an lmscale checkpoint at any layout, a run folder (its newest one), or a folder with a Hugging Face GPT-2;
             None with `count_only`.
         count_only: print what would be scored, and stop.
-        micro_batch_tokens: of a forward pass, at most (one window or passage may have more).
+        micro_batch_tokens: largest number of tokens of a forward pass (one window or passage may have more).
         precision: its `dtype` is that of weights and arithmetic.
-        accelerator: `auto` (a GPU where there is one), `cpu` or `gpu`.
+        accelerator: `auto` (a GPU if there is one), `cpu` or `gpu`.
 
     Raises:
-        ValueError: a value that cannot be.
+        ValueError: an invalid value.
     """
 
     run_dir: str

@@ -1,4 +1,4 @@
-"""The Lightning datamodule: optimizer steps for training, every validation sequence once."""
+"""The Lightning data module: micro-batches of training steps, and every validation sequence once."""
 
 import hashlib
 from typing import Any
@@ -12,36 +12,35 @@ from ..config import BatchConfig
 from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import family_of, load
 from .bert_dataset import IGNORE_LABEL
-from .blend import Blend
 from .loading import CutStep, MicroBatches, References, Samples, Sized, Unsized, as_tensors
 from .prepare import prepare_corpus
 from .prepared import CorpusPart, PreparedCorpus
-from .sampler import DATASET_SHIFT, BlendedBatchSampler, GlobalBatchSampler
+from .sampler import DATASET_SHIFT, Blend, BlendedBatchSampler, GlobalBatchSampler
 
 
 class PretrainDataModule(L.LightningDataModule):
-    """Samples of a prepared corpus, dealt out by data rank.
+    """Samples of a prepared corpus, divided over the data ranks.
 
     The items of both loaders are micro-batches. Training: `num_micro_batches` of the `BatchConfig` make one optimizer
     step of this data rank (`MicroBatches`). Validation: the first `num_validation_samples` sequences of the validation
     part, each on one data rank.
 
-    A micro-batch is a dict of tensors: GPT `tokens`, `labels` int64 [b, s]; BERT also `token_types`, `attention_mask`
-    [b, s], `sop_labels` [b] and, as it travels, `scored` [m], where the flattened labels are not -100, and no mask but
-    None where nothing is padded, so that attention takes its fastest kernel; both `sample_numbers` int64 [b], counted
-    over the whole run, and `sample_indices` int64 [b], places in the dataset.
+    A micro-batch is a dict of tensors. GPT: `tokens`, `labels` int64 [b, s]. BERT: also `token_types`, `attention_mask`
+    [b, s], `sop_labels` [b] and `scored` [m], the indices of flattened labels that are not -100; the mask becomes None
+    if nothing is padded, so that attention uses its fastest kernel. Both: `sample_numbers` int64 [b], counted over the
+    whole run, and `sample_indices` int64 [b], places in the dataset.
 
     Args:
-        by_length: of a step's sequences on a rank the longest come first, so that most micro-batches have no padding.
-            What a micro-batch holds then depends on its lengths, which a mean of the micro-batches' means would feel.
+        by_length: sort the sequences of a step on a rank by descending length, so that most micro-batches have no
+            padding. Not for `mean_of_means`, which depends on how sequences are grouped into micro-batches.
 
     Attributes:
-        completed_steps: where the next training loader begins: steps that were handed out whole. Saved with checkpoints
-            as consumed samples.
-        steps_per_epoch: of one of Lightning's epochs: the whole run.
+        completed_steps: steps whose micro-batches have all been returned; the next training loader starts there. Saved
+            with checkpoints as consumed samples.
+        steps_per_epoch: steps of a Lightning epoch, here of the whole run.
 
     Raises:
-        ValueError: a split too small for one sample, or fewer validation sequences than asked for.
+        ValueError: a split too small for one sample, or fewer validation sequences than requested.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class PretrainDataModule(L.LightningDataModule):
         self.completed_steps, self.steps_per_epoch = 0, num_steps
 
     def _order_validation(self, parts: tuple[CorpusPart, ...], num_samples: int | None) -> np.ndarray:
-        """References of the validation sequences: all of every dataset, or the first of each as the weights have it."""
+        """References of the validation sequences: all of every dataset, or the first ones of each by its weight."""
         available = [len(samples) for samples in self.validation_samples]
         if num_samples is None:
             which = np.repeat(np.arange(len(parts)), available)
@@ -107,13 +106,13 @@ class PretrainDataModule(L.LightningDataModule):
     def train_dataloader(self) -> MicroBatches:
         """The rest of an epoch from `completed_steps` on, in micro-batches."""
         length = self.steps_per_epoch * self.batch.num_micro_batches
-        return MicroBatches(self.step_loader, length, self.trainer.lightning_module.count_terms, self._count_step)
+        return MicroBatches(self.step_loader, length, self.trainer.lightning_module.loss_counts, self._count_step)
 
     def _count_step(self) -> None:
         self.completed_steps += 1
 
     def step_loader(self) -> DataLoader:
-        """The same in whole steps, each the list of this data rank's micro-batches."""
+        """The same in whole steps: each item is the list of this data rank's micro-batches of a step."""
         parallel = self.trainer.strategy.parallel
         sampler = self.sampler(parallel.dp_rank, parallel.dp_size, self.completed_steps)
         end_of_epoch = (self.completed_steps // self.steps_per_epoch + 1) * self.steps_per_epoch
@@ -122,7 +121,7 @@ class PretrainDataModule(L.LightningDataModule):
         return self._loader(self.train_samples, batch_sampler=sampler, collate_fn=collate)
 
     def sampler(self, dp_rank: int = 0, dp_size: int = 1, start_step: int = 0) -> GlobalBatchSampler:
-        """The order of the training samples, as one data rank meets it."""
+        """The order of the training samples of one data rank."""
         layout = self.batch.global_batch_size, dp_rank, dp_size, self.seed, self.num_steps, start_step
         if self.is_blended:
             return BlendedBatchSampler(self.train_samples, self.blend, *layout)
@@ -136,13 +135,13 @@ class PretrainDataModule(L.LightningDataModule):
         size = self.batch.micro_batch_size
         batches = [mine[i : i + size] for i in range(0, len(mine), size)]
         # Lightning would skip the whole validation, its closing all-reduce included, on a rank whose loader has length
-        # 0, and the other ranks would wait for ever: where some rank has nothing, no rank's loader tells its length.
+        # 0, and the other ranks would wait forever: if some rank has no sequences, no rank's loader has a length.
         some_rank_is_idle = self.num_validation_samples < parallel.dp_size
         sampler = Unsized(batches) if some_rank_is_idle else batches
         return self._loader(self.validation_samples, batch_sampler=sampler, collate_fn=as_tensors)
 
     def _loader(self, samples: list[Samples], **kwargs: Any) -> DataLoader:
-        # A generator of its own: a loader that draws from torch's would shift the dropout of one rank against another.
+        # Its own generator: a loader that draws from torch's would make the dropout of the ranks differ.
         return DataLoader(
             References(samples),
             num_workers=self.config.num_workers,
@@ -152,8 +151,7 @@ class PretrainDataModule(L.LightningDataModule):
         )
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Note the scored positions of padded samples, and whether they need their mask, while both are on the host, so
-        that no GPU has to be waited for."""
+        """Find the scored positions of padded samples and drop an unneeded mask on the host: no GPU is waited for."""
         if isinstance(batch, dict) and "attention_mask" in batch:
             batch["scored"] = (batch["labels"].flatten() != IGNORE_LABEL).nonzero().squeeze(1)
             if batch["attention_mask"].all():
@@ -161,7 +159,7 @@ class PretrainDataModule(L.LightningDataModule):
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Sequences consumed so far; with the seed, the whole state of the data order."""
+        """Number of consumed sequences; with the seed, this is the whole state of the data order."""
         return {"consumed_samples": self.completed_steps * self.batch.global_batch_size}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -180,9 +178,9 @@ class PretrainDataModule(L.LightningDataModule):
 
 
 class TextDataModule(PretrainDataModule):
-    """Text for a Trainer of one's own: a step has micro_batch_size x data ranks x accumulated batches sequences.
+    """Text for a user's own Trainer: a step has micro_batch_size x data ranks x accumulated batches sequences.
 
-    One of Lightning's epochs is one pass over the training part; `test` and `predict` see the validation part.
+    A Lightning epoch is one pass over the training part; `test` and `predict` see the validation part.
 
     Args:
         family: the model's, as `model.family`.
@@ -206,18 +204,18 @@ class TextDataModule(PretrainDataModule):
         data: DataConfig | None = None,
         tokenizer: TokenizerConfig | None = None,
     ) -> None:
-        L.LightningDataModule.__init__(self)  # the rest is built in `setup`, when the Trainer is known
+        L.LightningDataModule.__init__(self)  # the rest is built in `setup`, once the Trainer is known
         self.data = data or DataConfig(kind="local" if path else "embedded", seq_length=seq_length, path=path)
         self.prepared = prepare_corpus(self.data, tokenizer or TokenizerConfig("trained", vocab_size), family, None)
         self.micro_batch_size, self.num_wanted, self.order_seed = micro_batch_size, num_validation_samples, seed
 
     @property
     def vocab_size(self) -> int:
-        """Ids of the tokenizer."""
+        """Number of ids of the tokenizer."""
         return self.prepared.vocab_size
 
     def setup(self, stage: str) -> None:
-        """Deal the samples out over the data ranks and accumulated batches of the Trainer."""
+        """Divide the samples over the data ranks and accumulated batches of the Trainer."""
         trainer = self.trainer
         dp_size, accumulated = trainer.strategy.parallel.dp_size, trainer.accumulate_grad_batches
         batch = BatchConfig(self.micro_batch_size, self.micro_batch_size * accumulated * dp_size, dp_size)
@@ -229,7 +227,7 @@ class TextDataModule(PretrainDataModule):
         self.steps_per_epoch = min(epoch, steps)
 
     def val_dataloader(self) -> Unsized:
-        """The same as no DataLoader, so that Lightning does not deal it out once more."""
+        """The loader wrapped, so that Lightning does not add a distributed sampler."""
         loader = super().val_dataloader()
         return (Sized if hasattr(loader.batch_sampler, "__len__") else Unsized)(loader)
 
@@ -245,11 +243,11 @@ def make_dataset(
     number: int = 0,
     num_samples: int | None = None,
 ) -> Samples:
-    """The samples of one dataset of a split, of the family the corpus was prepared for.
+    """The samples of one dataset of a split, for the family that the corpus was prepared for.
 
     Args:
         number: of the dataset in the blend.
-        num_samples: how many the run takes from it; None where their order is not shuffled by the dataset.
+        num_samples: how many the run takes from it; None if the dataset does not shuffle them.
     """
     make = load(family_of(prepared.architecture).samples)
     return make(prepared, split, part, config, seed, number, num_samples)

@@ -1,4 +1,4 @@
-"""What a loader of a pretraining does: look samples up, cut steps into micro-batches."""
+"""The parts of a pretraining loader: look up samples, cut steps into micro-batches."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -16,7 +16,7 @@ MicroBatch = dict[str, Tensor]
 
 
 class References(Dataset):
-    """Looks up references, rows (sample number, epoch, dataset x 2^40 + index), in the datasets they belong to."""
+    """Looks up references, rows (sample number, epoch, dataset x 2^40 + index), in their datasets."""
 
     def __init__(self, datasets: list[Samples]) -> None:
         self.datasets = datasets
@@ -36,7 +36,7 @@ class References(Dataset):
 
 
 class CutStep:
-    """Cuts the samples of one step into micro-batches; a class, because worker processes must pickle it."""
+    """Cuts the samples of one step into micro-batches; a class, so that worker processes can pickle it."""
 
     def __init__(self, micro_batch_size: int, by_length: bool) -> None:
         self.micro_batch_size, self.by_length = micro_batch_size, by_length
@@ -61,41 +61,41 @@ class Unsized:
 
 
 class Sized(Unsized):
-    """The same with a length: a loader to which Lightning adds no sampler of its own."""
+    """The same with a length: a loader to which Lightning adds no sampler."""
 
     def __len__(self) -> int:
         return len(self.batches)
 
 
 class MicroBatches:
-    """The micro-batches of a loader of steps, one by one: Lightning's batches.
+    """The micro-batches of a loader of steps, one by one; they are Lightning's batches.
 
-    The first of each step has `step_counts`, int64 [number of terms]: what this rank's whole step has of each loss
-    term. The step's loss can then be divided by the counts of all ranks before any backward pass.
+    The first of each step has `step_counts`, int64 [number of terms]: this rank's count of each loss term over the
+    whole step. The step's loss can then be divided by the counts of all ranks before any backward pass.
 
     Args:
-        open_steps: gives the loader, each of whose items is the list of a step's micro-batches.
-        length: micro-batches of a whole epoch, those done before included: Lightning subtracts what it has restored.
-        count_terms: the counts of one micro-batch.
-        on_last: called before the last micro-batch of a step is handed out.
+        open_steps: returns the loader, whose items are lists of the micro-batches of a step.
+        length: micro-batches of a whole epoch, including completed ones: Lightning subtracts those it has restored.
+        loss_counts: the counts of one micro-batch.
+        on_last: called before the last micro-batch of a step is returned.
     """
 
     def __init__(
         self,
         open_steps: Callable[[], DataLoader],
         length: int,
-        count_terms: Callable[[MicroBatch], Tensor],
+        loss_counts: Callable[[MicroBatch], Tensor],
         on_last: Callable[[], None],
     ) -> None:
         self.open_steps, self.length = open_steps, length
-        self.count_terms, self.on_last = count_terms, on_last
+        self.loss_counts, self.on_last = loss_counts, on_last
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for first, *others in self.open_steps():
-            counts = torch.stack([self.count_terms(micro_batch) for micro_batch in (first, *others)]).sum(dim=0)
+            counts = torch.stack([self.loss_counts(micro_batch) for micro_batch in (first, *others)]).sum(dim=0)
             micro_batches = [first | {"step_counts": counts.long()}, *others]
             for micro_batch in micro_batches:
                 if micro_batch is micro_batches[-1]:
@@ -104,5 +104,5 @@ class MicroBatches:
 
 
 def as_tensors(batch: dict[str, np.ndarray]) -> MicroBatch:
-    """The arrays as tensors of their own memory."""
+    """The arrays as tensors that share their memory."""
     return {key: torch.from_numpy(np.ascontiguousarray(values)) for key, values in batch.items()}

@@ -1,63 +1,37 @@
-"""One finetuning from its configuration to its record."""
+"""Finetuning: `prepare_job` checks a run once; `finetune`, on every rank, builds model, data and Trainer, and fits."""
 
-import shutil
-import sys
-import time
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import lightning as L
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished
+from ..checkpoint import CheckpointError
 from ..config import ParallelConfig
 from ..config.finetune import FinetuneConfig
 from ..parallel import ParallelContext
-from ..results import check_no_record, new_record, write_record
-from ..training.job import Job
+from ..results import check_no_record
 from ..training.output.metrics_file import MetricsFile
-from ..training.output.run_folder import describe_channel
 from ..training.runtime.exit_codes import DONE
 from ..training.runtime.launch import resolve_accelerator, world_from_outside
-from ..training.runtime.run import Run, run_on_this_rank
+from ..training.runtime.run import Run, new_trainer, run_on_this_rank
 from .batches import ScoringBatches, TrainingSteps
 from .features import Features, load_features
-from .initial_checkpoint import InitialCheckpoint, check_initial_checkpoint
+from .initial_checkpoint import check_initial_checkpoint
 from .module import FinetuneModule
 from .outputs import write_outputs
-from .preparing import prepare_features
-from .record_kind import record_kind
+from .preparing import FinetuneJob, prepare_features
+from .run_folder import announce, prepare_folder, report_divergence, write_run_record
 from .scoring import metric_names
 from .sources import check_place
 
-RECORD = "record.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinetuneJob(Job):
-    """A finetuning that has passed every check, without its data."""
-
-    run: FinetuneConfig
-    start: InitialCheckpoint
-    train: Path | None
-    sets: dict[str, Path]
-
-    def training_features(self) -> Features | None:
-        """What is trained on; None where nothing is."""
-        if self.train is None:
-            return None
-        return load_features(self.train).first(self.run.trainer.max_train_examples)
-
-    def scored_features(self) -> dict[str, Features]:
-        """What is scored, by set."""
-        return {name: load_features(folder) for name, folder in self.sets.items()}
-
 
 def prepare_job(run: FinetuneConfig) -> FinetuneJob:
-    """Check a finetuning from cheap to dear: machine, checkpoint, files; then read and encode the data.
+    """Check a finetuning, cheap checks first: machine, checkpoint, files; then read and encode the data.
 
     Raises:
-        ValueError: anything that cannot work, in one line.
+        ValueError: anything invalid, in one line.
     """
     accelerator, task = resolve_accelerator(run.trainer.accelerator), run.task
     check_no_record(run.run_dir)
@@ -88,7 +62,7 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
 
 
 def _layout(run: FinetuneConfig, accelerator: str) -> ParallelConfig:
-    """The grid of ranks; `dp_size=auto` is what the world leaves, or one (a GPU's) where lmscale starts the ranks."""
+    """The grid of ranks; `dp_size=auto` uses all ranks that were started, else all GPUs of this host, else is 1."""
     tp_size, dp_size, world = run.parallel.tp_size, run.parallel.dp_size, world_from_outside()
     if tp_size == "auto":
         raise ValueError("`parallel.tp_size` must be a whole number for finetuning, but is 'auto'")
@@ -115,140 +89,71 @@ def finetune(job: FinetuneJob) -> int:
     """Finetune and score on this rank; rank 0 writes scores, predictions and the record into the run folder.
 
     Returns:
-        how the job ends; see `training.exit_codes`. The same on all ranks.
+        the exit code; see `training.runtime.exit_codes`. The same on all ranks.
     """
-    run, features = job.run, job.training_features()
-    steps_per_epoch = -(-len(features) // run.global_batch_size) if features is not None else 0
-    num_steps = steps_per_epoch * run.trainer.num_epochs
-    return run_on_this_rank(
-        job,
-        lambda running: _finetune(job, running, features, steps_per_epoch),
-        stops_on_signal=False,
-        max_steps=num_steps,
-        val_check_interval=steps_per_epoch if run.trainer.score_every_epoch and num_steps else num_steps + 1,
-    )
+    features = job.training_features()
+    steps_per_epoch = -(-len(features) // job.run.global_batch_size) if features is not None else 0
+    trainer = build_trainer(job, steps_per_epoch)
+    return run_on_this_rank(job, trainer, partial(train, job, features, steps_per_epoch), stops_on_signal=False)
 
 
-def _prepare_folder(job: FinetuneJob, run_dir: Path) -> str | None:
-    """On rank 0: write what is known before the first step; returns why that cannot be, or None."""
-    try:
-        checkpoints = run_dir / "checkpoints"
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(checkpoints)
-        for name, text in job.files.items():
-            (run_dir / name).parent.mkdir(exist_ok=True)
-            (run_dir / name).write_text(text, encoding="utf-8")
-        (run_dir / "scores.jsonl").unlink(missing_ok=True)  # of an attempt that did not come to its record
-        source, target = Path(job.start.tokenizer_path), checkpoints / TOKENIZER_FOLDER
-        if source.is_dir():
-            shutil.copytree(source, target, dirs_exist_ok=True)
-        else:
-            target.mkdir(exist_ok=True)
-            shutil.copyfile(source, target / ("vocab.txt" if source.suffix == ".txt" else "tokenizer.json"))
-    except OSError as error:
-        return f"the run folder {run_dir} cannot be used: {error}"
-    return None
-
-
-def _finetune(job: FinetuneJob, running: Run, features: Features | None, steps_per_epoch: int) -> int:
-    run, trainer, context, num_threads = job.run, running.trainer, running.strategy.parallel, running.num_threads
-    problem = running.strategy.first_error(_prepare_folder(job, running.folder) if running.is_first else None)
+def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, running: Run) -> int:
+    """Finetune and score in a locked run folder, with the process group started; returns the exit code."""
+    trainer, strategy, folder = running.trainer, running.strategy, running.folder
+    problem = strategy.first_error(prepare_folder(job, folder) if running.is_first else None)
     if problem is not None:
         raise CheckpointError(problem)
-    num_steps, sets = steps_per_epoch * run.trainer.num_epochs, job.scored_features()
-    module = FinetuneModule(
-        run,
+    model = build_model(job, steps_per_epoch, running)
+    training, scoring = build_data(job, features, model.sets, strategy.parallel)
+    if running.is_first:
+        announce(job, model, features, strategy.parallel)
+    if training is not None:
+        metrics = MetricsFile(folder / "metrics.csv")
+        metrics.resume_at(0)
+        trainer.loggers = [metrics]
+        trainer.fit(model, training, scoring)
+    if running.ending.exit_code == DONE and model.scored_at != model.completed_steps:
+        trainer.validate(model, scoring, verbose=False)
+    if running.ending.exit_code != DONE:
+        if running.is_first:
+            report_divergence(job, model.completed_steps)
+        return running.ending.exit_code
+    if running.is_first:
+        write_outputs(folder / "predictions", job.run.task, model.sets, model.predictions, model.logits)
+        write_run_record(job, model, features, running.num_threads)
+    return DONE
+
+
+def build_trainer(job: FinetuneJob, steps_per_epoch: int) -> L.Trainer:
+    """Lightning's Trainer; it scores after every epoch if `trainer.score_every_epoch`, else at the end."""
+    trainer = job.run.trainer
+    num_steps = steps_per_epoch * trainer.num_epochs
+    scores = trainer.score_every_epoch and num_steps
+    return new_trainer(job, max_steps=num_steps, val_check_interval=steps_per_epoch if scores else num_steps + 1)
+
+
+def build_model(job: FinetuneJob, steps_per_epoch: int, running: Run) -> FinetuneModule:
+    """The Lightning module; it builds its shard of the model in `configure_model`."""
+    return FinetuneModule(
+        job.run,
         job.start,
-        sets,
-        num_steps,
+        job.scored_features(),
+        steps_per_epoch * job.run.trainer.num_epochs,
         steps_per_epoch,
         running.folder,
         running.watchdog,
         running.ending,
-        num_threads,
+        running.num_threads,
     )
-    scoring = ScoringBatches(module.sets, run.trainer.scoring_batch_size, context.dp_rank, context.dp_size)
-    if trainer.is_global_zero:
-        _announce(job, module, features, context)
-    if features is not None:
-        training = TrainingSteps(
-            features,
-            run.global_batch_size,
-            run.micro_batch_size,
-            run.trainer.num_epochs,
-            run.seed,
-            run.trainer.pool_batches,
-            context.dp_rank,
-            context.dp_size,
-        )
-        metrics = MetricsFile(module.run_dir / "metrics.csv")
-        metrics.resume_at(0)
-        trainer.loggers = [metrics]
-        trainer.fit(module, training, scoring)
-    if running.ending.exit_code == DONE and module.scored_at != module.completed_steps:
-        trainer.validate(module, scoring, verbose=False)
-    if running.ending.exit_code != DONE:
-        if trainer.is_global_zero:
-            print(
-                f"error: the training has diverged at step {module.completed_steps}: more than "
-                f"{run.trainer.max_skipped_steps} steps in a row without a finite gradient, or scores not finite",
-                file=sys.stderr,
-                flush=True,
-            )
-        return running.ending.exit_code
-    if trainer.is_global_zero:
-        write_outputs(module.run_dir / "predictions", run.task, module.sets, module.predictions, module.logits)
-        _write_record(job, module, features, num_threads)
-    return DONE
 
 
-def _announce(job: FinetuneJob, module: FinetuneModule, features: Features | None, context: ParallelContext) -> None:
-    run, layout = job.run, job.layout
-    size = f"{len(features):,} items" if features is not None else "nothing"
-    print(
-        f"{run.name}: {run.task.name} from {job.start.path}{' (sizes only)' if run.from_scratch else ''}; trains on "
-        f"{size} x {run.trainer.num_epochs} epochs, batch {run.global_batch_size}, lr {run.optimizer.lr:g}; scores "
-        + ", ".join(f"{name} ({len(found.ids):,})" for name, found in module.sets.items())
-        + f"\nranks: {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}"
-        f"{describe_channel(context, job.accelerator)}, {run.precision.dtype}; run folder: {module.run_dir}",
-        flush=True,
-    )
-    for found in [*([features] if features is not None else []), *module.sets.values()]:
-        for note in found.notes:
-            print(f"note: {note}", flush=True)
-
-
-def _write_record(job: FinetuneJob, module: FinetuneModule, features: Features | None, num_threads: int) -> None:
-    """The run's JSON record, and the last line on the terminal."""
-    run = job.run
-    metrics = {
-        name: {"value": value, "unit": "logits" if name.endswith("null_threshold") else "%"}
-        for name, value in module.metrics.items()
-    }
-    metrics["steps"] = {"value": module.completed_steps, "unit": "steps"}
-    watch = module.stopwatch
-    if watch.wall_s:
-        metrics["train_time"] = {"value": watch.wall_s, "unit": "s"}
-        metrics["train_cpu_time"] = {"value": watch.cpu_s, "unit": "s"}
-        throughput = module.items_trained / watch.wall_s
-        metrics["items_per_s"] = {"value": throughput, "unit": "items/s"}
-    sets = {name: {"examples": len(f.ids), "items": len(f), "notes": f.notes} for name, f in module.sets.items()}
-    for name, prediction in module.predictions.items():
-        sets[name]["alarms"] = prediction.alarms
-    if features is not None:
-        sets["train"] = {"examples": len(features.ids), "items": len(features), "notes": features.notes}
-    num_scored = {name: len(f.ids) for name, f in module.sets.items()}
-    kind, paper_size = record_kind(run, job.start.config, num_scored, None if features is None else len(features.ids))
-    found = new_record(
-        name=run.name,
-        kind=kind,
-        config=run.to_dict() | {"model": job.start.config.to_dict(), "sets": sets, "paper_size": paper_size},
-        seed=run.seed,
-        metrics=metrics,
-        device=job.device_name(),
-        layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
-        steps=[0, module.completed_steps],
-        started=time.time() - watch.wall_s,
-    )
-    write_record(found, module.run_dir / RECORD)
-    print(f"record: {module.run_dir / RECORD}", flush=True)
+def build_data(
+    job: FinetuneJob, features: Features | None, sets: dict[str, Features], context: ParallelContext
+) -> tuple[TrainingSteps | None, ScoringBatches]:
+    """This data rank's batches of the training set, None without one, and of the sets to score."""
+    run, place = job.run, (context.dp_rank, context.dp_size)
+    scoring = ScoringBatches(sets, run.trainer.scoring_batch_size, *place)
+    if features is None:
+        return None, scoring
+    sizes = run.global_batch_size, run.micro_batch_size, run.trainer.num_epochs
+    return TrainingSteps(features, *sizes, run.seed, run.trainer.pool_batches, *place), scoring

@@ -1,4 +1,4 @@
-"""The Lightning module of finetuning: every task, one optimizer step a batch, every item scored once."""
+"""The Lightning module of finetuning, for all tasks: one optimizer step per batch, every item scored once."""
 
 import json
 import sys
@@ -35,23 +35,23 @@ from .timing import Timer
 class FinetuneModule(L.LightningModule):
     """Finetuning of one BERT. A Lightning batch is the list of this data rank's micro-batches of one step.
 
-    The loss is the mean of the items of the global batch, however it is cut over ranks and micro-batches, also in the
-    last, smaller step of an epoch.
+    The loss is the mean over the items of the global batch, however it is divided over ranks and micro-batches, also in
+    the smaller last step of an epoch.
 
     Args:
         run: the configuration.
         start: the checkpoint.
         sets: features to score, by name.
         num_steps: of the whole training.
-        steps_per_epoch: for the account of the scores.
-        run_dir: where scores and the checkpoint go.
-        watchdog: is told where the training is.
-        ending: is told when the run has diverged.
+        steps_per_epoch: for the epoch of each scoring.
+        run_dir: folder of scores and the checkpoint.
+        watchdog: its `mark` is called with the progress.
+        ending: is set when the run has diverged.
         num_threads: CPU threads of this rank.
 
     Communicates:
-        a step: the gradients over the data group (DDP; of half types in fp32, by the optimizer); where it is logged,
-        the loss. A scoring: every rank's logits to all, the metrics from rank 0.
+        per step, the gradients over the data group (DDP; for half types in fp32, by the optimizer), and the loss if it
+        is logged; per scoring, all logits to all ranks, and the metrics from rank 0.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class FinetuneModule(L.LightningModule):
         return self.trainer.strategy.parallel
 
     def configure_model(self) -> None:
-        """Build this rank's shard on its device and read the checkpoint's part of it."""
+        """Build this rank's shard on its device and read the weights that the checkpoint has."""
         torch.set_num_threads(self.num_threads)  # Lightning's launcher has just set its own number
         if self.model is not None:
             return
@@ -108,11 +108,11 @@ class FinetuneModule(L.LightningModule):
         self._read(lambda reader, key, param: reader.read_into(key, param.detach(), context.tp_rank))
 
     def configure_optimizers(self) -> MixedPrecisionAdamW:
-        """AdamW over the shard; fp32 masters as exact as the checkpoint."""
+        """AdamW over the shard, with fp32 masters read from the checkpoint."""
         optimizer = MixedPrecisionAdamW(
             self.model.named_parameters(), self.run.optimizer, self.run.precision, self.parallel
         )
-        masters = optimizer.fp32_masters()  # with `zero1` of the parameters this data rank owns alone
+        masters = optimizer.fp32_masters()  # with `zero1` only of the parameters that this data rank owns
 
         def read(reader: CheckpointReader, key: str, _: Tensor) -> None:
             master = masters.get(key.removeprefix("model/"))
@@ -124,7 +124,7 @@ class FinetuneModule(L.LightningModule):
         return optimizer
 
     def _read(self, read: Any) -> None:
-        """Call `read(reader, key, parameter)` for every parameter that the checkpoint gives."""
+        """Call `read(reader, key, parameter)` for every parameter that is read from the checkpoint."""
         if self.run.from_scratch:
             return
         drawn = ("pooler.",) if self.run.new_pooler else ()
@@ -136,11 +136,11 @@ class FinetuneModule(L.LightningModule):
                     read(reader, f"model/{name}", param)
 
     def state_for_checkpoint(self) -> dict[str, Any]:
-        """What a checkpoint says of the finetuning: the task, whose head can be taken up again, and the scores."""
+        """The finetuning's part of a checkpoint: the task, so that its head can be reused, and the scores."""
         return {"finetune": {"task": self.run.task.name, "metrics": _for_json(self.metrics)}}
 
     def training_step(self, batch: list[Batch], batch_idx: int) -> None:
-        """One optimizer step."""
+        """Run one optimizer step."""
         step = self.completed_steps + 1
         started = time.perf_counter()
         wrapped = self.optimizers()
@@ -169,7 +169,7 @@ class FinetuneModule(L.LightningModule):
             self.ending.stop(self.trainer, DIVERGED)
 
     def _accumulate(self, batch: Batch, number: int, step: int, loss_scale: float, last: bool) -> Tensor:
-        """Forward and backward of one micro-batch; returns its part of the step's mean loss, fp64."""
+        """Run forward and backward of one micro-batch; returns its part of the step's mean loss, fp64."""
         context, wrapper = self.parallel, self.trainer.strategy.model
         seed_rank_generator(self.run.seed, step, number, context.dp_rank, context.tp_rank)
         self.watchdog.mark(f"step {step}, micro-batch {number + 1}")
@@ -187,7 +187,7 @@ class FinetuneModule(L.LightningModule):
         return self.model(batch["tokens"], batch["token_types"], batch["attention_mask"], keys)
 
     def _dropout_keys(self, numbers: Tensor) -> Tensor:
-        """A key for each sequence: those of a question's choices follow each other."""
+        """One dropout key per sequence; those of a question's choices are consecutive."""
         if self.model.kind is HeadKind.CHOICE:
             choices = self.model.num_outputs
             numbers = (numbers[:, None] * choices + torch.arange(choices, device=numbers.device)).flatten()
@@ -203,22 +203,22 @@ class FinetuneModule(L.LightningModule):
         self._found.append((batch["set"], batch["items"], rows))
 
     def on_validation_epoch_end(self) -> None:
-        """Bring all logits together and score them on rank 0."""
+        """Gather all logits and score them on rank 0."""
         strategy = self.trainer.strategy
         parts = strategy.gather(self._found if self.parallel.tp_rank == 0 else [])
         self._found = []
-        answer: dict[str, float] | None = {}
+        scores: dict[str, float] | None = {}
         if self.trainer.is_global_zero:
             self.logits = _assemble(self.sets, [part for of_rank in parts for part in of_rank])
-            answer = self._score()
-        answer = strategy.broadcast(answer)
-        if answer is None:
+            scores = self._score()
+        scores = strategy.broadcast(scores)
+        if scores is None:
             self.ending.stop(self.trainer, DIVERGED)
-        self.metrics = answer or {}
+        self.metrics = scores or {}
         self.scored_at = self.completed_steps
 
     def _score(self) -> dict[str, float] | None:
-        """Predictions and metrics of all sets; None where scores are not finite."""
+        """Compute predictions and metrics of all sets; None if scores are not finite."""
         task = self.run.task
         for name, rows in self.logits.items():
             if not all(np.isfinite(row).all() for row in rows):
@@ -236,20 +236,20 @@ class FinetuneModule(L.LightningModule):
         return metrics
 
     def on_train_start(self) -> None:
-        """The clock of the throughput."""
+        """Start measuring the training time."""
         self.stopwatch.start()
 
     def on_validation_start(self) -> None:
-        """Scoring is not training time."""
+        """Stop measuring: scoring is not training time."""
         self.stopwatch.stop()
 
     def on_validation_end(self) -> None:
-        """Training goes on."""
+        """Measure again if training continues."""
         if self.trainer.state.fn == "fit":
             self.stopwatch.start()
 
     def on_train_end(self) -> None:
-        """Write the checkpoint, where that is wanted and there is a good one."""
+        """Write the checkpoint if `trainer.save` is set and the run has not diverged."""
         self.stopwatch.stop()
         if not self.run.trainer.save or self.ending.exit_code != DONE:
             return

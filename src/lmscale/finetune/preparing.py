@@ -1,22 +1,45 @@
-"""Encode a benchmark's file once and cache the result under a hash of everything it depends on."""
+"""A checked finetuning job, and its data: each file is encoded once and cached under a hash of what it depends on."""
 
 import hashlib
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
 
-from ..config.finetune import TaskConfig
+from ..config.finetune import FinetuneConfig, TaskConfig
 from ..data.tokenizer import Tokenizer
+from ..training.job import Job
 from .examples import Example
-from .features import Features, save_features
+from .features import Features, load_features, save_features
+from .initial_checkpoint import InitialCheckpoint
 from .sources import fingerprint
 from .tasks import benchmark_of, read_examples
 
 FEATURES_VERSION = 2  # incremented when the same rows give other features
 _SETTINGS = ("name", "max_seq_length", "max_qa_length", "doc_stride", "max_query_length", "columns", "labels")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneJob(Job):
+    """A finetuning that has passed every check; its data stay in the cache until a rank loads them."""
+
+    run: FinetuneConfig
+    start: InitialCheckpoint
+    train: Path | None
+    sets: dict[str, Path]
+
+    def training_features(self) -> Features | None:
+        """The training set; None if nothing is trained."""
+        if self.train is None:
+            return None
+        return load_features(self.train).first(self.run.trainer.max_train_examples)
+
+    def scored_features(self) -> dict[str, Features]:
+        """The sets to score, by name."""
+        return {name: load_features(folder) for name, folder in self.sets.items()}
 
 
 def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_dir: Path) -> Path:

@@ -1,6 +1,6 @@
 """BERT and GPT from one tensor-parallel transformer layer.
 
-Names are imported when they are asked for, so that `config` and `planner` can read the families without torch.
+Names are imported on first use, so that `config` and `planner` can read the families without torch.
 """
 
 from importlib import import_module

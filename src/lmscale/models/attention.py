@@ -14,14 +14,14 @@ from .key_value_cache import KeyValueCache
 
 
 class SelfAttention(nn.Module):
-    """Self-attention: QKV cut by columns so that a rank holds whole heads, output projection cut by rows.
+    """Self-attention: QKV cut by columns so that each rank holds whole heads, output projection cut by rows.
 
     The fused QKV weight has rows in the order [head, (q, k, v), d]; a contiguous cut is then whole heads.
 
     Shapes:
         x [b, s, h], with sequence parallelism [b, s/p, h]; attention_mask bool [b, 1, 1 or s, s], True where a query
-        sees a key, or None: all keys, or in a causal model those up to its own; dropout_keys int32 [b] or None; returns
-        the shape of x, before dropout. With a cache the s tokens are appended to its rows.
+        attends to a key, or None: all keys, or in a causal model those up to its own position; dropout_keys int32 [b]
+        or None; returns the shape of x, before dropout. With a cache the s tokens are appended to its rows.
 
     Communicates:
         forward one all-reduce of [b, s, h] (g of the projection), backward one (f of QKV), over the tensor group; with
@@ -55,10 +55,10 @@ class SelfAttention(nn.Module):
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each [b, n/p, s, d]
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-            attention_mask = cache.mask  # causal too: by position
+            attention_mask = cache.mask  # also causal, by position
         core = self._exact_core if self.exact else self._sdpa_core
-        # A GPU's fused core keeps no scores, so there is nothing to gain; and compiled, a recomputed core would draw
-        # its dropout from a clone of the generator that our seeding does not reach.
+        # A GPU's fused core keeps no scores, so recomputing it saves nothing. Compiled, it would also draw its dropout
+        # from a clone of the generator that our seeding does not reach.
         is_fused = q.is_cuda and not self.exact
         if self.recompute_core and self.training and not is_fused:
             context_vectors = checkpoint(core, q, k, v, attention_mask, dropout_keys, use_reentrant=False)

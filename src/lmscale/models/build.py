@@ -1,4 +1,4 @@
-"""Make this rank's shard of a model."""
+"""Build this rank's shard of a model."""
 
 from contextlib import contextmanager
 
@@ -30,20 +30,20 @@ def build_model(
     device: torch.device | str = "cpu",
     kernels: Kernels = PLAIN,
 ) -> nn.Module:
-    """This rank's shard of a model, made directly on its device in its dtype; the whole exists nowhere.
+    """Build this rank's shard of a model directly on its device and in its dtype; no rank holds the whole model.
 
-    Changes torch's default dtype, of which a process has one, while it builds: one thread at a time.
+    While it builds, it changes torch's default dtype, which is global to the process: one thread at a time.
 
     Args:
-        seed: of the initial weights, the same logical tensors at every layout; None leaves them uninitialised (the
+        seed: of the initial weights, the same logical tensors at every layout; None leaves them uninitialized (the
             meta device, or weights about to be loaded).
-        kernels: what computes the layers; see `kernels.choose_kernels`.
+        kernels: implementations that compute the layers; see `kernels.choose_kernels`.
 
     Returns:
         the model of `config.family`, in training mode.
 
     Raises:
-        ValueError: `context.tp_size` does not divide the model; the config leaves its vocabulary or recomputation open.
+        ValueError: `context.tp_size` does not divide the model; the config has no vocabulary or `recompute=auto`.
     """
     config.require_resolved()
     kind = load(family_of(config.family).model)
@@ -56,7 +56,7 @@ def build_model(
         for module in model.modules():
             if isinstance(module, LayerNorm):
                 module.kernel = layer_norm
-    if kernels.float8:  # not the heads: their products are few, or decide the loss
+    if kernels.float8:  # not the heads: their products are few, or affect the loss directly
         for module in model.transformer.layers.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module.use_float8()
@@ -66,8 +66,8 @@ def build_model(
 
 
 def count_model_parameters(config: TransformerConfig, tp_size: int = 1) -> tuple[int, int]:
-    """Parameters (sharded a rank, replicated) of the real module, built on the meta device; a second source for
-    `planner.params`, which counts by formula."""
+    """Parameters (sharded per rank, replicated) of the real module, built on the meta device; checks `planner.params`,
+    which counts by formula."""
     model = build_model(config, ParallelContext(tp_size=tp_size), seed=None, device="meta")
     sharded = sum(p.numel() for p in model.parameters() if not p.shard.replicated)
     replicated = sum(p.numel() for p in model.parameters() if p.shard.replicated)

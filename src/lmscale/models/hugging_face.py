@@ -1,4 +1,4 @@
-"""How a family says which model of transformers computes the same, and which tensor of it is which of ours.
+"""How a family describes its equal model in transformers, and the correspondence of their tensors.
 
 The table of tensors serves both directions.
 
@@ -22,7 +22,7 @@ from ..config.family import BUILT_IN, family_of, load
 
 @dataclass(frozen=True)
 class Layout:
-    """A view of our tensor, and the first and last of its dimensions that are one in theirs."""
+    """A view of our tensor, and the first and last of its dimensions that are merged in theirs."""
 
     view: Callable[[Tensor, TransformerConfig], Tensor]
     merged: tuple[int, int] = (0, 0)
@@ -46,30 +46,30 @@ QKV_TRANSPOSED = Layout(lambda tensor, config: _by_head(tensor, config).permute(
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of theirs; its name, the name of ours, and how the two lie."""
+    """One of their tensors: its name, the name of ours, and the layout that maps one to the other."""
 
     theirs: str
     ours: str
     layout: Layout
 
     def to_theirs(self, ours: Tensor, config: TransformerConfig) -> Tensor:
-        """Their tensor from our whole one (a copy where the order differs)."""
+        """Their tensor from our unsharded one (a copy if the order differs)."""
         return self.layout.view(ours, config).flatten(*self.layout.merged)
 
     def copy_to_ours(self, theirs: Tensor, ours: Tensor, config: TransformerConfig) -> None:
-        """Write their tensor into the places of our whole one that it fills."""
+        """Write their tensor into the corresponding part of our unsharded one."""
         view = self.layout.view(ours, config)
         view.copy_(theirs.view(view.shape))
 
 
 def pair(theirs: str, ours: str, weight: Layout = SAME) -> list[Row]:
-    """A module's weight and bias."""
+    """The rows of a module's weight and bias."""
     return [Row(f"{theirs}.weight", f"{ours}.weight", weight), Row(f"{theirs}.bias", f"{ours}.bias", SAME)]
 
 
 @dataclass(frozen=True)
 class ComparedHead:
-    """A head that both models may have, run on its own by the comparison.
+    """A head that both models may have, compared separately.
 
     Args:
         part: its name in messages.
@@ -95,18 +95,18 @@ class HuggingFaceModel:
         prefix: of the tensors that the plain model (without heads) has too, and saves without it.
         layers: their name of the list of layers; ours is `transformer.layers`.
         outer, layer: rows outside the layers, and of each layer below its index.
-        aliases: tensors that must equal another one where a file has both.
-        ignored: buffers in files of older versions, which hold constants.
-        new_heads: prefixes of ours that a file of a plain model lacks and training can begin anew.
-        token_ids: of the tokenizer's ids, or None without one, and our config: the ids that its configuration names.
-        words: prefix of their word embedding, which has a row for each word.
-        embeddings: prefixes of what else their embeddings take.
-        embed: of (model, tokens, token types or None, positions): their embeddings.
-        final_norm: their LayerNorm behind the stack, or None.
+        aliases: tensors that must equal another one if a file has both.
+        ignored: constant buffers in files of older versions.
+        new_heads: our prefixes that the file of a plain model lacks and that can be initialized for training.
+        token_ids: function of the tokenizer's ids (None without one) and our config: the ids in its configuration.
+        words: prefix of their word embedding, with one row per token id.
+        embeddings: prefixes of their other embeddings.
+        embed: function of (model, tokens, token types or None, positions): their embeddings.
+        final_norm: their LayerNorm after the layers, or None.
         masks_layers: their layers are given the causal mask.
-        heads: what is compared besides the scores of the words.
-        head, head_by_row: prefixes of what scores the words: whole, and with a row for each word.
-        score: of (model, hidden states): their scores of the words.
+        heads: outputs compared besides the logits.
+        head, head_by_row: prefixes of the output projection: whole tensors, and those with one row per token id.
+        score: function of (model, hidden states): their logits.
     """
 
     model_type: str
@@ -133,7 +133,7 @@ class HuggingFaceModel:
     new_heads: tuple[str, ...] = ()
 
     def rows(self, config: TransformerConfig) -> list[Row]:
-        """Every row of a model, those of one tensor of ours side by side."""
+        """All rows of a model, those of the same tensor of ours adjacent."""
         rows = list(self.outer)
         for index in range(config.num_layers):
             rows += [
@@ -143,12 +143,12 @@ class HuggingFaceModel:
         return sorted(rows, key=lambda row: row.ours)
 
     def full_name(self, name: str) -> str:
-        """A name in a file as the model with heads has it: with the prefix, and LayerNorm's as they are today."""
+        """A file's tensor name as in the model with heads: with the prefix, and with current LayerNorm names."""
         name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
         return name if name.startswith((self.prefix, "lm_head.", "cls.")) else self.prefix + name
 
     def their_key(self, field: str) -> str:
-        """Their configuration key of a field of `TransformerConfig`."""
+        """Their configuration key for a field of `TransformerConfig`."""
         return next(key for key, name in self.keys.items() if name == field)
 
 
@@ -159,7 +159,7 @@ def models_by_type() -> dict[str, HuggingFaceModel]:
 
 
 def model_of(config: TransformerConfig) -> HuggingFaceModel:
-    """The model of transformers that computes what ours does.
+    """The model of transformers that is equal to ours.
 
     Raises:
         ValueError: there is none, for the family or its norm placement.

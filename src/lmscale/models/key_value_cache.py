@@ -19,7 +19,7 @@ class KeyValueCache:
 
     Args:
         num_rows: sequences of the batch (b).
-        capacity: positions there is room for.
+        capacity: number of positions per row.
 
     Raises:
         ValueError: more positions than the model has.
@@ -47,21 +47,23 @@ class KeyValueCache:
         self.positions = self.mask = torch.empty(0)
 
     def reserve(self, num_tokens: int) -> Tensor:
-        """Positions of the next `num_tokens` of each row, int64 [b, num_tokens]; the mask of their queries is kept.
+        """Positions of the next `num_tokens` of each row, int64 [b, num_tokens]; also sets `mask` for their queries.
 
         Raises:
-            ValueError: the longest row has no room for them.
+            ValueError: the longest row would exceed `capacity`.
         """
         stop = int(self.lengths.max()) + num_tokens
         if stop > self.capacity:
             raise ValueError(f"a row must be at most `capacity` ({self.capacity}) tokens long, but would be {stop}")
         self.positions = self.lengths[:, None] + torch.arange(num_tokens, device=self.lengths.device)
         slots = torch.arange(stop, device=self.lengths.device)
-        self.mask = (slots <= self.positions[:, :, None]).unsqueeze(1)  # [b, 1, s, stop]: a query sees up to itself
+        self.mask = (slots <= self.positions[:, :, None]).unsqueeze(
+            1
+        )  # [b, 1, s, stop]: a query attends up to its own position
         return self.positions
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values at the reserved positions; return all that the layer has.
+        """Store a layer's new keys and values at the reserved positions; return all keys and values of the layer.
 
         Shapes:
             k, v [b, n/p, s, d]; returns two [b, n/p, stop, d], `stop` slots as in `mask`.

@@ -1,4 +1,4 @@
-"""What every family's model has: the stack, and heads that the family adds."""
+"""The base class of all families: the transformer, and heads that the family adds."""
 
 from torch import nn
 
@@ -6,7 +6,7 @@ from ..config import TransformerConfig
 from ..parallel import ParallelContext, initialize_parameters
 from .transformer import Transformer
 
-DEFAULT_SEED = 1234  # of a model built alone
+DEFAULT_SEED = 1234  # of a model built without a context
 
 
 class LanguageModel(nn.Module):
@@ -14,8 +14,8 @@ class LanguageModel(nn.Module):
 
     Args:
         config: sizes.
-        context: this rank's place, whose weights are left uninitialised; None: one process, with weights drawn from
-            `DEFAULT_SEED`, so that `GPT(config)(tokens)` works by itself.
+        context: this rank's place; weights are then left uninitialized. None: one process, with weights drawn from
+            `DEFAULT_SEED`, so that `GPT(config)(tokens)` works alone.
     """
 
     def __init__(self, config: TransformerConfig, context: ParallelContext | None = None) -> None:
@@ -28,10 +28,10 @@ class LanguageModel(nn.Module):
             initialize_parameters(self, DEFAULT_SEED, self.context)
 
     def add_heads(self) -> None:
-        """Make the modules behind the stack; none where the word embedding alone projects."""
+        """Create the modules after the transformer; none by default."""
 
     def compile_layers(self, cuda_graphs: bool = False) -> None:
-        """Let torch.compile fuse the layers, one graph for all, and the passes over the logits; names stay.
+        """Let torch.compile fuse the layers (one graph for all) and the passes over the logits; names do not change.
 
         Args:
             cuda_graphs: record the layers on a GPU and replay them.

@@ -17,12 +17,12 @@ class TransformerLayer(nn.Module):
     pre (Figure 7 b):   x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))
     post (Figure 7 a):  x = norm(x + dropout(attention(x)));  x = norm(x + dropout(mlp(x)))
 
-    The parameters of these two are the same.
+    Both have the same parameters.
 
     Shapes:
         x [b, s, h], with sequence parallelism [b, s/p, h]; attention_mask bool [b, 1, 1 or s, s] or None; dropout_keys
-        int32 [3, b], this layer's rows of `site_keys`, needed in training when a counter mask is drawn; returns the
-        shape of x. With a cache the s tokens are appended to its rows.
+        int32 [3, b], this layer's rows of `site_keys`, or None if nothing is dropped; returns the shape of x. With a
+        cache the s tokens are appended to its rows.
 
     Communicates:
         over the tensor group, all-reduces of [b, s, h]: two forward (g), two backward (f); with sequence parallelism
@@ -33,7 +33,8 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: TransformerConfig, context: ParallelContext, index: int) -> None:
         super().__init__()
-        self.context, self.placement, self.dropout = context, config.placement, config.hidden_dropout
+        self.context, self.dropout = context, config.hidden_dropout
+        self.placement = config.placement.for_layer(index, config)
         for sublayer, module in (("attention", SelfAttention(config, context, index)), ("mlp", MLP(config, context))):
             for name in self.placement.before + self.placement.after:
                 self.add_module(f"{sublayer}_{name}", LayerNorm(config.hidden_size, config.norm_eps, context))
@@ -54,8 +55,7 @@ class TransformerLayer(nn.Module):
         def transform(x: Tensor) -> Tensor:
             return self._drop(self.mlp(x), mlp_key)
 
-        x = self.placement.residual(x, attend, *self._norms("attention"))
-        return self.placement.residual(x, transform, *self._norms("mlp"))
+        return self.placement.layer(x, attend, transform, self._norms("attention"), self._norms("mlp"))
 
     def _norms(self, sublayer: str) -> list[nn.Module]:
         return [getattr(self, f"{sublayer}_{name}") for name in self.placement.before + self.placement.after]

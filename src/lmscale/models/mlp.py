@@ -1,4 +1,4 @@
-"""The two-layer MLP with GELU between, cut by columns and then by rows."""
+"""The two-layer MLP with GELU, its first weight cut by columns and its second by rows."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,11 +9,11 @@ from ..parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
 
 
 class MLP(nn.Module):
-    """h -> 4h -> GELU -> h; the GELU works on the rank's own columns, so no communication stands between the linears.
+    """h -> 4h -> GELU -> h; nothing is communicated between the two layers: the GELU acts on the rank's columns.
 
     Shapes:
-        x [b, s, h], with sequence parallelism [b, s/p, h]; returns the shape of x, before dropout; between them
-        [b, s, 4h/p].
+        x [b, s, h], with sequence parallelism [b, s/p, h]; returns the shape of x, before dropout; the inner
+        activations are [b, s, 4h/p].
 
     Communicates:
         forward one all-reduce of [b, s, h] (g), backward one (f), over the tensor group; with sequence parallelism see

@@ -1,7 +1,7 @@
-"""Where LayerNorms and residual connections stand (Figure 7): one class for each `model.norm_order`.
+"""Where LayerNorms and residual connections stand (Figure 7): one class per `model.norm_order`.
 
-Torch is not imported, so that config and planner read the same classes. A new placement is a class here and its name in
-`PLACEMENTS`.
+Torch is not imported: config and planner read the same classes. To add a placement, write a class and add it to
+`PLACEMENTS`. Most define `residual`; override `layer` if connections cross sublayers, `for_layer` if layers differ.
 """
 
 import math
@@ -13,11 +13,11 @@ class NormPlacement:
     """Placement of the LayerNorms around the sublayers, attention and MLP.
 
     Attributes:
-        before, after: names of the LayerNorms in front of a sublayer's input and behind its output, or behind the
-            addition; in the layer `attention_` or `mlp_` comes before them.
-        after_embedding, after_stack: whether a LayerNorm follows the embeddings (`embedding_norm`), the last layer
+        before, after: names of the LayerNorms before a sublayer, and of those after it or after the addition; the layer
+            prefixes them with `attention_` or `mlp_`.
+        after_embedding, after_stack: whether a LayerNorm follows the embeddings (`embedding_norm`) or the last layer
             (`final_norm`).
-        eps: LayerNorm's epsilon where `model.layer_norm_eps` is null.
+        eps: LayerNorm's epsilon if `model.layer_norm_eps` is null.
     """
 
     before: tuple[str, ...] = ()
@@ -25,6 +25,30 @@ class NormPlacement:
     after_embedding: bool = False
     after_stack: bool = False
     eps: float = 1e-5
+
+    def for_layer(self, index: int, config: Any) -> "NormPlacement":
+        """The placement of layer `index`, from 0; the same for all layers unless overridden."""
+        return self
+
+    def layer(
+        self,
+        x: Any,
+        attend: Callable,
+        transform: Callable,
+        attention_norms: list[Callable],
+        mlp_norms: list[Callable],
+    ) -> Any:
+        """One transformer layer: attention, then the MLP, each with its residual connection and LayerNorms.
+
+        Shapes:
+            x [b, s, h], with sequence parallelism [b, s/p, h]; so is what every function takes and returns.
+
+        Args:
+            attend, transform: attention and MLP, each with its dropout.
+            attention_norms, mlp_norms: the LayerNorms of each, in the order of `before` and `after`.
+        """
+        x = self.residual(x, attend, *attention_norms)
+        return self.residual(x, transform, *mlp_norms)
 
     def residual(self, x: Any, sublayer: Callable, *norms: Callable) -> Any:
         """The sublayer with its residual connection and its LayerNorms, `before` and then `after`.
@@ -35,18 +59,18 @@ class NormPlacement:
         raise NotImplementedError
 
     def residual_std(self, config: Any) -> float:
-        """Standard deviation of the initial weights that end a sublayer: by 1/sqrt(2 L) smaller (section 4.2)."""
+        """Initial standard deviation of the last matrix of a sublayer, scaled by 1/sqrt(2 L) (section 4.2)."""
         std = config.initializer_std
         return std / math.sqrt(2 * config.num_layers) if config.scale_residual_init else std
 
     @property
     def num_layer_norms(self) -> int:
-        """LayerNorms of one layer."""
+        """Number of LayerNorms per layer."""
         return 2 * len(self.before + self.after)
 
     @property
     def num_outer_norms(self) -> int:
-        """LayerNorms outside the layers."""
+        """Number of LayerNorms outside the layers."""
         return self.after_embedding + self.after_stack
 
 

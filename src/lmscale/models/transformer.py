@@ -36,7 +36,7 @@ class Transformer(nn.Module):
         tokens int64 [b, s]; token_types int64 [b, s] or None (GPT); attention_mask bool or 0 and 1 [b, s], true for
         real tokens, or None; sample_keys int32 [b] or None: in training with dropout one process then draws them from
         torch's default generator; returns [b, s, h]. With a cache (generation) the s tokens are appended to its rows,
-        each at its own position; the caller then says how many of them are tokens (`KeyValueCache.advance`).
+        each at its own position; the caller then reports how many of them are tokens (`KeyValueCache.advance`).
 
     Communicates:
         over the tensor group, forward one all-reduce of [b, s, h] for the embedding and two per layer; backward two per
@@ -44,7 +44,7 @@ class Transformer(nn.Module):
         in their place (`TransformerLayer`), and forward one all-gather at the end.
 
     Raises:
-        ValueError: a sequence longer than `max_position_embeddings` or than the cache has room for, or with sequence
+        ValueError: a sequence longer than `max_position_embeddings` or the cache, or with sequence
             parallelism not a multiple of `tp_size`; an attention mask of floats; training with dropout on several
             tensor ranks and no `sample_keys`.
 
@@ -108,7 +108,7 @@ class Transformer(nn.Module):
         return torch.randint(2**31 - 1, (len(tokens),), dtype=torch.int32, device=tokens.device)
 
     def _visible(self, attention_mask: Tensor) -> Tensor:
-        """Which keys a query sees, bool [b, 1, 1, s], or in a causal model [b, 1, s, s]."""
+        """Which keys a query attends to, bool [b, 1, 1, s], or in a causal model [b, 1, s, s]."""
         if attention_mask.is_floating_point():
             raise ValueError(
                 f"`attention_mask` must be of bool or of the integers 0 and 1, but is of {attention_mask.dtype}"
@@ -118,7 +118,9 @@ class Transformer(nn.Module):
             return visible
         s = attention_mask.shape[1]
         before = torch.ones(s, s, dtype=torch.bool, device=visible.device).tril()
-        return visible & before | torch.eye(s, dtype=torch.bool, device=visible.device)  # padding sees itself: no nan
+        return visible & before | torch.eye(
+            s, dtype=torch.bool, device=visible.device
+        )  # padding attends to itself, so that no row is empty (nan)
 
     def embed(
         self,
@@ -163,9 +165,9 @@ class Transformer(nn.Module):
         """Compile every layer in place (one graph serves all; parameter names do not change).
 
         Args:
-            cuda_graphs: record the layers on a GPU, each with its own weights, and replay them: the host then launches
-                one thing a layer, which is what a small model waits for. What a replay gave is gone with the next
-                forward pass, so gradients must have been moved by then.
+            cuda_graphs: record the layers on a GPU, each with its own weights, and replay them. The host then makes one
+                launch per layer, which speeds up small models. The next forward pass overwrites the results of a
+                replay, so gradients must have been moved by then.
         """
         self.replays = cuda_graphs
         for layer in self.layers:

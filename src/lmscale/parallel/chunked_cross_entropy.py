@@ -123,7 +123,7 @@ def _project(rows: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) 
 
 
 def _add_product(total: Tensor | None, d_logits: Tensor, rows: Tensor, more: bool, compiled: bool) -> Tensor:
-    """Add a chunk's part of the weight's gradient, in fp32 at least where there are more chunks."""
+    """Add a chunk's part of the weight's gradient, in fp32 at least if there are several chunks."""
     product = d_logits.t() @ rows  # in the weight's type, as any product
     if total is None:
         return product.to(_wide(product.dtype)) if more else product

@@ -1,4 +1,4 @@
-"""What carries the bytes between tensor ranks: one small interface, so that f, g and the loss need not ask what it is.
+"""The communication backends of tensor ranks, behind one small interface that f, g and the loss use.
 
 How to add a backend:
 1. Subclass `Communicator` and write its three collectives. Override the `begin_` forms too, if the backend can work in
@@ -101,27 +101,27 @@ class ProcessGroupCommunicator(Communicator):
         return parts.movedim(0, dim).flatten(dim, dim + 1)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0)  # what each rank receives, in turn
+        parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0)  # the part that each rank receives
         total = x.new_empty(parts.shape[1:])
         _reduce_scatter_tensor(total, parts.flatten(0, 1), group=self.group)
         return total
 
     def begin_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
         work = dist.all_reduce(x, group=self.group, async_op=True)
-        return lambda: _after(work, x)
+        return lambda: _wait_for(work, x)
 
     def begin_all_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
         parts = x.new_empty(self.size, *x.shape)
         work = _all_gather_tensor(parts.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
-        return lambda: _after(work, parts).movedim(0, dim).flatten(dim, dim + 1)
+        return lambda: _wait_for(work, parts).movedim(0, dim).flatten(dim, dim + 1)
 
     def begin_reduce_scatter(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
         parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0)
         total = x.new_empty(parts.shape[1:])
         work = _reduce_scatter_tensor(total, parts.flatten(0, 1), group=self.group, async_op=True)
-        return lambda: _after(work, total)
+        return lambda: _wait_for(work, total)
 
 
-def _after(work: dist.Work, result: Tensor) -> Tensor:
+def _wait_for(work: dist.Work, result: Tensor) -> Tensor:
     work.wait()
     return result

@@ -21,8 +21,8 @@ class ParallelContext:
     many and must not communicate; it serves counting and tests.
 
     Args:
-        tp_communicator: carries the collectives of the tensor group (`choose_communicator`); `tp_group` does if none is
-            given, and one rank needs none.
+        tp_communicator: performs the collectives of the tensor group (`choose_communicator`); by default through
+            `tp_group`, or nothing for one rank.
         sequence_parallel: outside the parallel region the tensors are cut over the sequence; needs tp_size > 1.
         zero1: each data rank holds the optimizer state of only the parameters it owns; needs dp_size > 1.
 
@@ -74,11 +74,11 @@ class ParallelContext:
 
 
 def choose_communicator(group: dist.ProcessGroup, timeout: timedelta, shared_memory: bool = True) -> Communicator:
-    """What carries the collectives of a group: the one place where a backend is chosen.
+    """Choose the communication backend of a group; no other code does.
 
     Args:
         timeout: how long a rank may keep the others waiting in shared memory.
-        shared_memory: ranks on one host without a GPU communicate through memory they share (`open_channel`).
+        shared_memory: ranks on one host without GPUs communicate through shared memory (`open_channel`).
 
     Communicates:
         as `open_channel`, to open the shared memory.

@@ -14,15 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .collectives import reduce_from_tensor_parallel_region
 from .context import ParallelContext
 from .float8 import Float8Products, float8_linear
-from .sequence_parallel import reduce_to_sequence_shard
+from .sequence_parallel import reduce_scatter_to_sequence_shard
 
 Linear = Callable[[Tensor, Tensor, Tensor, ParallelContext], Tensor]  # x, weight, bias, context
 
 
 def choose_column_linear(context: ParallelContext, float8: bool = False) -> Linear | None:
-    """The faster form of a column-parallel linear layer; None where the plain one is as fast."""
+    """The faster form of a column-parallel linear layer; None if the plain one is as fast."""
     if context.tp_size == 1 and not float8:
         return None
     linear = sequence_parallel_column_linear if context.sequence_parallel else overlapped_column_linear
@@ -30,7 +31,7 @@ def choose_column_linear(context: ParallelContext, float8: bool = False) -> Line
 
 
 def choose_row_linear(context: ParallelContext, float8: bool = False) -> Linear | None:
-    """The faster form of a row-parallel linear layer; None where the plain one is as fast."""
+    """The faster form of a row-parallel linear layer; None if the plain one is as fast."""
     if not context.sequence_parallel and not float8:
         return None
     return partial(row_linear, product=float8_linear if float8 else F.linear)
@@ -97,7 +98,7 @@ class _SequenceParallelColumnLinear(torch.autograd.Function):
 def overlapped_column_linear(
     x: Tensor, weight: Tensor, bias: Tensor, context: ParallelContext, products: type = FullProducts
 ) -> Tensor:
-    """f and the linear after it, with f's all-reduce behind the weight's gradient.
+    """f and the linear layer after it; f's all-reduce overlaps the computation of the weight's gradient.
 
     Shapes:
         x [..., in], equal on all tensor ranks; weight [out/p, in]; bias [out/p]; returns [..., out/p].
@@ -116,7 +117,7 @@ def overlapped_column_linear(
 def sequence_parallel_column_linear(
     x: Tensor, weight: Tensor, bias: Tensor, context: ParallelContext, products: type = FullProducts
 ) -> Tensor:
-    """f of sequence parallelism and the linear after it.
+    """f of sequence parallelism and the linear layer after it.
 
     Shapes:
         x [b, s/p, in], this rank's positions; weight [out/p, in]; bias [out/p]; returns [b, s, out/p].
@@ -140,7 +141,7 @@ def row_linear(
     context: ParallelContext,
     product: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> Tensor:
-    """A linear, then g or with sequence parallelism its reduce-scatter, then the bias.
+    """A linear layer, then g (with sequence parallelism a reduce-scatter), then the bias.
 
     Shapes:
         x [..., in/p]; weight [out, in/p]; bias [out]; returns [..., out], with sequence parallelism [b, s/p, out].
@@ -149,6 +150,7 @@ def row_linear(
         product: `F.linear` or `float8_linear`.
 
     Communicates:
-        as `reduce_to_sequence_shard`.
+        over the tensor group, forward one all-reduce (g); or as `reduce_scatter_to_sequence_shard`.
     """
-    return reduce_to_sequence_shard(product(x, weight), context) + bias
+    reduce = reduce_scatter_to_sequence_shard if context.sequence_parallel else reduce_from_tensor_parallel_region
+    return reduce(product(x, weight), context) + bias

@@ -78,31 +78,28 @@ class _Float8Linear(torch.autograd.Function):
     """Keeps x and weight unrounded: they exist anyway, and rounding them again costs one pass."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
-        return Float8Products.linear(x, weight, bias)
+        return Float8Products.linear(x, weight)
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        rows = grad_output.flatten(0, -2)
-        grad = Float8Products.prepare_gradient(rows)
+        grad = Float8Products.prepare_gradient(grad_output.flatten(0, -2))
         d_x = Float8Products.input_gradient(grad, weight).view_as(x)
-        d_weight = Float8Products.weight_gradient(grad, x.flatten(0, -2))
-        return d_x, d_weight, rows.sum(dim=0) if ctx.has_bias else None
+        return d_x, Float8Products.weight_gradient(grad, x.flatten(0, -2))
 
 
-def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear with its three products in float8; communicates nothing.
+def float8_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """F.linear without a bias, its three products in float8; communicates nothing.
 
     Each tensor rank scales by its own shard of a cut weight or input. The ranks do not agree on a scale, so another
     tp_size rounds differently, within the error of float8 itself.
 
     Shapes:
-        x [..., i], weight [o, i] and bias [o] of one type, bf16 in training; returns [..., o]. On a GPU i, o and the
+        x [..., i] and weight [o, i] of one type, bf16 in training; returns [..., o]. On a GPU i, o and the
         number of rows must be multiples of 16.
 
     Source: Micikevicius et al. 2022 (the two types and their use); dynamic scaling per tensor as in torchao's float8.
     """
-    return _Float8Linear.apply(x, weight, bias)
+    return _Float8Linear.apply(x, weight)

@@ -26,7 +26,7 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter], context: ParallelC
         parameters: with `.shard` and, where they were used, `.grad`, which is changed in place.
 
     Communicates:
-        one all-reduce of all such gradients over the tensor group; nothing where there are none.
+        one all-reduce of all such gradients over the tensor group; nothing if there are none.
 
     Source: Korthikanti et al. 2022, section 4.2.2.
     """

@@ -10,7 +10,7 @@ from .collectives import copy_to_tensor_parallel_region, reduce_from_tensor_para
 from .context import ParallelContext
 from .fast_linear import choose_column_linear, choose_row_linear
 from .replicated_layers import embedding_lookup
-from .sequence_parallel import reduce_to_sequence_shard
+from .sequence_parallel import reduce_scatter_to_sequence_shard
 from .shard_spec import describe_parameters, parameter
 
 
@@ -22,8 +22,7 @@ class ColumnParallelLinear(nn.Module):
         [b, s/p, in]; returns [..., out/p], with sequence parallelism [b, s, out/p].
 
     Communicates:
-        as f: backward one all-reduce of [..., in] over the tensor group; or as
-        `fast_linear.sequence_parallel_column_linear`.
+        as f: backward one all-reduce of [..., in] over the tensor group; or as `sequence_parallel_column_linear`.
 
     Attributes:
         fast: a faster form of `forward`'s last two lines (`fast_linear.py`), or None.
@@ -60,7 +59,7 @@ class RowParallelLinear(nn.Module):
         weight [out, in/p], bias [out]; x [..., in/p]; returns [..., out], with sequence parallelism [b, s/p, out].
 
     Communicates:
-        as g: forward one all-reduce of [..., out] over the tensor group; or as `reduce_to_sequence_shard`.
+        as g: forward one all-reduce of [..., out] over the tensor group; or as `reduce_scatter_to_sequence_shard`.
 
     Attributes:
         fast: a faster form of `forward`'s last two lines (`fast_linear.py`), or None.
@@ -89,13 +88,14 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Word embedding cut over the vocabulary: each rank looks up its own ids, other ids give zero, and g adds.
+    """Word embedding cut over the vocabulary: each rank looks up its own ids, other ids give zero, and g
+    adds the ranks' results.
 
     Shapes:
         weight [v/p, h]; tokens int64 [b, s]; returns [b, s, h], with sequence parallelism [b, s/p, h].
 
     Communicates:
-        as g: forward one all-reduce of [b, s, h] over the tensor group; or as `reduce_to_sequence_shard`.
+        as g: forward one all-reduce of [b, s, h] over the tensor group; or as `reduce_scatter_to_sequence_shard`.
 
     Source: section 3 (input embedding).
     """
@@ -113,4 +113,6 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         ids, elsewhere = self.context.local_ids(tokens, len(self.weight))
         vectors = embedding_lookup(ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return reduce_to_sequence_shard(vectors, self.context)
+        if self.context.sequence_parallel:
+            return reduce_scatter_to_sequence_shard(vectors, self.context)
+        return reduce_from_tensor_parallel_region(vectors, self.context)  # g

@@ -1,4 +1,4 @@
-"""What every tensor rank holds and computes whole: a linear layer, LayerNorm, and the lookup in an embedding table.
+"""Layers that every tensor rank holds and computes whole: a linear layer, LayerNorm, and the embedding lookup.
 
 For half types on a CPU, LayerNorm and the lookup sum their gradients over rows in fp32 (`sums_in_half`).
 """

@@ -2,8 +2,8 @@
 
 A tensor [b, s, h] outside the region is cut over the sequence: rank r holds positions r s/p to (r + 1) s/p. f becomes
 an all-gather and g a reduce-scatter, which together move the bytes of one all-reduce. The column-parallel linear layer
-has its all-gather in `fast_linear.py`. Without `context.sequence_parallel`, `reduce_to_sequence_shard` is g and the
-other functions return their input.
+has its all-gather in `fast_linear.py`. Without `context.sequence_parallel`, `gather_sequence` and `sequence_shard`
+return their input.
 
 Source: Korthikanti et al. 2022, section 4.2.2.
 """
@@ -11,7 +11,6 @@ Source: Korthikanti et al. 2022, section 4.2.2.
 import torch
 from torch import Tensor
 
-from .collectives import reduce_from_tensor_parallel_region
 from .context import ParallelContext
 
 
@@ -26,7 +25,7 @@ class _GatherSequence(torch.autograd.Function):
         return sequence_shard(grad_output, ctx.context), None
 
 
-class _ReduceScatterSequence(torch.autograd.Function):
+class _ReduceScatterToSequenceShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, context: ParallelContext) -> Tensor:
         ctx.context = context
@@ -49,18 +48,16 @@ def gather_sequence(x: Tensor, context: ParallelContext) -> Tensor:
     return _GatherSequence.apply(x, context) if context.sequence_parallel else x
 
 
-def reduce_to_sequence_shard(x: Tensor, context: ParallelContext) -> Tensor:
-    """g, or with sequence parallelism a reduce-scatter in its place.
+def reduce_scatter_to_sequence_shard(x: Tensor, context: ParallelContext) -> Tensor:
+    """g of sequence parallelism: add the partial results of all ranks, and keep this rank's positions of the sum.
 
     Shapes:
         x [b, s, h], this rank's partial sum; returns [b, s/p, h], this rank's positions of the total.
 
     Communicates:
-        over the tensor group, forward one reduce-scatter of [b, s, h], backward one all-gather; or as g.
+        over the tensor group, forward one reduce-scatter of [b, s, h], backward one all-gather.
     """
-    if context.sequence_parallel:
-        return _ReduceScatterSequence.apply(x, context)
-    return reduce_from_tensor_parallel_region(x, context)
+    return _ReduceScatterToSequenceShard.apply(x, context)
 
 
 def sequence_shard(x: Tensor, context: ParallelContext) -> Tensor:

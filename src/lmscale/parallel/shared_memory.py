@@ -214,7 +214,7 @@ def _connect(rank: int, size: int, group: dist.ProcessGroup, timeout: timedelta)
         addresses = _gather(address, group)
         peers: dict[int, socket.socket] = {}
         try:
-            for other in range(rank):  # they are listening already, so nobody waits
+            for other in range(rank):  # they are listening already, so none waits
                 peers[other] = socket.socket(socket.AF_UNIX)
                 peers[other].connect(addresses[other])
                 peers[other].send(bytes([rank]))

@@ -1,4 +1,4 @@
-"""The pieces in which gradients are added over the data ranks: torch's DDP's buckets, or the optimizer's own.
+"""The pieces in which gradients are added over the data ranks: the buckets of torch's DDP, or the optimizer's own.
 
 Legend: N parameters of the rank, e bytes of a weight.
 """
@@ -15,8 +15,8 @@ def gradient_pieces(config: TransformerConfig, tp_size: int, dtype: str) -> list
     """Bytes of each all-reduce of the gradients, in order, from the second step on.
 
     Half types: 4 N bytes in `buffer_pieces`. fp32 and fp64: N e in DDP's buckets, which are filled in the order
-    the backward pass makes the gradients and sent once they hold BUCKET_BYTES (the first FIRST_BUCKET_BYTES) or more.
-    In the first step, where DDP does not know the order yet, there is one bucket.
+    of the backward pass and sent once they hold BUCKET_BYTES (the first FIRST_BUCKET_BYTES) or more.
+    In the first step DDP does not know the order yet and uses one bucket.
 
     Raises:
         ValueError: `tp_size` does not divide the model.

@@ -1,4 +1,4 @@
-"""What the ranks send one another in a step, by formula: every collective, its group, its count and its bytes.
+"""The collectives of a step, by formula: each with its group, count and bytes.
 
 Legend: b micro-batch, s sequence, h hidden, L layers, N parameters of the rank, e bytes of a weight.
 """
@@ -20,15 +20,15 @@ _GRADIENT_NORM_BYTES = 24  # sums of squares of sharded and replicated gradients
 
 @dataclass(frozen=True)
 class Collective:
-    """Equal collectives of one rank.
+    """A number of equal collectives of one rank.
 
     Args:
-        what: is sent.
+        what: what is sent.
         kind: `all_reduce`, `all_gather`, `reduce_scatter`, `reduce` or `broadcast`.
         group: `tensor` or `data`.
         phase: `forward`, `backward` (with the recomputation), `gradients` or `optimizer`.
-        count: how often in one micro-batch or step, see the function that made it.
-        num_bytes: of the whole tensor that goes in or comes out: the payload, not what a ring algorithm sends for it.
+        count: how often per micro-batch or step, see the function that returns it.
+        num_bytes: of the larger of input and output: the payload, not the bytes that a ring algorithm sends.
     """
 
     what: str
@@ -47,7 +47,7 @@ class Collective:
 def micro_batch_collectives(
     config: TransformerConfig, layout: ParallelConfig, micro_batch_size: int, seq_length: int, dtype: str
 ) -> tuple[Collective, ...]:
-    """What the tensor ranks send in the forward and backward pass of one micro-batch; nothing where there is one rank.
+    """Collectives of the tensor group in the forward and backward pass of one micro-batch; none for one rank.
 
     Forward: 2 all-reduces per layer (g after attention and MLP) and 1 of the embedding. Backward: 2 per layer (f) and 1
     of the output projection. All of b s h e bytes, the last for BERT of m h e, m its scored tokens. Full recomputation
@@ -66,8 +66,8 @@ def micro_batch_collectives(
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
 
-    Source: section 3, Figures 3 and 4; Korthikanti et al. 2022, section 4.2.2; the recomputation's part is counted in
-    the traced world.
+    Source: section 3, Figures 3 and 4; Korthikanti et al. 2022, section 4.2.2; those of the recomputation were counted
+    in a traced run.
     """
     config.check_tensor_parallel(layout.tp_size)
     if layout.tp_size == 1:
@@ -128,9 +128,9 @@ def step_collectives(
     seq_length: int,
     dtype: str,
 ) -> tuple[Collective, ...]:
-    """What one rank sends in one optimizer step.
+    """Collectives of one rank in one optimizer step.
 
-    That of every micro-batch; 4 N bytes of gradients over the data group for half types (added in fp32), N e for
+    Those of every micro-batch; 4 N bytes of gradients over the data group for half types (added in fp32), N e for
     others, in their `gradient_pieces`, or with ZeRO stage 1 to their owners, each owner's in `buffer_pieces`, who send
     the weights back; with sequence parallelism the gradients of the `partial_parameters` over the tensor group; the
     gradient norm over the tensor group. Left out: the few numbers of loss counts, of the watchdog and of the replica
@@ -163,7 +163,7 @@ def step_collectives(
 
 
 def _to_owners_and_back(config: TransformerConfig, layout: ParallelConfig, dtype: str) -> list[Collective]:
-    """ZeRO stage 1: each owner's gradients, in fp32 at least, to it, in pieces; its weights to all, at once."""
+    """ZeRO stage 1: gradients to their owners, in fp32 at least and in pieces; weights from each owner, at once."""
     parts = [size for size in part_sizes(parameter_sizes(config, layout.tp_size), layout.dp_size) if size]
     pieces = [piece for size in parts for piece in buffer_pieces(size)]
     ways = (
@@ -178,9 +178,9 @@ def _to_owners_and_back(config: TransformerConfig, layout: ParallelConfig, dtype
 
 
 def partial_parameters(config: TransformerConfig) -> int:
-    """Replicated parameters that with sequence parallelism each tensor rank uses on its own positions alone.
+    """Number of replicated parameters that, with sequence parallelism, each tensor rank uses only on its positions.
 
-    Of a layer two LayerNorms and two row biases, 6 h; around them the LayerNorm, 2 h, and the position and type
+    Per layer two LayerNorms and two row biases, 6 h; outside the layers the LayerNorm, 2 h, and the position and type
     embeddings.
     """
     h = config.hidden_size

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, and the dense peaks they are measured against."""
+"""Floating-point operations of a training step, and the dense peaks of devices."""
 
 import re
 
@@ -50,10 +50,10 @@ _SLOWER_VARIANTS = {"MIG", "LAPTOP", "TI", "D", "SUPER", "MAX", "DGXS", "FHHL"} 
 
 
 def model_flops_per_step(config: TransformerConfig, seq_length: int, global_batch_size: int) -> int:
-    """FLOPs one optimizer step needs: forward and backward once, nothing recomputed. The F of the model FLOPs
+    """FLOPs of one optimizer step: forward and backward once, nothing recomputed. The F of the model FLOPs
     utilisation, MFU = F / (step time x ranks x peak).
 
-    With f = 4h this is 72 B s L h^2 (1 + s / 6h + V / 12 L h), V = `padded_vocab_size`. Matrix products alone count, a
+    With f = 4h this is 72 B s L h^2 (1 + s / 6h + V / 12 L h), V = `padded_vocab_size`. Only matrix products count, a
     multiply-add as two; attention is counted dense, all s^2 scores, although a causal kernel may skip half of them. The
     same definition serves BERT, with its output projection on the `scored_tokens` alone, as it is computed; pooler,
     sentence order and the masked-LM dense layer (h^2 a scored token) are left out, as in the paper.
@@ -69,7 +69,7 @@ def model_flops_per_step(config: TransformerConfig, seq_length: int, global_batc
 
 
 def hardware_flops_per_step(config: TransformerConfig, seq_length: int, global_batch_size: int) -> int:
-    """FLOPs the devices do in one optimizer step, with what `config.recompute` makes them do again.
+    """FLOPs that the devices execute in one optimizer step, including the recomputation of `config.recompute`.
 
     Full: one more forward pass of the layers, not of the logits; with f = 4h, 96 B s L h^2 (1 + s / 6h + V / 16 L h).
     Selective: the matrix products of the attention core, 4 B s^2 L h (none of them on a GPU, whose fused core is left
@@ -100,11 +100,11 @@ def scored_tokens(config: TransformerConfig, seq_length: int) -> int:
 
 
 def rank_flops_per_micro_batch(config: TransformerConfig, tp_size: int, micro_batch_size: int, seq_length: int) -> int:
-    """FLOPs one tensor rank does in the forward and backward pass of a micro-batch, to the last product.
+    """FLOPs of one tensor rank in the forward and backward pass of a micro-batch, counting every product.
 
     What `hardware_flops_per_step` counts, over `tp_size`; besides, the family's dense heads, which every rank computes
     whole (BERT: masked-LM dense 6 m h^2 for m scored tokens, pooler 6 b h^2, sentence order 12 b h); and full
-    recomputation without the last linear of a layer, 2 b s f h / p, where nothing that follows it needs its result.
+    recomputation without the last linear of a layer, 2 b s f h / p, if nothing after it needs its result.
 
     Args:
         micro_batch_size: sequences b.
@@ -113,7 +113,7 @@ def rank_flops_per_micro_batch(config: TransformerConfig, tp_size: int, micro_ba
     Raises:
         ValueError: `tp_size` does not divide the model.
 
-    Source: Narayanan et al. 2021, equation 3; the rest is counted in the traced world.
+    Source: Narayanan et al. 2021, equation 3; the rest was counted in a traced run.
     """
     config.check_tensor_parallel(tp_size)
     h, num_tokens = config.hidden_size, micro_batch_size * seq_length
@@ -129,7 +129,7 @@ def recomputes_whole_layer(config: TransformerConfig) -> bool:
     """Whether full recomputation repeats a layer to its end.
 
     torch's checkpoint stops once it has what the backward pass needs. Behind the last linear that is the dropout's
-    mask, or the input of a LayerNorm that follows; without either the last product and its all-reduce are spared.
+    mask, or the input of a LayerNorm that follows; without either the last product and its all-reduce are not repeated.
     """
     return config.hidden_dropout > 0 or bool(config.placement.after)
 
@@ -144,17 +144,17 @@ def _forward_flops(config: TransformerConfig, seq_length: int, global_batch_size
 
 
 def dense_peak_flops_per_s(device_name: str, dtype: str, matmul_precision: str = "highest") -> float | None:
-    """Dense matrix-product peak of one device in FLOP/s, from the maker's sheet; None where it is not known.
+    """Dense matrix-product peak of one device in FLOP/s, from the maker's data sheet; None if unknown.
 
     Args:
-        device_name: as `torch.cuda.get_device_name` gives it.
-        dtype: fp16, bf16, fp32, fp64 or fp8: the peak of float8, although attention and the heads of such a run are in
-            bf16, so that its MFU is of what the device could do at best; tokens/s is what compares it with bf16.
+        device_name: from `torch.cuda.get_device_name`.
+        dtype: fp16, bf16, fp32, fp64 or fp8: the float8 peak, although attention and heads of such a run are in bf16.
+            Its MFU is relative to the highest peak; use tokens/s to compare it with bf16.
         matmul_precision: torch's setting for fp32 products; `high` and `medium` let them run in TF32 where the device
             has it, so the peak is TF32's there.
 
     Returns:
-        None for a CPU, a device that is not in the table, and a type it has no sheet figure for: MFU is not reported.
+        None for a CPU, a device that is not in the table, and a type without a figure: MFU is then not reported.
     """
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     if words & _SLOWER_VARIANTS:

@@ -1,4 +1,4 @@
-"""What a rank of a job needs and what its device leaves for it, the same for the planner and for a run's own check."""
+"""The memory that a rank of a job needs and that its device offers, for the planner and for a run's own check."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from ..config import ParallelConfig, Recompute, TransformerConfig
 from .memory import GIB, MemoryEstimate, estimate_memory
 
-# Of a device, what framework, context and fragments take before a tensor is made: on a GPU an allowance, on a CPU the
-# 0.3 GiB of a process that has imported torch and Lightning, and some of its own.
+# Memory used by the framework, its context and fragmentation: an allowance on a GPU; on a CPU the 0.3 GiB of a process
+# that has imported torch and Lightning, plus some.
 GPU_RESERVED_GIB, CPU_RESERVED_GIB = 2.0, 0.5
-STAND_IN_VOCAB_SIZE = 2000  # ids, for what is needed before the tokenizer is known; padding makes it as good as any
+STAND_IN_VOCAB_SIZE = 2000  # ids, used before the tokenizer is known; padding makes the exact number unimportant
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank trains, and for how long; the grid of ranks is not part of it.
+    """The training of every rank and its length, without the grid of ranks.
 
     Args:
         config: the model, with its vocabulary and recomputation mode.
@@ -41,7 +41,7 @@ class Job:
         return dataclasses.replace(self, config=config, micro_batch_size=micro_batch_size or self.micro_batch_size)
 
     def overrides(self, layout: ParallelConfig) -> str:
-        """This job on a grid as it is typed for `train.py` and `plan.py`."""
+        """This job on a grid as overrides of `train.py` and `plan.py`."""
         return (
             f"parallel.tp_size={layout.tp_size} parallel.dp_size={layout.dp_size} "
             f"micro_batch_size={self.micro_batch_size} model.recompute={self.config.recompute.value}"
@@ -72,7 +72,7 @@ def rank_memory(job: Job, layout: ParallelConfig, on_gpu: bool) -> MemoryEstimat
 
 
 def usable_bytes(memory_bytes: int, on_gpu: bool, num_ranks: int = 1) -> int:
-    """What a device's memory leaves each of the ranks that share it for its tensors; below 0 where nothing is left."""
+    """Bytes for the tensors of each rank on a device that `num_ranks` share; negative if nothing is left."""
     return memory_bytes // num_ranks - int((GPU_RESERVED_GIB if on_gpu else CPU_RESERVED_GIB) * GIB)
 
 
@@ -82,12 +82,12 @@ def smallest_layout(
     """The layout with the smallest power of two as `tp_size` that divides the model and whose rank fits.
 
     Args:
-        layout_at: the layout that a `tp_size` would be run in; None where there is none.
+        layout_at: the layout for a `tp_size`; None if there is none.
         usable: bytes of a device for a rank's tensors.
-        largest: tp_size to try; None: as many as there are heads.
+        largest: largest tp_size to try; None: the number of heads.
 
     Returns:
-        None where no such size fits.
+        None if no such size fits.
     """
     tp_size, largest = 1, min(largest or job.config.num_attention_heads, job.config.num_attention_heads)
     while tp_size <= largest:
@@ -102,6 +102,6 @@ def smallest_layout(
 
 
 def first_mode_that_fits(job: Job, layout: ParallelConfig, usable: int, on_gpu: bool) -> Recompute | None:
-    """The mode that recomputes least with which a rank needs at most `usable` bytes; None where none does."""
+    """The mode that recomputes least among those with at most `usable` bytes per rank; None if there is none."""
     fits = (mode for mode in Recompute if rank_memory(job.change(recompute=mode), layout, on_gpu).total <= usable)
     return next(fits, None)

@@ -1,8 +1,8 @@
-"""Bytes one rank needs to train, by formula, before a byte is allocated.
+"""Memory that one rank needs to train, by formula, before anything is allocated.
 
 Legend: b micro-batch, s sequence, h hidden, f MLP width, n heads, v padded vocabulary, L layers, p tensor ranks, N
-parameters of the rank, e bytes of a weight. Left out: the framework itself and its device context, what its allocator
-wastes, the temporaries of single kernels.
+parameters of the rank, e bytes of a weight. Left out: the framework and its device context, fragmentation,
+temporaries of single kernels.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ HALF_BYTES = 2
 MOMENT_TENSORS_IN_FLIGHT = 3.5  # both moments in fp32, the random bits of one, and its rounded form
 GIB = 2**30
 LOGITS_AT_ONCE = 50 * 2**20  # of a rank, see `parallel.linear_cross_entropy`
-# Tensors of the scores' size, in fp32, that the backward pass of an attention core holds besides what was kept, without
+# Tensors of the scores' size, in fp32, that the backward pass of an attention core holds besides the kept ones, without
 # and with attention dropout: counted as in `tests/planner/test_peak_memory.py`, at 384 positions.
 SCORES_IN_FLIGHT = {
     ("fp32", False): 2.0,
@@ -49,15 +49,15 @@ class MemoryEstimate:
         optimizer_state: two moments, 2 N e; for half types in fp32 with masters, 12 N; with moments in bf16 4 N less.
         activations: what the forward pass keeps for the backward pass until the end of a micro-batch.
         logits: of the rows that are projected together, with the sum of the projection's gradient, [v/p, h].
-        recomputed_layer: what is made again at a time, the activations of one layer or of one attention core; the
-            logits are gone by then.
-        gradient_copy: gradient of the word embedding on its way, into DDP's bucket or of half types into the fp32 sum.
-        projection_gradient: of the word embedding as the loss leaves it, until the embedding's own joins it.
-        early_gradients: of the gradients, what is there before the backward pass begins.
-        first_layer: activations of one layer, and the mask of the embedding: what is left when the backward pass has
-            come to the first layer.
-        gradient_in_flight: in a layer, of its widest tensors.
-        update: of bf16 moments, what the largest parameter's need while it is updated.
+        recomputed_layer: what is recomputed at a time, the activations of one layer or of one attention core; the
+            logits are freed by then.
+        gradient_copy: copy of the word embedding's gradient into DDP's bucket, or for half types into the fp32 sum.
+        projection_gradient: of the word embedding from the loss, until that of the embedding is added.
+        early_gradients: gradients that exist before the backward pass begins.
+        first_layer: activations of one layer, and the mask of the embedding: those left when the backward pass reaches
+            the first layer.
+        gradient_in_flight: gradients of the widest tensors of a layer.
+        update: with bf16 moments, temporaries of the largest parameter's update.
     """
 
     weights: int
@@ -77,7 +77,7 @@ class MemoryEstimate:
     def total(self) -> int:
         """Peak bytes: in the backward pass of the loss, of the last layer or of the first, or in the update.
 
-        Between the layers activations go as gradients come, so the peak is at one of the ends.
+        Between the layers activations are freed as gradients are added, so the peak is at one of the ends.
         """
         last_layer = self.projection_gradient + self.recomputed_layer + self.gradient_in_flight
         at_end = self.early_gradients + self.activations + max(self.logits, last_layer)
@@ -104,7 +104,7 @@ def estimate_memory(
     zero1: bool = False,
     half_moments: bool = False,
 ) -> MemoryEstimate:
-    """Bytes a rank needs for one training step: within 5 % of the peak of all its tensors.
+    """Memory of a rank in one training step, in bytes: within 5 % of the peak of all its tensors.
 
     A layer keeps, of replicated tensors, 4 b s h e: inputs of its two LayerNorms (another placement may have more), of
     QKV and of the MLP; and 2 b s h of dropout masks. Of tensors cut over p it keeps (4 h + 2 f) b s e / p: Q, K, V,
@@ -112,7 +112,7 @@ def estimate_memory(
     b s h at p = 1. Exact attention keeps besides, for each of the b n s^2 / p scores, the softmax (fp32 at least), and
     with dropout mask and result.
 
-    SDPA keeps no scores where its kernel is a flash one. On a CPU there is none with attention dropout: softmax, noise
+    SDPA keeps no scores if its kernel is a flash kernel. On a CPU there is none with attention dropout: softmax, noise
     and product stay, in fp32 at least.
 
     Full recomputation keeps only the layer's input, b s h e. Selective recomputation drops the scores and the output of
@@ -121,26 +121,26 @@ def estimate_memory(
     Around the layers: input of the LayerNorm outside them, dropout mask of the embedding, gradient of the rows that are
     projected: b s h (e + 1) + m h e for m scored tokens; for BERT three tensors of the masked-LM head more, 3 m h e.
 
-    Logits: of at most LOGITS_AT_ONCE / (v / p) rows, the logits, whose gradient takes their place, and a wide copy on
-    the way; with the projection's gradient, summed in fp32 at least where there are several pieces, and a piece's part.
+    Logits: of at most LOGITS_AT_ONCE / (v / p) rows, the logits, overwritten by their gradient, and a temporary wide
+    copy; with the projection's gradient, summed in fp32 at least where there are several pieces, and a piece's part.
 
     Args:
         micro_batch_size: sequences b of one forward pass.
         seq_length: tokens s of a sequence.
-        dtype: of weights, activations and gradients: fp64, fp32, bf16, fp16, or fp8, which is as bf16.
+        dtype: of weights, activations and gradients: fp64, fp32, bf16, fp16, or fp8, which counts as bf16.
         dp_size: data-parallel ranks. DDP's buckets are the gradients themselves, so they add nothing.
         on_gpu: a GPU has a flash kernel with attention dropout and LayerNorms in half types, a CPU neither.
-        accumulates: a step has several micro-batches, so gradients are there before the last backward pass. With one,
-            on one data rank, those of fp32 and fp64 are made as the backward pass frees activations.
-        cuts_sequence: sequence parallelism: what is replicated in a layer is cut over p too.
-        zero1: the optimizer's state is that of the parameters a data rank owns, and gradients of all types are summed
-            beside the parameters'.
-        half_moments: the moments are bf16, widened one tensor after the other.
+        accumulates: a step has several micro-batches, so gradients exist before the last backward pass. With one,
+            on one data rank, fp32 and fp64 gradients are allocated as the backward pass frees activations.
+        cuts_sequence: sequence parallelism: replicated tensors of a layer are cut over p too.
+        zero1: a data rank has the optimizer state of the parameters it owns, and gradients of all types are summed in
+            a buffer.
+        half_moments: the moments are bf16, converted to fp32 tensor by tensor.
 
     Raises:
         ValueError: `tp_size` does not divide the model.
 
-    Source: Korthikanti et al. 2022, section 4.1, for the shape of the formula; the terms are of this code.
+    Source: Korthikanti et al. 2022, section 4.1, for the shape of the formula; the terms are those of this code.
     """
     e, b, s, h = BYTES[dtype], micro_batch_size, seq_length, config.hidden_size
     num_parameters = count_parameters(config, tp_size).per_rank
@@ -183,12 +183,12 @@ def _loss_bytes(num_rows: int, columns: int, h: int, e: int) -> int:
     """Peak of `linear_cross_entropy`, without the gradient of the rows."""
     wide, at_once = max(e, FP32_BYTES), max(1, LOGITS_AT_ONCE // columns)
     piece, weight = min(num_rows, at_once) * columns, columns * h
-    total = weight * wide if num_rows > at_once else 0  # one piece's product needs no sum
+    total = weight * wide if num_rows > at_once else 0  # a single piece needs no sum
     return total + max(piece * (e + wide), piece * e + weight * e)
 
 
 def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: int, e: int, on_gpu: bool) -> int:
-    """Activations one layer keeps where it is not recomputed as a whole."""
+    """Activations that one layer keeps without full recomputation."""
     h, f = config.hidden_size, config.ffn_size
     mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
     num_norms = config.placement.num_layer_norms
@@ -196,13 +196,13 @@ def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: i
     if e < FP32_BYTES and not on_gpu:
         num_bytes += num_norms * own * h * (FP32_BYTES - e)
     if config.hidden_dropout > 0:
-        num_bytes += 2 * own * h  # masks, one byte an element
+        num_bytes += 2 * own * h  # masks, one byte per element
     kept = 0 if config.recompute is Recompute.SELECTIVE else _core_bytes(config, tp_size, b, s, e, on_gpu)
     return num_bytes + kept
 
 
 def _core_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int, on_gpu: bool) -> int:
-    """What the attention core of a layer keeps for its backward pass; nothing where its kernel is a flash one."""
+    """Bytes that the attention core of a layer keeps for its backward pass; none with a flash kernel."""
     h, n, wide = config.hidden_size, config.num_attention_heads, max(e, FP32_BYTES)
     if config.attention == "sdpa":
         if on_gpu or config.attention_dropout == 0:
@@ -214,10 +214,10 @@ def _core_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int,
 
 
 def _in_flight_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: int, e: int, on_gpu: bool) -> int:
-    """Gradients on their way in the last layer at its peak, beyond the activations of the whole layer.
+    """Temporary gradients in the last layer at its peak, beyond the activations of the whole layer.
 
-    In the MLP b s f e / p; in the attention core SCORES_IN_FLIGHT tensors of its scores in fp32, when what the MLP kept
-    is gone already.
+    In the MLP b s f e / p; in the attention core SCORES_IN_FLIGHT tensors of its scores in fp32, when the MLP's
+    activations are freed already.
     """
     h, f, wide = config.hidden_size, config.ffn_size, max(e, FP32_BYTES)
     of_mlp = b * s * f * e // tp_size
@@ -226,5 +226,5 @@ def _in_flight_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, ow
     kind = "sdpa" if config.attention == "sdpa" else "fp32" if e == wide else "half"
     scores = SCORES_IN_FLIGHT[kind, config.attention_dropout > 0] * b * config.num_attention_heads * s * s * wide
     mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
-    gone = 2 * own * h * e + mlp_width * b * s * e // tp_size + (own * h if config.hidden_dropout > 0 else 0)
-    return max(of_mlp, int(scores / tp_size) - gone)
+    freed = 2 * own * h * e + mlp_width * b * s * e // tp_size + (own * h if config.hidden_dropout > 0 else 0)
+    return max(of_mlp, int(scores / tp_size) - freed)

@@ -1,4 +1,4 @@
-"""How many parameters a model has, and how many of them one tensor rank holds."""
+"""Number of parameters of a model, and of one tensor rank."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from ..config.family import family_of
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of a whole model and of one rank's share of it.
+    """Parameters of a whole model and of one rank.
 
     Args:
         total: of the whole model, everything counted once.
-        sharded_per_rank: of the tensors cut over the tensor ranks, the part of one rank.
-        replicated: of the tensors every tensor rank holds whole.
-        parts: the whole model's by part; they sum to `total`.
+        sharded_per_rank: one rank's part of the tensors cut over the tensor ranks.
+        replicated: of the tensors that every tensor rank holds whole.
+        parts: of the whole model, by part; they sum to `total`.
     """
 
     total: int
@@ -24,14 +24,14 @@ class ParameterCount:
 
     @property
     def per_rank(self) -> int:
-        """Parameters one rank holds."""
+        """Parameters of one rank."""
         return self.sharded_per_rank + self.replicated
 
 
 def count_parameters(config: TransformerConfig, tp_size: int = 1) -> ParameterCount:
     """Count a model exactly, by formula.
 
-    With f = 4h a layer has 12 h^2 + 13 h. GPT: v h + S h + L (12 h^2 + 13 h) + 2 h. BERT besides: token types 2 h,
+    With f = 4h a layer has 12 h^2 + 13 h. GPT: v h + S h + L (12 h^2 + 13 h) + 2 h. BERT adds token types 2 h,
     pooler h^2 + h, masked-LM dense h^2 + h with LayerNorm 2 h and decoder bias v, sentence order 2 h + 2. The output
     projection is the word embedding. Pre- and post-norm have two LayerNorms (2 h each) per layer and one outside the
     layers: after the stack (pre) or after the embeddings (post).
@@ -77,8 +77,9 @@ def count_parameters(config: TransformerConfig, tp_size: int = 1) -> ParameterCo
 def parameter_sizes(config: TransformerConfig, tp_size: int) -> list[int]:
     """Elements of each parameter of a rank, in the order in which the backward pass finishes their gradients.
 
-    From the heads to the embeddings; a linear's bias before its weight, but where f belongs to the linear, which makes
-    both at once, the weight first; the word embedding last, for it is the output projection too.
+    From the heads to the embeddings; the bias of a linear layer before its weight, except in column-parallel layers at
+    `tp_size` above 1, which return both gradients at once, the weight's first; the word embedding last, since it is the
+    output projection too.
 
     Raises:
         ValueError: `tp_size` does not divide the model.

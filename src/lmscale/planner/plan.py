@@ -1,4 +1,4 @@
-"""What one training job costs on one cluster: bytes, FLOPs, messages, seconds, days, energy."""
+"""The cost of a training job on a cluster: bytes, FLOPs, messages, seconds, days, energy."""
 
 from dataclasses import dataclass
 
@@ -21,11 +21,11 @@ class Plan:
     Args:
         num_micro_batches: forward passes of a rank in a step.
         num_parameters, rank_parameters: of the model and of one rank.
-        memory: bytes of a rank by recomputation mode; `usable_bytes` is what a device has for them.
+        memory: bytes of a rank by recomputation mode; `usable_bytes` is what a device offers.
         model_flops, hardware_flops: of a step, all ranks together.
         collectives: of one rank in a step.
         time: seconds of a step, modelled.
-        mfu: model FLOPs over what the devices' dense peaks would do in the time.
+        mfu: model FLOPs over the FLOPs of the devices' dense peaks in that time.
     """
 
     job: Job
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def overrides(self) -> str:
-        """As it is typed for `train.py` and `plan.py`."""
+        """The layout as overrides of `train.py` and `plan.py`."""
         return self.job.overrides(self.layout)
 
     @property
@@ -64,31 +64,31 @@ class Plan:
 
     @property
     def missing_bytes(self) -> int:
-        """By how much a rank does not fit its device; 0 or less where it does."""
+        """Bytes by which a rank exceeds its device; 0 or less if it fits."""
         return self.needed_bytes - self.usable_bytes
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all devices together."""
+        """Tokens per second of all devices together."""
         return self.job.global_batch_size * self.job.seq_length / self.time.total
 
     @property
     def days(self) -> float:
-        """Of the whole run, its steps alone: no validation, no checkpoints, no restarts."""
+        """Days of the whole run, counting only its steps: no validation, no checkpoints, no restarts."""
         return self.job.num_steps * self.time.total / DAY_S
 
     @property
     def energy_mwh(self) -> float | None:
-        """Of the whole run; None where the cluster does not say what a device draws."""
+        """Energy of the whole run; None if the cluster does not give the power of a device."""
         if self.cluster.watts is None:
             return None
         return self.cluster.watts * self.num_devices * self.days * 24 / 1e6
 
 
 def make_plan(job: Job, layout: ParallelConfig, cluster: Cluster, techniques: Techniques = AS_TRAINED) -> Plan:
-    """Work out what `job` costs; a rank that does not fit its device is not refused here, see `Plan.missing_bytes`.
+    """Plan `job` in a layout; a rank that does not fit its device is not refused here, see `Plan.missing_bytes`.
 
-    Bytes and FLOPs are of this project's code, whatever software the cluster's step times are of.
+    Bytes and FLOPs are of this project's code, whatever software the cluster's step times were measured with.
 
     Raises:
         ValueError: more devices than the cluster has; a grid that does not divide the model or the batch; a type that
@@ -138,7 +138,7 @@ def make_plan(job: Job, layout: ParallelConfig, cluster: Cluster, techniques: Te
 
 
 def describe_shortage(plan: Plan) -> str:
-    """Why a rank does not fit, in words, with both sizes and the difference."""
+    """Describe why a rank does not fit, with both sizes and the difference."""
     return (
         f"a rank needs {plan.needed_bytes / GIB:.1f} GiB, {plan.missing_bytes / GIB:.1f} more than the "
         f"{plan.usable_bytes / GIB:.1f} a {plan.cluster.device} leaves"

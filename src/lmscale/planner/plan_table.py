@@ -1,4 +1,4 @@
-"""Plans for people and for programs: a table of one, a ranking of several, plain values."""
+"""Plans as a table, as a ranking, or as plain values."""
 
 import dataclasses
 
@@ -108,7 +108,7 @@ _EVIDENCE = {
 
 
 def _memory_lines(plan: Plan) -> list[str]:
-    """Bytes per rank by part, one column per recomputation mode; the plan's own is marked."""
+    """Memory per rank by part, one column per recomputation mode; that of the plan is marked."""
     title = f"memory per rank, GiB ({plan.usable_bytes / GIB:.1f} usable)"
     heads = [mode.value + ("*" if mode is plan.recompute else "") for mode in Recompute]
     lines = [f"  {title:<44}" + "".join(f"{head:>12}" for head in heads)]
@@ -135,7 +135,7 @@ def ranking_to_dict(ranking: Ranking, top: int, notes: list[str]) -> dict:
 
 
 def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> str:
-    """The fastest layouts that fit, and by how much the sizes miss that do not."""
+    """The fastest layouts that fit, and for the others how much memory is missing."""
     first = (ranking.fitting or ranking.too_large)[0]
     lines = [
         f"{name} on {first.num_devices:,} of {first.cluster.name} ({first.cluster.device}), "

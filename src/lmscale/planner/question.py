@@ -1,4 +1,4 @@
-"""From a question (`conf/plan.yaml`) to its answer: the job, the plan of one layout, a ranking of all layouts."""
+"""From `conf/plan.yaml` to its answer: the job, the plan of one layout, or a ranking of all layouts."""
 
 from functools import partial
 
@@ -14,10 +14,10 @@ _HALF = ("bf16", "fp16")
 
 
 def make_job(question: PlanConfig) -> tuple[Job, list[str]]:
-    """What is to be trained, and notes on what was filled in; `model.recompute=auto` starts from none.
+    """The job to plan, and notes on assumed values; `model.recompute=auto` starts from none.
 
     Raises:
-        ValueError: a type the devices do not have.
+        ValueError: the devices do not have the type.
     """
     notes, cluster = [], question.cluster
     if question.model.vocab_size is None:
@@ -48,10 +48,10 @@ def make_job(question: PlanConfig) -> tuple[Job, list[str]]:
 
 
 def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
-    """The plan of the layout that was asked for, with notes.
+    """The plan of the requested layout, with notes.
 
     Raises:
-        ValueError: a layout that cannot be or does not fit, with the nearest one that works.
+        ValueError: the layout is impossible or does not fit; names the nearest one that works.
     """
     job, notes = make_job(question)
     cluster, layout = question.machine, _resolve_layout(question, job)
@@ -80,7 +80,7 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
     """All layouts of the job, with notes.
 
     Raises:
-        ValueError: none fits, with the nearest one that does.
+        ValueError: none fits; names the nearest one that does.
     """
     job, notes = make_job(question)
     num_devices = question.num_devices or largest_number(job, question.cluster)
@@ -97,13 +97,13 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
 
 
 def _modes_to_try(question: PlanConfig, job: Job) -> list[Recompute]:
-    """The recomputation mode asked for, then those that recompute more where the planner may choose them."""
+    """The requested recomputation mode, then those that recompute more if the planner may choose them."""
     modes = list(Recompute)
     return modes[modes.index(job.config.recompute) :] if question.find_recompute else [job.config.recompute]
 
 
 def _resolve_layout(question: PlanConfig, job: Job) -> ParallelConfig:
-    """The layout asked for, with `auto` filled in."""
+    """The requested layout, with `auto` resolved."""
     request, machine = question.parallel, question.machine
 
     def resolved(tp_size: int) -> ParallelConfig:
@@ -130,7 +130,7 @@ def _resolve_layout(question: PlanConfig, job: Job) -> ParallelConfig:
 
 
 def _largest_dp_size(question: PlanConfig, tp_size: int) -> int:
-    """The largest number of data ranks with a device and whole micro-batches each; 1 where there is none."""
+    """The largest number of data ranks with a device and whole micro-batches each; 1 if there is none."""
     whole = question.global_batch_size // question.micro_batch_size
     largest = min(whole, question.machine.num_devices // tp_size)
     return next((dp for dp in range(largest, 1, -1) if whole % dp == 0), 1)

@@ -1,4 +1,4 @@
-"""Layouts of a job on a cluster: all that are possible, ranked by step time, and the nearest one that works."""
+"""Search the layouts of a job on a cluster: all possible ones ranked by step time, and the nearest that works."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ class Ranking:
 
     Args:
         fitting: plans whose ranks fit their devices, fastest first.
-        too_large: for each `tp_size` that nothing fits at, the plan that misses by least.
+        too_large: for each `tp_size` at which nothing fits, the plan that lacks least memory.
     """
 
     fitting: tuple[Plan, ...]
@@ -40,7 +40,7 @@ def tensor_sizes(job: Job, largest: int) -> list[int]:
 
 
 def micro_batch_sizes(job: Job, dp_size: int) -> list[int]:
-    """Powers of two that divide a data rank's share of the batch, and the share itself where it is small; ascending."""
+    """Powers of two that divide a data rank's share of the batch, and the share itself if it is small; ascending."""
     if job.global_batch_size % dp_size:
         return []
     share = job.global_batch_size // dp_size
@@ -58,7 +58,7 @@ def rank_layouts(
         zero1: of all layouts.
 
     Raises:
-        ValueError: no grid of `num_devices` divides model and batch; the message has the nearest number that does.
+        ValueError: no grid of `num_devices` divides model and batch; names the nearest number that does.
     """
     fitting, too_large = [], []
     for tp_size in tensor_sizes(job, num_devices):
@@ -85,13 +85,13 @@ def rank_layouts(
 
 
 def largest_number(job: Job, cluster: Cluster) -> int:
-    """The most devices of the cluster that some layout which fits uses all of; where none fits, that some grid does."""
+    """The largest number of devices that some fitting layout uses fully; if none fits, that some grid uses fully."""
     numbers = sorted(_possible_numbers(job, cluster), reverse=True)
     return next((number for number in numbers if _fits_on(job, cluster, number)), numbers[0])
 
 
 def _fits_on(job: Job, cluster: Cluster, num_devices: int) -> bool:
-    """Whether the layouts that need least memory leave one that fits."""
+    """Whether some layout fits, tried with the settings that need least memory."""
     for tp_size in tensor_sizes(job, num_devices):
         sizes = [] if num_devices % tp_size else micro_batch_sizes(job, num_devices // tp_size)
         if sizes:
@@ -102,7 +102,7 @@ def _fits_on(job: Job, cluster: Cluster, num_devices: int) -> bool:
 
 
 def _possible_numbers(job: Job, cluster: Cluster) -> set[int]:
-    """Numbers of devices that some grid uses all of; 1 is always one."""
+    """Numbers of devices that some grid uses fully; always contains 1."""
     sizes = tensor_sizes(job, cluster.num_devices)
     divisors = [
         d for d in range(1, min(job.global_batch_size, cluster.num_devices) + 1) if job.global_batch_size % d == 0
@@ -111,9 +111,9 @@ def _possible_numbers(job: Job, cluster: Cluster) -> set[int]:
 
 
 def nearest_plan(job: Job, wanted: ParallelConfig, cluster: Cluster) -> Plan | None:
-    """The plan that works and changes least of `job` on the grid `wanted`; None where the cluster has none.
+    """The working plan closest to `job` on the grid `wanted`; None if the cluster has none.
 
-    The number of devices changes least, then `tp_size`, then the micro-batch, then the recomputation.
+    Closest in the number of devices, then `tp_size`, then the micro-batch, then the recomputation.
     """
     if smallest_need(job, cluster).missing_bytes > 0:
         return None
@@ -146,7 +146,7 @@ def _candidates(job: Job, cluster: Cluster) -> list[tuple[ParallelConfig, int, R
 
 
 def smallest_need(job: Job, cluster: Cluster) -> Plan:
-    """Of all layouts on the cluster the one whose rank needs least memory: largest `tp_size`, one sequence, full
+    """The layout on the cluster whose rank needs least memory: largest `tp_size`, one sequence, full
     recomputation, no data ranks."""
     largest = tensor_sizes(job, cluster.num_devices)[-1]
     one = dataclasses.replace(job.change(1, Recompute.FULL), global_batch_size=1)
@@ -154,7 +154,7 @@ def smallest_need(job: Job, cluster: Cluster) -> Plan:
 
 
 def suggest_layout(job: Job, wanted: ParallelConfig, cluster: Cluster) -> str:
-    """For messages: the nearest layout that works, or what the model needs at least."""
+    """For messages: the nearest layout that works, or the least memory that the model needs."""
     near = nearest_plan(job, wanted, cluster)
     if near is not None:
         return f"the nearest layout that works is {near.overrides}"

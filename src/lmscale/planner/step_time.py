@@ -1,11 +1,11 @@
-"""Seconds of an optimizer step by a model of counted work over a few rates: products, bytes, messages.
+"""Time of an optimizer step, modelled as counted work (products, bytes, messages) over a few rates.
 
 Legend: b micro-batch, s sequence, h hidden, f MLP width, n heads, d head size, v padded vocabulary, L layers,
 p tensor ranks, D data ranks, N parameters of the rank, e bytes of a weight.
 
 The counts below are of the paper's own code, whose kernels were not fused: each number is how many times a tensor of
-that size is read or written. They are not fitted; `elementwise_factor` says how many of those passes a machine and its
-kernels really make.
+that size is read or written. They are not fitted; `elementwise_factor` scales them to the passes that a machine and its
+kernels make.
 """
 
 from dataclasses import dataclass
@@ -28,22 +28,22 @@ WHOLE_PASSES = (12, 18)  # [b, s, h] on every rank: LayerNorms, biases, dropouts
 SPLIT_PASSES = (16, 20)  # [b, s, h/p]: the GELU's four h, biases, heads moved to the front and back
 LOGIT_PASSES = 15  # [b, s, v/p], forward and backward, a pass in fp32 counted as two
 BACKWARD_SHARE = 2 / 3  # of compute, at least
-# AdamW, bytes a parameter of half types: gradient read in fp16 and written in fp32 6, its norm 4, unscaled and clipped
-# 8, state and master read 16 and written 12, weight written 2.
+# AdamW, bytes per parameter of half types: gradient read in fp16 and written in fp32 6, its norm 4, unscaled and
+# clipped 8, state and master read 16 and written 12, weight written 2.
 HALF_OPTIMIZER_BYTES = 48
 FULL_OPTIMIZER_PASSES = 10  # of other types, times e: norm 1, clipped 2, state read 4 and written 3
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step on the slowest rank, by what they go to.
+    """Seconds of one optimizer step on the slowest rank, by kind of work.
 
     Args:
         matmul: matrix products.
         elementwise: everything else that reads and writes activations.
-        overhead: what does not shrink with more ranks.
+        overhead: time that more ranks do not shorten.
         tensor: all-reduces of the tensor group.
-        data: gradients over the data ranks, what of it is not hidden; with ZeRO stage 1 the weights' way back too.
+        data: exposed part of summing gradients over the data ranks; with ZeRO stage 1 also the broadcast of weights.
         optimizer: AdamW.
     """
 
@@ -61,21 +61,21 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """All together: nothing else overlaps."""
+        """The sum of all parts: nothing else overlaps."""
         return self.compute + self.tensor + self.data + self.optimizer
 
 
 @dataclass(frozen=True)
 class Techniques:
-    """What the paper did not do, for what-if tables; the defaults are what this project does, but for one thing.
+    """Techniques that the paper did not use, for what-if tables; the defaults are this project's, with one exception.
 
-    Its gradients travel during the last backward pass (DDP, `GradientBuffer`). A plan counts their time whole all the
-    same: how much of it disappears was not measured on any cluster.
+    This project reduces gradients during the last backward pass (DDP, `GradientBuffer`). A plan counts their full time:
+    how much of it is hidden was not measured on any cluster.
 
     Args:
-        tensor_overlap: share of the tensor group's time that runs behind products, 0 to 1.
-        hides_gradients: the gradients' all-reduce runs behind the last backward pass as far as that lasts.
-        gradient_bytes: of one gradient on its way; None: 4 of half types, else e.
+        tensor_overlap: share of the tensor group's time that overlaps with products, 0 to 1.
+        hides_gradients: the gradients' all-reduce overlaps with the last backward pass.
+        gradient_bytes: of one gradient as it is sent; None: 4 for half types, else e.
     """
 
     tensor_overlap: float = 0.0
@@ -102,12 +102,11 @@ def predict_step_time(
 ) -> StepTime:
     """Seconds of one optimizer step.
 
-    Products: their FLOPs, widths in whole tiles, over `matmul_share` of the peak; with fp8 those of the layers' linears
-    alone are float8's, the others bf16's. Element-wise work: counted bytes
-    times `elementwise_factor` over the memory's bandwidth. Overhead: `layer_overhead_ms` per layer, 3/4 of it where the
-    backward pass does not repeat the forward. Collectives: 2 (p - 1) / p of an all-reduce's bytes over the bandwidth,
-    half of that for the others, and a latency each. AdamW: bytes read and written, 48 N for half types. Nothing
-    overlaps unless `techniques` says so.
+    Products: their FLOPs, widths in whole tiles, over `matmul_share` of the peak; with fp8 only linear layers are in
+    float8, other products in bf16. Element-wise work: counted bytes times `elementwise_factor` over the memory's
+    bandwidth. Overhead: `layer_overhead_ms` per layer, 3/4 of it without full recomputation. Collectives: 2 (p - 1) / p
+    of an all-reduce's bytes over the bandwidth, half of that for the others, and a latency each. AdamW: bytes read and
+    written, 48 N for half types. Nothing overlaps except by `techniques`.
 
     Args:
         micro_batch_size: sequences b of one forward pass.
@@ -117,7 +116,7 @@ def predict_step_time(
         techniques: for what-if tables.
 
     Raises:
-        ValueError: `layout.tp_size` does not divide the model; the devices have no such type.
+        ValueError: `layout.tp_size` does not divide the model; the devices do not have the type.
 
     Source: the form is this project's own; Hockney 1994 for the cost of a message, Patarasuk and Yuan 2009 for the
     ring's 2 (p - 1) / p.
@@ -148,7 +147,7 @@ def predict_step_time(
         weights = _collective_s("broadcast", BYTES[dtype] * num_parameters, d, cluster, span)
     else:
         data, weights = _collective_s("all_reduce", each_gradient * num_parameters, d, cluster, span), 0.0
-    if techniques.hides_gradients:  # only the last micro-batch's: earlier sums are not whole
+    if techniques.hides_gradients:  # only during the last micro-batch: earlier sums are incomplete
         data = max(0.0, data - micro_batch.compute * BACKWARD_SHARE)
     is_half = BYTES[dtype] < FP32_BYTES
     optimizer_bytes = HALF_OPTIMIZER_BYTES if is_half else FULL_OPTIMIZER_PASSES * BYTES[dtype]
@@ -171,8 +170,8 @@ def _collective_s(kind: str, num_bytes: int, num_ranks: int, cluster: Cluster, s
 
 
 def _tiled_flops(config: TransformerConfig, tp_size: int, b: int, s: int) -> tuple[float, float]:
-    """FLOPs of a rank's micro-batch as a device that multiplies whole tiles does them, with what is recomputed: of the
-    layers' linears, of all other products."""
+    """FLOPs of a rank's micro-batch in whole tiles, recomputation included: of the layers' linear layers, of all other
+    products."""
     num_tokens, h = b * s, config.hidden_size
     width, mlp = _tiles(h / tp_size), _tiles(config.ffn_size / tp_size)
     linears = 2 * num_tokens * h * (_tiles(3 * h / tp_size) + width + 2 * mlp)

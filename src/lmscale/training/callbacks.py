@@ -1,4 +1,4 @@
-"""What happens beside training: the sentinel over replicas, and the bar."""
+"""The callbacks of a pretraining, in their order; here the sentinel over replicas and the progress bar."""
 
 import sys
 from typing import Any
@@ -7,21 +7,46 @@ import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
 
 from ..parallel import first_difference
+from ..planner.flops import dense_peak_flops_per_s
+from .job import PretrainJob
+from .output.profiling import StepProfiler
 from .output.reporting import SampleDigest, StepReport
+from .output.resuming import CHECKPOINTS
+from .output.saving import Checkpointing
 from .runtime.ending import Ending
 from .runtime.exit_codes import REPLICAS_DIFFER
+from .runtime.run import Run
+
+
+def add_callbacks(job: PretrainJob, running: Run) -> StepReport:
+    """Give the Trainer its callbacks, in the order in which they must act; returns the one that reports the steps."""
+    run, ending = job.run, running.ending
+    peak = dense_peak_flops_per_s(job.device_name(), run.precision.dtype, run.trainer.matmul_precision)
+    digest, report = SampleDigest(), StepReport(run, job.config, peak, running.watchdog, ending)
+    callbacks = [digest]
+    if run.trainer.check_replicas_every_steps:
+        callbacks.append(ReplicaSentinel(run.trainer.check_replicas_every_steps, digest, ending))
+    if run.trainer.profiler is not None:
+        callbacks.append(StepProfiler(running.folder / "profile"))
+    callbacks.append(report)
+    if run.trainer.progress_bar:
+        callbacks.append(TrainingBar(report))
+    folder = running.folder / CHECKPOINTS
+    callbacks.append(Checkpointing(folder, run, running.interruption, ending, report, digest))
+    running.trainer.callbacks.extend(callbacks)
+    return report
 
 
 class ReplicaSentinel(L.Callback):
     """Stops the run when ranks that must hold the same numbers do not.
 
-    Compared before the first step and then every so many steps: over the tensor group the replicated weights, their
-    moments, and which samples were seen; over the data group all weights and moments, with `zero1` the weights alone:
-    each data rank then has moments of its own, with no second copy to compare. A difference means broken memory, a
-    broken link or a bug; the checkpoint before it is still good.
+    They are compared before the first step and then every `every_steps` steps: over the tensor group the replicated
+    weights, their moments, and which samples were seen; over the data group all weights and moments (with `zero1` only
+    the weights: no two data ranks then hold the same moments). A difference means broken memory, a broken link or a
+    bug; the checkpoint before it is still good.
 
     Communicates:
-        one all-reduce of 2 int64 a tensor over each group, every `every_steps` steps; two numbers over the world.
+        one all-reduce of 2 int64 per tensor over each group, every `every_steps` steps; two numbers over the world.
 
     Source: the drift of replicated LayerNorms in the BLOOM training (NVIDIA/Megatron-LM pull request 206).
     """
@@ -30,11 +55,11 @@ class ReplicaSentinel(L.Callback):
         self.every_steps, self.digest, self.ending = every_steps, digest, ending
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """All ranks must begin, or go on, with the same weights."""
+        """Compare the weights that all ranks start with."""
         self._check(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Compare where it is time; before the checkpoint of the step is saved."""
+        """Compare after every `every_steps` steps, before the step's checkpoint is saved."""
         if pl_module.is_last_micro_batch and pl_module.completed_steps % self.every_steps == 0:
             self._check(trainer, pl_module)
 
@@ -48,7 +73,7 @@ class ReplicaSentinel(L.Callback):
         replicated = {"sample numbers": self.digest.value}
         replicated |= {name: tensor for name, (tensor, spec) in everything.items() if spec.replicated}
         over_tensor = first_difference(replicated, context.tp_group)
-        shared = weights if context.zero1 else everything  # with it each data rank has a state of its own
+        shared = weights if context.zero1 else everything  # with zero1 each data rank has its own optimizer state
         over_data = first_difference({name: tensor for name, (tensor, _) in shared.items()}, context.dp_group)
         tensor_differs, data_differs = trainer.strategy.any_rank(over_tensor is not None, over_data is not None)
         if not (tensor_differs or data_differs):
@@ -75,7 +100,7 @@ class TrainingBar(RichProgressBar):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """One more step is done."""
+        """Advance the bar by one step."""
         if pl_module.is_last_micro_batch:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, pl_module.completed_steps - 1)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a strategy whose ranks hold shards: our format, written by all ranks and read at any layout."""
+"""The checkpoint part of the strategy: all ranks write their shards in our format; any layout can read them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
     control_group: dist.ProcessGroup | None = None
 
     def any_rank(self, *decisions: bool) -> list[bool]:
-        """For each decision, whether any rank says yes; the same answer everywhere.
+        """For each decision, whether any rank says yes; the same on all ranks.
 
         Communicates:
             one all-reduce over the world, between the hosts.
@@ -45,7 +45,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
         return [bool(vote) for vote in votes.tolist()]
 
     def first_error(self, error: str | None) -> str | None:
-        """The error of the lowest rank that has one, the same on all ranks; None where no rank has one.
+        """The error of the lowest rank that has one, the same on all ranks; None if no rank has one.
 
         Communicates:
             one short text per rank over the world, between the hosts.
@@ -64,10 +64,10 @@ class ShardedCheckpointStrategy(DDPStrategy):
         return items
 
     def check_shared(self, folder: Path) -> None:
-        """The ranks meet in `folder`, so all must see what rank 0 writes there.
+        """Check that all ranks see what rank 0 writes into `folder`.
 
         Raises:
-            CheckpointError: some rank does not, on all ranks.
+            CheckpointError: some rank does not; raised on all ranks.
 
         Communicates:
             one short text per rank over the world, twice.
@@ -91,11 +91,11 @@ class ShardedCheckpointStrategy(DDPStrategy):
         in_background: bool = False,
         on_complete: Callable[[Path], None] | None = None,
     ) -> None:
-        """All ranks together: begin to write the state after the last step; the tensors may then change.
+        """Start writing the state after the last step, on all ranks; returns when the tensors may change.
 
         Args:
             run: the run's configuration, kept with the checkpoint.
-            state: what else the run needs to go on.
+            state: what else the run needs to resume.
             on_complete: called on rank 0, in the saving thread, when the checkpoint is complete.
         """
         optimizer = self.optimizers[0]
@@ -112,7 +112,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
         run: dict[str, Any],
         state: dict[str, Any],
     ) -> tuple[CheckpointMetadata, list]:
-        """The metadata of a checkpoint with these kinds of tensors, and what of them this rank writes."""
+        """The metadata of a checkpoint with these kinds of tensors, and the part that this rank writes."""
         module, context = self.lightning_module, self.parallel
         entries, owner_of = {}, {}
         for name, param in module.model.named_parameters():
@@ -133,26 +133,26 @@ class ShardedCheckpointStrategy(DDPStrategy):
         return metadata, divide_tensors(entries, *place, owner_of)
 
     def finish_save(self) -> str | None:
-        """All ranks together: wait for the save that was begun; None, or why it failed, on every rank.
+        """Wait for the save in progress, on all ranks; returns None, or on every rank why it failed.
 
         Communicates:
-            rank 0's answer to the world.
+            rank 0's result to the world.
         """
         return self.broadcast(self.writer.finish())
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        """Nothing: `save_checkpoint` takes the tensors itself."""
+        """Empty: `save_checkpoint` takes the tensors itself."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing, as above."""
+        """Empty, as above."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Lightning's `trainer.save_checkpoint`, in our format; loops and callbacks go into the metadata.
 
         Raises:
-            CheckpointError: it could not be written, on all ranks.
+            CheckpointError: it could not be written; raised on all ranks.
         """
         module, trainer = self.lightning_module, self.lightning_module.trainer
         checkpoint = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
@@ -169,7 +169,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
             raise CheckpointError(error)
 
     def _begin_weights(self, path: Path, state: dict[str, Any]) -> None:
-        """`begin_save` of the weights alone; of half types the masters, once there is training."""
+        """`begin_save` for the weights alone; for half types the fp32 masters, once training has started."""
         tensors = {f"model/{name}": param.detach() for name, param in self.lightning_module.model.named_parameters()}
         kinds, owners = {"model": next(iter(tensors.values())).dtype}, None
         if self.optimizers:
@@ -180,18 +180,18 @@ class ShardedCheckpointStrategy(DDPStrategy):
         self.writer.begin(path, tensors, metadata, share)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What Lightning needs to go on after a checkpoint's step; the tensors are read later, into their place."""
+        """What Lightning needs to resume after a checkpoint's step; the tensors are read later, in place."""
         metadata = read_metadata(checkpoint_path)
         if "lightning" in metadata.state:
             found = from_json(metadata.state["lightning"])
         else:
-            found = self._account_of_run(metadata)
+            found = self._lightning_state_of_run(metadata)
         if metadata.optimizer:
             found["optimizer_states"] = [{"path": checkpoint_path, "counters": metadata.optimizer}]
         return found | {"state_dict": {}, "path": checkpoint_path}
 
-    def _account_of_run(self, metadata: CheckpointMetadata) -> dict[str, Any]:
-        """The same for a checkpoint of `src/train.py`, which does not store Lightning's state."""
+    def _lightning_state_of_run(self, metadata: CheckpointMetadata) -> dict[str, Any]:
+        """The same for a checkpoint of `src/train.py`, which has no Lightning state."""
         step, trainer = metadata.step, self.lightning_module.trainer
         found = {
             "pytorch-lightning_version": L.__version__,
@@ -208,12 +208,12 @@ class ShardedCheckpointStrategy(DDPStrategy):
         return found
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
-        """Read the weights into their place, unless `configure_model` has."""
+        """Read the weights in place, unless `configure_model` has."""
         if self.lightning_module.weights_from != checkpoint["path"]:
             self.lightning_module.read_weights(checkpoint["path"])
 
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
-        """Read masters and moments into their place."""
+        """Read masters and moments in place."""
         state, optimizer = checkpoint["optimizer_states"][0], self.optimizers[0]
         with CheckpointReader(state["path"]) as reader:
 

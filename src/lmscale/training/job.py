@@ -1,4 +1,4 @@
-"""What the launcher hands to each rank: a job that has passed every check. Picklable, a few kilobytes."""
+"""What the launcher passes to each rank: a checked job. Picklable, a few kilobytes."""
 
 import platform
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ from ..kernels import PLAIN, Kernels
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run on a known layout and device.
+    """A run with its layout and device.
 
     Args:
-        files: texts by path, written into the run folder when the training starts.
+        files: texts by path, written into the run folder when training starts.
     """
 
     run: RunConfig | FinetuneConfig
@@ -27,13 +27,13 @@ class Job:
     files: dict[str, str] = field(default_factory=dict)
 
     def device_name(self) -> str:
-        """The GPU or processor as it names itself."""
+        """Name of the GPU or processor."""
         return torch.cuda.get_device_name() if self.accelerator == "gpu" else platform.processor() or "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainJob(Job):
-    """A pretraining: the sizes that needed the corpus are known."""
+    """A pretraining run with its corpus, and the sizes that depend on it."""
 
     run: RunConfig
     config: TransformerConfig
@@ -42,8 +42,8 @@ class PretrainJob(Job):
     resume_from: str | None
     kernels: Kernels = PLAIN
 
-    def make_datamodule(self) -> PretrainDataModule:
-        """The run's samples; see `PretrainDataModule` for what it refuses."""
+    def build_data(self) -> PretrainDataModule:
+        """Build the data module: the run's samples in their order; see `PretrainDataModule` for errors."""
         run, trainer = self.run, self.run.trainer
         by_length = run.loss_reduction == "token_mean"
         return PretrainDataModule(

@@ -1,4 +1,4 @@
-"""The Lightning strategy that builds the (data, tensor) grid of ranks."""
+"""The Lightning strategy: the (data, tensor) grid of ranks, with DDP over the data group."""
 
 import uuid
 from dataclasses import replace
@@ -15,7 +15,7 @@ from ..config import ParallelConfig
 from ..parallel import ParallelContext, choose_communicator
 from .checkpointing import ShardedCheckpointStrategy
 
-# Collectives outlive the watchdog by this, so that it is the watchdog who says where the rank stood.
+# Collectives time out this much later than the watchdog, so that the watchdog reports what the rank was doing.
 _GRACE = timedelta(minutes=1)
 
 
@@ -23,16 +23,16 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
     """Data parallelism over groups of tensor-parallel ranks (Figure 8).
 
     The module builds its own shard in `configure_model`, from `strategy.parallel`. Gradients of fp32 and fp64 are
-    averaged by torch's DDP over the data group alone; those of half types, and with `zero1` all, are summed there by
-    the optimizer. Everything inside a tensor group is the model's business.
+    averaged by torch's DDP over the data group; those of half types, and with `zero1` all, are summed there by the
+    optimizer. The model itself communicates within the tensor group.
 
     With 8 ranks and tp_size 2: tensor groups [0, 1], [2, 3], [4, 5], [6, 7]; data groups [0, 2, 4, 6], [1, 3, 5, 7].
 
     Args:
-        tp_size: tensor-parallel ranks; what is left of the world are data ranks.
+        tp_size: tensor-parallel ranks; the number of data ranks is world size / tp_size.
         sequence_parallel, zero1: see `ParallelConfig`.
         timeout_minutes: how long a collective may wait before the run fails.
-        shared_memory: tensor ranks on one host without a GPU communicate through memory they share.
+        shared_memory: tensor ranks on one host without GPUs communicate through shared memory.
 
     Raises:
         ValueError: `tp_size` does not divide the world size.
@@ -64,12 +64,12 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         self.control_group: dist.ProcessGroup | None = None
 
     def _configure_launcher(self) -> None:
-        """One process needs nobody to start others, in a notebook too."""
+        """Use no launcher for one process, so that a notebook works too."""
         if self.num_nodes * self.num_processes > 1:
             super()._configure_launcher()
 
     def setup_distributed(self) -> None:
-        """Start the process group. One process needs no port for it, which another could take before it is used."""
+        """Start the process group; one process uses an in-process store, without a port that may be taken."""
         self._is_alone = self.num_nodes * self.num_processes == 1 and not dist.is_initialized()
         if self._is_alone:
             backend, store = self._get_process_group_backend(), dist.HashStore()
@@ -77,7 +77,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         super().setup_distributed()
 
     def setup_environment(self) -> None:
-        """Start the process group, check the world, make the groups."""
+        """Start the process group, check the world size, create the groups."""
         super().setup_environment()
         tp_size = self.layout.tp_size
         if self.world_size % tp_size:
@@ -101,13 +101,13 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         )
         # Without its own group DDP would overwrite every shard with rank 0's.
         self._ddp_kwargs["process_group"] = self.parallel.dp_group
-        if self.root_device.type == "cuda":  # small decisions of the hosts do not wait for the devices
+        if self.root_device.type == "cuda":  # small decisions of the hosts need not wait for the GPUs
             self.control_group = dist.new_group(backend="gloo")
         token = self.broadcast(uuid.uuid4().hex[:8])
         self.writer = CheckpointWriter(token, self.global_rank, self.world_size, self.save_timeout_s)
 
     def setup(self, trainer: Any) -> None:
-        """Move the shard to its device and, for training, wrap it in DDP over the data group and make the optimizer.
+        """Move the shard to its device and, for training, wrap it in DDP over the data group and create the optimizer.
 
         DDPStrategy's own version broadcasts rank 0's weights over the world when it does not train, which would give
         every tensor rank the same shard.
@@ -115,8 +115,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         self.accelerator.setup(trainer)
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
-            # Gradients of half types are summed over micro-batches and data ranks in fp32, by the optimizer, which with
-            # `zero1` sums all of them.
+            # The optimizer sums gradients of half types in fp32 over micro-batches and data ranks; with `zero1`, all.
             is_half = next(self.lightning_module.parameters()).dtype in (torch.float16, torch.bfloat16)
             if self.parallel.dp_size > 1 and not is_half and not self.parallel.zero1:
                 self.configure_ddp()
@@ -124,17 +123,17 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         self.setup_precision_plugin()
 
     def teardown(self) -> None:
-        """Unwrap the module. Unlike Lightning's own, leave weights and optimizer where they are: a shard with its
-        moments may not fit the host's memory, and nothing here needs it there."""
+        """Unwrap the module. Unlike DDPStrategy, leave weights and optimizer on the device: a shard with its
+        moments may not fit into the host's memory."""
         self.model = self.lightning_module
         self.cluster_environment.teardown()
         self.accelerator.teardown()
-        if self._is_alone:  # another Trainer of this process may want another layout
+        if self._is_alone:  # the next Trainer of this process may use another layout
             dist.destroy_process_group()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """A sampler deals over the data ranks; tensor ranks see the same samples."""
+        """Samplers divide samples over the data ranks; the tensor ranks of a group see the same samples."""
         return {"num_replicas": self.parallel.dp_size, "rank": self.parallel.dp_rank}
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -142,7 +141,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         return super().reduce(tensor, group=group or self.parallel.dp_group, reduce_op=reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agree over the world: every rank (`all`) or any rank says yes."""
+        """Whether all ranks (`all`) or any rank decides yes, the same on all ranks."""
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(votes)

@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
-from lmscale.models.gpt.loss import TERMS, count_terms
+from lmscale.models.gpt.loss import TERMS, loss_counts
 
-__all__ = ["TERMS", "count_terms", "sum_terms", "token_logits"]
+__all__ = ["TERMS", "loss_counts", "loss_sums", "token_logits"]
 
 
 def token_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -12,7 +12,7 @@ def token_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(batch["tokens"], batch["attention_mask"])
 
 
-def sum_terms(model: nn.Module, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
+def loss_sums(model: nn.Module, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
     """Summed cross-entropy in nats, [1]."""
     inputs = batch["tokens"], batch["attention_mask"], batch["labels"]
     return model(*inputs, sample_keys, batch["scored"]).unsqueeze(0)

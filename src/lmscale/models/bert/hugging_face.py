@@ -1,4 +1,4 @@
-"""BERT and Megatron-BERT of transformers: names, configuration, tokenizer, and how they are run part by part."""
+"""BERT and Megatron-BERT of transformers: names, configuration, tokenizer, and functions that run their parts."""
 
 import re
 from functools import partial

@@ -1,8 +1,8 @@
 """BERT's training loss: cross-entropy of the masked tokens plus that of the sentence order (section 5.3).
 
 A micro-batch has `tokens`, `token_types` and `labels` (-100 where not masked), int64 [b, s]; `attention_mask` bool
-[b, s] or None; `sop_labels` int64 [b], 1 where the sentences are swapped; `scored` int64 [m], the places of the labels
-that are not -100.
+[b, s] or None; `sop_labels` int64 [b], 1 where the sentences are swapped; `scored` int64 [m], the indices of flattened
+labels that are not -100.
 """
 
 import torch
@@ -14,7 +14,7 @@ from ...parallel import IGNORE_LABEL
 TERMS = ("lm", "order")  # equally weighted
 
 
-def count_terms(batch: dict[str, Tensor]) -> Tensor:
+def loss_counts(batch: dict[str, Tensor]) -> Tensor:
     """Masked tokens and sequences, fp64 [2]."""
     masked = (batch["labels"] != IGNORE_LABEL).sum(dtype=torch.float64)
     return torch.stack([masked, torch.full_like(masked, len(batch["labels"]))])
@@ -25,7 +25,7 @@ def token_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(batch["tokens"], batch["token_types"], batch["attention_mask"])[0]
 
 
-def sum_terms(model: nn.Module, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
+def loss_sums(model: nn.Module, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
     """Summed cross-entropies in nats, [2]; communicates as the model does."""
     inputs = batch["tokens"], batch["token_types"], batch["attention_mask"], batch["labels"]
     masked, order_logits = model(*inputs, sample_keys, batch["scored"])

@@ -44,7 +44,7 @@ class MaskedLanguageModelHead(nn.Module):
         return vocab_parallel_logits(hidden, word_embedding, self.bias, self.config.vocab_size, self.context)
 
     def transform(self, hidden: Tensor) -> Tensor:
-        """What is projected on the word embedding, [..., h] to [..., h]."""
+        """The head before the output projection, [..., h] to [..., h]."""
         approximation = "tanh" if self.config.gelu_form == "tanh" else "none"
         return self.norm(F.gelu(self.dense(hidden), approximate=approximation))
 
@@ -57,24 +57,24 @@ class MaskedLanguageModelHead(nn.Module):
 class BERT(LanguageModel):
     """Bidirectional encoder with pooler, masked-LM head and sentence-order head.
 
-    With labels the masked-LM head works on the scored positions alone, 15 % of them.
+    With labels the masked-LM head computes only the scored positions, 15 % of all.
 
     Shapes:
         tokens int64 [b, s]; token_types int64 [b, s], or None for zeros; attention_mask bool or 0 and 1 [b, s], true
         for real tokens, or None; labels int64 [b, s] with -100 where not masked, or None; sample_keys int32 [b] of the
-        dropout masks, or None where one process draws them; scored int64 [m], where the labels of the flattened batch
-        are not -100, or None: the model finds them, and the host waits for a GPU. Returns (logits [b, s, v/p] without
+        dropout masks, or None where one process draws them; scored int64 [m], the indices of flattened labels that are
+        not -100, or None: the model finds them, and the host waits for a GPU. Returns (logits [b, s, v/p] without
         labels, else the sum of the losses in nats; sentence-order logits [b, 2]).
 
     Communicates:
         over the tensor group: the transformer's; backward one all-reduce of the tied projection, of [b, s, h], with
-        labels of [m, h]; with labels, forward three of [m], in pieces (`linear_cross_entropy`).
+        labels of [m, h]; with labels, forward three of [m], in chunks (`linear_cross_entropy`).
 
     Source: sections 3 and 5.3; Devlin et al. 2018; sentence order from Lan et al. 2019 (ALBERT).
     """
 
     def add_heads(self) -> None:
-        """The pooler and both heads."""
+        """Create the pooler and both heads."""
         hidden, std = self.config.hidden_size, self.config.initializer_std
         self.pooler = ReplicatedLinear(hidden, hidden, self.context, std)
         self.lm_head = MaskedLanguageModelHead(self.config, self.context)
@@ -109,5 +109,5 @@ class BERT(LanguageModel):
 
 
 def scored_positions(labels: Tensor) -> Tensor:
-    """Where the labels of the flattened batch are not -100; labels int64 [b, s]; returns int64 [m]."""
+    """Indices of flattened labels that are not -100; labels int64 [b, s]; returns int64 [m]."""
     return (labels.flatten() != IGNORE_LABEL).nonzero().squeeze(1)

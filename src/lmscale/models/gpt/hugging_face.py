@@ -1,4 +1,4 @@
-"""GPT-2 of transformers: names, configuration, tokenizer, and how it is run part by part."""
+"""GPT-2 of transformers: names, configuration, tokenizer, and functions that run its parts."""
 
 import re
 

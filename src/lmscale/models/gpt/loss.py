@@ -11,7 +11,7 @@ from ...parallel import IGNORE_LABEL
 TERMS = ("lm",)
 
 
-def count_terms(batch: dict[str, Tensor]) -> Tensor:
+def loss_counts(batch: dict[str, Tensor]) -> Tensor:
     """Scored tokens, fp64 [1]."""
     return (batch["labels"] != IGNORE_LABEL).sum(dtype=torch.float64).unsqueeze(0)
 
@@ -21,6 +21,6 @@ def token_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(batch["tokens"])
 
 
-def sum_terms(model: nn.Module, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
+def loss_sums(model: nn.Module, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
     """Summed cross-entropy in nats, [1]; communicates as the model does."""
     return model(batch["tokens"], batch["labels"], sample_keys).unsqueeze(0)

@@ -18,7 +18,7 @@ class GPT(LanguageModel):
 
     Communicates:
         over the tensor group: the transformer's; backward one all-reduce of [b, s, h] of the tied projection; with
-        labels, forward three of [b, s], in pieces (`linear_cross_entropy`).
+        labels, forward three of [b, s], in chunks (`linear_cross_entropy`).
 
     Source: sections 2.2, 3 and 5.2; Radford et al. 2019.
     """
@@ -43,14 +43,14 @@ class GPT(LanguageModel):
         return vocab_parallel_logits(hidden, weight, None, self.config.vocab_size, self.context)
 
     def next_token_logits(self, tokens: Tensor, counts: Tensor, cache: KeyValueCache) -> Tensor:
-        """Scores of the token that follows each row, computed from its new tokens and the cache, which they join.
+        """Scores of the token that follows each row, computed from its new tokens and the cache they are added to.
 
         Shapes:
             tokens int64 [b, s], each row's new ones first and then any ids; counts int64 [b], 1 to s, how many are
             new; returns [b, v/p].
 
         Communicates:
-            the transformer's forward all-reduces over the tensor group, of [b, s, h].
+            the transformer's forward all-reduces of [b, s, h] over the tensor group.
         """
         hidden = self.transformer(tokens, cache=cache)
         cache.advance(counts)

@@ -1,4 +1,4 @@
-"""Which part of the model stopped being finite first: written when a run is given up."""
+"""Which part of the model is not finite: written when a run has diverged."""
 
 from typing import Any
 
@@ -9,22 +9,21 @@ from ..step.module import PretrainModule
 
 
 def diagnose(module: PretrainModule, micro_batches: list[tuple[dict[str, Tensor], int]]) -> dict[str, Any]:
-    """What is not finite on this rank after a step: weights, gradients, and where it first shows in a forward pass.
+    """List what is not finite on this rank after a step: weights, gradients, and the first output in a forward pass.
 
     Args:
-        micro_batches: of the step, each with Lightning's number of it.
+        micro_batches: of the step, each with its `batch_idx` in Lightning.
     """
     report: dict[str, Any] = parameters_that_are_not_finite(module.model, module.optimizer.gradients())
     with torch.no_grad(), FirstNonFiniteOutput(module.model) as watched:
         for batch, batch_idx in micro_batches:
             if watched.name is None:
-                module.sum_terms(batch, module.dropout_keys(batch, batch_idx))
+                module.loss_sums(batch, module.dropout_keys(batch, batch_idx))
     return report | {"forward": watched.name, "tp_rank": module.parallel.tp_rank, "dp_rank": module.parallel.dp_rank}
 
 
 def parameters_that_are_not_finite(model: nn.Module, gradients: dict[str, Tensor]) -> dict[str, list[str]]:
-    """Names of this rank's parameters with a weight, or a gradient, that is not finite; in the order of the forward
-    pass (registration order)."""
+    """Names of this rank's parameters whose weight, or gradient, is not finite, in registration (forward) order."""
     weights = [name for name, param in model.named_parameters() if not bool(param.isfinite().all())]
     bad = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
     return {"weights": weights, "gradients": bad}
@@ -52,7 +51,7 @@ class FirstNonFiniteOutput:
 
     def _look(self, name: str, output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
-        # Padded columns of the logits are -inf by design: nan, or +inf, or a row of nothing else is what is wrong.
+        # Padded columns of the logits are -inf by design; an error is nan, +inf or a row of -inf alone.
         bad = any(isinstance(o, Tensor) and o.is_floating_point() and _is_bad(o) for o in outputs)
         if bad and self.name is None:
             self.name = name
@@ -63,9 +62,9 @@ def _is_bad(tensor: Tensor) -> bool:
 
 
 def first_cause(reports: list[dict[str, Any]]) -> str:
-    """One phrase from the reports of all ranks: a weight, else a submodule of the forward pass, else a gradient.
+    """Name the first cause in the ranks' reports: a weight, else a submodule of the forward pass, else a gradient.
 
-    In the backward pass what is not finite spreads from the loss towards the input, so the first gradient is the one
+    In the backward pass, non-finite values spread from the loss towards the input, so the first gradient is the one
     nearest to the loss: the last in forward order.
     """
     for report in reports:

@@ -1,4 +1,4 @@
-"""The gradient's norm by part of the model."""
+"""Gradient norm per part of the model."""
 
 import re
 
@@ -11,10 +11,10 @@ _LAYER = re.compile(r"transformer\.layers\.(\d+)\.")
 
 
 def layer_gradient_norms(optimizer: MixedPrecisionAdamW) -> dict[str, float]:
-    """L2 norm of the step's gradient before clipping, by part of the model; between `reduce_gradients` and `step`.
+    """L2 norm of the step's gradient before clipping, per part of the model (between `reduce_gradients` and `step`).
 
     Communicates:
-        what `gradient_norms_of_parts` says.
+        as `gradient_norms_of_parts`.
     """
     members: dict[str, list[Tensor]] = {part_of_model(name): [] for name in optimizer.all_names}
     for name, master in zip(optimizer.names, optimizer.masters, strict=True):
@@ -24,7 +24,7 @@ def layer_gradient_norms(optimizer: MixedPrecisionAdamW) -> dict[str, float]:
 
 
 def part_of_model(parameter_name: str) -> str:
-    """`layer_<i>` for what belongs to layer i, `embedding` for what is before the layers, `output` for what follows."""
+    """`layer_<i>` for parameters of layer i, `embedding` for those before the layers, `output` for those after."""
     layer = _LAYER.match(parameter_name)
     if layer is not None:
         return f"layer_{layer[1]}"

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def to_json(value: Any) -> Any:
-    """Plain values that JSON can hold; tensors, non-finite floats and keys that are no text keep their kind.
+    """Convert to plain JSON values; tensors, non-finite floats and keys that are not strings keep their type.
 
     Raises:
-        ValueError: something else, such as an object that a callback keeps.
+        ValueError: a value of another type, such as an object of a callback.
     """
     if isinstance(value, Tensor):
         return {"__tensor__": to_json(value.tolist()), "dtype": str(value.dtype).removeprefix("torch.")}
@@ -47,10 +47,10 @@ def from_json(value: Any) -> Any:
 
 
 def at_last_update(loops: dict[str, Any], num_since: int) -> dict[str, Any]:
-    """Lightning's account of its loops, taken back to the last update.
+    """Lightning's loop state, set back to the last update.
 
     Args:
-        num_since: micro-batches since then, whose gradients no checkpoint holds: they are done again.
+        num_since: micro-batches since then; no checkpoint has their gradients, so they are repeated.
     """
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
@@ -60,10 +60,9 @@ def at_last_update(loops: dict[str, Any], num_since: int) -> dict[str, Any]:
 
 
 def loops_after(loops: dict[str, Any], step: int, num_micro_batches: int) -> dict[str, Any]:
-    """Lightning's account of its loops as it stands in `on_train_batch_end` of a step of a run of one epoch.
+    """Lightning's loop state in `on_train_batch_end` of a step, in a run of one epoch.
 
-    It is made from the step instead of stored, so a run's checkpoint neither depends on Lightning's version nor needs
-    to have been written by Lightning at all.
+    It is computed from the step instead of stored, so that a run's checkpoint does not depend on Lightning's version.
 
     Args:
         loops: of a Trainer that has not begun.

@@ -1,4 +1,4 @@
-"""metrics.csv: one row a reported step, each exactly once, across any number of resumes."""
+"""metrics.csv: one row per reported step, each exactly once, across any number of resumes."""
 
 import csv
 import io
@@ -14,14 +14,14 @@ _VALIDATION_COLUMNS = ("val/loss", "val/perplexity", "val/lm_loss", "val/order_l
 
 
 class MetricsFile(Logger):
-    """A CSV whose row is on disk as soon as its step is done.
+    """A CSV file whose rows are on disk as soon as their step is done.
 
-    Lightning's CSVLogger drops what was there when it is opened on an existing folder; this one keeps the rows up to
-    the step that training resumes from and takes away the later ones, which will be written again. Validation figures
-    join the row of their step. Figures without a row (validation before the first step) are not written: every row has
-    a training loss.
+    Lightning's CSVLogger deletes existing rows when it opens a folder. This logger keeps the rows up to the step that
+    training resumes from and removes the later ones, which will be written again. Validation losses are added to the
+    row of their step. Metrics without a row (validation before the first step) are not written: every row has a
+    training loss.
 
-    A full disk does not end the training: rows wait in memory until they can be written.
+    A full disk does not end the training: rows are kept in memory until they can be written.
 
     Args:
         path: the file.
@@ -31,18 +31,18 @@ class MetricsFile(Logger):
         super().__init__()
         self.path = path
         self.columns: list[str] = []
-        self.rows: list[dict[str, Any]] = []  # the last one, and those before it that are not on disk yet
-        self.offset = 0  # bytes, where they begin
-        self.problem: OSError | None = None  # why they are not
+        self.rows: list[dict[str, Any]] = []  # the last row, and those before it that are not on disk yet
+        self.offset = 0  # of the first of them in the file, bytes
+        self.problem: OSError | None = None  # why they are not on disk
 
     @property
     def name(self) -> str:
-        """Lightning's name of the logger."""
+        """Name of the logger in Lightning."""
         return "metrics"
 
     @property
     def version(self) -> str:
-        """There is one file a run."""
+        """Empty: a run has one file."""
         return ""
 
     @rank_zero_only
@@ -67,7 +67,7 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Write the row of a step, or add validation figures to the row of the step just written."""
+        """Write the row of a step, or add validation losses to the row of the step just written."""
         if "train/loss" not in metrics:
             if self.rows and self.rows[-1]["step"] == step:
                 self.rows[-1] |= metrics
@@ -81,14 +81,14 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Try once more what is not on disk, and say so where that fails."""
+        """Write the rows that are not on disk yet; warn if that fails."""
         if self.problem is not None:
             self._write()
         if self.problem is not None:
             self._say(f"{len(self.rows)} rows, from step {self.rows[0]['step']} on, are not in it: {self.problem}")
 
     def _write(self) -> None:
-        """Write `rows` from `offset` on, the columns' names before the first."""
+        """Write `rows` at `offset`, after the header if the file is empty."""
         text = io.StringIO()
         table = csv.DictWriter(text, self.columns, extrasaction="ignore", lineterminator="\n")
         if self.offset == 0:

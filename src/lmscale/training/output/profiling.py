@@ -1,4 +1,4 @@
-"""`trainer.profiler=torch`: where the time of a few steps goes."""
+"""`trainer.profiler=torch`: a trace of a few steps."""
 
 import sys
 from pathlib import Path
@@ -9,21 +9,21 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from ...config.training import TRACED_UP_TO
 
-WAIT, WARM_UP = 2, 1  # steps left alone, observed but not kept; up to `TRACED_UP_TO` they are kept
+WAIT, WARM_UP = 2, 1  # steps without profiling, steps observed but not kept; those up to `TRACED_UP_TO` are kept
 UNTRACED = WAIT + WARM_UP
 _ROWS = 30
 
 
 class StepProfiler(L.Callback):
-    """Observes the 4th to 6th step of a start with torch's profiler, on the tensor ranks of data rank 0.
+    """Profiles the 4th to 6th step after a start with torch's profiler, on the tensor ranks of data rank 0.
 
-    In `folder` each of them leaves `rank_<r>.json`, a trace for https://ui.perfetto.dev or chrome://tracing, and
-    `rank_<r>.txt`, the operations by the time they take themselves. The other data ranks do the same work on other
-    samples; hundreds of traces would only fill the disk. Observed steps are slower. A resumed run that ends earlier
-    leaves what it has, and says so where that is nothing.
+    In `folder` each of them writes `rank_<r>.json`, a trace for https://ui.perfetto.dev or chrome://tracing, and
+    `rank_<r>.txt`, the operations by their own time. The other data ranks do the same work on other samples.
+    Profiled steps are slower. A resumed run that ends earlier
+    writes the steps it has, or warns if it has none.
 
     Args:
-        folder: made where it is missing.
+        folder: created if missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +32,7 @@ class StepProfiler(L.Callback):
         self._num_steps = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin to count steps."""
+        """Start the profiler."""
         if pl_module.parallel.dp_rank:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -52,20 +52,20 @@ class StepProfiler(L.Callback):
         self._profile.start()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """One more step is done."""
+        """Advance the profiler by one step."""
         if self._profile is not None and pl_module.is_last_micro_batch:
             self._num_steps += 1
             self._profile.step()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write what there is, where the run was shorter."""
+        """Write the trace if the run ended early; warn if it has no step."""
         if self._profile is None:
             return
         self._profile.stop()
         if self._num_steps <= UNTRACED and trainer.is_global_zero:
             steps = self._num_steps
             print(
-                f"WARNING: no step was traced: the first {UNTRACED} of a start are not, and {steps} were left",
+                f"WARNING: no step was traced: the first {UNTRACED} steps after a start are not; the run had {steps}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,4 +1,4 @@
-"""What a run reports of its steps: a row of figures, where the time goes, what is not finite where it diverges."""
+"""What a run reports of its steps: metrics, time per phase, and a diagnosis if it diverges."""
 
 import time
 from typing import Any
@@ -23,14 +23,14 @@ PHASES = ("step", "data", "forward", "backward", "optimizer", "checkpoint")
 
 
 class StepReport(L.Callback):
-    """Tells the watchdog where the run is, and the loggers its figures; times are means since the last row.
+    """Reports progress to the watchdog and metrics to the loggers; times are means since the last row.
 
-    It stands before `Checkpointing` among the callbacks: the row of a step is on disk before its checkpoint.
+    It precedes `Checkpointing` among the callbacks, so that the row of a step is on disk before its checkpoint.
 
     Args:
         config: the model.
-        peak_flops_per_s: dense peak of one device at the run's precision, for MFU; None where unknown.
-        ending: is told when the run has diverged.
+        peak_flops_per_s: dense peak of one device at the run's precision, for MFU; None if unknown.
+        ending: is set when the run has diverged.
 
     Attributes:
         metrics: the last row.
@@ -38,8 +38,8 @@ class StepReport(L.Callback):
         diagnosis: of this rank, once the run has diverged.
 
     Communicates:
-        per row one all-reduce of the loss terms over the data group; with `logger.layer_grad_norms` what
-        `gradient_norms_of_parts` says.
+        per row one all-reduce of the loss terms over the data group; with `logger.layer_grad_norms` also
+        as `gradient_norms_of_parts`.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class StepReport(L.Callback):
         self.timer: PhaseTimer | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clocks."""
+        """Create the timer."""
         self.timer = PhaseTimer(pl_module.device)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """The time since the last micro-batch's end was spent on fetching data."""
+        """Count the time since the end of the last micro-batch as data loading; the forward pass starts."""
         now = time.perf_counter()
         if self._batch_end is not None:
             self.timer.add("data", now - self._batch_end)
@@ -81,17 +81,17 @@ class StepReport(L.Callback):
         self.timer.enter("forward")
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        """The forward pass has ended."""
+        """The forward pass has ended, the backward pass starts."""
         self._mark(pl_module, f"backward pass of micro-batch {len(self._micro_batches)}")
         self.timer.enter("backward")
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The sum of the gradients over the ranks follows the step's last backward pass, and counts as one."""
+        """The sum of the gradients over the ranks follows the last backward pass and counts as part of it."""
         if pl_module.is_last_micro_batch:
             self._mark(pl_module, "sum of the gradients over the data ranks")
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        """The gradients are whole, the learning rate is the step's."""
+        """The gradients are complete and the learning rate is set; the optimizer starts."""
         self._mark(pl_module, "optimizer")
         self.timer.enter("optimizer")
         self._lr = optimizer.param_groups[0]["lr"]
@@ -101,7 +101,7 @@ class StepReport(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the row of a step that has one; give up a run without finite gradients."""
+        """Write the row of the step, if it has one; stop a run without finite gradients."""
         self.timer.enter(None)
         if pl_module.is_last_micro_batch:
             self._end_step(trainer, pl_module)
@@ -122,7 +122,7 @@ class StepReport(L.Callback):
             self.ending.stop(trainer, DIVERGED)
 
     def _reports(self, trainer: L.Trainer, step: int) -> bool:
-        """Whether the step has a row; one that is validated does, for the validation's figures to join."""
+        """Whether the step has a row; a validated step always has one, for its validation losses."""
         end = trainer.max_steps
         intervals = (self.run.logger.log_every_steps, self.run.trainer.validate_every_steps or end, end)
         return any(step % interval == 0 for interval in intervals)
@@ -151,17 +151,17 @@ class StepReport(L.Callback):
             logger.log_metrics(metrics, pl_module.completed_steps)
 
     def add_checkpoint_time(self, seconds: float) -> None:
-        """A save is no part of the step that it follows, nor of the next."""
+        """Count the time of saving, which belongs neither to the step before it nor to the one after."""
         self.timer.add("checkpoint", seconds)
         if self._batch_end is not None:
             self._batch_end += seconds
 
     def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Tell the watchdog."""
+        """Report progress to the watchdog."""
         self.watchdog.mark(f"validation after step {pl_module.completed_steps}")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The validation's figures join the row of their step. It is no part of any step's time."""
+        """Add the validation losses to the row of their step; the time of validation belongs to no step."""
         self.validation, self.validated_at = pl_module.validation, pl_module.completed_steps
         for logger in trainer.loggers:
             logger.log_metrics(self.validation, self.validated_at)
@@ -175,14 +175,14 @@ class SampleDigest(L.Callback):
     """Adds this data rank's samples to the data digest; see `data/data_digest.py`.
 
     Attributes:
-        value: int64 [], the digest. The data ranks together hold that of all samples.
+        value: int64 [], the digest of this data rank's samples; the sum over the data ranks is that of all samples.
     """
 
     def __init__(self) -> None:
         self.value = torch.zeros((), dtype=torch.int64)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """The first data rank goes on with the digest of all samples before."""
+        """Continue, on data rank 0, with the digest of all samples before."""
         if pl_module.parallel.dp_rank == 0:
             self.value = torch.tensor(digest_number(checkpoint["lmscale"]["data_digest"]), device=pl_module.device)
 

@@ -1,8 +1,9 @@
-"""Where a run goes on: which checkpoint, whether it is good, whether it fits, and under which schedule."""
+"""Where a run starts: which checkpoint, whether it is intact, whether it fits the run, and under which schedule."""
 
 import dataclasses
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from ...config import TransformerConfig
 from ...config.pretrain import RunConfig
 from ...data.data_digest import digest_text, expected_digest
 from ...data.datamodule import PretrainDataModule
+from ..job import PretrainJob
 from ..strategy import TensorParallelStrategy
 
 CHECKPOINTS = "checkpoints"  # folder of a run folder
 _LEFT_BY_A_RUN = ("metrics.csv", "record.json")
-# What decides which samples a run sees, in which order; the corpus, by the hash of its tokens, besides.
+# Keys that determine which samples a run sees, and in which order; the corpus is compared by the hash of its tokens.
 _DATA_KEYS = ("seed", "global_batch_size", "data.seq_length", "data.short_seq_probability", "data.mask_probability")
 _DATA_KEYS += ("data.max_ngram",)
 _COUNTERS = ("num_updates", "num_skipped", "skipped_in_a_row", "loss_scale")
@@ -35,30 +37,75 @@ _STATE = ("data_digest", "corpus_hash")
 
 
 class ScheduleDiffersError(ValueError):
-    """The schedule is not the checkpoint's, and nobody has said which one counts."""
+    """The schedule differs from the checkpoint's, and `resume.schedule` does not say which one to use."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts, the same on all ranks.
+
+    Attributes:
+        checkpoint: whose weights the model starts with; None: the seed determines them.
+        resumes: whether optimizer, schedule and data order continue from the checkpoint too.
+        step: steps already done.
+    """
+
+    checkpoint: str | None
+    resumes: bool
+    step: int
+
+
+def choose_start(job: PretrainJob, run_dir: Path, strategy: TensorParallelStrategy) -> tuple[PretrainJob, Start]:
+    """Choose the checkpoint on all ranks; returns the job under the schedule that goes with it.
+
+    Args:
+        run_dir: the run folder, locked: until then another job may have written checkpoints into it.
+
+    Raises:
+        CheckpointError, ScheduleDiffersError: the checkpoint cannot be used; the same on all ranks.
+
+    Communicates:
+        as `agree_on_checkpoint`, and one short text per rank.
+    """
+    run, chosen, problem = job.run, None, None
+    if strategy.is_global_zero:
+        try:
+            chosen = find_checkpoint(run)
+        except ValueError as error:
+            problem = str(error)
+    problem = strategy.first_error(problem)
+    if problem is not None:
+        raise CheckpointError(problem)
+    path = agree_on_checkpoint(run, run_dir, chosen, strategy)
+    if path is None:
+        return job, Start(None, resumes=False, step=0)
+    if path != job.resume_from:  # under torchrun, or back to an older one
+        job = dataclasses.replace(job, run=check_fit(run, job.config, job.build_data().corpus_hash, path))
+    resumes = Path(path).parent == run_dir / CHECKPOINTS or not run.resume.weights_only
+    return job, Start(path, resumes, read_metadata(path).step if resumes else 0)
 
 
 def find_checkpoint(run: RunConfig) -> str | None:
-    """The checkpoint that `resume.path` means: None, the newest readable one of the run folder, or a path.
+    """Resolve `resume.path`: None, the newest readable checkpoint of the run folder, or a path.
 
-    A path may be a checkpoint or a run folder (then its newest). The tensors' bytes are looked at later, by all ranks
-    together (`agree_on_checkpoint`).
+    A path may be a checkpoint or a run folder (then its newest). All ranks check the tensors' bytes later
+    (`agree_on_checkpoint`).
 
     Raises:
-        CheckpointError: the path has no complete checkpoint; `auto` finds none that is good among several.
+        CheckpointError: the path has no complete checkpoint; `auto` finds several, none of them intact.
         ValueError: the run folder has checkpoints after the step to start from, which would mix with the run's own; or
-            it has none, but figures of another run, which would be lost.
+            it has none, but metrics of another run, which would be lost.
     """
     path, folder = run.resume.path, Path(run.run_dir) / CHECKPOINTS
     own = list_checkpoints(folder)
     if is_restart() and own:
         path = "auto"
     left = [name for name in _LEFT_BY_A_RUN if (Path(run.run_dir) / name).exists()]
-    # Under `auto` rows may be of this run, stopped before its first checkpoint; a record is of one that was finished.
+    # Under `auto`, metrics may be of this run, stopped before its first checkpoint; a record is of a completed run.
     if left and not own and not is_restart() and (path != "auto" or "record.json" in left):
         raise ValueError(
-            f"`hydra.run.dir` must be another folder where a run starts anew, but {run.run_dir} has the "
-            f"{' and '.join(left)} of an earlier one, without checkpoints to go on from"
+            f"`hydra.run.dir` must be another folder for a new run, but {run.run_dir} has the "
+            f"{' and '.join(left)} of an earlier one, without checkpoints to resume from"
         )
     if path == "none":
         if own:
@@ -87,14 +134,14 @@ def find_checkpoint(run: RunConfig) -> str | None:
 
 
 def check_fit(run: RunConfig, config: TransformerConfig, corpus_hash: str, path: str) -> RunConfig:
-    """Compare a run with the checkpoint it goes on from; returns the run with the schedule it is to have.
+    """Check that a run fits the checkpoint it resumes from; returns the run with its final schedule.
 
     Args:
-        corpus_hash: of the run's training text, tokenized.
+        corpus_hash: hash of the tokenized training text.
 
     Raises:
-        CheckpointError: another model, or other data; every difference is listed.
-        ScheduleDiffersError: another schedule under `resume.schedule=assert`.
+        CheckpointError: the model or the data differ; every difference is listed.
+        ScheduleDiffersError: the schedule differs under `resume.schedule=assert`.
     """
     metadata = read_metadata(path)
     check_model(metadata, config.to_dict(), path)
@@ -123,7 +170,7 @@ def check_fit(run: RunConfig, config: TransformerConfig, corpus_hash: str, path:
 
 
 def _settle_schedule(run: RunConfig, metadata: CheckpointMetadata, name: str) -> RunConfig:
-    """The run under the schedule that `resume.schedule` chooses, which is printed."""
+    """The run with the schedule that `resume.schedule` chooses."""
     now = dataclasses.asdict(run.schedule) | {"lr": run.optimizer.lr}
     saved = _flat(metadata.run)
     then = {key: saved.get("optimizer.lr" if key == "lr" else f"schedule.{key}") for key in now}
@@ -148,16 +195,16 @@ def _settle_schedule(run: RunConfig, metadata: CheckpointMetadata, name: str) ->
 def agree_on_checkpoint(
     run: RunConfig, run_dir: Path, chosen: str | None, strategy: TensorParallelStrategy
 ) -> str | None:
-    """All ranks together: the checkpoint to load, every byte of it compared with its checksum.
+    """Choose the checkpoint to load, on all ranks, and compare every byte of it with its checksums.
 
-    The ranks divide the files among them. Under `resume=auto`, and where a job with `max_restarts` starts again, a
-    damaged checkpoint of the run is set aside with a warning and the one before it is tried.
+    The ranks divide the files among them. Under `resume=auto`, and when a job with `max_restarts` restarts, a damaged
+    checkpoint of the run is set aside with a warning and the one before it is tried.
 
     Args:
-        chosen: what `find_checkpoint` gave on rank 0.
+        chosen: the result of `find_checkpoint` on rank 0.
 
     Raises:
-        CheckpointError: damaged, or none of several is good; the same on all ranks.
+        CheckpointError: it is damaged, or none of several is intact; the same on all ranks.
 
     Communicates:
         a few small objects over the world, between the hosts.
@@ -178,7 +225,7 @@ def agree_on_checkpoint(
         if strategy.is_global_zero:
             kept = set_aside(path)
             print(
-                f"WARNING: {problem}; set aside as {kept.name}, going back to the one before",
+                f"WARNING: {problem}; set aside as {kept.name}, falling back to the one before",
                 file=sys.stderr,
                 flush=True,
             )
@@ -188,10 +235,10 @@ def agree_on_checkpoint(
 
 
 def check_data_digest(path: str, data: PretrainDataModule, strategy: TensorParallelStrategy) -> None:
-    """All ranks together: the samples a checkpoint has consumed are those that this run would have.
+    """Check on all ranks that the samples a checkpoint has consumed are those that this run would have consumed.
 
     Raises:
-        CheckpointError: they are not, although every setting agrees.
+        CheckpointError: they differ, although every setting agrees.
 
     Communicates:
         one all-reduce of a number over the world, between the hosts.
@@ -203,13 +250,13 @@ def check_data_digest(path: str, data: PretrainDataModule, strategy: TensorParal
     expected, found = digest_text(int(digest)), metadata.state["data_digest"]
     if found != expected:
         raise CheckpointError(
-            f"checkpoint {Path(path).name}: the data-order certificate must be {expected} after step {metadata.step}, "
-            f"but is {found}: the run saw other samples, or in another order, than this one would have"
+            f"checkpoint {Path(path).name}: the data digest must be {expected} after step {metadata.step}, "
+            f"but is {found}: that run saw other samples, or in another order, than this run would have"
         )
 
 
 def is_restart() -> bool:
-    """Whether an elastic agent (ours or torchrun's) has started this process again after a failure."""
+    """Whether an elastic agent (ours or torchrun's) has restarted this process after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
@@ -217,7 +264,7 @@ def _problem_of_metadata(path: Path) -> str | None:
     try:
         read_metadata(path)
     except CheckpointVersionError:
-        raise  # nothing is wrong with it: going back to an older one would hide it
+        raise  # it is not damaged: falling back to an older one would hide that
     except CheckpointError as error:
         return str(error)
     return None

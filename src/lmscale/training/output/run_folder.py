@@ -1,11 +1,11 @@
-"""What a run leaves in its folder and on the terminal, beside its rows and checkpoints."""
+"""What a run writes into its folder and on the terminal, besides its metrics and checkpoints."""
 
 import json
 import shutil
 import sys
 from pathlib import Path
 
-from ...checkpoint import TOKENIZER_FOLDER, remove_unfinished
+from ...checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished
 from ...config import ParallelConfig, Recompute, TransformerConfig
 from ...config.pretrain import RunConfig
 from ...data.prepare import corpus_unigram_cross_entropy
@@ -19,13 +19,45 @@ from ..strategy import TensorParallelStrategy
 from .diagnosis import first_cause
 from .metrics_file import MetricsFile
 from .reporting import StepReport
-from .resuming import CHECKPOINTS
+from .resuming import CHECKPOINTS, Start
 
 METRICS, RECORD = "metrics.csv", "record.json"
 
 
+def begin_run_folder(
+    job: PretrainJob,
+    run_dir: Path,
+    start: Start,
+    last_step: int,
+    metrics: MetricsFile,
+    strategy: TensorParallelStrategy,
+) -> bool:
+    """Announce the run and write the files that precede its first step (on rank 0).
+
+    Returns:
+        False if the run has ended before: its files are then left alone.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or some rank does not see it; the same on all ranks.
+    """
+    has_ended = start.step >= last_step and (run_dir / RECORD).is_file()
+    problem = None
+    if strategy.is_global_zero:
+        announce(job, strategy.parallel, run_dir, start, last_step)
+        if has_ended:
+            print(f"nothing to do: the checkpoint is at step {start.step} and the run ends at {last_step}")
+        else:
+            problem = prepare_folder(job, run_dir, metrics, start.step)
+    problem = strategy.first_error(problem)
+    if problem is not None:
+        raise CheckpointError(problem)
+    if not has_ended:
+        strategy.check_shared(run_dir / CHECKPOINTS)
+    return not has_ended
+
+
 def prepare_folder(job: PretrainJob, run_dir: Path, metrics: MetricsFile, start_step: int) -> str | None:
-    """What the run writes before its first step; returns why it cannot, or None."""
+    """Write the files that precede the first step; returns why that fails, or None."""
     try:
         checkpoints = run_dir / CHECKPOINTS
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -33,7 +65,7 @@ def prepare_folder(job: PretrainJob, run_dir: Path, metrics: MetricsFile, start_
         for name, text in ({"config.json": json.dumps(job.run.to_dict(), indent=1)} | job.files).items():
             (run_dir / name).parent.mkdir(exist_ok=True)
             (run_dir / name).write_text(text, encoding="utf-8")
-        # Beside the checkpoints, so that who converts or evaluates one need not look for it.
+        # Next to the checkpoints, where conversion and evaluation look for it.
         (checkpoints / TOKENIZER_FOLDER).mkdir(exist_ok=True)
         shutil.copyfile(Path(job.corpus.folder) / "tokenizer.json", checkpoints / TOKENIZER_FOLDER / "tokenizer.json")
         try:
@@ -57,7 +89,7 @@ def report_failure(
     strategy: TensorParallelStrategy,
     interruption: Interruption,
 ) -> None:
-    """A line on a run that ended after `step`, before its end; for one that diverged also a file."""
+    """Print one line about a run that stopped early, after `step`; if it diverged, also write a file."""
     if exit_code == DIVERGED:
         reports = strategy.gather(report.diagnosis)
         path = run_dir / f"not_finite_step_{step}.json"
@@ -71,30 +103,29 @@ def report_failure(
     if exit_code == INTERRUPTED and strategy.is_global_zero:
         name = interruption.received.name if interruption.received else "a signal to another rank"
         where = run_dir / CHECKPOINTS
-        print(f"stopped by {name} after step {step}, saved in {where}; go on with resume=auto", flush=True)
+        print(f"stopped by {name} after step {step}, saved in {where}; continue with resume=auto", flush=True)
 
 
 def announce(
     job: PretrainJob,
     context: ParallelContext,
     run_dir: Path,
-    resume_from: str | None,
-    start_step: int,
+    start: Start,
     last_step: int,
 ) -> None:
-    """Say what is about to happen, in a few lines."""
-    run, config, layout, batch = job.run, job.config, job.layout, job.batch
+    """Print the run's model, layout, options, steps and folder in a few lines."""
+    run, resume_from, config, layout, batch = job.run, start.checkpoint, job.config, job.layout, job.batch
     parameters = count_parameters(config, layout.tp_size)
     print(
-        f"{run.name}: {parameters.total:,} parameters, {parameters.per_rank:,} a rank; {config.num_layers} layers, "
+        f"{run.name}: {parameters.total:,} parameters, {parameters.per_rank:,} per rank; {config.num_layers} layers, "
         f"hidden {config.hidden_size}, {config.num_attention_heads} heads, norm order {config.norm_order}\n"
         f"ranks: {layout.world_size} = {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}"
         f"{describe_channel(context, job.accelerator)}; "
         f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x "
-        f"{batch.num_micro_batches} micro-steps x {run.micro_batch_size}; {run.data.seq_length} tokens a sequence\n"
+        f"{batch.num_micro_batches} micro-steps x {run.micro_batch_size}; {run.data.seq_length} tokens per sequence\n"
         f"{describe_options(run, config, layout)}"
         f"kernels: {job.kernels.describe()} (compile={str(run.compile).lower()}, kernels={run.kernels})\n"
-        f"steps {start_step} to {last_step} of {run.trainer.max_steps}"
+        f"steps {start.step} to {last_step} of {run.trainer.max_steps}"
         + (f", resumed from {resume_from}" if resume_from else "")
         + f"\nrun folder: {run_dir}",
         flush=True,
@@ -114,14 +145,14 @@ def announce(
 
 
 def describe_channel(context: ParallelContext, accelerator: str) -> str:
-    """How the tensor ranks of a CPU add up; empty where there is one or they are GPUs."""
+    """Describe how tensor ranks on CPUs communicate; empty for one rank or for GPUs."""
     if context.tp_size == 1 or accelerator != "cpu":
         return ""
-    return f", adding up through {context.tp_communicator.backend}"
+    return f", communicating through {context.tp_communicator.backend}"
 
 
 def describe_options(run: RunConfig, config: TransformerConfig, layout: ParallelConfig) -> str:
-    """A line on what was asked for beside the layout, and whether it does anything there; empty where nothing was."""
+    """Return a line of the options set besides the layout, and whether they have an effect; empty if none is set."""
     options = [f"fidelity {run.fidelity}"] if run.fidelity != "paper" else []
     if layout.sequence_parallel:
         options.append("sequence parallelism" + ("" if layout.cuts_sequence else " (without effect: tp_size is 1)"))
@@ -143,7 +174,7 @@ def write_run_record(
     seconds: float,
     num_threads: int,
 ) -> None:
-    """The run's JSON record beside its metrics, and its last lines on the terminal."""
+    """Write the run's JSON record next to its metrics, and print the last lines on the terminal."""
     nats, metrics = "nats/token", {}
     for name, value in report.validation.items():
         metrics[name] = {"value": value, "unit": "perplexity" if name.endswith("perplexity") else nats}
@@ -152,7 +183,7 @@ def write_run_record(
             metrics[name.replace("val/", "val_start/")] = {"value": value, "unit": nats}
     metrics["val/unigram_cross_entropy"] = {"value": corpus_unigram_cross_entropy(job.corpus), "unit": nats}
     for name, unit in (("train/loss", nats), ("tokens_per_s", "tokens/s")):
-        if name in report.metrics:  # not where the steps were all done before
+        if name in report.metrics:  # absent if all steps were done before
             metrics[name] = {"value": report.metrics[name], "unit": unit}
     metrics["train_time"] = {"value": seconds, "unit": "s"}
     metrics["steps"] = {"value": steps[1], "unit": "steps"}

@@ -22,18 +22,18 @@ from .reporting import SampleDigest, StepReport
 class Checkpointing(L.Callback):
     """Saves by steps, by the clock, when validation finds a new best, when a scheduler asks to stop, and at the end.
 
-    The checkpoint of a step that is validated is saved after its validation, whose loss it knows. A new one is complete
-    before an old one goes.
+    A validated step is saved after its validation, with its loss. An old checkpoint is deleted only when the new one is
+    complete.
 
     Args:
         folder: where `step_<n>.ckpt` directories go.
         interruption: whether this process has been asked to stop.
-        ending: is told why the run stops.
-        report, digest: what is saved of the validation and of the data's order.
+        ending: is set when the run stops.
+        report, digest: give the validation losses and the data digest to save.
 
     Communicates:
-        each step two numbers over the world (does a rank want to stop, is it time to save); a save one all-reduce of a
-        number over the data group, and what `TensorParallelStrategy.finish_save` says.
+        per step, two numbers over the world (does a rank want to stop, is it time to save); per save, one all-reduce of
+        a number over the data group, and as `TensorParallelStrategy.finish_save`.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class Checkpointing(L.Callback):
     ) -> None:
         self.folder, self.run, self.config = folder, run, run.checkpoint
         self.interruption, self.ending, self.report, self.digest = interruption, ending, report, digest
-        self.last_saved = 0  # step of the newest complete one
-        self.begun: int | None = None  # step of the one being written
+        self.last_saved = 0  # step of the newest complete checkpoint
+        self.begun: int | None = None  # step of the checkpoint being written
         self.saved_at = time.monotonic()
         self.is_due = False
         self.best_losses: list[float] = []  # as many as are kept, lowest first
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What was just resumed need not be saved again, and the best so far is still the best."""
+        """Start from the resumed step, which is saved already, and the best losses of existing checkpoints."""
         self.last_saved = pl_module.completed_steps
         self.saved_at = time.monotonic()
         known = [loss for loss, _ in self._scored()] if trainer.is_global_zero else []
@@ -72,14 +72,14 @@ class Checkpointing(L.Callback):
         self.is_due = by_steps or by_clock
         every = self.run.trainer.validate_every_steps
         if self.ending.exit_code != DONE:
-            return  # a run that has diverged or drifted: what was saved before stands
-        if wants_stop and step < trainer.max_steps:  # the last step is the end anyway
+            return  # the run has diverged or its replicas differ: keep what was saved before
+        if wants_stop and step < trainer.max_steps:  # the last step ends the run anyway
             self.ending.stop(trainer, INTERRUPTED)  # saved in `on_train_end`
         elif self.is_due and not (every and step % every == 0):
             self._save(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The save that waited for the validation, or a new best one."""
+        """Save if a save has waited for this validation, or if its loss is a new best."""
         if trainer.state.fn != TrainerFn.FITTING or self.ending.exit_code != DONE:
             return
         loss, is_best = pl_module.validation["val/loss"], False
@@ -100,7 +100,7 @@ class Checkpointing(L.Callback):
                 self.ending.exit_code = NOT_SAVED
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin to save this step; returns when the tensors may change again."""
+        """Start saving this step; returns when the tensors may change again."""
         start, step = time.perf_counter(), pl_module.completed_steps
         if step in (self.last_saved, self.begun) or not self._finish(trainer, pl_module):
             return
@@ -121,7 +121,7 @@ class Checkpointing(L.Callback):
         return state
 
     def _finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
-        """Wait for the save that was begun, if any; False where it failed and the run must stop for it."""
+        """Wait for the save in progress, if any; False if it failed and the run must stop."""
         if self.begun is None:
             return True
         step, self.begun = self.begun, None
@@ -132,26 +132,26 @@ class Checkpointing(L.Callback):
         stops = self.config.on_error == "stop"
         if trainer.is_global_zero:
             kept = f"step_{self.last_saved}.ckpt stays" if self.last_saved else "there is no earlier one"
-            then = "the run stops (checkpoint.on_error=stop)" if stops else "training goes on"
+            then = "the run stops (checkpoint.on_error=stop)" if stops else "training continues"
             print(f"error: checkpoint of step {step} not saved: {error}; {kept}; {then}", file=sys.stderr, flush=True)
         if stops:
             self.ending.stop(trainer, NOT_SAVED)
         return not stops
 
     def _scored(self) -> list[tuple[float, Path]]:
-        """(validation loss, path) of the complete checkpoints that know theirs, best first."""
+        """(validation loss, path) of the complete checkpoints that have one, best first."""
         scored = []
         for path in list_checkpoints(self.folder):
             try:
                 loss = read_metadata(path).state.get("validation", {}).get("val/loss")
             except CheckpointError:
-                continue  # a damaged one is neither best nor removed
+                continue  # a damaged checkpoint is neither best nor removed
             if loss is not None and math.isfinite(loss):
                 scored.append((loss, path))
         return sorted(scored)
 
     def _remove_old(self, newest: Path) -> None:
-        """On rank 0, once `newest` is complete: delete what is neither among the newest nor among the best."""
+        """On rank 0, once `newest` is complete: delete checkpoints that are neither among the newest nor the best."""
         if self.config.keep_last is None:
             return
         found = list_checkpoints(self.folder)

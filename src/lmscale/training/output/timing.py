@@ -1,4 +1,4 @@
-"""Where a step's time goes (data, forward, backward, optimizer), and the memory a rank holds."""
+"""Time per phase of a step (data, forward, backward, optimizer), and the memory of a rank."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ class PhaseTimer:
         self._phase: tuple[str, Any] | None = None
 
     def enter(self, name: str | None) -> None:
-        """The current phase ends here and phase `name` begins; None: no phase does."""
+        """End the current phase and start phase `name`; None: start none."""
         if self.on_gpu:
             now = torch.cuda.Event(enable_timing=True)
             now.record()
@@ -41,11 +41,11 @@ class PhaseTimer:
         self._phase = None if name is None else (name, now)
 
     def add(self, name: str, seconds: float) -> None:
-        """Count seconds measured elsewhere."""
+        """Add seconds measured elsewhere to a phase."""
         self.seconds[name] += seconds
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase since the last call; on a GPU waits for the recorded work to end."""
+        """Return seconds per phase since the last call; on a GPU, wait for the recorded work."""
         if self._events:
             self._events[-1][2].synchronize()
             for name, first, last in self._events:
@@ -56,7 +56,7 @@ class PhaseTimer:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes this rank holds: peak of the allocator on a GPU, resident memory of the process on a CPU."""
+    """Memory of this rank in bytes: peak of the allocator on a GPU, resident memory of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

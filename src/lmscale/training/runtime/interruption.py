@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1) if hasattr(signal, "SIGUSR1") else (s
 
 
 class Interruption:
-    """Remembers SIGTERM and SIGUSR1 while it is installed; the training looks at `received` after each step.
+    """Records SIGTERM and SIGUSR1 while installed; the training checks `received` after each step.
 
     Args:
         then: called with the signal, in the handler.
@@ -24,19 +24,19 @@ class Interruption:
         self._previous: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
-        """Take over the signals; only the main thread can, elsewhere (a notebook's worker) nothing is done."""
-        if PASSED_ON in os.environ:  # to a rank that was not there yet, or has been started again
+        """Install the handlers; does nothing outside the main thread, where Python allows no handlers."""
+        if PASSED_ON in os.environ:  # before this rank was started or restarted
             self.received = signal.Signals[os.environ[PASSED_ON]]
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
+            self._previous = {number: signal.signal(number, self._record) for number in SIGNALS}
 
     def restore(self) -> None:
-        """Give the signals back."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         if self.then is not None:
             self.then(self.received)

@@ -36,9 +36,9 @@ class World:
 
 
 def world_from_outside() -> World | None:
-    """The world of torchrun or of an `srun` with several tasks; None where lmscale starts the ranks itself.
+    """The ranks that torchrun or an `srun` with several tasks has started; None if lmscale starts the ranks itself.
 
-    An interactive Slurm shell, and an `srun` of one task, are not a world.
+    An interactive Slurm shell and an `srun` of one task count as none.
 
     Raises:
         ValueError: torchrun's variables are incomplete.
@@ -60,7 +60,7 @@ def world_from_outside() -> World | None:
 
 
 def cluster_environment() -> tuple[ClusterEnvironment, int, int]:
-    """Lightning's view of the world, the ranks on this host and the number of hosts."""
+    """Lightning's cluster environment, the number of ranks on this host and the number of hosts."""
     world = world_from_outside()
     if world is None:
         return LightningEnvironment(), 1, 1
@@ -70,10 +70,10 @@ def cluster_environment() -> tuple[ClusterEnvironment, int, int]:
 
 
 def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts: int = 0) -> None:
-    """Run `worker(job)` on every rank; returns when all have ended well.
+    """Run `worker(job)` on every rank; returns when all have succeeded.
 
-    Inside a world from outside, and for a world of one, the worker runs in this process. Otherwise one elastic agent
-    starts the ranks; they get the finished job, so nothing is parsed or decided twice.
+    If another launcher has started the ranks, or there is one rank, the worker runs in this process. Otherwise an
+    elastic agent starts the ranks and passes them the checked job, so that nothing is parsed or decided twice.
 
     SIGTERM and SIGUSR1 to this process are passed on to the ranks, which stop at the next step boundary.
 
@@ -81,21 +81,21 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
         worker: a module-level function (it travels by name), decorated with torch elastic's `record`, which keeps the
             error of a rank for this process to show. It returns an exit code.
         job: picklable.
-        max_restarts: how often all ranks are started again after one has died; ignored inside a world from outside.
+        max_restarts: how often all ranks are restarted after one has died; ignored under another launcher.
 
     Raises:
-        SystemExit: the worker's code where it is not 0; code 1, a rank failed (one line names the first one and its
+        SystemExit: the worker's code if it is not 0; code 1, a rank failed (one line names the first one and its
             error, below the rank's own traceback); code 128 + n, signal n ended the job.
     """
     if world_size == 1 or world_from_outside() is not None:
         try:
             code = worker(job)
-        except SystemExit:  # how Lightning leaves a training after Ctrl-C
+        except SystemExit:  # raised by Lightning after Ctrl-C
             _stop(signal.SIGINT)
         if code:
             raise SystemExit(code)
         return
-    # The agent writes error files into a folder that it does not remove.
+    # The agent does not remove the folder of its error files.
     with tempfile.TemporaryDirectory(prefix="lmscale_") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -116,14 +116,14 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
 
 
 def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> int:
-    # Silence the agent's warnings about ending ranks and its copy of a rank's traceback: ours are shown instead.
+    # Silence the agent's warnings about ending ranks and its copy of the traceback, which is printed below.
     for name in (
         "distributed.elastic.agent.server.api",
         "distributed.elastic.multiprocessing.api",
         "multiprocessing.spawn",
     ):
         logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
-    # torch 2.13 keeps one store over restarts, in which ranks started again find the addresses of the dead ones.
+    # torch 2.13 keeps one store over restarts, in which restarted ranks find the addresses of the dead ones.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     interruption = Interruption(then=_pass_on_to_ranks)
     interruption.install()
@@ -170,7 +170,7 @@ def resolve_accelerator(requested: str) -> str:
     """`gpu` or `cpu` for `trainer.accelerator`.
 
     Raises:
-        ValueError: `gpu` where torch sees none.
+        ValueError: `gpu` without a GPU that torch can use.
     """
     available = torch.cuda.is_available()
     if requested == "gpu" and not available:

@@ -26,19 +26,19 @@ SAMPLE_OVERHEAD_BYTES = 1024  # Python objects of one sequence: a dict of arrays
 
 
 def check_values(values: dict) -> None:
-    """`check_run` of a configuration in plain values, for the jobs of a sweep."""
+    """`check_run` for a configuration in plain values, for the jobs of a sweep."""
     check_run(RunConfig.from_dict(values))
 
 
 def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, str | None]:
-    """Check a run as far as that needs no corpus: the machine, sizes, memory, paths.
+    """Check all of a run that needs no corpus: the machine, sizes, memory, paths.
 
     Returns:
-        the run with `model.recompute=auto` resolved, the accelerator, the layout, what computes the layers, and the
-        checkpoint to go on from.
+        the run with `model.recompute=auto` resolved, the accelerator, the layout, the kernels, and the checkpoint to
+        resume from.
 
     Raises:
-        ValueError: anything in the configuration that cannot work, in one line.
+        ValueError: anything invalid in the configuration, in one line.
     """
     accelerator, world = resolve_accelerator(run.trainer.accelerator), world_from_outside()
     layout = resolve_layout(run.parallel, job_of(run), world, accelerator)
@@ -66,7 +66,7 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
 
 
 def check_float8(device_name: str, capability: tuple[int, int]) -> None:
-    """Refuse a GPU without float8 products.
+    """Refuse a GPU that has no float8 products.
 
     Raises:
         ValueError: its compute capability is below that of Ada and Hopper.
@@ -80,11 +80,11 @@ def check_float8(device_name: str, capability: tuple[int, int]) -> None:
 
 
 def check_host(run: RunConfig, layout: ParallelConfig, world: World | None) -> None:
-    """Refuse threads, loader processes and batches beyond this host, and a run folder that cannot be written.
+    """Refuse more threads, loader processes or sequences than this host can hold, and an unwritable run folder.
 
     Raises:
         ValueError: more threads per rank than cores; more loader processes than `WORKERS_PER_CORE` per core; a step
-            whose sequences, all held by their rank before it begins, do not fit the free memory.
+            whose sequences, which the rank loads before the step, do not fit into the free memory.
     """
     cores = os.cpu_count() or 1
     bounds = {"trainer.num_threads": (run.trainer.num_threads, cores, "")}
@@ -106,13 +106,13 @@ def check_host(run: RunConfig, layout: ParallelConfig, world: World | None) -> N
 
 
 def resolve_layout(request: ParallelRequest, job: Job, world: World | None, accelerator: str) -> ParallelConfig:
-    """Sizes of the grid: what was asked for, with `auto` resolved.
+    """Resolve the sizes of the grid, with `auto` replaced.
 
     Args:
-        world: ranks that exist already; None where lmscale will start them on this host.
+        world: ranks that another launcher has started; None if lmscale will start them on this host.
 
     Raises:
-        ValueError: the world has another size, or no size fits (`auto`).
+        ValueError: the world size does not match, or no size fits (`auto`).
     """
     tp_size, dp_size = request.tp_size, request.dp_size
     devices = world.size if world is not None else torch.cuda.device_count() if accelerator == "gpu" else None
@@ -127,7 +127,7 @@ def resolve_layout(request: ParallelRequest, job: Job, world: World | None, acce
         usable = usable_bytes(device_memory(accelerator), on_gpu, ranks)
         found = smallest_layout(job, layout_at, usable, on_gpu)
         tp_size = None if found is None else found.tp_size
-        # Where the ranks are started here, more of them need more of the one host's memory, never less.
+        # If lmscale starts the ranks on this host, more ranks need more of its memory, never less.
         if tp_size is None or (tp_size > 1 and accelerator == "cpu" and world is None):
             raise ValueError(
                 "no tp_size fits (`parallel.tp_size`=auto): no power of two divides the model and fits the memory of "
@@ -153,7 +153,7 @@ def resolve_recompute(run: RunConfig, layout: ParallelConfig, accelerator: str) 
     """The run with `model.recompute=auto` resolved: on a GPU the mode that recomputes least of those that fit.
 
     On a CPU none: free memory changes and differs between hosts, and ranks that chose different modes would deadlock.
-    Where no mode fits it is none too, and `check_memory` refuses the run.
+    If no mode fits it is none too, and `check_memory` refuses the run.
     """
     mode = None
     if run.model.recompute == "auto" and accelerator == "gpu":
@@ -212,7 +212,7 @@ def job_of(run: RunConfig) -> Job:
 
 
 def device_memory(accelerator: str) -> int:
-    """Bytes for the ranks on a device: all memory of the first GPU, or what is free on the host (and in its cgroup)."""
+    """Bytes available to the ranks on a device: all memory of the first GPU, or the free memory of the host."""
     if accelerator == "gpu":
         return torch.cuda.get_device_properties(0).total_memory
     return host_memory_available()
@@ -223,7 +223,7 @@ def host_memory_available() -> int:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # not Linux: all of the memory is the best that is known
+    except (OSError, StopIteration):  # not Linux: only the total memory is known
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()

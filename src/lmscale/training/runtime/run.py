@@ -1,4 +1,4 @@
-"""The run around a Trainer on one rank: process group, run folder, watchdog, signals, and how all of it ends."""
+"""A job on one rank: the Trainer, the process group, the run folder, the watchdog, signals, and the exit code."""
 
 import gc
 import logging
@@ -24,8 +24,8 @@ from .launch import cluster_environment, share_cores
 from .run_lock import RunLock
 from .watchdog import Watchdog
 
-# Lightning's notes on devices, tips and rank numbers are not shown. Its warnings are, but for two that do not apply:
-# one about its own use of a torch function, one about loaders that cannot resume (ours begins at `completed_steps`).
+# Silence Lightning's notes on devices, tips and rank numbers, and two warnings that do not apply: one about its own use
+# of a torch function, one about loaders that cannot resume (ours starts at `completed_steps`).
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
@@ -34,7 +34,7 @@ warnings.filterwarnings("ignore", message="You're resuming from a checkpoint tha
 
 @dataclass(frozen=True)
 class Run:
-    """What a running job has on this rank.
+    """A running job on this rank.
 
     Args:
         folder: the run folder, the same on all ranks and locked for this job.
@@ -59,17 +59,11 @@ class Run:
         return self.trainer.is_global_zero
 
 
-def run_on_this_rank(job: Job, train: Callable[[Run], int], stops_on_signal: bool = True, **options: Any) -> int:
-    """Start the process group, take the run folder, and call `train`; clean up however it ends.
+def new_trainer(job: Job, **options: Any) -> L.Trainer:
+    """Return Lightning's Trainer for a job, with its `TensorParallelStrategy` on the ranks that have been started.
 
     Args:
-        train: what the job does; returns an exit code.
-        stops_on_signal: SIGTERM and SIGUSR1 are remembered for `train` instead of ending the process.
-        options: of `L.Trainer`, beside those that every job has.
-
-    Returns:
-        the exit code, the same on all ranks; `USER_ERROR`, after one line from rank 0, where a checkpoint or the run
-        folder cannot be used.
+        options: of `L.Trainer`, in addition to those that every job has.
     """
     run = job.run
     environment, local_size, num_nodes = cluster_environment()
@@ -81,7 +75,6 @@ def run_on_this_rank(job: Job, train: Callable[[Run], int], stops_on_signal: boo
         timeout_minutes=run.parallel.timeout_minutes,
         shared_memory=run.parallel.shared_memory,
     )
-    options = {"enable_progress_bar": False} | options
     trainer = L.Trainer(
         accelerator=job.accelerator,
         devices=local_size,
@@ -96,21 +89,37 @@ def run_on_this_rank(job: Job, train: Callable[[Run], int], stops_on_signal: boo
         use_distributed_sampler=False,
         enable_checkpointing=False,
         enable_model_summary=False,
+        enable_progress_bar=False,
         **options,
     )
     # Lightning's handler for SIGTERM talks to the other ranks, wherever they happen to be. It also broadcasts a number
-    # before every step to hear of the signal; `Interruption` is agreed on with the checkpoints.
+    # before every step to hear of the signal; with `Interruption` the ranks agree when they agree on checkpoints.
     trainer._signal_connector.register_signal_handlers = lambda: None
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    return trainer
+
+
+def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], stops_on_signal: bool = True) -> int:
+    """Start the process group, lock the run folder, and call `train`; clean up however it ends.
+
+    Args:
+        train: the job itself; returns an exit code.
+        stops_on_signal: SIGTERM and SIGUSR1 are recorded for `train` instead of ending the process.
+
+    Returns:
+        the exit code, the same on all ranks; `USER_ERROR`, after one line from rank 0, if a checkpoint or the run
+        folder cannot be used.
+    """
+    run, strategy = job.run, trainer.strategy
     interruption, lock = Interruption(), RunLock()
-    watchdog = Watchdog(environment.global_rank(), 60 * run.parallel.timeout_minutes)
+    watchdog = Watchdog(trainer.global_rank, 60 * run.parallel.timeout_minutes)
     if stops_on_signal:
         interruption.install()
     watchdog.start()
     try:
         strategy.setup_environment()
-        num_threads = share_cores(local_size, run.trainer.num_threads)  # after Lightning has set its own number
-        folder = _take_folder(strategy, Path(run.run_dir), lock)
+        num_threads = share_cores(trainer.num_devices, run.trainer.num_threads)  # after Lightning has set its own
+        folder = _lock_folder(strategy, Path(run.run_dir), lock)
         return train(Run(trainer, folder, watchdog, interruption, Ending(), num_threads))
     except (CheckpointError, ScheduleDiffersError) as error:  # the same on every rank
         if trainer.is_global_zero:
@@ -122,16 +131,16 @@ def run_on_this_rank(job: Job, train: Callable[[Run], int], stops_on_signal: boo
         lock.release()
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # the next job of a sweep in this process finds the memory free
+        gc.collect()  # frees memory for the next job of a sweep in this process
         if job.accelerator == "gpu":
             torch.cuda.empty_cache()
 
 
-def _take_folder(strategy: TensorParallelStrategy, own: Path, lock: RunLock) -> Path:
-    """All ranks together: rank 0's run folder (under torchrun each rank has worked out its own), locked for this job.
+def _lock_folder(strategy: TensorParallelStrategy, own: Path, lock: RunLock) -> Path:
+    """Return rank 0's run folder on all ranks (under torchrun each rank has computed its own), locked for this job.
 
     Raises:
-        CheckpointError: it cannot be made, or another job has it; the same on all ranks.
+        CheckpointError: it cannot be created, or another job holds its lock; the same on all ranks.
     """
     folder, problem = strategy.broadcast(own), None
     if strategy.is_global_zero:

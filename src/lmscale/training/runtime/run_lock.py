@@ -1,4 +1,4 @@
-"""One job a run folder: two would remove each other's unfinished checkpoints and mix their rows."""
+"""One job per run folder: two would delete each other's unfinished checkpoints and mix their metrics."""
 
 import errno
 import fcntl
@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import IO
 
 _PATIENCE_S = 10.0  # ranks of a job whose launcher was killed end within a second or two
-# File systems without locks: the run goes on without.
+# The file system has no locks: the run continues without one.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class RunLock:
-    """Holds a run folder for this job while its rank 0 lives; the kernel lets go of it however the process ends."""
+    """Locks a run folder while rank 0 of this job lives; the kernel releases it however the process ends."""
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
 
     def take(self, folder: Path) -> str | None:
-        """Take the folder; None, or why not. Waits some seconds for a job that is just ending."""
+        """Lock the folder; returns None, or why that fails. Waits some seconds for a job that is just ending."""
         try:
             file = open(folder / ".lock", "a+", encoding="utf-8")
         except OSError as error:
@@ -45,7 +45,7 @@ class RunLock:
         return None
 
     def release(self) -> None:
-        """Let go of the folder."""
+        """Release the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,4 +1,4 @@
-"""A thread that notices when a rank stands still, and says where."""
+"""A thread that ends a rank without progress, and reports what it was doing."""
 
 import faulthandler
 import multiprocessing
@@ -17,13 +17,12 @@ class StalledError(RuntimeError):
 
 
 class Watchdog:
-    """Ends the process when the training has not moved for `timeout_s`.
+    """Ends the process when `timeout_s` have passed without progress.
 
-    A rank whose partner is gone or stuck waits inside a collective, where neither Python's signal handlers nor an
-    exception can reach it (NCCL) or only one that does not know the step (gloo). So another thread watches the time
-    since the last `mark`. Its message goes to stderr, with the stack, and to the launcher. A launcher of ours that has
-    been killed cannot end its ranks: they end by themselves, within a second, or they would train on beside the next
-    start of the job.
+    If another rank has died or hangs, this rank waits inside a collective. There, neither a signal handler nor an
+    exception reaches it (NCCL), or only an exception that does not name the step (gloo). So another thread watches the
+    time since the last `mark`. Its message goes to stderr, with the stack, and to the launcher. If our launcher has
+    been killed, the ranks end themselves within a second; otherwise they would still train when the job is restarted.
 
     Args:
         rank: for the message.
@@ -37,7 +36,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def mark(self, where: str) -> None:
-        """The training is now at `where`, e.g. "step 17, backward pass"."""
+        """Record progress: the training is now at `where`, e.g. "step 17, backward pass"."""
         self._where, self._since = where, time.monotonic()
 
     def start(self) -> None:
@@ -53,7 +52,7 @@ class Watchdog:
             self._thread.join()
 
     def _watch(self) -> None:
-        launcher = multiprocessing.parent_process()  # None where the process came from torchrun, srun or a shell
+        launcher = multiprocessing.parent_process()  # None under torchrun, srun or a shell
         while not self._stopped.wait(min(1.0, self.timeout_s / 10)):
             if launcher is not None and not launcher.is_alive():
                 print(f"error: rank {self.rank} ends because its launcher is gone", file=sys.stderr, flush=True)

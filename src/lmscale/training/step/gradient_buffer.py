@@ -1,4 +1,4 @@
-"""Gradients of a rank's parameters, side by side, summed in fp32 over micro-batches and data ranks."""
+"""The gradients of a rank's parameters in one flat buffer, summed in fp32 over micro-batches and data ranks."""
 
 from bisect import bisect_left
 from functools import partial
@@ -14,7 +14,8 @@ from ...partition import assign_owners, buffer_pieces, part_sizes
 
 
 class _Piece(NamedTuple):
-    """What of the buffer is sent at once: to `owner` (None: to all), when the parameters from `first` on are final."""
+    """A part of the buffer that is reduced at once, to `owner` (None: to all), when all parameters from `first` on are
+    final."""
 
     values: Tensor
     owner: int | None
@@ -22,24 +23,24 @@ class _Piece(NamedTuple):
 
 
 class GradientBuffer:
-    """One flat buffer that takes up the gradients as the backward pass makes them, in fp32 at least.
+    """One flat buffer that accumulates the gradients during the backward pass, in fp32 at least.
 
     Over 512 micro-batches a sum in bf16 loses 12 % of its norm; here each micro-batch is added in fp32. With
-    `context.zero1` the parameters stand in the order of the data ranks that own them: each part is then summed into its
-    owner alone, and the parameters, which stand in a second buffer in the same order, are sent out by their owners.
+    `context.zero1` the buffer is ordered by the data ranks that own the parameters. Each part is then summed into its
+    owner alone, and the owners broadcast the updated parameters, which are in a second buffer in the same order.
 
-    The backward pass goes from the last parameter to the first, and so do the places in the buffer (of each owner's
-    part). In the step's last backward pass, which `start_grad_sync` announces, each piece is sent while the pass
-    goes on, as soon as all parameters from the piece's first on have their gradient. So the pieces go in one order on
-    every data rank, in whatever order a rank finds its gradients.
+    The backward pass runs from the last parameter to the first, and the buffer (each owner's part of it) has that
+    order. In the last backward pass of a step, announced by `start_grad_sync`, a piece is sent as soon as all
+    parameters from its first on have their gradient. All data ranks thus send the pieces in the same order, whatever
+    the order in which their gradients are ready.
 
     Args:
-        parameters: in the model's order, of one dtype and device; each gradient is moved into the buffer by a hook.
+        parameters: in the model's order, of one dtype and device; a hook moves each gradient into the buffer.
 
     Attributes:
         flat: the gradients.
-        views: of the gradients, one a parameter.
-        owners: the data rank of each parameter with `zero1`, otherwise None: every rank updates all.
+        views: the gradient of each parameter, as a view.
+        owners: the data rank that owns each parameter with `zero1`; otherwise None: every rank updates all.
     """
 
     def __init__(self, parameters: list[nn.Parameter], context: ParallelContext) -> None:
@@ -82,7 +83,7 @@ class GradientBuffer:
 
     @torch.no_grad()
     def _move_gradient(self, index: int, param: nn.Parameter) -> None:
-        """Of the first micro-batch a copy, so that nothing need be set to zero before."""
+        """Copy the gradient of the first micro-batch, so that the buffer need not be zeroed; add the others."""
         assert not self._is_final[index], "a gradient came after its piece may have been sent"
         if self._has_gradient[index]:
             self.views[index].add_(param.grad)
@@ -107,26 +108,26 @@ class GradientBuffer:
         self._has_gradient = [False] * len(self.views)
 
     def complete(self) -> None:
-        """After the last micro-batch: parameters that took no part have a gradient of zero."""
+        """After the last micro-batch: set the gradients of unused parameters to zero."""
         for index, has_one in enumerate(self._has_gradient):
             if not has_one:
                 self.views[index].zero_()
                 self._has_gradient[index] = True
 
     def start_grad_sync(self) -> None:
-        """The next backward pass is the last one before `reduce`, which may begin in it. Without this it does not.
+        """Announce that the next backward pass is the last one before `reduce`, whose communication may start in it.
 
         Communicates:
-            in that backward pass what `reduce` says, where the gradients are there.
+            as `reduce`, during that backward pass, for pieces whose gradients are ready.
         """
         self._in_last_backward = True
 
     def reduce(self) -> None:
-        """Add the gradients of the data ranks, or finish doing so; with `zero1` only the owner's are then right.
+        """Add the gradients of the data ranks, or finish adding them; with `zero1` only the owner has the sum.
 
         Communicates:
-            over the data group all-reduces of together N numbers, N the parameters of the rank; with `zero1` reduces to
-            each data rank of the parameters it owns, together N numbers; either in pieces (`buffer_pieces`).
+            over the data group, all-reduces of N numbers in total, N being the parameters of the rank; with `zero1`
+            instead reduces to the owners, N numbers in total; both in pieces (`buffer_pieces`).
         """
         self.complete()
         self._final_from = 0
@@ -136,17 +137,17 @@ class GradientBuffer:
         self._start_over()
 
     def share_weights(self) -> None:
-        """With `zero1`, after an update: every parameter from its owner; otherwise nothing.
+        """With `zero1`, broadcast the updated parameters from their owners.
 
         Communicates:
-            over the data group a broadcast from each data rank of the parameters it owns, together N.
+            over the data group, a broadcast from each data rank of the parameters it owns, N numbers in total.
         """
         if self.weights is not None:
             broadcast_from_data_ranks(self.weights.split(self.part_sizes), self.context)
 
 
 def _in_order(flat: Tensor, parameters: list[nn.Parameter], order: list[int]) -> list[Tensor]:
-    """Views of `flat`, one a parameter, laid out in `order`."""
+    """One view of `flat` per parameter, laid out in `order`."""
     parts = flat.split([parameters[index].numel() for index in order])
     views = {index: part.view_as(parameters[index]) for index, part in zip(order, parts, strict=True)}
     return [views[index] for index in range(len(parameters))]

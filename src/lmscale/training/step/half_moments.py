@@ -1,4 +1,4 @@
-"""AdamW whose moments are kept in bf16: 4 bytes a parameter instead of 8."""
+"""AdamW with moments in bf16: 4 bytes per parameter instead of 8."""
 
 import zlib
 from collections.abc import Iterable
@@ -17,18 +17,18 @@ def update_with_half_moments(
     group: dict[str, Any],
     number: int,
 ) -> None:
-    """One AdamW update in fp32, one tensor after the other; its moments are rounded to bf16 at random afterwards.
+    """One AdamW update in fp32, tensor by tensor; the moments are then rounded to bf16 stochastically.
 
-    Rounded to the nearest, the second moment would stop where it is: with beta2 0.999 it moves by a thousandth a step,
-    bf16 holds two to three digits. At random, up or down with the chance that keeps the mean, it follows. The numbers
-    are drawn from the tensor's name and the count of updates, so replicas stay equal and a resumed run is bitwise the
-    uninterrupted one; another tensor-parallel size rounds otherwise.
+    Rounded to nearest, the second moment would not change: with beta2 0.999 it moves by a thousandth per step, and bf16
+    has two to three digits. Stochastic rounding keeps the mean, so it follows. The random numbers depend on the
+    tensor's name and the number of updates: replicas stay equal, and a resumed run is bitwise equal to an uninterrupted
+    one. Another tensor-parallel size rounds differently.
 
     Args:
         named_masters: (name, fp32 weight with `.grad`).
-        state: of the optimizer, `exp_avg`, `exp_avg_sq` (bf16) and `step`; made here at the first update.
-        group: the optimizer's settings for them: `lr`, `betas`, `eps`, `weight_decay`.
-        number: of this update, from 1; a number of the host, so that a device need not be waited for.
+        state: of the optimizer, `exp_avg`, `exp_avg_sq` (bf16) and `step`; created at the first update.
+        group: the optimizer's settings: `lr`, `betas`, `eps`, `weight_decay`.
+        number: of this update, from 1; a host number, so that no device is waited for.
     """
     beta1, beta2 = group["betas"]
     settings = {key: group[key] for key in ("lr", "weight_decay", "eps")} | {"beta1": beta1, "beta2": beta2}
@@ -57,7 +57,7 @@ def update_with_half_moments(
 
 
 def round_to_bf16(x: Tensor, generator: torch.Generator) -> Tensor:
-    """fp32 to one of the two neighbouring bf16 numbers, so that the mean over many draws is `x`.
+    """Round fp32 stochastically to one of the two neighbouring bf16 numbers; the expectation is `x`.
 
     Shapes:
         any; returns a new tensor of the same shape.

@@ -1,4 +1,4 @@
-"""The Lightning module of pretraining: one of Lightning's batches is a micro-batch, and the update follows the last."""
+"""The Lightning module of pretraining: a Lightning batch is a micro-batch; the optimizer updates after the last one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,42 +19,42 @@ from .schedule import UpdateSchedule
 from .stock_trainer import check_trainer, dtype_of_trainer
 from .validation import ValidatedModule
 
-# Of weights and activations; fp8 is a way to multiply bf16 numbers (`Kernels.float8`).
+# Of weights and activations; with fp8 they are bf16, and matrix products are in float8 (`Kernels.float8`).
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES["fp8"] = torch.bfloat16
 
 
-def _ignore(where: str) -> None:
-    """Nobody wants to know where the work is."""
+def _ignore(activity: str) -> None:
+    """The default `progress`."""
 
 
 class PretrainModule(ValidatedModule):
     """Pretraining of one model on the loss of its family.
 
-    The loss of a term is its sum over all scored positions of the *global* batch divided by their number. The loader
-    knows a step's counts before its first forward pass (`step_counts`), so each micro-batch is divided by them before
-    its backward pass, and any cut of the batch over ranks and micro-batches gives the same gradient. Batches of a
-    loader that does not know them count as a mean of the micro-batches' means.
+    Each loss term is its sum over all scored positions of the *global* batch divided by their number. The loader
+    gives the counts of a step before its first forward pass (`step_counts`). Each micro-batch is divided by them before
+    its backward pass, so that any division of the batch over ranks and micro-batches gives the same gradient. With a
+    loader that does not give them, the loss is the mean of the micro-batches' means.
 
     Args:
         config: the model, with its vocabulary known.
         optimizer, schedule: AdamW; by default a constant rate of 1e-3.
-        precision: type of the weights, and the loss scale; None takes the Trainer's `precision`.
+        precision: type of the weights, and the loss scale; None for the Trainer's `precision`.
         seed: of the weights and the dropout.
         loss_reduction, dropout_seeds: see `RunConfig`.
-        kernels: what computes the layers.
-        weights_from: a checkpoint whose weights the model starts with; None draws them from the seed.
-        progress: is told which tensor is being read.
+        kernels: implementations that compute the layers.
+        weights_from: a checkpoint whose weights the model starts with; None: they are drawn from the seed.
+        progress: called with what is being read, for the watchdog.
         logs: log losses and gradient norm by `self.log`.
 
     Attributes:
-        completed_steps: updates, those that were skipped included.
+        completed_steps: optimizer steps, including skipped ones.
         step_terms: this rank's part of the loss terms of the last step, fp64 [number of terms].
 
     Communicates:
-        per step, over the data group: one all-reduce of the term counts; the gradients, from within the last backward
-        pass on (an all-reduce by DDP, or of half types in fp32 by the optimizer; with `zero1` reduces to their owners,
-        and broadcasts of the updated weights); where it is logged, one all-reduce of the reported loss.
+        per step, over the data group: one all-reduce of the term counts; the gradients, starting within the last
+        backward pass (an all-reduce by DDP, or in fp32 by the optimizer for half types; with `zero1` reduces to their
+        owners, and broadcasts of the updated weights); if the step is logged, one all-reduce of the loss.
     """
 
     def __init__(
@@ -83,22 +83,22 @@ class PretrainModule(ValidatedModule):
 
     @property
     def optimizer(self) -> MixedPrecisionAdamW:
-        """The Trainer's only one."""
+        """The Trainer's only optimizer."""
         return self.trainer.optimizers[0]
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Whether the step's update follows the current micro-batch."""
+        """Whether the optimizer updates after the current micro-batch."""
         return not self.trainer.fit_loop._should_accumulate()
 
     def setup(self, stage: str) -> None:
-        """Refuse what the Trainer was asked for and cannot be."""
+        """Raise `ValueError` for settings of the Trainer that are not supported (`check_trainer`)."""
         check_trainer(self.trainer)
         if self.precision is None:
             self.precision = PrecisionConfig(dtype_of_trainer(self.trainer))
 
     def configure_model(self) -> None:
-        """Build this rank's shard, on its device, once the groups exist."""
+        """Build this rank's shard on its device; the strategy has created the groups."""
         if self.model is not None:
             built_for = self.model.context.tp_size
             if built_for != self.parallel.tp_size:
@@ -113,14 +113,14 @@ class PretrainModule(ValidatedModule):
             self.read_weights(self.weights_from)
 
     def read_weights(self, path: str) -> None:
-        """Take this rank's shard from a checkpoint, whatever its layout."""
+        """Read this rank's shard from a checkpoint of any layout."""
         with CheckpointReader(path) as reader:
             for name, param in self.model.named_parameters():
                 self.progress(f"reading {name}")
                 reader.read_into(f"model/{name}", param.detach(), self.parallel.tp_rank)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW over the shard, its masters as exact as the weights' source, and its learning rate."""
+        """AdamW over the shard, with fp32 masters from the checkpoint if there is one, and its schedule."""
         optimizer = MixedPrecisionAdamW(
             self.model.named_parameters(), self.optimizer_config, self.precision, self.parallel
         )
@@ -131,11 +131,11 @@ class PretrainModule(ValidatedModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue the count."""
+        """Restore the number of completed steps."""
         self.completed_steps = checkpoint["global_step"]
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Forward pass of one micro-batch; returns its part of the step's loss, which is the sum of the parts."""
+        """Run the forward pass of one micro-batch; returns its part of the step's loss (the parts add up to it)."""
         micro_step = batch_idx % self.trainer.accumulate_grad_batches
         if micro_step == 0:
             self._start_step(batch)
@@ -143,7 +143,7 @@ class PretrainModule(ValidatedModule):
         seed_rank_generator(self.seed, self.completed_steps + 1, micro_step, self._dropout_rank, context.tp_rank)
         if self.is_last_micro_batch:
             self.optimizer.start_grad_sync()
-        sums = self.sum_terms(batch, self.dropout_keys(batch, batch_idx))
+        sums = self.loss_sums(batch, self.dropout_keys(batch, batch_idx))
         terms = sums / self._denominators(batch).to(sums.dtype)
         self.step_terms += terms.detach().double()
         return terms.sum()
@@ -155,37 +155,37 @@ class PretrainModule(ValidatedModule):
         self.step_terms = torch.zeros(len(self.loss_terms), dtype=torch.float64, device=self.device)
 
     def _denominators(self, batch: dict[str, Tensor]) -> Tensor:
-        """What a micro-batch's term sums are divided by, so that the parts add up to the reported loss."""
+        """Divisors of a micro-batch's loss sums, such that the parts add up to the reported loss."""
         if self._step_counts is not None:
             return self._step_counts.clamp(min=1)
         parts = self.trainer.accumulate_grad_batches * self.parallel.dp_size
-        return self.count_terms(batch).clamp(min=1) * parts
+        return self.loss_counts(batch).clamp(min=1) * parts
 
     @property
     def _dropout_rank(self) -> int:
-        """The data rank whose dropout this one draws: its own, or with shared seeds the first."""
+        """The data rank whose dropout seeds this rank uses: its own, or with shared seeds rank 0."""
         return 0 if self.dropout_seeds == "shared" else self.parallel.dp_rank
 
     def dropout_keys(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """A key for each sample, or with shared seeds for the sample at the same place of the first data rank."""
+        """One dropout key per sample; with shared seeds, that of the sample at the same place on data rank 0."""
         dp_rank, num_samples = self.parallel.dp_rank, len(batch["tokens"])
         if "sample_numbers" in batch:
             numbers = batch["sample_numbers"]
-        else:  # a loader of the user's: any numbers that no other micro-batch has
+        else:  # a loader of the user: numbers that no other micro-batch has
             micro_batch = self.trainer.fit_loop.epoch_loop.total_batch_idx * self.parallel.dp_size + dp_rank
             numbers = torch.arange(num_samples, device=self.device) + micro_batch * num_samples
         share = num_samples * self.trainer.accumulate_grad_batches
         return sample_dropout_keys(self.seed, numbers - (dp_rank - self._dropout_rank) * share)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Scale the loss for fp16, and undo two divisions: Lightning's by the micro-batches of a step, and DDP's of the
-        gradients by the data ranks. Parts of a mean are added, not averaged."""
+        """Scale the loss for fp16, and undo two divisions: Lightning's by the micro-batches of a step, and DDP's by the
+        data ranks. Here the parts of a step's loss are added, not averaged."""
         is_averaged = isinstance(self.trainer.strategy.model, DistributedDataParallel)
         factor = self.trainer.accumulate_grad_batches * (self.parallel.dp_size if is_averaged else 1)
         (loss * (self.optimizer.loss_scale.value * factor)).backward(*args, **kwargs)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
-        """The last micro-batch, the sum of the gradients over the ranks, the update: callbacks see whole gradients."""
+        """Run the last micro-batch, add the gradients of the ranks, update; callbacks then see complete gradients."""
 
         def forward_backward_reduce() -> Any:
             loss = optimizer_closure()
@@ -198,12 +198,12 @@ class PretrainModule(ValidatedModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """The optimizer clips by the norm of the whole model; a number of the Trainer's replaces its own."""
+        """Leave clipping by the global norm to the optimizer; the Trainer's `gradient_clip_val` sets its limit."""
         if gradient_clip_val is not None:
             self.optimizer.max_grad_norm = gradient_clip_val or None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the step that has just ended."""
+        """Log the losses of the completed step."""
         if self.logs and self.is_last_micro_batch:
             losses = sum_over_data_ranks(self.step_terms.clone(), self.parallel).tolist()
             self.log("grad_norm", self.optimizer.grad_norm)

@@ -1,4 +1,4 @@
-"""AdamW with fp32 masters, dynamic loss scale and tensor-parallel clipping, all in one step."""
+"""AdamW with fp32 master weights, a dynamic loss scale and clipping by the norm of the whole model."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,13 +17,13 @@ from .optimizer_state import MOMENTS, OptimizerState
 class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
     """AdamW over one rank's shard: unscale, agree on overflow, clip by the global norm, update fp32 masters, copy back.
 
-    Parameters of half types get an fp32 master here, from the start, and the gradient of each micro-batch is added in
-    fp32 (`GradientBuffer`). fp32 and fp64 parameters are their own masters and sum their own gradients. With
-    `context.zero1` a data rank has masters and moments of the parameters it owns alone, and the gradients of all types
+    Parameters of half types have an fp32 master, and the gradients of micro-batches are added in fp32
+    (`GradientBuffer`). fp32 and fp64 parameters are their own masters and accumulate their own gradients. With
+    `context.zero1` a data rank has masters and moments only of the parameters it owns, and the gradients of all types
     go through the buffer. Weight decay applies to matrices and embeddings, not to biases and LayerNorms (section 4.2),
-    which are the parameters of one dimension. A step whose gradient is not finite on any rank is skipped on all:
-    weights, moments and `num_updates` stay, `num_skipped` counts. `skipped_in_a_row` counts since the last update,
-    without the steps that fp16's loss scale answers by coming down.
+    which are the parameters of one dimension. If a gradient is not finite on any rank, all ranks skip the step:
+    weights, moments and `num_updates` stay, `num_skipped` increases. `skipped_in_a_row` counts skipped steps since the
+    last update, except those after which fp16's loss scale can still decrease.
 
     Args:
         named_parameters: (name, parameter) of the rank's model; with `context.zero1` their storage moves.
@@ -31,15 +31,14 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
         context: gives the groups for norm, overflow and sums.
 
     Attributes:
-        all_names: of all parameters of the model.
-        names, model_parameters, masters: of the parameters this rank updates, side by side.
+        all_names: names of all parameters of the model.
+        names, model_parameters, masters: parallel lists of the parameters that this rank updates.
         owners: with `context.zero1` the data rank that updates each parameter, by name; otherwise None.
-        dtypes: of the exact weights and of both moments, by kind: `model`, `exp_avg`, `exp_avg_sq`.
+        dtypes: of the masters and of both moments, by kind: `model`, `exp_avg`, `exp_avg_sq`.
 
     Communicates:
-        a step, one all-reduce of three numbers over the tensor group; with `context.zero1` another over the data group
-        and the broadcasts of the weights; and what
-        `reduce_gradients` says.
+        as `reduce_gradients`, and per step one all-reduce of three numbers over the tensor group; with `context.zero1`
+        another over the data group and the broadcasts of the weights.
     """
 
     def __init__(
@@ -89,22 +88,24 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
         )
 
     def set_learning_rate(self, lr: float) -> None:
-        """Learning rate of the next update, for all groups."""
+        """Set the learning rate of the next update for all groups."""
         for group in self.param_groups:
             group["lr"] = lr
 
     def start_grad_sync(self) -> None:
-        """The next backward pass is the step's last: what the buffer holds is sent while it goes on. See
-        `GradientBuffer.start_grad_sync`; DDP learns it by not being in `no_sync`."""
+        """Reduce the gradients of the buffer during the next backward pass, the last of the step (`GradientBuffer`).
+
+        Gradients outside the buffer are reduced by DDP, which is then not in `no_sync`.
+        """
         if self.buffer is not None:
             self.buffer.start_grad_sync()
 
     def reduce_gradients(self) -> None:
-        """Add what the ranks have of a gradient: what the buffer holds over the data ranks (the rest is DDP's
-        business); with sequence parallelism, of the parameters that saw a rank's own positions alone.
+        """Add the gradients of the ranks: those of the buffer over the data group (DDP has added the others); with
+        sequence parallelism, the partial gradients over the tensor group.
 
         Communicates:
-            what `GradientBuffer.reduce` says; with sequence parallelism one all-reduce over the tensor group, of the
+            as `GradientBuffer.reduce`; with sequence parallelism one all-reduce over the tensor group, of the
             LayerNorms, row biases, position and type embeddings that this rank updates.
         """
         if self.buffer is not None:
@@ -112,7 +113,7 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
         sum_partial_gradients(self.masters, self.context)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the step by parameter name, where there are any."""
+        """The gradients of the step by parameter name; parameters without one are left out."""
         return {n: m.grad for n, m in zip(self.names, self.masters, strict=True) if m.grad is not None}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -128,7 +129,7 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """One update, or none where a gradient is not finite; see the class."""
+        """Update the weights, or skip the step if a gradient is not finite; see the class."""
         if closure is not None:
             with torch.enable_grad():
                 closure()
@@ -137,11 +138,11 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
         scale = self.loss_scale.value
         measured = global_gradient_norm(self.masters, self.context, self.device)
         self.grad_norm = measured.norm / scale
-        can_come_down = self.loss_scale.dynamic and self.loss_scale.value > self.loss_scale.minimum
+        can_decrease = self.loss_scale.dynamic and self.loss_scale.value > self.loss_scale.minimum
         self.loss_scale.update(overflow=not measured.finite)
         if not measured.finite:
             self.num_skipped += 1
-            self.skipped_in_a_row += not can_come_down
+            self.skipped_in_a_row += not can_decrease
             return
         self.skipped_in_a_row = 0
         factor = 1.0 / scale
@@ -168,9 +169,9 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
 
 
 def _master(param: nn.Parameter, gradient: Tensor | None) -> Tensor:
-    """What AdamW updates: the parameter, or beside a buffer a tensor of its own, with its gradient in the buffer."""
+    """The tensor that AdamW updates: the parameter, or with a buffer a master whose gradient is in the buffer."""
     if gradient is None:
         return param
-    master = param.detach().to(gradient.dtype)  # the parameter's own storage where it is as wide
+    master = param.detach().to(gradient.dtype)  # shares the parameter's storage if the type is the same
     master.shard, master.grad = param.shard, gradient
     return master

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the optimizer, and how it comes back."""
+"""What a checkpoint stores of the optimizer, and how it is loaded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,12 +26,12 @@ class OptimizerState:
     skipped_in_a_row: int
 
     def fp32_masters(self) -> dict[str, Tensor]:
-        """The masters by parameter name; empty where the parameters are their own."""
+        """The masters by parameter name; empty if the parameters are their own masters."""
         return dict(zip(self.names, self.masters, strict=True)) if self.holds_masters else {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The exact weights and the moments by checkpoint key, `model/<name>`, `exp_avg/<name>`, `exp_avg_sq/<name>`:
-        shards, not copies. Of half types the weights are the fp32 masters; moments are there once there was an update.
+        """Weights and moments by checkpoint key, `model/<name>`, `exp_avg/<name>`, `exp_avg_sq/<name>`:
+        shards, not copies. For half types the weights are the fp32 masters; moments exist after the first update.
         """
         tensors = {}
         for name, master in zip(self.names, self.masters, strict=True):
@@ -53,7 +53,7 @@ class OptimizerState:
 
     @torch.no_grad()
     def load_masters(self, read_into: Callable[[str, Tensor], None]) -> None:
-        """Take the exact weights of a checkpoint where the parameters, of a half type, cannot hold them.
+        """Load the fp32 masters of half-type parameters from a checkpoint.
 
         Args:
             read_into: fills a tensor with this rank's part of the logical tensor of a checkpoint key.
@@ -63,7 +63,7 @@ class OptimizerState:
 
     @torch.no_grad()
     def load_moments(self, counters: dict[str, Any], read_into: Callable[[str, Tensor], None]) -> None:
-        """Take over the moments, one tensor at a time into its place, and the counters of `state_dict`."""
+        """Load the moments in place, one tensor at a time, and the counters of `state_dict`."""
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
         self.skipped_in_a_row = counters["skipped_in_a_row"]
         if self.num_updates:

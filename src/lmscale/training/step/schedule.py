@@ -10,9 +10,9 @@ from .optimizer import MixedPrecisionAdamW
 
 
 class UpdateSchedule(LRScheduler):
-    """`learning_rate_of_update` as torch's scheduler: the rate of the optimizer's next update.
+    """`learning_rate_of_update` as a torch scheduler: sets the rate of the optimizer's next update.
 
-    Skipped steps do not count, so it has no state beside the optimizer's `num_updates`.
+    Skipped steps do not count. The only state is the optimizer's `num_updates`.
     """
 
     def __init__(self, optimizer: MixedPrecisionAdamW, schedule: ScheduleConfig, peak: float) -> None:
@@ -20,12 +20,12 @@ class UpdateSchedule(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float]:
-        """The rate, once per parameter group."""
+        """The rate for each parameter group."""
         lr = learning_rate_of_update(self.optimizer.num_updates + 1, self.schedule, self.peak)
         return [lr] * len(self.optimizer.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
+        """Empty: the optimizer's `num_updates` determines the rate."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def learning_rate(t: float, schedule: ScheduleConfig, peak: float) -> float:
 
     - `paper`: min_lr + c((t - w) / (E - w)) (peak - min_lr), and min_lr from E on. The text of sections 5.2 and 5.3.
     - `megatron_v1`: max(min_lr, peak c((min(t, E - w) - w) / E)). The code that made the paper's runs: the ratio is
-      taken over E instead of E - w and stops growing at E - w, so a cosine meets its floor early and a linear decay
+      taken over E instead of E - w and stops growing at E - w, so a cosine reaches its floor early and a linear decay
       never reaches 0.
 
     Args:
@@ -77,5 +77,5 @@ def learning_rate(t: float, schedule: ScheduleConfig, peak: float) -> float:
 
 
 def _remaining(ratio: float, decay: str) -> float:
-    """Share of the fall that is still to come, 1 at ratio 0 and 0 at ratio 1."""
+    """Remaining fraction of the decay, 1 at ratio 0 and 0 at ratio 1."""
     return (1.0 + math.cos(math.pi * ratio)) / 2.0 if decay == "cosine" else 1.0 - ratio

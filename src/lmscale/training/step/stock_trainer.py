@@ -1,4 +1,4 @@
-"""What a Lightning Trainer can be asked for that the step cannot do: refused before anything is built."""
+"""Check the settings of a user's Lightning Trainer before anything is built."""
 
 import lightning as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
@@ -7,7 +7,7 @@ _DTYPES = {"64-true": "fp64", "32-true": "fp32", "bf16-true": "bf16", "16-true":
 
 
 def dtype_of_trainer(trainer: L.Trainer) -> str:
-    """Our name of the Trainer's `precision`.
+    """Our name for the Trainer's `precision`.
 
     Raises:
         ValueError: mixed precision, which keeps half copies of fp32 weights; ours keeps fp32 masters of half weights.
@@ -20,7 +20,7 @@ def dtype_of_trainer(trainer: L.Trainer) -> str:
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """Refuse settings of the Trainer that contradict the step.
+    """Refuse settings of the Trainer that the training step does not support.
 
     Raises:
         ValueError: clipping by value, mixed precision, an accumulation that changes, an average of weights.

@@ -14,7 +14,7 @@ from ...parallel.data_collectives import sum_over_data_ranks
 
 
 class ValidatedModule(L.LightningModule):
-    """What `validate`, `test` and `predict` need of a module: the model and the loss of its family.
+    """The part of the module that `validate`, `test` and `predict` use: the model and the loss of its family.
 
     Args:
         config: the model; its family's `loss.py` says what the loss terms are and what a micro-batch holds.
@@ -35,7 +35,7 @@ class ValidatedModule(L.LightningModule):
 
     @property
     def loss(self) -> Any:
-        """The family's `loss.py`; no attribute, because a module cannot be copied or pickled."""
+        """The family's `loss.py`; a property, because a Python module cannot be copied or pickled."""
         return load(family_of(self.config.family).loss)
 
     @property
@@ -48,13 +48,13 @@ class ValidatedModule(L.LightningModule):
         """This rank's place, from the strategy."""
         return self.trainer.strategy.parallel
 
-    def count_terms(self, batch: dict[str, Tensor]) -> Tensor:
-        """Scored positions of each loss term in a micro-batch, fp64 [number of terms]; needs no model."""
-        return self.loss.count_terms(batch)
+    def loss_counts(self, batch: dict[str, Tensor]) -> Tensor:
+        """Number of scored positions of each loss term in a micro-batch, fp64 [number of terms]; needs no model."""
+        return self.loss.loss_counts(batch)
 
-    def sum_terms(self, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
+    def loss_sums(self, batch: dict[str, Tensor], sample_keys: Tensor | None) -> Tensor:
         """Summed loss of each term over a micro-batch in nats, [number of terms], from a forward pass."""
-        return self.loss.sum_terms(self.model, batch, sample_keys)
+        return self.loss.loss_sums(self.model, batch, sample_keys)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The most probable token (GPT: the next one) at every position, int64 [b, s], equal on all tensor ranks."""
@@ -62,28 +62,28 @@ class ValidatedModule(L.LightningModule):
         return vocab_parallel_argmax(logits.flatten(0, 1), self.parallel).view_as(batch["tokens"])
 
     def on_validation_epoch_start(self) -> None:
-        """Begin the sums; a data rank may have no sequence of its own."""
+        """Reset the sums; a data rank may have no sequences."""
         self._validation_sums = torch.zeros(2, len(self.loss_terms), dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Add one micro-batch's summed losses and counts."""
-        self._validation_sums += torch.stack([self.sum_terms(batch, None).double(), self.count_terms(batch)])
+        self._validation_sums += torch.stack([self.loss_sums(batch, None).double(), self.loss_counts(batch)])
 
     def on_validation_epoch_end(self) -> None:
-        """Losses over every validation sequence, each counted once over the data ranks."""
+        """Compute the losses over all validation sequences, each counted once."""
         self.validation = self._close_validation("val")
 
     on_test_epoch_start = on_validation_epoch_start
     test_step = validation_step
 
     def on_test_epoch_end(self) -> None:
-        """The same for `trainer.test`."""
+        """Compute the losses for `trainer.test`."""
         self._close_validation("test")
 
     def _close_validation(self, stage: str) -> dict[str, float]:
         sums, counts = sum_over_data_ranks(self._validation_sums, self.parallel).tolist()
         means = [s / max(c, 1.0) for s, c in zip(sums, counts, strict=True)]
-        perplexity = torch.tensor(means[0], dtype=torch.float64).exp().item()  # inf where math.exp would raise
+        perplexity = torch.tensor(means[0], dtype=torch.float64).exp().item()  # inf, while math.exp would raise
         loss, *terms = self.named_losses(stage, means).items()
         found = dict([loss, (f"{stage}/perplexity", perplexity), *terms])
         if self.logs:
@@ -91,6 +91,6 @@ class ValidatedModule(L.LightningModule):
         return found
 
     def named_losses(self, stage: str, losses: list[float]) -> dict[str, float]:
-        """The loss, and where it has several terms each of them."""
+        """The loss and, if it has several terms, each of them, by metric name."""
         terms = {f"{stage}/{name}_loss": loss for name, loss in zip(self.loss_terms, losses, strict=True)}
         return {f"{stage}/loss": sum(losses)} | (terms if len(losses) > 1 else {})

@@ -1,0 +1,101 @@
+"""What a finetuning writes into its run folder and on the terminal, besides its metrics and checkpoint."""
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished
+from ..parallel import ParallelContext
+from ..results import new_record, write_record
+from ..training.output.run_folder import describe_channel
+from .features import Features
+from .module import FinetuneModule
+from .preparing import FinetuneJob
+from .record_kind import record_kind
+
+RECORD = "record.json"
+
+
+def prepare_folder(job: FinetuneJob, run_dir: Path) -> str | None:
+    """On rank 0: write the files that precede the first step; returns why that fails, or None."""
+    try:
+        checkpoints = run_dir / "checkpoints"
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(checkpoints)
+        for name, text in job.files.items():
+            (run_dir / name).parent.mkdir(exist_ok=True)
+            (run_dir / name).write_text(text, encoding="utf-8")
+        (run_dir / "scores.jsonl").unlink(missing_ok=True)  # of an attempt that wrote no record
+        source, target = Path(job.start.tokenizer_path), checkpoints / TOKENIZER_FOLDER
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            target.mkdir(exist_ok=True)
+            shutil.copyfile(source, target / ("vocab.txt" if source.suffix == ".txt" else "tokenizer.json"))
+    except OSError as error:
+        return f"the run folder {run_dir} cannot be used: {error}"
+    return None
+
+
+def announce(job: FinetuneJob, module: FinetuneModule, features: Features | None, context: ParallelContext) -> None:
+    """Print the task, its data, the layout and the run folder."""
+    run, layout = job.run, job.layout
+    size = f"{len(features):,} items" if features is not None else "nothing"
+    print(
+        f"{run.name}: {run.task.name} from {job.start.path}{' (sizes only)' if run.from_scratch else ''}; trains on "
+        f"{size} x {run.trainer.num_epochs} epochs, batch {run.global_batch_size}, lr {run.optimizer.lr:g}; scores "
+        + ", ".join(f"{name} ({len(found.ids):,})" for name, found in module.sets.items())
+        + f"\nranks: {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}"
+        f"{describe_channel(context, job.accelerator)}, {run.precision.dtype}; run folder: {module.run_dir}",
+        flush=True,
+    )
+    for found in [*([features] if features is not None else []), *module.sets.values()]:
+        for note in found.notes:
+            print(f"note: {note}", flush=True)
+
+
+def report_divergence(job: FinetuneJob, step: int) -> None:
+    """Print why the run stopped after `step`."""
+    print(
+        f"error: the training has diverged at step {step}: more than {job.run.trainer.max_skipped_steps} steps in a "
+        "row without a finite gradient, or scores not finite",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def write_run_record(job: FinetuneJob, module: FinetuneModule, features: Features | None, num_threads: int) -> None:
+    """Write the run's JSON record, and print the last line on the terminal."""
+    run = job.run
+    metrics = {
+        name: {"value": value, "unit": "logits" if name.endswith("null_threshold") else "%"}
+        for name, value in module.metrics.items()
+    }
+    metrics["steps"] = {"value": module.completed_steps, "unit": "steps"}
+    watch = module.stopwatch
+    if watch.wall_s:
+        metrics["train_time"] = {"value": watch.wall_s, "unit": "s"}
+        metrics["train_cpu_time"] = {"value": watch.cpu_s, "unit": "s"}
+        throughput = module.items_trained / watch.wall_s
+        metrics["items_per_s"] = {"value": throughput, "unit": "items/s"}
+    sets = {name: {"examples": len(f.ids), "items": len(f), "notes": f.notes} for name, f in module.sets.items()}
+    for name, prediction in module.predictions.items():
+        sets[name]["alarms"] = prediction.alarms
+    if features is not None:
+        sets["train"] = {"examples": len(features.ids), "items": len(features), "notes": features.notes}
+    num_scored = {name: len(f.ids) for name, f in module.sets.items()}
+    kind, paper_size = record_kind(run, job.start.config, num_scored, None if features is None else len(features.ids))
+    found = new_record(
+        name=run.name,
+        kind=kind,
+        config=run.to_dict() | {"model": job.start.config.to_dict(), "sets": sets, "paper_size": paper_size},
+        seed=run.seed,
+        metrics=metrics,
+        device=job.device_name(),
+        layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
+        steps=[0, module.completed_steps],
+        started=time.time() - watch.wall_s,
+    )
+    write_record(found, module.run_dir / RECORD)
+    print(f"record: {module.run_dir / RECORD}", flush=True)
