@@ -124,7 +124,7 @@ def relative(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def test_only_the_linear_layers_of_the_transformer_layers_use_float8() -> None:
     model = build_model(small_config("bert", **SIZES), ONE, seed=1, kernels=Kernels(float8=True))
     linears = {n: m for n, m in model.named_modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)}
-    assert len(linears) == 4 * 2 and all(m.fast is not None and ".layers." in n for n, m in linears.items())
+    assert len(linears) == 4 * 2 and all(m.implementation is not None and ".layers." in n for n, m in linears.items())
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])

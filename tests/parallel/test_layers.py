@@ -30,7 +30,7 @@ def make_layer(kind: type, context: ParallelContext) -> nn.Module:
     for param in layer.parameters():
         param.shard = dataclasses.replace(param.shard, init="normal", std=0.5)
     initialize_parameters(layer, 7, context)
-    layer.fast = None
+    layer.implementation = None
     return layer
 
 
@@ -137,5 +137,5 @@ def test_one_rank_equals_torchs_linear_in_every_version(kind: type) -> None:
 )
 def test_each_context_gets_the_fastest_version(context: ParallelContext, column, row) -> None:
     for kind, expected in ((ColumnParallelLinear, column), (RowParallelLinear, row)):
-        fast = kind(WIDE, WIDE, context, 0.5).fast
+        fast = kind(WIDE, WIDE, context, 0.5).implementation
         assert (fast and fast.func) is expected

@@ -34,7 +34,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, config: TransformerConfig, context: ParallelContext, index: int) -> None:
         super().__init__()
         self.context, self.dropout = context, config.hidden_dropout
-        self.placement = config.placement.for_layer(index, config)
+        self.placement = config.placement
         for sublayer, module in (("attention", SelfAttention(config, context, index)), ("mlp", MLP(config, context))):
             for name in self.placement.before + self.placement.after:
                 self.add_module(f"{sublayer}_{name}", LayerNorm(config.hidden_size, config.norm_eps, context))

@@ -1,7 +1,7 @@
 """Where LayerNorms and residual connections stand (Figure 7): one class per `model.norm_order`.
 
 Torch is not imported: config and planner read the same classes. To add a placement, write a class and add it to
-`PLACEMENTS`. Most define `residual`; override `layer` if connections cross sublayers, `for_layer` if layers differ.
+`PLACEMENTS`. Most define `residual`; override `layer` if connections cross sublayers.
 """
 
 import math
@@ -25,10 +25,6 @@ class NormPlacement:
     after_embedding: bool = False
     after_stack: bool = False
     eps: float = 1e-5
-
-    def for_layer(self, index: int, config: Any) -> "NormPlacement":
-        """The placement of layer `index`, from 0; the same for all layers unless overridden."""
-        return self
 
     def layer(
         self,

@@ -25,7 +25,8 @@ class ColumnParallelLinear(nn.Module):
         as f: backward one all-reduce of [..., in] over the tensor group; or as `sequence_parallel_column_linear`.
 
     Attributes:
-        fast: a faster form of `forward`'s last two lines (`fast_linear.py`), or None.
+        implementation: replaces the plain forward pass below: overlapped communication, sequence parallelism or float8
+            (`fast_linear.py`). None: the plain form.
 
     Source: section 3, Figure 3.
     """
@@ -35,19 +36,19 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
         super().__init__()
         self.context = context
-        self.fast = choose_column_linear(context)
+        self.implementation = choose_column_linear(context)
         self.weight = parameter(context, (out_features, in_features), shard_dim=0, init="normal", std=init_std)
         self.bias = parameter(context, (out_features,), shard_dim=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fast is not None:
-            return self.fast(x, self.weight, self.bias, self.context)
+        if self.implementation is not None:
+            return self.implementation(x, self.weight, self.bias, self.context)
         x = copy_to_tensor_parallel_region(x, self.context)  # f
         return F.linear(x, self.weight, self.bias)
 
     def use_float8(self) -> None:
         """Compute the matrix products in float8 from now on."""
-        self.fast = choose_column_linear(self.context, float8=True)
+        self.implementation = choose_column_linear(self.context, float8=True)
 
 
 class RowParallelLinear(nn.Module):
@@ -62,7 +63,8 @@ class RowParallelLinear(nn.Module):
         as g: forward one all-reduce of [..., out] over the tensor group; or as `reduce_scatter_to_sequence_shard`.
 
     Attributes:
-        fast: a faster form of `forward`'s last two lines (`fast_linear.py`), or None.
+        implementation: replaces the plain forward pass below: overlapped communication, sequence parallelism or float8
+            (`fast_linear.py`). None: the plain form.
 
     Source: section 3, Figure 3.
     """
@@ -72,19 +74,19 @@ class RowParallelLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
         super().__init__()
         self.context = context
-        self.fast = choose_row_linear(context)
+        self.implementation = choose_row_linear(context)
         self.weight = parameter(context, (out_features, in_features), shard_dim=1, init="normal", std=init_std)
         self.bias = parameter(context, (out_features,), grad_is_partial=context.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fast is not None:
-            return self.fast(x, self.weight, self.bias, self.context)
+        if self.implementation is not None:
+            return self.implementation(x, self.weight, self.bias, self.context)
         x = F.linear(x, self.weight)
         return reduce_from_tensor_parallel_region(x, self.context) + self.bias  # g
 
     def use_float8(self) -> None:
         """Compute the matrix products in float8 from now on."""
-        self.fast = choose_row_linear(self.context, float8=True)
+        self.implementation = choose_row_linear(self.context, float8=True)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -121,11 +121,7 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
         if self.buffer is not None:
             self.buffer.clear()
             return
-        for param in self.model_parameters:
-            if set_to_none:
-                param.grad = None
-            elif param.grad is not None:
-                param.grad.zero_()
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
