@@ -100,3 +100,11 @@ def differences_from_plain(config: TransformerConfig, context: ParallelContext) 
         "gradients": gradients,
         "norm": abs(norms[1] / norms[0] - 1.0),
     }
+
+
+def count_model_parameters(config: TransformerConfig, tp_size: int = 1) -> tuple[int, int]:
+    """Parameters (sharded per rank, replicated) of the real module, built on the meta device."""
+    model = build_model(config, ParallelContext(tp_size=tp_size), seed=None, device="meta")
+    sharded = sum(p.numel() for p in model.parameters() if not p.shard.replicated)
+    replicated = sum(p.numel() for p in model.parameters() if p.shard.replicated)
+    return sharded, replicated

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from sharding import count_model_parameters
 
 from lmscale.config import Recompute, TransformerConfig
-from lmscale.models import build_model, count_model_parameters
+from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 
 CONF = Path(__file__).parents[2] / "conf"

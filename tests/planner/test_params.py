@@ -1,9 +1,10 @@
 import pytest
 import torch
 from paper_models import SIZES, paper_model
+from sharding import count_model_parameters
 
 from lmscale.config import TransformerConfig
-from lmscale.models import build_model, count_model_parameters
+from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 from lmscale.planner.params import count_parameters, parameter_sizes
 

@@ -198,7 +198,7 @@ def test_a_backward_pass_after_the_last_one_raises() -> None:
         buffer.reduce()
     buffer.start_grad_sync()
     param.sum().backward()
-    with pytest.raises(AssertionError, match="after its piece may have been sent"):
+    with pytest.raises(AssertionError, match="after its piece may have been reduced"):
         param.sum().backward()
 
 

@@ -10,7 +10,6 @@ _MODULES = {
     "BERT": "bert.model",
     "GPT": "gpt.model",
     "build_model": "build",
-    "count_model_parameters": "build",
     "scored_positions": "bert.model",
 }
 __all__ = list(_MODULES)

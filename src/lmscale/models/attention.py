@@ -79,7 +79,7 @@ class SelfAttention(nn.Module):
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         # Softmax in fp32 at least: fp16 scores overflow at 65,504.
-        dtype = scores.dtype if scores.dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(scores.dtype, torch.float32)
         probabilities = scores.softmax(dim=-1, dtype=dtype).to(v.dtype)
         if self.training and self.dropout > 0.0:
             # Keyed by the head's number in the whole model, so that the mask does not depend on tp_size.

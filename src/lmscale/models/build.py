@@ -63,12 +63,3 @@ def build_model(
     if kernels.compiles:
         model.compile_layers(kernels.cuda_graphs)
     return model
-
-
-def count_model_parameters(config: TransformerConfig, tp_size: int = 1) -> tuple[int, int]:
-    """Parameters (sharded per rank, replicated) of the real module, built on the meta device; checks `planner.params`,
-    which counts by formula."""
-    model = build_model(config, ParallelContext(tp_size=tp_size), seed=None, device="meta")
-    sharded = sum(p.numel() for p in model.parameters() if not p.shard.replicated)
-    replicated = sum(p.numel() for p in model.parameters() if p.shard.replicated)
-    return sharded, replicated

@@ -57,7 +57,7 @@ class Transformer(nn.Module):
         super().__init__()
         config.check_tensor_parallel(context.tp_size)
         std, hidden = config.initializer_std, config.hidden_size
-        self.config, self.context, self.replays = config, context, False
+        self.config, self.context, self.uses_cuda_graphs = config, context, False
         self.word_embedding = VocabParallelEmbedding(config.vocab_size, config.padded_vocab_size, hidden, context, std)
         table = {"init": "normal", "std": std, "grad_is_partial": context.sequence_parallel}
         self.position_embedding = parameter(context, (config.max_position_embeddings, hidden), **table)
@@ -83,7 +83,7 @@ class Transformer(nn.Module):
         drops = self.training and max(config.hidden_dropout, config.attention_dropout, config.input_dropout) > 0
         if drops and sample_keys is None:
             sample_keys = self._draw_sample_keys(tokens)
-        if self.replays:
+        if self.uses_cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         if attention_mask is not None:
             attention_mask = self._visible(attention_mask)
@@ -169,6 +169,6 @@ class Transformer(nn.Module):
                 launch per layer, which speeds up small models. The next forward pass overwrites the results of a
                 replay, so gradients must have been moved by then.
         """
-        self.replays = cuda_graphs
+        self.uses_cuda_graphs = cuda_graphs
         for layer in self.layers:
             layer.compile(dynamic=False, mode="reduce-overhead" if cuda_graphs else None)

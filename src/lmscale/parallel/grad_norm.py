@@ -98,6 +98,6 @@ def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     # In fp32 at least: the squares of fp16 gradients overflow at 256.
-    dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     norms = torch._foreach_norm(gradients, 2, dtype=dtype)
     return torch.stack(norms).double().square().sum()

@@ -14,6 +14,7 @@ from ..checkpoint import CheckpointWriter
 from ..config import ParallelConfig
 from ..parallel import ParallelContext, choose_communicator
 from .checkpointing import ShardedCheckpointStrategy
+from .step.gradient_buffer import needs_buffer
 
 # Collectives time out this much later than the watchdog, so that the watchdog reports what the rank was doing.
 _GRACE = timedelta(minutes=1)
@@ -50,9 +51,9 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         shared_memory: bool = True,
         **kwargs: Any,
     ) -> None:
-        self.patience = timedelta(minutes=timeout_minutes) + _GRACE
+        self.collective_timeout = timedelta(minutes=timeout_minutes) + _GRACE
         super().__init__(
-            timeout=self.patience,
+            timeout=self.collective_timeout,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
             **kwargs,
@@ -73,7 +74,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         self._is_alone = self.num_nodes * self.num_processes == 1 and not dist.is_initialized()
         if self._is_alone:
             backend, store = self._get_process_group_backend(), dist.HashStore()
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=self.patience)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=self.collective_timeout)
         super().setup_distributed()
 
     def setup_environment(self) -> None:
@@ -95,7 +96,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
             dp_size=self.layout.dp_size,
             tp_group=mesh.get_group("tensor"),
             dp_group=mesh.get_group("data"),
-            tp_communicator=choose_communicator(mesh.get_group("tensor"), self.patience, self.shared_memory),
+            tp_communicator=choose_communicator(mesh.get_group("tensor"), self.collective_timeout, self.shared_memory),
             sequence_parallel=self.layout.cuts_sequence,
             zero1=self.layout.cuts_optimizer,
         )
@@ -115,9 +116,8 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         self.accelerator.setup(trainer)
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
-            # The optimizer sums gradients of half types in fp32 over micro-batches and data ranks; with `zero1`, all.
-            is_half = next(self.lightning_module.parameters()).dtype in (torch.float16, torch.bfloat16)
-            if self.parallel.dp_size > 1 and not is_half and not self.parallel.zero1:
+            dtype = next(self.lightning_module.parameters()).dtype
+            if self.parallel.dp_size > 1 and not needs_buffer(dtype, self.parallel):
                 self.configure_ddp()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

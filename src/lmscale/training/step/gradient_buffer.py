@@ -22,6 +22,14 @@ class _Piece(NamedTuple):
     first: int
 
 
+def needs_buffer(dtype: torch.dtype, context: ParallelContext) -> bool:
+    """Whether the optimizer sums the gradients itself, in a `GradientBuffer`; otherwise torch's DDP does.
+
+    Half types would lose small gradients in sums of their own type; with `zero1` a sum goes to its owner alone.
+    """
+    return dtype in (torch.float16, torch.bfloat16) or context.zero1
+
+
 class GradientBuffer:
     """One flat buffer that accumulates the gradients during the backward pass, in fp32 at least.
 
@@ -48,8 +56,8 @@ class GradientBuffer:
         sizes = [param.numel() for param in parameters]
         self.owners = assign_owners(sizes, context.dp_size) if context.zero1 else None
         order = sorted(reversed(range(len(sizes))), key=lambda index: self.owners[index] if self.owners else 0)
-        wide = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
-        self.flat = torch.zeros(sum(sizes), dtype=wide, device=parameters[0].device)
+        accumulation_dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        self.flat = torch.zeros(sum(sizes), dtype=accumulation_dtype, device=parameters[0].device)
         self.views: list[Tensor] = _in_order(self.flat, parameters, order)
         self._has_gradient = [False] * len(parameters)
         for index, param in enumerate(parameters):
@@ -84,7 +92,7 @@ class GradientBuffer:
     @torch.no_grad()
     def _move_gradient(self, index: int, param: nn.Parameter) -> None:
         """Copy the gradient of the first micro-batch, so that the buffer need not be zeroed; add the others."""
-        assert not self._is_final[index], "a gradient came after its piece may have been sent"
+        assert not self._is_final[index], "a gradient arrived after its piece may have been reduced"
         if self._has_gradient[index]:
             self.views[index].add_(param.grad)
         else:

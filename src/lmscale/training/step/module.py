@@ -171,11 +171,11 @@ class PretrainModule(ValidatedModule):
         dp_rank, num_samples = self.parallel.dp_rank, len(batch["tokens"])
         if "sample_numbers" in batch:
             numbers = batch["sample_numbers"]
-        else:  # a loader of the user: numbers that no other micro-batch has
+        else:  # a user-supplied loader: numbers that no other micro-batch has
             micro_batch = self.trainer.fit_loop.epoch_loop.total_batch_idx * self.parallel.dp_size + dp_rank
             numbers = torch.arange(num_samples, device=self.device) + micro_batch * num_samples
-        share = num_samples * self.trainer.accumulate_grad_batches
-        return sample_dropout_keys(self.seed, numbers - (dp_rank - self._dropout_rank) * share)
+        samples_per_step = num_samples * self.trainer.accumulate_grad_batches
+        return sample_dropout_keys(self.seed, numbers - (dp_rank - self._dropout_rank) * samples_per_step)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Scale the loss for fp16, and undo two divisions: Lightning's by the micro-batches of a step, and DDP's by the

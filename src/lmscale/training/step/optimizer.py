@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ...config.training import OptimizerConfig, PrecisionConfig
 from ...parallel import ParallelContext, global_gradient_norm, sum_partial_gradients
-from .gradient_buffer import GradientBuffer
+from .gradient_buffer import GradientBuffer, needs_buffer
 from .half_moments import update_with_half_moments
 from .loss_scale import LossScale
 from .optimizer_state import MOMENTS, OptimizerState
@@ -55,7 +55,7 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
         self.buffer: GradientBuffer | None = None
         self.owners: dict[str, int] | None = None
         gradients: dict[str, Tensor | None] = dict.fromkeys(parameters)
-        if self.holds_masters or context.zero1:
+        if needs_buffer(first.dtype, context):
             self.buffer = GradientBuffer(list(parameters.values()), context)
             gradients = dict(zip(parameters, self.buffer.views, strict=True))
             if self.buffer.owners is not None:
@@ -65,9 +65,9 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
         self.model_parameters = [parameters[name] for name in self.names]
         self.masters = [_master(parameters[name], gradients[name]) for name in self.names]
         self.device = first.device
-        wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+        accumulation_dtype = torch.promote_types(first.dtype, torch.float32)
         self.has_half_moments = config.moments == "bf16"
-        self.dtypes = dict.fromkeys(("model", *MOMENTS), wide)
+        self.dtypes = dict.fromkeys(("model", *MOMENTS), accumulation_dtype)
         if self.has_half_moments:
             self.dtypes |= dict.fromkeys(MOMENTS, torch.bfloat16)
         self.max_grad_norm = config.max_grad_norm

@@ -71,24 +71,24 @@ class ValidatedModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Compute the losses over all validation sequences, each counted once."""
-        self.validation = self._close_validation("val")
+        self.validation = self._reduce_validation("val")
 
     on_test_epoch_start = on_validation_epoch_start
     test_step = validation_step
 
     def on_test_epoch_end(self) -> None:
         """Compute the losses for `trainer.test`."""
-        self._close_validation("test")
+        self._reduce_validation("test")
 
-    def _close_validation(self, stage: str) -> dict[str, float]:
+    def _reduce_validation(self, stage: str) -> dict[str, float]:
         sums, counts = sum_over_data_ranks(self._validation_sums, self.parallel).tolist()
         means = [s / max(c, 1.0) for s, c in zip(sums, counts, strict=True)]
         perplexity = torch.tensor(means[0], dtype=torch.float64).exp().item()  # inf, while math.exp would raise
         loss, *terms = self.named_losses(stage, means).items()
-        found = dict([loss, (f"{stage}/perplexity", perplexity), *terms])
+        metrics = dict([loss, (f"{stage}/perplexity", perplexity), *terms])
         if self.logs:
-            self.log_dict(found, prog_bar=stage == "val", sync_dist=True)
-        return found
+            self.log_dict(metrics, prog_bar=stage == "val", sync_dist=True)
+        return metrics
 
     def named_losses(self, stage: str, losses: list[float]) -> dict[str, float]:
         """The loss and, if it has several terms, each of them, by metric name."""
