@@ -5,10 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from runs import tiny_run
 
 from lmscale.config import TransformerConfig
-from lmscale.config.family import BUILT_IN, family_of, load
+from lmscale.config.family import BUILT_IN, check_loads, family_of, load
 from lmscale.config.pretrain import RunConfig
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "lmscale"
@@ -60,3 +61,31 @@ def test_files_use_the_key_architecture_and_both_names_are_read() -> None:
     run = tiny_run("bert", Path("run"))
     assert run.to_dict()["model"]["architecture"] == "bert"  # in a run folder's config.json
     assert RunConfig.from_dict(run.to_dict()) == run
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("raise RuntimeError('no such lab')", "fails to import: RuntimeError: no such lab"),
+        ("def f(:", "fails to import: SyntaxError"),
+        ("import sys; sys.exit(3)", "fails to import: SystemExit: 3"),
+    ],
+)
+def test_a_module_that_fails_is_refused_in_one_line(tmp_path, monkeypatch, code, message) -> None:
+    name = f"lab_{abs(hash(code))}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "broken.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=message) as refused:
+        family_of(f"{name}.broken")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_family_whose_loss_is_missing_is_refused_before_a_run(tmp_path, monkeypatch) -> None:
+    (tmp_path / "lab_loss").mkdir()
+    code = "import dataclasses\nfrom lmscale.models.gpt.family import FAMILY as GPT\n"
+    code += "FAMILY = dataclasses.replace(GPT, loss='lab_loss.nowhere')\n"
+    (tmp_path / "lab_loss" / "family.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="`model.family` .* lab_loss.nowhere of 'lab_loss.family' fails"):
+        check_loads("lab_loss.family")

@@ -77,7 +77,8 @@ def test_clipping_scales_the_whole_gradient_to_the_maximum_norm() -> None:
 def test_fp32_masters_of_half_weights_keep_small_updates(dtype) -> None:
     model, optimizer = make(dtype, max_grad_norm=None)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    optimizer.set_learning_rate(1e-5)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-5
     before = [m.clone() for m in optimizer.masters]
     for _ in range(3):
         set_gradients(model, optimizer, scale=1024.0 if dtype == "fp16" else 1.0)

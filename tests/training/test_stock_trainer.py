@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from runs import REPOSITORY, read_rows, run_jobs, tiny_run
+from torch.utils.data import DataLoader
 
 from lmscale.checkpoint import CheckpointReader
 from lmscale.config import TransformerConfig
@@ -209,3 +210,32 @@ def test_conflicting_options_raise_one_line(tmp_path, name) -> None:
     with pytest.raises(ValueError, match=message) as error:
         trainer(tmp_path, **options).fit(*parts())
     assert "\n" not in str(error.value)
+
+
+def test_a_run_with_another_step_size_is_refused_instead_of_running_out_of_data(tmp_path) -> None:
+    module, data = parts()
+    last = ModelCheckpoint(tmp_path / "kept", save_last=True)
+    trainer(tmp_path, callbacks=[last], max_steps=2).fit(module, data)
+    module, data = parts()
+    resumed = trainer(tmp_path / "resumed", max_steps=4, accumulate_grad_batches=1)
+    with pytest.raises(ValueError, match="must stay 8 sequences per step, but is 4"):
+        resumed.fit(module, data, ckpt_path=tmp_path / "kept" / "last.ckpt")
+
+
+def test_a_strategy_without_tensor_ranks_is_refused(tmp_path) -> None:
+    module, _ = parts()
+    plain = L.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match="`strategy` must be a TensorParallelStrategy"):
+        plain.fit(module, DataLoader([{"tokens": torch.zeros(2, 5, dtype=torch.int64)}], batch_size=None))
+
+
+def test_a_users_loader_resumes_with_another_accumulation(tmp_path) -> None:
+    module, _ = parts()
+    tokens = torch.arange(4 * 33).reshape(4, 33) % 500
+    loader = DataLoader([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}] * 12, batch_size=None)
+    last = ModelCheckpoint(tmp_path / "kept", save_last=True, every_n_train_steps=2, save_top_k=0)
+    trainer(tmp_path, callbacks=[last], max_steps=2).fit(module, loader)
+    resumed, _ = parts()
+    again = trainer(tmp_path / "resumed", max_steps=4, accumulate_grad_batches=3)
+    again.fit(resumed, loader, ckpt_path=tmp_path / "kept" / "last.ckpt")
+    assert resumed.completed_steps == 4

@@ -118,9 +118,29 @@ def family_of(name: str) -> Family:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):  # something that it imports
                 raise ValueError(f"{known}, but {name!r} fails to import: {error}") from None
             continue
+        except (Exception, SystemExit) as error:  # the module's own code
+            text = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{known}, but {name!r} fails to import: {text}") from None
         if isinstance(found, Family):
             return found
     raise ValueError(f"{known}, but is {name!r}")
+
+
+def check_loads(name: str) -> None:
+    """Import the model, the loss and the samples that a family names; they import torch.
+
+    Raises:
+        ValueError: one of them fails to load.
+    """
+    family = family_of(name)
+    for path in (family.model, family.loss, family.samples):
+        try:
+            load(path)
+        except (Exception, SystemExit) as error:  # the module's own code
+            text = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"`model.family` must name what can be imported, but {path} of {name!r} fails: {text}"
+            ) from None
 
 
 @cache

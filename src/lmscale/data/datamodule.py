@@ -226,6 +226,24 @@ class TextDataModule(PretrainDataModule):
         self._build(self.prepared, self.data, batch, self.order_seed, steps, self.num_wanted, by_length=True)
         self.steps_per_epoch = min(epoch, steps)
 
+    def state_dict(self) -> dict[str, int]:
+        """The consumed sequences, and how many make a step."""
+        return super().state_dict() | {"global_batch_size": self.batch.global_batch_size}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue after the consumed sequences.
+
+        Raises:
+            ValueError: a step has another number of sequences than in the checkpoint, so its steps are not ours.
+        """
+        saved, now = state_dict.get("global_batch_size"), self.batch.global_batch_size
+        if saved is not None and saved != now:
+            raise ValueError(
+                f"`accumulate_grad_batches` x `micro_batch_size` x data ranks must stay {saved} sequences per step, "
+                f"but is {now}"
+            )
+        super().load_state_dict(state_dict)
+
     def val_dataloader(self) -> Unsized:
         """The loader wrapped, so that Lightning does not add a distributed sampler."""
         loader = super().val_dataloader()

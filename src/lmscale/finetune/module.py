@@ -153,7 +153,8 @@ class FinetuneModule(L.LightningModule):
                 optimizer.start_grad_sync()
             loss += self._accumulate(micro_batch, number, step, optimizer.loss_scale.value, last)
         lr = learning_rate_of_update(optimizer.num_updates + 1, self.schedule, self.run.optimizer.lr)
-        optimizer.set_learning_rate(lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         self.watchdog.mark(f"step {step}, optimizer")
         optimizer.reduce_gradients()
         wrapped.step()

@@ -3,6 +3,7 @@
 from torch import nn
 
 from ..config import TransformerConfig
+from ..config.family import family_of, load
 from ..parallel import ParallelContext, initialize_parameters
 from .transformer import Transformer
 
@@ -20,6 +21,8 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: TransformerConfig, context: ParallelContext | None = None) -> None:
         super().__init__()
+        if not isinstance(self, load(family_of(config.family).model)):
+            raise ValueError(f"`family` must be that of a {type(self).__name__}, but is {config.family!r}")
         self.config, self.context = config, ParallelContext() if context is None else context
         self.compiles = False
         self.transformer = Transformer(config, self.context)

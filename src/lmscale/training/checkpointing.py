@@ -203,8 +203,9 @@ class ShardedCheckpointStrategy(DDPStrategy):
             "lmscale": metadata.state,
         }
         if trainer.datamodule is not None:
-            consumed = {"consumed_samples": step * metadata.run["global_batch_size"]}
-            found[type(trainer.datamodule).__qualname__] = consumed
+            size = metadata.run["global_batch_size"]
+            state = {"consumed_samples": step * size, "global_batch_size": size}
+            found[type(trainer.datamodule).__qualname__] = state
         return found
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ...config import ParallelConfig, Recompute
-from ...config.family import family_of
+from ...config.family import check_loads, family_of
 from ...config.layout import ParallelRequest
 from ...config.pretrain import RunConfig
 from ...data.indexed_corpus import check_indexed
@@ -40,6 +40,7 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
     Raises:
         ValueError: anything invalid in the configuration, in one line.
     """
+    check_loads(run.model.family)
     accelerator, world = resolve_accelerator(run.trainer.accelerator), world_from_outside()
     layout = resolve_layout(run.parallel, job_of(run), world, accelerator)
     run.check_layout(layout.tp_size, layout.dp_size)

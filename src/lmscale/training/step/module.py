@@ -76,10 +76,10 @@ class PretrainModule(ValidatedModule):
         self.seed, self.kernels = seed, kernels
         self.optimizer_config = optimizer or OptimizerConfig(lr=1e-3)
         self.schedule = schedule or ScheduleConfig("constant", warmup_steps=0, decay_steps=1)
-        self.precision = precision
+        self.precision, self._takes_trainers_precision = precision, precision is None
         self.loss_reduction, self.dropout_seeds = loss_reduction, dropout_seeds
         self.weights_from, self.progress = weights_from, progress
-        self.completed_steps = 0
+        self.completed_steps, self._micro_step = 0, 0
 
     @property
     def optimizer(self) -> MixedPrecisionAdamW:
@@ -94,8 +94,11 @@ class PretrainModule(ValidatedModule):
     def setup(self, stage: str) -> None:
         """Raise `ValueError` for settings of the Trainer that are not supported (`check_trainer`)."""
         check_trainer(self.trainer)
-        if self.precision is None:
-            self.precision = PrecisionConfig(dtype_of_trainer(self.trainer))
+        if self._takes_trainers_precision:
+            dtype = dtype_of_trainer(self.trainer)
+            if self.model is not None and dtype != self.precision.dtype:
+                raise ValueError(f"`precision` must stay {self.precision.dtype} for this module, but is {dtype}")
+            self.precision = PrecisionConfig(dtype)
 
     def configure_model(self) -> None:
         """Build this rank's shard on its device; the strategy has created the groups."""
@@ -105,10 +108,8 @@ class PretrainModule(ValidatedModule):
                 raise ValueError(f"`tp_size` must stay {built_for} for this module, but is {self.parallel.tp_size}")
             return
         device, dtype = self.trainer.strategy.root_device, DTYPES[self.precision.dtype]
-        seed = None if self.weights_from else self.seed
-        self.model = build_model(
-            self.config, self.parallel, seed=seed, dtype=dtype, device=device, kernels=self.kernels
-        )
+        options = {"seed": None if self.weights_from else self.seed, "kernels": self.kernels}
+        self.model = build_model(self.config, self.parallel, dtype=dtype, device=device, **options)
         if self.weights_from:
             self.read_weights(self.weights_from)
 
@@ -132,15 +133,15 @@ class PretrainModule(ValidatedModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the number of completed steps."""
-        self.completed_steps = checkpoint["global_step"]
+        self.completed_steps, self._micro_step = checkpoint["global_step"], 0
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Run the forward pass of one micro-batch; returns its part of the step's loss (the parts add up to it)."""
-        micro_step = batch_idx % self.trainer.accumulate_grad_batches
-        if micro_step == 0:
+        if self._micro_step == 0:
             self._start_step(batch)
-        context = self.parallel
-        seed_rank_generator(self.seed, self.completed_steps + 1, micro_step, self._dropout_rank, context.tp_rank)
+        step, tp_rank = self.completed_steps + 1, self.parallel.tp_rank  # the step in progress, counted from 1
+        seed_rank_generator(self.seed, step, self._micro_step, self._dropout_rank, tp_rank)
+        self._micro_step += 1
         if self.is_last_micro_batch:
             self.optimizer.start_grad_sync()
         sums = self.loss_sums(batch, self.dropout_keys(batch, batch_idx))
@@ -193,7 +194,7 @@ class PretrainModule(ValidatedModule):
             return loss
 
         optimizer.step(closure=forward_backward_reduce)
-        self.completed_steps += 1
+        self.completed_steps, self._micro_step = self.completed_steps + 1, 0
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

@@ -87,11 +87,6 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
             fused=True,
         )
 
-    def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of the next update for all groups."""
-        for group in self.param_groups:
-            group["lr"] = lr
-
     def start_grad_sync(self) -> None:
         """Reduce the gradients of the buffer during the next backward pass, the last of the step (`GradientBuffer`).
 

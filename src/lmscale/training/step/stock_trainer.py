@@ -23,8 +23,11 @@ def check_trainer(trainer: L.Trainer) -> None:
     """Refuse settings of the Trainer that the training step does not support.
 
     Raises:
-        ValueError: clipping by value, mixed precision, an accumulation that changes, an average of weights.
+        ValueError: a strategy without tensor ranks, clipping by value, mixed precision, an accumulation that changes,
+            or an average of weights.
     """
+    if not hasattr(trainer.strategy, "parallel"):
+        raise ValueError(f"`strategy` must be a TensorParallelStrategy, but is {type(trainer.strategy).__name__}")
     dtype_of_trainer(trainer)
     if trainer.gradient_clip_algorithm == "value":
         raise ValueError("`gradient_clip_algorithm` must be norm (of the whole model's gradient), but is value")
