@@ -5,11 +5,12 @@ Torch is not imported: config and planner read the same classes. To add a placem
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 
-class NormPlacement:
+class NormPlacement(ABC):
     """Placement of the LayerNorms around the sublayers, attention and MLP.
 
     Attributes:
@@ -46,13 +47,13 @@ class NormPlacement:
         x = self.residual(x, attend, *attention_norms)
         return self.residual(x, transform, *mlp_norms)
 
+    @abstractmethod
     def residual(self, x: Any, sublayer: Callable, *norms: Callable) -> Any:
         """The sublayer with its residual connection and its LayerNorms, `before` and then `after`.
 
         Shapes:
             x [b, s, h], with sequence parallelism [b, s/p, h]; so is what every function takes and returns.
         """
-        raise NotImplementedError
 
     def residual_std(self, config: Any) -> float:
         """Initial standard deviation of the last matrix of a sublayer, scaled by 1/sqrt(2 L) (section 4.2)."""
