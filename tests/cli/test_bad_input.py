@@ -80,6 +80,7 @@ BAD = {
         ["resume=no/such/run"],
         "`resume` must be none, auto or the path of a checkpoint, but 'no/such/run' does not exist",
     ),
+    "resume from an empty name": (["resume="], "`resume` must be none, auto or the path of a checkpoint, but is ''"),
     "validation": (["trainer.num_validation_samples=999999"], "`trainer.num_validation_samples` must be at most"),
     "gpu": (
         ["trainer.accelerator=gpu"],
