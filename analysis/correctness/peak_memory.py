@@ -271,7 +271,7 @@ def main() -> int:
         print(f"{metrics[name]['value']:>8.2f} %", flush=True)
     if options.record is not None:
         write_record(
-            new_record("peak_memory", "scaled_down", {"rows": rows, "threads_a_rank": 1}, None, metrics), options.record
+            new_record("peak_memory", "scaled_down", {"rows": rows, "threads_per_rank": 1}, None, metrics), options.record
         )
     return 0
 

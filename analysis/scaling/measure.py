@@ -234,7 +234,7 @@ def main() -> int:
         rows.append(row(case, best[case], first.get((case.study, case.subject)), machine))
         if case.study in SCALING:
             first.setdefault((case.study, case.subject), (case, best[case]))
-        rows[-1] |= {"machine": name, "threads_a_rank": threads}
+        rows[-1] |= {"machine": name, "threads_per_rank": threads}
         print(describe(rows[-1]))
     record = new_record(
         f"measured_scaling_{options.device}",

@@ -238,7 +238,7 @@ def test_scaling_is_measured_on_real_ranks_and_recorded_as_such(tmp_path) -> Non
     assert record["kind"] == "scaled_down"
     one, two = record["config"]["rows"]
     assert {row["evidence"] for row in (one, two)} == {"measured"}
-    assert (one["machine"], one["threads_a_rank"], two["layout"]["tp_size"]) == ("cpu", 1, 2)
+    assert (one["machine"], one["threads_per_rank"], two["layout"]["tp_size"]) == ("cpu", 1, 2)
     assert one["communication_s"] == 0 < two["communication_s"] < two["step_s"]
     assert two["percent_of_linear"] > 0
 
