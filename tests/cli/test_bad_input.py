@@ -27,7 +27,7 @@ BAD = {
     ),
     "vocabulary": (
         ["model.vocab_size=1001", "model.vocab_multiple=1", "parallel.tp_size=2"],
-        "`model.vocab_multiple` must pad the vocabulary to a multiple of `parallel.tp_size` (2) rows, but 1 pads it to 1001",
+        "`model.vocab_multiple` must pad the vocabulary to a multiple of `parallel.tp_size` (2) rows, but 1 pads it to",
     ),
     "tp size of a paper model": (
         ["model=gpt_2.5b", "parallel.tp_size=8"],
