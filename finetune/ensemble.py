@@ -22,7 +22,7 @@ def refuse_run_folder(out: Path) -> None:
 
 
 def read_about(run: Path) -> dict:
-    """A folder's record; empty if it has none."""
+    """Read the record of a folder; empty if it has none."""
     path = run / "record.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -34,7 +34,7 @@ def read_about(run: Path) -> dict:
 
 
 def evidence(runs: list[Path]) -> tuple[str, str | None]:
-    """What the members' records say of themselves: the paper's runs of one size, or something smaller."""
+    """Kind of evidence of the members' records: the paper's runs of one size, or scaled-down ones."""
     about = set()
     for run in runs:
         record = read_about(run)
@@ -45,7 +45,7 @@ def evidence(runs: list[Path]) -> tuple[str, str | None]:
 
 
 def main() -> int:
-    """Read, combine, score, write."""
+    """Combine the members, score the ensemble and write the outputs."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--out", type=Path, required=True, help="folder for predictions and record")

@@ -1,7 +1,7 @@
-"""Settings of a sweep by their median development score: `python finetune/median.py multirun/finetune_race/TIME`.
+"""Rank the settings of a sweep by median development score: `python finetune/median.py multirun/finetune_race/TIME`.
 
-For a sweep over seeds, the only line is the value for Table 5. It names the run whose checkpoint the protocol evaluates
-on the test set:
+A sweep over seeds gives one line: the value for Table 5, and the run whose checkpoint the protocol evaluates on the
+test set:
 
     python finetune/run.py task=race ckpt=THAT_RUN trainer.num_epochs=0 '+task.test.test=RACE/test'
 """
@@ -13,7 +13,7 @@ from lmscale.finetune.protocol import read_settings
 
 
 def main() -> int:
-    """Read, sort, print."""
+    """Read the records, rank the settings and print them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", help="folder of a sweep, or any folder that contains run folders")
     parser.add_argument("--metric", default=None, help="default: the task's accuracy, or F1 for SQuAD")

@@ -19,6 +19,7 @@ def make_record(**changes) -> dict:
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     record = make_record(layout={"tp_size": 2}, steps=[0, 7], device="some GPU", started=0.0)
+    assert record["paths"] == {}
     write_record(record, tmp_path / "deep" / "record.json")
     assert json.loads((tmp_path / "deep" / "record.json").read_text()) == record
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["record.json"]
@@ -93,15 +94,16 @@ def test_records_contain_no_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
         "data": {"path": "/home/somebody/corpus.txt", "cache_dir": None, "other": "/scratch/somebody/data"},
         "overrides": ["data.path=/home/somebody/corpus.txt", "optimizer.lr=1e-4", "schedule=linear"],
         "loss_reduction": "a/b",
+        "curve": tmp_path / "repo" / "curve.png",
     }
-    record = make_record(config=config, paths={"curve": tmp_path / "repo" / "curve.png"})
+    record = make_record(config=config)
     assert record["config"] == {
         "run_dir": "outputs/x",
         "data": {"path": "~/corpus.txt", "cache_dir": None, "other": ".../data"},
         "overrides": ["data.path=~/corpus.txt", "optimizer.lr=1e-4", "schedule=linear"],
         "loss_reduction": "a/b",
+        "curve": "curve.png",
     }
-    assert record["paths"] == {"curve": "curve.png"}
     assert "somebody" not in json.dumps(record)
 
 

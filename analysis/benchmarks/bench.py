@@ -17,7 +17,7 @@ from lmscale.results import record_path, write_record
 
 
 def bench(values: dict) -> None:
-    """Check the keys, race, print and record."""
+    """Check the keys, run the comparison, print the metrics and write the record."""
     config = BenchConfig.from_dict(values)
     if config.record is not None:
         record_path(config.record)

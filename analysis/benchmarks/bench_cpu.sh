@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All promised speed and memory values for a CPU with two free cores; records go to analysis/benchmarks/records/.
+# All speed and memory goals on a CPU with two free cores; records go to analysis/benchmarks/records/.
 #
-#   bash analysis/benchmarks/bench_cpu.sh 1          one or several parts; without a number this text
+#   bash analysis/benchmarks/bench_cpu.sh 1          run one or more parts; without a number print this text
 #   DRY_RUN=1 bash analysis/benchmarks/bench_cpu.sh  print the commands of a part, or of all
 #
 #   1 GPT against Hugging Face compiled    2 GPT with dropout against eager peers    3 BERT against Hugging Face compiled
@@ -9,7 +9,7 @@
 #
 # NANOGPT=path/to/model.py   nanoGPT's model file for two more peers in part 2 (not part of this repository)
 #
-# Nothing else may run at the same time: a busy core hides most of the gain.
+# Run nothing else at the same time: other load hides most of the speed-up.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -31,7 +31,7 @@ part_2() {
   bench bench_gpt_dropout_cpu "${dropout[@]}" 'peers=[hf_eager]'
   if [ -n "${NANOGPT:-}" ]; then
     bench bench_nanogpt_cpu "${dropout[@]}" 'peers=[file_eager,file_compiled]' "file=$NANOGPT"
-  else echo "against nanoGPT: not measured, NANOGPT=path/to/model.py is not given"; fi
+  else echo "against nanoGPT: not measured, NANOGPT=path/to/model.py is not set"; fi
 }
 part_3() { bench bench_bert_cpu model=bert_tiny model.hidden_dropout=0 model.attention_dropout=0 'peers=[hf_compiled]'; }
 part_4() { run "$PYTHON" analysis/benchmarks/tensor_parallel_cost.py --record "$RESULTS/tensor_parallel_cost_cpu.json"; }

@@ -2,7 +2,7 @@
 
     python analysis/benchmarks/checkpoint_cost.py
 
-Trains the same GPT (about 50 M parameters) with `checkpoint.async` off and on in turn, saving every few steps, and
+Trains the same GPT (about 50 M parameters) alternately with `checkpoint.async` off and on, saving every few steps, and
 reads from metrics.csv how long the steps waited. Prints the medians and writes a record.
 """
 
@@ -40,19 +40,19 @@ SETTINGS = (
 
 
 def train(run_dir: Path, in_background: bool) -> tuple[list[float], list[float], int]:
-    """Seconds waited at each save but the first (which allocates), seconds per step, and the checkpoint's bytes."""
+    """Train; returns seconds waited per save except the first, seconds per step and the checkpoint's bytes."""
     overrides = (*SETTINGS, f"checkpoint.async={str(in_background).lower()}", f"hydra.run.dir={run_dir}")
     subprocess.run([sys.executable, ROOT / "src" / "train.py", *overrides], check=True, stdout=subprocess.DEVNULL)
     with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    waits = [float(row["time/checkpoint_s"]) for row in rows]  # stands in the row of the step after the save
+    waits = [float(row["time/checkpoint_s"]) for row in rows]  # recorded in the row of the step after the save
     steps = [float(row["time/step_s"]) for row in rows]
     metadata = read_metadata(list_checkpoints(run_dir / "checkpoints")[-1])
     return [wait for wait in waits if wait > 0][1:], steps[1:], sum(f.num_bytes for f in metadata.files.values())
 
 
 def main() -> int:
-    """Measure, print, record."""
+    """Measure, print the medians and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, default=None, help="default: outputs/checkpoint_cost/<time>")
     parser.add_argument("--record", type=record_argument, default=None, help="default: record.json in the folder")

@@ -21,21 +21,21 @@ class BenchConfig:
     """One comparison.
 
     Args:
-        model: the fields of `TransformerConfig`, and `name`; a `vocab_size` of null is the paper's padded one.
-        peers: some of `PEERS`: Hugging Face's model as it is and compiled, it in a plain Lightning loop, GPT of
-            megatron-core with the local spec, a model file in nanoGPT's form (`GPT`, `GPTConfig`), it too as it is and
-            compiled, our own step in bf16 beside the one in float8. None: ours alone.
+        model: the fields of `TransformerConfig`, and `name`; if `vocab_size` is null, the paper's padded vocabulary.
+        peers: some of `PEERS`: Hugging Face's model, eager, compiled or in a plain Lightning loop; megatron-core's GPT
+            with the local spec; a model file in nanoGPT's form (`GPT`, `GPTConfig`), eager or compiled; our own step in
+            bf16 (to compare with float8). Empty: ours alone.
         precision: fp32, bf16 or fp8; with fp8 the peers compute in bf16.
-        file: the model file of the peers `file_eager` and `file_compiled`.
-        micro_batch_size: sequences of a step.
-        seq_length: tokens of a sequence.
+        file: model file of the peers `file_eager` and `file_compiled`.
+        micro_batch_size: sequences per step.
+        seq_length: tokens per sequence.
         compiles: compile our layers, and the model of the peer `lightning`.
-        cuda_graphs: record our layers on a GPU and replay them.
-        peak_tflops_per_s: a rate that ours and the peers' FLOP/s are given as a share of, besides the sheet's.
-        steps_per_round, rounds: steps of a contender before the next one's turn; turns of each.
-        warm_up_steps: of each contender, not timed, with compilation in the first.
-        lr: of AdamW, the same for all.
-        max_loss_difference: relative, between ours and a peer's mean loss over the timed steps; more is an error.
+        cuda_graphs: record and replay our layers as CUDA graphs.
+        peak_tflops_per_s: an additional peak to report shares of, besides the data sheet's.
+        steps_per_round, rounds: consecutive steps per contender; number of rounds.
+        warm_up_steps: untimed steps per contender; the first includes compilation.
+        lr: learning rate of AdamW for all contenders.
+        max_loss_difference: largest relative difference between ours and a peer's mean loss over the timed steps.
         record: path of the record; None writes none.
     """
 
@@ -81,7 +81,7 @@ class BenchConfig:
         if self.peak_tflops_per_s is not None and not self.peak_tflops_per_s > 0:
             raise ValueError(f"`peak_tflops_per_s` must be above 0, but is {self.peak_tflops_per_s!r}")
         config = self.transformer_config()
-        if config.vocab_size < 2:  # one id is padding to transformers
+        if config.vocab_size < 2:  # transformers uses one id as padding
             raise ValueError(f"`model.vocab_size` must be at least 2, but is {config.vocab_size}")
         if self.length < 2:
             raise ValueError(f"`seq_length` must be at least 2, but is {self.length}")
@@ -109,9 +109,9 @@ class BenchConfig:
         if any(peer not in PEERS for peer in self.peers):
             raise ValueError(f"`peers` must be some of {', '.join(PEERS)}, but is {self.peers!r}")
         if len(set(self.peers)) < len(self.peers):
-            raise ValueError(f"`peers` must be different ones, but is {self.peers!r}")
+            raise ValueError(f"`peers` must not contain duplicates, but is {self.peers!r}")
         if bool(FILE_PEERS & set(self.peers)) != (self.file is not None):
-            raise ValueError("`file` must be given where `peers` has file_eager or file_compiled, and only there")
+            raise ValueError("`file` must be given if and only if `peers` contains file_eager or file_compiled")
         if self.file is None:
             return
         if not Path(self.file).is_file():
@@ -124,7 +124,7 @@ class BenchConfig:
 
     @property
     def peers_dtype(self) -> str:
-        """fp32 or bf16: what the peers compute in. None of them knows float8."""
+        """fp32 or bf16: the type in which the peers compute. None of them supports float8."""
         return "fp32" if self.precision.dtype == "fp32" else "bf16"
 
     @property
@@ -136,7 +136,7 @@ class BenchConfig:
         """The model.
 
         Raises:
-            ValueError: an unknown key of `model`, a missing one, or a value that cannot be.
+            ValueError: an unknown or missing key of `model`, or an invalid value.
         """
         values = {key: value for key, value in self.model.items() if key != "name"}
         if values.get("vocab_size") is None:
@@ -148,7 +148,7 @@ class BenchConfig:
         """Build from nested plain values.
 
         Raises:
-            ValueError: an unknown key, a missing one, or a value that cannot be, with its dotted name.
+            ValueError: an unknown or missing key or an invalid value, with the dotted name.
         """
         return build(cls, {k: v for k, v in values.items() if k not in ("overrides", "run_dir")}, "")
 
@@ -158,7 +158,7 @@ class BenchConfig:
 
 
 def _names_in(path: Path) -> set[str]:
-    """Classes of a Python file and names that it imports from others, without running it."""
+    """Names of the classes and imports in a Python file, without running it."""
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (SyntaxError, ValueError) as error:

@@ -3,8 +3,9 @@
     python analysis/benchmarks/head_memory.py --record analysis/benchmarks/records/head_memory.json
 
 Forward and backward pass on fake tensors (nothing is computed): peak bytes of all tensors except the input rows and the
-word embedding. `at once` is F.linear followed by torch's cross-entropy on fp32 logits. With a hidden size of 16 the
-gradient of the word embedding is negligible, so the rest are the logits and their gradients.
+word embedding. The metrics `in_pieces` are for our chunked loss, `at_once` for F.linear followed by torch's
+cross-entropy on fp32 logits. With a hidden size of 16 the gradient of the word embedding is negligible, so the bytes
+are those of the logits and their gradients.
 """
 
 import argparse
@@ -29,18 +30,18 @@ SHAPES |= {"gpt_355m, 32 x 1,024": (32 * 1024, 1024), "gpt_1.2b, 16 x 1,024": (1
 SHAPES |= {"gpt_8.3b, 8 x 1,024": (8 * 1024, 3072)}
 
 
-def in_pieces(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """This project's loss."""
+def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Our chunked loss."""
     return linear_cross_entropy(hidden, weight, None, labels, VOCAB, ParallelContext())
 
 
-def at_once(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Torch's, with fp32 logits as Hugging Face's and nanoGPT's models have them."""
+def full_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """torch's cross-entropy on full fp32 logits, as in Hugging Face's and nanoGPT's models."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
 
 
 def peak_bytes(head: Callable[[Tensor, Tensor, Tensor], Tensor], rows: int, hidden_size: int) -> int:
-    """Of a forward and backward pass, the input rows and the word embedding left out."""
+    """Peak bytes of a forward and backward pass, without the input rows and the word embedding."""
     with FakeTensorMode():
         hidden = torch.empty(rows, hidden_size, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(VOCAB, hidden_size, dtype=torch.bfloat16, requires_grad=True)
@@ -52,13 +53,13 @@ def peak_bytes(head: Callable[[Tensor, Tensor, Tensor], Tensor], rows: int, hidd
 
 
 def main() -> int:
-    """Count, print, record."""
+    """Count the bytes, print them and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--record", type=record_argument, help="where the record goes; nowhere by default")
+    parser.add_argument("--record", type=record_argument, help="path of the record; none by default")
     options = parser.parse_args()
     metrics = {}
     for name, (rows, hidden_size) in SHAPES.items():
-        pieces, whole = (peak_bytes(head, rows, hidden_size) for head in (in_pieces, at_once))
+        pieces, whole = (peak_bytes(head, rows, hidden_size) for head in (chunked, full_logits))
         logits = rows * VOCAB * 4
         metrics[f"{name}/in_pieces"] = {"value": pieces, "unit": "bytes"}
         metrics[f"{name}/at_once"] = {"value": whole, "unit": "bytes"}

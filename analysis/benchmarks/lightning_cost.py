@@ -104,7 +104,7 @@ def measure(steps: int, overrides: tuple[str, ...]) -> tuple[list[float], list[f
 
 
 def main() -> int:
-    """Measure, print, record."""
+    """Measure, print the overhead and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=400, help="paired steps")
     parser.add_argument("--record", type=record_argument, help="path of the record; none by default")

@@ -1,4 +1,4 @@
-"""Time every contender in turn on the same batches, step by step, and compare the losses."""
+"""Time all contenders in alternation on the same batches and compare their losses."""
 
 import os
 import statistics

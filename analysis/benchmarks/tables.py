@@ -1,19 +1,19 @@
-"""Tables of the speed and memory goals on a CPU with measured values, and of the time within a step."""
+"""Tables of the speed and memory goals on a CPU with measured values, and of the breakdown of a step."""
 
 import pandas as pd
 
-# What is measured, record, metric, what is required, and whether less is better.
+# Description, record, metric, required value, whether less is better.
 _GOALS = (
     ("GPT 6 x 512, bf16, against Hugging Face compiled", "bench_gpt_cpu", "hf_compiled/ratio_paired", 1.05, False),
-    ("the same, of the fastest steps", "bench_gpt_cpu", "hf_compiled/ratio_least", 1.05, False),
+    ("the same, fastest steps", "bench_gpt_cpu", "hf_compiled/ratio_least", 1.05, False),
     ("with dropout 0.1, against Hugging Face eager", "bench_gpt_dropout_cpu", "hf_eager/ratio_paired", 1.4, False),
-    ("the same, of the fastest steps", "bench_gpt_dropout_cpu", "hf_eager/ratio_least", 1.4, False),
+    ("the same, fastest steps", "bench_gpt_dropout_cpu", "hf_eager/ratio_least", 1.4, False),
     ("with dropout 0.1, against nanoGPT eager", "bench_nanogpt_cpu", "file_eager/ratio_paired", 1.4, False),
-    ("the same, of the fastest steps", "bench_nanogpt_cpu", "file_eager/ratio_least", 1.4, False),
+    ("the same, fastest steps", "bench_nanogpt_cpu", "file_eager/ratio_least", 1.4, False),
     ("with dropout 0.1, against nanoGPT compiled", "bench_nanogpt_cpu", "file_compiled/ratio_paired", None, False),
-    ("the same, of the fastest steps", "bench_nanogpt_cpu", "file_compiled/ratio_least", None, False),
+    ("the same, fastest steps", "bench_nanogpt_cpu", "file_compiled/ratio_least", None, False),
     ("BERT 6 x 512, bf16, against Hugging Face compiled", "bench_bert_cpu", "hf_compiled/ratio_paired", 1.2, False),
-    ("the same, of the fastest steps", "bench_bert_cpu", "hf_compiled/ratio_least", 1.2, False),
+    ("the same, fastest steps", "bench_bert_cpu", "hf_compiled/ratio_least", 1.2, False),
     ("tensor ranks 2 over 1, hidden size 512", "tensor_parallel_cost_cpu", "h512_l4/tp2_speedup_paired", 1.55, False),
     (
         "the same with sequence parallelism",
@@ -31,14 +31,14 @@ _GOALS = (
         False,
     ),
     (
-        "activations of a rank of 2 with sequence parallelism",
+        "activations per rank at tp 2 with sequence parallelism",
         "tensor_parallel_cost_cpu",
         "h512_l4/tp2_sequence_share",
         0.55,
         True,
     ),
     (
-        "bytes of the loss in pieces, 8 x 1,024 tokens",
+        "bytes of the chunked loss, 8 x 1,024 tokens",
         "head_memory",
         "logits alone, 8 x 1,024/share_of_at_once",
         0.125,
@@ -51,18 +51,18 @@ _GOALS = (
         0.125,
         True,
     ),
-    ("Lightning and callbacks a step", "lightning_cost_cpu", "overhead", 0.001, True),
+    ("Lightning and callbacks per step", "lightning_cost_cpu", "overhead", 0.001, True),
 )
 
 
 def cpu_speed(records: dict[str, dict]) -> pd.DataFrame:
-    """Goals of a CPU and the records' figures.
+    """Goals on a CPU and measured values.
 
     Args:
-        records: by name, as `read_records` has them.
+        records: by name, from `read_records`.
 
     Returns:
-        rows with columns `what`, `required`, `measured`, `unit`, `reached` (empty where nothing is required) and
+        rows with columns `what`, `required`, `measured`, `unit`, `reached` (empty if nothing is required) and
         `record`; without its record a goal is `not run`.
     """
     rows = []
@@ -79,11 +79,11 @@ def cpu_speed(records: dict[str, dict]) -> pd.DataFrame:
 
 
 def profile(records: dict[str, dict]) -> pd.DataFrame:
-    """Shares of a traced step by kind of work, from records of `trace_shares.py` by the heading of their column.
+    """Shares of a traced step by kind of work, one column per record of `trace_shares.py`.
 
     Returns:
-        rows with columns `kind of work` and, in percent of the traced time, one a record; the largest of the first
-        record come first, and a kind that one did not meet is 0.
+        rows with columns `kind of work` and one per record, in percent of the traced time, sorted by the first record;
+        kinds that do not occur in a record are 0.
     """
     columns = {
         f"{name} %": pd.Series({kind: 100 * entry["value"] for kind, entry in record["metrics"].items()})

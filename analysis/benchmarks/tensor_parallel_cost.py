@@ -5,7 +5,7 @@
 Two processes with one thread each. In every round the first trains the full model alone while the other waits; then
 both train it together, without and with sequence parallelism (bf16, vocabulary 8,192, 8 x 256 tokens, dropout 0):
 forward pass, backward pass, update. Ratios are of the fastest steps overall and, paired, of the fastest steps per
-round. Any other process on the same cores hides the gain, so the record has the machine's load. Activations are the
+round. Other load on the same cores hides the speed-up, so the record has the load average. Activations are the
 bytes that a forward pass saves for its backward pass with the paper's dropout, without parameters.
 """
 
@@ -37,7 +37,7 @@ TIMEOUT = timedelta(minutes=30)
 
 
 def make_config(shape: str, dropout: float) -> TransformerConfig:
-    """The GPT of a shape."""
+    """The GPT of a named shape."""
     hidden, heads, layers = SHAPES[shape]
     return TransformerConfig(
         family="gpt",
@@ -52,7 +52,7 @@ def make_config(shape: str, dropout: float) -> TransformerConfig:
 
 
 class Trainee:
-    """One model, AdamW, and the same tokens every step."""
+    """One model, AdamW, and the same tokens at every step."""
 
     def __init__(self, config: TransformerConfig, context: ParallelContext, dtype: torch.dtype) -> None:
         self.model = build_model(config, context, seed=1, dtype=dtype)
@@ -63,7 +63,7 @@ class Trainee:
         self.keys = sample_dropout_keys(seed=1, sample_numbers=torch.arange(BATCH))
 
     def loss(self) -> Tensor:
-        """Mean over the tokens, in nats."""
+        """Mean loss in nats per token."""
         return self.model(self.tokens, self.tokens, self.keys) / self.tokens.numel()
 
     def fastest_step(self, steps: int) -> tuple[float, float]:
@@ -98,7 +98,7 @@ class Trainee:
 
 
 def worker(rank: int, folder: str, rounds: int, steps: int, over_gloo: bool) -> None:
-    """One of the two ranks; rank 0 writes the results."""
+    """Run one of the two ranks; rank 0 writes the results."""
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), 2)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
@@ -112,7 +112,7 @@ def worker(rank: int, folder: str, rounds: int, steps: int, over_gloo: bool) -> 
         own = [name for name in contexts if rank == 0 or name != "tp1"]  # only the first rank trains the full model
         trainees = {name: Trainee(config, contexts[name], torch.bfloat16) for name in own}
         times: dict[str, list[float]] = {name: [] for name in contexts}
-        for number in range(rounds + 1):  # the first is a warm-up
+        for number in range(rounds + 1):  # the first round is a warm-up
             losses: dict[str, float] = {}
             for name in contexts:
                 dist.barrier()
@@ -153,7 +153,7 @@ def to_metrics(found: dict[str, dict], load: float) -> dict[str, dict]:
 
 
 def main() -> int:
-    """Measure, print, record."""
+    """Measure, print the speed-ups and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="steps per turn")
@@ -163,7 +163,7 @@ def main() -> int:
     if options.rounds < 1 or options.steps < 1:
         print("error: `--rounds` and `--steps` must be at least 1", file=sys.stderr)
         return 2
-    load = os.getloadavg()[0]  # before our own processes add to it
+    load = os.getloadavg()[0]  # before our own processes start
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (folder, options.rounds, options.steps, options.over_gloo), nprocs=2, join=True)
         metrics = to_metrics(torch.load(Path(folder) / "found", weights_only=True), load)

@@ -20,12 +20,12 @@ from lmscale.results import new_record, record_argument, write_record
 PROJECTION, LOSS, LOGITS_COPIED = "vocabulary: products", "vocabulary: loss", "vocabulary: casts and copies"
 REGIONS = {
     "Optimizer.step": "optimizer",
-    "_LinearCrossEntropy": LOSS,  # but for its products and copies
+    "_LinearCrossEntropy": LOSS,  # except for its products and copies
     "aten::scaled_dot_product": "attention",
 }
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "scaled_mm", "mkldnn_linear")
-# First match of a part of the name counts. A CPU's attention with dropout is products, softmax and bernoulli: in its
-# backward pass the products cannot be told from others.
+# The first matching substring counts. Attention with dropout on a CPU consists of products, softmax and bernoulli; its
+# products in the backward pass cannot be distinguished from others.
 KINDS = (
     ("communication", ("c10d::", "lmscale::", "gloo:", "nccl", "record_param_comms")),
     (LOSS, ("log_softmax", "nll_loss", "cross_entropy")),
@@ -38,7 +38,7 @@ KINDS = (
 )
 OTHER = "other element-wise (dropout, residuals, biases)"
 OPERATIONS, KERNELS = ("cpu_op", "user_annotation"), ("kernel", "gpu_memcpy", "gpu_memset")
-HOST = "between operations"  # Python, and waiting
+HOST = "between operations"  # Python and waiting
 
 
 def shares(events: Iterable[dict]) -> dict[str, float]:
@@ -48,7 +48,7 @@ def shares(events: Iterable[dict]) -> dict[str, float]:
         events: `traceEvents` of a Chrome trace: complete events (`ph` X) with `ts` and `dur` in microseconds.
 
     Raises:
-        ValueError: no traced step in it.
+        ValueError: the trace contains no step.
     """
     complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
     steps = [e for e in complete if _is_step(e) and e.get("cat") != "gpu_user_annotation"]
@@ -63,7 +63,7 @@ def shares(events: Iterable[dict]) -> dict[str, float]:
 
 
 def kind_of(names: list[str]) -> str:
-    """Kind of an operation from its name and those of what encloses it, outermost first."""
+    """Kind of an operation from its name and the enclosing names, outermost first."""
     for place in reversed(range(len(names))):
         for region, kind in REGIONS.items():
             if names[place].startswith(region):
@@ -86,7 +86,7 @@ def _is_step(event: dict) -> bool:
 
 
 def _nested(ops: list[dict]) -> Iterable[tuple[dict, list[str], float]]:
-    """Every operation with the names that enclose it, its own last, and the microseconds it takes itself."""
+    """Yield every operation with its enclosing names (its own last) and its self time in microseconds."""
     threads = defaultdict(list)
     for event in ops:
         threads[event["pid"], event["tid"]].append(event)
@@ -131,7 +131,7 @@ def read_events(path: Path) -> list[dict]:
     """Events of a trace.
 
     Raises:
-        ValueError: the file is missing, or no trace.
+        ValueError: the file is missing or not a trace.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
@@ -140,16 +140,16 @@ def read_events(path: Path) -> list[dict]:
 
 
 def to_record(found: dict[str, float], trace: Path) -> dict:
-    """The shares as a record of the run that the trace is from, with its configuration, seed and machine.
+    """Build a record of the shares, with the configuration, seed and machine of the traced run.
 
     Raises:
-        ValueError: the trace does not lie in the folder of a run that has ended.
+        ValueError: the trace is not in the folder of a finished run.
     """
     path = trace.absolute().parent.parent / "record.json"
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"`trace` must lie in a run's folder for a record, but: {error}") from None
+        raise ValueError(f"`trace` must be in a run folder for a record, but: {error}") from None
     metrics = {kind: {"value": share, "unit": "of the traced time"} for kind, share in found.items()}
     name = f"profile_{run['config']['model']['architecture']}"
     record = new_record(name, "run", run["config"], run["seed"], metrics, layout=run["layout"], steps=run["steps"])
@@ -157,10 +157,10 @@ def to_record(found: dict[str, float], trace: Path) -> dict:
 
 
 def main() -> int:
-    """Print a table of shares; with `--record` write them too."""
+    """Print the shares; with `--record` also write a record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--record", type=record_argument, help="where the record goes; nowhere by default")
+    parser.add_argument("--record", type=record_argument, help="path of the record; none by default")
     options = parser.parse_args()
     try:
         found = shares(read_events(options.trace))

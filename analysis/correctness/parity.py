@@ -3,8 +3,8 @@
     python analysis/correctness/parity.py          # about 90 s
 
 Every layout (tp x dp) is compared with one process: losses, gradient norms, first moments (the running mean of the
-gradients) and every parameter. Exit code 0: all within the stated bounds; 1: one is not, or a rank failed; 2: invalid
-options; 128 + n: ended by signal n.
+gradients) and every parameter. Exit codes: 0 all within the stated bounds; 1 a bound was exceeded or a rank failed; 2
+invalid options; 128 + n ended by signal n.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from lmscale.results import new_record, record_argument, write_record
 from lmscale.training.runtime.launch import world_from_outside
 
 OUTPUTS = Path(__file__).resolve().parents[2] / "outputs" / "parity"
-MAX_STEPS = 5  # the bounds were measured up to here; rounding noise grows with every step of Adam
+MAX_STEPS = 5  # the bounds were measured up to here; rounding errors grow with every step of Adam
 UNITS = {
     "loss": "relative",
     "grad_norm": "relative",
@@ -52,8 +52,11 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest gaps allowed. Loss and gradient norm are relative; a moment is relative to its tensor's largest element;
-    a parameter is absolute (weights are below 1 or near it, and lr x steps is 0.003)."""
+    """Largest allowed differences.
+
+    Loss and gradient norm are relative. A moment is relative to its tensor's largest element. A parameter is absolute
+    (weights are at most about 1, and lr x steps is 0.003).
+    """
 
     loss: float
     grad_norm: float
@@ -61,39 +64,39 @@ class Bounds:
     parameter: float
 
 
-# The largest loss, gradient norm, moment and parameter measured at 3 and 5 steps over the layouts, and the bounds:
-# fp64 3e-16, 8e-16, 7e-13, 5e-14; the bounds of tests/training/test_layouts.py, a thousand times the rounding.
-# fp32 1e-7,  7e-7,  4e-4,  3e-5;  five to ten times that.
-# bf16 7e-5,  4e-3,  6e-2,  8e-3;  ten times the loss, else about twice: the moments of another dropout stream differ
-#      by 0.15 and more, and must stay beyond the bound.
+# Largest differences (loss, gradient norm, moment, parameter) measured at 3 and 5 steps over all layouts -> bounds:
+# fp64 3e-16, 8e-16, 7e-13, 5e-14 -> the bounds of tests/training/test_layouts.py, a thousand times the rounding error.
+# fp32 1e-7,  7e-7,  4e-4,  3e-5  -> five to ten times the measured values.
+# bf16 7e-5,  4e-3,  6e-2,  8e-3  -> ten times for the loss, about twice for the others: with another dropout stream
+#      the moments differ by at least 0.15, which the bound must detect.
 BOUNDS = {
     "fp64": Bounds(loss=1e-12, grad_norm=1e-12, moment=1e-11, parameter=1e-12),
     "fp32": Bounds(loss=1e-6, grad_norm=5e-6, moment=2e-3, parameter=2.5e-4),
     "bf16": Bounds(loss=1e-3, grad_norm=1e-2, moment=0.1, parameter=2e-2),
 }
-# Another dropout stream on the same data: only loss and gradient norm are held, to ten times what was measured.
+# With another dropout stream only loss and gradient norm are bounded, at ten times the measured values.
 NEAR = Bounds(loss=3e-3, grad_norm=8e-2, moment=math.inf, parameter=math.inf)
 
 REASONS = """\
-Why a gap is allowed
-  fp64, fp32, bf16   Order of sums. A product cut by rows adds p partial sums, the gradient norm and the vocabulary's
-                     softmax add over tensor ranks, the batch over data ranks or micro-batches (one process takes two
-                     micro-batches where dp 2 takes one each). Each order rounds at its own places: 1e-16, 6e-8, 4e-3.
-  parameter          Adam divides by the root of the second moment, so the rounding noise of a gradient near zero is
-                     magnified towards lr = 1e-3 a step: in key biases, whose true gradient is zero (softmax ignores
-                     them), and in a weight here and there. bf16 weights near 1 are 4e-3 apart anyway.
-  moment             The running mean of the gradients, free of Adam's division, but taken at weights that it has moved
-                     apart: fp32 BERT's largest gap is one row of an MLP, behind one such weight.
-  hidden,            No reason but those above: the masks are counters (hash of sample, site, position; heads by their
-  attention_exact    number in the whole model) and agree at every layout.
-  attention_sdpa     NOT a test of equality. The fused kernel draws from the rank's own generator, seeded by data rank,
-                     tensor rank and micro-step: another stream, and another run, at each layout. `near` says that
-                     loss and gradient norm are finite and close, and that the moments differ as they must."""
+Reasons for differences
+  fp64, fp32, bf16   The order of summation. Row-parallel products sum p partial results. The gradient norm and the
+                     vocabulary's softmax are summed over tensor ranks, the batch over data ranks or micro-batches (one
+                     process accumulates two, dp 2 has one each). Relative rounding errors are 1e-16, 6e-8 and 4e-3.
+  parameter          Adam divides by the root of the second moment, which amplifies the rounding error of gradients near
+                     zero up to lr = 1e-3 per step. This affects key biases, whose true gradient is zero (softmax is
+                     invariant to them), and single weights. The spacing of bf16 weights near 1 is 4e-3.
+  moment             The running mean of the gradients is not divided, but it depends on weights that already differ.
+                     The largest difference of fp32 BERT is in one row of an MLP, caused by one such weight.
+  hidden,            Only the reasons above: masks are counter-based (hash of sample, site and position, with global
+  attention_exact    head numbers) and equal at every layout.
+  attention_sdpa     NOT a test of equality. The fused kernel draws from the rank's generator, which is seeded by data
+                     rank, tensor rank and micro-step, so the dropout stream differs between layouts. `near`: loss and
+                     gradient norm are finite and close, and the moments differ, as expected."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One layout against one process: the gaps (see `Bounds`; infinite where a number is not finite) by name."""
+    """One layout compared with one process: differences by name (see `Bounds`; infinite for a non-finite value)."""
 
     case: Case
     layout: ParallelConfig
@@ -109,19 +112,19 @@ class Comparison:
 
     @property
     def worst_parameter(self) -> str:
-        """Name of the parameter with the largest gap; `-` where all agree bit for bit."""
+        """Name of the parameter with the largest difference; `-` if all are bitwise equal."""
         worst = max(self.parameters, key=self.parameters.get)
         return worst if self.parameters[worst] > 0 else "-"
 
     @property
     def gaps(self) -> dict[str, float]:
-        """The four figures by the names of `Bounds`."""
+        """The four differences by the names of `Bounds`."""
         parameter = max(self.parameters.values())
         return {"loss": self.loss, "grad_norm": self.grad_norm, "moment": self.moment, "parameter": parameter}
 
     @property
     def verdict(self) -> str:
-        """`pass`; `near` where another dropout stream was drawn; else `FAIL` and the gaps beyond their bounds."""
+        """`pass`; `near` if another dropout stream was drawn; else `FAIL` and the differences beyond their bounds."""
         stream_differs = self.case.dropout == "attention_sdpa"
         bounds = asdict(NEAR if stream_differs else BOUNDS[self.case.dtype])
         wrong = [name for name, gap in self.gaps.items() if not (math.isfinite(gap) and gap <= bounds[name])]
@@ -131,7 +134,7 @@ class Comparison:
 
 
 def compare(case: Case, layout: ParallelConfig, plain: Result, other: Result) -> Comparison:
-    """The gaps of a layout's result to that of one process."""
+    """Compare a layout's result with that of one process."""
     assert plain.losses.keys() == other.losses.keys() and plain.tensors.keys() == other.tensors.keys()
     moments, parameters = [], {}
     for key, tensor in plain.tensors.items():
@@ -148,13 +151,13 @@ def compare(case: Case, layout: ParallelConfig, plain: Result, other: Result) ->
 
 
 def _relative(a: float, b: float, scale: float) -> float:
-    """|a - b| / |scale|; infinite where that is no number, so that no comparison can be lost in a maximum."""
+    """|a - b| / |scale|; infinite instead of nan, which a maximum would ignore."""
     gap = abs(a - b) / abs(scale) if scale else math.inf
     return gap if math.isfinite(gap) else math.inf
 
 
 def idle_switches(plain: dict[Case, Result]) -> list[str]:
-    """Cases whose one process ends at the same loss as without dropout: a switch that did nothing proves nothing."""
+    """Dropout cases whose loss on one process equals that without dropout: their comparisons would be vacuous."""
     idle = []
     for case, result in plain.items():
         base = plain.get(Case(case.architecture, case.dtype, "none"))
@@ -165,8 +168,8 @@ def idle_switches(plain: dict[Case, Result]) -> list[str]:
 
 
 def print_card(comparisons: list[Comparison], num_steps: int, every_parameter: bool) -> None:
-    """The table, the bounds and the reasons."""
-    print(f"Parity card: each layout against one process, largest gap over {num_steps} steps")
+    """Print the table, the bounds and the reasons."""
+    print(f"Parity card: each layout against one process, largest difference over {num_steps} steps")
     heads = f"{'model':6}{'dtype':6}{'dropout':17}{'tp':>2} {'dp':>2}  {'loss':>8}{'grad norm':>11}{'moment':>9}"
     print(f"{heads}{'parameter':>11}  {'worst parameter':40}verdict")
     for c in comparisons:
@@ -189,7 +192,7 @@ def print_card(comparisons: list[Comparison], num_steps: int, every_parameter: b
 def make_record(
     comparisons: list[Comparison], options: argparse.Namespace, seconds: float, idle: list[str]
 ) -> dict[str, object]:
-    """The card as a record: every gap as a metric, the verdicts beside them under `comparisons`."""
+    """Build the record: every difference as a metric, and the verdicts under `comparisons`."""
     metrics = {
         f"{c.name}/{name}": {"value": gap, "unit": UNITS[name]} for c in comparisons for name, gap in c.gaps.items()
     }
@@ -208,18 +211,18 @@ def make_record(
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line; a mistake in it is one `error:` line and exit code 2."""
+    """Parse the command line; errors are reported in one `error:` line with exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = _refuse  # without argparse's lines of usage
+    parser.error = _refuse  # without argparse's usage message
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4], help="tensor-parallel sizes (1 2 4)")
     parser.add_argument("--dp", type=int, nargs="+", default=[1, 2], help="data-parallel sizes (1 2)")
-    parser.add_argument("--max-world", type=int, default=4, help="leave out layouts of more ranks (4)")
+    parser.add_argument("--max-world", type=int, default=4, help="largest number of ranks of a layout (4)")
     parser.add_argument("--architecture", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp64", "fp32"], help="(fp64 fp32)")
     parser.add_argument("--dropout", nargs="+", choices=DROPOUTS, default=list(DROPOUTS), help="(all four)")
     parser.add_argument("--steps", type=int, default=3, help=f"optimizer steps, at most {MAX_STEPS} (3)")
-    parser.add_argument("--every-parameter", action="store_true", help="one line for each parameter")
-    spoil = "make the card fail: the last data rank takes another seed, or all a learning rate too high by a share of "
+    parser.add_argument("--every-parameter", action="store_true", help="print one line per parameter")
+    spoil = "make the check fail: another seed on the last data rank, or a learning rate too high by a fraction of "
     spoil += ", ".join(f"{excess:g} ({dtype})" for dtype, excess in MUTANT_LR_EXCESS.items())
     parser.add_argument("--mutant", choices=MUTANTS, help=spoil)
     parser.add_argument("--record", type=record_argument, help="default: a new file in outputs/parity")
@@ -230,7 +233,7 @@ def parse_options() -> argparse.Namespace:
     if options.keep is not None and options.keep.exists():
         raise ValueError(f"`--keep` must be a folder that does not exist yet, but is {str(options.keep)!r}")
     if world_from_outside() is not None:
-        raise ValueError("the parity check starts its own ranks: run it directly, not by torchrun or srun")
+        raise ValueError("the parity check starts its own ranks: run it directly, not with torchrun or srun")
     return options
 
 
@@ -240,7 +243,7 @@ def _refuse(message: object) -> None:
 
 
 def main() -> int:
-    """Train the grid, print the card, write the record."""
+    """Train the grid, print the card and write the record."""
     start = time.time()
     try:
         options = parse_options()
@@ -263,7 +266,7 @@ def main() -> int:
     idle = idle_switches(plain)
     print_card(comparisons, options.steps, options.every_parameter)
     for name in idle:
-        print(f"FAIL: {name} trains as without dropout: its comparisons prove nothing")
+        print(f"FAIL: {name} trains as without dropout, so its comparisons are vacuous")
     path = options.record or OUTPUTS / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.json"
     record = make_record(comparisons, options, time.time() - start, idle)
     write_record(record, path)
@@ -278,6 +281,6 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except KeyboardInterrupt:  # between two trainings, which end by SystemExit
+    except KeyboardInterrupt:  # between two runs, which end by SystemExit
         print("stopped by SIGINT", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)

@@ -27,26 +27,26 @@ from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.runtime.launch import launch
 
 ONE_PROCESS = ParallelConfig(tp_size=1, dp_size=1)
-LR = 1e-3  # after one step of warm-up; one step of Adam moves a weight by at most about this much
+LR = 1e-3  # after one step of warm-up; a step of Adam changes a weight by at most about this much
 SEED = 1234
 ARCHITECTURES = ("gpt", "bert")
 DTYPES = ("fp64", "fp32", "bf16")
-# What drops out, and the keys of `model=` that say so. The sizes are small and mutually different where they may be.
+# Kind of dropout -> keys of `model=`. The sizes are small and, where possible, mutually different.
 DROPOUTS = {
     "none": {},
     "hidden": {"hidden_dropout": 0.2},
     "attention_exact": {"attention_dropout": 0.2, "attention": "exact"},
     "attention_sdpa": {"attention_dropout": 0.2, "attention": "sdpa"},
 }
-PATIENCE = timedelta(seconds=120)  # of a collective; a run takes a second
+PATIENCE = timedelta(seconds=120)  # timeout of a collective; a run takes a second
 MUTANTS = ("seed", "lr")
-# The mutant `lr` takes a learning rate that is too high by this share.
+# The mutant `lr` uses a learning rate that is too high by this fraction.
 MUTANT_LR_EXCESS = {"fp64": 1e-8, "fp32": 1e-3, "bf16": 0.5}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run that all layouts must agree on; `name` is its folder and the beginning of its metrics' names."""
+    """One run on which all layouts must agree; `name` is its folder and the prefix of its metrics."""
 
     architecture: str
     dtype: str
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run left: losses (nats a token) and gradient norms by step, whole tensors by checkpoint key."""
+    """Result of a finished run: losses (nats per token) and gradient norms by step, full tensors by checkpoint key."""
 
     losses: dict[str, float]
     grad_norms: dict[str, float]
@@ -68,7 +68,7 @@ class Result:
 
 
 def make_layouts(tp_sizes: list[int], dp_sizes: list[int], max_world_size: int) -> list[ParallelConfig]:
-    """Every tp x dp of at most `max_world_size` ranks, without the one process that the others are compared with.
+    """All layouts tp x dp of 2 to `max_world_size` ranks; one process is the reference.
 
     Raises:
         ValueError: a size below 1, or no layout is left.
@@ -89,9 +89,9 @@ def layout_name(layout: ParallelConfig) -> str:
 def make_run(case: Case, layout: ParallelConfig, num_steps: int, root: Path, lr: float = LR) -> RunConfig:
     """The run of a case at a layout: 2 layers, 4 heads, 8 sequences per step in micro-batches of 4.
 
-    One process accumulates two micro-batches a step and two data ranks take one each, so that data parallelism is
-    compared with gradient accumulation. fp32 products are computed in fp32 (`matmul_precision: highest`): the default
-    lets a CPU with bf16 units round their factors to bf16.
+    One process accumulates two micro-batches per step and two data ranks process one each, which compares data
+    parallelism with gradient accumulation. `matmul_precision: highest` keeps fp32 products in fp32; the default lets a
+    CPU with bf16 units round their inputs to bf16.
 
     Raises:
         ValueError: see `RunConfig`; `tp_size` must divide the 4 heads.
@@ -122,7 +122,7 @@ def make_run(case: Case, layout: ParallelConfig, num_steps: int, root: Path, lr:
             "num_threads": 1,
             "num_validation_samples": 7,
             "matmul_precision": "highest",
-            "check_replicas_every_steps": 0,  # the sentinel would stop a mutant before it is compared
+            "check_replicas_every_steps": 0,  # the replica check would stop a mutant before the comparison
             "progress_bar": False,
         },
         "precision": {"dtype": case.dtype},
@@ -138,7 +138,7 @@ def make_run(case: Case, layout: ParallelConfig, num_steps: int, root: Path, lr:
 def prepare_all(
     cases: list[Case], layouts: list[ParallelConfig], num_steps: int, root: Path, mutant: str | None
 ) -> dict[ParallelConfig, list[PretrainJob]]:
-    """Check every run before the first starts; with the mutant `lr`, layouts get a learning rate that is too high.
+    """Check every run before the first one starts; with the mutant `lr`, layouts use a learning rate that is too high.
 
     Raises:
         ValueError: see `lmscale.training.pretrain.prepare_job`.
@@ -152,10 +152,10 @@ def prepare_all(
 
 
 def train_all(jobs: dict[ParallelConfig, list[PretrainJob]], mutant: str | None) -> None:
-    """Train the runs of each layout, one after the other, on ranks that are started once; progress goes to stderr.
+    """Train the runs layout by layout, with one start of the ranks per layout; progress goes to stderr.
 
     Raises:
-        SystemExit: a rank failed or a signal came; see `lmscale.training.runtime.launch.launch`.
+        SystemExit: a rank failed or a signal was received; see `lmscale.training.runtime.launch.launch`.
     """
     for layout, layout_jobs in jobs.items():
         start = time.time()
@@ -166,7 +166,7 @@ def train_all(jobs: dict[ParallelConfig, list[PretrainJob]], mutant: str | None)
 
 @contextlib.contextmanager
 def run_folders(keep: Path | None) -> Iterator[Path]:
-    """Where the runs go: `keep`, or a temporary folder that is gone afterwards, also when a signal ends the card."""
+    """The folder of the runs: `keep`, or a temporary folder, which is removed even if a signal ends the check."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if keep is not None:
         keep.mkdir(parents=True)
@@ -178,7 +178,7 @@ def run_folders(keep: Path | None) -> Iterator[Path]:
 
 @record
 def _train_on_this_rank(work: tuple[list[PretrainJob], bool]) -> int:
-    """Train every run; returns the exit code of the first that did not end well, else 0."""
+    """Train every run; returns the exit code of the first that failed, else 0."""
     jobs, last_replica_is_wrong = work
     started_by_agent = "TORCHELASTIC_RUN_ID" in os.environ
     rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if started_by_agent else (0, 1)
@@ -186,10 +186,10 @@ def _train_on_this_rank(work: tuple[list[PretrainJob], bool]) -> int:
         folder = Path(job.run.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         if started_by_agent:
-            # The keys in the agent's own store are those of the first run for ever: each run meets in a file instead.
+            # The agent's store keeps the keys of the first run, so each run uses a file store instead.
             store = dist.FileStore(str(folder / "rendezvous"), world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=PATIENCE)
-        # Its tensor ranks together: one alone would score other tokens than its peers, and the group refuses that.
+        # All tensor ranks of it: otherwise they would score different tokens, which the group refuses.
         if last_replica_is_wrong and rank // job.layout.tp_size == job.layout.dp_size - 1:
             job = dataclasses.replace(job, run=dataclasses.replace(job.run, seed=SEED + 1))
         with (
@@ -216,6 +216,6 @@ def read_result(run_dir: Path) -> Result:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Whole logical tensors of the newest checkpoint: `model/<parameter>`, `exp_avg/<parameter>`, ..."""
+    """Full logical tensors of the newest checkpoint: `model/<parameter>`, `exp_avg/<parameter>`, ..."""
     with CheckpointReader(list_checkpoints(folder)[-1]) as reader:
         return {key: reader.read(key) for key in reader.metadata.tensors}

@@ -1,7 +1,7 @@
-"""A rank's predicted peak memory beside the peak bytes of all live tensors in a step.
+"""Compare the predicted peak memory per rank with the peak bytes of all live tensors in a step.
 
     python analysis/correctness/peak_memory.py                                    # 5 to 10 minutes on one core
-    python analysis/correctness/peak_memory.py --record outputs/peak_memory.json  # and records it
+    python analysis/correctness/peak_memory.py --record outputs/peak_memory.json  # and write a record
 
 `real`: a full step on this CPU, on one rank or on two over gloo. `traced`: forward and backward pass of the paper's
 models on fake tensors, with a GPU's attention kernels and LayerNorms. Neither includes allocations inside kernels,
@@ -43,11 +43,11 @@ SIZES = {"355m": (24, 1024, 16), "1.2b": (40, 1536, 16), "8.3b": (72, 3072, 32),
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration; on `traced` ones the kernels are a GPU's.
+    """One configuration; `traced` ones use a GPU's kernels.
 
     Args:
-        micro_batch_size: sequences, of as many tokens as the model has positions.
-        num_micro_batches: of the step.
+        micro_batch_size: sequences, each as long as the model's number of positions.
+        num_micro_batches: micro-batches per step.
     """
 
     config: TransformerConfig
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def predicted(self) -> int:
-        """Bytes by arithmetic."""
+        """Predicted bytes."""
         config, b = self.config, self.micro_batch_size
         job = Job(config, b, b * self.num_micro_batches, config.max_position_embeddings, self.dtype, 1)
         layout = ParallelConfig(self.tp_size, 1, self.sequence_parallel)
@@ -70,7 +70,7 @@ class Case:
 def sized(
     architecture: str, layers: int, hidden: int, heads: int, vocab: int, s: int, **more: Any
 ) -> TransformerConfig:
-    """A small model; sizes differ so that no two terms of the estimate are alike."""
+    """A small model; sizes are mutually different so that all terms of the estimate differ."""
     more = {"vocab_multiple": 8} | more
     return TransformerConfig(architecture, layers, hidden, heads, vocab, s, **more)
 
@@ -81,7 +81,7 @@ def of_the_paper(name: str, **more: Any) -> TransformerConfig:
     return TransformerConfig(kind[0], *SIZES[name], *kind[1:], **more)
 
 
-# The terms of the estimate were found on other shapes.
+# The terms of the estimate were derived on other shapes.
 CASES = {
     "gpt, fp32": Case(sized("gpt", 7, 288, 6, 1700, 160, attention_dropout=0.0), 5, "fp32"),
     "gpt, fp32, two micro-batches": Case(sized("gpt", 9, 128, 2, 3000, 96, ffn_hidden_size=640), 7, "fp32", 2),
@@ -140,7 +140,7 @@ CASES |= {
 
 
 class TensorBytes(TorchDispatchMode):
-    """While entered, follows the storages of all tensors that operations return, from birth to end."""
+    """While active, tracks the storages of all tensors returned by operations, from allocation to release."""
 
     def __init__(self, held: list[Tensor]) -> None:
         super().__init__()
@@ -170,8 +170,10 @@ class TensorBytes(TorchDispatchMode):
 
 
 def measure(case: Case, context: ParallelContext) -> int:
-    """Bytes alive at the fullest moment of a step that is not the first: weights, state, gradients, activations,
-    temporaries. Of a traced case the update is left out, which needs less."""
+    """Peak bytes of live tensors in a step after the first: weights, state, gradients, activations, temporaries.
+
+    A traced case excludes the update, which needs less memory.
+    """
     config, b, s = case.config, case.micro_batch_size, case.config.max_position_embeddings
     seed = None if case.traced else 1
     model = build_model(config, context, seed=seed, dtype=DTYPES[case.dtype])
@@ -207,7 +209,7 @@ def measure(case: Case, context: ParallelContext) -> int:
 
 
 def _gpu_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: None, dropout_p: float, is_causal: bool) -> Tensor:
-    """What scaled_dot_product_attention runs on a GPU: flash for half types, the memory-efficient kernel for fp32."""
+    """scaled_dot_product_attention as on a GPU: flash for half types, the memory-efficient kernel for fp32."""
     if q.dtype == torch.float32:
         return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, dropout_p, is_causal)[0]
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
@@ -226,7 +228,7 @@ def _world(backend: str, case_ranks: int, rank: int = 0, store: Any = None) -> I
 
 
 def measure_traced(case: Case) -> int:
-    """`measure` on tensors without contents, with a GPU's kernels; the other tensor ranks are not there."""
+    """`measure` on fake tensors with a GPU's kernels; the other tensor ranks are simulated."""
     with (
         _world("fake", case.tp_size) as contexts,
         FakeTensorMode(),
@@ -245,7 +247,7 @@ def _on_a_rank(rank: int, folder: str, names: list[str]) -> None:
 
 
 def measure_on_two_ranks(names: list[str]) -> dict[str, int]:
-    """`measure` of cases with two tensor ranks, on two processes; the larger peak of the two."""
+    """`measure` for cases with two tensor ranks, on two processes; returns the larger peak."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_on_a_rank, (folder, names), nprocs=2)
         found = [torch.load(f"{folder}/{rank}") for rank in range(2)]
@@ -253,7 +255,7 @@ def measure_on_two_ranks(names: list[str]) -> dict[str, int]:
 
 
 def main() -> int:
-    """Measure every case, print, record."""
+    """Measure all cases, print the differences and optionally write a record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--record", type=record_argument, default=None)
     options = parser.parse_args()
@@ -271,7 +273,8 @@ def main() -> int:
         print(f"{metrics[name]['value']:>8.2f} %", flush=True)
     if options.record is not None:
         write_record(
-            new_record("peak_memory", "scaled_down", {"rows": rows, "threads_a_rank": 1}, None, metrics), options.record
+            new_record("peak_memory", "scaled_down", {"rows": rows, "threads_per_rank": 1}, None, metrics),
+            options.record,
         )
     return 0
 

@@ -51,20 +51,20 @@ SETTINGS = (
 
 
 def main() -> int:
-    """Soak, compare, report."""
+    """Run the soak, compare with an undisturbed run and report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=25)
-    parser.add_argument("--steps-a-kill", type=int, default=30, help="length of the run, in steps a kill")
+    parser.add_argument("--steps-per-kill", type=int, default=30, help="length of the run, in steps per kill")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=None, help="default: outputs/soak/<time>")
     parser.add_argument("--record", type=record_argument, default=None, help="default: soak.json in the folder")
     options = parser.parse_args()
-    if options.kills < 1 or options.steps_a_kill < 10:
-        print("error: `--kills` must be at least 1 and `--steps-a-kill` at least 10", file=sys.stderr)
+    if options.kills < 1 or options.steps_per_kill < 10:
+        print("error: `--kills` must be at least 1 and `--steps-per-kill` at least 10", file=sys.stderr)
         return 2
     folder = options.folder or ROOT / "outputs" / "soak" / time.strftime("%Y-%m-%d_%H-%M-%S")
     folder.mkdir(parents=True)
-    steps = options.kills * options.steps_a_kill
+    steps = options.kills * options.steps_per_kill
     start = time.time()
     soak = Soak(folder / "soaked", folder / "soaked.log", steps, random.Random(options.seed))
     try:
@@ -84,10 +84,10 @@ def main() -> int:
 
 
 class Soak:
-    """One job in its run folder, started and killed.
+    """One job in its run folder, which is repeatedly started and killed.
 
     Args:
-        log: where the output of all its starts goes.
+        log: file for the output of all starts.
     """
 
     def __init__(self, run_dir: Path, log: Path, steps: int, chance: random.Random) -> None:
@@ -106,7 +106,7 @@ class Soak:
             return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def kill_once(self) -> None:
-        """Let the job get on, then kill a rank or all of it, and look at what is left on disk."""
+        """Let the job progress, then kill a rank or the whole job, and check what is left on disk."""
         reached = self._wait_for_progress()
         in_save = self.chance.random() < 0.4
         if in_save:
@@ -127,20 +127,20 @@ class Soak:
             try:
                 os.kill(ranks[int(target[-1])], signal.SIGKILL)
             except ProcessLookupError:
-                target = "nobody: the rank had just gone"
+                target = "none: the rank had just exited"
         self.kills[target] += 1
         self.num_in_save += in_save
-        self._look_for_losses(before)
+        self._check_checkpoints(before)
         if target in ("job", "launcher"):
             self.process = self._start()
-        self.last = f"{target}{' in mid-save' if in_save else ''} after step {reached}"
+        self.last = f"{target}{' during a save' if in_save else ''} after step {reached}"
 
     def _wait_for_progress(self) -> int:
-        """Until the newest start has written a row of its own; returns the last step."""
+        """Wait until the current start has written a row; returns the last step."""
         before, deadline = self._last_step(), time.monotonic() + 180
         while self._last_step() <= before:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the job ended or stood still; see {self.log}")
+                raise RuntimeError(f"the job ended or made no progress; see {self.log}")
             time.sleep(0.02)
         return self._last_step()
 
@@ -160,7 +160,7 @@ class Soak:
         return False
 
     def _last_step(self) -> int:
-        """Of metrics.csv; a resumed start takes rows away before it writes new ones, so this may go down."""
+        """Last step in metrics.csv; it may decrease, because a resumed start first removes rows."""
         try:
             lines = (self.run_dir / "metrics.csv").read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
@@ -173,38 +173,38 @@ class Soak:
         )
         return [int(line.split()[0]) for line in listing.stdout.splitlines() if "spawn_main" in line]
 
-    def _look_for_losses(self, before: set[int]) -> None:
-        """What was complete is still there, or has gone for newer ones; all of it is sound."""
+    def _check_checkpoints(self, before: set[int]) -> None:
+        """Check that every complete checkpoint is valid and still exists, unless newer ones replaced it."""
         found = list_checkpoints(self.run_dir / "checkpoints")
         after = {checkpoint_step(path) for path in found}
         gone = {step for step in before - after if len([s for s in after if s > step]) < KEEP_LAST}
-        self.lost += [f"step_{step}.ckpt is gone" for step in gone]
+        self.lost += [f"step_{step}.ckpt is missing" for step in gone]
         for path in found:
             try:
                 damage = find_damage(path, read_metadata(path))
             except ValueError as error:
                 damage = str(error)
-            if damage and path.exists():  # a job that was started again may have removed an old one meanwhile
+            if damage and path.exists():  # a restarted job may have removed an old one meanwhile
                 self.lost.append(f"{path.name}: {damage}")
 
     def finish(self) -> None:
         """Wait until the job is done.
 
         Raises:
-            RuntimeError: it ended otherwise.
+            RuntimeError: it failed.
         """
         if self.process.wait(timeout=3600) != 0:
             raise RuntimeError(f"the job ended with exit code {self.process.returncode}; see {self.log}")
 
     def end(self) -> None:
-        """Leave no process behind: the job has a process group of its own."""
+        """Kill the job's process group, so that no process is left."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a process is there and not merely waiting for its end to be noticed."""
+    """Whether a process exists and is not a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -213,7 +213,7 @@ def _is_running(pid: int) -> bool:
 
 
 def compare(soaked: Path, untouched: Path) -> dict[str, int]:
-    """How many rows, and how many tensors of the last checkpoint, are not bit for bit the same."""
+    """Count differing rows and tensors of the last checkpoint (bitwise), and compare the data-order digests."""
     rows, others = (_read_rows(path) for path in (soaked, untouched))
     differing = sum(row != other for row, other in zip(rows, others, strict=False)) + abs(len(rows) - len(others))
     path, other_path = (list_checkpoints(folder / "checkpoints")[-1] for folder in (soaked, untouched))
@@ -221,7 +221,7 @@ def compare(soaked: Path, untouched: Path) -> dict[str, int]:
         keys = one.metadata.tensors.keys() | other.metadata.tensors.keys()
         tensors = sum(not torch.equal(one.read(key), other.read(key)) for key in keys)
         digests = one.metadata.state["data_digest"] != other.metadata.state["data_digest"]
-    return {"rows": differing, "tensors": tensors, "data-order certificate": int(digests)}
+    return {"rows": differing, "tensors": tensors, "data-order digest": int(digests)}
 
 
 def _read_rows(folder: Path) -> list[tuple[str, ...]]:
@@ -232,7 +232,7 @@ def _read_rows(folder: Path) -> list[tuple[str, ...]]:
 def report(
     soak: Soak, differences: dict[str, int], options: argparse.Namespace, steps: int, seconds: float, path: Path
 ) -> int:
-    """Print the table, write the record, and say whether all is well."""
+    """Print the table and write the record; returns exit code 1 if anything was lost or differs, else 0."""
     print(f"\n{'fault':<28}{'times':>6}")
     for target, count in sorted(soak.kills.items()):
         print(f"kill -9 of {target:<17}{count:>6}")

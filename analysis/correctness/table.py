@@ -1,13 +1,14 @@
-"""The planner's memory against tracked tensors."""
+"""Table of predicted and tracked peak memory."""
 
 import pandas as pd
 
 
 def peak_memory(record: dict) -> pd.DataFrame:
-    """Predicted and tracked peak of every case of an `analysis/correctness/peak_memory.py` record.
+    """Predicted and tracked peak of every case in a record of `analysis/correctness/peak_memory.py`.
 
     Returns:
-        rows with columns `configuration`, `predicted`, `tracked`, `unit`, `difference %` (of the tracked), `evidence`.
+        rows with columns `configuration`, `predicted`, `tracked`, `unit`, `difference %` (relative to tracked),
+        `evidence`.
     """
     rows = []
     for row in record["config"]["rows"]:

@@ -2,9 +2,9 @@
 
     python analysis/data_costs/data_cost.py
 
-Builds GPT's table of windows for three numbers of documents and 4.38 epochs (lengths are random, no tokens are on disk)
-and BERT's table of sentence pairs, each in its own process with its peak memory. Then iterates over the training loader
-of both with one process and one thread. Prints the results and writes a record.
+Builds GPT's table of windows for three numbers of documents and 4.38 epochs (with random lengths and no tokens on disk)
+and BERT's table of sentence pairs. Each runs in its own process, whose peak memory is recorded. Then iterates over the
+training loader of both with one process and one thread. Prints the results and writes a record.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from lmscale.data.prepared import CorpusPart, PreparedCorpus
 from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
-MEAN_TOKENS = 897  # of a document: the paper's corpus, 174 GB, is about 36 G tokens in 40 M documents
+MEAN_TOKENS = 897  # per document: the paper's corpus of 174 GB has about 36 G tokens in 40 M documents
 GPT_CASES = {  # name: documents, epochs
     "10m_documents": (10_000_000, 1.0),
     "20m_documents": (20_000_000, 1.0),
@@ -45,11 +45,11 @@ BERT_DOCUMENTS, BERT_SENTENCES = 1_000_000, 40
 GPT_LENGTH, BERT_LENGTH, SEED = 1024, 512, 1234
 VOCAB = {"gpt": 50_257, "bert": 30_522}
 LOADER_TOKENS, ROUNDS = 100_000_000, 5
-BATCHES = {"gpt": (8, 512, 40), "bert": (16, 256, 12)}  # sequences of a micro-batch and of a step, steps
+BATCHES = {"gpt": (8, 512, 40), "bert": (16, 256, 12)}  # micro-batch size, global batch size, steps
 
 
 def measured(function, *arguments) -> dict:
-    """What `function` returns, run in a process of its own, with that process's peak of resident memory."""
+    """Run `function` in a separate process; returns its result with the peak resident memory of the process."""
     with get_context("spawn").Pool(1) as pool:
         return pool.apply(_watched, (function, arguments))
 
@@ -62,7 +62,7 @@ def _watched(function, arguments: tuple) -> dict:
 
 
 def draw_sizes(path: Path, num_documents: int) -> dict:
-    """Lognormal lengths of documents, int32, in a file as a dataset would have them."""
+    """Write lognormal document lengths (int32) as in a dataset."""
     generator, sigma = np.random.default_rng(SEED), 1.0
     with open(path, "wb") as file:
         for start in range(0, num_documents, 1 << 20):
@@ -73,7 +73,7 @@ def draw_sizes(path: Path, num_documents: int) -> dict:
 
 
 def build_gpt(folder: Path, epochs: float) -> dict:
-    """Time of one table of windows, its bytes, and tokens of an epoch."""
+    """Build a table of windows; returns its time, its bytes and the tokens per epoch."""
     sizes = np.memmap(folder / "sizes", dtype=np.int32, mode="r")
     num_tokens = int(sizes.sum(dtype=np.int64))
     num_samples = int(epochs * ((num_tokens - 1) // GPT_LENGTH))
@@ -87,7 +87,7 @@ def build_gpt(folder: Path, epochs: float) -> dict:
 
 
 def write_sentences(prefix: Path) -> dict:
-    """A dataset of BERT's size whose token file is a hole: only the index is looked at."""
+    """Write a dataset of BERT's size with a sparse token file; only the index is read."""
     generator = np.random.default_rng(SEED)
     counts = generator.poisson(BERT_SENTENCES - 1, BERT_DOCUMENTS) + 1
     sizes = np.clip(generator.lognormal(3.1, 0.6, counts.sum()), 1, 128).astype(np.int32)
@@ -102,7 +102,7 @@ def write_sentences(prefix: Path) -> dict:
 
 
 def build_bert(prefix: Path) -> dict:
-    """Time of the table of sentence pairs, and of opening the dataset."""
+    """Build the table of sentence pairs; returns its time and that of opening the dataset."""
     started = time.perf_counter()
     dataset = IndexedDataset(prefix)
     opened = time.perf_counter()
@@ -114,7 +114,7 @@ def build_bert(prefix: Path) -> dict:
 
 
 def write_tokens(folder: Path, architecture: str) -> PreparedCorpus:
-    """A corpus of random ids with the lengths of real documents and sentences."""
+    """Write a corpus of random ids with the length distribution of real documents and sentences."""
     generator = np.random.default_rng(SEED)
     mean = MEAN_TOKENS if architecture == "gpt" else 26
     num_sequences = LOADER_TOKENS // mean
@@ -144,21 +144,21 @@ def write_tokens(folder: Path, architecture: str) -> PreparedCorpus:
 
 
 class _Corpus(PreparedCorpus):
-    """One piece of the vocabulary in five goes on a word, about as in the published one."""
+    """A vocabulary in which one piece in five continues a word, about as in the published one."""
 
     def load_tokenizer(self) -> SimpleNamespace:
         return SimpleNamespace(is_continuation=np.arange(self.vocab_size) % 5 == 0)
 
 
 def loader_rates(folder: Path, architecture: str) -> dict:
-    """Tokens a second of the training loader, alone, in several rounds."""
+    """Tokens per second of the training loader alone, in several rounds."""
     torch.set_num_threads(1)
     micro, batch, num_steps = BATCHES[architecture]
     length = GPT_LENGTH if architecture == "gpt" else BERT_LENGTH
     rates = []
     corpus = write_tokens(folder, architecture)
     config = DataConfig("embedded", length)
-    for number in range(ROUNDS + 1):  # the first builds the index and brings the tokens into memory
+    for number in range(ROUNDS + 1):  # the first round builds the index and loads the tokens into memory
         module = PretrainDataModule(corpus, config, BatchConfig(micro, batch, 1), SEED + number % 2, num_steps, 8)
         module.trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=SimpleNamespace(dp_rank=0, dp_size=1)))
         started = time.perf_counter()
@@ -168,7 +168,7 @@ def loader_rates(folder: Path, architecture: str) -> dict:
 
 
 def main() -> int:
-    """Measure, print, record."""
+    """Measure, print the results and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--record", type=record_argument, default=ROOT / "outputs" / "data_cost.json")
     options = parser.parse_args()

@@ -2,11 +2,11 @@
 
     python analysis/data_costs/dedup_cost.py --race ../shared/data/race
 
-Runs on passages of RACE: every path in turn on the same sample, several rounds, then ours on the whole training set,
-with the time of each step. Ours, rensa and datasketch are LSH of 25 bands by 5 rows over sets of lower-cased `\\w+`
-5-grams with an exact check at Jaccard 0.7; datatrove's is as it comes (spaCy's words, 14 bands by 8 rows, no check),
-without reading and writing the documents themselves. Paths whose packages are missing are left out, by name: spacy
-(for datatrove), rensa and datasketch are not dependencies of this project. Writes a record.
+Runs on passages of RACE: all methods in alternation on the same sample for several rounds, then ours on the whole
+training set with the time of each step. Ours, rensa and datasketch use LSH with 25 bands of 5 rows over sets of
+lower-cased `\\w+` 5-grams, with an exact check at Jaccard 0.7. datatrove runs with its defaults (spaCy's words, 14
+bands of 8 rows, no check), without reading and writing the documents. Methods whose packages are missing are skipped
+with a message; spacy (for datatrove), rensa and datasketch are not dependencies of this project. Writes a record.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
 NGRAM, BANDS, ROWS, THRESHOLD = 5, 25, 5, 0.7
-BATCH = 2000  # documents shingled at once
+BATCH = 2000  # documents per batch of shingling
 PACKAGES = {"datatrove": ("datatrove", "spacy"), "rensa": ("rensa",), "datasketch": ("datasketch",)}
 
 
@@ -54,7 +54,7 @@ class Stopwatch:
 
 
 def ours(texts: list[str], watch: Stopwatch) -> int:
-    """All steps; removed documents."""
+    """Run all our steps; returns the number of removed documents."""
     values, counts, hashes = [], [np.zeros(1, dtype=np.int64)], []
     for start in range(0, len(texts), BATCH):
         some, offsets = shingle_sets(texts[start : start + BATCH], NGRAM)
@@ -77,7 +77,7 @@ def ours(texts: list[str], watch: Stopwatch) -> int:
 
 
 def datatrove(texts: list[str]) -> int:
-    """Its three stages with their defaults, without its executor; removed documents."""
+    """Run datatrove's three stages with their defaults, without its executor; returns removed documents."""
     from datatrove.data import Document
     from datatrove.pipeline.dedup.minhash import (
         MinhashConfig,
@@ -100,13 +100,13 @@ def datatrove(texts: list[str]) -> int:
 
 
 def plain_shingles(text: str) -> set[str]:
-    """5-grams as the others take them: strings."""
+    """5-grams as strings, the input of the other libraries."""
     words = re.findall(r"\w+", text.lower())
     return {" ".join(words[i : i + NGRAM]) for i in range(max(len(words) - NGRAM + 1, 1))}
 
 
 def rensa(texts: list[str]) -> int:
-    """RMinHash of plain shingles in one call, our pairs of equal bands, exact check of sets; removed documents."""
+    """RMinHash in one call, our pairs of equal bands, exact check of sets; returns removed documents."""
     from rensa import RMinHash
 
     sets, pairs = [plain_shingles(text) for text in texts], set()
@@ -118,7 +118,7 @@ def rensa(texts: list[str]) -> int:
 
 
 def datasketch(texts: list[str]) -> int:
-    """MinHash of plain shingles in batches, its LSH with our bands, exact check of sets; removed documents."""
+    """MinHash in batches, datasketch's LSH with our bands, exact check of sets; returns removed documents."""
     from datasketch import MinHash, MinHashLSH
 
     sets, pairs = [plain_shingles(text) for text in texts], set()
@@ -131,26 +131,26 @@ def datasketch(texts: list[str]) -> int:
 
 
 def num_removed(sets: list[set], pairs: set[tuple[int, int]]) -> int:
-    """All but one document of each cluster of the pairs that are similar."""
+    """Count all but one document per cluster of similar pairs."""
     similar = [(i, j) for i, j in pairs if len(sets[i] & sets[j]) / len(sets[i] | sets[j]) >= THRESHOLD]
     labels = clusters(len(sets), np.array(similar, dtype=np.int64).reshape(-1, 2))
     return len(sets) - len(np.unique(labels))
 
 
 def timed(function: Callable, *arguments) -> tuple[float, float, int]:
-    """Wall seconds, CPU seconds, and what the function returns."""
+    """Wall seconds, CPU seconds and the result of the function."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = function(*arguments)
     return time.perf_counter() - wall, time.process_time() - cpu, result
 
 
 def compare(texts: list[str], rounds: int) -> dict[str, dict]:
-    """Every path in turn on the same texts, after one round that is not counted; megabytes are of UTF-8."""
+    """Measure all methods in alternation on the same texts, after one warm-up round; megabytes of UTF-8."""
     paths: dict[str, Callable] = {"ours": lambda held: ours(held, Stopwatch())}
     for name, path in (("datatrove", datatrove), ("rensa", rensa), ("datasketch", datasketch)):
         missing = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]
         if missing:
-            print(f"{name}: left out, {', '.join(missing)} not installed")
+            print(f"{name}: skipped, {', '.join(missing)} not installed")
         else:
             paths[name] = path
     for path in paths.values():
@@ -163,7 +163,7 @@ def compare(texts: list[str], rounds: int) -> dict[str, dict]:
             wall, cpu, removed[name] = timed(path, texts)
             rates[f"{name}/wall"].append(megabytes / wall)
             rates[f"{name}/cpu"].append(megabytes / cpu)
-        for name, held in ratios.items():  # of CPU time: a path that takes long is interrupted more often
+        for name, held in ratios.items():  # CPU time: long runs are interrupted more often
             held.append(rates["ours/cpu"][-1] / rates[f"{name}/cpu"][-1])
     metrics = {}
     for name in paths:
@@ -176,13 +176,13 @@ def compare(texts: list[str], rounds: int) -> dict[str, dict]:
 
 
 def spread(name: str, values: list[float], unit: str) -> dict[str, dict]:
-    """Median, lowest and highest of the rounds."""
+    """Median, minimum and maximum over the rounds."""
     found = {"": statistics.median(values), "/lowest": min(values), "/highest": max(values)}
     return {name + ending: {"value": value, "unit": unit} for ending, value in found.items()}
 
 
 def whole(train: list[str], dev: list[str], rounds: int) -> dict[str, dict]:
-    """Ours on all passages, with its steps; the search for evaluation text; and what of dev is in train."""
+    """Measure ours on all passages by step, the search for evaluation text, and near-duplicates of dev in train."""
     megabytes = sum(len(text.encode()) for text in train) / 1e6
     rates, cpu_rates, documents, overlap, steps = [], [], [], [], {}
     for _ in range(rounds):
@@ -207,7 +207,7 @@ def whole(train: list[str], dev: list[str], rounds: int) -> dict[str, dict]:
 
 
 def contaminated(train: list[str], dev: list[str]) -> int:
-    """Passages of train that hold half of the 8-grams of one of dev; the index is built too."""
+    """Count train passages that contain half of the 8-grams of a dev passage, including the index's construction."""
     index, found = EvaluationIndex({"dev": dev}, 8), 0
     for start in range(0, len(train), BATCH):
         documents, _, _ = index.contaminates(*word_ngrams(train[start : start + BATCH], 8), 0.5)
@@ -216,7 +216,7 @@ def contaminated(train: list[str], dev: list[str]) -> int:
 
 
 def num_leaked(train: list[str], dev: list[str]) -> int:
-    """Pairs of a passage of dev and one of train that are near-duplicates."""
+    """Count near-duplicate pairs of a dev and a train passage."""
     values, offsets = shingle_sets(dev + train, NGRAM)
     bands = band_hashes(values, offsets, BANDS, ROWS).T
     pairs = np.unique(np.concatenate([candidate_pairs(band)[0] for band in bands]), axis=0)
@@ -225,16 +225,18 @@ def num_leaked(train: list[str], dev: list[str]) -> int:
 
 
 def read_articles(path: Path) -> list[str]:
-    """The passages of a file of RACE."""
+    """Read the passages of a RACE file."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         return [json.loads(line)["article"] for line in file]
 
 
 def main() -> int:
-    """Measure, print, record."""
+    """Measure, print the results and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--race", type=Path, required=True, help="folder of race_train.jsonl.gz and race_dev.jsonl.gz")
-    parser.add_argument("--sample", type=int, default=2000, help="passages of the comparison, the first ones")
+    parser.add_argument(
+        "--sample", type=int, default=2000, help="number of passages in the comparison (the first ones)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--record", type=record_argument, default=None, help="default: outputs/dedup_cost/<time>/record.json"

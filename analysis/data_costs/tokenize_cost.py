@@ -2,12 +2,12 @@
 
     python analysis/data_costs/tokenize_cost.py
 
-Tokenizes real text (RACE passages; folder of the data sets in $LMSCALE_DATA or ../shared/data) in turn with the stage,
-from its parquet input to .bin and .idx files, and with the bare `tokenizers` library, which encodes the same sequences
-in batches and keeps nothing: with GPT-2's and BERT's published vocabularies, on one core and on two (two tasks against
-two threads). BERT's sequences are sentences, which the stage finds and the bare library is given; `documents` is the
-bare library on BERT's documents, uncut. Prints medians and writes a record: CPU time, of which a busy machine takes
-less away, and wall time.
+Tokenizes real text (RACE passages from $LMSCALE_DATA or ../shared/data) in alternation with the stage, from its parquet
+input to .bin and .idx files, and with the bare `tokenizers` library, which encodes the same sequences in batches and
+discards the result. Uses GPT-2's and BERT's published vocabularies, on one core and on two (two tasks or two threads).
+BERT's sequences are sentences: the stage splits documents, the bare library gets them already split; `documents` is the
+bare library on whole documents. Prints medians and writes a record of CPU time, which depends less on other load, and
+wall time.
 """
 
 import argparse
@@ -29,7 +29,7 @@ VOCABULARIES = {"gpt": ("gpt2", "gpt2-bpe"), "bert": ("bert", "bert-uncased")}
 
 
 def read_texts(data: Path) -> list[str]:
-    """Passages of RACE, each once, about MEGABYTES."""
+    """Read about MEGABYTES of distinct RACE passages."""
     texts, size = [], 0
     with gzip.open(data / "race" / "race_train.jsonl.gz", "rt", encoding="utf-8") as file:
         for line in file:
@@ -41,7 +41,7 @@ def read_texts(data: Path) -> list[str]:
 
 
 def lay_out(root: Path, texts: list[str], architecture: str, data: Path) -> None:
-    """The work folder as the earlier stages leave it."""
+    """Create the work folder as the earlier stages leave it."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -72,13 +72,13 @@ def clocks() -> tuple[float, float]:
 
 
 def since(start: tuple[float, float]) -> tuple[float, float]:
-    """The seconds passed on both clocks."""
+    """Elapsed seconds on both clocks."""
     now = clocks()
     return now[0] - start[0], now[1] - start[1]
 
 
 def tokenize_stage(root: Path, architecture: str, shards: list[int]) -> tuple[float, float]:
-    """Wall and CPU seconds that the stage takes for `shards`."""
+    """Wall and CPU seconds of the stage for `shards`."""
     from lmscale.corpus.tokenizing import TokenizeShard
 
     start = clocks()
@@ -88,7 +88,7 @@ def tokenize_stage(root: Path, architecture: str, shards: list[int]) -> tuple[fl
 
 
 def tokenize_bare(root: Path, way: str, architecture: str, shards: list[int]) -> tuple[float, float]:
-    """Wall and CPU seconds that the bare library takes to encode the sequences of `shards`, read and cut beforehand."""
+    """Wall and CPU seconds of the bare library for the sequences of `shards`, read and split beforehand."""
     import pyarrow.parquet as pq
 
     from lmscale.corpus.tokenizing import TABLE_ROWS, TOKENIZER
@@ -109,7 +109,7 @@ def tokenize_bare(root: Path, way: str, architecture: str, shards: list[int]) ->
 
 
 def measure(root: Path, architecture: str, way: str, cores: int) -> tuple[float, float]:
-    """Wall and CPU seconds of one way over the whole text, in fresh processes; a core is a task or a thread."""
+    """Wall and CPU seconds of one method on the whole text in fresh processes, with one task or thread per core."""
     tasks = [[0], [1]] if (way, cores) == ("stage", 2) else [[0, 1]]
     threads = str(1 if way == "stage" else cores)
     settings = os.environ | {"RAYON_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": str(threads != "1").lower()}
@@ -125,7 +125,7 @@ def measure(root: Path, architecture: str, way: str, cores: int) -> tuple[float,
 
 
 def main() -> int:
-    """Measure, print, record."""
+    """Measure, print the medians and write the record."""
     if sys.argv[1:2] == ["--measure"]:
         way, architecture, root, *shards = sys.argv[2:]
         numbers = [int(shard) for shard in shards]

@@ -1,9 +1,9 @@
-"""`make demo`: pretrain a tiny GPT and a tiny BERT at tensor-parallel 2 on real text, and show their loss.
+"""`make demo`: pretrain a tiny GPT and a tiny BERT at tp_size 2 on real text, and show their loss.
 
 Runs `src/train.py` twice, as a user would, then reads the two records and draws the loss curves.
-Exit code 1 if a model does not reach the promised loss.
+Exit code 1 if a model does not reach the required loss.
 
-    python analysis/demo/demo.py --record analysis/demo/records/demo.json     # also one record of both
+    python analysis/demo/demo.py --record analysis/demo/records/demo.json     # also write a record
 """
 
 import argparse
@@ -24,8 +24,8 @@ from lmscale.results import new_record, record_argument, write_record  # noqa: E
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OUTPUT = REPOSITORY / "outputs" / "demo"
-STEPS = 200  # of each model; about a minute on two cores
-MARGIN_NATS = 0.5  # what the demo promises: GPT below the unigram, BERT below its own start
+STEPS = 200  # per model; about a minute on two cores
+MARGIN_NATS = 0.5  # required improvement: GPT over the unigram loss, BERT over its initial loss
 
 
 def train(model: str) -> Path:
@@ -39,13 +39,13 @@ def train(model: str) -> Path:
 
 
 def read_metrics(run_dir: Path) -> dict[str, float]:
-    """The figures of a run's record by name."""
+    """Read the metrics of a run's record by name."""
     record = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
     return {name: entry["value"] for name, entry in record["metrics"].items()}
 
 
 def draw(runs: dict[str, tuple[Path, str, float]], path: Path) -> None:
-    """Training and validation loss of each run, with its unigram yardstick."""
+    """Draw training and validation loss of each run, with the unigram loss as reference."""
     sns.set_theme(style="whitegrid", context="paper")
     figure, axes = plt.subplots(1, len(runs), figsize=(7.0, 2.8), constrained_layout=True)
     for axis, (name, (run_dir, term, unigram)) in zip(axes, runs.items(), strict=True):
@@ -55,13 +55,13 @@ def draw(runs: dict[str, tuple[Path, str, float]], path: Path) -> None:
         validation = frame.dropna(subset=[f"val/{term}"])
         sns.lineplot(validation, x="step", y=f"val/{term}", ax=axis, label="validation", color="black", marker="o")
         axis.axhline(unigram, color="black", linestyle="--", linewidth=0.8, label="unigram")
-        axis.set(title=name, xlabel="optimizer step", ylabel="loss (nats a token)")
+        axis.set(title=name, xlabel="optimizer step", ylabel="loss (nats per token)")
         axis.legend()
     figure.savefig(path, dpi=150)
 
 
 def record_losses(gpt: dict[str, float], bert: dict[str, float], path: Path) -> None:
-    """One record of what both learned."""
+    """Write one record of both runs' losses."""
     metrics = {}
     for model, values, term in (("gpt", gpt, "loss"), ("bert", bert, "lm_loss")):
         names = {"before": f"val_start/{term}", "after": f"val/{term}", "unigram": "val/unigram_cross_entropy"}
@@ -71,9 +71,9 @@ def record_losses(gpt: dict[str, float], bert: dict[str, float], path: Path) -> 
 
 
 def main() -> int:
-    """Train both, print before and after, say whether the promise holds."""
+    """Train both models, print initial and final losses, and check the required improvement."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--record", type=record_argument, help="file of a record of both")
+    parser.add_argument("--record", type=record_argument, help="path of a record of both runs; none by default")
     options = parser.parse_args()
     start = time.time()
     gpt_dir, bert_dir = train("gpt_tiny"), train("bert_tiny")
@@ -92,10 +92,10 @@ def main() -> int:
     gpt_margin = gpt_unigram - gpt["val/loss"]
     bert_gain = bert["val_start/lm_loss"] - bert["val/lm_loss"]
     print(
-        f"\nGPT   validation loss {gpt['val_start/loss']:.3f} -> {gpt['val/loss']:.3f} nats; the training unigram "
-        f"scores {gpt_unigram:.3f} on the same text: {gpt_margin:.3f} below it (promised: {MARGIN_NATS})\n"
+        f"\nGPT   validation loss {gpt['val_start/loss']:.3f} -> {gpt['val/loss']:.3f} nats; unigram loss "
+        f"{gpt_unigram:.3f} on the same text: {gpt_margin:.3f} lower (required: {MARGIN_NATS})\n"
         f"BERT  masked loss     {bert['val_start/lm_loss']:.3f} -> {bert['val/lm_loss']:.3f} nats: {bert_gain:.3f} "
-        f"below its start (promised: {MARGIN_NATS}); unigram {bert_unigram:.3f}\n"
+        f"lower (required: {MARGIN_NATS}); unigram loss {bert_unigram:.3f}\n"
     )
     for name, run_dir in (("GPT", gpt_dir), ("BERT", bert_dir)):
         print(f"{name:5} run {run_dir}\n      record {run_dir / 'record.json'}")

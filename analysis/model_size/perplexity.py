@@ -1,4 +1,4 @@
-"""Figure 6's form: validation perplexity over training, one curve per run."""
+"""Figure 6: validation perplexity over training, one curve per run."""
 
 import pandas as pd
 import seaborn as sns
@@ -12,10 +12,10 @@ AXES = {"steps": "iterations", "tokens": "tokens"}
 
 
 def draw_perplexity(curves: dict[str, pd.DataFrame], x: str = "steps") -> Figure:
-    """All curves in one picture; they differ in marks, dashes and lightness, the last one darkest.
+    """Draw all curves on one axis. They differ in marker, dash pattern and lightness; the last one is the darkest.
 
     Args:
-        curves: by label, with columns `perplexity` and `x`.
+        curves: data frame by label, with columns `perplexity` and `x`.
         x: `steps` or `tokens`.
     """
     rows = pd.concat([points.assign(run=label) for label, points in curves.items()], ignore_index=True)
@@ -32,7 +32,7 @@ def draw_perplexity(curves: dict[str, pd.DataFrame], x: str = "steps") -> Figure
             palette=[colormaps["viridis"](0.8 - 0.8 * i / max(len(curves) - 1, 1)) for i in range(len(curves))],
             errorbar=None,
             markersize=5,
-            markevery=0.1,  # of the length of the curve
+            markevery=0.1,  # as a fraction of the curve's length
             ax=axis,
         )
         axis.set(xlabel=AXES[x], ylabel="validation perplexity, log scale", yscale="log")

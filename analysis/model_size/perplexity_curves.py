@@ -2,9 +2,9 @@
 
     python analysis/model_size/perplexity_curves.py outputs/gpt_355m/RUN outputs/gpt_2.5b/RUN --labels "355 M" "2.5 B"
 
-Reads `metrics.csv` and `config.json` of every folder. The picture is as wide as a column of the paper; curves differ in
-marks, dashes and lightness, so they can be told apart in grey. Beside it goes a record of what was read: files by their
-hash, points, best perplexity.
+Reads `metrics.csv` and `config.json` of every folder. The figure is as wide as a column of the paper. Curves differ in
+marker, dash pattern and lightness, so they are distinguishable in grayscale. A record is written beside the figure: the
+hash of each file, the number of points and the best perplexity.
 """
 
 import argparse
@@ -28,12 +28,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Curve:
-    """What one run folder tells.
+    """The validation curve of one run folder.
 
     Args:
+        label: name of the curve in the legend.
         points: columns `steps`, `tokens` (seen in training) and `perplexity`, one row per validation.
-        sha256: of metrics.csv.
-        config: the run's.
+        sha256: hash of metrics.csv.
+        config: configuration of the run.
     """
 
     label: str
@@ -43,20 +44,20 @@ class Curve:
 
 
 def read_curve(folder: Path, label: str | None = None) -> Curve:
-    """The validations of a run.
+    """Read the validation perplexities of a run.
 
     Args:
-        label: of the curve; None takes the run's name and the size of its model.
+        label: name of the curve; None uses the run's name and the size of its model.
 
     Raises:
-        ValueError: no such run, or one that was never validated.
+        ValueError: the folder is not a run folder, or the run was never validated.
     """
     try:
         data = (folder / "metrics.csv").read_bytes()
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         table = pd.read_csv(folder / "metrics.csv")
         points = table[["step", "val/perplexity"]].dropna().rename(columns={"step": "steps"})
-        tokens_a_step = config["global_batch_size"] * config["data"]["seq_length"]
+        tokens_per_step = config["global_batch_size"] * config["data"]["seq_length"]
         model = config["model"]
         name = f"{config['name']}, {model['num_layers']} x {model['hidden_size']}"
     except OSError as error:
@@ -65,20 +66,20 @@ def read_curve(folder: Path, label: str | None = None) -> Curve:
         raise ValueError(f"a run must be a run folder, but {folder} cannot be read as one ({error!r})") from None
     if points.empty:
         raise ValueError(f"a run must have been validated, but metrics.csv of {folder} has no val/perplexity")
-    points = points.rename(columns={"val/perplexity": "perplexity"}).assign(tokens=points["steps"] * tokens_a_step)
+    points = points.rename(columns={"val/perplexity": "perplexity"}).assign(tokens=points["steps"] * tokens_per_step)
     return Curve(label or name, points.reset_index(drop=True), hashlib.sha256(data).hexdigest(), config)
 
 
 def check_together(curves: list[Curve]) -> str | None:
-    """What a reader must know before comparing the curves, None where they compare.
+    """Return a warning if the perplexities of the curves may not be comparable, else None.
 
     Raises:
-        ValueError: one label twice, or BERT and GPT together, whose perplexities are of different things.
+        ValueError: a label occurs twice, or BERT and GPT are mixed, whose perplexities measure different things.
     """
     labels = [curve.label for curve in curves]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
-        raise ValueError(f"`--labels` must name every run differently, but {twice!r} is there twice")
+        raise ValueError(f"`--labels` must name every run differently, but {twice!r} occurs twice")
     kinds = {curve.config["model"]["architecture"] for curve in curves}
     if len(kinds) > 1:
         raise ValueError(f"the runs must be of one architecture, but are of {' and '.join(sorted(kinds))}")
@@ -88,12 +89,14 @@ def check_together(curves: list[Curve]) -> str | None:
     }
     different = [name for name, is_same in same.items() if not is_same]
     return (
-        f"the runs differ in `{'` and `'.join(different)}`: their perplexities may not compare" if different else None
+        f"the runs differ in `{'` and `'.join(different)}`: their perplexities may not be comparable"
+        if different
+        else None
     )
 
 
 def make_record(folders: list[Path], curves: list[Curve], x: str) -> dict:
-    """What was read and the best perplexity of each curve."""
+    """Build the record: the files read and the best perplexity of each curve."""
     metrics = {}
     for curve in curves:
         best = float(curve.points["perplexity"].min())
@@ -108,23 +111,25 @@ def make_record(folders: list[Path], curves: list[Curve], x: str) -> dict:
 
 
 def is_papers(curve: Curve) -> bool:
-    """Whether a run has the size and the steps of a curve of Figure 6."""
+    """Whether the model and the number of steps are those of a curve in Figure 6."""
     shape = tuple(curve.config["model"][key] for key in ("num_layers", "hidden_size", "num_attention_heads"))
     return shape in GPT_SIZES.values() and curve.points["steps"].max() == STEPS
 
 
 def main() -> int:
-    """Read, draw, record."""
+    """Read the runs, draw the curves and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
-    parser.add_argument("--labels", nargs="+", help="of the curves, in the order of the runs")
+    parser.add_argument("--labels", nargs="+", help="labels of the curves, in the order of the runs")
     parser.add_argument("--x", choices=AXES, default="steps")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "figures" / "figure_6.png")
     options = parser.parse_args()
     labels = options.labels or [None] * len(options.runs)
     try:
         if len(labels) != len(options.runs):
-            raise ValueError(f"`--labels` must be as many as the runs ({len(options.runs)}), but are {len(labels)}")
+            raise ValueError(
+                f"the number of `--labels` must equal the number of runs ({len(options.runs)}), but is {len(labels)}"
+            )
         known = sorted(Figure().canvas.get_supported_filetypes())
         if options.output.suffix[1:] not in known:
             raise ValueError(f"`--output` must end in one of {', '.join(known)}, but is {options.output}")

@@ -1,4 +1,4 @@
-"""Loss against size: power laws through the means of several runs a size, with error bars from their spread."""
+"""Power laws of loss against size, fitted to the means of several runs per size, with confidence intervals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_SIZES, MIN_RUNS = 3, 2
-# 97.5 % quantile by degrees of freedom; beyond the last it is a little wide.
+# 97.5 % quantile by degrees of freedom; the last entry serves all larger ones, for which it is slightly too wide.
 STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
 PERCENTILES = (2.5, 97.5)
-_NUM_FLOORS, _NUM_SEARCHES = 60, 3  # tried over the whole range, then between the neighbours of the best, and again
+_NUM_FLOORS, _NUM_SEARCHES = 60, 3  # a grid over the whole range, refined twice around the best floor
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,15 @@ class PowerLaw:
     """y = a x^-b + c.
 
     Args:
-        a, b, c: c is the floor, 0 where there is none.
-        b_interval, c_interval: 95 %, from the spread of the runs of a size; (0, 0) for no floor. What other seeds would
-            change if the law were right.
-        b_line_interval: 95 % of b, from how far the sizes' means lie from the law (Student's t), which a wrong form
+        a, b, c: coefficients; c is the floor, 0 for a law without one.
+        b_interval, c_interval: 95 % intervals from the spread over seeds, assuming that the law is right; (0, 0) for c
+            without a floor.
+        b_line_interval: 95 % interval of b from the residuals of the means (Student's t), which a wrong functional form
             widens; None with a floor.
-        lack_of_fit: variance of the means about the law over that of the runs about their means, F; near 1 where the
-            law is right. None with a floor, or where runs do not differ.
+        lack_of_fit: F statistic, the variance of the means about the law over the variance of the runs about their
+            means; near 1 if the law is right. None with a floor, or if the runs of each size are identical.
         r_squared: share of the variance of log y that the law explains.
-        largest_residual: of a size's mean, relative.
+        largest_residual: largest relative residual of a mean.
     """
 
     a: float
@@ -39,38 +39,38 @@ class PowerLaw:
     largest_residual: float
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """y at x, as shaped."""
+        """Evaluate the law; the result has the shape of x."""
         return self.a * np.asarray(x, dtype=float) ** -self.b + self.c
 
 
 def fit_power_law(
     x: Sequence[float], runs: Sequence[Sequence[float]], *, floor: bool, num_resamples: int = 1000
 ) -> PowerLaw:
-    """The law of least squares in log y through the means of the runs.
+    """Fit a power law to the means of the runs by least squares in log y.
 
-    The intervals are those of a parametric bootstrap: runs of one size are taken to scatter in log y by the same
-    standard deviation at every size, which all sizes together estimate, and the means are drawn anew with it. They say
-    what other seeds would change, not whether a power law is right: for that see `lack_of_fit` and `b_line_interval`.
+    The intervals come from a parametric bootstrap of the means. It assumes the same standard deviation of log y over
+    seeds at every size, estimated from all sizes together. The intervals describe the variation over seeds, not
+    whether a power law fits: for that see `lack_of_fit` and `b_line_interval`.
 
     Args:
         x: sizes, above 0, all different.
         runs: y of the runs of each size, above 0.
-        floor: fit c too; otherwise it is 0.
-        num_resamples: of the bootstrap, whose generator starts from 0.
+        floor: also fit c; otherwise c is 0.
+        num_resamples: bootstrap samples, drawn with seed 0.
 
     Raises:
         ValueError: fewer than 3 sizes (4 with a floor), or a size with fewer than 2 runs.
     """
     needed = MIN_SIZES + floor
     if len(set(x)) < needed:
-        raise ValueError(f"a power law must have at least {needed} sizes, but there are {len(set(x))}")
+        raise ValueError(f"a power law needs at least {needed} sizes, but there are {len(set(x))}")
     for size, values in zip(x, runs, strict=True):
         if len(values) < MIN_RUNS:
-            raise ValueError(f"every size must have at least {MIN_RUNS} runs, but {size:g} has {len(values)}")
+            raise ValueError(f"each size must have at least {MIN_RUNS} runs, but {size:g} has {len(values)}")
     log_x, logs = np.log(np.asarray(x, dtype=float)), [np.log(np.asarray(values, dtype=float)) for values in runs]
     y = np.array([np.mean(values) for values in runs])
     scatter = np.sqrt(sum(((v - v.mean()) ** 2).sum() for v in logs) / sum(len(v) - 1 for v in logs))
-    errors = scatter / np.sqrt([len(v) for v in logs])  # of the means, in log y
+    errors = scatter / np.sqrt([len(v) for v in logs])  # standard errors of the means, in log y
     drawn = y * np.exp(np.random.default_rng(0).normal(size=(num_resamples, len(y))) * errors)
     a, b, c = (value[0] for value in _least_squares(log_x, y[None], floor))
     _, resampled_b, resampled_c = _least_squares(log_x, drawn, floor)
@@ -99,10 +99,10 @@ def fit_power_law(
 
 
 def _least_squares(log_x: np.ndarray, y: np.ndarray, floor: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """a, b and c, each [r], of the rows of y [r, n].
+    """Fit a, b and c, each [r], to the rows of y [r, n].
 
-    For a given floor it is a straight line through log(y - c). A residual d there is one of d (y - c) / y in log y, to
-    first order, hence the weights; the floor of least squares in log y is then searched for.
+    For a given floor c the fit is a straight line through log(y - c). To first order, a residual d of that line is a
+    residual d (y - c) / y in log y, hence the weights. The floor is found by a grid search.
     """
     rows, floors = np.arange(len(y)), np.zeros((len(y), 1))
     a, b, errors = _lines(log_x, y, floors)
@@ -119,7 +119,7 @@ def _least_squares(log_x: np.ndarray, y: np.ndarray, floor: bool) -> tuple[np.nd
 
 
 def _lines(log_x: np.ndarray, y: np.ndarray, floors: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """a, b and the summed squares of the residuals in log y, each [r, k], for y [r, n] and floors [r, k]."""
+    """Fit a and b for y [r, n] at given floors [r, k]; returns a, b and the sums of squared residuals, each [r, k]."""
     above = y[:, None] - floors[:, :, None]  # [r, k, n]
     weights, z = (above / y[:, None]) ** 2, np.log(above)
     weights = weights / weights.sum(axis=-1, keepdims=True)

@@ -1,12 +1,12 @@
-"""Figure 6 in small: the cells of `sweep=model_size` one by one, then loss against parameters and FLOPs.
+"""Figure 6, scaled down: run the cells of `sweep=model_size`, then fit loss against parameters and FLOPs.
 
-    python analysis/model_size/run.py                        # all that is not there yet, then the summary; half an hour
+    python analysis/model_size/run.py                        # all cells without a record, then the summary; 30 min
     python analysis/model_size/run.py --sizes 32 192 --seeds 1
 
-Each cell is one run of `src/train.py` on one thread, on the documentation that ships with Python. Its record goes to
-`records/model_size/`, and a cell that has one is not run again; delete the folder after a change of the sweep. The
-summary, `records/model_size.json`, has the power laws L = a x^-b and L = a x^-b + c, x being the parameters without
-embeddings, all parameters, or the FLOPs of the training; `make figures` draws it.
+Each cell is one run of `src/train.py` on one thread, trained on the documentation that ships with Python. Its record is
+written to `records/model_size/`. Cells that have a record are skipped, so delete the folder after changing the sweep.
+The summary, `records/model_size.json`, contains the power laws L = a x^-b and L = a x^-b + c, where x is the number of
+parameters without embeddings, of all parameters, or of training FLOPs. `make figures` draws it.
 """
 
 import argparse
@@ -35,30 +35,30 @@ from lmscale.results import new_record, write_record
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "analysis" / "model_size" / "records"
 SWEEP = ROOT / "conf" / "train" / "sweep" / "model_size.yaml"
-NUM_POINTS = 20  # of a curve, at most
+NUM_POINTS = 20  # largest number of points of a curve
 MEASURES = {
     "parameters_without_embeddings": "parameters",
     "parameters": "parameters",
     "flops": "FLOPs",
 }
-SIZE = ("num_layers", "hidden_size")  # of the model: what may differ between the cells of a series, with the seed
+SIZE = ("num_layers", "hidden_size")  # keys of the model that may differ between cells, besides the seed
 KEPT = ("name", "model", "data", "tokenizer", "optimizer", "schedule", "trainer", "precision", "micro_batch_size")
-KEPT += ("global_batch_size", "fidelity", "overrides")  # of a run's configuration in the record of its cell
+KEPT += ("global_batch_size", "fidelity", "overrides")  # keys of a run's configuration that its cell's record keeps
 
 
 def swept(key: str) -> list[int]:
-    """The values that the sweep gives to a key."""
+    """Values of a key in the sweep."""
     return [int(value) for value in OmegaConf.load(SWEEP).hydra.sweeper.params[key].split(",")]
 
 
 def train(overrides: Sequence[str]) -> None:
-    """One run of the entry script with this Python, on one thread; its words go to the terminal."""
+    """Run `src/train.py` on one thread with the current interpreter; its output goes to the terminal."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, str(ROOT / "src" / "train.py"), *overrides], check=True, cwd=ROOT, env=environment)
 
 
 def run_cell(size: int, seed: int, more: Sequence[str], outputs: Path, records: Path) -> None:
-    """Train one cell and keep its record; nothing where that is there already. What was left half done goes."""
+    """Train one cell and write its record, unless it has one. An incomplete run folder is deleted first."""
     target = records / f"hidden_{size}_seed_{seed}.json"
     if target.is_file():
         return
@@ -74,7 +74,7 @@ def run_cell(size: int, seed: int, more: Sequence[str], outputs: Path, records: 
 
 
 def describe_cell(run_dir: Path, cpu_s: float) -> dict[str, Any]:
-    """The record of a cell from its run folder: the run's, with sizes and validation curve, without what is local."""
+    """Build a cell's record from its run folder: the run's metrics, the model's size and the validation curve."""
     run = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
     config, steps = run["config"], int(run["metrics"]["steps"]["value"])
     model = TransformerConfig.from_dict(config["model"])
@@ -97,7 +97,7 @@ def describe_cell(run_dir: Path, cpu_s: float) -> dict[str, Any]:
 
 
 def read_curve(path: Path) -> list[dict[str, float]]:
-    """Step and validation loss, up to `NUM_POINTS` rows evenly over the run, the last one always."""
+    """Read step and validation loss at up to `NUM_POINTS` evenly spaced validations, including the last."""
     with open(path, encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["val/loss"]]
     stride = -(-len(rows) // NUM_POINTS)
@@ -105,12 +105,12 @@ def read_curve(path: Path) -> list[dict[str, float]]:
 
 
 def read_cells(records: Path) -> dict[int, list[dict[str, Any]]]:
-    """Records of the cells that are there, by hidden size, from narrow to wide.
+    """Read the existing records of cells, by hidden size in ascending order.
 
     Raises:
-        ValueError: cells that were not trained alike.
+        ValueError: a setting other than the size and the seed differs between cells.
     """
-    cells: dict[int, list[dict[str, Any]]] = {}  # also of seeds and sizes beyond those asked for now
+    cells: dict[int, list[dict[str, Any]]] = {}  # all recorded sizes and seeds, not only the requested ones
     for path in sorted(records.glob("hidden_*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         cells.setdefault(record["config"]["model"]["hidden_size"], []).append(record)
@@ -125,18 +125,18 @@ def read_cells(records: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def name_of(record: dict[str, Any]) -> str:
-    """A cell's size as layers x hidden."""
+    """The size of a cell: layers x hidden."""
     return "x".join(str(record["config"]["model"][key]) for key in SIZE)
 
 
 def mean_curve(runs: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """The mean validation loss of the runs of a size at each step."""
+    """Average the validation curves of the runs of one size."""
     curves = zip(*(run["config"]["curve"] for run in runs), strict=True)
     return [{"step": rows[0]["step"], "loss": statistics.fmean(row["loss"] for row in rows)} for rows in curves]
 
 
 def fit_all(cells: dict[int, list[dict[str, Any]]]) -> dict[str, dict[str, PowerLaw]]:
-    """For each measure of size the law without a floor and, from four sizes on, the one with it."""
+    """Fit, per measure of size, the law without a floor and, for at least four sizes, the law with one."""
     losses = [[run["metrics"]["val/loss"]["value"] for run in runs] for runs in cells.values()]
     laws: dict[str, dict[str, PowerLaw]] = {}
     for measure in MEASURES:
@@ -148,10 +148,10 @@ def fit_all(cells: dict[int, list[dict[str, Any]]]) -> dict[str, dict[str, Power
 
 
 def summarize(cells: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
-    """The record of the series: every size, every law, the mean curves.
+    """Build the record of the study: every size, every law and the mean curves.
 
     Raises:
-        ValueError: too few sizes or seeds for a law.
+        ValueError: there are too few sizes or seeds to fit a law.
     """
     laws, metrics = fit_all(cells), {}
     for runs in cells.values():
@@ -163,7 +163,7 @@ def summarize(cells: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
     for measure, kinds in laws.items():
         for kind, law in kinds.items():
             if kind == "floor" and not floor_is_borne(kinds):
-                continue  # it is the other law again
+                continue  # identical to the law without a floor
             metrics |= {f"{measure}/{kind}/{name}": entry for name, entry in describe_law(law).items()}
     cpu_s = sum(run["metrics"]["cpu_time"]["value"] for runs in cells.values() for run in runs)
     metrics["cpu_time"] = {"value": cpu_s, "unit": "s"}
@@ -175,12 +175,12 @@ def summarize(cells: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def floor_is_borne(laws: dict[str, PowerLaw]) -> bool:
-    """Whether the data tell the floor from 0: its 95 % interval is above it."""
+    """Whether the floor is significant: its 95 % interval lies above 0."""
     return "floor" in laws and laws["floor"].c_interval[0] > 0
 
 
 def describe_law(law: PowerLaw) -> dict[str, dict[str, Any]]:
-    """A law's numbers with their units."""
+    """The coefficients and statistics of a law with their units."""
     values = {"a": law.a, "b": law.b, "b_seeds_low": law.b_interval[0], "b_seeds_high": law.b_interval[1]}
     if law.b_line_interval is None:
         values |= {"c": law.c, "c_low": law.c_interval[0], "c_high": law.c_interval[1]}
@@ -195,7 +195,7 @@ def describe_law(law: PowerLaw) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    """Run what is missing, the first seed of every size first; then sum up."""
+    """Run the missing cells, the first seed of every size first, then summarize."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("overrides", nargs="*", help="more keys of train.py, for a trial with other --records")
     parser.add_argument("--sizes", nargs="+", type=int, choices=swept("model.hidden_size"), metavar="HIDDEN")

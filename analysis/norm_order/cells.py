@@ -1,7 +1,7 @@
-"""The norm-order study: its cells as data frames, how each ended, and the learning rates that they choose.
+"""The norm-order study: its cells as data frames, the outcome of each, and the best learning rate per arm.
 
-Words used here: an *arm* is a norm order with a way to start the weights before a residual (`scaled` by 1/sqrt(2 L), or
-not); a *cell* is one run of an arm at a depth, a learning rate and a seed.
+An *arm* is a norm order with an initialization of the residual layers (`scaled` by 1/sqrt(2 L), or not). A *cell* is
+one run of an arm at one depth, learning rate and seed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,9 +11,9 @@ from typing import Any
 import pandas as pd
 
 NATS = "nats/masked token"
-# A cell has diverged where it had no finite gradient, or ends this far (nats) above its own lowest mean of 25 steps. It
-# is stuck where it ends less than this below the least loss that is possible without a look at other places, or above
-# it. Whatever its end, it was unstable where such a mean came DIVERGED_ABOVE over the lowest before it.
+# Thresholds in nats, for means over windows of 25 steps. A cell diverged if its gradient became non-finite or its final
+# loss is more than DIVERGED_ABOVE over its lowest. It is stuck if its final loss is not at least STUCK_WITHIN below the
+# lowest loss possible without context. It was unstable if a window was ever DIVERGED_ABOVE over the lowest before it.
 DIVERGED_ABOVE, STUCK_WITHIN = 0.25, 0.1
 STATES = ("learned", "stuck", "diverged")
 ARM = ["order", "scaled"]
@@ -21,7 +21,7 @@ CELL = ["layers", *ARM, "lr", "seed"]
 
 
 def read_cells(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """One row per cell of `run.py`.
+    """Read records of `run.py` into one row per cell.
 
     Returns:
         layers, order, scaled, lr, seed; train_loss (mean of the last 50 steps), validation_loss, lowest_loss,
@@ -29,7 +29,7 @@ def read_cells(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
         unstable, bool.
 
     Raises:
-        ValueError: two records are of the same cell.
+        ValueError: two records belong to the same cell.
     """
     rows = []
     for record in records:
@@ -56,7 +56,7 @@ def _was_unstable(curve: Sequence[float]) -> bool:
 
 
 def read_curves(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """Training loss of every cell: layers, order, scaled, lr, seed, step (the last of a window), loss in nats."""
+    """Training loss of every cell: layers, order, scaled, lr, seed, step (last step of the window), loss in nats."""
     rows = []
     for record in records:
         config = record["config"]
@@ -66,7 +66,7 @@ def read_curves(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
 
 
 def read_gradient_norms(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """Gradient norm of every layer, before clipping: layers, order, scaled, lr, seed, step, layer (from 0), norm."""
+    """Gradient norm per layer before clipping: layers, order, scaled, lr, seed, step, layer (from 0), norm."""
     rows = []
     for record in records:
         config = record["config"]
@@ -78,8 +78,10 @@ def read_gradient_norms(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
 
 
 def choose_rates(cells: pd.DataFrame, layers: int) -> dict[tuple[str, bool], float]:
-    """By arm the learning rate of the lowest mean training loss over the seeds; a rate at which a cell diverged only
-    where all have one."""
+    """Choose, per arm, the learning rate with the lowest mean training loss over the seeds.
+
+    Rates at which no cell diverged are preferred.
+    """
     at_depth = cells[cells["layers"] == layers] if len(cells) else cells
     chosen: dict[tuple[str, bool], float] = {}
     for arm, group in at_depth.groupby(ARM) if len(at_depth) else ():
@@ -89,12 +91,12 @@ def choose_rates(cells: pd.DataFrame, layers: int) -> dict[tuple[str, bool], flo
 
 
 def at_chosen_rates(rows: pd.DataFrame, cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
-    """Of rows with order, scaled and lr, those at the learning rate that `cells` chose for their arm."""
+    """Keep the rows at the learning rate chosen for their arm (columns order, scaled and lr)."""
     rates = choose_rates(cells, factorial)
     return rows[[rates.get((row.order, row.scaled)) == row.lr for row in rows.itertuples()]]
 
 
 def retried_cells(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
-    """The cells at another depth and another rate than the one chosen for their arm: where the chosen one failed."""
+    """Cells at other depths with a rate other than the chosen one: reruns of cells that did not learn."""
     chosen = at_chosen_rates(cells, cells, factorial)
     return cells[(cells["layers"] != factorial) & ~cells.index.isin(chosen.index)]

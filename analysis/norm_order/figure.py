@@ -1,4 +1,4 @@
-"""Figure 7 as a controlled experiment: lightness tells the order, line style how the weights before residuals start."""
+"""Figure 7 as a controlled experiment: lightness shows the norm order, line style the initialization."""
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -13,15 +13,15 @@ from .cells import CELL, NATS, at_chosen_rates
 _PALETTE = {"pre": PALETTE["paper"], "post": PALETTE["ours"]}
 _STARTS = {True: "scaled by 1/sqrt(2 L)", False: "not scaled"}
 _LOSS = f"training loss,\n{NATS}"
-_NORM = "gradient norm,\nnats a unit of weight"
+_NORM = "gradient norm,\nnats per unit weight"
 
 
 def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) -> Figure:
-    """Training loss over steps, one panel per depth, each arm at its chosen learning rate; a line is a seed.
+    """Draw training loss over steps: one panel per depth, one line per seed, each arm at its chosen learning rate.
 
     Args:
-        curves, cells: of `read_curves` and `read_cells`.
-        factorial: the depth that chose the learning rates.
+        curves, cells: results of `read_curves` and `read_cells`.
+        factorial: depth at which the learning rates were chosen.
     """
     rows = _arms(at_chosen_rates(curves, cells, factorial)).rename(columns={"loss": _LOSS})
     figure = _panels(rows, x="step", y=_LOSS, title="{col_name} layers")
@@ -31,7 +31,7 @@ def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) 
 
 
 def draw_rates(cells: pd.DataFrame, factorial: int) -> Figure:
-    """Last training loss over the learning rate at the factorial's depth, one panel per start; a mark is a seed."""
+    """Draw final training loss over learning rate at the factorial's depth: one panel per initialization."""
     rows = _arms(cells[cells["layers"] == factorial]).rename(columns={"lr": "learning rate", "train_loss": _LOSS})
     rates = sorted(rows["learning rate"].unique())
     figure = _panels(rows, x="learning rate", y=_LOSS, col="start", title="{col_name}")
@@ -46,11 +46,11 @@ def draw_rates(cells: pd.DataFrame, factorial: int) -> Figure:
 
 
 def draw_gradient_norms(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int, step: int = 1) -> Figure:
-    """Gradient norm of each layer, one panel per depth, each arm at its chosen learning rate; a line is a seed.
+    """Draw the gradient norm per layer: one panel per depth, one line per seed, each arm at its chosen learning rate.
 
     Args:
-        norms: of `read_gradient_norms`.
-        step: 1, before the first update, or another at which the study keeps norms: then the mean of 10 steps up to it.
+        norms: result of `read_gradient_norms`.
+        step: 1 (before the first update), or another step with recorded norms, which are means over the last 10 steps.
     """
     at_step = norms[norms["step"] == step].rename(columns={"norm": _NORM})
     rows = _arms(at_chosen_rates(at_step, cells, factorial))
@@ -60,11 +60,11 @@ def draw_gradient_norms(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int
 
 
 def draw_failures(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int, steps: tuple[int, int]) -> Figure:
-    """Gradient norm of each layer in every post-norm run of the factorial, before the first update and later.
+    """Draw the gradient norm per layer of every post-norm run of the factorial, before the first update and later.
 
     Args:
-        norms: of `read_gradient_norms`.
-        steps: of the two panels.
+        norms: result of `read_gradient_norms`.
+        steps: the two panels' steps.
     """
     rows = norms.merge(cells[[*CELL, "state"]], on=CELL).rename(columns={"norm": _NORM, "state": "the run"})
     rows = rows[(rows["layers"] == factorial) & (rows["order"] == "post") & rows["step"].isin(steps)]
@@ -76,17 +76,17 @@ def draw_failures(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int, step
 
 
 def _arms(rows: pd.DataFrame) -> pd.DataFrame:
-    """The arm's two words as they stand in legends."""
+    """Rename the two factors of an arm for legends."""
     return rows.assign(start=rows["scaled"].map(_STARTS)).rename(columns={"order": "norm order"})
 
 
 def _panels(
     rows: pd.DataFrame, x: str, y: str, title: str, col: str = "layers", share_x: bool = True, **shown
 ) -> Figure:
-    """Two panels per row at column width, one legend below them; by default lightness is the order, style the start."""
+    """Draw panels, two per row, with one legend; by default lightness is the order, line style the initialization."""
     arms = {"hue": "norm order", "style": "start" if col != "start" else None, "palette": _PALETTE}
     lines = {"units": "seed", "estimator": None, "linewidth": 0.9} | arms | shown
-    if col == "start":  # a mean over the seeds, which are marks
+    if col == "start":  # the line is the mean over the seeds, which are drawn as points
         lines |= {"units": None, "estimator": "mean", "errorbar": None}
     size = {"height": COLUMN_WIDTH * 0.55, "aspect": 0.95, "col_wrap": 2}
     facets = {"sharex": share_x, "legend_out": False}
@@ -96,12 +96,12 @@ def _panels(
         sns.move_legend(
             grid, "upper center", bbox_to_anchor=(0.5, 0.02), ncols=2, frameon=False, title_fontsize="small"
         )
-    plt.close(grid.figure)  # a notebook would show it twice
+    plt.close(grid.figure)  # otherwise a notebook shows it twice
     return grid.figure
 
 
 def _logarithmic(figure: Figure) -> None:
-    """A logarithmic y axis with numbers at 1 and 3 of a decade, or at decades where there are many."""
+    """Use a logarithmic y axis with labels at 1 and 3 of each decade, or at decades only if it spans many."""
     for axis in figure.axes:
         axis.set(yscale="log")
         low, high = axis.get_ylim()
@@ -112,6 +112,6 @@ def _logarithmic(figure: Figure) -> None:
 
 
 def _mark_references(axis: plt.Axes, cells: pd.DataFrame) -> None:
-    """Dotted, a model that ignores its input; dashed, the least loss without a look at other places."""
+    """Draw reference losses: the unigram entropy (dotted) and the lowest loss possible without context (dashed)."""
     for name, style in (("scored_entropy", ":"), ("context_free_loss", (0, (6, 2)))):
         axis.axhline(cells[name].dropna().iloc[0], color="0.4", linewidth=0.8, linestyle=style)

@@ -1,13 +1,13 @@
-"""Figure 7 as a controlled experiment: the cells of `sweep=norm_order` one by one, then what they show.
+"""Figure 7 as a controlled experiment: run the cells of `sweep=norm_order`, then summarize them.
 
-    python analysis/norm_order/run.py --jobs 2              # all that is not there yet, then the summary; hours
+    python analysis/norm_order/run.py --jobs 2              # every cell without a record, then the summary; hours
     python analysis/norm_order/run.py --stages 12 --seeds 1
 
-Norm order x scaling of the weights before a residual x learning rate at 12 layers; at 6 and 24 layers each of these
-four with the learning rate that served it best at 12; at 48 layers the same with one seed. The seeds with which an arm
-does not learn at 24 layers are tried there at the lower rates too. A cell is one run of `src/train.py` on one thread,
-on the documentation that ships with Python; its record goes to `records/norm_order/`, and a cell that has one is not
-run again. The summary is `records/norm_order.json`; `make tables` and `make figures` show it.
+At 12 layers the design is full factorial: norm order x scaled initialization of residual layers x learning rate. At 6
+and 24 layers each of the four arms uses its best learning rate at 12 layers, and at 48 layers the same with one seed.
+At 24 layers, seeds that do not learn are repeated at the lower rates. A cell is one run of `src/train.py` on one
+thread, trained on the documentation that ships with Python. Its record is written to `records/norm_order/`, and cells
+that have a record are skipped. The summary is `records/norm_order.json`; `make tables` and `make figures` show it.
 """
 
 import argparse
@@ -51,17 +51,17 @@ TRAINED = OmegaConf.to_container(
 )
 FACTORIAL = int(SWEEP.model.num_layers)
 SEEDS = range(1, 4)
-STAGES = {FACTORIAL: 3, 6: 3, 24: 3, 48: 1}  # layers: seeds, in this order: the first chooses the others' rates
-RETRIED = 24  # layers at which runs that do not learn get the grid's lower rates, lest depth stand for a rate
-WINDOW = 25  # steps of which a point of a curve is the mean
-NORM_WINDOW = 10  # steps of which a gradient norm in training is the mean; at step 1 it is that step's alone
-REFERENCE_EPOCHS = 4  # 226,000 scored tokens: their entropy is within 0.001 nats
+STAGES = {FACTORIAL: 3, 6: 3, 24: 3, 48: 1}  # layers: seeds; the first stage chooses the rates
+RETRIED = 24  # layers at which runs that do not learn are repeated at lower rates, to separate depth from learning rate
+WINDOW = 25  # steps averaged into one point of a curve
+NORM_WINDOW = 10  # steps averaged into one gradient norm, except at step 1
+REFERENCE_EPOCHS = 4  # 226,000 scored tokens, which give the entropy within 0.001 nats
 DIVERGED = 3  # exit code of a run without finite gradients
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. `lr` is kept as the sweep writes it."""
+    """One run. `lr` is text, as the sweep spells it."""
 
     layers: int
     order: str
@@ -71,11 +71,11 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its record and run folder."""
+        """Name of its record and run folder."""
         return f"{self.layers}_{self.order}_{'scaled' if self.scaled else 'unscaled'}_{self.lr}_{self.seed}"
 
     def overrides(self) -> tuple[str, ...]:
-        """Of train.py."""
+        """Overrides of `src/train.py`."""
         return (
             "sweep=norm_order",
             "hydra.mode=RUN",
@@ -88,15 +88,15 @@ class Cell:
 
 
 def swept(key: str) -> list[str]:
-    """The values that the sweep gives to a key."""
+    """Values of a key in the sweep."""
     return SWEEP.hydra.sweeper.params[key].split(",")
 
 
 def cells_of_stage(layers: int, seeds: Iterable[int], records: Path) -> list[Cell]:
-    """The cells at a depth, one seed after the other.
+    """Cells at one depth, seed by seed.
 
     Raises:
-        ValueError: the factorial, which chooses the learning rates, is not complete.
+        ValueError: the factorial, which determines the learning rates, is incomplete.
     """
     arms = list(itertools.product(swept("model.norm_order"), (True, False)))
     if layers == FACTORIAL:
@@ -105,7 +105,7 @@ def cells_of_stage(layers: int, seeds: Iterable[int], records: Path) -> list[Cel
         needed = cells_of_stage(FACTORIAL, SEEDS, records)
         missing = [cell.name for cell in needed if not (records / f"{cell.name}.json").is_file()]
         if missing:
-            raise ValueError(f"the cells at {FACTORIAL} layers must all be there first, but {missing[0]} is not")
+            raise ValueError(f"the cells at {FACTORIAL} layers must all have records first, but {missing[0]} has none")
         chosen = choose_rates(read_cells(read_folder(records)), FACTORIAL)
         rates = {arm: [lr for lr in swept("optimizer.lr") if float(lr) == chosen[arm]] for arm in arms}
     kept = [seed for seed in seeds if seed <= STAGES[layers]]
@@ -113,7 +113,7 @@ def cells_of_stage(layers: int, seeds: Iterable[int], records: Path) -> list[Cel
 
 
 def cells_to_retry(seeds: Iterable[int], records: Path) -> list[Cell]:
-    """At `RETRIED` layers, those seeds with which an arm did not learn at its chosen rate, at the rates below."""
+    """Cells at `RETRIED` layers and lower rates, for seeds that did not learn at the rate chosen for their arm."""
     cells = read_cells(read_folder(records))
     chosen, retries = choose_rates(cells, FACTORIAL), []
     for (order, scaled), group in cells[cells["layers"] == RETRIED].groupby(ARM):
@@ -129,10 +129,10 @@ def cells_to_retry(seeds: Iterable[int], records: Path) -> list[Cell]:
 
 
 def read_folder(records: Path) -> list[dict[str, Any]]:
-    """The records of the cells, in the order of their names.
+    """Read the records of cells, sorted by name.
 
     Raises:
-        ValueError: a file is no record of a cell of this sweep.
+        ValueError: a file is not the record of a cell of this sweep.
     """
     found = []
     for path in sorted(records.glob("*.json")):
@@ -140,15 +140,15 @@ def read_folder(records: Path) -> list[dict[str, Any]]:
             record = json.loads(path.read_text(encoding="utf-8"))
             same = all(record["config"]["sweep"][key] == wanted for key, wanted in TRAINED.items())
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"`--records` must hold cells of this study, but {path} is none") from error
+            raise ValueError(f"`--records` must hold cells of this study, but {path} is not one") from error
         if not same:
-            raise ValueError(f"`--records` must hold cells of this sweep, but {path} is of another")
+            raise ValueError(f"`--records` must hold cells of this sweep, but {path} belongs to another")
         found.append(record)
     return found
 
 
 def run_cell(cell: Cell, more: Sequence[str], outputs: Path, records: Path) -> None:
-    """Train one cell and keep its record; nothing where that is there already. What was left half done goes."""
+    """Train one cell and write its record, unless it has one. An incomplete run folder is deleted first."""
     target, run_dir = records / f"{cell.name}.json", outputs / cell.name
     if target.is_file():
         return
@@ -161,7 +161,7 @@ def run_cell(cell: Cell, more: Sequence[str], outputs: Path, records: Path) -> N
         )
         _, status, usage = os.wait4(process.pid, 0)
     code = os.waitstatus_to_exitcode(status)
-    process.returncode = code  # Popen would wait for it again
+    process.returncode = code  # so that Popen does not wait for it again
     if code not in (0, DIVERGED):
         raise RuntimeError(f"{cell.name} ended with code {code}; see {log.name}")
     write_record(describe_cell(cell, more, run_dir, code == DIVERGED, usage), target)
@@ -170,10 +170,10 @@ def run_cell(cell: Cell, more: Sequence[str], outputs: Path, records: Path) -> N
 def describe_cell(
     cell: Cell, more: Sequence[str], run_dir: Path, diverged: bool, usage: resource.struct_rusage
 ) -> dict[str, Any]:
-    """The record of a cell from its run folder: figures, loss curve and gradient norms by layer."""
+    """Build a cell's record from its run folder: metrics, loss curve and gradient norms per layer."""
     with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
         rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
-    rows = [row for row in rows if math.isfinite(row["train/lm_loss"] + row["grad_norm"])]  # what a diverged run had
+    rows = [row for row in rows if math.isfinite(row["train/lm_loss"] + row["grad_norm"])]  # until it diverged
     losses = [row["train/lm_loss"] for row in rows] or [math.nan]
     curve = [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses) - WINDOW + 1, WINDOW)]
     nats = "nats/masked token"
@@ -205,14 +205,14 @@ def describe_cell(
 
 
 def reference_losses(config: dict[str, Any]) -> dict[str, float]:
-    """Losses to see a curve against, in nats per masked token, by counting the scored tokens of `REFERENCE_EPOCHS`.
+    """Compute reference losses in nats per masked token, from the scored tokens of `REFERENCE_EPOCHS` epochs.
 
-    They are scored in other shares than they have in the corpus: long words are skipped or cut.
+    Scored tokens are distributed differently from the corpus, because long words are skipped or truncated.
 
     Returns:
-        scored_entropy: of a model that ignores its input and knows how often each token is scored.
-        context_free_loss: the least that is possible from the scored place alone. There stands [MASK] for 8 of 10
-        tokens, the token itself or one at random for 1 each.
+        scored_entropy: unigram entropy of the scored tokens, the loss of a model that ignores its input.
+        context_free_loss: lowest loss possible from the input token at the scored position alone. That token is [MASK]
+        with probability 0.8, the original token with 0.1 and a random token with 0.1.
     """
     data = build(DataConfig, config["data"], "data.")
     tokenizer = build(TokenizerConfig, config["tokenizer"], "tokenizer.")
@@ -224,7 +224,7 @@ def reference_losses(config: dict[str, Any]) -> dict[str, float]:
         labels = dataset.batch(np.full(len(indices), epoch), indices)["labels"]
         counts += np.bincount(labels[labels != IGNORE_LABEL], minlength=corpus.vocab_size)
     share = counts / counts.sum()
-    seen = 0.1 * share[None, :] * (1 / len(share) + np.eye(len(share)))  # [shown, scored]: random or itself
+    seen = 0.1 * share[None, :] * (1 / len(share) + np.eye(len(share)))  # [input, scored]: random or original
     joint = np.concatenate([0.8 * share[None, :], seen])
     conditional = joint / joint.sum(axis=1, keepdims=True)
     return {
@@ -234,42 +234,43 @@ def reference_losses(config: dict[str, Any]) -> dict[str, float]:
 
 
 def steps_of_norms(num_steps: int) -> list[int]:
-    """Initialisation, the end of the warm-up, the middle, the end."""
+    """Steps with recorded norms: the first, the end of the warm-up, the middle and the last."""
     return sorted({1, min(int(SWEEP.schedule.warmup_steps), num_steps), max(num_steps // 2, 1), num_steps})
 
 
 def norms_at(rows: list[dict[str, float]], step: int) -> dict[str, float]:
-    """Gradient norm by part of the model, the mean of up to `NORM_WINDOW` steps up to `step`."""
+    """Gradient norm per part of the model, averaged over the last `NORM_WINDOW` steps up to `step`."""
     some = rows[max(step - NORM_WINDOW, 0) : step]
     parts = [key for key in some[0] if key.startswith("grad_norm/")]
     return {key.split("/", 1)[1]: statistics.fmean(row[key] for row in some) for key in parts}
 
 
 def main() -> int:
-    """Run what is missing, stage by stage; then sum up."""
+    """Run the missing cells stage by stage, then summarize."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("overrides", nargs="*", help="more keys of train.py, for a trial with other --records")
     parser.add_argument("--stages", nargs="*", type=int, choices=STAGES, default=list(STAGES), help="depths")
     parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=list(SEEDS))
-    parser.add_argument("--jobs", type=int, default=1, help="cells at a time, one thread each")
+    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent cells, one thread each")
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "norm_order", help="run folders")
     parser.add_argument(
-        "--records", type=Path, default=RECORDS / "norm_order", help="folder of the cells; the summary is beside"
+        "--records",
+        type=Path,
+        default=RECORDS / "norm_order",
+        help="folder of the cells; the summary is written beside it",
     )
     options = parser.parse_args()
     outputs, records = options.outputs.resolve(), options.records.resolve()
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, but is {options.jobs}")
     if options.overrides and records == RECORDS / "norm_order":
-        parser.error("--records must be another folder with other keys: these are not the study's cells")
+        parser.error("--records must be another folder if overrides are given: the cells then differ from the study's")
     outputs.mkdir(parents=True, exist_ok=True)
 
     def run(cells: list[Cell]) -> None:
         missing = [cell for cell in cells if not (records / f"{cell.name}.json").is_file()]
         if missing:  # about 20 CPU seconds per layer each
-            print(
-                f"{len(missing)} of {len(cells)} cells of {cells[0].layers} layers have no record and are trained now"
-            )
+            print(f"training the {len(missing)} of {len(cells)} cells at {cells[0].layers} layers that have no record")
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(lambda cell: run_cell(cell, options.overrides, outputs, records), cells))
 

@@ -1,6 +1,7 @@
-"""What the cells of the norm-order study show together: differences with intervals, counts of endings, the record.
+"""Summary of the norm-order study: differences with confidence intervals, counts of outcomes, and the record.
 
-An interval is Student's, of values paired by seed, and only of runs that all learned; else the counts say what was.
+Intervals use Student's t on differences paired by seed. They are given only where all runs of a comparison learned;
+otherwise only the outcomes are counted.
 """
 
 import math
@@ -14,12 +15,12 @@ from lmscale.results import new_record
 
 from .cells import ARM, DIVERGED_ABOVE, NATS, STATES, STUCK_WITHIN, at_chosen_rates, retried_cells
 
-REFERENCES = ("scored_entropy", "context_free_loss")  # losses to see a curve against
+REFERENCES = ("scored_entropy", "context_free_loss")  # reference losses, see `run.reference_losses`
 STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # 97.5 % quantile by degrees of freedom
 
 
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and the half width of its 95 % interval by Student's t; nan where there is one value alone."""
+    """Return the mean and the half width of its 95 % interval (Student's t), which is nan for a single value."""
     mean, count = statistics.fmean(values), len(values)
     if count == 1:
         return mean, math.nan
@@ -29,9 +30,10 @@ def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
 def difference(
     cells: pd.DataFrame, of: str, first: Any, second: Any, loss: str = "train_loss"
 ) -> tuple[float, float, int]:
-    """`second` minus `first` of a column's values in a loss, paired by seed: mean, half width, pairs.
+    """Difference in loss between two values of a column, `second` - `first`, paired by seed.
 
-    nan where a run did not learn, or no seed has both.
+    Returns:
+        mean, half width of its interval (both nan if a run did not learn or there are no pairs), number of pairs.
     """
     by_seed = cells.pivot(index="seed", columns=of, values=loss)
     pairs = list((by_seed[second] - by_seed[first]).dropna())
@@ -39,10 +41,10 @@ def difference(
 
 
 def start_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
-    """Loss without the scaling of the start minus the loss with it, in either order.
+    """Loss with unscaled minus loss with scaled initialization, per norm order.
 
     Returns:
-        layers, order, lr (text: `chosen`, or at the depth that has every rate, each), difference, half_width.
+        layers, order, lr (text: `chosen`; at the depth of the factorial also each rate), difference, half_width.
     """
     at_depth = cells[cells["layers"] == factorial]
     chosen = at_chosen_rates(cells, cells, factorial).groupby(["layers", "order"])
@@ -57,9 +59,12 @@ def start_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
 
 
 def interaction(cells: pd.DataFrame, factorial: int, layers: int) -> tuple[float, float]:
-    """How much more the scaling does for post-norm than for pre-norm at a depth, at the chosen rates.
+    """Interaction of norm order and scaled initialization at one depth, at the chosen rates.
 
-    Post minus pre with the scaling, less post minus pre without it, paired by seed: mean and half width, nats.
+    (post - pre) with scaling minus (post - pre) without it, paired by seed.
+
+    Returns:
+        mean and half width in nats.
     """
     group = at_chosen_rates(cells, cells, factorial)
     group = group[group["layers"] == layers]
@@ -71,31 +76,30 @@ def interaction(cells: pd.DataFrame, factorial: int, layers: int) -> tuple[float
 
 
 def order_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
-    """Post- against pre-norm at every depth and start, each at the learning rate chosen for it.
+    """Compare post-norm with pre-norm per depth and initialization, each at its chosen learning rate.
 
     Returns:
-        as `compare_orders`, with layers and scaled.
+        the columns of `compare_orders`, by layers and scaled.
     """
     return compare_orders(at_chosen_rates(cells, cells, factorial), ["layers", "scaled"])
 
 
 def equal_rate_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
-    """Post- against pre-norm at the depth that has every rate, each rate by itself.
+    """Compare post-norm with pre-norm at equal learning rates, at the depth of the factorial.
 
     Returns:
-        as `compare_orders`, with layers, scaled and lr.
+        the columns of `compare_orders`, by layers, scaled and lr.
     """
     return compare_orders(cells[cells["layers"] == factorial], ["layers", "scaled", "lr"])
 
 
 def compare_orders(cells: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Post- against pre-norm in every group of cells that has both.
+    """Compare post-norm with pre-norm in every group of cells that has both.
 
     Returns:
-        the columns `by`; of each order its mean training loss (pre, post), lr_pre, lr_post, and how its cells ended,
-        as text; difference and half_width, paired by seed; the same of the validation loss, with `validation_` before
-        the name; seeds, how many pairs. Where a run did not learn, its end is of another kind than those of the others:
-        there is no mean of them (nan), and no difference.
+        the columns `by`; pre and post (mean training losses), lr_pre and lr_post, state_pre and state_post (outcomes as
+        text); difference and half_width, paired by seed; validation_difference and validation_half_width; seeds, the
+        number of pairs. Means and differences are nan if a run did not learn, because its final loss is not comparable.
     """
     rows = []
     for key, group in cells.groupby(by):
@@ -118,19 +122,19 @@ def _all_learned(cells: pd.DataFrame) -> bool:
 
 
 def count_states(states: Iterable[str]) -> str:
-    """`3 learned`, or `1 learned, 2 diverged`."""
+    """Outcomes as text: `3 learned`, or `1 learned, 2 diverged`."""
     states = list(states)
     return ", ".join(f"{states.count(state)} {state}" for state in STATES if state in states)
 
 
 def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
-    """The record of the study.
+    """Build the record of the study.
 
     Args:
-        factorial: the depth at which all learning rates were run.
+        factorial: depth at which all learning rates were run.
 
     Raises:
-        ValueError: a cell is missing of those at `factorial` layers, both orders and starts at every rate and seed.
+        ValueError: a cell at `factorial` layers is missing (order x initialization x rate x seed).
     """
     at_depth = cells[cells["layers"] == factorial] if len(cells) else cells
     values = {key: at_depth[key].nunique() if len(at_depth) else 0 for key in (*ARM, "lr", "seed")}
@@ -139,7 +143,7 @@ def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
     metrics: dict[str, dict[str, Any]] = {}
 
     def add(name: str, value: float, unit: str = NATS) -> None:
-        if not math.isnan(value):  # where a run did not learn there is no mean, of one seed no width
+        if not math.isnan(value):  # no mean if a run did not learn; no interval for a single seed
             metrics[name] = {"value": value, "unit": unit}
 
     for row in order_differences(cells, factorial).to_dict("records"):
@@ -187,7 +191,7 @@ def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
 
 
 def endings(cells: pd.DataFrame) -> pd.DataFrame:
-    """How many cells ended in each of `STATES`, and how many were unstable on the way, by depth and arm."""
+    """Count the cells per outcome (`STATES`), and the unstable ones, by depth and arm."""
     rows = pd.concat([pd.get_dummies(cells["state"]).reindex(columns=list(STATES), fill_value=0), cells], axis=1)
     return rows.groupby(["layers", *ARM])[[*STATES, "unstable"]].sum().astype(int)
 
@@ -197,14 +201,14 @@ def _start(scaled: bool) -> str:
 
 
 def start_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """`start_differences` as a table for reading."""
+    """Format `start_differences` for display."""
     shown = [_interval(row.difference, row.half_width) for row in rows.itertuples()]
     columns = {"layers": rows["layers"], "norm order": rows["order"], "learning rate": rows["lr"]}
     return pd.DataFrame(columns | {"not scaled - scaled, 95 %": shown, "unit": NATS})
 
 
 def order_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """`order_differences` or `equal_rate_differences` as a table for reading."""
+    """Format `order_differences` or `equal_rate_differences` for display."""
     return pd.DataFrame(
         {
             "layers": rows["layers"],

@@ -1,11 +1,11 @@
-"""Every figure that the committed records give, as files: `make figures`.
+"""Draw every figure from the committed records: `make figures`.
 
     python analysis/report/make_figures.py                 # outputs/figures/
     python analysis/report/make_figures.py --only norm_order_curves --folder analysis/figures    # the README's
 
-Figures 1 and 5, the paper's bars beside the cost model's; Figure 6 in small (`analysis/model_size/`); Figure 7 as a
-controlled experiment (`analysis/norm_order/`); Table 5 in small. To add one, give `figures` its name, caption and
-drawing.
+Figures 1 and 5 with the paper's and the cost model's bars; Figure 6, scaled down (`analysis/model_size/`); Figure 7 as
+a controlled experiment (`analysis/norm_order/`); Table 5, scaled down. To add a figure, add its name, caption and
+drawing to `figures`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 import matplotlib
 
-matplotlib.use("Agg")  # files, no window
+matplotlib.use("Agg")  # no display is needed
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -38,25 +38,25 @@ MIDDLE = 500  # step of the norm-order study's runs
 
 
 def figures(results: Path) -> dict[str, tuple[str, Figure]]:
-    """Name: caption and drawing of every figure for which a folder of records has what it needs.
+    """Caption and drawing by name, of every figure whose records are in a folder.
 
     Raises:
-        ValueError: a record that a figure needs is missing, or a file is torn.
+        ValueError: a required record is missing, or a file is damaged.
     """
     records = read_records(results, needed=["cost_model.json"])
     cluster = fitted_cluster(records["cost_model.json"])
     found = {
-        "parameters": ("Where the parameters of the paper's models are", draw_parts(parameter_table())),
+        "parameters": ("Parameters of the paper's models by part", draw_parts(parameter_table())),
         "memory_wall": (
-            "Memory of a rank of the study's models with full recomputation, predicted, and of devices",
+            "Predicted memory per rank of the study's models with full recomputation, and the capacity of devices",
             draw_memory_wall(memory_table(), DEVICES),
         ),
         "figure_1": (
-            "Figure 1. Sustained FLOP/s, the paper's and the cost model's",
+            "Figure 1. Sustained FLOP/s of the paper and of the cost model",
             draw_figure_1(figure_1_rows(cluster)),
         ),
         "figure_5": (
-            "Figure 5. Weak scaling, the paper's bars and the cost model's",
+            "Figure 5. Weak scaling of the paper and of the cost model",
             draw_figure_5(figure_5_rows(cluster)),
         ),
     }
@@ -64,7 +64,7 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
         record = records["model_size.json"]
         found |= {
             "model_size": (
-                "Figure 6 in small, scaled down. Validation perplexity of GPTs of six sizes, mean of the seeds",
+                "Figure 6, scaled down. Validation perplexity of GPTs of six sizes, mean over the seeds",
                 draw_model_sizes(record),
             ),
             "model_size_laws": (
@@ -74,13 +74,13 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
         }
     if "finetune_small.json" in records:
         found["downstream"] = (
-            "Table 5 in small, scaled down. A small BERT from published and from random weights, one point per seed",
+            "Table 5, scaled down. A small BERT from published and from random weights, one point per seed",
             draw_small_runs(small_runs(records)),
         )
     cells = records_below(records, "norm_order")
     if cells and "norm_order.json" in records:
         of = "Figure 7 as a controlled experiment, scaled down."
-        lines = "dotted: a model that ignores its input; dashed: the least loss without other places"
+        lines = "dotted: unigram entropy; dashed: lowest loss possible without context"
         factorial = records["norm_order.json"]["config"]["factorial"]
         rows, curves, norms = read_cells(cells), read_curves(cells), read_gradient_norms(cells)
         found |= {
@@ -89,7 +89,7 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
                 draw_loss_curves(curves, rows, factorial),
             ),
             "norm_order_rates": (
-                f"{of} Last training loss over the learning rate at {factorial} layers, one mark per seed; {lines}",
+                f"{of} Final training loss over learning rate at {factorial} layers, one mark per seed; {lines}",
                 draw_rates(rows, factorial),
             ),
             "norm_order_gradients": (
@@ -109,9 +109,9 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
 
 
 def draw_all(results: Path, folder: Path, suffix: str = "png", only: str | None = None) -> dict[Path, str]:
-    """Draw every figure of a folder of records, in the format of `suffix`; returns the files and what each shows.
+    """Draw every figure of a folder of records in the format `suffix`; returns captions by file.
 
-    Each file's metadata has the fingerprint of what is drawn, under `Source`.
+    The metadata of each file holds the fingerprint of the figure under `Source`.
 
     Raises:
         ValueError: there is no figure called `only`.
@@ -130,7 +130,7 @@ def draw_all(results: Path, folder: Path, suffix: str = "png", only: str | None 
 
 
 def fingerprint(figure: Figure) -> str:
-    """A digest of the lines, bars, points and words of a figure's axes, the same on every machine."""
+    """Digest of the lines, bars, points and text of a figure's axes, the same on every machine."""
     seen = []
     for axis in figure.axes:
         seen += [axis.get_title(), axis.get_xlabel(), axis.get_ylabel()]
@@ -142,7 +142,7 @@ def fingerprint(figure: Figure) -> str:
 
 
 def main() -> int:
-    """Draw all and say what each shows."""
+    """Draw the figures and print their captions."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--records", type=Path, default=ANALYSIS, help="folder of records")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "figures")

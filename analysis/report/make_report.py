@@ -2,7 +2,7 @@
 
     python analysis/report/make_report.py          # outputs/report/index.html
 
-The page holds everything in itself, figures as data, so that it can be sent and opened without a network.
+The page is self-contained: figures are embedded as data, so it can be opened without a network.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from analysis.report import make_figures, make_tables
 from analysis.report.records import read_records
 
 TEMPLATE = Path(__file__).with_name("report.html")
-_CELL = {True: "number", False: "words"}  # classes
+_CELL = {True: "number", False: "words"}  # CSS classes
 _SIDES = ("paper", "ours")
-_SHOWN = ("id", "paper", "ours", "evidence", "unit", "from", "command")  # a phone shows the first four
+_SHOWN = ("id", "paper", "ours", "evidence", "unit", "from", "command")  # a narrow screen shows the first four
 
 
 def render(results: Path) -> str:
-    """The page from a folder of records.
+    """Render the page from a folder of records.
 
     Raises:
         ValueError: a record that a table needs is missing.
@@ -58,13 +58,13 @@ def _kind(row) -> str:
 
 
 def _filter(kind: str) -> str:
-    # Settings are half of the ledger and no results: the reader asks for them.
+    # Settings are half of the ledger but not results, so they are hidden by default.
     checked = "" if kind == "setting" else " checked"
     return f'<label><input type="checkbox" value="{_anchor(kind)}"{checked}> {kind}</label>'
 
 
 def _ledger(rows: pd.DataFrame) -> str:
-    """A table body a place of the paper, every row marked with its kind."""
+    """One table body per section or table of the paper; each row carries its kind of evidence."""
     places = rows["id"].str.split("/").str[0]
     bodies = []
     for place in places.unique():
@@ -95,7 +95,7 @@ def _ledger_row(row: pd.Series) -> str:
 
 
 def _section(name: str, title: str, note: str, rows: pd.DataFrame) -> str:
-    """A table with its heading and note, in a box that scrolls."""
+    """A table with its heading and note, in a scrollable box."""
     numeric = [pd.api.types.is_numeric_dtype(rows[column]) for column in rows.columns]
     titles = zip(rows.columns, numeric, strict=True)
     head = "".join(f'<th scope="col" class="{_CELL[number]}">{_text(column)}</th>' for column, number in titles)
@@ -112,13 +112,13 @@ def _section(name: str, title: str, note: str, rows: pd.DataFrame) -> str:
 
 
 def _figures(results: Path) -> list[str]:
-    """Every figure as data."""
+    """All figures, embedded as data."""
     figures = []
     with tempfile.TemporaryDirectory() as folder:
         for path, title in make_figures.draw_all(results, Path(folder), "svg").items():
             drawing = path.read_bytes()
             width, height = map(float, re.search(rb'width="([\d.]+)pt" height="([\d.]+)pt"', drawing).groups())
-            # A wide one would be too small to read on a phone: it scrolls there.
+            # A wide figure would be illegible on a phone, so it scrolls there.
             kind = "wide" if width > 1.8 * height else "narrow"
             image = f"data:image/svg+xml;base64,{base64.b64encode(drawing).decode()}"
             box = f'<div class="box"><img class="{kind}" alt="{html.escape(title)}" src="{image}"></div>'
@@ -131,13 +131,13 @@ def _cell(value: object) -> str:
 
 
 def _text(text: str, between: str = "") -> str:
-    """Escaped, with Markdown's inline code, which is all that the notes have; `between` parts of a path or a name."""
+    """Escape text and render Markdown's inline code; `between` is inserted between the parts of a path or name."""
     parts = re.sub(r"([/_])(?=\w)", rf"\1{between}", html.escape(text))
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", parts)
 
 
 def main() -> int:
-    """Write the page."""
+    """Render and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--records", type=Path, default=make_tables.ANALYSIS, help="folder of records")
     parser.add_argument("--output", type=Path, default=make_tables.ROOT / "outputs" / "report" / "index.html")

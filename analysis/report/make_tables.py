@@ -1,10 +1,10 @@
-"""The paper's tables and the bars of its figures beside ours, from the committed records: `analysis/tables/`.
+"""Write the paper's tables and figure bars beside our values, from the committed records: `analysis/tables/`.
 
     python analysis/report/make_tables.py          # or: make tables
 
-Writes what the records give and nothing else; a test holds the committed files to it. `ledger.md` has every number of
-the paper, the README its short form; `docs/results.md` has tables of what was measured.
-To add a table, give `TABLES` its title and `all_rows` its rows, with the columns that the others have.
+All values come from the records; a test compares the committed files. `ledger.md` has every number of the paper, the
+README its short form, and `docs/results.md` the tables of our measurements. To add a table, add its title to `TABLES`
+and its rows to `all_rows`, with the same columns as the others.
 """
 
 import argparse
@@ -32,78 +32,76 @@ from analysis.zero_shot.table import table_3
 ROOT = Path(__file__).resolve().parents[2]
 TABLES_FOLDER = ANALYSIS / "tables"
 _MODELLED = (
-    "`exact` is counted. `modelled` comes from the cost model of `analysis/scaling/records/cost_model.json`, with "
+    "`exact` is counted. `modelled` comes from the cost model of `analysis/scaling/records/cost_model.json` and states "
     "whether the cell was in its fit; nothing was run on GPUs."
 )
-# name: title, what its reader must know
+# name -> title, note
 TABLES = {
     "Parameters": (
-        "of the paper's models, by part and of a rank",
-        "Counted by formula and, in the tests, on the modules themselves. The vocabulary is padded to 51,200 and to "
-        "30,720 rows at every layout.",
+        "of the paper's models, by part and per rank",
+        "Counted by formula; tests compare with the modules. The vocabulary is padded to 51,200 (GPT) and 30,720 "
+        "(BERT) rows at every layout.",
     ),
     "Memory": (
-        "of a rank of the paper's models",
+        "per rank of the paper's models",
         "Predicted by `lmscale.planner`: fp16 with fp32 masters, exact attention, one data rank, one micro-batch of 8 "
-        "GPT sequences of 1,024 tokens or 4 BERT sequences of 512. Empty: the heads do not divide. `Peak memory` has "
-        "what such predictions are worth.",
+        "GPT sequences of 1,024 tokens or 4 BERT sequences of 512. Empty: the heads are not divisible by the "
+        "tensor-parallel size. `Peak memory` compares such predictions with tracked memory.",
     ),
     "Communication": (
-        "of a rank of the models of Table 1 for one micro-batch",
-        "Counted by formula and, in the tests, in a traced world of 512 ranks: fp16, 8 sequences of 1,024 tokens. A "
-        "gathered output would send its logits besides.",
+        "per rank of the models of Table 1 for one micro-batch",
+        "Counted by formula; tests compare with a traced world of 512 ranks. fp16, 8 sequences of 1,024 tokens. The "
+        "logits are what gathering the output would send.",
     ),
     "Figure 1": ("sustained PFLOP/s of the study's models, without and with 64-way data parallelism", _MODELLED),
     "Figure 5": ("weak scaling of model and model + data parallelism", _MODELLED),
     "Peak memory": (
-        "predicted beside tracked bytes of a rank",
-        "Predicted by `lmscale.planner`, as the planner and a run's own check do; tracked: all tensors alive at "
-        "the fullest moment of a step (`analysis/correctness/peak_memory.py`). `real`: on a CPU, on one rank or two; "
-        "`traced`: models of the paper without contents, with a GPU's attention kernels. No GPU was used; what kernels "
-        "allocate inside, the allocator's rounding and the framework are in neither. No case was used to find a term "
-        "of the estimate.",
+        "predicted and tracked bytes per rank",
+        "Predicted by `lmscale.planner`; tracked: the peak of all live tensors in a step "
+        "(`analysis/correctness/peak_memory.py`). `real`: on a CPU, on one rank or two; `traced`: models of the paper "
+        "on fake tensors, with a GPU's attention kernels. No GPU was used. Neither includes allocations inside "
+        "kernels, rounding by the allocator or the framework. No case was used to derive a term of the estimate.",
     ),
     "Profile": (
-        "where a step's time goes",
-        "Shares of three traced steps on one thread of a CPU, by kind of work: an operation counts with the time it "
-        "takes itself, the optimizer and the vocabulary whole. `analysis/benchmarks/profile.md` says of which "
-        "models, how it was made and what it shows; the records `profile_gpt.json` and `profile_bert.json` have the "
-        "rest.",
+        "breakdown of a step's time",
+        "Shares of three traced steps on one CPU thread, by kind of work: self time per operation, except for the "
+        "optimizer and the vocabulary, which count as a whole. `analysis/benchmarks/profile.md` describes the models, "
+        "the method and the result; the records `profile_gpt.json` and `profile_bert.json` have the rest.",
     ),
     "Speed CPU": (
-        "the goals of speed and memory on two CPU cores",
-        "Ratios of times are a peer's over ours on the same work, A B A B in one run, medians of the rounds' "
-        "ratios unless it says fastest; the machine is shared, so they move by a tenth from run to run. "
-        "`bash analysis/benchmarks/bench_cpu.sh` measures them; the goals of a GPU, "
-        "`bash analysis/benchmarks/h200.sh`, have not been run.",
+        "speed and memory goals on two CPU cores",
+        "Time ratios are a peer's time over ours on the same work, measured in alternation: the median of the ratios "
+        "per round, or the ratio of the fastest steps. The machine is shared, so they vary by about 10 % between "
+        "runs. `bash analysis/benchmarks/bench_cpu.sh` measures them. The GPU goals (`bash "
+        "analysis/benchmarks/h200.sh`) have not been run.",
     ),
     "Table 1": ("parameters of the scaling study", _MODELLED),
     "Table 2": (
-        "GPT-2 models and their days an epoch",
+        "GPT-2 models and their days per epoch",
         f"{_MODELLED} The paper's days are \"the time it takes to advance one epoch which is equivalent to 68,507 "
-        'iterations", with no word on validation. Ours are of so many optimizer steps, 8 sequences a data rank, alone '
-        "and with 100 batches of validation every 1,000 steps, the defaults of the released code; checkpoints and data "
-        "loading are in neither.",
+        'iterations"; it does not mention validation. Ours are for as many optimizer steps with 8 sequences per data '
+        "rank, alone and with 100 validation batches every 1,000 steps (the defaults of the released code). Neither "
+        "includes checkpoints and data loading.",
     ),
     "Table 3": (
         "zero-shot results of GPT-2 models",
         "`reproduced`: the paper's size, 300,000 steps, test file and protocol. `scaled down`: another model or file, "
-        "so there is no printed value beside it. `not run`: we have none. Perplexity is exp(loss / T_o), accuracy is "
-        "of the whole last word; the records have the other variants, T, T_o, windows and hashes.",
+        "which the printed values do not apply to. Perplexity is exp(loss / T_o); accuracy is on the whole last word. "
+        "The records have the other variants, T, T_o, windows and hashes.",
     ),
     "Table 5": (
         "finetuned BERT models",
         "`reproduced`: a size of Table 4 on the whole published set. `scaled down`: a published post-norm BERT of "
-        "22.7 M parameters on parts of the sets (`analysis/finetuning/small.py`), so there is no printed value beside "
-        "it. `not run`: we have none. RACE is of the test set, the rest of the development sets.",
+        "22.7 M parameters on parts of the sets (`analysis/finetuning/small.py`), which the printed values do not "
+        "apply to. RACE scores are on the test set, the others on the development sets.",
     ),
     "Figure 7": (
         "layer-norm placement as a controlled experiment",
-        "Training loss, the mean of the last 50 of 1,000 steps of a BERT of hidden 64, each arm at the learning rate "
-        "that served it best at 12 layers (`analysis/norm_order/run.py`). The difference is paired by seed, with "
-        "Student's 95 % interval; there is none where a run did not learn. `stuck`: an end less than 0.1 nats below "
-        "the least loss that is possible without a look at other places, or above it; `diverged`: no finite gradient, "
-        "or an end 0.25 nats above the run's own lowest.",
+        "Training loss of a BERT of hidden size 64, the mean of the last 50 of 1,000 steps, each arm at its best "
+        "learning rate at 12 layers (`analysis/norm_order/run.py`). Differences are paired by seed, with Student's 95 "
+        "% interval; they are omitted if a run did not learn. `stuck`: the final loss is not at least 0.1 nats below "
+        "the lowest loss possible without context. `diverged`: the gradient became non-finite, or the final loss is "
+        "more than 0.25 nats above the run's lowest.",
     ),
     "Table 7": ("effect of the number of attention heads on scaling", _MODELLED),
     "Table 8": ("strong scaling of the 1.2 B model", _MODELLED),
@@ -111,19 +109,19 @@ TABLES = {
 
 
 LEDGER_START, LEDGER_END = "<!-- ledger: made by analysis/report/make_tables.py -->", "<!-- end of the ledger -->"
-LEDGER_TITLE = "every number of the paper and ours"
+LEDGER_TITLE = "every number of the paper, with ours"
 LEDGER_NOTE = (
-    "A number's id says where it stands in the paper. `from` is the record in `analysis/*/records/`, the code that "
-    "counts, the key that sets it, or why there is nothing; `origin` says how the paper's value was got; `command`, by "
-    "its number above the table, would reproduce it on the paper's machines and data. A measurement `scaled down` "
-    "stands for the smallest of the paper's models and does not compare with it. What "
-    "the abstract repeats of the tables, rounded, and points of curves that are drawn but not printed are no entries. "
-    "A record fills an entry by naming a metric as its id."
+    "The id of a number gives its place in the paper. `from` is the record in `analysis/*/records/`, the code that "
+    "counts, the key that sets it, or the reason why we have none. `origin` is how the paper's value was obtained. "
+    "`command` (by its number above the table) would reproduce it on the paper's machines and data. `scaled down` "
+    "measurements are listed with the smallest of the paper's models and are not comparable with it. Rounded "
+    "repetitions in the abstract and points of curves that are drawn but not printed are not listed. A record provides "
+    "an entry's value by a metric named like its id."
 )
 
 
 def read_settings(folder: Path = ROOT / "conf") -> dict[str, dict]:
-    """The files of `conf/` by their path in it, as written."""
+    """Contents of the files of `conf/` by relative path, unresolved."""
     return {
         path.relative_to(folder).as_posix(): OmegaConf.to_container(OmegaConf.load(path))
         for path in sorted(folder.rglob("*.yaml"))
@@ -131,7 +129,7 @@ def read_settings(folder: Path = ROOT / "conf") -> dict[str, dict]:
 
 
 def all_rows(records: dict[str, dict]) -> dict[str, pd.DataFrame]:
-    """The rows of every table by its name, and those of `Ledger`."""
+    """Rows of every table by name, including `Ledger`."""
     cluster = fitted_cluster(records["cost_model.json"])
     rows = scaling_tables(cluster) | figure_tables(cluster)
     rows["Peak memory"] = peak_memory(records["peak_memory.json"])
@@ -149,38 +147,38 @@ def all_rows(records: dict[str, dict]) -> dict[str, pd.DataFrame]:
 
 
 def render_all(rows: dict[str, pd.DataFrame]) -> dict[str, str]:
-    """The Markdown of every table by its name, and the ledger's."""
+    """Markdown of every table by name, including the ledger."""
     pages = {name: _page(name, *TABLES[name], rows[name]) for name in TABLES if name in rows}
     return pages | {"Ledger": _ledger_page(rows["Ledger"])}
 
 
 def short_ledger(rows: pd.DataFrame) -> str:
-    """The ledger in short, for the README: how many numbers of each kind, and the main ones."""
+    """The short ledger of the README: how many numbers there are per kind of evidence, and the main ones."""
     counts = ", ".join(f"{row.numbers} {row.evidence}" for row in kinds(rows).itertuples())
     return f"Of {len(rows)} numbers of the paper: {counts}.\n\n{_table(short_form(rows))}\n"
 
 
 def fill_results(page: str, rows: dict[str, pd.DataFrame], records: dict[str, dict]) -> str:
-    """`docs/results.md` with its tables from the records."""
+    """Fill the tables of `docs/results.md` from the records."""
     tables = {name: _table(table) for name, table in (rows | metric_tables(records)).items()}
     return fill(page, tables | {"ledger": short_ledger(rows["Ledger"]).rstrip()})
 
 
 def in_readme(text: str, block: str) -> str:
-    """The README with its ledger replaced.
+    """Replace the ledger in the README.
 
     Raises:
-        ValueError: it has no place for one.
+        ValueError: the README has no markers for it.
     """
     before, start, rest = text.partition(LEDGER_START)
     _, end, after = rest.partition(LEDGER_END)
     if not end:
-        raise ValueError(f"`--readme` must have a place between {LEDGER_START} and {LEDGER_END}")
+        raise ValueError(f"`--readme` must contain {LEDGER_START} and {LEDGER_END}")
     return f"{before}{start}\n{block}{end}{after}"
 
 
 def _ledger_page(rows: pd.DataFrame) -> str:
-    """Every number under its place in the paper, with the commands of a place above its rows."""
+    """All numbers by place in the paper, with the commands of each place above its rows."""
     parts = [_page("Ledger", LEDGER_TITLE, LEDGER_NOTE, kinds(rows))]
     places = rows["id"].str.split("/").str[0]
     for place in places.unique():
@@ -207,7 +205,7 @@ def _table(rows: pd.DataFrame) -> str:
 
 
 def format_cell(value: object) -> str:
-    """Text as it is, numbers to four digits."""
+    """Text unchanged, numbers with four significant digits."""
     if value is None or value != value:  # nan
         return ""
     if not isinstance(value, float):
@@ -221,9 +219,9 @@ def main() -> int:
     parser.add_argument("--records", type=Path, default=ANALYSIS, help="folder of records")
     parser.add_argument("--output", type=Path, default=TABLES_FOLDER, help="folder of the Markdown files")
     parser.add_argument(
-        "--readme", type=Path, default=ROOT / "README.md", help="file with a place for the short ledger"
+        "--readme", type=Path, default=ROOT / "README.md", help="file with markers for the short ledger"
     )
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md", help="file with places for tables")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md", help="file with markers for tables")
     options = parser.parse_args()
     try:
         records = read_records(options.records)

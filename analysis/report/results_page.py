@@ -1,4 +1,4 @@
-"""The tables of `docs/results.md`: those of single metrics, as `results.yaml` describes them, and their places."""
+"""The tables of `docs/results.md`: tables of single metrics, described by `results.yaml`, and their placement."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ def metric_tables(records: Mapping[str, dict[str, Any]]) -> dict[str, pd.DataFra
     """The tables of `results.yaml` by name: columns `what`, `measured`, `unit` and `record`.
 
     Raises:
-        ValueError: a record has no metric of the name.
+        ValueError: a record has no metric that matches.
     """
     described = yaml.safe_load(Path(__file__).with_name("results.yaml").read_text(encoding="utf-8"))
     return {name: pd.DataFrame([_row(row, records) for row in rows], dtype=object) for name, rows in described.items()}
@@ -29,12 +29,12 @@ def _row(row: dict[str, str], records: Mapping[str, dict[str, Any]]) -> dict[str
     metrics = records[row["record"]]["metrics"]
     found = [entry for name, entry in metrics.items() if re.fullmatch(row["metric"], name)]
     if not found or (len(found) > 1 and "of" not in row):
-        raise ValueError(f"`metric` must fit metrics of {row['record']}, but {row['metric']!r} fits {len(found)}")
+        raise ValueError(f"`metric` must match metrics of {row['record']}, but {row['metric']!r} matches {len(found)}")
     values = [entry["value"] for entry in found]
     value = _AGGREGATES[row["of"]](values) if "of" in row else values[0]
     return shown | {"measured": value, "unit": "" if row.get("of") == "number" else found[0]["unit"]}
 
 
 def fill(page: str, tables: Mapping[str, str]) -> str:
-    """A page with each of its places filled by the Markdown table of its name."""
+    """Replace each marked place of a page by the Markdown table of its name."""
     return _PLACE.sub(lambda place: f"{place[1]}\n{tables[place[2]]}\n\n{place[3]}", page)

@@ -1,22 +1,22 @@
-"""What `analysis/scaling/measure.py` runs: the shapes of the scaling study, scaled down."""
+"""The cases of `analysis/scaling/measure.py`: the scaling study, scaled down."""
 
 import dataclasses
 
 from lmscale.config import TransformerConfig
 
 WIDTH, LAYERS, VOCAB, SEQUENCE, BATCH = 384, 4, 8192, 128, 8
-# Studies whose rows share one amount of work or grow it with the ranks; the others are compared by eye.
+# Studies with a scaling efficiency: the work is constant, or grows with the number of ranks.
 SCALING = ("strong", "weak, tp", "weak, dp")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row: a study, a model, a layout; on a CPU `attention_dropout` is 0, so that it keeps its fused kernel.
+    """One row: a study, a model and a layout. On a CPU, `attention_dropout` is 0 to keep the fused attention kernel.
 
     Args:
-        study: what varies; its first row with the same `subject` is what the others are measured by, where they are.
-        label: what this row has.
-        subject: the model, where a study has several.
+        study: what varies; efficiencies are relative to its first row with the same `subject`.
+        label: the varied value of this row.
+        subject: the model, if a study has several.
     """
 
     study: str
@@ -44,7 +44,7 @@ def small_gpt(num_layers: int, hidden_size: int, heads: int, recompute: str = "f
 
 
 def cpu_cases(largest: int) -> list[Case]:
-    """The study for up to `largest` ranks of one thread."""
+    """The study on up to `largest` ranks with one thread each."""
     sizes = [n for n in (1, 2, 4) if n <= largest]
     fixed = small_gpt(LAYERS, WIDTH, 8)
     cases = [Case("strong", f"tp {n}", fixed, n, 1, BATCH) for n in sizes]
@@ -63,7 +63,7 @@ def cpu_cases(largest: int) -> list[Case]:
 
 
 def gpu_cases(num_gpus: int) -> list[Case]:
-    """On GPUs: batch and recompute sweeps of three models of the paper on one, strong scaling over more."""
+    """Batch and recomputation sweeps of three paper models on one GPU, and strong scaling over several."""
     sizes = {"gpt_355m": (24, 1024, 16, 1024), "gpt_1.2b": (40, 1536, 16, 1024), "bert_336m": (24, 1024, 16, 512)}
     cases = []
     for name, (layers, hidden, heads, seq_length) in sizes.items():

@@ -1,4 +1,4 @@
-"""A clock that tells the time of a step's collectives from the rest."""
+"""A clock that separates the time of a step's collectives from the rest."""
 
 import dataclasses
 import time
@@ -12,9 +12,9 @@ from lmscale.parallel import collectives
 
 
 class Clock:
-    """Seconds of a step, and of them what goes into collectives: each is waited for before and after.
+    """Measures the seconds of a step spent in collectives; the device is synchronized before and after each.
 
-    Of a collective that runs beside the computation it is what begins it and what still has to be waited for.
+    For an asynchronous collective, the time of starting it and of waiting for it counts.
     """
 
     PLACES = ((dist, "all_reduce"), (collectives, "_all_gather_tensor"), (collectives, "_reduce_scatter_tensor"))
@@ -24,7 +24,7 @@ class Clock:
         self._originals = [getattr(module, name) for module, name in self.PLACES]
 
     def now(self) -> float:
-        """Seconds, once the device has done what it was given."""
+        """Current time in seconds, after synchronizing the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -50,13 +50,13 @@ class Clock:
 
 @dataclasses.dataclass
 class TimedWork:
-    """A collective under way, whose waiting counts."""
+    """A started asynchronous collective, whose waiting time counts."""
 
     work: dist.Work
     clock: Clock
 
     def wait(self) -> None:
-        """Until it is done."""
+        """Wait for the collective and add the waiting time."""
         start = self.clock.now()
         self.work.wait()
         self.clock.communication += self.clock.now() - start

@@ -1,4 +1,4 @@
-"""Figures 1 and 5, where hatched bars were not in the cost model's fit; parameters and memory of the paper's models."""
+"""Figures 1 and 5 (hatched bars are not in the cost model's fit); parameters and memory of the paper's models."""
 
 import pandas as pd
 import seaborn as sns
@@ -10,17 +10,17 @@ from analysis.report.style import COLUMN_WIDTH, PALETTE, column_style
 from .study import BASELINE_FLOPS_PER_S
 from .tables import OURS, PAPER
 
-_LABELS = {"edge": ("black", "black"), "center": ("white", "black")}  # colours that can be read there
+_LABELS = {"edge": ("black", "black"), "center": ("white", "black")}  # colors legible at that position
 _COLORS = {PAPER: PALETTE["paper"], OURS: PALETTE["ours"]}
 _PARTS = {"layers": "0.3", "embeddings": "0.65", "other": "0.9"}  # lightness
 _HATCHES = {"layers": "", "embeddings": "//", "other": ".."}
 
 
 def draw_figure_5(rows: pd.DataFrame) -> Figure:
-    """Weak scaling in two panels of bars, as in the paper.
+    """Draw weak scaling as bars in two panels, as in the paper.
 
     Args:
-        rows: of `figure_5_rows`.
+        rows: result of `figure_5_rows`.
     """
     with column_style("whitegrid"):
         figure = _two_panels(rows, ["% of linear scaling"] * 2, sharey=True, fmt="%.0f")
@@ -29,10 +29,10 @@ def draw_figure_5(rows: pd.DataFrame) -> Figure:
 
 
 def draw_figure_1(rows: pd.DataFrame) -> Figure:
-    """The same in FLOP/s, with linear scaling as marks.
+    """Draw weak scaling in FLOP/s, with linear scaling as markers.
 
     Args:
-        rows: of `figure_1_rows`.
+        rows: result of `figure_1_rows`.
     """
     rows = rows.assign(linear=rows["GPUs"] * BASELINE_FLOPS_PER_S / 1e15)
     rows.loc[rows["GPUs"] <= 8, [PAPER, OURS, "linear"]] *= 1e3  # the left panel, in TFLOP/s
@@ -41,9 +41,9 @@ def draw_figure_1(rows: pd.DataFrame) -> Figure:
 
 
 def _two_panels(rows: pd.DataFrame, units: list[str], sharey: bool, **numbers: str) -> Figure:
-    """Bars of both sources over the GPUs, without data parallelism on the left and with it on the right.
+    """Draw bars of both sources over the number of GPUs, without data parallelism (left) and with it (right).
 
-    A column `linear` becomes marks, a column `role` hatches; `numbers` says how those of the bars are written.
+    A column `linear` is drawn as markers, a column `role` as hatching; `numbers` goes to `bar_label`.
     """
     figure = Figure(figsize=(2 * COLUMN_WIDTH, 2.8), layout="constrained")
     axes = figure.subplots(1, 2, sharey=sharey)
@@ -69,10 +69,10 @@ def _two_panels(rows: pd.DataFrame, units: list[str], sharey: bool, **numbers: s
 
 
 def draw_parts(rows: pd.DataFrame) -> Figure:
-    """Share of the layers, the embeddings and the rest in each model.
+    """Draw the shares of layers, embeddings and other parameters per model.
 
     Args:
-        rows: of `parameter_table`.
+        rows: result of `parameter_table`.
     """
     with column_style():
         figure = Figure(figsize=(COLUMN_WIDTH, 2.8), layout="constrained")
@@ -92,11 +92,11 @@ def draw_parts(rows: pd.DataFrame) -> Figure:
 
 
 def draw_memory_wall(rows: pd.DataFrame, devices: dict[str, float]) -> Figure:
-    """Memory of a rank over the tensor size with full recomputation, and what devices have.
+    """Draw memory per rank over tensor-parallel size with full recomputation, and the capacity of devices.
 
     Args:
-        rows: of `memory_table`.
-        devices: GiB by name.
+        rows: result of `memory_table`.
+        devices: capacity in GiB by name.
     """
     rows = rows[(rows["recompute"] == "full") & rows["model"].str.startswith("gpt")]
     tall = rows.melt("model", [column for column in rows if column.startswith("tp ")], "tp", "GiB").dropna()
@@ -110,7 +110,7 @@ def draw_memory_wall(rows: pd.DataFrame, devices: dict[str, float]) -> Figure:
             axis.axhline(gib, color="0.4", linewidth=0.8, linestyle=":")
             axis.text(8.2, gib, name, fontsize=6.5, va="center")
         sizes = sorted(tall["tensor ranks"].unique())
-        axis.set(xscale="log", yscale="log", ylabel="GiB of a rank")
+        axis.set(xscale="log", yscale="log", ylabel="GiB per rank")
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.set_yticks([4, 8, 16, 32, 64, 128], ["4", "8", "16", "32", "64", "128"])
         axis.minorticks_off()

@@ -2,8 +2,8 @@
 
     python analysis/scaling/fit_cost_model.py
 
-Prints every cell beside the paper's, the blind test on Megatron-LM's tables of September 2020, and what the other half
-as the fit would give; writes a record. conf/cluster/dgx2h_v100.yaml carries the constants, rounded.
+Prints every cell beside the paper's value, the blind test on Megatron-LM's tables of September 2020, and the result of
+fitting the other half instead. Writes a record. conf/cluster/dgx2h_v100.yaml holds the rounded constants.
 """
 
 import argparse
@@ -33,15 +33,15 @@ from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "analysis" / "scaling" / "records" / "cost_model.json"
-# Constant -> unit, where the search starts, smallest and largest value that can be, and why.
+# Constant -> unit, initial value, lower and upper bound, and the reason for the bounds.
 CONSTANTS = {
     "elementwise_factor": ("passes/counted pass", 1.5, 1.0, 2.0, "a pass is made; code that is not fused makes twice"),
     "layer_overhead_ms": ("ms", 5.0, 0.0, 10.0, "some 200 kernels and their Python a layer, at 50 us at most"),
     "tensor_bandwidth_gb_s": ("GB/s", 80.0, 50.0, 150.0, "six NVLinks of 25 GB/s each way; a third of them at least"),
     "data_bandwidth_gb_s": ("GB/s", 40.0, 6.25, 100.0, "from one 100 Gb/s link between two GPUs to all of a node's"),
 }
-LARGEST_MATMUL_SHARE = 0.75  # derived from the baseline, not fitted: what large products of fp16 reach on a V100
-# The sheet of the machine; `fit` replaces the constants.
+LARGEST_MATMUL_SHARE = 0.75  # derived from the baseline, not fitted: the rate of large fp16 products on a V100
+# Data sheet of the machine; `fit` replaces the calibration constants.
 V100 = Cluster(
     name="dgx2h_v100",
     device="V100",
@@ -60,9 +60,9 @@ A100_PEAK, A100_40GB_BANDWIDTH, LINK_RATIO = 312.0, 1555.0, 2.0  # DGX A100 of 2
 
 
 def fit(roles: tuple[str, ...] = ("fit",)) -> Cluster:
-    """The anchored cluster whose constants, inside their ranges, miss the cells of `roles` by the least squares.
+    """Fit the constants to the cells of `roles` by bounded least squares; returns the anchored cluster.
 
-    Levenberg-Marquardt on the logarithms of the constants, with derivatives by differences.
+    Levenberg-Marquardt on the logarithms of the constants, with finite-difference derivatives.
     """
     cells = [cell for cell in CELLS if cell.role in roles]
     low, high = (np.log([max(entry[i], 1e-3) for entry in CONSTANTS.values()]) for i in (2, 3))
@@ -88,7 +88,7 @@ def fit(roles: tuple[str, ...] = ("fit",)) -> Cluster:
 
 
 def measure(cluster: Cluster) -> dict[str, dict]:
-    """Every figure the model is held to, as the metrics of a record."""
+    """All residuals of the model, as the metrics of a record."""
     constants = cluster.calibration
     metrics = {name: {"value": getattr(constants, name), "unit": entry[0]} for name, entry in CONSTANTS.items()}
     metrics["matmul_share"] = {"value": constants.matmul_share, "unit": "of the peak"}
@@ -105,7 +105,7 @@ def measure(cluster: Cluster) -> dict[str, dict]:
 
 
 def blind(cluster: Cluster) -> dict[str, dict]:
-    """Residuals of the tables of 2020, which no constant has seen but their own one-GPU time."""
+    """Residuals on the tables of 2020, which enter no constant except through their one-GPU time."""
     a100 = scaled_to(cluster, A100_PEAK, A100_40GB_BANDWIDTH, LINK_RATIO)
     tables = {
         "V100": (cluster, "v100", "v100_ms", 8, 1),
@@ -126,7 +126,7 @@ def blind(cluster: Cluster) -> dict[str, dict]:
 
 
 def main() -> int:
-    """Fit, print, record."""
+    """Fit the constants, print the residuals and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--record", type=record_argument, default=RECORD)
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""The scaling study, scaled down and run on what is there: strong, weak, heads, and recomputation.
+"""The scaling study, scaled down and run on this machine: strong and weak scaling, heads, and recomputation.
 
-    python analysis/scaling/measure.py                     # gloo, one thread a rank, up to two ranks
-    python analysis/scaling/measure.py --device cuda       # NCCL, a GPU a rank; one GPU: batch and recompute sweeps
+    python analysis/scaling/measure.py                     # gloo, one thread per rank, up to two ranks
+    python analysis/scaling/measure.py --device cuda       # NCCL, one GPU per rank; batch and recompute sweeps on one
 
-Every row is measured here and says on what machine, with how many threads, and how busy it was; next to it stands the
-cost model's figure for the same row. Rows of a CPU are about that CPU: they are not GPU scaling.
+Every row is measured and states the machine, the number of threads and the load average, with the cost model's
+prediction beside it. Rows measured on a CPU describe that CPU, not GPU scaling.
 """
 
 import argparse
@@ -43,7 +43,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def measure_case(case: Case, context: ParallelContext, device: torch.device, steps: int) -> dict[str, float]:
-    """Median and best seconds per step of this rank, the share spent in collectives, and peak memory on a GPU."""
+    """Measure median and best seconds per step, the time in collectives, and on a GPU peak memory, on this rank."""
     model = build_model(case.config, context, seed=1, dtype=DTYPES[case.dtype]).to(device)
     optimizer = MixedPrecisionAdamW(
         model.named_parameters(), OptimizerConfig(lr=1e-4), PrecisionConfig(case.dtype), context
@@ -56,7 +56,7 @@ def measure_case(case: Case, context: ParallelContext, device: torch.device, ste
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with Clock(device) as clock:
-        for _ in range(steps + 1):  # the first allocates
+        for _ in range(steps + 1):  # the first step allocates and is not counted
             if context.dp_size * context.tp_size > 1:
                 dist.barrier()
             clock.communication, start = 0.0, clock.now()
@@ -73,7 +73,7 @@ def measure_case(case: Case, context: ParallelContext, device: torch.device, ste
 
 
 def one_pass(model: torch.nn.Module, tokens: torch.Tensor, keys: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
-    """Mean loss of one micro-batch, for either architecture; BERT's over the positions `scored`."""
+    """Mean loss of one micro-batch of either architecture; for BERT over the positions `scored`."""
     if model.config.family == "gpt":
         return model(tokens, tokens, keys) / tokens.numel()
     loss, order = model(tokens, torch.zeros_like(tokens), None, tokens, keys, scored)
@@ -81,7 +81,7 @@ def one_pass(model: torch.nn.Module, tokens: torch.Tensor, keys: torch.Tensor, s
 
 
 def add_gradients(model: torch.nn.Module, optimizer: MixedPrecisionAdamW, context: ParallelContext) -> None:
-    """Over the data ranks: the optimizer's own way for half types, one flat message for fp32, as DDP's buckets."""
+    """Sum gradients over data ranks: the optimizer's buffer for half types, one flat message for fp32, like DDP."""
     optimizer.reduce_gradients()
     if context.dp_size > 1 and not optimizer.holds_masters:
         flat = torch.cat([param.grad.flatten() for param in model.parameters()])
@@ -89,7 +89,7 @@ def add_gradients(model: torch.nn.Module, optimizer: MixedPrecisionAdamW, contex
 
 
 def rank_worker(rank: int, case: Case, folder: str, device_kind: str, steps: int) -> None:
-    """One rank of one case; rank 0 writes the result."""
+    """Measure one case on one rank; rank 0 writes the result."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium")
     world = case.tp_size * case.dp_size
@@ -118,15 +118,17 @@ def rank_worker(rank: int, case: Case, folder: str, device_kind: str, steps: int
 
 
 def run_case(case: Case, device_kind: str, steps: int) -> dict[str, float]:
-    """One round of a case in fresh processes, and how busy the machine was when it ended."""
+    """Run one round of a case in fresh processes; the result includes the load average at its end."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_worker, (case, folder, device_kind, steps), nprocs=case.tp_size * case.dp_size, join=True)
         return torch.load(Path(folder) / "result", weights_only=True) | {"load_average": os.getloadavg()[0]}
 
 
 def run_rounds(cases: list[Case], device_kind: str, steps: int, rounds: int) -> dict[Case, dict[str, float]]:
-    """For each case the round with the fastest step. Rounds go over all cases in turn, so that what else the machine
-    does falls on all of them alike."""
+    """Return the round with the fastest step per case.
+
+    Cases alternate within a round, so that other load on the machine affects all of them alike.
+    """
     best: dict[Case, dict[str, float]] = {}
     for number in range(rounds):
         for case in cases:
@@ -138,7 +140,7 @@ def run_rounds(cases: list[Case], device_kind: str, steps: int, rounds: int) -> 
 
 
 def modelled_step_s(case: Case, machine: Cluster | None) -> float | None:
-    """The cost model's seconds for a case; None where no cluster stands for the machine."""
+    """Predicted seconds per step; None if no cluster describes the machine."""
     if machine is None:
         return None
     layout, s = ParallelConfig(case.tp_size, case.dp_size), case.config.max_position_embeddings
@@ -146,7 +148,7 @@ def modelled_step_s(case: Case, machine: Cluster | None) -> float | None:
 
 
 def cluster_of(device_name: str) -> Cluster | None:
-    """The cluster of conf/cluster that stands for this device, if any."""
+    """The cluster of conf/cluster that describes this device, if any."""
     name = {"cpu": "cpu", "NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100"}.get(device_name)
     return None if name is None else load_cluster(ROOT / "conf" / "cluster" / f"{name}.yaml")
 
@@ -154,8 +156,7 @@ def cluster_of(device_name: str) -> Cluster | None:
 def row(
     case: Case, result: dict[str, float], first: tuple[Case, dict] | None, machine: Cluster | None
 ) -> dict[str, Any]:
-    """A row of the table: what was run, how long it took, what went to messages, how it scales from `first`, if it is
-    a row of a scaling study."""
+    """Build a table row: the case, step time, communication time and, in a scaling study, efficiency over `first`."""
     world = case.tp_size * case.dp_size
     s, batch = case.config.max_position_embeddings, case.micro_batch_size * case.dp_size
     estimate = estimate_memory(
@@ -194,7 +195,7 @@ def row(
 
 
 def describe(found: dict[str, Any]) -> str:
-    """A row of the table for the terminal."""
+    """Format a row for the terminal."""
     modelled = found["modelled_step_s"]
     return (
         f"{found['study']:<12}{found['label']:<24}measured {found['step_s'] * 1e3:>8.1f} ms, messages "
@@ -206,17 +207,19 @@ def describe(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Run every case, print the table, write the record."""
+    """Run every case, print the table and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ranks", type=int, default=None, help="most ranks; default: 2 on a CPU, all GPUs")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of a round")
+    parser.add_argument(
+        "--ranks", type=int, default=None, help="largest number of ranks; default: 2 on a CPU, else all GPUs"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="timed steps per round")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--only", default=None, help="a study: strong, weak, heads, recompute, sweep")
+    parser.add_argument("--only", default=None, help="run only one study: strong, weak, heads, recompute or sweep")
     parser.add_argument("--record", type=record_argument, help="default: outputs/measure_scaling/<time>.json")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device must be cpu where there is no GPU, but is cuda")
+        parser.error("--device must be cpu on a machine without a GPU, but is cuda")
     for name in ("steps", "rounds", "ranks"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, but is {getattr(options, name)}")
@@ -225,7 +228,7 @@ def main() -> int:
     cases = [case for case in cases if options.only is None or case.study.startswith(options.only)]
     if not cases:
         parser.error(
-            f"--only must be strong, weak, heads, recompute or sweep, as far as there is one, but is {options.only}"
+            f"--only must name a study of this device (strong, weak, heads, recompute, sweep), but is {options.only}"
         )
     name = torch.cuda.get_device_name(0) if options.device == "cuda" else "cpu"
     threads, rows, first, started, load = 1, [], {}, time.time(), os.getloadavg()[0]
@@ -234,7 +237,7 @@ def main() -> int:
         rows.append(row(case, best[case], first.get((case.study, case.subject)), machine))
         if case.study in SCALING:
             first.setdefault((case.study, case.subject), (case, best[case]))
-        rows[-1] |= {"machine": name, "threads_a_rank": threads}
+        rows[-1] |= {"machine": name, "threads_per_rank": threads}
         print(describe(rows[-1]))
     record = new_record(
         f"measured_scaling_{options.device}",

@@ -1,4 +1,4 @@
-"""What the study's models hold and send, by formula: parameters by part and rank, memory of a rank, messages."""
+"""Computed sizes of the study's models: parameters by part and rank, memory per rank, and messages."""
 
 import dataclasses
 from functools import cache
@@ -23,7 +23,7 @@ BERT_MICRO_BATCH = 4  # sequences
 
 @cache
 def paper_models() -> dict[str, TransformerConfig]:
-    """Every model of the paper by its name in `conf/model/`, GPTs first, from small to large."""
+    """Every model of the paper by its name in `conf/model/`: GPTs first, in ascending size."""
     gpts = {f"gpt_{name.lower()}": size for name, size in SIZES.items()}
     berts = {"bert_336m": BERT_SIZES["336M"], "bert_752m": paper_shape("figure_7/bert_752m")}
     berts |= {f"bert_{name.lower()}": BERT_SIZES[name] for name in ("1.3B", "3.9B")}
@@ -34,7 +34,7 @@ def paper_models() -> dict[str, TransformerConfig]:
 
 
 def parameter_table() -> pd.DataFrame:
-    """One row per model: millions of parameters in all and by part, of a rank of 4, and of it on every rank."""
+    """One row per model: millions of parameters in total, by part, per rank at tp 4, and replicated on every rank."""
     rows = []
     for name, config in paper_models().items():
         count = count_parameters(config, 4)
@@ -42,14 +42,16 @@ def parameter_table() -> pd.DataFrame:
         layers = count.parts["attention"] + count.parts["mlp"]
         other = count.total - embeddings - layers
         millions = {"total": count.total, "embeddings": embeddings, "layers": layers, "other": other}
-        millions |= {"a rank of 4": count.per_rank, "of it on every rank": count.replicated}
+        millions |= {"per rank at tp 4": count.per_rank, "of these replicated": count.replicated}
         rows.append({"model": name} | {part: number / 1e6 for part, number in millions.items()})
     return pd.DataFrame(rows).assign(unit="million parameters", evidence="exact")
 
 
 def memory_table() -> pd.DataFrame:
-    """One row per model, tensor size and recomputation: GiB of a rank of the paper's recipe, fp16, one micro-batch of 8
-    (GPT) or 4 (BERT) sequences on one data rank; with exact attention, as the paper had it."""
+    """One row per model, tensor-parallel size and recomputation: GiB per rank under the paper's recipe.
+
+    fp16, one micro-batch of 8 (GPT) or 4 (BERT) sequences on one data rank, with exact attention as in the paper.
+    """
     rows = []
     for name, config in paper_models().items():
         seq_length = config.max_position_embeddings
@@ -59,12 +61,14 @@ def memory_table() -> pd.DataFrame:
             sizes = [size for size in TP_SIZES if config.num_attention_heads % size == 0]
             found = {f"tp {n}": rank_memory(job, ParallelConfig(n), True).total / _GIB for n in sizes}
             rows.append({"model": name, "recompute": recompute.value} | found)
-    return pd.DataFrame(rows).assign(unit="GiB a rank", evidence="predicted")
+    return pd.DataFrame(rows).assign(unit="GiB per rank", evidence="predicted")
 
 
 def communication_table() -> pd.DataFrame:
-    """One row per model of Table 1 at its tensor size: all-reduces and GiB that a rank sends for one micro-batch of 8
-    sequences in fp16, with and without recomputation, and what splitting the loss over the vocabulary saves."""
+    """One row per model of Table 1: all-reduces and GiB sent per rank for one micro-batch of 8 sequences in fp16.
+
+    With and without recomputation, and the GiB of logits that the vocabulary-parallel loss avoids sending.
+    """
     rows = []
     for name, tp_size in STUDY_TP_SIZES.items():
         row: dict[str, object] = {"model": f"gpt_{name.lower()}", "tensor ranks": tp_size}
@@ -74,7 +78,7 @@ def communication_table() -> pd.DataFrame:
             sent = micro_batch_collectives(config, layout, MICRO_BATCH, SEQ_LENGTH, "fp16")
             row[f"all-reduces, recompute {recompute}"] = sum(collective.count for collective in sent)
             row[f"GiB, recompute {recompute}"] = sum(collective.total_bytes for collective in sent) / _GIB
-        logits = MICRO_BATCH * SEQ_LENGTH * config.padded_vocab_size * 2  # bytes, that a gathered output would send
+        logits = MICRO_BATCH * SEQ_LENGTH * config.padded_vocab_size * 2  # bytes that gathering the output would send
         row["GiB of logits, never sent"] = logits / _GIB if tp_size > 1 else 0.0
         rows.append(row)
     return pd.DataFrame(rows).assign(evidence="exact")

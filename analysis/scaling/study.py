@@ -1,7 +1,7 @@
-"""The paper's scaling study as data, and each of its cells as the cost model has it.
+"""The paper's scaling study as data, and the cost model's prediction of each cell.
 
-Percentages are of linear scaling as the paper counts it: parameters per second and GPU, against the 1.2 B model on one
-GPU, (N_n / N_1) / n x t_1 / t_n. Its baseline of 39 TFLOP/s, 30 % of the peak, anchors the model's clock.
+Percentages are of linear scaling as the paper defines it: parameters per second and GPU, relative to the 1.2 B model on
+one GPU, (N_n / N_1) / n x t_1 / t_n. The paper's baseline of 39 TFLOP/s, 30 % of the peak, anchors the cost model.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ DATA_RANKS = PAPER["section_5.1/data_ranks"]  # of every data-parallel GPT
 BASELINE_FLOPS_PER_S = PAPER["section_5.1/baseline"] * TERA  # hardware FLOPs of the 1.2 B model on one V100
 PETAFLOPS_512 = PAPER["figure_1/mp_dp/512_gpus"]  # sustained on 512 GPUs
 ITERATIONS_PER_EPOCH, VALIDATE_EVERY, VALIDATION_BATCHES = PAPER["section_5.2/epoch"], 1000, 100
-PAPER_SENT = Techniques(gradient_bytes=2)  # the paper's gradients were added in fp16
+PAPER_SENT = Techniques(gradient_bytes=2)  # the paper sums gradients in fp16
 # Table 1: tensor-parallel size by model; with data parallelism, `DATA_RANKS` times as many GPUs.
 STUDY_TP_SIZES = {size: PAPER[f"table_1/gpt_{size.lower()}/mp_gpus"] for size in ("1.2B", "2.5B", "4.2B", "8.3B")}
 # Layers, hidden size, heads of Tables 1 and 2; the 8.3 B of Table 2 has 24 heads, that of Table 1 has 32.
@@ -32,14 +32,14 @@ class Cell:
     """One published figure of the study.
 
     Args:
-        table: of the paper.
-        label: of the cell.
+        table: table or figure of the paper.
+        label: name of the cell.
         size: key of `SIZES`.
         heads: attention heads.
         tp_size, dp_size: layout; 8 sequences per data rank.
         entry: the id of the paper's value.
-        certainty: `text` where the paper prints it, `figure` where it was read off Figure 5.
-        role: `fit`, `held out`, or `outlier`: held out, and declared beforehand as beyond any smooth model.
+        certainty: `text` if the paper prints the value, `figure` if it was read off Figure 5.
+        role: `fit`, `held out`, or `outlier` (held out, and declared in advance as not predictable by a smooth model).
     """
 
     table: str
@@ -64,8 +64,7 @@ CELLS = (
     Cell("Figure 5", "MP, 4 GPUs", "4.2B", 24, 4, 1, "figure_5/mp/4_gpus", "figure", "fit"),
     Cell("Figure 5", "MP, 8 GPUs", "8.3B", 32, 8, 1, "figure_5/mp/8_gpus", "text", "held out"),
     Cell("Figure 5", "MP+DP, 64 GPUs", "1.2B", 16, 1, 64, "figure_5/mp_dp/64_gpus", "figure", "fit"),
-    # From 95 to 83 where 64-way data parallelism joins 2-way model parallelism: 12 points, against 4, 3 and 3 at the
-    # other sizes.
+    # 64-way data parallelism costs 12 points at this size (95 to 83), but only 4, 3 and 3 at the others.
     Cell("Figure 5", "MP+DP, 128 GPUs", "2.5B", 20, 2, 64, "figure_5/mp_dp/128_gpus", "figure", "outlier"),
     Cell("Figure 5", "MP+DP, 256 GPUs", "4.2B", 24, 4, 64, "figure_5/mp_dp/256_gpus", "figure", "held out"),
     Cell("Figure 5", "MP+DP, 512 GPUs", "8.3B", 32, 8, 64, "figure_5/mp_dp/512_gpus", "text", "fit"),
@@ -95,12 +94,12 @@ TRAINING_DAYS = tuple(
 
 @dataclass(frozen=True)
 class LaterShape:
-    """A row of the tables that came with Megatron-LM in September 2020: faster code, other shapes.
+    """A row of the tables published with Megatron-LM in September 2020 (faster code, other shapes).
 
     Args:
-        v100_ms, a100_ms: a step on DGX-2 at 8 sequences, on DGX A100 at 16.
+        v100_ms, a100_ms: milliseconds per step on DGX-2 with 8 sequences, on DGX A100 with 16.
         v100, a100: % of linear scaling, as printed.
-        a100_128_way: the same with 128 data ranks.
+        a100_128_way: % of linear scaling with 128 data ranks.
     """
 
     num_layers: int
@@ -123,7 +122,7 @@ LATER_SHAPES = (
 
 
 def study_model(num_layers: int, hidden_size: int, heads: int) -> TransformerConfig:
-    """A GPT of the study: full recomputation, scores in memory."""
+    """A GPT of the study, with full recomputation and exact attention."""
     return TransformerConfig(
         family="gpt",
         num_layers=num_layers,
@@ -145,23 +144,25 @@ def baseline() -> tuple[TransformerConfig, float]:
 def study_time(
     config: TransformerConfig, tp_size: int, dp_size: int, cluster: Cluster, micro_batch_size: int = MICRO_BATCH
 ) -> StepTime:
-    """Seconds of one step of the study: one micro-batch a rank, fp16."""
+    """Seconds per step of the study: one micro-batch per data rank, fp16."""
     layout = ParallelConfig(tp_size, dp_size)
     return predict_step_time(config, layout, micro_batch_size, 1, SEQ_LENGTH, "fp16", cluster, PAPER_SENT)
 
 
 def anchor(cluster: Cluster) -> Cluster:
-    """`cluster` with the matrix-product rate at which the baseline takes as long as the paper says.
+    """Set the matrix-product rate of `cluster` such that the baseline takes the time given by the paper.
 
     Raises:
-        ValueError: everything but products takes longer already.
+        ValueError: everything except matrix products already takes longer.
     """
     config, seconds = baseline()
     at_peak = with_constants(cluster, matmul_share=1.0)
     time = study_time(config, 1, 1, at_peak)
     left = seconds - (time.total - time.matmul)
     if not left > 0:
-        raise ValueError(f"the baseline's products must have time left, but all else takes {seconds - left:.3f} s")
+        raise ValueError(
+            f"the baseline must leave time for matrix products, but everything else takes {seconds - left:.3f} s"
+        )
     return with_constants(cluster, matmul_share=time.matmul / left)
 
 
@@ -180,17 +181,17 @@ def predict_cell(cell: Cell, cluster: Cluster) -> float:
 
 
 def predict_petaflops(cluster: Cluster) -> float:
-    """Sustained PFLOP/s of the 8.3 B model on 512 GPUs, hardware FLOPs, as the paper's 15.1."""
+    """Sustained PFLOP/s (hardware FLOPs) of the 8.3 B model on 512 GPUs; the paper reports 15.1."""
     config = study_model(*SIZES["8.3B"])
     seconds = study_time(config, 8, 64, cluster).total
     return hardware_flops_per_step(config, SEQ_LENGTH, 64 * MICRO_BATCH) / seconds / 1e15
 
 
 def predict_days(size: str, heads: int, tp_size: int, dp_size: int, cluster: Cluster) -> tuple[float, float]:
-    """Days an epoch of Table 2: of the optimizer steps alone, and with validation as the released code has it.
+    """Days per epoch of Table 2: of the optimizer steps alone, and with validation as in the released code.
 
-    Megatron-LM's defaults validate 100 batches every 1,000 steps; a forward pass has a quarter of a step's compute and
-    a third of its tensor-parallel all-reduces (2 of 6 a layer).
+    Megatron-LM's defaults validate 100 batches every 1,000 steps. A forward pass has a quarter of a step's compute and
+    a third of its tensor-parallel all-reduces (2 of 6 per layer).
 
     Source: NVIDIA/Megatron-LM, arguments.py of 2019, `--eval-interval` and `--eval-iters`.
     """
@@ -202,20 +203,20 @@ def predict_days(size: str, heads: int, tp_size: int, dp_size: int, cluster: Clu
 
 
 def predict_later(cluster: Cluster, first_ms: float, micro_batch_size: int, dp_size: int = 1) -> tuple[float, list]:
-    """The table of 2020, blind: one factor on the software's two constants, set by its one-GPU time alone.
+    """Predict the table of 2020 from its one-GPU time alone, by one factor on the two software constants.
 
-    The element-wise factor and the layer overhead are of the code, which had become faster; they shrink together until
-    the first row takes `first_ms`. Rates of the machine stay.
+    The element-wise factor and the layer overhead depend on the code, which had become faster. Both are multiplied by
+    the factor at which the first row takes `first_ms`. The machine's rates are unchanged.
 
     Args:
         cluster: the anchored V100 cluster, or another with its shares (`scaled_to`).
-        dp_size: data ranks of every row; the first row's time is of one GPU all the same.
+        dp_size: data ranks of every row; the first row's time is always that of one GPU.
 
     Returns:
-        the factor, and for each row milliseconds and % of linear scaling.
+        the factor, and per row milliseconds and % of linear scaling.
 
     Raises:
-        ValueError: no factor between 0 and 3 gives that time.
+        ValueError: no factor between 0 and 3 gives this time.
     """
     rows = [(study_model(r.num_layers, r.hidden_size, r.heads), r.tp_size) for r in LATER_SHAPES]
 
@@ -231,7 +232,7 @@ def predict_later(cluster: Cluster, first_ms: float, micro_batch_size: int, dp_s
 
     low, high = 1e-6, 3.0
     if not seconds(low, 0, 1) <= first_ms / 1e3 <= seconds(high, 0, 1):
-        raise ValueError(f"`first_ms` must be reached by a factor between 0 and 3, but is {first_ms}")
+        raise ValueError(f"`first_ms` must be attainable with a factor between 0 and 3, but is {first_ms}")
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if seconds(middle, 0, 1) * 1e3 < first_ms else (low, middle)
@@ -244,7 +245,7 @@ def predict_later(cluster: Cluster, first_ms: float, micro_batch_size: int, dp_s
 
 
 def scaled_to(cluster: Cluster, peak_fp16: float, memory_bandwidth_gb_s: float, link_ratio: float) -> Cluster:
-    """`cluster` on other devices: shares of the peak and of the links kept, nothing fitted."""
+    """Transfer `cluster` to other devices: shares of the peak and of the links are kept, nothing is fitted."""
     constants = cluster.calibration
     changed = with_constants(
         cluster,
@@ -258,7 +259,7 @@ def scaled_to(cluster: Cluster, peak_fp16: float, memory_bandwidth_gb_s: float, 
 
 
 def with_constants(cluster: Cluster, **constants: float) -> Cluster:
-    """`cluster` with some constants of its calibration changed."""
+    """Replace constants in the calibration of `cluster`."""
     return dataclasses.replace(cluster, calibration=dataclasses.replace(cluster.calibration, **constants))
 
 

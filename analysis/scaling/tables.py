@@ -1,4 +1,4 @@
-"""Tables 1, 2, 7 and 8 and the bars of Figures 1 and 5: the paper's value, ours, and what kind of evidence ours is."""
+"""Tables 1, 2, 7 and 8 and the bars of Figures 1 and 5: the paper's value, ours, and the kind of evidence."""
 
 import pandas as pd
 
@@ -30,15 +30,15 @@ _PRINTED = {"text": "printed in the text", "figure": "read off the figure"}
 
 
 def figure_cells() -> tuple[Cell, ...]:
-    """The cells of Figure 5, and before them the one GPU that is 100 by definition."""
+    """The one-GPU baseline (100 by definition), then the cells of Figure 5."""
     first = Cell("Figure 5", "MP, 1 GPU", "1.2B", 16, 1, 1, "figure_5/mp/1_gpu", "text", "baseline")
     return (first, *(cell for cell in CELLS if cell.table == "Figure 5"))
 
 
 def paper_petaflops(cell: Cell) -> tuple[float, bool]:
-    """The paper's sustained PFLOP/s of a cell of `figure_cells`, and whether they are printed.
+    """The paper's sustained PFLOP/s of a cell of `figure_cells`, and whether the paper prints it.
 
-    Printed are 39 TFLOP/s on one GPU and 15.1 PFLOP/s on 512; the others are Figure 5 times the one-GPU figure.
+    The paper prints 39 TFLOP/s on one GPU and 15.1 PFLOP/s on 512. The others are derived from Figure 5.
     """
     num_gpus = cell.tp_size * cell.dp_size
     printed = {1: BASELINE_FLOPS_PER_S / 1e15, 512: PETAFLOPS_512}
@@ -48,7 +48,7 @@ def paper_petaflops(cell: Cell) -> tuple[float, bool]:
 
 
 def configuration(cell: Cell) -> str:
-    """A cell as it is called in the tables: `model parallel, 8 GPUs`."""
+    """Name of a cell in the tables: `model parallel, 8 GPUs`."""
     num_gpus = cell.tp_size * cell.dp_size
     return f"{_panel(cell)}, {num_gpus} GPU{'s' if num_gpus > 1 else ''}"
 
@@ -62,7 +62,7 @@ def _place(cell: Cell) -> dict:
 
 
 def figure_5_rows(cluster: Cluster) -> pd.DataFrame:
-    """Weak scaling, % of linear: the paper's value, the model's, the difference and the role of every cell."""
+    """Weak scaling in % of linear: the paper's value, the cost model's, the difference and the role of every cell."""
     rows = []
     for cell in figure_cells():
         ours = predict_cell(cell, cluster)
@@ -72,7 +72,7 @@ def figure_5_rows(cluster: Cluster) -> pd.DataFrame:
 
 
 def figure_1_rows(cluster: Cluster) -> pd.DataFrame:
-    """PFLOP/s sustained by the study's models, without and with 64-way data parallelism: as of Figure 5."""
+    """Sustained PFLOP/s of the study's models without and with 64-way data parallelism, for the cells of Figure 5."""
     rows = []
     for cell in figure_cells():
         layers, hidden, _ = SIZES[cell.size]
@@ -88,9 +88,9 @@ def figure_1_rows(cluster: Cluster) -> pd.DataFrame:
 
 
 def figure_tables(cluster: Cluster) -> dict[str, pd.DataFrame]:
-    """Both figures' rows as tables, with the columns of `scaling_tables` and where the paper's value is from."""
+    """Tables of Figures 1 and 5, with the columns of `scaling_tables` and the origin of the paper's value."""
     one, five = figure_1_rows(cluster), figure_5_rows(cluster)
-    sustained = _table(one, "PFLOP/s", _PRINTED | {"figure": "Figure 5 times 39 TFLOP/s and the GPUs"})
+    sustained = _table(one, "PFLOP/s", _PRINTED | {"figure": "Figure 5 x 39 TFLOP/s x GPUs"})
     sustained["evidence"] = ["the anchor" if num_gpus == 1 else "modelled" for num_gpus in one["GPUs"]]
     scaling = _table(five, "% of linear scaling", _PRINTED)
     scaling["evidence"] = ["by definition" if role == "baseline" else f"modelled, {role}" for role in five["role"]]
@@ -113,7 +113,7 @@ def scaling_tables(cluster: Cluster) -> dict[str, pd.DataFrame]:
 
     Returns:
         rows with columns `paper`, `ours`, `difference` (ours - paper), `unit` and `evidence`: `exact` is counted,
-        `modelled` comes from the cost model; the latter says whether the cell was in the fit.
+        `modelled` comes from the cost model and states whether the cell was in the fit.
     """
     return {
         "Table 1": pd.DataFrame(
@@ -135,12 +135,12 @@ def _parameters(size: str, printed_millions: float, num_gpus: int) -> dict:
 
 
 def _training_rows(cluster: Cluster) -> list[dict]:
-    """Parameters and days an epoch: of the optimizer steps alone, and with validation as the released code has it."""
+    """Parameters and days per epoch: of the optimizer steps alone, and with validation as in the released code."""
     rows = []
     for size, heads, tp_size, dp_size, days in TRAINING_DAYS:
         rows.append(_parameters(size, PAPER_NUMBERS[f"table_2/{_TABLE_2[size]}/parameters"], tp_size * dp_size))
         alone, validated = predict_days(size, heads, tp_size, dp_size, cluster)
-        for ours, unit in ((validated, "days an epoch"), (alone, "days an epoch, steps alone")):
+        for ours, unit in ((validated, "days per epoch"), (alone, "days per epoch, steps alone")):
             row = {"configuration": f"{size}, {tp_size * dp_size} GPUs", "paper": days, "ours": ours}
             rows.append(row | {"difference": ours - days, "unit": unit, "evidence": "modelled, held out"})
     return rows

@@ -1,10 +1,10 @@
-"""The scaling study beyond the paper, by the cost model: other machines, 16,384 GPUs, a trillion parameters.
+"""The cost model beyond the paper: other machines, up to 16,384 GPUs and a trillion parameters.
 
     python analysis/scaling/what_if.py                    # prints every table
     python analysis/scaling/what_if.py --record out.json  # and writes them
 
-Everything here is modelled: nothing was run. The H100's and H200's constants are carried over from published
-throughputs, which the first table shows beside the model.
+All results are modelled. The constants of H100 and H200 are derived from published throughputs, which the first table
+shows beside the model.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDY = (("1.2B", 40, 1536, 16, 1), ("2.5B", 54, 1920, 20, 2), ("4.2B", 64, 2304, 24, 4), ("8.3B", 72, 3072, 32, 8))
-# Name, layers, hidden, heads: as many heads as ranks must share the model.
+# Name, layers, hidden, heads (enough for the tensor-parallel sizes needed).
 LARGE = (
     ("8.3B", 72, 3072, 32),
     ("22B", 48, 6144, 64),
@@ -34,7 +34,7 @@ LARGE = (
     ("530B", 105, 20480, 256),
     ("1T", 128, 25600, 256),
 )
-# Cluster, model, layers, hidden, heads, vocabulary, tokens, micro-batch, published tokens/s and GPU, source.
+# Cluster, model, layers, hidden, heads, vocabulary, tokens, micro-batch, published tokens/s per GPU, source.
 PUBLISHED = (
     ("h100", "MPT 1B", 24, 2048, 16, 50368, 1024, 8, 48_910, "llm-foundry, 8 H100"),
     ("h100", "MPT 3B", 32, 2560, 20, 50368, 1024, 8, 27_046, "llm-foundry, 8 H100"),
@@ -45,12 +45,12 @@ PUBLISHED = (
 
 
 def cluster(name: str) -> Cluster:
-    """A cluster of conf/cluster."""
+    """Load a cluster of conf/cluster."""
     return load_cluster(ROOT / "conf" / "cluster" / f"{name}.yaml")
 
 
 def gpt(num_layers: int, hidden_size: int, heads: int, **changes: Any) -> TransformerConfig:
-    """A GPT with the paper's vocabulary and sequence unless changed."""
+    """A GPT with the paper's vocabulary and sequence length unless changed."""
     fields = {"vocab_size": 50257, "max_position_embeddings": 1024} | changes
     return TransformerConfig(
         family="gpt",
@@ -62,7 +62,7 @@ def gpt(num_layers: int, hidden_size: int, heads: int, **changes: Any) -> Transf
 
 
 def published() -> list[dict[str, Any]]:
-    """The constants of A100 and H100 against the throughputs they come from; codes that hide their gradients."""
+    """Compare A100 and H100 predictions with the published throughputs, whose code overlaps gradient reduction."""
     rows = []
     for name, model, layers, hidden, heads, vocab, s, b, tokens, source in PUBLISHED:
         config = gpt(layers, hidden, heads, vocab_size=vocab, vocab_multiple=1, max_position_embeddings=s)
@@ -75,7 +75,7 @@ def published() -> list[dict[str, Any]]:
 
 
 def study(name: str) -> list[dict[str, Any]]:
-    """Figure 5's sizes and layouts on another cluster, without recomputation, in the % of linear of the paper."""
+    """Figure 5's sizes and layouts on another cluster without recomputation, in % of linear scaling."""
     machine, rows = cluster(name), []
     first = None
     for dp_size in (1, 64):
@@ -92,7 +92,7 @@ def study(name: str) -> list[dict[str, Any]]:
 
 
 def largest(name: str, sizes: tuple[int, ...] = (512, 2048, 8192, 16384)) -> list[dict[str, Any]]:
-    """The fastest layout of ever larger models on ever more GPUs, a batch of 4,096 sequences of 2,048 tokens."""
+    """Find the fastest layout per model and number of GPUs, for a batch of 4,096 sequences of 2,048 tokens."""
     machine, rows = cluster(name), []
     for model, layers, hidden, heads in LARGE:
         job = Job(gpt(layers, hidden, heads, max_position_embeddings=2048), 1, 4096, 2048, "bf16", 100_000)
@@ -107,7 +107,7 @@ def largest(name: str, sizes: tuple[int, ...] = (512, 2048, 8192, 16384)) -> lis
             if not ranking.fitting:
                 least = smallest_need(job, machine)
                 short = f"{least.missing_bytes / GIB:.0f} GiB short at tp {least.layout.tp_size}"
-                rows.append(row | {"layout": short if least.missing_bytes > 0 else "too few ranks a model"})
+                rows.append(row | {"layout": short if least.missing_bytes > 0 else "too few ranks per model"})
                 continue
             best = ranking.fitting[0]
             layout = f"tp {best.layout.tp_size} x dp {best.layout.dp_size}, b {best.job.micro_batch_size}"
@@ -120,9 +120,9 @@ def largest(name: str, sizes: tuple[int, ...] = (512, 2048, 8192, 16384)) -> lis
 
 
 def beyond_a_node(name: str) -> list[dict[str, Any]]:
-    """Where tensor parallelism stops paying: the 175 B model on 2 to 128 ranks that share four sequences of it.
+    """Tensor parallelism across nodes: the 175 B model on 2 to 128 tensor ranks with four sequences.
 
-    Between nodes a ring may use one link or, where all its ranks of a node send together, all of them; both are given.
+    Between nodes a ring uses one link or, if all its ranks on a node send together, all links; both are given.
     """
     slow = cluster(name)
     rates = slow.calibration
@@ -145,7 +145,7 @@ def beyond_a_node(name: str) -> list[dict[str, Any]]:
 
 
 def techniques(name: str) -> list[dict[str, Any]]:
-    """Sequence parallelism and overlap on and off, 8.3 B, 8-way, 64 data ranks, 8 sequences a rank."""
+    """Sequence parallelism and overlap on and off: 8.3 B, tp 8, dp 64, 8 sequences per data rank."""
     machine = cluster(name)
     job = Job(gpt(72, 3072, 32, recompute="full"), 8, 512, 1024, "fp16" if name == "dgx2h_v100" else "bf16", 300_000)
     changes = {
@@ -167,7 +167,7 @@ def techniques(name: str) -> list[dict[str, Any]]:
 
 
 def format_table(title: str, rows: list[dict[str, Any]]) -> str:
-    """A plain table; every title says that it is modelled."""
+    """Format a plain-text table; every title states that it is modelled."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *[["-" if row.get(key) is None else str(row[key]) for key in columns] for row in rows]]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
@@ -176,7 +176,7 @@ def format_table(title: str, rows: list[dict[str, Any]]) -> str:
 
 
 def tables() -> dict[str, list[dict[str, Any]]]:
-    """Every table by title."""
+    """All tables by title."""
     found = {"The model beside published throughputs of one node": published()}
     for name in ("h100", "h200"):
         found[f"Figure 5 on {name}"] = study(name)
@@ -188,7 +188,7 @@ def tables() -> dict[str, list[dict[str, Any]]]:
 
 
 def main() -> int:
-    """Print the tables, and record them."""
+    """Print the tables and optionally write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--record", type=record_argument, default=None)
     options = parser.parse_args()

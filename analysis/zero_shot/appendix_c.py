@@ -1,11 +1,11 @@
-"""Appendix C in small: what a trained GPT makes of five prompts, with the seeds that make it again.
+"""Appendix C, scaled down: samples of a trained GPT for five prompts, with the seeds that reproduce them.
 
     python src/train.py data=local data.path=articles.jsonl data.validation_path=held_out.jsonl ...
-    python analysis/zero_shot/appendix_c.py --run outputs/gpt_tiny/RUN --trained-on "what the articles are"
+    python analysis/zero_shot/appendix_c.py --run outputs/gpt_tiny/RUN --trained-on "description of the text"
 
-Samples the newest checkpoint of a run folder, measures what the cache of keys and values saves there, and writes a
-record and the texts as Markdown. Every sample comes again with
-`python src/generate.py ckpt=RUN prompt=... temperature=0.8 top_p=0.9 max_new_tokens=150 seed=1234`.
+Samples from the newest checkpoint of a run folder, measures the speed-up of the key-value cache, and writes a record
+and the texts as Markdown. Each sample is reproduced by `python src/generate.py ckpt=RUN prompt=... temperature=0.8
+top_p=0.9 max_new_tokens=150 seed=1234`.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PROMPTS = (
     "Why is it important to learn English? First,",
 )
 SAMPLING, SEED, NUM_NEW = Sampling(temperature=0.8, top_p=0.9), 1234, 150
-ROUNDS, NUM_TIMED_ROWS, NUM_TIMED_TOKENS = 3, 4, 200  # of the comparison with and without the cache
+ROUNDS, NUM_TIMED_ROWS, NUM_TIMED_TOKENS = 3, 4, 200  # for the comparison with and without the cache
 
 
 def make_rows(loaded: LoadedModel, num_new: int) -> list[Row]:
@@ -46,7 +46,7 @@ def make_rows(loaded: LoadedModel, num_new: int) -> list[Row]:
 
 
 def sample(loaded: LoadedModel) -> list[dict]:
-    """The samples, each drawn as it would be alone."""
+    """Draw the samples; each is independent of the others in its batch."""
     generator = Generator(loaded.model, SAMPLING, loaded.tokenizer.inner.token_to_id(END_OF_TEXT), SEED)
     rows = make_rows(loaded, NUM_NEW)
     generator.extend(rows)
@@ -59,17 +59,17 @@ def sample(loaded: LoadedModel) -> list[dict]:
 
 @torch.inference_mode()
 def recompute(loaded: LoadedModel, rows: list[Row]) -> None:
-    """The most probable tokens with every position computed again for each, as the cache avoids."""
+    """Greedy decoding without a cache: all positions are recomputed for each token."""
     for row in rows:
         row.tokens = []
     shortest = min(len(row.prompt.ids) for row in rows)
-    ids = torch.tensor([row.prompt.ids[:shortest] for row in rows])  # equal lengths: no row needs filling
+    ids = torch.tensor([row.prompt.ids[:shortest] for row in rows])  # equal lengths: no row needs padding
     for _ in range(NUM_TIMED_TOKENS):
         ids = torch.cat((ids, loaded.model(ids)[:, -1].argmax(dim=-1, keepdim=True)), dim=1)
 
 
 def measure_cache(loaded: LoadedModel) -> dict[str, dict]:
-    """Tokens a second of the same rows with and without the cache, in turn; medians."""
+    """Median tokens per second for the same rows with and without the cache, measured in alternation."""
     rates: dict[str, list[float]] = {"cached": [], "recomputed": []}
     generator = Generator(loaded.model, Sampling(temperature=0), None, SEED)
     for _ in range(ROUNDS):
@@ -87,19 +87,19 @@ def measure_cache(loaded: LoadedModel) -> dict[str, dict]:
 
 
 def markdown(record: dict) -> str:
-    """The texts, below what made them."""
+    """Format the samples, with the model and the settings above them."""
     config, metrics = record["config"], record["metrics"]
     model, training = config["model"], config["training"]
     lines = [
-        "# Appendix C in small: samples of a trained GPT",
+        "# Appendix C, scaled down: samples of a trained GPT",
         "",
         f"A GPT of {model['num_layers']} layers x {model['hidden_size']} (vocabulary {model['vocab_size']}), trained "
         f"on {config['trained_on']}: {training['steps']:,} steps of {training['tokens_per_step']:,} tokens, validation "
         f"perplexity {metrics['validation_perplexity']['value']:.1f}. The paper's GPT-2 models have 355 M to 8.3 B "
-        "parameters and read 157 billion tokens (300,000 steps of 512 x 1,024).",
+        "parameters and are trained on 157 billion tokens (300,000 steps of 512 x 1,024).",
         "",
         f"Temperature {config['temperature']}, top-p {config['top_p']}, at most {NUM_NEW} tokens, seed {SEED}, "
-        "sample 0 of each prompt (in brackets). Nothing was chosen or left out.",
+        "sample 0 of each prompt (in brackets). The samples are not selected.",
     ]
     for number, one in enumerate(record["samples"], start=1):
         end = "end of text" if one["finish"] == "end_of_text" else f"cut at {one['num_tokens']} tokens"
@@ -108,10 +108,10 @@ def markdown(record: dict) -> str:
 
 
 def main() -> int:
-    """Sample, measure, write."""
+    """Draw the samples, measure the cache and write the outputs."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--run", type=Path, required=True, help="run folder of a trained GPT")
-    parser.add_argument("--trained-on", required=True, help="the text it was trained on, in words")
+    parser.add_argument("--trained-on", required=True, help="description of the training text")
     parser.add_argument("--output", type=Path, default=RECORDS, help="folder of appendix_c.json and appendix_c.md")
     options = parser.parse_args()
     torch.set_num_threads(1)

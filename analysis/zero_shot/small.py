@@ -1,10 +1,10 @@
-"""Table 3 in small: train a GPT on RACE's articles, then measure it on WikiText-103's validation file and LAMBADA.
+"""Table 3, scaled down: train a GPT on RACE's articles, then evaluate it on WikiText-103's validation file and LAMBADA.
 
     python analysis/zero_shot/small.py --race race/ --wikitext wiki.valid.tokens --lambada lambada_test.jsonl
 
-The windows are the paper's (1,024 tokens, 32 new targets each); the model, its text and its time are not: 4 layers x
-256, 2 million tokens. Three commands run one after another in `--folder`; what is done there already is not done again.
-The two records, with what the model was trained on, are `zero_shot_small_*.json` in `--output`.
+The windows are the paper's (1,024 tokens, 32 new targets each). The model is smaller (4 layers x 256) and trained on 2
+million tokens. Three commands run one after another in `--folder`; finished ones are skipped. The two records, which
+include the training data, are `zero_shot_small_*.json` in `--output`.
 """
 
 import argparse
@@ -45,21 +45,21 @@ KEPT = ("data", "seed", "global_batch_size", "optimizer", "schedule", "precision
 
 
 def write_articles(source: Path, target: Path) -> None:
-    """RACE's articles as the JSON lines that `data=local` reads."""
+    """Write RACE's articles as JSON lines for `data=local`."""
     with gzip.open(source, "rt", encoding="utf-8") as rows:
         text = "".join(json.dumps({"text": json.loads(row)["article"]}) + "\n" for row in rows)
     target.write_text(text, encoding="utf-8")
 
 
 def run_script(name: str, *overrides: str) -> None:
-    """One entry script; its output goes to the terminal."""
+    """Run an entry script; its output goes to the terminal."""
     command = [sys.executable, str(ROOT / "src" / name), *overrides]
     print("python", f"src/{name}", *overrides, flush=True)
     subprocess.run(command, check=True)
 
 
 def train(race: Path, folder: Path, num_threads: int) -> Path:
-    """The run folder of the trained model."""
+    """Train the model unless it is trained already; returns its run folder."""
     run = folder / "gpt_race"
     if not (run / "record.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def train(race: Path, folder: Path, num_threads: int) -> Path:
 
 
 def evaluate(task: str, path: Path, run: Path, folder: Path) -> dict:
-    """The record of one evaluation, completed by what the model was trained on."""
+    """Run one evaluation unless it has a record; returns the record with the training configuration added."""
     if not (folder / task / "record.json").is_file():
         options = ("task.stop_word_filter=true",) if task == "lambada" else ()
         names = (f"task={task}", f"task.path={path}", f"ckpt={run}", f"hydra.run.dir={folder / task}")
@@ -86,12 +86,12 @@ def evaluate(task: str, path: Path, run: Path, folder: Path) -> dict:
 
 
 def main() -> int:
-    """Train, evaluate twice, write both records."""
+    """Train, evaluate on both tasks and write the records."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--race", type=Path, required=True, help="folder of race_train.jsonl.gz, race_dev.jsonl.gz")
     parser.add_argument("--wikitext", type=Path, required=True, help="wiki.valid.tokens of WikiText-103")
     parser.add_argument("--lambada", type=Path, required=True, help="LAMBADA's passages as JSON lines")
-    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "zero_shot_small", help="of the runs")
+    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "zero_shot_small", help="folder of the runs")
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RECORDS)
     options = parser.parse_args()

@@ -1,12 +1,11 @@
-"""How much faster the zero-shot evaluations are than the plain method, on the same model in one run.
+"""Compare the speed of the zero-shot evaluations with a plain implementation on the same model.
 
     python analysis/zero_shot/speed.py --wikitext wiki.valid.tokens --lambada lambada_test.jsonl --tokenizer gpt2-bpe
 
-The plain method fills every row up to 1,024 tokens and computes the scores of the whole vocabulary at every position,
-as Megatron-LM v1.0 does. Both methods score the same windows and passages of real text with the same random weights,
-in turn; losses must agree. The time is the shortest of the rounds, because other work shares the machine; for the same
-reason the CPU time of this process is recorded too, which does not count waiting. Prints the ratios and writes a
-record.
+The plain implementation pads every row to 1,024 tokens and computes logits of the whole vocabulary at every position,
+as Megatron-LM v1.0 does. Both score the same windows and passages of real text with the same random weights, in
+alternation, and their losses must agree. The time is the minimum over the rounds, because other work shares the
+machine. The CPU time of this process, which excludes waiting, is recorded too. Prints the ratios and writes a record.
 """
 
 import argparse
@@ -38,12 +37,12 @@ VOCAB_SIZE, WINDOW, STRIDE = 50_257, 1024, 32
 SIZES = {"4x256": (4, 256, 4, 16, 32), "12x768": (12, 768, 12, 8, 8)}  # layers, hidden, heads; windows, passages
 SIZES["24x1024"] = (*GPT_SIZES["355M"], 4, 8)  # the paper's smallest
 ROUNDS = 3
-ROWS_AT_ONCE = 4  # of 1,024 tokens, in both methods: the plain one's scores take 0.8 GB
+ROWS_AT_ONCE = 4  # of 1,024 tokens, in both methods: the plain one's logits take 0.8 GB
 
 
 @torch.inference_mode()
 def plain_wikitext(model: GPT, tokens: list[int], windows: Windows) -> float:
-    """Loss of the scored targets, rows filled up, all scores computed."""
+    """Sum the loss of the scored targets, with padded rows and all logits."""
     total = 0.0
     for start in range(0, len(windows), ROWS_AT_ONCE):
         indices = range(start, min(start + ROWS_AT_ONCE, len(windows)))
@@ -60,7 +59,7 @@ def plain_wikitext(model: GPT, tokens: list[int], windows: Windows) -> float:
 
 @torch.inference_mode()
 def plain_lambada(model: GPT, passages: list[Passage]) -> float:
-    """Log-likelihood of all last words, rows filled up, all scores and their maxima computed."""
+    """Sum the log-likelihood of the last words, with padded rows, all logits and their maxima."""
     total = 0.0
     for start in range(0, len(passages), ROWS_AT_ONCE):
         chosen = passages[start : start + ROWS_AT_ONCE]
@@ -77,10 +76,10 @@ def plain_lambada(model: GPT, passages: list[Passage]) -> float:
 
 
 def compare(plain: Callable[[], float], ours: Callable[[], float]) -> dict[str, tuple[float, float]]:
-    """Seconds of both by the clock and of CPU time, the shortest of several rounds in turn.
+    """Measure wall and CPU seconds of both, the minimum over alternating rounds.
 
     Raises:
-        RuntimeError: they do not compute the same.
+        RuntimeError: the results differ.
     """
     clocks = {"": time.perf_counter, "cpu_": time.process_time}
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in clocks}
@@ -92,14 +91,14 @@ def compare(plain: Callable[[], float], ours: Callable[[], float]) -> dict[str, 
             for name, clock in clocks.items():
                 times[name][number].append(clock() - started[name])
         if abs(results[0] - results[1]) > 1e-4 * abs(results[0]):
-            raise RuntimeError(f"the methods must agree, but give {results[0]} and {results[1]}")
+            raise RuntimeError(f"the results must agree, but are {results[0]} and {results[1]}")
     return {name: (min(taken[0]), min(taken[1])) for name, taken in times.items()}
 
 
 def flops_bound(layers: int, hidden: int) -> float:
-    """The largest ratio that computing fewer scores alone can bring to WikiText103, by matmul FLOPs of a window.
+    """Upper bound of the WikiText103 speed-up from computing fewer logits, by matmul FLOPs per window.
 
-    24 h^2 a token and layer, causal attention 2 s h, scores 2 h V at all positions or at `STRIDE` of them.
+    Per token: 24 h^2 + 2 s h (causal attention) per layer, and 2 h V for the logits, at all positions or at `STRIDE`.
     """
     layer_flops = WINDOW * layers * (24 * hidden**2 + 2 * WINDOW * hidden)
     scores = 2 * hidden * 51_200
@@ -107,7 +106,7 @@ def flops_bound(layers: int, hidden: int) -> float:
 
 
 def measure(name: str, tokens: list[int], passages: list[Passage]) -> dict[str, dict]:
-    """Times and ratios of one model size."""
+    """Measure times and ratios for one model size."""
     layers, hidden, heads, num_windows, num_passages = SIZES[name]
     config = TransformerConfig("gpt", layers, hidden, heads, VOCAB_SIZE, WINDOW)
     model = build_model(config, ParallelContext(), seed=1234).eval()
@@ -135,7 +134,7 @@ def measure(name: str, tokens: list[int], passages: list[Passage]) -> dict[str, 
 
 
 def main() -> int:
-    """Measure, print, record."""
+    """Measure, print the ratios and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--wikitext", required=True, help="a WikiText file")
     parser.add_argument("--lambada", required=True, help="LAMBADA's passages as JSON lines")

@@ -1,4 +1,4 @@
-"""Table 3 of the paper, zero-shot results: its values, those of our records, and what kind of evidence ours are."""
+"""Table 3 of the paper, zero-shot results: the paper's values, ours, and the kind of evidence."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from lmscale.planner.params import count_parameters
 EVIDENCE = {"run": "reproduced", "scaled_down": "scaled down", "modelled": "modelled"}
 NOT_RUN = "not run"
 _MODELS = {"355M": "gpt_355m", "2.5B": "gpt_2.5b", "8.3B": "gpt_8.3b_24heads"}
-# name of a record: name of a column of Table 3, unit, metric for each form of its file
+# record -> column of Table 3, unit, metric per form of the file
 _MEASURES = {
     "zero_shot_wikitext103": ("wikitext103", "WikiText103 perplexity", ("wikitext103/perplexity",)),
     "zero_shot_lambada": (
@@ -24,23 +24,23 @@ _MEASURES = {
 
 
 def table_3(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
-    """Every value of Table 3, with ours where a record has it, then our measurements that have no counterpart there.
+    """Every value of Table 3 with ours, then our measurements without a counterpart in the paper.
 
-    A record counts as `reproduced` where the model's size, its steps, the file and the protocol are the paper's
-    (`evaluation.zero_shot_task.record_kind` decides when it is written); only such a one stands beside a printed
-    value, because perplexities of other files and models do not compare.
+    A record is `reproduced` if the model's size, its steps, the file and the protocol are the paper's
+    (`evaluation.zero_shot_task.record_kind` decides when it is written). Only such records are placed beside a printed
+    value, because perplexities of other files and models are not comparable.
 
     Args:
-        records: by file name; those that are no zero-shot evaluation are left alone.
+        records: by file name; records of other kinds are ignored.
 
     Returns:
         rows with columns `configuration`, `paper`, `ours`, `difference` (ours - paper), `unit`, `evidence`
         (`reproduced`, `scaled down`, `modelled` or `not run`) and `record`.
 
     Raises:
-        ValueError: a record says that it is a paper's model, of which Table 3 has none of that name.
+        ValueError: a record names a paper model that Table 3 does not have.
 
-    Source: Table 3; the perplexity by the formula of appendix E, LAMBADA's whole last word.
+    Source: Table 3; perplexity by the formula of appendix E, LAMBADA accuracy on the whole last word.
     """
     ours = [_measurement(name, record) for name, record in sorted(records.items()) if record["name"] in _MEASURES]
     rows = []
@@ -59,7 +59,7 @@ def table_3(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
 
 
 def _measurement(name: str, record: dict[str, Any]) -> dict[str, Any]:
-    """A row without the paper's side; `size` is the paper's name of the model where all is as in the paper."""
+    """A row of our side alone; `size` is the paper's name of the model for a reproduced record."""
     about, metrics = record["config"], record["metrics"]
     _, unit, candidates = _MEASURES[record["name"]]
     metric = next(candidate for candidate in candidates if candidate in metrics)
@@ -78,7 +78,7 @@ def _measurement(name: str, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(about: dict[str, Any], metric: str, metrics: dict[str, dict[str, Any]]) -> str:
-    """A model and a file that are not the paper's, in words."""
+    """Describe a model and a file that differ from the paper's."""
     model, file = TransformerConfig.from_dict(about["model"]), about["file"]
     millions = count_parameters(model).total / 1e6
     which = file["name"] if file["split"] == "other" else f"{file['split']} file"

@@ -44,7 +44,6 @@ def new_record(
     device: str | None = None,
     layout: dict[str, int] | None = None,
     steps: list[int] | None = None,
-    paths: dict[str, str] | None = None,
     started: float | None = None,
 ) -> dict[str, Any]:
     """Build the record of one run for `write_record`.
@@ -58,7 +57,6 @@ def new_record(
         device: name of the device as reported by its library.
         layout: tp_size, dp_size, threads_per_rank.
         steps: first and last optimizer step of this part of the run.
-        paths: name -> output file of the run (curves, checkpoints).
         started: seconds since the epoch.
 
     Raises:
@@ -77,7 +75,7 @@ def new_record(
         "steps": steps,
         "layout": layout,
         "metrics": {metric: _checked(metric, entry) for metric, entry in metrics.items()},
-        "paths": _portable(paths or {}),
+        "paths": {},  # a field of record version 1 that nothing fills
         "environment": collect_environment(device),
         "config": _portable(config),
     }

@@ -68,4 +68,4 @@ def test_unknown_and_skipped_parts_are_reported_before_measuring() -> None:
     without = os.environ | {"DRY_RUN": "1", "NANOGPT": ""}
     done = subprocess.run(["bash", script, "2"], env=without, capture_output=True, text=True, check=True)
     assert done.stdout.count("bench.py") == 1 and "bench_nanogpt_cpu" not in done.stdout  # an existing record is kept
-    assert done.stdout.endswith("against nanoGPT: not measured, NANOGPT=path/to/model.py is not given\n")
+    assert done.stdout.endswith("against nanoGPT: not measured, NANOGPT=path/to/model.py is not set\n")

@@ -221,10 +221,10 @@ def test_tables_1_2_7_and_8_stand_beside_the_papers_values(fitted: Cluster) -> N
     assert tables["Table 1"]["ours"].tolist() == [1213.479936, 2490.40896, 4199.10912, 8317.04064]
     assert tables["Table 8"]["paper"].tolist() == pytest.approx([1.64, 2.34, 2.98])
     assert tables["Table 7"]["evidence"].tolist() == ["modelled, fit", "modelled, held out", "modelled, held out"]
-    days = tables["Table 2"][tables["Table 2"]["unit"] == "days an epoch"]
+    days = tables["Table 2"][tables["Table 2"]["unit"] == "days per epoch"]
     assert days["paper"].tolist() == [0.86, 2.27, 2.10]
     assert (days["difference"] / days["paper"]).between(-0.13, 0).all()
-    alone = tables["Table 2"][tables["Table 2"]["unit"] == "days an epoch, steps alone"]
+    alone = tables["Table 2"][tables["Table 2"]["unit"] == "days per epoch, steps alone"]
     assert (alone["ours"].to_numpy() < days["ours"].to_numpy()).all() and len(alone) == 3
 
 
@@ -238,7 +238,7 @@ def test_scaling_is_measured_on_real_ranks_and_recorded_as_such(tmp_path) -> Non
     assert record["kind"] == "scaled_down"
     one, two = record["config"]["rows"]
     assert {row["evidence"] for row in (one, two)} == {"measured"}
-    assert (one["machine"], one["threads_a_rank"], two["layout"]["tp_size"]) == ("cpu", 1, 2)
+    assert (one["machine"], one["threads_per_rank"], two["layout"]["tp_size"]) == ("cpu", 1, 2)
     assert one["communication_s"] == 0 < two["communication_s"] < two["step_s"]
     assert two["percent_of_linear"] > 0
 

@@ -180,5 +180,5 @@ def test_every_command_composes() -> None:
 
 
 def test_a_readme_without_markers_is_refused() -> None:
-    with pytest.raises(ValueError, match="`--readme` must have a place between"):
+    with pytest.raises(ValueError, match="`--readme` must contain"):
         make_tables.in_readme("# nothing\n", "block")

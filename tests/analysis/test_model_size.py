@@ -73,7 +73,7 @@ def test_a_miniature_runs_and_finished_cells_are_not_repeated(tmp_path, monkeypa
     (outputs / "hidden_48_seed_1").mkdir(parents=True)
     (outputs / "hidden_48_seed_1" / "metrics.csv").write_text("step\n")  # from a killed cell
     assert run_main(monkeypatch, *where, "--seeds", 1, "--", *MINIATURE) == 2  # one seed is not enough for a fit
-    assert capsys.readouterr().err == "error: every size must have at least 2 runs, but 25472 has 1\n"
+    assert capsys.readouterr().err == "error: each size must have at least 2 runs, but 25472 has 1\n"
     kept = (records / "hidden_32_seed_1.json").read_bytes()
     assert run_main(monkeypatch, *where, "--seeds", 1, 2, "--", *MINIATURE) == 0
     cells = [[int(o.split("=")[1]) for o in overrides[2:4]] for overrides in trained]
@@ -158,13 +158,13 @@ def test_a_wrong_form_is_detected_by_the_lack_of_fit_test() -> None:
 
 
 def test_too_few_sizes_are_refused_in_one_line(tmp_path, monkeypatch, trained, capsys) -> None:
-    with pytest.raises(ValueError, match="must have at least 3 sizes, but there are 2"):
+    with pytest.raises(ValueError, match="needs at least 3 sizes, but there are 2"):
         fit_power_law([1.0, 2.0], [[1.0, 1.0], [2.0, 2.0]], floor=False)
-    with pytest.raises(ValueError, match="must have at least 4 sizes, but there are 3"):
+    with pytest.raises(ValueError, match="needs at least 4 sizes, but there are 3"):
         fit_power_law(X[:3], [[1.0, 1.0]] * 3, floor=True)
     make_series(tmp_path / "cells", sizes=(32, 48))
     assert run_main(monkeypatch, "--records", tmp_path / "cells", "--sizes", 32, 48) == 2
-    assert capsys.readouterr().err == "error: a power law must have at least 3 sizes, but there are 2\n"
+    assert capsys.readouterr().err == "error: a power law needs at least 3 sizes, but there are 2\n"
     assert trained == [] and not (tmp_path / "cells.json").exists()
 
 

@@ -32,11 +32,13 @@ def test_other_records_are_refused_with_their_file_name(study) -> None:
     assert len(script.read_folder(study)) == 36
     path = study / "8_pre_True_3e-3_1.json"
     path.write_text(path.read_text().replace('"hidden_size": 64', '"hidden_size": 128'))
-    with pytest.raises(ValueError, match="must hold cells of this sweep, but .*8_pre_True_3e-3_1.json is of another"):
+    with pytest.raises(
+        ValueError, match="must hold cells of this sweep, but .*8_pre_True_3e-3_1.json belongs to another"
+    ):
         script.read_folder(study)
     for torn in ("{", '{"config": {}}', "[]"):
         path.write_text(torn)
-        with pytest.raises(ValueError, match="must hold cells of this study, but .*8_pre_True_3e-3_1.json is none"):
+        with pytest.raises(ValueError, match="must hold cells of this study, but .*8_pre_True_3e-3_1.json is not one"):
             script.read_folder(study)
 
 
@@ -111,7 +113,7 @@ def test_the_reference_losses_match_the_scored_tokens() -> None:
 def test_the_factorial_runs_first_and_selects_the_rates_of_other_depths(tmp_path) -> None:
     cells = script.cells_of_stage(script.FACTORIAL, script.SEEDS, tmp_path)
     assert len(cells) == 2 * 2 * 3 * 3 and [cell.seed for cell in cells] == sorted(cell.seed for cell in cells)
-    with pytest.raises(ValueError, match="must all be there first, but 12_pre_scaled_1.5e-3_1 is not"):
+    with pytest.raises(ValueError, match="must all have records first, but 12_pre_scaled_1.5e-3_1 has none"):
         script.cells_of_stage(24, script.SEEDS, tmp_path)
     for cell in cells:
         write_cell(tmp_path, cell.layers, cell.order, cell.scaled, cell.lr, cell.seed, 4.0 + (cell.lr != "3e-3"))
@@ -168,4 +170,4 @@ def test_a_cell_is_trained_once_and_its_record_has_curve_and_gradients(tmp_path,
 def test_a_missing_factorial_is_one_line(tmp_path) -> None:
     command = [sys.executable, str(SCRIPT), "--stages", "24", "--records", str(tmp_path), "--outputs", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 2 and done.stderr.startswith("error: the cells at 12 layers must all be there first")
+    assert done.returncode == 2 and done.stderr.startswith("error: the cells at 12 layers must all have records first")

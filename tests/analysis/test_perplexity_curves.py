@@ -103,9 +103,9 @@ def test_an_error_is_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
         ((tmp_path / "none",), "none has no metrics.csv"),
         ((never,), "a run must have been validated"),
         ((broken,), "cannot be read as one"),
-        ((good, good), "must name every run differently, but 'small, 2 x 24' is there twice"),
+        ((good, good), "must name every run differently, but 'small, 2 x 24' occurs twice"),
         ((good, bert), "must be of one architecture, but are of bert and gpt"),
-        ((good, "--labels", "a", "b"), "`--labels` must be as many as the runs (1), but are 2"),
+        ((good, "--labels", "a", "b"), "the number of `--labels` must equal the number of runs (1), but is 2"),
     ):
         assert run_main(monkeypatch, *arguments, "--output", tmp_path / "picture.png") == 2
         error = capsys.readouterr().err

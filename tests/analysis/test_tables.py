@@ -61,7 +61,7 @@ def test_a_record_is_found_by_its_name_in_the_folder_of_its_study(tmp_path) -> N
         (tmp_path / place).write_text('{"record_version": 1}')
     assert list(read_records(tmp_path, needed=())) == ["a.json", "cells/b.json"]
     (tmp_path / "two" / "records" / "a.json").write_text("{}")
-    with pytest.raises(ValueError, match="names of records must be different, but a.json is there twice"):
+    with pytest.raises(ValueError, match="names of records must be different, but a.json occurs twice"):
         read_records(tmp_path, needed=())
 
 
@@ -75,7 +75,7 @@ def test_a_table_of_metrics_shows_sum_count_and_maximum(monkeypatch, tmp_path) -
     table = metric_tables({"a.json": {"metrics": metrics}})["kills"]
     assert table["measured"].tolist() == [-2, 2, 9, None]
     assert table["unit"].tolist() == ["kills", "", "kills", "not run"]
-    with pytest.raises(ValueError, match=r"must fit metrics of a.json, but 'kills/.\*' fits 0"):
+    with pytest.raises(ValueError, match=r"must match metrics of a.json, but 'kills/.\*' matches 0"):
         metric_tables({"a.json": {"metrics": {}}})
 
 

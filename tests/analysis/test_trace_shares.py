@@ -83,7 +83,7 @@ def test_the_record_describes_the_traced_run(tmp_path, monkeypatch, capsys) -> N
     trace, record = tmp_path / "profile" / "rank_0.json", tmp_path / "shares.json"
     trace.write_text(json.dumps({"traceEvents": [STEP, *LINEAR]}))
     assert run_main(monkeypatch, trace, "--record", record) == 2
-    assert "error: `trace` must lie in a run's folder for a record" in capsys.readouterr().err
+    assert "error: `trace` must be in a run folder for a record" in capsys.readouterr().err
     about = {"config": {"model": {"architecture": "gpt"}}, "seed": 5, "layout": {"tp_size": 1}, "steps": [0, 6]}
     (tmp_path / "record.json").write_text(json.dumps(about | {"environment": {"cpu": "that one"}}))
     assert run_main(monkeypatch, trace, "--record", record) == 0

@@ -47,5 +47,5 @@ def test_the_time_is_the_median_of_calls_after_the_warm_up(monkeypatch) -> None:
 def test_a_cpu_is_never_used_in_place_of_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert require_device("cpu") == (CPU, "cpu")
-    with pytest.raises(ValueError, match="must be cpu where torch sees no GPU"):
+    with pytest.raises(ValueError, match="must be cpu if torch finds no GPU"):
         require_device("gpu")

@@ -135,7 +135,7 @@ def test_megatrons_fused_softmax_needs_both_of_apexs_kernels(missing, monkeypatc
 
 def test_a_peer_that_is_not_installed_is_named(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "megatron.core", None)
-    with pytest.raises(ValueError, match="`peers` must not have megatron_core where it is not installed"):
+    with pytest.raises(ValueError, match="`peers` must not contain megatron_core if it is not installed"):
         race(bench_of(peers=["megatron_core"]))
 
 
@@ -152,11 +152,11 @@ def test_our_step_trains() -> None:
     "changes, message",
     [
         (["peers=[nobody]"], "`peers` must be some of hf_eager"),
-        (["peers=[file_compiled]"], "`file` must be given where `peers` has file_eager or file_compiled"),
+        (["peers=[file_compiled]"], "`file` must be given if and only if `peers` contains"),
         (["peers=[file_compiled]", "file=/nowhere.py"], "`file` must be a file, but /nowhere.py is not"),
         (["peers=[file_compiled]", f"file={__file__}"], "`file` must define GPT and GPTConfig"),
         (["peers=[file_compiled]", "file=README.md"], "`file` must be a Python file, but README.md is not"),
-        (["peers=[hf_eager,hf_eager]"], "`peers` must be different ones"),
+        (["peers=[hf_eager,hf_eager]"], "`peers` must not contain duplicates"),
         (["accelerator=tpu"], "`accelerator` must be one of auto, cpu, gpu, but is 'tpu'"),
         (["lr=0"], "`lr` must be above 0, but is 0.0"),
         (["max_loss_difference=-1"], "`max_loss_difference` must be at least 0, but is -1.0"),

@@ -78,7 +78,7 @@ def test_invalid_requests_raise_before_anything_is_written(tmp_path, monkeypatch
     source, _ = save_random(tmp_path / "source", family_config(GPT))
     for arguments, message in {
         (3,): "`num_attention_heads` must be a multiple of `tp_size` (3)",
-        (2, 9): "`padded_vocab_size` must be a multiple of `tp_size` (2), but is 99",
+        (2, 9): "`vocab_multiple` must pad the vocabulary to a multiple of `tp_size` (2) rows, but 9 pads it to 99",
         (2, 0): "`vocab_multiple` must be a whole number of at least 1",
     }.items():
         with pytest.raises(ValueError) as caught:

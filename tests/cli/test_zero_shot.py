@@ -224,7 +224,7 @@ def bad_inputs(folder: Path) -> Path:
         ((*LAMBADA, "ckpt=gpt2", "task.path=half.jsonl"), "but half.jsonl, line 1 has half a surrogate pair"),
         ((*LAMBADA, "ckpt=gpt2", "task.path=empty.tokens"), "must be a file with text, but empty.tokens is empty"),
         (("task=imagenet", "ckpt=gpt2"), "`task` must be one of lambada, wikitext103, but is 'imagenet'"),
-        (("ckpt=gpt2",), "You must specify 'task'"),
+        (("ckpt=gpt2",), "`task` must be one of lambada, wikitext103, but is not given"),
         (("task=lambada", "ckpt=gpt2"), "`task.path` must be given"),
     ],
 )

@@ -13,7 +13,8 @@ def test_accuracy_is_the_percentage_of_equal_classes() -> None:
 
 def test_f1_is_that_of_the_duplicates() -> None:
     assert binary_f1(PREDICTIONS, LABELS) == pytest.approx(100 * 2 * 2 / (2 * 2 + 2 + 1))
-    assert binary_f1(PREDICTIONS, LABELS, positive=0) == pytest.approx(100 * 2 * 2 / (2 * 2 + 1 + 2))
+    predictions, labels = [1 - p for p in PREDICTIONS], [1 - label for label in LABELS]
+    assert binary_f1(predictions, labels) == pytest.approx(100 * 2 * 2 / (2 * 2 + 1 + 2))
 
 
 def test_f1_of_an_absent_class_is_0() -> None:

@@ -84,7 +84,9 @@ def test_other_indivisible_sizes_are_refused(name: str, tp_size: int, message: s
 
 
 def test_indivisible_vocabulary_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"`padded_vocab_size` must be a multiple of `tp_size` \(2\), but is 50257"):
+    with pytest.raises(
+        ValueError, match=r"`vocab_multiple` must pad .* of `tp_size` \(2\) rows, but 1 pads it to 50257"
+    ):
         count_model_parameters(paper_config("gpt_355m", vocab_multiple=1), 2)
 
 

@@ -110,7 +110,7 @@ def test_tensor_ranks_draw_different_numbers_inside_the_region_and_equal_ones_ou
 
 def test_one_dropout_stream_for_all_tensor_ranks_is_detected() -> None:
     def same_stream(seed, step, micro_step, dp_rank, tp_rank):
-        return rng_module.seed_rank_generator(seed, step, micro_step, dp_rank, tp_rank=0)
+        rng_module.seed_rank_generator(seed, step, micro_step, dp_rank, tp_rank=0)
 
     assert _share_of_equal_draws(same_stream) == 1.0
 

@@ -12,7 +12,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks
 
 def soak(tmp_path, kills: int, steps_per_kill: int, timeout_s: float) -> dict:
     command = [sys.executable, str(REPOSITORY / "analysis" / "correctness" / "soak.py"), "--kills", str(kills)]
-    command += ["--steps-a-kill", str(steps_per_kill), "--folder", str(tmp_path / "soak"), "--seed", "3"]
+    command += ["--steps-per-kill", str(steps_per_kill), "--folder", str(tmp_path / "soak"), "--seed", "3"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = json.loads((tmp_path / "soak" / "soak.json").read_text())["metrics"]

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .timing import median_time_s
 
 BACKENDS = {
-    "default": None,  # torch's own choice, which is what the models use
+    "default": None,  # torch's own choice, which the models use
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -34,7 +34,7 @@ class AttentionShape:
 
     @property
     def causal(self) -> bool:
-        """GPT attends to the left only."""
+        """Whether attention is causal (GPT)."""
         return self.name.startswith("gpt")
 
     @classmethod
@@ -42,7 +42,7 @@ class AttentionShape:
         """From `name:b:n:s:d`, for example `gpt_1.2b:16:16:1024:96`.
 
         Raises:
-            ValueError: another form, or a size below 1.
+            ValueError: the text has another form, or a size is below 1.
         """
         name, *sizes = text.split(":")
         if not name.startswith(("gpt", "bert")) or len(sizes) != 4 or not all(s.isdigit() and int(s) for s in sizes):
@@ -55,11 +55,11 @@ class AttentionShape:
 def time_backends(
     shape: AttentionShape, backends: list[str], dropout: float, device: torch.device, rounds: int, repeats: int
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Seconds of one forward and backward pass by backend, in bf16, and why the others cannot run.
+    """Time one forward and backward pass per backend in bf16; returns seconds, and the reason for each that cannot run.
 
-    The inputs are strided views of the fused QKV output, as in the models, and the gradient is taken back to it: a
-    backend that needs contiguous inputs pays for the copies. The backends take turns; each time is the median over
-    `rounds` of the medians over `repeats` calls.
+    The inputs are strided views of the fused QKV output, as in the models, and the gradient is computed for it, so a
+    backend that needs contiguous inputs includes the copies. Backends alternate; each time is the median over `rounds`
+    of the medians over `repeats` calls.
 
     Args:
         backends: names of `BACKENDS`.
@@ -72,7 +72,7 @@ def time_backends(
         try:
             _attend(qkv, shape, dropout, name).backward(grad)
             times[name] = []
-        except RuntimeError as error:  # torch's way to say that a backend does not take these inputs
+        except RuntimeError as error:  # torch raises it for inputs that a backend does not support
             refused[name] = str(error).strip().splitlines()[0]
     for _ in range(rounds):
         for name, found in times.items():

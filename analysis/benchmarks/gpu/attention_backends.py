@@ -17,7 +17,7 @@ from lmscale.results import new_record, record_argument, write_record
 
 
 def measure(options: argparse.Namespace) -> dict:
-    """All shapes, dropouts and backends; a backend that refuses an input is in the record with torch's reason."""
+    """Measure all shapes, dropouts and backends; for a refused input the record has torch's reason."""
     device, name = require_device(options.accelerator)
     torch.manual_seed(options.seed)
     metrics, refused = {}, {}
@@ -36,13 +36,13 @@ def measure(options: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    """Measure, print and record."""
+    """Measure, print the times and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", required=True, help="name:b:n:s:d")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each backend")
-    parser.add_argument("--repeats", type=int, default=10, help="calls in a turn")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds in which the backends alternate")
+    parser.add_argument("--repeats", type=int, default=10, help="calls per round and backend")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="gpu")
     parser.add_argument("--record", type=record_argument, default=Path("outputs/attention_backends.json"))

@@ -21,7 +21,7 @@ FIELDS = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,po
 
 
 def environment(device: torch.device) -> dict:
-    """What the record's own environment leaves out: driver, CUDA libraries, the device's properties."""
+    """Facts that the record's environment lacks: driver, CUDA libraries and the device's properties."""
     facts = {
         "nvidia_smi": _nvidia_smi(),
         "cuda": torch.version.cuda,
@@ -57,7 +57,7 @@ def copy_bytes_per_s(num_bytes: int, device: torch.device, repeats: int) -> floa
 
 
 def product_size(text: str) -> tuple[int, int, int]:
-    """m, n, k from `MxNxK`; argparse says so where they are not three numbers."""
+    """Parse `MxNxK`; argparse reports a text of another form."""
     m, n, k = (int(part) for part in text.split("x"))
     return m, n, k
 
@@ -73,7 +73,7 @@ def _nvidia_smi() -> str | None:
 
 
 def main() -> None:
-    """Measure, print and record."""
+    """Measure, print the rates and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--product", nargs="+", type=product_size, required=True, help="MxNxK")
     parser.add_argument("--copy-gib", type=float, default=4.0)

@@ -2,7 +2,7 @@
 
     python analysis/benchmarks/gpu/gpu_trace.py model=gpt_1.2b precision=bf16 peers=[] record=FILE.json
 
-`steps_per_round` steps are traced; the Chrome trace goes beside the record.
+`steps_per_round` steps are traced; the Chrome trace is written beside the record.
 """
 
 import sys
@@ -21,14 +21,14 @@ NUM_SHOWN = 25
 
 
 def trace_step(values: dict) -> None:
-    """Check the keys, trace, print and record."""
+    """Check the keys, trace the step, print the counts and write the record."""
     config = BenchConfig.from_dict(values)
     if config.peers:
-        raise ValueError(f"`peers` must be [] for a trace, which is of our step alone, but is {config.peers!r}")
+        raise ValueError(f"`peers` must be [] for a trace, which covers only our step, but is {config.peers!r}")
     if config.record is None:
         raise ValueError("`record` must be a file for a trace, but is null")
     path = record_path(config.record)
-    # torch takes seconds to import: not before the cheap checks above.
+    # torch takes seconds to import, so the cheap checks come first.
     from analysis.benchmarks.gpu.trace import trace
 
     record = trace(config, path.with_name(f"{path.stem}.trace.json.gz"))
@@ -46,7 +46,7 @@ def trace_step(values: dict) -> None:
 
 @hydra.main(version_base="1.3", config_path="../../../conf", config_name="bench")
 def main(cfg: DictConfig) -> None:
-    """Entry of Hydra, once for each job of a sweep."""
+    """Hydra's entry, called once per job of a sweep."""
     run_task(trace_step, cfg)
 
 

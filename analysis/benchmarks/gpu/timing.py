@@ -1,4 +1,4 @@
-"""Time of one function on a device."""
+"""Time a function on a device."""
 
 import statistics
 import time
@@ -8,10 +8,10 @@ import torch
 
 
 def median_time_s(function: Callable[[], object], device: torch.device, repeats: int, warm_up: int = 3) -> float:
-    """Median time of a call in seconds, after `warm_up` calls that are not timed.
+    """Median seconds per call, after `warm_up` untimed calls.
 
-    On a GPU each call lies between two CUDA events, and the host waits only after the last one: the time is the
-    device's, without the launch, as long as calls take longer than their launches.
+    On a GPU each call is enclosed by two CUDA events, and the host synchronizes only after the last one. The time is
+    therefore the device's and excludes launches, provided that calls take longer than their launches.
     """
     for _ in range(warm_up):
         function()
@@ -29,4 +29,4 @@ def median_time_s(function: Callable[[], object], device: torch.device, repeats:
         function()
         end.record()
     torch.cuda.synchronize(device)
-    return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3  # events count milliseconds
+    return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3  # events measure milliseconds

@@ -17,22 +17,26 @@ from lmscale.training.runtime.launch import resolve_accelerator
 
 from .device import require_device
 
-LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")  # starts of names; Triton's launches are cu...
+LAUNCHES = (
+    "cudaLaunchKernel",
+    "cuLaunchKernel",
+    "cudaGraphLaunch",
+)  # prefixes of names; Triton's launches start with cu
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero")  # the host waits for a value; seen on a CPU too
+HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero")  # the host waits for a value; also recorded on a CPU
 NUM_KERNELS_KEPT = 40
 
 
 def trace(bench: BenchConfig, path: Path) -> dict:
-    """Trace `steps_per_round` steps of ours after the warm-up; returns the record.
+    """Trace `steps_per_round` of our steps after the warm-up.
 
     Args:
-        path: where the Chrome trace goes (`.json.gz`).
+        path: file of the Chrome trace (`.json.gz`).
 
     Returns:
-        the record, with `kernels`: the longest by name, each with its calls and seconds per step (on a CPU operations,
-        with the time they take themselves); `syncs`: the host's waits by name over all traced steps, of which the
-        profiler may add one at its end; `sync_places`: the Python lines that torch warns of; `graph_breaks` by reason.
+        the record, with `kernels` (the longest by name, each with calls and seconds per step; on a CPU, operations
+        with their self time), `syncs` (host synchronizations by name over all traced steps; the profiler may add one at
+        its end), `sync_places` (the Python lines that torch warns about) and `graph_breaks` by reason.
     """
     device, name = require_device(resolve_accelerator(bench.accelerator))
     torch.set_float32_matmul_precision("medium")
@@ -53,7 +57,7 @@ def trace(bench: BenchConfig, path: Path) -> dict:
 
 
 def _sync_places(ours: Ours, batch: dict, number: int) -> dict[str, int]:
-    """Where the host waits in one step, by file and line, as torch's debug mode finds it."""
+    """Places where the host synchronizes in one step, by file and line, found by torch's debug mode."""
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -76,7 +80,7 @@ def _record(bench: BenchConfig, device_name: str, profiler: profile, places: dic
     busy = sum(time for _, time in kernels.values())
     span = (max(e.time_range.end for e in events) - min(e.time_range.start for e in events)) / 1e6
     metrics = {
-        "step": {"value": span / steps, "unit": "s, with the profiler's cost"},
+        "step": {"value": span / steps, "unit": "s, including the profiler"},
         "kernel_time": {"value": busy / steps, "unit": "s/step"},
         "kernels": {"value": sum(count for count, _ in kernels.values()) / steps, "unit": "per step"},
         "launches": {"value": launches / steps, "unit": "per step"},
@@ -99,7 +103,7 @@ def _record(bench: BenchConfig, device_name: str, profiler: profile, places: dic
 
 
 def _kernels(events: list) -> dict[str, tuple[int, float]]:
-    """Calls and seconds by name: a GPU's kernels and copies, or where there are none the host's operations."""
+    """Calls and seconds by name: a GPU's kernels and copies or, without a GPU, the host's operations."""
     found: dict[str, list[float]] = defaultdict(list)
     for event in events:
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:

@@ -1,4 +1,4 @@
-"""The batches for all contenders."""
+"""Batches shared by all contenders."""
 
 from typing import Any
 
@@ -13,27 +13,27 @@ from .contender import Batch
 
 
 def make_batches(config: TransformerConfig, bench: BenchConfig, count: int, device: torch.device) -> list[Batch]:
-    """Batches of token ids drawn like words, the frequent ones often (Zipf), so that there is something to learn.
+    """Draw batches of token ids from a Zipf distribution, so that the loss can decrease.
 
     GPT: `tokens`, `labels` (the next tokens) and `unshifted` [b, s]. BERT: 15 % of the labels, `token_types`, a mask of
     ones, `sop_labels`, and `scored`.
     """
     generator = torch.Generator().manual_seed(bench.seed)
     weights = 1.0 / torch.arange(1, config.vocab_size + 1, dtype=torch.float64)
-    weights[0] = 0.0  # padding to transformers' BERT, which gives it no gradient
+    weights[0] = 0.0  # transformers' BERT treats it as padding, without gradient
     shape = (bench.micro_batch_size, bench.length)
     found: list[dict[str, Any]] = []
     for _ in range(count):
         drawn = torch.multinomial(weights, shape[0] * (shape[1] + 1), replacement=True, generator=generator)
         drawn = drawn.view(shape[0], shape[1] + 1)
         if config.family == "gpt":
-            # transformers' own loss leaves out a sequence's last position: it has no next token there.
+            # transformers' loss ignores the last position of a sequence, which has no next token.
             labels = drawn[:, 1:].clone()
             labels[:, -1] = IGNORE_LABEL
             found.append({"tokens": drawn[:, :-1], "labels": labels, "unshifted": drawn[:, :-1]})
             continue
         masked = torch.rand(shape, generator=generator) < 0.15
-        masked[:, 0] = True  # none without a masked position
+        masked[:, 0] = True  # every sequence has a masked position
         batch = {"tokens": drawn[:, 1:], "labels": drawn[:, 1:].masked_fill(~masked, IGNORE_LABEL)}
         batch["token_types"] = (torch.arange(shape[1]) >= shape[1] // 2).long().expand(shape)
         batch["sop_labels"] = torch.randint(0, 2, shape[:1], generator=generator)

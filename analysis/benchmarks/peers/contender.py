@@ -1,4 +1,4 @@
-"""The interface of a contender: a model, AdamW and one training step on a given batch.
+"""Interface of a contender: a model, AdamW and one training step on a given batch.
 
 All clip the gradient norm at 1 and run the full step: forward pass, backward pass, update. Ours and Hugging Face's
 start from the same weights; a model file and megatron-core initialize their own. Peers with fp32 weights that compute
@@ -14,8 +14,8 @@ MAX_NORM = 1.0
 
 
 class Contender(ABC):
-    """A training loop that is asked for one step at a time."""
+    """A training loop that runs one step per call."""
 
     @abstractmethod
     def step(self, batch: Batch, number: int) -> float | Tensor:
-        """Train on a batch; returns its mean loss (BERT: of masked words plus of order), before the update."""
+        """Train on a batch; returns its mean loss before the update (BERT: masked words plus sentence order)."""

@@ -16,10 +16,10 @@ from .plain import hugging_face_model
 
 
 class LightningLoop(Contender):
-    """`L.Trainer.fit` in a thread of its own, which waits between the steps.
+    """`L.Trainer.fit` in a separate thread that waits between steps.
 
-    Lightning's automatic optimization with its own precision plugin; no logger, no checkpoints, no bar. Gradients are
-    clipped in its hook by torch, as for the other peers: its plugin for bf16 refuses to clip beside a fused optimizer.
+    Uses Lightning's automatic optimization and precision plugin, without logger, checkpoints and progress bar.
+    Gradients are clipped by torch in Lightning's hook, because its bf16 plugin refuses to clip with a fused optimizer.
     """
 
     def __init__(self, bench: BenchConfig, device: torch.device) -> None:
@@ -41,13 +41,13 @@ class LightningLoop(Contender):
         threads = torch.get_num_threads()
 
         def fit() -> None:
-            torch.set_num_threads(threads)  # a thread of its own has a setting of its own
+            torch.set_num_threads(threads)  # the setting is per thread
             try:
                 trainer.fit(module, loader)
-            except BaseException as error:  # whatever ends the thread: nobody else will put a loss
+            except BaseException as error:  # any error must reach the waiting caller
                 self.losses.put(error)
 
-        # A daemon: a comparison that fails elsewhere does not wait for it.
+        # A daemon, so that a failing comparison does not wait for it.
         self.thread = threading.Thread(target=fit, daemon=True)
         self.thread.start()
 
@@ -60,7 +60,7 @@ class LightningLoop(Contender):
 
 
 class _Batches(IterableDataset):
-    """What is put into the queue. It has a length, or Lightning would wait for a second batch before the first step."""
+    """Batches from a queue. It has a length; otherwise Lightning waits for a second batch before the first step."""
 
     def __init__(self, source: queue.Queue, num_batches: int) -> None:
         self.source, self.num_batches = source, num_batches

@@ -1,4 +1,4 @@
-"""megatron-core's GPT with its local spec (no Transformer Engine, no apex), on one device, also a CPU."""
+"""megatron-core's GPT with its local spec (no Transformer Engine, no apex), on one device, which may be a CPU."""
 
 import importlib.util
 import os
@@ -17,9 +17,10 @@ from .contender import MAX_NORM, Batch, Contender
 
 
 class MegatronCore(Contender):
-    """`GPTModel` in fp32, or with all weights in bf16 and AdamW's step on them: it computes in the type of its weights,
-    and its optimizer with fp32 masters needs Transformer Engine or apex. So bf16 is less work than ours. It draws its
-    own weights.
+    """`GPTModel` in fp32, or with weights in bf16 that AdamW updates directly.
+
+    It computes in the type of its weights, and its optimizer with fp32 masters needs Transformer Engine or apex, so its
+    bf16 step is less work than ours. It initializes its own weights.
 
     Raises:
         ValueError: megatron-core is not installed.
@@ -33,7 +34,7 @@ class MegatronCore(Contender):
             from megatron.core.transformer.transformer_config import TransformerConfig
         except ImportError as error:
             raise ValueError(
-                f"`peers` must not have megatron_core where it is not installed (pip install megatron-core): {error}"
+                f"`peers` must not contain megatron_core if it is not installed (pip install megatron-core): {error}"
             ) from None
         config = bench.transformer_config()
         self.is_cpu = device.type == "cpu"
@@ -87,14 +88,14 @@ class MegatronCore(Contender):
 
 
 def has_softmax_kernel() -> bool:
-    """Whether the fused softmax is there, which comes with apex and not with megatron-core."""
-    kernels = ("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda")  # it looks at the first always
+    """Whether the fused softmax is installed, which is part of apex, not of megatron-core."""
+    kernels = ("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda")  # the first is always required
     return all(importlib.util.find_spec(name) is not None for name in kernels)
 
 
 @contextmanager
 def _no_cuda(applies: bool) -> Iterator[None]:
-    """On a CPU, put stand-ins where megatron-core asks for the CUDA device and its generators."""
+    """On a CPU, replace the CUDA device and generators that megatron-core requests."""
     if not applies:
         yield
         return

@@ -49,7 +49,7 @@ class HuggingFace(Plain):
         self.is_gpt = bench.model["family"] == "gpt"
 
     def loss(self, batch: Batch) -> Tensor:
-        if self.is_gpt:  # its own loss shifts the labels; ours are shifted already
+        if self.is_gpt:  # its loss shifts the labels, and ours are already shifted
             return self.run(input_ids=batch["tokens"], labels=batch["unshifted"]).loss
         return self.run(
             input_ids=batch["tokens"],
@@ -60,7 +60,7 @@ class HuggingFace(Plain):
 
 
 class ModelFile(Plain):
-    """`GPT(GPTConfig(...))` of a file in nanoGPT's form; its weights are drawn by itself."""
+    """`GPT(GPTConfig(...))` of a file in nanoGPT's form, with its own initialization."""
 
     def __init__(self, bench: BenchConfig, device: torch.device, compiles: bool) -> None:
         config = bench.transformer_config()
@@ -85,7 +85,7 @@ class ModelFile(Plain):
 
 
 def hugging_face_model(bench: BenchConfig) -> nn.Module:
-    """transformers' model with the weights that ours starts with, fp32."""
+    """transformers' model with our initial weights, in fp32."""
     import transformers
 
     config = bench.transformer_config()

@@ -40,6 +40,9 @@ def _one_line(error: Exception) -> str:
     raised_here = re.search(r"^ValueError raised while resolving interpolation: (`.*)$", text, re.M)
     if raised_here:
         return raised_here.group(1)
+    ungiven = re.search(r"You must specify '([^']+)'.*Available options:(.*)", text, re.S)
+    if ungiven:
+        return f"`{ungiven.group(1)}` must be one of {', '.join(ungiven.group(2).split())}, but is not given"
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
         return f"`{unknown.group(1)}` is not a known key or group of the configuration"

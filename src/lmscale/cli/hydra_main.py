@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -69,6 +70,7 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig) -> None:
     except (ValueError, OmegaConfBaseException) as error:
         if WANTS_TRACEBACK:
             raise
+        _remove_if_empty(Path(hydra_config.runtime.output_dir))
         exit_with(error, _name_of_job(hydra_config))
 
 
@@ -80,6 +82,13 @@ def hydra_files(cfg: DictConfig) -> dict[str, str]:
     settings = OmegaConf.masked_copy(HydraConfig.instance().cfg, "hydra")
     contents = {"config": cfg, "hydra": settings, "overrides": HydraConfig.get().overrides.task}
     return {f".hydra/{name}.yaml": OmegaConf.to_yaml(content) for name, content in contents.items()}
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Remove the run folder that Hydra created, unless it has content or is the working directory."""
+    if folder != Path.cwd():
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _name_of_job(hydra_config: DictConfig) -> str:

@@ -203,11 +203,14 @@ class TransformerConfig:
             "hidden_size": self.hidden_size,
             "ffn_hidden_size": self.ffn_size,
         }
-        if self.vocab_size is not None:
-            sizes["padded_vocab_size"] = self.padded_vocab_size
         for name, value in sizes.items():
             if value % tp_size:
                 raise ValueError(f"`{name}` must be a multiple of `tp_size` ({tp_size}), but is {value}")
+        if self.vocab_size is not None and self.padded_vocab_size % tp_size:
+            raise ValueError(
+                f"`vocab_multiple` must pad the vocabulary to a multiple of `tp_size` ({tp_size}) rows, "
+                f"but {self.vocab_multiple} pads it to {self.padded_vocab_size}"
+            )
 
     def check_float8(self, tp_size: int) -> None:
         """Refuse sizes that float8 products on a GPU do not take: sides that are not a multiple of 16 on each rank.

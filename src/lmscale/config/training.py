@@ -241,5 +241,7 @@ class ResumeConfig:
 
     def __post_init__(self) -> None:
         require_one_of(self, "schedule", ("assert", "keep", "override"))
+        if not self.path:  # as a path it would be the working directory
+            raise ValueError("`resume` must be none, auto or the path of a checkpoint, but is ''")
         if self.weights_only and self.path in ("none", "auto"):
             raise ValueError(f"`resume.path` must be a checkpoint where `resume.weights_only`=true, but is {self.path}")

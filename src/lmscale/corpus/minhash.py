@@ -5,12 +5,11 @@ import numpy as np
 from .shingles import mix, polynomial
 
 BLOCK_VALUES = 2**14  # shingles hashed at once: they fit a core's cache together with the rows of a band
+_SEED = 1234  # of the hash functions: hashes can be compared only if they share it
 _STEP = 0x9E3779B97F4A7C15  # increment of SplitMix64: the odd number nearest to 2**64 / golden ratio
 
 
-def band_hashes(
-    values: np.ndarray, offsets: np.ndarray, bands: int = 25, rows: int = 5, seed: int = 1234
-) -> np.ndarray:
+def band_hashes(values: np.ndarray, offsets: np.ndarray, bands: int = 25, rows: int = 5) -> np.ndarray:
     """Hash each band of each document's MinHash signature; documents that share a band hash are candidates.
 
     Row k of a signature is the minimum of `a_k x mod 2**32` over the document's shingles x (the upper half of their
@@ -23,7 +22,6 @@ def band_hashes(
         offsets: int64 [documents + 1], index in `values` at which each document begins.
         bands: number of bands of the signature.
         rows: number of hash functions per band.
-        seed: of the hash functions; must be the same for all documents to be compared.
 
     Returns:
         uint64 [documents, bands], each band contiguous. All documents without shingles have equal hashes.
@@ -37,7 +35,7 @@ def band_hashes(
     for name, number in (("bands", bands), ("rows", rows)):
         if number < 1:
             raise ValueError(f"`{name}` must be at least 1, but is {number}")
-    multipliers = _multipliers(bands * rows, seed).reshape(bands, rows)
+    multipliers = _multipliers(bands * rows).reshape(bands, rows)
     signature = np.full((bands, rows, len(offsets) - 1), 2**32 - 1, dtype=np.uint32)
     nonempty = np.flatnonzero(np.diff(offsets) > 0)  # `reduceat` cannot represent an empty document
     begins = offsets[nonempty]
@@ -59,8 +57,8 @@ def band_hashes(
     return hashes.T
 
 
-def _multipliers(number: int, seed: int) -> np.ndarray:
+def _multipliers(number: int) -> np.ndarray:
     """Return odd uint32 [number], the first outputs of SplitMix64, which do not depend on a library's version."""
-    counters = [(seed + (k + 1) * _STEP) % 2**64 for k in range(number)]
+    counters = [(_SEED + (k + 1) * _STEP) % 2**64 for k in range(number)]
     mixed = mix(np.array(counters, dtype=np.uint64))
     return (mixed >> np.uint64(32)).astype(np.uint32) | np.uint32(1)

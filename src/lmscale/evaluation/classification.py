@@ -13,8 +13,8 @@ def accuracy(predictions: Sequence[int], labels: Sequence[int]) -> float:
     return 100.0 * sum(p == label for p, label in zip(predictions, labels, strict=True)) / len(labels)
 
 
-def binary_f1(predictions: Sequence[int], labels: Sequence[int], positive: int = 1) -> float:
-    """Compute F1 of one class in percent: 2 TP / (2 TP + FP + FN), or 0 if the class neither occurs nor is predicted.
+def binary_f1(predictions: Sequence[int], labels: Sequence[int]) -> float:
+    """Compute F1 of class 1 in percent: 2 TP / (2 TP + FP + FN), or 0 if it neither occurs nor is predicted.
 
     Raises:
         ValueError: the lengths differ or are 0.
@@ -22,8 +22,8 @@ def binary_f1(predictions: Sequence[int], labels: Sequence[int], positive: int =
     Source: GLUE's score of QQP (Wang et al. 2018).
     """
     _check(predictions, labels)
-    hits = sum(p == label == positive for p, label in zip(predictions, labels, strict=True))
-    counted = sum(p == positive for p in predictions) + sum(label == positive for label in labels)
+    hits = sum(p == label == 1 for p, label in zip(predictions, labels, strict=True))
+    counted = sum(p == 1 for p in predictions) + sum(label == 1 for label in labels)
     return 200.0 * hits / counted if counted else 0.0
 
 

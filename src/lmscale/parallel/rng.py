@@ -94,13 +94,10 @@ def counter_dropout(x: Tensor, probability: float, keys: Tensor, first_position:
     return torch.where(keep, x * (1.0 / (1.0 - probability)), 0.0)
 
 
-def seed_rank_generator(seed: int, step: int, micro_step: int, dp_rank: int, tp_rank: int) -> int:
+def seed_rank_generator(seed: int, step: int, micro_step: int, dp_rank: int, tp_rank: int) -> None:
     """Seed torch's default generators (CPU and this rank's GPU) for dropout inside the parallel region.
 
     It is called before each micro-batch, so a resumed run draws the same numbers without any stored state.
-
-    Returns:
-        the seed, for inspection.
     """
     text = f"region/{seed}/{step}/{micro_step}/{dp_rank}/{tp_rank}"
     value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
@@ -108,4 +105,3 @@ def seed_rank_generator(seed: int, step: int, micro_step: int, dp_rank: int, tp_
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(value)
-    return value
