@@ -1,4 +1,4 @@
-# Targets: setup demo test test-slow lint format tables figures report reference h200-wheels clean
+# Targets: setup demo test test-slow check-gpus lint format tables figures report reference h200-wheels clean
 # To use another Python: make setup PYTHON=python3.12
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 
 REAL_BERT := .venv/.real_bert
 
-.PHONY: setup demo test test-slow h200-wheels tables figures report reference lint format clean
+.PHONY: setup demo test test-slow check-gpus h200-wheels tables figures report reference lint format clean
 
 setup: $(INSTALLED)
 
@@ -31,6 +31,10 @@ test: setup $(REAL_BERT)
 
 test-slow: setup $(REAL_BERT)
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# Training on this machine's GPUs (2 to 8): layouts, kill and resume, bandwidth, in about three minutes; one report.
+check-gpus: setup
+	$(BIN)/python analysis/correctness/check_gpus.py
 
 # Packages for a GPU machine without network access: WHEELS=.wheels PYTHON=python3 bash analysis/benchmarks/h200.sh a1
 h200-wheels: setup

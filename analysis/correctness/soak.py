@@ -114,7 +114,7 @@ class Soak:
         else:
             time.sleep(self.chance.uniform(0.0, 2.5))
         before = {checkpoint_step(path) for path in list_checkpoints(self.run_dir / "checkpoints")}
-        ranks = self._ranks()
+        ranks = ranks_of(self.process.pid)
         target = self.chance.choice(["rank 0", "rank 1", "launcher", "job"]) if len(ranks) == 2 else "job"
         if target == "job":
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -146,7 +146,7 @@ class Soak:
 
     def _wait_until_gone(self, ranks: list[int]) -> None:
         deadline = time.monotonic() + 30
-        while any(_is_running(rank) for rank in ranks):
+        while any(is_running(rank) for rank in ranks):
             if time.monotonic() > deadline:
                 self.lost.append("a rank outlived its launcher")
                 break
@@ -166,12 +166,6 @@ class Soak:
         except FileNotFoundError:
             return 0
         return int(lines[-1].split(",")[0]) if len(lines) > 1 else 0
-
-    def _ranks(self) -> list[int]:
-        listing = subprocess.run(
-            ["ps", "-ww", "-o", "pid=", "-o", "args=", "--ppid", str(self.process.pid)], capture_output=True, text=True
-        )
-        return [int(line.split()[0]) for line in listing.stdout.splitlines() if "spawn_main" in line]
 
     def _check_checkpoints(self, before: set[int]) -> None:
         """Check that every complete checkpoint is valid and still exists, unless newer ones replaced it."""
@@ -203,7 +197,18 @@ class Soak:
         self.process.wait()
 
 
-def _is_running(pid: int) -> bool:
+def ranks_of(launcher: int) -> list[int]:
+    """Process ids of the ranks that `train.py`, running as process `launcher`, has started, in the order of ranks."""
+    ranks = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has just ended
+            stat, arguments = (folder / "stat").read_text(errors="replace"), (folder / "cmdline").read_bytes()
+            if int(stat.rsplit(")", 1)[1].split()[1]) == launcher and b"spawn_main" in arguments:
+                ranks.append(int(folder.name))
+    return sorted(ranks)
+
+
+def is_running(pid: int) -> bool:
     """Whether a process exists and is not a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")

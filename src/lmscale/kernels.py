@@ -41,6 +41,7 @@ def choose_kernels(
     on_gpu: bool,
     kernels: str = "torch",
     compiles: bool | str = "auto",
+    pays_on_cpu: bool = False,
     cuda_graphs: bool = False,
     dtype: str = "bf16",
     recompute: str = "none",
@@ -48,8 +49,9 @@ def choose_kernels(
 ) -> Kernels:
     """Resolve a run's `kernels=`, `compile=` and `cuda_graphs=` on this machine.
 
-    `compiles=auto` compiles on a GPU, but not with apex, which torch.compile cannot trace. `kernels=auto` is apex on
-    a GPU if it is installed and nothing is compiled (the compiler fuses LayerNorm with its neighbours), else torch.
+    `compiles=auto` compiles on a GPU, but not with apex, which torch.compile cannot trace, and on a CPU where
+    `pays_on_cpu` says that the run is long enough. `kernels=auto` is apex on a GPU if it is installed and nothing is
+    compiled (the compiler fuses LayerNorm with its neighbours), else torch.
 
     Raises:
         ValueError: an impossible request: apex without NVIDIA's package, on a CPU or compiled; CUDA graphs without a
@@ -64,11 +66,22 @@ def choose_kernels(
         if compiles is True:
             raise ValueError("`kernels` must be torch or auto with compile=true, which fuses LayerNorm, but is apex")
     if compiles == "auto":
-        compiles = on_gpu and kernels != "apex"
+        compiles = kernels != "apex" if on_gpu else pays_on_cpu
     if cuda_graphs:
         _check_cuda_graphs(on_gpu, compiles, dtype, recompute, tp_size)
     uses_apex = kernels != "torch" and on_gpu and not compiles and problem is None
     return Kernels("apex" if uses_apex else "torch", dtype == "fp8", compiles, cuda_graphs)
+
+
+def choose_attention(on_gpu: bool, compiles: bool, dropout: float, dtype: str) -> str:
+    """Resolve `model.attention=auto`: `auto` on a GPU, where it is measured, otherwise by what was measured on CPUs.
+
+    With dropout no fused kernel runs on a CPU, and the compiler fuses the mask of `exact` with the softmax. In fp64
+    Inductor's gradients of that are wrong. Record: analysis/benchmarks/records/attention_cpu.json.
+    """
+    if on_gpu:
+        return "auto"
+    return "exact" if compiles and dropout > 0 and dtype != "fp64" else "sdpa"
 
 
 def _check_cuda_graphs(on_gpu: bool, compiles: bool, dtype: str, recompute: str, tp_size: int) -> None:

@@ -8,16 +8,17 @@ from lmscale.config import Recompute, TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 
-OPEN = TransformerConfig("gpt", 1, 8, 2, None, 16, vocab_multiple=8, recompute="auto", name="tiny")
+OPEN = TransformerConfig("gpt", 1, 8, 2, None, 16, vocab_multiple=8, recompute="auto", attention="auto", name="tiny")
 
 
 def test_an_unresolved_config_is_resolved_once_and_then_built() -> None:
-    for unresolved in (OPEN, OPEN.with_vocab_size(9), OPEN.with_recompute(Recompute.NONE)):
+    known = OPEN.with_vocab_size(9)
+    for unresolved in (OPEN, known, known.with_recompute(Recompute.NONE), known.with_attention("exact")):
         with pytest.raises(ValueError, match="before a model is built"):
             build_model(unresolved, ParallelContext(), seed=1)
-    resolved = OPEN.with_vocab_size(9).with_recompute(Recompute.FULL)
-    assert (resolved.padded_vocab_size, resolved.recompute) == (16, Recompute.FULL)
-    assert resolved.with_vocab_size(7).with_recompute(Recompute.NONE) == resolved
+    resolved = known.with_recompute(Recompute.FULL).with_attention("exact")
+    assert (resolved.padded_vocab_size, resolved.recompute, resolved.attention) == (16, Recompute.FULL, "exact")
+    assert resolved.with_vocab_size(7).with_recompute(Recompute.NONE).with_attention("sdpa") == resolved
     build_model(resolved, ParallelContext(), seed=1)
 
 

@@ -42,7 +42,7 @@ def model_values(name: str) -> dict:
 def paper_config(name: str, **changes) -> TransformerConfig:
     values = model_values(name) | changes
     assert values.pop("name") == name
-    return TransformerConfig(**values).with_recompute(Recompute.NONE)
+    return TransformerConfig(**values).with_recompute(Recompute.NONE).with_attention("sdpa")
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -1,10 +1,15 @@
 """Runs on a GPU, compared with the CPU; skipped without a GPU."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from runs import read_rows, tiny_run
 
 from lmscale.kernels import apex_problem
+from lmscale.models.attention_backend import preferred_backend
+from lmscale.models.layer import TransformerLayer
+from lmscale.parallel import ParallelContext
 from lmscale.training.pretrain import prepare_job, pretrain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -74,3 +79,16 @@ def test_apex_matches_torch_on_a_gpu(tmp_path) -> None:
         pretrain(prepare_job(tiny_run("gpt", tmp_path / kernels, precision__dtype="bf16", kernels=kernels, **HALF)))
     torch_, apex = ([row["train/loss"] for row in read_rows(tmp_path / name)] for name in ("torch", "apex"))
     assert apex == pytest.approx(torch_, rel=5e-3)
+
+
+@pytest.mark.parametrize("attention", ["flash", "efficient"])
+def test_a_compiled_layer_calls_the_backend_of_model_attention(attention) -> None:
+    config = tiny_run("gpt", Path("x"), model__hidden_size=64, model__attention=attention).model
+    torch.compiler.reset()  # the backend is chosen while tracing
+    with torch.device("cuda"), preferred_backend(attention):
+        layer = TransformerLayer(config, ParallelContext(), 0).bfloat16()
+        layer.compile(dynamic=False)
+        with torch.profiler.profile() as profiler:
+            layer(torch.randn(2, 32, 64, dtype=torch.bfloat16, requires_grad=True), None, None).sum().backward()
+    called = {event.key for event in profiler.key_averages()}
+    assert f"aten::_scaled_dot_product_{attention}_attention" in called

@@ -11,15 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lmscale.models.attention_backend import BACKENDS as FUSED
+
 from .timing import median_time_s
 
-BACKENDS = {
-    "default": None,  # torch's own choice, which the models use
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
+# `default` is torch's own choice, that of `model.attention=sdpa`
+BACKENDS = {"default": None, **FUSED, "math": SDPBackend.MATH}
 
 
 @dataclass(frozen=True)

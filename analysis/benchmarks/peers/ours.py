@@ -5,9 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from analysis.benchmarks.config import BenchConfig
+from lmscale.config import TransformerConfig
 from lmscale.config.training import OptimizerConfig
-from lmscale.kernels import Kernels
+from lmscale.kernels import Kernels, choose_attention
 from lmscale.models import build_model
+from lmscale.models.attention_backend import fastest_backend, preferred_backend
 from lmscale.parallel import IGNORE_LABEL, ParallelContext, sample_dropout_keys, seed_rank_generator
 from lmscale.training.step.module import DTYPES
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
@@ -19,7 +21,7 @@ class Ours(Contender):
     """This project's model and optimizer, as `train.py` uses them on one device; `dtype` as in `precision=`."""
 
     def __init__(self, bench: BenchConfig, device: torch.device, dtype: str) -> None:
-        config = bench.transformer_config()
+        config = resolve_attention(bench, device, dtype)
         self.bench, context = bench, ParallelContext()
         kernels = Kernels(float8=dtype == "fp8", compiles=bench.compiles, cuda_graphs=bench.cuda_graphs)
         self.model = build_model(config, context, seed=bench.seed, dtype=DTYPES[dtype], device=device, kernels=kernels)
@@ -27,6 +29,10 @@ class Ours(Contender):
         self.optimizer = MixedPrecisionAdamW(self.model.named_parameters(), optimizer, bench.precision, context)
 
     def step(self, batch: Batch, number: int) -> Tensor:
+        with preferred_backend(self.model.config.attention):
+            return self._step(batch, number)
+
+    def _step(self, batch: Batch, number: int) -> Tensor:
         self.optimizer.zero_grad()
         tokens, labels = batch["tokens"], batch["labels"]
         seed_rank_generator(self.bench.seed, number, 0, 0, 0)
@@ -40,3 +46,14 @@ class Ours(Contender):
         loss.backward()
         self.optimizer.step()
         return loss.detach()
+
+
+def resolve_attention(bench: BenchConfig, device: torch.device, dtype: str) -> TransformerConfig:
+    """The model with `model.attention=auto` resolved as `train.py` does."""
+    config = bench.transformer_config()
+    if config.attention != "auto":
+        return config
+    attention = choose_attention(device.type == "cuda", bench.compiles, config.attention_dropout, dtype)
+    if attention == "auto":
+        attention = fastest_backend(config, 1, bench.micro_batch_size, bench.length, DTYPES[dtype], device)
+    return config.with_attention(attention)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from .checks import require_fraction, require_positive
+from .checks import require_fraction, require_one_of, require_positive
 from .family import family_of, load
 
 FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
+ATTENTIONS = ("sdpa", "flash", "cudnn", "efficient", "exact", "auto")
 
 
 class Recompute(str, Enum):
@@ -77,8 +78,10 @@ class TransformerConfig:
         embedding_dropout: probability of dropping an element of the embedding sum; None means `hidden_dropout`.
         initializer_std: weights are drawn from N(0, std) (section 4.2).
         scale_residual_init: scale the output weights of sublayers at initialization by 1/sqrt(2 L) (section 4.2).
-        attention: `sdpa` (torch's fused kernels where the device has them) or `exact`: plain softmax(QK^T/sqrt(d))V,
-            whose dropout mask does not depend on the layout.
+        attention: `sdpa` (torch's fused kernels where the device has them, in torch's order), or one of them first:
+            `flash`, `cudnn` or `efficient`; `exact`: plain softmax(QK^T/sqrt(d))V, whose dropout mask does not depend
+            on the layout; or `auto`, the fastest by measurement, which a run resolves before a model is built and its
+            checkpoints keep.
         recompute: activation checkpointing: `none`, `selective`, `full`, or `auto`, which a run's preflight check and
             the planner resolve by memory before a model is built.
         name: of the model, for names of runs; equal sizes under two names are equal.
@@ -127,8 +130,7 @@ class TransformerConfig:
             )
         if self.gelu not in (None, "tanh", "erf"):
             raise ValueError(f"`gelu` must be one of tanh, erf or null, but is {self.gelu!r}")
-        if self.attention not in ("sdpa", "exact"):
-            raise ValueError(f"`attention` must be one of sdpa, exact, but is {self.attention!r}")
+        require_one_of(self, "attention", ATTENTIONS)
         require_fraction(self, "hidden_dropout", "attention_dropout")
         if self.embedding_dropout is not None:
             require_fraction(self, "embedding_dropout")
@@ -145,16 +147,22 @@ class TransformerConfig:
         """The same model with `auto` resolved to `mode`; unchanged if a mode is set."""
         return self if self.recompute != "auto" else dataclasses.replace(self, recompute=mode)
 
+    def with_attention(self, kind: str) -> "TransformerConfig":
+        """The same model with `auto` resolved to `kind`; unchanged if a kind is set."""
+        return self if self.attention != "auto" else dataclasses.replace(self, attention=kind)
+
     def require_resolved(self) -> None:
         """Refuse a config with unresolved values, before a model is built.
 
         Raises:
-            ValueError: `vocab_size` is None or `recompute` is `auto`.
+            ValueError: `vocab_size` is None, or `recompute` or `attention` is `auto`.
         """
         if self.vocab_size is None:
             raise ValueError("`vocab_size` must be known before a model is built, but is null")
         if self.recompute == "auto":
             raise ValueError("`recompute` must be none, selective or full before a model is built, but is auto")
+        if self.attention == "auto":
+            raise ValueError("`attention` must be sdpa, exact or a backend before a model is built, but is auto")
 
     @property
     def padded_vocab_size(self) -> int:

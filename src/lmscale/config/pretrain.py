@@ -69,7 +69,8 @@ class RunConfig:
         fidelity: which source sets the points on which the paper, the released code and current practice differ; the
             run's own keys hold the values.
         deterministic: bitwise equal reruns (torch.use_deterministic_algorithms).
-        compile: torch.compile, layer by layer; `auto`: on a GPU.
+        compile: torch.compile, layer by layer; `auto`: on a GPU, and on a CPU in a run of at least about twenty minutes
+            in fp32 or bf16, see `compiling_pays`.
         cuda_graphs: record the compiled layers and replay them; one GPU, half types.
         kernels: of LayerNorm: `torch`, NVIDIA's `apex`, or `auto`: apex on a GPU if it is installed and nothing is
             compiled.

@@ -204,7 +204,7 @@ def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: i
 def _core_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int, on_gpu: bool) -> int:
     """Bytes that the attention core of a layer keeps for its backward pass; none with a flash kernel."""
     h, n, wide = config.hidden_size, config.num_attention_heads, max(e, FP32_BYTES)
-    if config.attention == "sdpa":
+    if config.attention != "exact":
         if on_gpu or config.attention_dropout == 0:
             return 0
         return (b * n * s * s * 3 * wide + 3 * b * s * h * (wide - e)) // tp_size  # half types are widened, Q, K, V too
@@ -221,9 +221,9 @@ def _in_flight_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, ow
     """
     h, f, wide = config.hidden_size, config.ffn_size, max(e, FP32_BYTES)
     of_mlp = b * s * f * e // tp_size
-    if config.attention == "sdpa" and (on_gpu or config.attention_dropout == 0):
+    if config.attention != "exact" and (on_gpu or config.attention_dropout == 0):
         return of_mlp
-    kind = "sdpa" if config.attention == "sdpa" else "fp32" if e == wide else "half"
+    kind = "sdpa" if config.attention != "exact" else "fp32" if e == wide else "half"
     scores = SCORES_IN_FLIGHT[kind, config.attention_dropout > 0] * b * config.num_attention_heads * s * s * wide
     mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
     freed = 2 * own * h * e + mlp_width * b * s * e // tp_size + (own * h if config.hidden_dropout > 0 else 0)

@@ -201,7 +201,7 @@ def _elementwise_bytes(
     def passes(counted: tuple[int, int], again: int) -> int:
         return counted[0] * (1 + again) + counted[1]
 
-    stays_on_chip = constants.fused_attention and config.attention == "sdpa"
+    stays_on_chip = constants.fused_attention and config.attention != "exact"
     scores = 0 if stays_on_chip else passes(SCORE_PASSES, scores_again)
     whole_ranks = tp_size if layout.cuts_sequence else 1
     layer = scores * b * config.num_attention_heads * s * s / tp_size

@@ -9,6 +9,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..config.pretrain import RunConfig
 from ..data.prepare import prepare_corpus
+from ..models.attention_backend import preferred_backend
 from .callbacks import add_callbacks
 from .job import PretrainJob
 from .output.events import optional_loggers
@@ -16,6 +17,7 @@ from .output.metrics_file import MetricsFile
 from .output.resuming import Start, check_data_digest, check_fit, choose_start
 from .output.run_folder import METRICS, begin_run_folder, report_failure, write_run_record
 from .runtime.exit_codes import DONE
+from .runtime.kernel_choice import settle_kernels
 from .runtime.preflight import check_run
 from .runtime.run import Run, new_trainer, run_on_this_rank
 from .step.module import PretrainModule
@@ -59,9 +61,16 @@ def pretrain(job: PretrainJob) -> int:
 
 def train(job: PretrainJob, running: Run) -> int:
     """Train in a locked run folder, with the process group started; returns the exit code."""
-    trainer, folder, strategy = running.trainer, running.folder, running.strategy
     running.watchdog.mark("the check of the checkpoint")
-    job, start = choose_start(job, folder, strategy)
+    job, start = choose_start(job, running.folder, running.strategy)
+    job = settle_kernels(job, running.strategy)
+    with preferred_backend(job.config.attention):
+        return train_from(job, start, running)
+
+
+def train_from(job: PretrainJob, start: Start, running: Run) -> int:
+    """Train from `start` with kernels that all ranks have agreed on; returns the exit code."""
+    trainer, folder, strategy = running.trainer, running.folder, running.strategy
     model = build_model(job, start, running)
     data = job.build_data()
     if start.resumes:

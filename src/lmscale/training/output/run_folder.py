@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from ...checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished
@@ -124,7 +125,8 @@ def announce(
         f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x "
         f"{batch.num_micro_batches} micro-steps x {run.micro_batch_size}; {run.data.seq_length} tokens per sequence\n"
         f"{describe_options(run, config, layout)}"
-        f"kernels: {job.kernels.describe()} (compile={str(run.compile).lower()}, kernels={run.kernels})\n"
+        f"kernels: {job.kernels.describe()}, attention by {config.attention} "
+        f"(compile={str(run.compile).lower()}, kernels={run.kernels})\n"
         f"steps {start.step} to {last_step} of {run.trainer.max_steps}"
         + (f", resumed from {resume_from}" if resume_from else "")
         + f"\nrun folder: {run_dir}",
@@ -197,7 +199,7 @@ def write_run_record(
         layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
         steps=list(steps),
     )
-    write_record(run_record, run_dir / RECORD)
+    write_record(run_record | {"kernels": asdict(job.kernels)}, run_dir / RECORD)
     before = f"{start['val/loss']:.4f} -> " if start else ""
     print(f"validation loss {before}{report.validation['val/loss']:.4f} nats after {steps[1]} steps")
     print(f"record: {run_dir / RECORD}", flush=True)

@@ -18,6 +18,7 @@ from ...kernels import Kernels, choose_kernels
 from ...planner.job import STAND_IN_VOCAB_SIZE, Job, first_mode_that_fits, rank_memory, smallest_layout, usable_bytes
 from ...planner.memory import GIB
 from ..output.resuming import find_checkpoint
+from .kernel_choice import compiling_pays, resolve_attention
 from .launch import World, resolve_accelerator, world_from_outside
 
 WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
@@ -34,8 +35,8 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
     """Check all of a run that needs no corpus: the machine, sizes, memory, paths.
 
     Returns:
-        the run with `model.recompute=auto` resolved, the accelerator, the layout, the kernels, and the checkpoint to
-        resume from.
+        the run with `model.recompute=auto` resolved, and `model.attention=auto` unless it is measured later, the
+        accelerator, the layout, the kernels, and the checkpoint to resume from.
 
     Raises:
         ValueError: anything invalid in the configuration, in one line.
@@ -47,23 +48,27 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
     run = resolve_recompute(run, layout, accelerator)
     if run.logger.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
+    on_gpu = accelerator == "gpu"
     kernels = choose_kernels(
-        on_gpu=accelerator == "gpu",
+        on_gpu=on_gpu,
         kernels=run.kernels,
         compiles=run.compile,
+        pays_on_cpu=compiling_pays(run, 1 if world is None else world.size // world.local_size),
         cuda_graphs=run.cuda_graphs,
         dtype=run.precision.dtype,
         recompute=run.model.recompute.value,
         tp_size=layout.tp_size,
     )
-    if kernels.float8 and accelerator == "gpu":
+    resume_from = find_checkpoint(run)
+    run = resolve_attention(run, on_gpu, kernels.compiles, resume_from)
+    if kernels.float8 and on_gpu:
         check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     check_host(run, layout, world)
     check_memory(run, layout, world, accelerator)
     check_corpus(run.data)
     check_indexed(run.data)
     check_tokenizer(run.tokenizer, run.model.family)
-    return run, accelerator, layout, kernels, find_checkpoint(run)
+    return run, accelerator, layout, kernels, resume_from
 
 
 def check_float8(device_name: str, capability: tuple[int, int]) -> None:

@@ -1,0 +1,144 @@
+"""Time and bandwidth of the collectives that training uses, by message size, over the GPUs of this host.
+
+    python analysis/benchmarks/gpu/collective_bandwidth.py --ranks 8 --record FILE
+    python analysis/benchmarks/gpu/collective_bandwidth.py --ranks 2 --accelerator cpu --mib 0.25 1      # gloo
+
+The bus bandwidth is what each rank sends (and receives) per second under a ring: 2 (p - 1) / p of an all-reduced
+tensor, (p - 1) / p of a gathered or scattered one. Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+"""
+
+import argparse
+import socket
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `analysis`, which is not installed
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from analysis.benchmarks.gpu.device import require_device
+from analysis.benchmarks.gpu.timing import median_time_s
+from lmscale.results import new_record, record_argument, write_record
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+TIMEOUT = timedelta(seconds=60)
+
+
+def bus_bytes(collective: str, num_bytes: int, ranks: int) -> float:
+    """Bytes that each rank sends for a tensor of `num_bytes`, the whole one."""
+    share = (ranks - 1) / ranks
+    return (2 * share if collective == "all_reduce" else share) * num_bytes
+
+
+def run_once(collective: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+    """One collective; `part`, 1/p of `whole`, is the input of a gather and the output of a scatter."""
+    if collective == "all_reduce":
+        dist.all_reduce(whole)
+    elif collective == "all_gather":
+        dist.all_gather_into_tensor(whole, part)
+    else:
+        dist.reduce_scatter_tensor(part, whole)
+
+
+def check_values(collective: str, rank: int, ranks: int, device: torch.device) -> None:
+    """Compare one small collective with its exact result.
+
+    Raises:
+        RuntimeError: a wrong sum or a slice in the wrong place.
+    """
+    part = torch.full((3,), float(rank + 1), device=device)
+    whole = torch.arange(3.0 * ranks, device=device) + rank
+    start, sums = torch.arange(3.0 * ranks), ranks * (ranks - 1) / 2
+    run_once(collective, whole, part)
+    expected = {
+        "all_reduce": ranks * start + sums,
+        "all_gather": torch.arange(1.0, ranks + 1).repeat_interleave(3),
+        "reduce_scatter": (ranks * start + sums)[3 * rank : 3 * rank + 3],
+    }[collective]
+    found = (part if collective == "reduce_scatter" else whole).cpu()
+    if not torch.equal(found, expected):
+        raise RuntimeError(f"{collective} over {ranks} ranks must give {expected.tolist()}, but gave {found.tolist()}")
+
+
+def worker(rank: int, port: int, folder: str, options: argparse.Namespace) -> None:
+    """One rank; rank 0 writes the seconds by name."""
+    on_gpu = options.accelerator == "gpu"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=options.ranks,
+        timeout=TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+    found = {}
+    for collective in COLLECTIVES:
+        check_values(collective, rank, options.ranks, device)
+        for mib in options.mib:
+            elements = max(1, int(mib * 2**20 / 2 / options.ranks)) * options.ranks
+            whole = torch.zeros(elements, dtype=torch.bfloat16, device=device)
+            part = torch.zeros(elements // options.ranks, dtype=torch.bfloat16, device=device)
+            seconds = median_time_s(lambda c=collective, w=whole, p=part: run_once(c, w, p), device, options.repeats)
+            found[f"{collective}/{mib:g}_mib"] = (seconds, bus_bytes(collective, 2 * elements, options.ranks))
+    if rank == 0:
+        torch.save(found, Path(folder) / "found")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(options: argparse.Namespace) -> dict[str, dict]:
+    """Metrics of every collective and size.
+
+    Raises:
+        ValueError: fewer than 2 ranks, or more than there are GPUs.
+    """
+    require_device(options.accelerator)
+    if options.accelerator == "gpu" and options.ranks > torch.cuda.device_count():
+        raise ValueError(f"`ranks` must be at most the {torch.cuda.device_count()} GPUs, but is {options.ranks}")
+    if options.ranks < 2:
+        raise ValueError(f"`ranks` must be at least 2, but is {options.ranks}")
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        mp.spawn(worker, (port, folder, options), nprocs=options.ranks, join=True)
+        found = torch.load(Path(folder) / "found", weights_only=True)
+    metrics = {}
+    for name, (seconds, sent) in found.items():
+        metrics[f"{name}/time"] = {"value": seconds, "unit": "s"}
+        metrics[f"{name}/bus_bandwidth"] = {"value": sent / seconds / 1e9, "unit": "GB/s"}
+    return metrics
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--mib", type=float, nargs="+", default=[1, 4, 16, 64, 256], help="sizes of the whole tensor")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="gpu")
+    parser.add_argument("--record", type=record_argument, help="where the record goes; nowhere by default")
+    options = parser.parse_args()
+    try:
+        metrics = measure(options)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    for name, entry in metrics.items():
+        print(f"{name:<44} {entry['value']:.4g} {entry['unit']}")
+    if options.record is not None:
+        config = {key: value for key, value in vars(options).items() if key != "record"}
+        device = torch.cuda.get_device_name() if options.accelerator == "gpu" else "cpu"
+        write_record(new_record("collective_bandwidth", "run", config, None, metrics, device=device), options.record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""`make check-gpus`: check training on the GPUs of this machine (2 to 8) in about three minutes, and print one report.
+
+    python analysis/correctness/check_gpus.py                 # all visible GPUs
+    python analysis/correctness/check_gpus.py --rehearse      # two CPU processes over gloo instead, with tiny models
+
+Each part runs `src/train.py` or a measurement as a subprocess under a time limit:
+
+1. layouts: tensor, data and sequence parallelism against one rank in fp64, every loss and gradient norm;
+2. the same in bf16 with the kernels that a run uses (compiled on a GPU);
+3. kill -9 of one rank: the job must end by itself, resume from its checkpoint, and end bitwise equal to a run that was
+   not disturbed;
+4. time and bus bandwidth of the collectives by message size, and their share of a training step.
+
+The report is printed, and written with all figures as `report.txt` and `record.json` into `outputs/check_gpus/<time>`,
+next to the logs. Exit code 0: every part passed; 1: one failed; 2: fewer than 2 GPUs.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
+import torch
+
+from analysis.benchmarks.gpu.gpu_facts import environment
+from analysis.benchmarks.trace_shares import read_events, shares
+from analysis.correctness.check_parts import (
+    Check,
+    PartFailedError,
+    Subprocess,
+    compare_layouts,
+    kill_and_resume,
+    layouts_of,
+    train_arguments,
+)
+from lmscale.results import new_record, write_record
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTPUTS = ROOT / "outputs" / "check_gpus"
+MOST_GPUS = 8
+MIB = {"gpu": ("1", "4", "16", "64", "256"), "cpu": ("0.0625", "1")}
+
+
+def count_devices(rehearse: bool) -> int:
+    """Ranks to check with: the visible GPUs, at most 8, or two processes.
+
+    Raises:
+        ValueError: fewer than 2 GPUs.
+    """
+    if rehearse:
+        return 2
+    found = torch.cuda.device_count()
+    if found < 2:
+        raise ValueError(
+            f"the GPUs that torch sees must be at least 2, but are {found}; --rehearse checks two CPU processes instead"
+        )
+    return min(found, MOST_GPUS)
+
+
+def describe_machine(accelerator: str, ranks: int) -> tuple[list[str], dict]:
+    """The first lines of the report, and the same facts for the record."""
+    facts = environment(torch.device("cuda", 0) if accelerator == "gpu" else torch.device("cpu"))
+    names = (
+        [torch.cuda.get_device_name(i) for i in range(ranks)] if accelerator == "gpu" else ["process on a CPU"] * ranks
+    )
+    facts |= {"devices": names, "topology": _topology() if accelerator == "gpu" else None}
+    devices = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    driver = (facts["nvidia_smi"] or "").splitlines()[1:2]
+    lines = [
+        f"lmscale on {devices}",
+        f"torch {torch.__version__}, CUDA {facts['cuda']}, NCCL {facts.get('nccl')}, cuDNN {facts['cudnn']}, "
+        f"Python {sys.version.split()[0]}",
+        f"driver (nvidia-smi): {driver[0] if driver else 'not available'}",
+    ]
+    return lines + (facts["topology"] or "").splitlines(), facts
+
+
+def _topology() -> str | None:
+    try:
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.split("\nLegend")[0].strip() or None
+
+
+def measure_bandwidth(check: Check) -> None:
+    """Add a line per collective and size."""
+    path = check.folder / "bandwidth.json"
+    script = ROOT / "analysis" / "benchmarks" / "gpu" / "collective_bandwidth.py"
+    arguments = [script, "--ranks", check.ranks, "--accelerator", check.accelerator, "--record", path]
+    Subprocess(check, "bandwidth", [*map(str, arguments), "--mib", *MIB[check.accelerator]]).wait(60)
+    metrics = json.loads(path.read_text(encoding="utf-8"))["metrics"]
+    check.metrics |= metrics
+    for name, entry in metrics.items():
+        if name.endswith("/time"):
+            case = name.removesuffix("/time")
+            rate = metrics[f"{case}/bus_bandwidth"]["value"]
+            check.add(f"{case.replace('_mib', ' MiB')}: {1e6 * entry['value']:,.0f} us, {rate:.3g} GB/s on the bus")
+
+
+def measure_share(check: Check) -> None:
+    """Add the share of communication in the traced steps of the undisturbed run, on each traced rank the largest."""
+    traces = sorted((check.folder / "whole" / "profile").glob("rank_*.json"))
+    if not traces:
+        raise PartFailedError("the profiled run must leave a trace, but left none")
+    share = max(shares(read_events(trace)).get("communication", 0.0) for trace in traces)
+    check.metrics["communication_share"] = {"value": share, "unit": "of a traced step, overlapped or not"}
+    check.add(f"communication takes {share:.0%} of a step of the bf16 model ({check.describe_model()})")
+
+
+def report_text(check: Check, machine: list[str], seconds: float) -> str:
+    """The report: the machine, a line per result, and the verdict."""
+    verdict = f"FAILED: {check.failed} of {check.parts} parts" if check.failed else f"all {check.parts} parts passed"
+    return "\n".join([*machine, "", *check.lines, "", f"{verdict} in {seconds:.0f} s; logs in {check.folder}"])
+
+
+def main() -> int:
+    """Check, print, record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rehearse", action="store_true", help="two CPU processes over gloo, tiny models")
+    parser.add_argument("--folder", type=Path, help="of runs, logs and report; default outputs/check_gpus/<time>")
+    options = parser.parse_args()
+    try:
+        ranks = count_devices(options.rehearse)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the parts then end their processes
+    started = time.time()
+    folder = (options.folder or OUTPUTS / time.strftime("%Y-%m-%d_%H-%M-%S")).absolute()
+    folder.mkdir(parents=True)
+    check = Check(folder, "cpu" if options.rehearse else "gpu", ranks)
+    machine, facts = describe_machine(check.accelerator, ranks)
+    for layout in layouts_of(ranks):
+        check.run(f"fp64, {layout}", compare_layouts, "fp64", layout)
+    check.run("bf16, the undisturbed run", compare_layouts, "bf16", check.whole_layout)
+    check.run("kill and resume", kill_and_resume)
+    check.run("bandwidth", measure_bandwidth)
+    check.run("share of communication", measure_share)
+    for left in folder.glob("*/checkpoints"):
+        shutil.rmtree(left)
+    text = report_text(check, machine, time.time() - started)
+    print(text)
+    (folder / "report.txt").write_text(text + "\n", encoding="utf-8")
+    check.metrics["time"] = {"value": time.time() - started, "unit": "s"}
+    config = {"ranks": ranks, "accelerator": check.accelerator, "overrides": train_arguments(check, "bf16")}
+    device = facts["devices"][0] if check.accelerator == "gpu" else "cpu"
+    record = new_record("check_gpus", "run", config, None, check.metrics, device=device)
+    record["environment"] |= facts
+    write_record(record | {"report": text.splitlines(), "num_failed": check.failed}, folder / "record.json")
+    return 1 if check.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Which of a GPU's fused attention kernels is fastest on a run's shapes, and how torch is told to take it."""
+
+import contextlib
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..config import TransformerConfig
+from ..config.family import family_of
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+WARM_UP, CALLS = 3, 10
+LEAST_GAIN = 0.03  # a backend replaces one that stands before it in `BACKENDS` only if it is faster by this share
+
+
+@contextlib.contextmanager
+def preferred_backend(attention: str) -> Iterator[None]:
+    """Within it, torch tries the backend of `model.attention` first, and the others where that one refuses an input.
+
+    Args:
+        attention: a name in `BACKENDS`; any other leaves torch's own order.
+    """
+    if attention not in BACKENDS:
+        yield
+        return
+    others = [backend for name, backend in BACKENDS.items() if name != attention]
+    # The compiler's cache on disk does not know the order: without the tag it would return another backend's layer.
+    tag = torch.compiler.config.patch(cache_key_tag=attention)
+    with sdpa_kernel([BACKENDS[attention], *others, SDPBackend.MATH], set_priority=True), tag:
+        yield
+
+
+def fastest_backend(
+    config: TransformerConfig,
+    tp_size: int,
+    micro_batch_size: int,
+    seq_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str:
+    """The name in `BACKENDS` of the fastest forward and backward pass, or `sdpa` if every backend refuses the inputs.
+
+    Shapes:
+        Q, K and V are views of [b, s, n/p, 3, d], as `SelfAttention` makes them, without a mask.
+
+    Args:
+        micro_batch_size, seq_length: b in sequences, s in tokens.
+    """
+    heads, causal = config.num_attention_heads // tp_size, family_of(config.family).is_causal
+    shape = (micro_batch_size, seq_length, heads, 3, config.head_size)
+    qkv = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+    grad = torch.randn(micro_batch_size, seq_length, heads * config.head_size, dtype=dtype, device=device)
+
+    def forward_and_backward() -> None:
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=config.attention_dropout, is_causal=causal)
+        out.transpose(1, 2).flatten(2).backward(grad)
+
+    seconds: dict[str, float] = {}
+    for name, backend in BACKENDS.items():
+        # torch says by an error that a backend does not take these inputs, and why by warnings.
+        with warnings.catch_warnings(action="ignore"), contextlib.suppress(RuntimeError), sdpa_kernel(backend):
+            seconds[name] = _median_time_s(forward_and_backward, device)
+    return choose_fastest(seconds)
+
+
+def choose_fastest(seconds: dict[str, float]) -> str:
+    """The name with the least time; `LEAST_GAIN` keeps noise from choosing between equals. `sdpa` if there is none."""
+    chosen = "sdpa"
+    for name, time_s in seconds.items():
+        if chosen == "sdpa" or time_s < (1 - LEAST_GAIN) * seconds[chosen]:
+            chosen = name
+    return chosen
+
+
+def _median_time_s(function: Callable[[], None], device: torch.device) -> float:
+    """Median seconds of `CALLS` calls after `WARM_UP` ones, each waited for."""
+    seconds = []
+    for _ in range(WARM_UP + CALLS):
+        started = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[WARM_UP:])

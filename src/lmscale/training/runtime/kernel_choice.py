@@ -1,0 +1,73 @@
+"""`compile=auto` and `model.attention=auto`, resolved once and the same on all ranks."""
+
+import dataclasses
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from ...checkpoint import read_metadata
+from ...config.pretrain import RunConfig
+from ...kernels import choose_attention
+from ...models.attention_backend import fastest_backend
+from ...planner.flops import model_flops_per_step
+from ...planner.job import STAND_IN_VOCAB_SIZE
+from ..job import PretrainJob
+from ..step.module import DTYPES
+from ..strategy import TensorParallelStrategy
+
+# From analysis/benchmarks/records/attention_cpu.json, two cores: an eager step in bf16 computes up to 0.19 TFLOP/s
+# per core, a compiled one takes 18 to 45 % less time, and the compiler takes up to 40 s with an empty cache. A run of
+# twenty minutes gains minutes; on cores that are five times as fast it still gains more than the compiler takes.
+FLOPS_PER_S_PER_CORE = 0.2e12
+LEAST_SECONDS = 20 * 60
+
+
+def compiling_pays(run: RunConfig, num_hosts: int) -> bool:
+    """Whether a run on CPUs is long enough for compilation to save time, by its whole length (`trainer.max_steps`).
+
+    A part of a run (`trainer.stop_after_steps`, a resumed one) decides as the whole run does, so that it computes the
+    same bits. fp64, which is there for exactness, and fp16, which CPUs emulate, are not compiled.
+    """
+    if run.precision.dtype not in ("fp32", "bf16") or not _has_cpp_compiler():
+        return False
+    config = run.model.with_vocab_size(STAND_IN_VOCAB_SIZE)
+    flops = run.trainer.max_steps * model_flops_per_step(config, run.data.seq_length, run.global_batch_size)
+    return flops >= LEAST_SECONDS * FLOPS_PER_S_PER_CORE * num_hosts * (os.cpu_count() or 1)
+
+
+def _has_cpp_compiler() -> bool:
+    """Whether torch.compile can build kernels for this CPU: a C++ compiler and Python's headers."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return shutil.which(compiler) is not None and (Path(sysconfig.get_path("include")) / "Python.h").is_file()
+
+
+def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, resume_from: str | None) -> RunConfig:
+    """The run with `model.attention=auto` resolved, except where it has to be measured (`settle_kernels`).
+
+    A resumed run keeps what its checkpoint was trained with: another kernel rounds otherwise and draws other dropout.
+    """
+    if run.model.attention != "auto":
+        return run
+    if resume_from is not None and not run.resume.weights_only:
+        attention = read_metadata(resume_from).model["attention"]
+    else:
+        attention = choose_attention(on_gpu, compiles, run.model.attention_dropout, run.precision.dtype)
+    return dataclasses.replace(run, model=run.model.with_attention(attention))
+
+
+def settle_kernels(job: PretrainJob, strategy: TensorParallelStrategy) -> PretrainJob:
+    """The job with rank 0's kernels and attention; on a GPU rank 0 measures `model.attention=auto`.
+
+    Communicates:
+        one small object from rank 0 to the world.
+    """
+    attention = job.config.attention
+    if attention == "auto" and strategy.is_global_zero:
+        dtype, length = DTYPES[job.run.precision.dtype], job.run.data.seq_length
+        sizes = job.layout.tp_size, job.run.micro_batch_size, length
+        attention = fastest_backend(job.config, *sizes, dtype, strategy.root_device)
+    kernels, attention = strategy.broadcast((job.kernels, attention))
+    run = dataclasses.replace(job.run, model=job.run.model.with_attention(attention))
+    return dataclasses.replace(job, run=run, config=job.config.with_attention(attention), kernels=kernels)

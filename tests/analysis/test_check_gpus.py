@@ -1,0 +1,117 @@
+"""`make check-gpus`: its parts, and the whole check on two CPU processes over gloo."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from entry_points import environment
+
+from analysis.benchmarks.gpu.collective_bandwidth import bus_bytes
+from analysis.correctness.check_gpus import report_text
+from analysis.correctness.check_parts import (
+    COMPARED_STEPS,
+    Check,
+    Layout,
+    PartFailedError,
+    Subprocess,
+    largest_gaps,
+    layouts_of,
+)
+from analysis.correctness.soak import is_running
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "analysis" / "correctness" / "check_gpus.py"
+GOOD = [(2.0, 1.0)] * COMPARED_STEPS
+
+
+def run_check(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], env=environment(), capture_output=True, text=True, timeout=580
+    )
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs to check")
+def test_fewer_than_two_gpus_are_refused_in_one_line_that_names_the_rehearsal() -> None:
+    done = run_check()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: the GPUs that torch sees must be at least 2, but are ")
+    assert "--rehearse" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_the_layouts_use_at_most_the_ranks_and_every_kind_of_parallelism(ranks: int) -> None:
+    layouts = layouts_of(ranks)
+    assert all(1 < layout.tp_size * layout.dp_size <= ranks and 8 % layout.tp_size == 0 for layout in layouts)
+    assert Layout(1, ranks) in layouts
+    assert any(layout.tp_size > 1 and not layout.sequence_parallel for layout in layouts)
+    assert any(layout.tp_size > 1 and layout.sequence_parallel for layout in layouts)
+    assert any(layout.zero1 and layout.dp_size > 1 for layout in layouts) == (ranks >= 4)
+
+
+def test_a_gap_is_that_of_the_worst_step_and_a_missing_or_infinite_number_is_infinite() -> None:
+    assert largest_gaps(GOOD, GOOD) == (0.0, 0.0)
+    assert largest_gaps(GOOD, [*GOOD[1:], (2.0, 1.5)]) == (0.0, 0.5)
+    for bad in (GOOD[1:], [*GOOD[1:], (math.nan, 1.0)], [*GOOD[1:], (2.0, math.inf)]):
+        assert largest_gaps(GOOD, bad) == (math.inf, math.inf)
+
+
+def test_a_failed_part_is_a_line_of_the_report_and_the_next_part_runs(tmp_path) -> None:
+    check = Check(tmp_path, "cpu", 2)
+    for passes in (False, True):
+        check.run("layouts", lambda check, passes=passes: check.judge(passes, "losses differ by 0.5 (at most 1e-10)"))
+    check.run("a command", lambda check: Subprocess(check, "command", ["-c", "raise ValueError('no')"]).wait(30))
+    assert (check.parts, check.failed) == (3, 2)
+    assert check.lines[:2] == [
+        "FAIL  layouts: losses differ by 0.5 (at most 1e-10)",
+        "PASS  losses differ by 0.5 (at most 1e-10)",
+    ]
+    assert check.lines[2].startswith("FAIL  a command: exit code 1: ValueError: no; see ")
+    assert report_text(check, ["the machine"], 3.2).splitlines()[-1].startswith("FAILED: 2 of 3 parts in 3 s")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_part_that_takes_too_long_is_stopped_with_the_processes_it_started(tmp_path) -> None:
+    code = (
+        "import subprocess, sys, time, pathlib\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'child').write_text(str(child.pid))\n"
+        "time.sleep(600)"
+    )
+    part = Subprocess(Check(tmp_path, "cpu", 2), "long", ["-c", code])
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        time.sleep(0.01)
+    with pytest.raises(PartFailedError, match="stopped after 0 s"):
+        part.wait(0.1)
+    child, deadline = int((tmp_path / "child").read_text()), time.monotonic() + 10
+    while is_running(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_bus_carries_twice_as_much_for_an_all_reduce() -> None:
+    assert bus_bytes("all_reduce", 800, 4) == 1200
+    assert bus_bytes("all_gather", 800, 4) == bus_bytes("reduce_scatter", 800, 4) == 600
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_whole_check_passes_on_two_processes_and_leaves_none(tmp_path) -> None:
+    done = run_check("--rehearse", "--folder", str(tmp_path / "check"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\nPASS  ") == 6 and "FAIL" not in done.stdout
+    assert (tmp_path / "check" / "report.txt").read_text() == done.stdout
+    record = json.loads((tmp_path / "check" / "record.json").read_text())
+    assert (record["name"], record["num_failed"]) == ("check_gpus", 0)
+    metrics = record["metrics"]
+    assert metrics["fp64/tp_1_x_dp_2/grad_norm_gap"]["value"] < 1e-12
+    assert metrics["all_gather/1_mib/bus_bandwidth"]["value"] > 0
+    assert 0 < metrics["communication_share"]["value"] < 1
+    listed = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True).stdout
+    assert str(tmp_path) not in listed and not list((tmp_path / "check").glob("*/checkpoints"))
+    assert os.path.exists(tmp_path / "check" / "killed.log")

@@ -1,0 +1,161 @@
+"""`compile=auto` and `model.attention=auto`: what they choose, that ranks agree, and that a resumed run keeps it."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from runs import assert_same_run, read_record, run_jobs, tiny_run
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+
+from lmscale.config.pretrain import RunConfig
+from lmscale.kernels import PLAIN, Kernels, choose_attention, choose_kernels
+from lmscale.models.attention_backend import choose_fastest, fastest_backend, preferred_backend
+from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.runtime import kernel_choice
+from lmscale.training.runtime.kernel_choice import compiling_pays, settle_kernels
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def composed(*overrides: str) -> RunConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        values = OmegaConf.to_container(compose("train", list(overrides)), resolve=True)
+    return RunConfig.from_dict(values | {"run_dir": "x"})
+
+
+@pytest.fixture
+def two_cores(monkeypatch) -> None:
+    monkeypatch.setattr(kernel_choice.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(kernel_choice, "_has_cpp_compiler", lambda: True)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model=gpt_tiny",),
+        ("model=bert_tiny",),
+        ("model=gpt_355m", "precision=bf16", "global_batch_size=8", "trainer.max_steps=20"),
+        ("model=gpt_355m", "precision=fp64"),
+        ("model=gpt_355m", "precision=fp16"),
+    ],
+)
+def test_short_runs_and_types_that_gain_nothing_stay_eager_on_a_cpu(two_cores, overrides) -> None:
+    assert not compiling_pays(composed(*overrides), 1)
+
+
+def test_a_long_run_compiles_on_a_cpu_if_there_is_a_compiler(two_cores, monkeypatch) -> None:
+    run = composed("model=gpt_355m", "precision=bf16", "global_batch_size=8", "trainer.stop_after_steps=1")
+    assert compiling_pays(run, 1)
+    assert choose_kernels(on_gpu=False, pays_on_cpu=True) == Kernels(compiles=True)
+    assert choose_kernels(on_gpu=False, pays_on_cpu=True, compiles=False) == PLAIN
+    least = next(steps for steps in range(1, 99) if compiling_pays(change_steps(run, steps), 1))
+    assert least > 20  # 2.4 GFLOP per token
+    assert not compiling_pays(change_steps(run, least), 2) and compiling_pays(change_steps(run, 2 * least), 2)
+    monkeypatch.setattr(kernel_choice, "_has_cpp_compiler", lambda: False)
+    assert not compiling_pays(run, 1)
+
+
+def change_steps(run: RunConfig, steps: int) -> RunConfig:
+    return dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, max_steps=steps))
+
+
+def test_without_a_compiler_or_headers_none_is_found(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "absent"))
+    assert not kernel_choice._has_cpp_compiler()
+    monkeypatch.setenv("CXX", "sh")
+    monkeypatch.setattr(kernel_choice.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert not kernel_choice._has_cpp_compiler()
+    (tmp_path / "Python.h").write_text("")
+    assert kernel_choice._has_cpp_compiler()
+
+
+def test_exact_attention_is_for_compiled_layers_with_dropout_on_a_cpu() -> None:
+    assert choose_attention(on_gpu=False, compiles=True, dropout=0.1, dtype="bf16") == "exact"
+    for changes in ({"compiles": False}, {"dropout": 0.0}, {"dtype": "fp64"}):
+        settings = {"on_gpu": False, "compiles": True, "dropout": 0.1, "dtype": "bf16"} | changes
+        assert choose_attention(**settings) == "sdpa"
+    assert choose_attention(on_gpu=True, compiles=True, dropout=0.1, dtype="bf16") == "auto"  # measured there
+
+
+def test_a_job_is_prepared_with_what_its_length_and_dropout_call_for(two_cores, tmp_path, monkeypatch) -> None:
+    run = tiny_run("gpt", tmp_path, compile="auto", precision__dtype="bf16", model__attention="auto")
+    dropping = dataclasses.replace(run, model=dataclasses.replace(run.model, attention_dropout=0.1))
+    chosen = []
+    for seconds in (kernel_choice.LEAST_SECONDS, 0):
+        monkeypatch.setattr(kernel_choice, "LEAST_SECONDS", seconds)
+        jobs = [prepare_job(run), prepare_job(dropping)]
+        chosen += [(job.kernels.compiles, job.config.attention, job.run.model.attention) for job in jobs]
+    eager, compiled = (False, "sdpa", "sdpa"), (True, "sdpa", "sdpa")
+    assert chosen == [eager, eager, compiled, (True, "exact", "exact")]
+
+
+def test_a_run_records_the_attention_and_the_kernels_that_auto_chose(tmp_path) -> None:
+    pretrain(prepare_job(tiny_run("gpt", tmp_path, model__attention="auto", trainer__max_steps=1)))
+    record = read_record(tmp_path)
+    assert record["config"]["model"]["attention"] == "sdpa"
+    assert record["kernels"] == {
+        "layer_norm": "torch",
+        "float8": False,
+        "compiles": False,
+        "cuda_graphs": False,
+    }
+
+
+def test_a_resumed_run_keeps_the_attention_of_its_checkpoint(tmp_path) -> None:
+    settings = {"model__attention_dropout": 0.2, "resume": "auto"}
+    pretrain(prepare_job(tiny_run("gpt", tmp_path / "whole", model__attention="exact", **settings)))
+    for attention, stop in (("exact", 2), ("auto", None)):
+        changes = {"model__attention": attention, "trainer__stop_after_steps": stop}
+        pretrain(prepare_job(tiny_run("gpt", tmp_path / "parts", **settings, **changes)))
+    assert read_record(tmp_path / "parts")["config"]["model"]["attention"] == "exact"
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def choose_by_rank(rank: int) -> None:
+    kernel_choice.fastest_backend = lambda *_: "cudnn" if rank == 0 else "flash"
+
+
+def test_rank_0_measures_and_all_ranks_take_its_choice(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(kernel_choice, "choose_attention", lambda *_: "auto")  # as on a GPU
+    run = tiny_run("gpt", tmp_path, model__attention="auto", parallel__tp_size=2, trainer__max_steps=1)
+    run_jobs([run], 2, fault=choose_by_rank)
+    assert read_record(tmp_path)["config"]["model"]["attention"] == "cudnn"
+
+
+def test_only_rank_0_measures() -> None:
+    run = tiny_run("gpt", Path("x"), model__attention="auto")
+    job = dataclasses.make_dataclass("Job", ["run", "config", "kernels"])(run, run.model, PLAIN)
+    strategy = SimpleNamespace(is_global_zero=False, broadcast=lambda mine: (Kernels(compiles=True), "efficient"))
+    settled = settle_kernels(job, strategy)
+    assert (settled.config.attention, settled.run.model.attention) == ("efficient", "efficient")
+    assert settled.kernels.compiles
+
+
+def test_a_backend_must_be_clearly_faster_to_replace_the_one_before_it() -> None:
+    assert choose_fastest({}) == "sdpa"
+    assert choose_fastest({"flash": 1.0, "cudnn": 0.98}) == "flash"
+    assert choose_fastest({"flash": 1.0, "cudnn": 0.9, "efficient": 0.89}) == "cudnn"
+    assert choose_fastest({"efficient": 2.0}) == "efficient"
+
+
+def test_backends_that_refuse_the_inputs_are_not_chosen() -> None:
+    config = tiny_run("gpt", Path("x")).model
+    sizes = (1, 2, 16, torch.float32, torch.device("cpu"))
+    assert fastest_backend(config, *sizes) == "flash"  # the only one of a CPU
+    assert fastest_backend(dataclasses.replace(config, attention_dropout=0.1), *sizes) == "sdpa"  # and not with dropout
+
+
+def test_the_preferred_backend_is_first_and_the_rest_stays_available() -> None:
+    before = _cur_sdpa_kernel_backends(with_priority=True)
+    with preferred_backend("efficient"):
+        order = _cur_sdpa_kernel_backends(with_priority=True)
+        assert order[0] is SDPBackend.EFFICIENT_ATTENTION
+        assert {SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH} < set(order)
+        assert torch.compiler.config.cache_key_tag == "efficient"
+    with preferred_backend("sdpa"):
+        assert _cur_sdpa_kernel_backends(with_priority=True) == before
+    assert torch.compiler.config.cache_key_tag == ""
