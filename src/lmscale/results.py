@@ -46,6 +46,7 @@ def new_record(
     steps: list[int] | None = None,
     paths: dict[str, str] | None = None,
     started: float | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Build the record of one run for `write_record`.
 
@@ -60,6 +61,7 @@ def new_record(
         steps: first and last optimizer step of this part of the run.
         paths: name -> output file of the run (curves, checkpoints).
         started: seconds since the epoch.
+        settings: of the framework for the device; None on a CPU.
 
     Raises:
         ValueError: the kind is unknown, or a metric is not a number with a unit.
@@ -78,7 +80,7 @@ def new_record(
         "layout": layout,
         "metrics": {metric: _checked(metric, entry) for metric, entry in metrics.items()},
         "paths": _portable(paths or {}),
-        "environment": collect_environment(device),
+        "environment": collect_environment(device) | ({} if settings is None else {"settings": settings}),
         "config": _portable(config),
     }
 

@@ -26,6 +26,7 @@ from ...planner.job import (
 )
 from ...planner.memory import GIB
 from ..output.resuming import find_checkpoint
+from .gpu_settings import set_allocator
 from .launch import World, resolve_accelerator, world_from_outside
 
 WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
@@ -50,6 +51,8 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
     """
     check_loads(run.model.family)
     accelerator, world = resolve_accelerator(run.trainer.accelerator), world_from_outside()
+    if accelerator == "gpu":
+        set_allocator(run.cuda_graphs)
     layout = resolve_layout(run.parallel, job_of(run), world, accelerator)
     run.check_layout(layout.tp_size, layout.dp_size)
     run = resolve_recompute(run, layout, accelerator)
