@@ -34,6 +34,16 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
+def _column_codes(num_columns: int, device: torch.device) -> Tensor:
+    """int32 [num_columns], each column times `_COLUMN`.
+
+    The mask changes no number. It keeps Inductor from computing the products of a vector register as a range of that
+    step, whose overflow is undefined in C++: compiled fp64 gradients had masks other than the forward pass's.
+    """
+    columns = torch.arange(num_columns, dtype=torch.int32, device=device)
+    return (columns & 0x7FFFFFFF) * _COLUMN
+
+
 def sample_dropout_keys(seed: int, sample_numbers: Tensor) -> Tensor:
     """One key per sample, from the run's seed and the sample's number in the run, which is the same at every layout.
 
@@ -72,9 +82,8 @@ def counter_keep_mask(keys: Tensor, num_rows: int, num_columns: int, probability
     # Triton accepts no constant beyond int32, so the first row's product is wrapped to int32 here, not on the device.
     keys = keys + ((first_row * _GOLDEN + 2**31) % 2**32 - 2**31)
     rows = torch.arange(num_rows, dtype=torch.int32, device=keys.device)
-    columns = torch.arange(num_columns, dtype=torch.int32, device=keys.device)
     row_keys = _mix(keys.unsqueeze(-1) + rows * _GOLDEN)  # [b, rows]
-    bits = _mix(row_keys.unsqueeze(-1) ^ (columns * _COLUMN))  # [b, rows, columns]
+    bits = _mix(row_keys.unsqueeze(-1) ^ _column_codes(num_columns, keys.device))  # [b, rows, columns]
     return bits >= int(probability * 2**32) - 2**31
 
 
