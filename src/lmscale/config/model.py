@@ -75,6 +75,8 @@ class TransformerConfig:
         hidden_dropout: probability of dropping an element of a sublayer's output.
         attention_dropout: probability of dropping an attention probability.
         embedding_dropout: probability of dropping an element of the embedding sum; None means `hidden_dropout`.
+        initializer: how weights are drawn from the seed: by a `generator` of torch on the host, or by a `counter` on
+            their own device, seconds instead of minutes for a large model; both the same at every layout.
         initializer_std: weights are drawn from N(0, std) (section 4.2).
         scale_residual_init: scale the output weights of sublayers at initialization by 1/sqrt(2 L) (section 4.2).
         attention: `sdpa` (torch's fused kernels where the device has them) or `exact`: plain softmax(QK^T/sqrt(d))V,
@@ -103,6 +105,7 @@ class TransformerConfig:
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     embedding_dropout: float | None = None
+    initializer: str = "generator"
     initializer_std: float = 0.02
     scale_residual_init: bool = True
     attention: str = "sdpa"
@@ -129,6 +132,8 @@ class TransformerConfig:
             raise ValueError(f"`gelu` must be one of tanh, erf or null, but is {self.gelu!r}")
         if self.attention not in ("sdpa", "exact"):
             raise ValueError(f"`attention` must be one of sdpa, exact, but is {self.attention!r}")
+        if self.initializer not in ("generator", "counter"):
+            raise ValueError(f"`initializer` must be one of generator, counter, but is {self.initializer!r}")
         require_fraction(self, "hidden_dropout", "attention_dropout")
         if self.embedding_dropout is not None:
             require_fraction(self, "embedding_dropout")
