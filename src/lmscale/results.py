@@ -45,6 +45,7 @@ def new_record(
     layout: dict[str, int] | None = None,
     steps: list[int] | None = None,
     started: float | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Build the record of one run for `write_record`.
 
@@ -58,6 +59,7 @@ def new_record(
         layout: tp_size, dp_size, threads_per_rank.
         steps: first and last optimizer step of this part of the run.
         started: seconds since the epoch.
+        settings: of the framework for the device; None on a CPU.
 
     Raises:
         ValueError: the kind is unknown, or a metric is not a number with a unit.
@@ -76,7 +78,7 @@ def new_record(
         "layout": layout,
         "metrics": {metric: _checked(metric, entry) for metric, entry in metrics.items()},
         "paths": {},  # a field of record version 1 that nothing fills
-        "environment": collect_environment(device),
+        "environment": collect_environment(device) | ({} if settings is None else {"settings": settings}),
         "config": _portable(config),
     }
 

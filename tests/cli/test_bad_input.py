@@ -4,13 +4,14 @@ import importlib.util
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from entry_points import TINY, train
 
 from lmscale.config import TransformerConfig
-from lmscale.config.layout import ParallelRequest
-from lmscale.planner.job import Job, usable_bytes
+from lmscale.config.layout import ParallelConfig, ParallelRequest
+from lmscale.planner.job import Job, checkpoint_bytes, rank_memory, usable_bytes
 from lmscale.planner.memory import estimate_memory
 from lmscale.training.runtime import preflight
 from lmscale.training.runtime.preflight import host_memory_available
@@ -296,3 +297,21 @@ def test_tp_size_auto_respects_the_host_memory(monkeypatch, dp_size) -> None:
     monkeypatch.setattr(preflight, "host_memory_available", lambda: int(0.99 * needed))
     with pytest.raises(ValueError, match=r"no tp_size fits \(`parallel.tp_size`=auto\)"):
         preflight.resolve_layout(request, job, None, "cpu")
+
+
+@pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
+def test_background_saves_respect_the_host_memory(monkeypatch, accelerator) -> None:
+    """The copies of all local ranks; on a CPU beside the memory in which they train."""
+    job, layout = Job(TransformerConfig("gpt", 2, 64, 4, 2000, 32), 2, 4, 32, "bf16", 1), ParallelConfig(2, 2)
+    run = SimpleNamespace(checkpoint=SimpleNamespace(async_=True))
+    each = checkpoint_bytes(job, layout) - usable_bytes(0, on_gpu=False)
+    if accelerator == "cpu":
+        each += rank_memory(job, layout, on_gpu=False).total
+    monkeypatch.setattr(preflight, "job_of", lambda run: job)
+    monkeypatch.setattr(preflight, "host_memory_available", lambda: 4 * each)
+    preflight.check_background_saves(run, layout, None, accelerator)
+    monkeypatch.setattr(preflight, "host_memory_available", lambda: 4 * each - 4)
+    with pytest.raises(ValueError, match=r"`checkpoint.async` must be false .* each of its 4 rank\(s\), but is true"):
+        preflight.check_background_saves(run, layout, None, accelerator)
+    run.checkpoint.async_ = False
+    preflight.check_background_saves(run, layout, None, accelerator)

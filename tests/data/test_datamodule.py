@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import torch
 from corpora import prepare_texts
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
 
 from lmscale.config import BatchConfig
 from lmscale.config.data import DataConfig
 from lmscale.data.datamodule import PretrainDataModule
+from lmscale.data.loading import MicroBatches
 
 TEXTS = [f"Number {i} is here. It has {i * 7} words or so. The end of {i}." for i in range(120)]
 NUM_STEPS = 9
@@ -172,3 +175,37 @@ def test_a_micro_batch_without_padding_has_no_mask(prepared) -> None:
             else:
                 assert micro["attention_mask"] is mask
     assert kinds == (set() if prepared.architecture == "gpt" else {True, False})
+
+
+def test_every_tensor_of_a_pinned_micro_batch_is_copied_without_waiting(prepared, monkeypatch) -> None:
+    pinned, copied = [], []  # a build without CUDA pins nothing, so a list stands in for the host's pinned memory
+
+    def pin(tensor: Tensor) -> Tensor:
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    def copy(tensor: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
+        copied.append((tensor.is_pinned(), non_blocking))
+        return tensor
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: any(tensor is other for other in pinned))
+    monkeypatch.setattr(Tensor, "to", copy)
+    module = make(prepared, micro=3)
+    module.by_length = True
+    step = [{key: pin(value) for key, value in micro.items()} for micro in next(iter(module.step_loader()))]
+    loader = MicroBatches(lambda: [step], 4, lambda micro: torch.ones(1), lambda: None)
+    for micro in loader:
+        move_data_to_device(module.on_before_batch_transfer(micro, 0), torch.device("cuda"))
+    # BERT adds `scored` to each micro-batch and may drop its mask; the first has the counts of the step.
+    num_tensors = {"gpt": [4 * 4 + 1], "bert": range(4 * 7 + 1, 4 * 8 + 1)}[prepared.architecture]
+    assert len(copied) in num_tensors
+    assert set(copied) == {(True, True)}
+
+
+def test_a_micro_batch_in_pageable_memory_is_not_pinned(prepared) -> None:
+    module = make(prepared, micro=3)
+    for micro in next(iter(module.step_loader())):
+        assert not any(
+            value.is_pinned() for value in module.on_before_batch_transfer(micro, 0).values() if value is not None
+        )

@@ -29,7 +29,7 @@ _NAME = re.compile(r"step_(\d+)\.ckpt")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-]+\.safetensors")
 # Keys that may differ between a checkpoint and the model that loads it: they do not change the function of the weights.
 _FREE = {"hidden_dropout", "attention_dropout", "embedding_dropout", "recompute", "attention"}
-_FREE |= {"initializer_std", "scale_residual_init"}  # only used for initialization
+_FREE |= {"initializer", "initializer_std", "scale_residual_init"}  # only used for initialization
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from .atomic_folder import sync_to_disk
 from .errors import CheckpointError
+from .host_copies import HostCopies
 from .metadata import METADATA, CheckpointMetadata, FileEntry, Piece, TensorEntry
 from .tensor_file import TensorFileWriter
 
@@ -88,7 +88,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self._attempts = 0  # equal on all ranks; distinguishes a repeated save from a failed one
-        self._buffers: dict[str, Tensor] = {}
+        self._copies = HostCopies()
 
     def begin(
         self,
@@ -104,7 +104,7 @@ class CheckpointWriter:
         Args:
             path: the checkpoint's directory, on a file system shared by all ranks.
             tensors: this rank's shard of every tensor by key. In background mode, those of its share are copied to host
-                buffers, which are reused; the tensors may be modified as soon as this returns.
+                memory (`HostCopies`); the tensors may be modified as soon as this returns.
             metadata: tensor entries without pieces, and no files; only rank 0's is used.
             on_complete: called on rank 0, in the saving thread, after the directory has been renamed.
         """
@@ -115,7 +115,7 @@ class CheckpointWriter:
         if not in_background:
             self._save(path, mine, metadata, share, on_complete)
             return
-        arguments = (path, self._copy_to_host(mine), metadata, share, on_complete)
+        arguments = (path, self._copies.copy(mine), metadata, share, on_complete)
         self._thread = threading.Thread(target=self._save, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -125,16 +125,6 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
         return self._error
-
-    def _copy_to_host(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        pinned = any(tensor.is_cuda for tensor in tensors.values())
-        for key, tensor in tensors.items():
-            if key not in self._buffers:
-                self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            self._buffers[key].copy_(tensor, non_blocking=True)
-        if pinned:
-            torch.cuda.synchronize()
-        return {key: self._buffers[key] for key in tensors}
 
     def _save(
         self,

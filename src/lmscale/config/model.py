@@ -76,6 +76,8 @@ class TransformerConfig:
         hidden_dropout: probability of dropping an element of a sublayer's output.
         attention_dropout: probability of dropping an attention probability.
         embedding_dropout: probability of dropping an element of the embedding sum; None means `hidden_dropout`.
+        initializer: how weights are drawn from the seed: by a `generator` of torch on the host, or by a `counter` on
+            their own device, seconds instead of minutes for a large model; both the same at every layout.
         initializer_std: weights are drawn from N(0, std) (section 4.2).
         scale_residual_init: scale the output weights of sublayers at initialization by 1/sqrt(2 L) (section 4.2).
         attention: `sdpa` (torch's fused kernels where the device has them, in torch's order), or one of them first:
@@ -106,6 +108,7 @@ class TransformerConfig:
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     embedding_dropout: float | None = None
+    initializer: str = "generator"
     initializer_std: float = 0.02
     scale_residual_init: bool = True
     attention: str = "sdpa"
@@ -131,6 +134,7 @@ class TransformerConfig:
         if self.gelu not in (None, "tanh", "erf"):
             raise ValueError(f"`gelu` must be one of tanh, erf or null, but is {self.gelu!r}")
         require_one_of(self, "attention", ATTENTIONS)
+        require_one_of(self, "initializer", ("generator", "counter"))
         require_fraction(self, "hidden_dropout", "attention_dropout")
         if self.embedding_dropout is not None:
             require_fraction(self, "embedding_dropout")

@@ -12,7 +12,7 @@ from ..config import BatchConfig
 from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import family_of, load
 from .bert_dataset import IGNORE_LABEL
-from .loading import CutStep, MicroBatches, References, Samples, Sized, Unsized, as_tensors
+from .loading import CutStep, MicroBatches, References, Samples, Sized, Unsized, as_tensors, pinned_like
 from .prepare import prepare_corpus
 from .prepared import CorpusPart, PreparedCorpus
 from .sampler import DATASET_SHIFT, Blend, BlendedBatchSampler, GlobalBatchSampler
@@ -153,7 +153,8 @@ class PretrainDataModule(L.LightningDataModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Find the scored positions of padded samples and drop an unneeded mask on the host: no GPU is waited for."""
         if isinstance(batch, dict) and "attention_mask" in batch:
-            batch["scored"] = (batch["labels"].flatten() != IGNORE_LABEL).nonzero().squeeze(1)
+            scored = (batch["labels"].flatten() != IGNORE_LABEL).nonzero().squeeze(1)
+            batch["scored"] = pinned_like(scored, batch["labels"])
             if batch["attention_mask"].all():
                 batch["attention_mask"] = None
         return batch

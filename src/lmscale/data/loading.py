@@ -96,7 +96,7 @@ class MicroBatches:
     def __iter__(self) -> Iterator[MicroBatch]:
         for first, *others in self.open_steps():
             counts = torch.stack([self.loss_counts(micro_batch) for micro_batch in (first, *others)]).sum(dim=0)
-            micro_batches = [first | {"step_counts": counts.long()}, *others]
+            micro_batches = [first | {"step_counts": pinned_like(counts.long(), first["tokens"])}, *others]
             for micro_batch in micro_batches:
                 if micro_batch is micro_batches[-1]:
                     self.on_last()
@@ -106,3 +106,8 @@ class MicroBatches:
 def as_tensors(batch: dict[str, np.ndarray]) -> MicroBatch:
     """The arrays as tensors that share their memory."""
     return {key: torch.from_numpy(np.ascontiguousarray(values)) for key, values in batch.items()}
+
+
+def pinned_like(tensor: Tensor, loaded: Tensor) -> Tensor:
+    """`tensor`, pinned if the loader has pinned `loaded`: the copy of pageable memory to a GPU makes the host wait."""
+    return tensor.pin_memory() if loaded.is_pinned() else tensor

@@ -14,6 +14,7 @@ from ..parallel import ParallelContext
 from ..results import check_no_record
 from ..training.output.metrics_file import MetricsFile
 from ..training.runtime.exit_codes import DONE
+from ..training.runtime.gpu_settings import set_allocator
 from ..training.runtime.launch import resolve_accelerator, world_from_outside
 from ..training.runtime.run import Run, new_trainer, run_on_this_rank
 from .batches import ScoringBatches, TrainingSteps
@@ -34,6 +35,8 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
         ValueError: anything invalid, in one line.
     """
     accelerator, task = resolve_accelerator(run.trainer.accelerator), run.task
+    if accelerator == "gpu":
+        set_allocator()
     check_no_record(run.run_dir)
     places = dict(task.scored_sets())
     if run.trainer.num_epochs:

@@ -93,6 +93,7 @@ def write_run_record(job: FinetuneJob, module: FinetuneModule, features: Feature
         seed=run.seed,
         metrics=metrics,
         device=job.device_name(),
+        settings=job.settings(),
         layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
         steps=[0, module.completed_steps],
         started=time.time() - watch.wall_s,

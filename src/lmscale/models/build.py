@@ -50,7 +50,7 @@ def build_model(
     with torch.device(device), _default_dtype(dtype):
         model = kind(config, context)
     if seed is not None:
-        initialize_parameters(model, seed, context)
+        initialize_parameters(model, seed, context, config.initializer)
     layer_norm = layer_norm_of(kernels)
     if layer_norm is not None:
         for module in model.modules():

@@ -28,7 +28,7 @@ class LanguageModel(nn.Module):
         self.transformer = Transformer(config, self.context)
         self.add_heads()
         if context is None:
-            initialize_parameters(self, DEFAULT_SEED, self.context)
+            initialize_parameters(self, DEFAULT_SEED, self.context, config.initializer)
 
     def add_heads(self) -> None:
         """Create the modules after the transformer; none by default."""

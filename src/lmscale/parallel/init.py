@@ -7,39 +7,49 @@ import torch
 from torch import Tensor, nn
 
 from .context import ParallelContext
+from .rng import counter_normal, normal_keys, normal_quantiles
 
 # Number of blocks of a tensor. It exceeds any sensible tp_size, so a rank draws little beyond its shard. It is fixed,
 # because the blocks determine the numbers.
 NUM_BLOCKS = 64
+NUMBERS_AT_ONCE = 2**22  # drawn by counter; bounds the memory of the hash
 
 
-def initialize_parameters(module: nn.Module, seed: int, context: ParallelContext) -> None:
+def initialize_parameters(
+    module: nn.Module, seed: int, context: ParallelContext, initializer: str = "generator"
+) -> None:
     """Initialize every parameter as a pure function of (seed, name), independent of the layout.
 
-    A logical tensor is cut into 64 blocks along its shard dimension. Each block is drawn in fp32 by a CPU generator
-    seeded with a hash of (seed, parameter name, block). A rank draws only the blocks that overlap its shard, so the
-    shard at tp_size 8 is exactly the slice of the tensor at tp_size 1, and no rank holds the whole tensor. Padding rows
-    of the vocabulary are zero and do not shift the other rows' numbers.
+    The shard at tp_size 8 is exactly the slice of the tensor at tp_size 1, and no rank draws the whole tensor. Padding
+    rows of the vocabulary are zero and do not shift the other rows' numbers.
+
+    `generator`: a logical tensor is cut into 64 blocks along its shard dimension. Each block is drawn in fp32 by a CPU
+    generator seeded with a hash of (seed, parameter name, block). A rank draws the blocks that overlap its shard.
+
+    `counter`: each number of a matrix is a hash of (seed, parameter name, row, column), on the parameter's device; the
+    distribution is that of the generator, the numbers are others.
 
     Args:
         module: its parameters were made by `parameter` (they carry `.shard`).
         seed: any non-negative integer.
         context: this rank's place; nothing is communicated.
+        initializer: `generator` or `counter`.
 
-    Source: section 4.2 for the distributions; the block scheme is ours (Megatron-LM draws whole tensors on every rank).
+    Source: section 4.2 for the distributions; both schemes are ours (Megatron-LM draws whole tensors on every rank).
     """
+    draw = {"generator": _draw_by_generator, "counter": _draw_by_counter}[initializer]
     with torch.no_grad():
         for name, param in module.named_parameters():
             spec = param.shard
             if spec.init == "normal":
-                _draw_normal(param, name, seed, context)
+                draw(param, name, seed, context)
             elif spec.init == "ones":
                 param.fill_(1.0)
             else:
                 param.zero_()
 
 
-def _draw_normal(param: Tensor, name: str, seed: int, context: ParallelContext) -> None:
+def _draw_by_generator(param: Tensor, name: str, seed: int, context: ParallelContext) -> None:
     spec = param.shard
     dim = 0 if spec.shard_dim is None else spec.shard_dim
     length = spec.full_shape[dim]
@@ -62,3 +72,19 @@ def _draw_normal(param: Tensor, name: str, seed: int, context: ParallelContext) 
         block = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, spec.std, generator=generator)
         part = block.narrow(dim, overlap_low - low, overlap_high - overlap_low)
         param.narrow(dim, overlap_low - first, overlap_high - overlap_low).copy_(part)
+
+
+def _draw_by_counter(param: Tensor, name: str, seed: int, context: ParallelContext) -> None:
+    spec, keys = param.shard, normal_keys(seed, name).to(param.device)
+    first = [0, 0]
+    if spec.shard_dim is not None:
+        first[spec.shard_dim] = context.start(spec.full_shape[spec.shard_dim])
+    num_rows, num_columns = param.shape
+    if spec.used_rows is not None:
+        num_rows = min(max(spec.used_rows - first[0], 0), num_rows)
+        param[num_rows:] = 0.0
+    rows_at_once = max(1, NUMBERS_AT_ONCE // num_columns)
+    for part in param[:num_rows].split(rows_at_once):
+        numbers = counter_normal(keys, len(part), num_columns, *first, normal_quantiles(param.device))
+        part.copy_(numbers.mul_(spec.std))
+        first[0] += len(part)

@@ -1,4 +1,4 @@
-"""The two kinds of dropout randomness (appendix B.2).
+"""Randomness by counter, for dropout and initial weights, and the two kinds of dropout (appendix B.2).
 
 Outside the parallel region (embeddings, sublayer outputs) every tensor rank must drop the same elements. The mask is a
 hash of (seed, sample, site, position): it needs no state, and no layout, micro-batch size or restart changes it.
@@ -13,6 +13,8 @@ torch's default generator, seeded for each micro-batch by (seed, step, micro-ste
 """
 
 import hashlib
+import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,6 +34,21 @@ def _mix(x: Tensor) -> Tensor:
     x = x ^ ((x >> 13) & 0x7FFFF)
     x = x * _MIX_2
     return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _wrapped(number: int) -> int:
+    """A number modulo 2^32 as a signed one: Triton accepts no constant beyond int32."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
+def _column_codes(num_columns: int, device: torch.device) -> Tensor:
+    """int32 [num_columns], each column times `_COLUMN`.
+
+    The mask changes no number. It keeps Inductor from computing the products of a vector register as a range of that
+    step, whose overflow is undefined in C++: compiled fp64 gradients had masks other than the forward pass's.
+    """
+    columns = torch.arange(num_columns, dtype=torch.int32, device=device)
+    return (columns & 0x7FFFFFFF) * _COLUMN
 
 
 def sample_dropout_keys(seed: int, sample_numbers: Tensor) -> Tensor:
@@ -69,12 +86,10 @@ def counter_keep_mask(keys: Tensor, num_rows: int, num_columns: int, probability
         probability: fraction that is dropped, to within 2^-32.
         first_row: index of the first row, if this rank holds a part of the rows.
     """
-    # Triton accepts no constant beyond int32, so the first row's product is wrapped to int32 here, not on the device.
-    keys = keys + ((first_row * _GOLDEN + 2**31) % 2**32 - 2**31)
+    keys = keys + _wrapped(first_row * _GOLDEN)
     rows = torch.arange(num_rows, dtype=torch.int32, device=keys.device)
-    columns = torch.arange(num_columns, dtype=torch.int32, device=keys.device)
     row_keys = _mix(keys.unsqueeze(-1) + rows * _GOLDEN)  # [b, rows]
-    bits = _mix(row_keys.unsqueeze(-1) ^ (columns * _COLUMN))  # [b, rows, columns]
+    bits = _mix(row_keys.unsqueeze(-1) ^ _column_codes(num_columns, keys.device))  # [b, rows, columns]
     return bits >= int(probability * 2**32) - 2**31
 
 
@@ -92,6 +107,56 @@ def counter_dropout(x: Tensor, probability: float, keys: Tensor, first_position:
     """
     keep = counter_keep_mask(keys, x.shape[1], x.shape[2], probability, first_position)
     return torch.where(keep, x * (1.0 / (1.0 - probability)), 0.0)
+
+
+def normal_keys(seed: int, name: str) -> Tensor:
+    """The two keys of a parameter's initial weights.
+
+    Shapes:
+        returns int32 [2], on the CPU.
+    """
+    digest = hashlib.blake2b(f"weights/{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.tensor([int.from_bytes(part, "little", signed=True) for part in (digest[:4], digest[4:])]).int()
+
+
+def counter_normal(
+    keys: Tensor, num_rows: int, num_columns: int, first_row: int, first_column: int, quantiles: Tensor
+) -> Tensor:
+    """Numbers from N(0, 1), each decided by a hash of (keys, row, column): the same bits on every device.
+
+    Each is the sum of two `normal_quantiles` chosen by the two halves of the hash. Integer operations, two reads and an
+    exact sum leave nothing to round, where a device's logarithm and cosine (Box-Muller) would differ in the last bits.
+    Two keys per parameter, since among millions of rows some would have equal 32-bit keys, and then equal weights.
+
+    Shapes:
+        keys int32 [2]; quantiles fp32 [65536], on the same device; returns fp32 [num_rows, num_columns].
+
+    Args:
+        first_row, first_column: indices in the logical tensor, if this rank holds a part of it.
+    """
+    keys = keys + _wrapped(first_row * _GOLDEN)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=keys.device)
+    columns = _column_codes(num_columns, keys.device) + _wrapped(first_column * _COLUMN)
+    row_keys = _mix(keys.unsqueeze(-1) + rows * _GOLDEN).unsqueeze(-1)  # [2, rows, 1]
+    bits = _mix(row_keys[0] ^ columns)
+    bits = _mix(bits + row_keys[1])
+    return quantiles[bits & 0xFFFF] + quantiles[(bits >> 16) & 0xFFFF]
+
+
+@cache
+def normal_quantiles(device: torch.device) -> Tensor:
+    """The 65,536 quantiles of N(0, 1/2) at the middle of equal probabilities, such that the sum of two is N(0, 1).
+
+    They are multiples of 2^-20, so that the sum of two is exact in fp32 and a last bit of `ndtri` changes none of them.
+    The largest sum is 5.9.
+
+    Shapes:
+        returns fp32 [65536], ascending, symmetric about 0, with variance 1/2.
+    """
+    upper = -torch.special.ndtri((torch.arange(2**15, dtype=torch.float64, device="cpu") + 0.5) / 2**16)
+    upper *= math.sqrt(0.5 / upper.square().mean())
+    upper = torch.round(upper * 2**20) / 2**20
+    return torch.cat([-upper, upper.flip(0)]).to(device, torch.float32)
 
 
 def seed_rank_generator(seed: int, step: int, micro_step: int, dp_rank: int, tp_rank: int) -> None:

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
-from .memory import GIB, MemoryEstimate, estimate_memory
+from ..partition import part_sizes
+from .memory import BYTES, FP32_BYTES, GIB, HALF_BYTES, MemoryEstimate, estimate_memory
+from .params import parameter_sizes
 
 # Memory used by the framework, its context and fragmentation: an allowance on a GPU; on a CPU the 0.3 GiB of a process
 # that has imported torch and Lightning, plus some.
@@ -69,6 +71,18 @@ def rank_memory(job: Job, layout: ParallelConfig, on_gpu: bool) -> MemoryEstimat
         zero1=layout.cuts_optimizer,
         half_moments=job.half_moments,
     )
+
+
+def checkpoint_bytes(job: Job, layout: ParallelConfig) -> int:
+    """Bytes of a checkpoint that one rank writes, at most: its weights, in fp32 at least, and their moments.
+
+    With `checkpoint.async` the rank holds them in host memory. Left out: tensors that all tensor ranks have are written
+    by one of them, a fraction of a per cent.
+    """
+    weight = max(BYTES[job.dtype], FP32_BYTES)
+    moment = HALF_BYTES if job.half_moments else weight
+    largest = max(part_sizes(parameter_sizes(job.config, layout.tp_size), layout.dp_size))
+    return largest * (weight + 2 * moment)
 
 
 def usable_bytes(memory_bytes: int, on_gpu: bool, num_ranks: int = 1) -> int:

@@ -2,6 +2,7 @@
 
 import platform
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from ..config.pretrain import RunConfig
 from ..data.datamodule import PretrainDataModule
 from ..data.prepare import PreparedCorpus
 from ..kernels import PLAIN, Kernels
+from .runtime.gpu_settings import gpu_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,10 @@ class Job:
     def device_name(self) -> str:
         """Name of the GPU or processor."""
         return torch.cuda.get_device_name() if self.accelerator == "gpu" else platform.processor() or "cpu"
+
+    def settings(self) -> dict[str, Any] | None:
+        """What was set in torch for a GPU; None on a CPU."""
+        return gpu_settings() if self.accelerator == "gpu" else None
 
 
 @dataclass(frozen=True, kw_only=True)

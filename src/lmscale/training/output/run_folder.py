@@ -196,6 +196,7 @@ def write_run_record(
         seed=job.run.seed,
         metrics=metrics,
         device=job.device_name(),
+        settings=job.settings(),
         layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
         steps=list(steps),
     )

@@ -15,9 +15,18 @@ from ...data.indexed_corpus import check_indexed
 from ...data.sources import check_corpus
 from ...data.tokenizer import check_tokenizer
 from ...kernels import Kernels, choose_kernels
-from ...planner.job import STAND_IN_VOCAB_SIZE, Job, first_mode_that_fits, rank_memory, smallest_layout, usable_bytes
+from ...planner.job import (
+    STAND_IN_VOCAB_SIZE,
+    Job,
+    checkpoint_bytes,
+    first_mode_that_fits,
+    rank_memory,
+    smallest_layout,
+    usable_bytes,
+)
 from ...planner.memory import GIB
 from ..output.resuming import find_checkpoint
+from .gpu_settings import set_allocator
 from .kernel_choice import compiling_pays, resolve_attention
 from .launch import World, resolve_accelerator, world_from_outside
 
@@ -43,6 +52,8 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
     """
     check_loads(run.model.family)
     accelerator, world = resolve_accelerator(run.trainer.accelerator), world_from_outside()
+    if accelerator == "gpu":
+        set_allocator(run.cuda_graphs)
     layout = resolve_layout(run.parallel, job_of(run), world, accelerator)
     run.check_layout(layout.tp_size, layout.dp_size)
     run = resolve_recompute(run, layout, accelerator)
@@ -65,6 +76,7 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
         check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     check_host(run, layout, world)
     check_memory(run, layout, world, accelerator)
+    check_background_saves(run, layout, world, accelerator)
     check_corpus(run.data)
     check_indexed(run.data)
     check_tokenizer(run.tokenizer, run.model.family)
@@ -202,6 +214,26 @@ def check_memory(run: RunConfig, layout: ParallelConfig, world: World | None, ac
         f"({needed / GIB:.1f} GiB) per rank, and {reserved / GIB:.1f} GiB for the framework, x {sharing} rank(s) on "
         f"this {device}, which has {there:,} ({there / GIB:.1f} GiB); {way_out}"
     )
+
+
+def check_background_saves(run: RunConfig, layout: ParallelConfig, world: World | None, accelerator: str) -> None:
+    """Refuse to save in the background where the host cannot hold the copies that its ranks write from.
+
+    On a CPU the ranks train in the same memory.
+
+    Raises:
+        ValueError: with the bytes of a rank's copies and of the host.
+    """
+    if not run.checkpoint.async_:
+        return
+    job, ranks = job_of(run), world.local_size if world is not None else layout.world_size
+    copies, there = checkpoint_bytes(job, layout), host_memory_available()
+    in_use = 0 if accelerator == "gpu" else rank_memory(job, layout, False).total
+    if copies + in_use > usable_bytes(there, False, ranks):
+        raise ValueError(
+            f"`checkpoint.async` must be false where the host, with {there / GIB:.1f} GiB free, cannot hold {copies:,} "
+            f"bytes ({copies / GIB:.1f} GiB) more for each of its {ranks} rank(s), but is true"
+        )
 
 
 def job_of(run: RunConfig) -> Job:

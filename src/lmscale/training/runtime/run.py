@@ -19,6 +19,7 @@ from ..output.resuming import ScheduleDiffersError
 from ..strategy import TensorParallelStrategy
 from .ending import Ending
 from .exit_codes import USER_ERROR
+from .gpu_settings import keep_partial_sums_in_fp32
 from .interruption import Interruption
 from .launch import cluster_environment, share_cores
 from .run_lock import RunLock
@@ -68,6 +69,7 @@ def new_trainer(job: Job, **options: Any) -> L.Trainer:
     run = job.run
     environment, local_size, num_nodes = cluster_environment()
     torch.set_float32_matmul_precision(run.trainer.matmul_precision)
+    keep_partial_sums_in_fp32()
     strategy = TensorParallelStrategy(
         job.layout.tp_size,
         sequence_parallel=job.layout.sequence_parallel,

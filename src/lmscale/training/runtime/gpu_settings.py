@@ -1,0 +1,42 @@
+"""What lmscale sets in torch for a GPU, once per process, and reports in a run's record."""
+
+import os
+from typing import Any
+
+import torch
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # today's name, and the older one
+EXPANDABLE = "expandable_segments:True"
+
+
+def set_allocator(cuda_graphs: bool = False) -> None:
+    """Let the segments of the allocator grow, unless the user has set the allocator; before CUDA is initialized.
+
+    A segment that grows serves tensors of any size. Segments of fixed sizes leave gaps that add up over the sizes of
+    layers, loss, optimizer and validation, on a card that the planner fills to 2 GiB. Not with CUDA graphs, which keep
+    the addresses of their memory: runs with both were reported to hang (pytorch/torchtitan issue 3306).
+
+    Processes that this one starts inherit the setting.
+    """
+    if not cuda_graphs and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = EXPANDABLE
+
+
+def keep_partial_sums_in_fp32() -> None:
+    """Forbid cuBLAS to add the parts of a split product in a half type, which torch allows by default.
+
+    A product is split where few tiles would leave a GPU idle, so that the rounding would change with tp_size and the
+    micro-batch. Each part is added in fp32 either way.
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def gpu_settings() -> dict[str, Any]:
+    """The settings in effect, for a record."""
+    matmul = torch.backends.cuda.matmul
+    return {
+        "allocator": next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), None),
+        "bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
+        "fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
+    }

@@ -1,0 +1,103 @@
+"""Host copies of a rank's tensors; a stand-in for CUDA's runtime shows which memory is locked."""
+
+import gc
+
+import pytest
+import torch
+
+from lmscale.checkpoint import TensorEntry, divide_tensors
+from lmscale.checkpoint.host_copies import HostCopies
+from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext
+from lmscale.planner.job import Job, checkpoint_bytes
+
+TENSORS = {
+    "a": torch.arange(35, dtype=torch.bfloat16).view(5, 7),
+    "b": torch.linspace(0, 1, 1100, dtype=torch.float64),
+    "none": torch.empty(0, 3),
+    "c": torch.tensor(3, dtype=torch.int64),
+}
+
+
+class Runtime:
+    """The calls of CUDA's runtime that lock and unlock memory."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.num_calls = 0
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        assert flags == 0 and address not in self.locked
+        self.locked[address] = num_bytes
+        self.num_calls += 1
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.locked[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch) -> Runtime:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return runtime
+
+
+def test_copies_are_equal_and_do_not_follow_the_tensors() -> None:
+    tensors = {key: tensor.clone() for key, tensor in TENSORS.items()}
+    copies = HostCopies().copy(tensors)
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert copies.keys() == TENSORS.keys()
+    for key, copy in copies.items():
+        assert copy.dtype == TENSORS[key].dtype and torch.equal(copy, TENSORS[key])
+
+
+def test_copies_of_a_gpu_lock_their_own_bytes_once(runtime) -> None:
+    copies = HostCopies()
+    first, second = copies.copy(TENSORS), copies.copy(TENSORS)
+    assert all(first[key].data_ptr() == second[key].data_ptr() for key in first)
+    (address,) = runtime.locked
+    assert runtime.num_calls == 1 and first["a"].data_ptr() == address
+    exact = sum(tensor.nbytes for tensor in TENSORS.values())
+    assert exact <= runtime.locked[address] < exact + 64 * len(TENSORS)  # and no power of two
+
+
+def test_a_larger_checkpoint_and_the_end_unlock_the_memory(runtime) -> None:
+    copies = HostCopies()
+    copies.copy({"a": TENSORS["a"]})  # only weights, before the first update
+    copies.copy(TENSORS)
+    assert runtime.num_calls == 2 and len(runtime.locked) == 1
+    del copies
+    gc.collect()
+    assert runtime.locked == {}
+
+
+def test_memory_of_a_cpu_is_not_locked(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("there is no GPU"))
+    HostCopies().copy(TENSORS)
+
+
+@pytest.mark.parametrize("half_moments", [False, True])
+@pytest.mark.parametrize(("tp_size", "dp_size"), [(1, 1), (4, 1), (2, 3)])
+def test_the_planner_counts_what_a_rank_writes(tp_size, dp_size, half_moments) -> None:
+    config = TransformerConfig("gpt", 6, 128, 8, 700, 96, vocab_multiple=64)
+    model = build_model(config, ParallelContext(tp_size=tp_size), seed=None, device="meta")
+    kinds = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16 if half_moments else torch.float32)
+    entries = {
+        f"{kind}/{name}": TensorEntry(param.shard.full_shape, dtype, param.shard.shard_dim)
+        for name, param in model.named_parameters()
+        for kind, dtype in (kinds | {"model": torch.float32}).items()
+    }
+    written = []
+    for rank in range(tp_size * dp_size):
+        places = divide_tensors(entries, rank % tp_size, tp_size, rank // tp_size, dp_size).places
+        cuts = {key: 1 if entries[key].shard_dim is None else tp_size for key in places}
+        written.append(sum(entries[key].num_bytes // cut for key, cut in cuts.items()))
+    counted = checkpoint_bytes(Job(config, 1, dp_size, 96, "bf16", 1, half_moments), ParallelConfig(tp_size, dp_size))
+    assert max(written) <= counted * 1.001 and counted < 1.05 * max(written)

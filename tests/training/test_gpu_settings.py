@@ -1,0 +1,68 @@
+"""What is set in torch for a GPU, without one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lmscale.config import ParallelConfig
+from lmscale.training.job import Job
+from lmscale.training.runtime import gpu_settings, preflight
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch) -> None:
+    for name in gpu_settings.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("name", gpu_settings.ALLOCATOR_VARIABLES)
+def test_the_allocator_grows_its_segments_unless_the_user_has_set_it(monkeypatch, name) -> None:
+    gpu_settings.set_allocator(cuda_graphs=True)
+    assert gpu_settings.gpu_settings()["allocator"] is None
+    gpu_settings.set_allocator()
+    assert gpu_settings.gpu_settings()["allocator"] == "expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    gpu_settings.set_allocator()
+    assert gpu_settings.gpu_settings()["allocator"] == "max_split_size_mb:512"
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_the_allocator_is_set_before_a_gpu_is_asked_anything(monkeypatch, cuda_graphs) -> None:
+    found = {}
+
+    def first_question(*_: object) -> None:
+        found.update(gpu_settings.gpu_settings())
+        raise InterruptedError
+
+    monkeypatch.setattr(preflight, "resolve_accelerator", lambda requested: "gpu")
+    monkeypatch.setattr(preflight, "resolve_layout", first_question)
+    monkeypatch.setattr(preflight, "check_loads", lambda family: None)
+    monkeypatch.setattr(preflight, "job_of", lambda run: None)
+    run = SimpleNamespace(
+        model=SimpleNamespace(family="gpt"),
+        trainer=SimpleNamespace(accelerator="gpu"),
+        cuda_graphs=cuda_graphs,
+        parallel=None,
+    )
+    with pytest.raises(InterruptedError):
+        preflight.check_run(run)
+    assert found["allocator"] == (None if cuda_graphs else gpu_settings.EXPANDABLE)
+
+
+def test_half_products_add_their_parts_in_fp32_and_the_record_says_so(monkeypatch) -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+        gpu_settings.keep_partial_sums_in_fp32()
+        on_gpu = Job(run=None, layout=ParallelConfig(), accelerator="gpu").settings()
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
+    assert on_gpu == {
+        "allocator": None,
+        "bf16_reduced_precision_reduction": False,
+        "fp16_reduced_precision_reduction": False,
+    }
+    assert Job(run=None, layout=ParallelConfig(), accelerator="cpu").settings() is None
