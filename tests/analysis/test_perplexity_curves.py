@@ -92,7 +92,7 @@ def test_a_run_of_the_papers_size_and_length_is_recognized(tmp_path: Path) -> No
 def test_runs_on_other_text_are_drawn_with_a_warning(tmp_path: Path, monkeypatch, capsys) -> None:
     runs = [make_run(tmp_path / "a", {10: 9.0}), make_run(tmp_path / "b", {10: 8.0}, path="b.txt")]
     assert run_main(monkeypatch, *runs, "--labels", "one", "two", "--output", tmp_path / "c.png") == 0
-    assert capsys.readouterr().err == "warning: the runs differ in `data`: their perplexities may not compare\n"
+    assert capsys.readouterr().err == "warning: the runs differ in `data`: their perplexities may not be comparable\n"
 
 
 def test_an_error_is_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
