@@ -73,15 +73,15 @@ def choose_kernels(
     return Kernels("apex" if uses_apex else "torch", dtype == "fp8", compiles, cuda_graphs)
 
 
-def choose_attention(on_gpu: bool, compiles: bool, dropout: float, dtype: str) -> str:
+def choose_attention(on_gpu: bool, compiles: bool, dropout: float) -> str:
     """Resolve `model.attention=auto`: `auto` on a GPU, where it is measured, otherwise by what was measured on CPUs.
 
-    With dropout no fused kernel runs on a CPU, and the compiler fuses the mask of `exact` with the softmax. In fp64
-    Inductor's gradients of that are wrong. Record: analysis/benchmarks/records/attention_cpu.json.
+    With dropout no fused kernel runs on a CPU, and the compiler fuses the mask of `exact` with the softmax. Record:
+    analysis/benchmarks/records/attention_cpu.json.
     """
     if on_gpu:
         return "auto"
-    return "exact" if compiles and dropout > 0 and dtype != "fp64" else "sdpa"
+    return "exact" if compiles and dropout > 0 else "sdpa"
 
 
 def _check_cuda_graphs(on_gpu: bool, compiles: bool, dtype: str, recompute: str, tp_size: int) -> None:

@@ -53,7 +53,7 @@ def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, resume_from:
     if resume_from is not None and not run.resume.weights_only:
         attention = read_metadata(resume_from).model["attention"]
     else:
-        attention = choose_attention(on_gpu, compiles, run.model.attention_dropout, run.precision.dtype)
+        attention = choose_attention(on_gpu, compiles, run.model.attention_dropout)
     return dataclasses.replace(run, model=run.model.with_attention(attention))
 
 
