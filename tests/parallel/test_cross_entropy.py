@@ -97,6 +97,16 @@ def test_the_chunked_loss_never_allocates_the_full_logits(monkeypatch) -> None:
     assert max(sizes) == 2 and len(sizes) == math.ceil(N / 2)
 
 
+def test_a_gpu_projects_four_times_as_many_rows_at_a_time() -> None:
+    v = 51_200
+    assert [len(range(9000)[chunk]) for chunk in chunked_cross_entropy._chunks(9000, v, on_gpu=False)][:2] == [1024] * 2
+    assert [len(range(9000)[chunk]) for chunk in chunked_cross_entropy._chunks(9000, v, on_gpu=True)] == [
+        4096,
+        4096,
+        808,
+    ]
+
+
 def test_no_gradients_are_computed_under_no_grad(monkeypatch) -> None:
     """Parameters still have `requires_grad` set under `torch.no_grad`."""
     monkeypatch.setattr(chunked_cross_entropy, "_logits_to_gradient", None)

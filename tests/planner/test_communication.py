@@ -14,7 +14,7 @@ from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, chunked_cross_entropy
 from lmscale.planner.communication import micro_batch_collectives, partial_parameters, step_collectives
 from lmscale.planner.flops import hardware_flops_per_step, rank_flops_per_micro_batch
-from lmscale.planner.memory import LOGITS_AT_ONCE
+from lmscale.planner.memory import LOGITS_AT_ONCE, LOGITS_AT_ONCE_ON_GPU
 from lmscale.planner.params import count_parameters
 
 # Configuration -> model, heads, tensor ranks, data ranks. 8 sequences per rank: batch 8, 512 or 1,024. Table 4 gives
@@ -103,6 +103,7 @@ def test_each_gradient_is_sent_once_per_step_for_any_number_of_micro_batches() -
 
 def test_the_chunk_size_is_that_of_the_loss() -> None:
     assert LOGITS_AT_ONCE == chunked_cross_entropy.LOGITS_AT_ONCE
+    assert LOGITS_AT_ONCE_ON_GPU == chunked_cross_entropy.LOGITS_AT_ONCE_ON_GPU
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])
@@ -121,6 +122,8 @@ def test_the_chunked_loss_communicates_once_per_chunk() -> None:
     sent = [c for c in micro_batch_collectives(config, ParallelConfig(2), 5, 1000, "bf16") if c.what == "loss"]
     assert [(c.count, c.num_bytes) for c in sent] == [(6, 2048 * 4), (3, 904 * 4)]
     assert_equal_to_trace(dataclasses.replace(config, num_layers=1), ParallelConfig(2), 5, 1000, "bf16")
+    sent = [c for c in micro_batch_collectives(config, ParallelConfig(2), 9, 1000, "bf16", True) if c.what == "loss"]
+    assert [(c.count, c.num_bytes) for c in sent] == [(3, 8192 * 4), (3, 808 * 4)]  # four times as many on a GPU
 
 
 def test_data_ranks_do_not_change_tensor_communication() -> None:

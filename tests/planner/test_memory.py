@@ -148,7 +148,7 @@ def test_tensor_parallelism_divides_sharded_activations_and_keeps_replicated_one
 
 
 def test_the_total_is_the_peak() -> None:
-    piece = 50 * 2**20 * 6 + 51200 * 1536 * 4  # logits and a temporary fp32 copy; sum of the weight gradient
+    piece = 4 * 50 * 2**20 * 6 + 51200 * 1536 * 4  # logits and a temporary fp32 copy; sum of the weight gradient
     large_batch = estimate_memory(paper_model("gpt_1.2b"), 1, 8, 1024, "bf16")
     state = large_batch.weights + large_batch.gradients + large_batch.optimizer_state
     assert large_batch.total == state + large_batch.activations + piece

@@ -12,7 +12,7 @@ from ..config.family import family_of
 from ..partition import buffer_pieces, part_sizes
 from .buckets import gradient_pieces
 from .flops import recomputes_whole_layer, scored_tokens
-from .memory import BYTES, FP32_BYTES, LOGITS_AT_ONCE
+from .memory import BYTES, FP32_BYTES, rows_at_once
 from .params import parameter_sizes
 
 _GRADIENT_NORM_BYTES = 24  # sums of squares of sharded and replicated gradients, and a flag, in fp64
@@ -45,7 +45,12 @@ class Collective:
 
 
 def micro_batch_collectives(
-    config: TransformerConfig, layout: ParallelConfig, micro_batch_size: int, seq_length: int, dtype: str
+    config: TransformerConfig,
+    layout: ParallelConfig,
+    micro_batch_size: int,
+    seq_length: int,
+    dtype: str,
+    on_gpu: bool = False,
 ) -> tuple[Collective, ...]:
     """Collectives of the tensor group in the forward and backward pass of one micro-batch; none for one rank.
 
@@ -53,7 +58,7 @@ def micro_batch_collectives(
     of the output projection. All of b s h e bytes, the last for BERT of m h e, m its scored tokens. Full recomputation
     repeats the forward's, except that without hidden dropout torch's checkpoint stops once it has what the backward
     pass needs: in a pre-norm layer that is before the last all-reduce. The loss: 3 of b s (BERT: m) numbers in fp32
-    (maximum, sum, picked logit), never of b s v, in pieces of LOGITS_AT_ONCE logits of the rank.
+    (maximum, sum, picked logit), never of b s v, for the `rows_at_once` of the device.
 
     With sequence parallelism each g is a reduce-scatter and, backward, an all-gather; each f an all-gather and,
     backward, the same all-gather again and a reduce-scatter; and one all-gather follows the last layer.
@@ -62,6 +67,7 @@ def micro_batch_collectives(
         micro_batch_size: sequences b.
         seq_length: tokens s.
         dtype: of the activations: fp64, fp32, bf16, fp16 or fp8, which travels as bf16.
+        on_gpu: the loss has larger pieces there.
 
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
@@ -78,7 +84,7 @@ def micro_batch_collectives(
     columns = config.padded_vocab_size // layout.tp_size
     return (
         *(_sequence_collectives if layout.cuts_sequence else _plain_collectives)(config, large),
-        *_loss_all_reduces(num_scored, columns, max(FP32_BYTES, BYTES[dtype])),
+        *_loss_all_reduces(num_scored, rows_at_once(columns, on_gpu), max(FP32_BYTES, BYTES[dtype])),
         Collective("gradient of the output projection", "all_reduce", "tensor", "backward", 1, scored),
     )
 
@@ -127,6 +133,7 @@ def step_collectives(
     num_micro_batches: int,
     seq_length: int,
     dtype: str,
+    on_gpu: bool = False,
 ) -> tuple[Collective, ...]:
     """Collectives of one rank in one optimizer step.
 
@@ -142,7 +149,7 @@ def step_collectives(
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
     """
-    once = micro_batch_collectives(config, layout, micro_batch_size, seq_length, dtype)
+    once = micro_batch_collectives(config, layout, micro_batch_size, seq_length, dtype, on_gpu)
     found = [dataclasses.replace(c, count=c.count * num_micro_batches) for c in once]
     if layout.cuts_sequence:
         num_bytes = partial_parameters(config) * max(FP32_BYTES, BYTES[dtype])
@@ -189,8 +196,7 @@ def partial_parameters(config: TransformerConfig) -> int:
     return h * (config.num_layers * (2 * in_layer + 2) + 2 * outside + tables)
 
 
-def _loss_all_reduces(num_rows: int, num_columns: int, num_bytes: int) -> list[Collective]:
-    at_once = max(1, LOGITS_AT_ONCE // num_columns)
+def _loss_all_reduces(num_rows: int, at_once: int, num_bytes: int) -> list[Collective]:
     pieces = [(num_rows // at_once, at_once), (1, num_rows % at_once)]
     return [
         Collective("loss", "all_reduce", "tensor", "forward", 3 * n, rows * num_bytes) for n, rows in pieces if n * rows

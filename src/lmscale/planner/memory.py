@@ -18,7 +18,8 @@ FP32_BYTES = 4
 HALF_BYTES = 2
 MOMENT_TENSORS_IN_FLIGHT = 3.5  # both moments in fp32, the random bits of one, and its rounded form
 GIB = 2**30
-LOGITS_AT_ONCE = 50 * 2**20  # of a rank, see `parallel.linear_cross_entropy`
+LOGITS_AT_ONCE = 50 * 2**20  # of a rank on a CPU, see `parallel.linear_cross_entropy`
+LOGITS_AT_ONCE_ON_GPU = 4 * LOGITS_AT_ONCE
 # Tensors of the scores' size, in fp32, that the backward pass of an attention core holds besides the kept ones, without
 # and with attention dropout: counted as in `tests/planner/test_peak_memory.py`, at 384 positions.
 SCORES_IN_FLIGHT = {
@@ -121,7 +122,7 @@ def estimate_memory(
     Around the layers: input of the LayerNorm outside them, dropout mask of the embedding, gradient of the rows that are
     projected: b s h (e + 1) + m h e for m scored tokens; for BERT three tensors of the masked-LM head more, 3 m h e.
 
-    Logits: of at most LOGITS_AT_ONCE / (v / p) rows, the logits, overwritten by their gradient, and a temporary wide
+    Logits: of the `rows_at_once`, the logits, overwritten by their gradient, and a temporary wide
     copy; with the projection's gradient, summed in fp32 at least where there are several pieces, and a piece's part.
 
     Args:
@@ -168,7 +169,7 @@ def estimate_memory(
         gradients=gradients,
         optimizer_state=num_owned * (2 * moment + (FP32_BYTES if is_half else 0)),
         activations=around + config.num_layers * (own * h * e if is_full else layer),
-        logits=_loss_bytes(num_scored, columns, h, e),
+        logits=_loss_bytes(num_scored, columns, h, e, on_gpu),
         recomputed_layer=recomputed,
         gradient_copy=columns * h * e if has_buffer or dp_size > 1 else 0,
         projection_gradient=columns * h * e,
@@ -179,9 +180,14 @@ def estimate_memory(
     )
 
 
-def _loss_bytes(num_rows: int, columns: int, h: int, e: int) -> int:
+def rows_at_once(columns: int, on_gpu: bool) -> int:
+    """Rows that `linear_cross_entropy` projects at a time on v/p columns."""
+    return max(1, (LOGITS_AT_ONCE_ON_GPU if on_gpu else LOGITS_AT_ONCE) // columns)
+
+
+def _loss_bytes(num_rows: int, columns: int, h: int, e: int, on_gpu: bool) -> int:
     """Peak of `linear_cross_entropy`, without the gradient of the rows."""
-    wide, at_once = max(e, FP32_BYTES), max(1, LOGITS_AT_ONCE // columns)
+    wide, at_once = max(e, FP32_BYTES), rows_at_once(columns, on_gpu)
     piece, weight = min(num_rows, at_once) * columns, columns * h
     total = weight * wide if num_rows > at_once else 0  # a single piece needs no sum
     return total + max(piece * (e + wide), piece * e + weight * e)

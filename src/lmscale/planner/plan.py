@@ -130,7 +130,13 @@ def make_plan(job: Job, layout: ParallelConfig, cluster: Cluster, techniques: Te
         model_flops=model_flops,
         hardware_flops=hardware_flops_per_step(config, job.seq_length, job.global_batch_size),
         collectives=step_collectives(
-            config, layout, batch.micro_batch_size, batch.num_micro_batches, job.seq_length, job.dtype
+            config,
+            layout,
+            batch.micro_batch_size,
+            batch.num_micro_batches,
+            job.seq_length,
+            job.dtype,
+            cluster.is_gpu,
         ),
         time=time,
         mfu=model_flops / (time.total * layout.world_size * cluster.peak_flops_per_s(job.dtype)),
