@@ -17,9 +17,10 @@ from ..job import PretrainJob
 from ..step.module import DTYPES
 from ..strategy import TensorParallelStrategy
 
-# From analysis/benchmarks/records/attention_cpu.json, two cores: an eager step in bf16 computes up to 0.19 TFLOP/s
-# per core, a compiled one takes 18 to 45 % less time, and the compiler takes up to 40 s with an empty cache. A run of
-# twenty minutes gains minutes; on cores that are five times as fast it still gains more than the compiler takes.
+# From analysis/benchmarks/records/attention_cpu.json, two cores: a compiled step in bf16 takes 15 to 39 % less time
+# than eager sdpa, and the compiler takes up to 35 s with an empty cache. An eager step computes up to 0.18 TFLOP/s per
+# core (attention_cpu_3_rounds.json, 1,024 tokens). So a run of twenty minutes gains three at least; on cores that are
+# five times as fast it still gains what the compiler takes.
 FLOPS_PER_S_PER_CORE = 0.2e12
 LEAST_SECONDS = 20 * 60
 
