@@ -1,5 +1,6 @@
 """What a training job costs: `python src/plan.py model=gpt_8.3b parallel.tp_size=8`; every key: conf/plan.yaml."""
 
+import dataclasses
 import json
 
 import hydra
@@ -7,6 +8,7 @@ from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.config.plan import PlanConfig
+from lmscale.planner.operations_table import format_operations, operation_rows
 from lmscale.planner.plan_table import format_plan, format_ranking, plan_to_dict, ranking_to_dict
 from lmscale.planner.question import plan_layout, rank
 
@@ -19,6 +21,10 @@ def plan(values: dict) -> None:
         found = plan_layout(question)
         answers |= plan_to_dict(*found)
         text.append(format_plan(question.name, *found))
+        if question.operations:
+            rows = operation_rows(found[0])
+            answers["operations"] = [dataclasses.asdict(row) for row in rows]
+            text.append(format_operations(rows))
     if question.best or question.parallel.tp_size == question.parallel.dp_size == "auto":
         ranking, notes = rank(question)
         answer = ranking_to_dict(ranking, question.top, notes)

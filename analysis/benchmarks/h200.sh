@@ -43,9 +43,9 @@ PARTS="a1 a2 a3 a4 a5 b1 b2 b3 b4 b5 b6 b7 b8 b9 b10"
 
 part_a1() { machine; gpu_tests; }
 part_a2() { trace_of gpt_1.2b 16; attention; }
-part_a3() { share gpt_1.2b 16 0.60 480; }
+part_a3() { share gpt_1.2b 32 0.60 480; }
 part_a4() { share bert_336m 128 0.50 240; share bert_336m 128 0.50 240 cuda_graphs=true; }
-part_a5() { share bert_3.9b 16 0.60 480 ${SMALL:+model.recompute=full}; }
+part_a5() { share bert_3.9b 24 0.60 480 ${SMALL:+model.recompute=full}; }
 
 part_b1() { share gpt_355m 32 0.52 240; share gpt_355m 32 0.52 240 cuda_graphs=true; }
 part_b2() { against hf_compiled 1.2; }
@@ -77,4 +77,5 @@ for part in "${CHOSEN[@]}"; do
   "part_$part"
   [ -n "${DRY_RUN:-}" ] || echo "== $part: $((SECONDS - started)) s, $SECONDS s since the start"
 done
+[ -n "${DRY_RUN:-}$REHEARSE" ] || [ "$CARD" != h200 ] || "$PYTHON" analysis/benchmarks/forecast.py compare --results "$RESULTS"
 exit "$FAILED"

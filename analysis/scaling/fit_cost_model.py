@@ -53,7 +53,7 @@ V100 = Cluster(
     memory_bandwidth_gb_s=900.0,
     latency_us=20.0,
     peaks=Peaks(fp64=8.2, fp32=16.4, fp16=130.0),
-    calibration=Calibration("fitted", 0.66, 1.5, 5.0, 80.0, 40.0, False, "analysis/scaling/fit_cost_model.py"),
+    calibration=Calibration("fitted", 80.0, 40.0, False, "analysis/scaling/fit_cost_model.py", 0.66, 1.5, 5.0),
     watts=600.0,
 )
 A100_PEAK, A100_40GB_BANDWIDTH, LINK_RATIO = 312.0, 1555.0, 2.0  # DGX A100 of 2020: NVLink 300 for 150 GB/s each way

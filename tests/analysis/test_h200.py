@@ -69,8 +69,8 @@ def test_list_a_has_correctness_a_trace_and_three_models() -> None:
     assert found[1][1:4] == ["pytest", "-m", "gpu"]
     benches = [bench_of(words[1:]) for words in (found[2], *found[4:])]
     assert [(b.model["name"], b.micro_batch_size, b.cuda_graphs) for b in benches] == [
-        *(("gpt_1.2b", 16, False), ("gpt_1.2b", 16, False)),
-        *(("bert_336m", 128, False), ("bert_336m", 128, True), ("bert_3.9b", 16, False)),
+        *(("gpt_1.2b", 16, False), ("gpt_1.2b", 32, False)),
+        *(("bert_336m", 128, False), ("bert_336m", 128, True), ("bert_3.9b", 24, False)),
     ]
     assert {(b.accelerator, b.precision.dtype, b.peak_tflops_per_s, *b.peers) for b in benches[1:]} == {
         ("gpu", "bf16", 790)

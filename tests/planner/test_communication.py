@@ -13,8 +13,9 @@ from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, chunked_cross_entropy
 from lmscale.planner.communication import micro_batch_collectives, partial_parameters, step_collectives
-from lmscale.planner.flops import hardware_flops_per_step, rank_flops_per_micro_batch
+from lmscale.planner.flops import hardware_flops_per_step
 from lmscale.planner.memory import LOGITS_AT_ONCE, LOGITS_AT_ONCE_ON_GPU
+from lmscale.planner.operations import step_operations
 from lmscale.planner.params import count_parameters
 
 # Configuration -> model, heads, tensor ranks, data ranks. 8 sequences per rank: batch 8, 512 or 1,024. Table 4 gives
@@ -41,11 +42,15 @@ SHORT = ["table 2, 355M", "table 4, 336M"]
 KINDS = {"all_reduce": "allreduce_", "all_gather": "_allgather_base_", "reduce_scatter": "_reduce_scatter_base_"}
 
 
+def rank_flops(config: TransformerConfig, layout: ParallelConfig, b: int, s: int, dtype: str) -> int:
+    return sum(o.count * o.flops for o in step_operations(config, layout, b, 1, s, dtype))
+
+
 def assert_equal_to_trace(config: TransformerConfig, layout: ParallelConfig, b: int, s: int, dtype: str) -> None:
     report = trace_step(config, layout, b, s, {"bf16": torch.bfloat16, "fp64": torch.float64}[dtype])
     parameters = count_parameters(config, layout.tp_size)
     assert (report.model_parameters, report.rank_parameters) == (parameters.total, parameters.per_rank)
-    assert report.flops == rank_flops_per_micro_batch(config, layout.tp_size, b, s)
+    assert report.flops == rank_flops(config, layout, b, s, dtype)
     predicted = Counter()
     for sent in micro_batch_collectives(config, layout, b, s, dtype):
         predicted[KINDS[sent.kind], sent.group, sent.phase, sent.num_bytes] += sent.count
@@ -82,7 +87,7 @@ def test_every_switch_of_the_model_changes_formulas_and_trace_alike(
 
 def test_a_gpt_rank_has_its_share_of_the_flops_of_the_paper() -> None:
     config = paper_model("gpt_8.3b", recompute="full")
-    assert 8 * rank_flops_per_micro_batch(config, 8, 8, 1024) == hardware_flops_per_step(config, 1024, 8)
+    assert 8 * rank_flops(config, ParallelConfig(8), 8, 1024, "bf16") == hardware_flops_per_step(config, 1024, 8)
 
 
 def test_one_rank_communicates_nothing() -> None:

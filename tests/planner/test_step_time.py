@@ -10,7 +10,7 @@ from paper_models import SIZES, paper_model
 from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.config.cluster import Calibration, Cluster, Peaks
 from lmscale.planner.communication import micro_batch_collectives
-from lmscale.planner.flops import rank_flops_per_micro_batch
+from lmscale.planner.operations import step_operations
 from lmscale.planner.step_time import StepTime, Techniques, predict_step_time
 
 CLUSTER = Cluster(
@@ -24,7 +24,7 @@ CLUSTER = Cluster(
     memory_bandwidth_gb_s=1000.0,
     latency_us=10.0,
     peaks=Peaks(fp32=20.0, fp16=200.0),
-    calibration=Calibration("modelled", 0.5, 1.2, 2.0, 100.0, 10.0, False, "made up"),
+    calibration=Calibration("modelled", 100.0, 10.0, False, "made up", 0.5, 1.2, 2.0),
 )
 MODELS = st.sampled_from(sorted(SIZES))
 RECOMPUTE = st.sampled_from(["none", "selective", "full"])
@@ -107,7 +107,7 @@ def test_products_of_whole_tiles_run_at_the_given_rate() -> None:
     config = paper_model("gpt_1.2b", recompute="full", num_attention_heads=24)  # head size 64: attention at half rate
     seconds = predicted(config).matmul
     scores = 4 * 4 * 40 * 4 * 1024**2 * 1536
-    flops = rank_flops_per_micro_batch(config, 1, 4, 1024)
+    flops = sum(o.count * o.flops for o in step_operations(config, ParallelConfig(), 4, 1, 1024, "fp16"))
     assert seconds == pytest.approx((flops + scores) / (0.5 * 200e12), rel=1e-12)
     narrow = predicted(paper_model("gpt_1.2b", recompute="full", num_attention_heads=24), 8).matmul
     assert narrow > seconds / 8  # 1536 / 8 is a tile and a half

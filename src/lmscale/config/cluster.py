@@ -8,6 +8,7 @@ from .from_dict import build
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
 EVIDENCE = ("fitted", "measured", "modelled")
+PASS_CONSTANTS = ("matmul_share", "elementwise_factor", "layer_overhead_ms")
 
 
 @dataclass(frozen=True)
@@ -38,32 +39,75 @@ class Peaks:
 class Calibration:
     """How fast training runs on a cluster: the constants of the cost model, and their sources.
 
+    `matmul_share`, `elementwise_factor` and `layer_overhead_ms` are null where the cluster has a `roofline`.
+
     Args:
         evidence: `fitted` to published step times, `measured`, or `modelled`: carried over from another machine.
-        matmul_share: rate of matrix products over the peak of their type, 0 to 1.
-        elementwise_factor: times the counted bytes of element-wise work.
-        layer_overhead_ms: time per layer and micro-batch that more ranks do not shorten, with full recomputation.
         tensor_bandwidth_gb_s: of an all-reduce between the devices of a node, bytes each way, 10^9 per second.
         data_bandwidth_gb_s: of the gradients' all-reduce between nodes.
         fused_attention: scaled_dot_product_attention keeps the scores on the chip; false: they pass through memory.
         sources: of the figures.
+        matmul_share: rate of matrix products over the peak of their type, 0 to 1.
+        elementwise_factor: times the counted bytes of element-wise work.
+        layer_overhead_ms: time per layer and micro-batch that more ranks do not shorten, with full recomputation.
     """
 
     evidence: str
-    matmul_share: float
-    elementwise_factor: float
-    layer_overhead_ms: float
     tensor_bandwidth_gb_s: float
     data_bandwidth_gb_s: float
     fused_attention: bool
     sources: str
+    matmul_share: float | None = None
+    elementwise_factor: float | None = None
+    layer_overhead_ms: float | None = None
 
     def __post_init__(self) -> None:
         require_one_of(self, "evidence", EVIDENCE)
+        require_above_zero(self, "tensor_bandwidth_gb_s", "data_bandwidth_gb_s")
+        given = [name for name in PASS_CONSTANTS if getattr(self, name) is not None]
+        if given and len(given) < len(PASS_CONSTANTS):
+            raise ValueError(f"{', '.join(PASS_CONSTANTS)} must be given together, but only {', '.join(given)} is")
+        if not given:
+            return
         if not 0 < self.matmul_share <= 1:
             raise ValueError(f"`matmul_share` must be above 0 and at most 1, but is {self.matmul_share!r}")
         require_not_negative(self, "layer_overhead_ms")
-        require_above_zero(self, "elementwise_factor", "tensor_bandwidth_gb_s", "data_bandwidth_gb_s")
+        require_above_zero(self, "elementwise_factor")
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """How fast single kernels run on a GPU: what the time of every operation of our compiled code follows from.
+
+    Args:
+        num_processors: streaming multiprocessors.
+        product_tflops: rate of large bf16 products, measured; other types in the proportion of the sheet's peaks.
+        float8_tflops: of large float8 products, measured; null: none.
+        copy_gb_s: of a large copy, read and written bytes together, measured.
+        attention_forward_tflops: of a fused attention core: head size 128, long sequences, not causal; published.
+        attention_backward_tflops: of its backward pass.
+        product_share: of `product_tflops` that large products reach in a training step; fitted.
+        tile_fill: inner elements that a tile of a bf16 product takes to start and to end; fitted.
+        memory_share: of `copy_gb_s` that element-wise kernels reach; fitted.
+        launch_us: between two kernels; fitted.
+    """
+
+    num_processors: int
+    product_tflops: float
+    copy_gb_s: float
+    attention_forward_tflops: float
+    attention_backward_tflops: float
+    product_share: float
+    tile_fill: float
+    memory_share: float
+    launch_us: float
+    float8_tflops: float | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, "num_processors")
+        require_above_zero(self, "product_tflops", "copy_gb_s", "product_share", "memory_share")
+        require_above_zero(self, "attention_forward_tflops", "attention_backward_tflops")
+        require_not_negative(self, "tile_fill", "launch_us")
 
 
 @dataclass(frozen=True)
@@ -83,6 +127,7 @@ class Cluster:
         watts: of one device with its share of the node under load; None: no energy is predicted.
         peaks: matrix-product rates.
         calibration: the cost model's constants.
+        roofline: rates of single kernels; None: step times are counted passes at the rates of `calibration`.
 
     Raises:
         ValueError: an invalid value.
@@ -100,8 +145,14 @@ class Cluster:
     peaks: Peaks
     calibration: Calibration
     watts: float | None = None
+    roofline: Roofline | None = None
 
     def __post_init__(self) -> None:
+        if (self.roofline is None) == (self.calibration.matmul_share is None):
+            raise ValueError(
+                f"a cluster must have either `roofline` or `calibration.matmul_share`, but {self.name} has "
+                f"{'neither' if self.roofline is None else 'both'}"
+            )
         require_positive(self, "num_devices", "devices_per_node")
         require_above_zero(self, "memory_gib", "memory_bandwidth_gb_s")
         if not 0 <= self.reserved_gib < self.memory_gib:

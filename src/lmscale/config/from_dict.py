@@ -31,6 +31,8 @@ def build(cls: type, values: dict, prefix: str):
                 raise ValueError(f"`{prefix}{name}` must be given")
             continue
         hint, value = hints[spec.name], values[name]
+        if isinstance(value, dict) and type(None) in typing.get_args(hint):  # a group that may be null
+            hint = next((each for each in typing.get_args(hint) if dataclasses.is_dataclass(each)), hint)
         if dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):
                 raise ValueError(f"`{prefix}{name}` must be a group of keys, but is {value!r}")

@@ -47,6 +47,8 @@ class PlanConfig:
         best: rank all layouts instead of planning one.
         top: number of layouts that a ranking shows.
         find_recompute: if the model does not fit, use the first mode that recomputes more and fits.
+        operations: also show every operation of a step with its counts and its time, slowest first; needs
+            `cluster.roofline` and one layout.
         json: print JSON instead of a table.
     """
 
@@ -64,6 +66,7 @@ class PlanConfig:
     best: bool = False
     top: int = 10
     find_recompute: bool = True
+    operations: bool = False
     json: bool = False
 
     def __post_init__(self) -> None:
@@ -72,6 +75,11 @@ class PlanConfig:
             raise ValueError(
                 f"`data.seq_length` must be at most `model.max_position_embeddings` "
                 f"({self.model.max_position_embeddings}), but is {self.data.seq_length}"
+            )
+        if self.operations and (self.best or self.cluster.roofline is None):
+            raise ValueError(
+                "`operations` must be false with best=true or without `cluster.roofline`, but is true with "
+                f"best={str(self.best).lower()} and cluster={self.cluster.name}"
             )
         require_moments_fit(self.optimizer.moments, self.precision.dtype)
         peaks = self.cluster.peaks

@@ -99,32 +99,6 @@ def scored_tokens(config: TransformerConfig, seq_length: int) -> int:
     return max(1, round(family_of(config.family).scored_share * seq_length))
 
 
-def rank_flops_per_micro_batch(config: TransformerConfig, tp_size: int, micro_batch_size: int, seq_length: int) -> int:
-    """FLOPs of one tensor rank in the forward and backward pass of a micro-batch, counting every product.
-
-    What `hardware_flops_per_step` counts, over `tp_size`; besides, the family's dense heads, which every rank computes
-    whole (BERT: masked-LM dense 6 m h^2 for m scored tokens, pooler 6 b h^2, sentence order 12 b h); and full
-    recomputation without the last linear of a layer, 2 b s f h / p, if nothing after it needs its result.
-
-    Args:
-        micro_batch_size: sequences b.
-        seq_length: tokens s.
-
-    Raises:
-        ValueError: `tp_size` does not divide the model.
-
-    Source: Narayanan et al. 2021, equation 3; the rest was counted in a traced run.
-    """
-    config.check_tensor_parallel(tp_size)
-    h, num_tokens = config.hidden_size, micro_batch_size * seq_length
-    cut = hardware_flops_per_step(config, seq_length, micro_batch_size)
-    if config.recompute is Recompute.FULL and not recomputes_whole_layer(config):
-        cut -= config.num_layers * 2 * num_tokens * config.ffn_size * h
-    num_scored = micro_batch_size * scored_tokens(config, seq_length)
-    per_scored_token, per_sequence = family_of(config.family).head.multiply_adds(h)
-    return cut // tp_size + 6 * (num_scored * per_scored_token + micro_batch_size * per_sequence)
-
-
 def recomputes_whole_layer(config: TransformerConfig) -> bool:
     """Whether full recomputation repeats a layer to its end.
 

@@ -3,21 +3,27 @@
 Legend: b micro-batch, s sequence, h hidden, f MLP width, n heads, d head size, v padded vocabulary, L layers,
 p tensor ranks, D data ranks, N parameters of the rank, e bytes of a weight.
 
-The counts below are of the paper's own code, whose kernels were not fused: each number is how many times a tensor of
-that size is read or written. They are not fitted; `elementwise_factor` scales them to the passes that a machine and its
-kernels make.
+On a GPU with a `roofline` the counts are those of this project's code, in `operations.py`. The passes below are for
+clusters without one. They are of the paper's own code, whose kernels were not fused: each number is how many times a
+tensor of that size is read or written. They are not fitted; `elementwise_factor` scales them to the passes that a
+machine and its kernels make.
 """
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..config.cluster import Calibration, Cluster
 from ..config.family import family_of
 from ..partition import part_sizes
-from .communication import micro_batch_collectives
+from .communication import Collective, micro_batch_collectives
 from .flops import scored_tokens
 from .memory import BYTES, FP32_BYTES
+from .operation import Operation
+from .operations import step_operations
 from .params import count_parameters, parameter_sizes
+from .roofline import launch_s, operation_s
 
 TILE = 128  # a device multiplies whole tiles: a width that a rank sees counts as the next multiple
 HEAD_PENALTY = 64  # products of attention take 1 + 64 / d of their FLOPs' time: short inner dimensions
@@ -32,6 +38,7 @@ BACKWARD_SHARE = 2 / 3  # of compute, at least
 # clipped 8, state and master read 16 and written 12, weight written 2.
 HALF_OPTIMIZER_BYTES = 48
 FULL_OPTIMIZER_PASSES = 10  # of other types, times e: norm 1, clipped 2, state read 4 and written 3
+_PART_OF = {"product": "matmul", "attention": "matmul", "elementwise": "elementwise", "optimizer": "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -99,14 +106,16 @@ def predict_step_time(
     dtype: str,
     cluster: Cluster,
     techniques: Techniques = AS_TRAINED,
+    half_moments: bool = False,
 ) -> StepTime:
     """Seconds of one optimizer step.
 
-    Products: their FLOPs, widths in whole tiles, over `matmul_share` of the peak; with fp8 only linear layers are in
-    float8, other products in bf16. Element-wise work: counted bytes times `elementwise_factor` over the memory's
-    bandwidth. Overhead: `layer_overhead_ms` per layer, 3/4 of it without full recomputation. Collectives: 2 (p - 1) / p
-    of an all-reduce's bytes over the bandwidth, half of that for the others, and a latency each. AdamW: bytes read and
-    written, 48 N for half types. Nothing overlaps except by `techniques`.
+    On a cluster with a `roofline`: each of `step_operations` at the roofline of the device (`operation_s`), and the
+    launches. On others the products' FLOPs, widths in whole tiles, over `matmul_share` of the peak (with fp8 only
+    linear layers are in float8, other products in bf16); bytes of element-wise work times `elementwise_factor` over
+    the memory's bandwidth; `layer_overhead_ms` per layer, 3/4 of it without full recomputation; AdamW's bytes, 48 N for
+    half types. Collectives: 2 (p - 1) / p of an all-reduce's bytes over the bandwidth, half of that for the others, and
+    a latency each. Nothing overlaps except by `techniques`.
 
     Args:
         micro_batch_size: sequences b of one forward pass.
@@ -114,6 +123,7 @@ def predict_step_time(
         seq_length: tokens s.
         dtype: of weights and activations.
         techniques: for what-if tables.
+        half_moments: AdamW's moments are bf16; counted with a `roofline`.
 
     Raises:
         ValueError: `layout.tp_size` does not divide the model; the devices do not have the type.
@@ -121,47 +131,77 @@ def predict_step_time(
     Source: the form is this project's own; Hockney 1994 for the cost of a message, Patarasuk and Yuan 2009 for the
     ring's 2 (p - 1) / p.
     """
+    tp_size = layout.tp_size
+    messages = micro_batch_collectives(config, layout, micro_batch_size, seq_length, dtype)
+    tensor = sum(collective_s(message, layout, cluster) for message in messages) * (1.0 - techniques.tensor_overlap)
+    tensor *= num_micro_batches
+    if cluster.roofline is not None:
+        counted = config, layout, micro_batch_size, num_micro_batches, seq_length, dtype
+        local = _roofline_time(step_operations(*counted, half_moments), cluster, dtype)
+    else:
+        local = _passes_time(config, layout, micro_batch_size, num_micro_batches, seq_length, dtype, cluster)
+    num_parameters = count_parameters(config, tp_size).per_rank
+    each_gradient = techniques.gradient_bytes or max(BYTES[dtype], FP32_BYTES)
+    d, span = layout.dp_size, layout.world_size
+    if layout.cuts_optimizer:
+        data = _message_s("reduce", each_gradient * num_parameters, d, cluster, span)
+        weights = _message_s("broadcast", BYTES[dtype] * num_parameters, d, cluster, span)
+    else:
+        data, weights = _message_s("all_reduce", each_gradient * num_parameters, d, cluster, span), 0.0
+    if techniques.hides_gradients:  # only during the last micro-batch: earlier sums are incomplete
+        data = max(0.0, data - local.compute / num_micro_batches * BACKWARD_SHARE)
+    return dataclasses.replace(local, tensor=tensor, data=data + weights)
+
+
+def _roofline_time(operations: Iterable[Operation], cluster: Cluster, dtype: str) -> StepTime:
+    """Seconds of a rank's own work, from the counts of this project's code."""
+    seconds = dict.fromkeys(("matmul", "elementwise", "overhead", "optimizer"), 0.0)
+    for operation in operations:
+        seconds[_PART_OF[operation.kind]] += operation_s(operation, cluster, dtype)
+        seconds["overhead"] += launch_s(operation, cluster)
+    return StepTime(**seconds, tensor=0.0, data=0.0)
+
+
+def _passes_time(
+    config: TransformerConfig,
+    layout: ParallelConfig,
+    b: int,
+    num_micro_batches: int,
+    s: int,
+    dtype: str,
+    cluster: Cluster,
+) -> StepTime:
+    """Seconds of a rank's own work, from counted passes."""
     constants, tp_size = cluster.calibration, layout.tp_size
     rate = cluster.peak_flops_per_s(dtype) * constants.matmul_share
     other_rate = cluster.peak_flops_per_s("bf16") * constants.matmul_share if dtype == "fp8" else rate
-    linears, others = _tiled_flops(config, tp_size, micro_batch_size, seq_length)
-    num_bytes = _elementwise_bytes(config, layout, micro_batch_size, seq_length, dtype, constants)
+    linears, others = _tiled_flops(config, tp_size, b, s)
+    num_bytes = _elementwise_bytes(config, layout, b, s, dtype, constants)
     memory_rate = MEMORY_SHARE * cluster.memory_bandwidth_gb_s * 1e9
     repeats = 1.0 if config.recompute is Recompute.FULL else 0.75  # forward, forward again, backward twice as long
-    messages = micro_batch_collectives(config, layout, micro_batch_size, seq_length, dtype)
-    tensor = sum(m.count * _collective_s(m.kind, m.num_bytes, tp_size, cluster, tp_size) for m in messages)
-    num_parameters = count_parameters(config, tp_size).per_rank
-    micro_batch = StepTime(
-        matmul=linears / rate + others / other_rate,
-        elementwise=constants.elementwise_factor * num_bytes / memory_rate,
-        overhead=config.num_layers * constants.layer_overhead_ms * 1e-3 * repeats,
-        tensor=tensor * (1.0 - techniques.tensor_overlap),
-        data=0.0,
-        optimizer=0.0,
-    )
-    each_gradient = techniques.gradient_bytes or max(BYTES[dtype], FP32_BYTES)
-    d, span, num_owned = layout.dp_size, layout.world_size, num_parameters
+    num_owned = count_parameters(config, tp_size).per_rank
     if layout.cuts_optimizer:
-        num_owned = max(part_sizes(parameter_sizes(config, tp_size), d))
-        data = _collective_s("reduce", each_gradient * num_parameters, d, cluster, span)
-        weights = _collective_s("broadcast", BYTES[dtype] * num_parameters, d, cluster, span)
-    else:
-        data, weights = _collective_s("all_reduce", each_gradient * num_parameters, d, cluster, span), 0.0
-    if techniques.hides_gradients:  # only during the last micro-batch: earlier sums are incomplete
-        data = max(0.0, data - micro_batch.compute * BACKWARD_SHARE)
+        num_owned = max(part_sizes(parameter_sizes(config, tp_size), layout.dp_size))
     is_half = BYTES[dtype] < FP32_BYTES
     optimizer_bytes = HALF_OPTIMIZER_BYTES if is_half else FULL_OPTIMIZER_PASSES * BYTES[dtype]
     return StepTime(
-        matmul=num_micro_batches * micro_batch.matmul,
-        elementwise=num_micro_batches * micro_batch.elementwise,
-        overhead=num_micro_batches * micro_batch.overhead,
-        tensor=num_micro_batches * micro_batch.tensor,
-        data=data + weights,
+        matmul=num_micro_batches * (linears / rate + others / other_rate),
+        elementwise=num_micro_batches * constants.elementwise_factor * num_bytes / memory_rate,
+        overhead=num_micro_batches * config.num_layers * constants.layer_overhead_ms * 1e-3 * repeats,
+        tensor=0.0,
+        data=0.0,
         optimizer=optimizer_bytes * num_owned / memory_rate,
     )
 
 
-def _collective_s(kind: str, num_bytes: int, num_ranks: int, cluster: Cluster, span: int) -> float:
+def collective_s(message: Collective, layout: ParallelConfig, cluster: Cluster) -> float:
+    """Seconds of all of a collective, when nothing overlaps with it."""
+    num_ranks = layout.tp_size if message.group == "tensor" else layout.dp_size
+    span = layout.tp_size if message.group == "tensor" else layout.world_size
+    return message.count * _message_s(message.kind, message.num_bytes, num_ranks, cluster, span)
+
+
+def _message_s(kind: str, num_bytes: int, num_ranks: int, cluster: Cluster, span: int) -> float:
     """Seconds of one collective of a ring whose ranks lie within `span` neighbouring devices."""
     if num_ranks == 1:
         return 0.0

@@ -1,0 +1,233 @@
+"""What the rows of `analysis/benchmarks/h200.sh` will show, by the planner, written before any of them ran.
+
+    python analysis/benchmarks/forecast.py             # the rows, what binds in them, and what changes would give
+    python analysis/benchmarks/forecast.py compare     # beside the records that are there
+
+Sizes are those of the script's own commands (DRY_RUN=1). Nothing here was run on a GPU; the constants are those of
+analysis/scaling/records/roofline.json.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
+import yaml
+
+from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config.cluster import Cluster, load_cluster
+from lmscale.planner import layer_operations, operations
+from lmscale.planner.job import Job
+from lmscale.planner.memory import GIB
+from lmscale.planner.operations_table import operation_rows
+from lmscale.planner.plan import Plan, make_plan
+from lmscale.results import new_record, record_argument, write_record
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = ROOT / "analysis" / "benchmarks" / "records"
+RECORD = RECORDS / "h200_forecast.json"
+PEAK = 790e12  # large bf16 products on one H200
+GRAPH_LAUNCH_US = 1.5  # between the kernels of a replayed graph, assumed
+CUDNN_TFLOPS = {"attention_forward_tflops": 595.0, "attention_backward_tflops": 516.0}  # Shah et al. 2024
+FLOAT8 = "gpt_2.5b, fp8"
+# What the card is to show: model, tensor ranks, micro-batch, type -> share of the peak (fp8: 640 TFLOP/s).
+GOALS = {
+    "gpt_1.2b": (1, 32, "bf16", 0.70),
+    "bert_3.9b": (1, 24, "bf16", 0.68),
+    "bert_336m": (1, 128, "bf16", 0.60),
+    "gpt_8.3b": (8, 8, "bf16", 0.55),
+    FLOAT8: (1, 16, "fp8", 640e12 / PEAK),
+}
+# A change of the code or of the kernels -> what it changes of the counts; each row adds to those before it.
+CHANGES = {
+    "as it is": {},
+    "optimizer in one step": {(operations, "OPTIMIZER_BYTES"): {"fp32 moments": (20, 14), "bf16 moments": (16, 10)}},
+    "dropout mask stored, not its hash": {(layer_operations, "DROPOUT_HASH_BYTES"): 1},
+    "embedding dropout compiled": {(operations, "EMBEDDING_DROPOUT_BYTES"): (2, 3)},
+    "loss chunks four times as long": {(operations, "LOGITS_AT_ONCE"): 4 * operations.LOGITS_AT_ONCE},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured step of the script: the name of its record, which contender, and its plan."""
+
+    record: str
+    contender: str
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        """Of its metrics."""
+        return f"{self.record.removeprefix('h200_')}/{self.contender}"
+
+
+def h200(graphs: bool = False, **rates: float) -> Cluster:
+    """The H200, with CUDA graphs or other rates."""
+    found = load_cluster(ROOT / "conf" / "cluster" / "h200.yaml")
+    if graphs:
+        rates["launch_us"] = GRAPH_LAUNCH_US
+    return dataclasses.replace(found, roofline=dataclasses.replace(found.roofline, **rates))
+
+
+def model(name: str) -> TransformerConfig:
+    """A model of conf/model as the comparison builds it: nothing recomputed."""
+    folder = ROOT / "conf" / "model"
+    sizes = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
+    base = sizes.pop("defaults")[0].split("@")[0]
+    values = yaml.safe_load((folder / f"{base}.yaml").read_text(encoding="utf-8")) | sizes | {"recompute": "none"}
+    return TransformerConfig(**values)
+
+
+def plan_of(
+    name: str,
+    micro_batch_size: int,
+    dtype: str,
+    cluster: Cluster,
+    num_micro_batches: int = 1,
+    tp_size: int = 1,
+    half_moments: bool = False,
+) -> Plan:
+    """The plan of one step on `tp_size` devices."""
+    config = model(name)
+    batch, s = micro_batch_size * num_micro_batches, config.max_position_embeddings
+    job = Job(config, micro_batch_size, batch, s, dtype, 1, half_moments)
+    return make_plan(job, ParallelConfig(tp_size), cluster)
+
+
+def rows() -> list[Row]:
+    """Every timed step of the script."""
+    environment = os.environ | {"DRY_RUN": "1", "NANOGPT": "model.py"}
+    script = ["bash", str(ROOT / "analysis" / "benchmarks" / "h200.sh"), "a", "b"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
+    found = []
+    for line in done.stdout.splitlines():
+        words = shlex.split(line)
+        keys = dict(word.split("=", 1) for word in words if "=" in word)
+        if any(word.endswith("bench.py") for word in words):
+            contenders = {"ours": keys["precision"]} | ({"ours_bf16": "bf16"} if "ours_bf16" in keys["peers"] else {})
+            for contender, dtype in contenders.items():
+                cluster = h200(keys.get("cuda_graphs") == "true")
+                plan = plan_of(keys["model"], int(keys["micro_batch_size"]), dtype, cluster)
+                found.append(Row(Path(keys["record"]).stem, contender, plan))
+        elif any(word.endswith("train.py") for word in words) and keys["model"] == "gpt_8.3b":
+            b, batch = int(keys["micro_batch_size"]), int(keys["global_batch_size"])
+            plan = plan_of("gpt_8.3b", b, "bf16", h200(), batch // b, half_moments=True)
+            found.append(Row(keys["name"], "train", plan))
+    return found
+
+
+def share_of(plan: Plan) -> float:
+    """Model FLOPs per second and device over the measured peak."""
+    return plan.model_flops / plan.num_devices / plan.time.total / PEAK
+
+
+def metrics_of(name: str, plan: Plan) -> dict[str, dict]:
+    """The figures of one step."""
+    return {
+        f"{name}/step": {"value": plan.time.total, "unit": "s"},
+        f"{name}/share_of_given_peak": {"value": share_of(plan), "unit": "of 790 TFLOP/s"},
+        f"{name}/memory_peak": {"value": plan.needed_bytes / GIB, "unit": "GiB"},
+        f"{name}/launches": {"value": sum(row.launches for row in operation_rows(plan)), "unit": "kernels/step"},
+        f"{name}/host_syncs": {"value": operations.HOST_SYNCS, "unit": "per step"},
+    }
+
+
+def binds(plan: Plan) -> dict[str, float]:
+    """Shares of the step: what it waits for."""
+    found: dict[str, float] = {}
+    for row in operation_rows(plan):
+        kind = "attention core" if row.name == "attention core" else row.bound
+        kind = row.phase if row.phase in ("optimizer", "gradients") else kind
+        found[kind] = found.get(kind, 0.0) + row.seconds / plan.time.total
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def goals() -> dict[str, dict[str, float]]:
+    """The share of the peak of each goal's model after each change, all changes before it included."""
+    found: dict[str, dict[str, float]] = {}
+    for name, (tp_size, b, dtype, goal) in GOALS.items():
+        size = name.split(",")[0]
+        with ExitStack() as changed:
+            found[name] = {"goal": goal}
+            for change, attributes in CHANGES.items():
+                for (place, attribute), value in attributes.items():
+                    changed.enter_context(patch.object(place, attribute, value))
+                found[name][change] = share_of(plan_of(size, b, dtype, h200(), tp_size=tp_size))
+            with_cudnn = plan_of(size, b, dtype, h200(**CUDNN_TFLOPS), tp_size=tp_size)
+            found[name]["attention core of cuDNN"] = share_of(with_cudnn)
+            if tp_size > 1:
+                hidden = with_cudnn.time.total - with_cudnn.time.tensor / 2
+                found[name]["half of the messages hidden"] = share_of(with_cudnn) * with_cudnn.time.total / hidden
+    return found
+
+
+def forecast() -> dict:
+    """The record."""
+    found, metrics = rows(), {}
+    for row in found:
+        metrics |= metrics_of(row.name, row.plan)
+    for name, (tp_size, b, dtype, _) in GOALS.items():
+        size = name.split(",")[0]
+        metrics |= metrics_of(f"goal {name}", plan_of(size, b, dtype, h200(), tp_size=tp_size))
+    fp8, bf16 = (metrics[f"fp8/{name}/step"]["value"] for name in ("ours", "ours_bf16"))
+    metrics["fp8/ours_bf16/ratio_paired"] = {"value": bf16 / fp8, "unit": "their time / ours"}
+    config = {
+        "cluster": dataclasses.asdict(h200()),
+        "binds": {row.name: binds(row.plan) for row in found},
+        "goals": goals(),
+        "model": "planner/operations.py at planner/roofline.py; constants: analysis/scaling/records/roofline.json",
+    }
+    return new_record("h200_forecast", "modelled", config, None, metrics)
+
+
+def compare(forecasts: dict, folder: Path) -> str:
+    """Forecast and measurement of every row that was run, and their ratio."""
+    lines = [f"{'row':<34}{'':<22}{'forecast':>12}{'measured':>12}{'ratio':>8}"]
+    for name, entry in forecasts["metrics"].items():
+        if name.startswith("goal "):
+            continue
+        record, contender, metric = name.split("/")
+        path = folder / f"h200_{record}.json"
+        found = json.loads(path.read_text(encoding="utf-8"))["metrics"] if path.exists() else {}
+        measured = found.get(f"{contender}/{metric}", {}).get("value")
+        if measured is not None:
+            ratio = measured / entry["value"]
+            numbers = f"{entry['value']:>12.4g}{measured:>12.4g}{ratio:>8.3f}"
+            lines.append(f"{record + ' ' + contender:<34}{metric:<22}{numbers}")
+    return "\n".join(lines if len(lines) > 1 else [*lines, "no row was run yet"])
+
+
+def main() -> int:
+    """Write the forecast and print it, or compare it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("write", "compare"), default="write")
+    parser.add_argument("--record", type=record_argument, default=RECORD)
+    parser.add_argument("--results", type=Path, default=RECORDS, help="folder of the rows' records")
+    options = parser.parse_args()
+    if options.what == "compare":
+        print(compare(json.loads(options.record.read_text(encoding="utf-8")), options.results))
+        return 0
+    record = forecast()
+    for name, entry in record["metrics"].items():
+        print(f"{name:<52}{entry['value']:>12.4g} {entry['unit']}")
+    for name, shares in record["config"]["binds"].items():
+        print(f"{name:<34}" + ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items()))
+    for name, shares in record["config"]["goals"].items():
+        print(f"{name:<16}" + ", ".join(f"{change} {share:.3f}" for change, share in shares.items()))
+    write_record(record, options.record)
+    print(f"record: {options.record}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Operations of one transformer layer, compiled for a GPU: each row is a kernel, or a kernel and its small reductions.
+
+Legend: as in `operations.py`; own positions of a rank outside the parallel region, b s or with sequence parallelism
+b s / p.
+"""
+
+from dataclasses import dataclass
+
+from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config.family import family_of
+from .memory import BYTES
+from .operation import Core, Operation, elementwise, product
+
+DROPOUT_HASH_BYTES = 4  # per element: Inductor keeps the int32 hash of a mask in memory for the next kernel
+NORM_INPUT_BYTES = 4  # per element: the normalized input of the MLP's LayerNorm, recomputed in fp32
+PERSISTENT_WIDTH = 1024  # up to here Inductor reduces a row at once and sums a bias gradient in the pass before it
+FLOAT8_LAUNCHES = 21, 13  # forward and backward, besides those in bf16
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """Sizes of one layer on one rank; `of` makes it.
+
+    Args:
+        tokens: b s.
+        own: b s, with sequence parallelism over p.
+        width: h.
+        inner: h / p.
+        mlp: f / p.
+        e: bytes of an activation.
+        mask: bytes of a kept dropout mask per element; 0 without dropout.
+        hashed: bytes of a stored hash per element; 0 without dropout.
+    """
+
+    config: TransformerConfig
+    tokens: int
+    own: int
+    width: int
+    inner: int
+    mlp: int
+    batch_heads: int
+    seq_length: int
+    e: int
+    mask: int
+    hashed: int
+    float8: bool
+
+    @classmethod
+    def of(cls, config: TransformerConfig, layout: ParallelConfig, b: int, s: int, dtype: str) -> "LayerCounts":
+        """The sizes of a layer of `config`."""
+        p, drops, float8 = layout.tp_size, config.hidden_dropout > 0, dtype == "fp8"
+        return cls(
+            config,
+            tokens=b * s,
+            own=b * s // p if layout.cuts_sequence else b * s,
+            width=config.hidden_size,
+            inner=config.hidden_size // p,
+            mlp=config.ffn_size // p,
+            batch_heads=b * config.num_attention_heads // p,
+            seq_length=s,
+            e=BYTES[dtype],
+            mask=1 if drops else 0,
+            hashed=0 if not drops else 1 if float8 else DROPOUT_HASH_BYTES,  # in float8 the mask is kept in its place
+            float8=float8,
+        )
+
+    @property
+    def _is_pre(self) -> bool:
+        return bool(self.config.placement.before)
+
+    def forward(self, phase: str) -> list[Operation]:
+        """The forward pass, or its recomputation."""
+        t, h, a, f, e = self.tokens, self.width, self.inner, self.mlp, self.e
+        row = self.own * h
+        found = [elementwise("attention LayerNorm", phase, row * e, row * e)] if self._is_pre else []
+        found += [self._product("QKV", phase, t, 3 * a, h), *self._core(phase)]
+        found.append(self._product("attention projection", phase, t, h, a))
+        small = 2 if self.mask else 1
+        name = "attention dropout, residual, LayerNorm"
+        found.append(elementwise(name, phase, row * 2 * e, row * (e + self.hashed), small))
+        found += [self._product("MLP up", phase, t, f, h), elementwise("GELU", phase, t * f * e, t * f * e)]
+        found.append(self._product("MLP down", phase, t, h, f))
+        if self._is_pre:
+            found.append(
+                elementwise("MLP dropout, residual", phase, row * (3 * e + self.hashed), row * (e + self.mask))
+            )
+        else:
+            found.append(elementwise("MLP dropout, residual, LayerNorm", phase, row * 2 * e, row * (2 * e + self.mask)))
+        found += self._more_norms(phase, row * e, row * e, 1)
+        if self.float8:
+            found.append(self._rounding_forward(phase))
+        return found
+
+    def backward(self) -> list[Operation]:
+        """The backward pass, with what selective recomputation repeats of the GELU."""
+        t, h, a, f, e = self.tokens, self.width, self.inner, self.mlp, self.e
+        row, inner_gradient = self.own * h, 3 * t * a * e
+        found = self._end_backward(row)
+        found += self._gradients("MLP down", t, h, f)
+        again = t * f * e if self.config.recompute is Recompute.SELECTIVE else 0
+        found.append(elementwise("GELU", "backward", 2 * t * f * e, t * f * e + again))
+        found.append(elementwise("MLP up, bias", "backward", t * f * e, 0, 2))
+        found += self._gradients("MLP up", t, f, h)
+        wide = NORM_INPUT_BYTES
+        found.append(elementwise("MLP LayerNorm, again", "backward", row * 2 * e, row * (self.hashed + wide)))
+        kept = 0 if self._is_pre else self.mask
+        written = 2 * e if self.mask else e
+        name = "MLP LayerNorm, residual, dropout"
+        found.append(elementwise(name, "backward", row * (2 * e + wide + self.hashed + kept), row * written, 3))
+        found.append(elementwise("attention projection, bias", "backward", row * (e + self.hashed), 0, 2))
+        found += [*self._gradients("attention projection", t, h, a), *self._core("backward")]
+        found.append(elementwise("QKV gradient, packing", "backward", inner_gradient, inner_gradient))
+        found.append(elementwise("QKV, bias", "backward", inner_gradient, 0, 2))
+        found += self._gradients("QKV", t, 3 * a, h)
+        if self._is_pre:
+            found.append(elementwise("attention LayerNorm, residual", "backward", row * 3 * e, row * e, 3))
+        else:
+            found.append(elementwise("residual", "backward", row * 2 * e, row * e))
+        found += self._more_norms("backward", row * 2 * e, row * e, 3)
+        if self.float8:
+            found.append(self._rounding_backward())
+        return found
+
+    def core_again(self) -> list[Operation]:
+        """What selective recomputation repeats of the attention core: nothing of a fused one."""
+        if self.config.attention == "sdpa":
+            return []
+        return [o for o in self._core("recomputation") if o.name != "attention output"]
+
+    def _end_backward(self, row: int) -> list[Operation]:
+        """The start of the backward pass: dropout, or in post-norm LayerNorm, and the bias of the MLP."""
+        e, mask = self.e, self.mask
+        if not self._is_pre:
+            written = row * (2 * e if mask else e)
+            return [elementwise("MLP LayerNorm, dropout, bias", "backward", row * (2 * e + mask), written, 5)]
+        if not mask:
+            return [elementwise("MLP down, bias", "backward", row * e, 0, 2)]
+        if self.width <= PERSISTENT_WIDTH:
+            return [elementwise("MLP dropout, bias", "backward", row * (e + mask), row * e, 2)]
+        return [
+            elementwise("MLP down, bias", "backward", row * (e + mask), 0, 2),
+            elementwise("MLP dropout", "backward", row * (e + mask), row * e),
+        ]
+
+    def _more_norms(self, phase: str, read: int, written: int, launches: int) -> list[Operation]:
+        """LayerNorms beyond two per layer."""
+        number = self.config.placement.num_layer_norms - 2
+        return [elementwise("further LayerNorms", phase, read, written, launches)] * number
+
+    def _product(self, name: str, phase: str, m: int, n: int, k: int) -> Operation:
+        return product(name, phase, m, n, k, self.e, self.float8)
+
+    def _gradients(self, name: str, rows: int, out: int, inner: int) -> list[Operation]:
+        return [
+            self._product(f"{name}, gradient of the input", "backward", rows, inner, out),
+            self._product(f"{name}, gradient of the weight", "backward", out, inner, rows),
+        ]
+
+    def _core(self, phase: str) -> list[Operation]:
+        s, d, number, e = self.seq_length, self.config.head_size, self.batch_heads, self.e
+        values = self.tokens * self.inner * e  # of one of Q, K, V
+        is_backward = phase == "backward"
+        drops, causal = self.config.attention_dropout > 0, family_of(self.config.family).is_causal
+        if self.config.attention == "sdpa":
+            work = Core(number, s, d, causal, drops, is_backward)
+            flops = (8 if is_backward else 4) * number * s * s * d
+            sums = 4 * number * s
+            read, written = (5 * values + sums, 3 * values) if is_backward else (3 * values, values + sums)
+            return [
+                Operation("attention core", phase, "attention", 1, 3 if is_backward else 1, flops, read, written, work)
+            ]
+        scores = number * s * s
+        if is_backward:
+            return [
+                *(
+                    product(f"attention {what}", phase, s, d, s, e, batch=number)
+                    for what in ("values", "queries", "keys")
+                ),
+                product("attention probabilities", phase, s, s, d, e, batch=number),
+                elementwise("attention softmax", phase, 2 * scores * e, scores * e),
+                elementwise("attention copies", phase, values, values),
+            ]
+        return [
+            elementwise("attention copies", phase, 4 * values, 4 * values, 4),
+            product("attention scores", phase, s, s, d, e, batch=number),
+            elementwise("attention softmax", phase, scores * e, scores * e),
+            product("attention output", phase, s, d, s, e, batch=number),
+        ]
+
+    def _rounding_forward(self, phase: str) -> Operation:
+        """Largest magnitudes and rounding of inputs and weights; QKV's bias is added in a pass of its own."""
+        t, h, a, f, e = self.tokens, self.width, self.inner, self.mlp, self.e
+        weights = 4 * a * h + 2 * f * h
+        read = t * ((2 * h + a) * e + a * e + 3 * a * e) + weights * 2 * e
+        written = t * (2 * h + a + f + 3 * a * e) + weights
+        return elementwise("rounding to float8", phase, read, written, FLOAT8_LAUNCHES[0])
+
+    def _rounding_backward(self) -> Operation:
+        """Gradients in both orders, inputs and weights once more."""
+        t, h, a, f, e = self.tokens, self.width, self.inner, self.mlp, self.e
+        out, inner, weights = 3 * a + 2 * h + f, 2 * h + a + f, 4 * a * h + 2 * f * h
+        read, written = (t * (out + inner) + weights) * e, t * (2 * out + inner) + weights
+        return elementwise("rounding to float8", "backward", read, written, FLOAT8_LAUNCHES[1])

@@ -1,0 +1,149 @@
+"""Every operation of one optimizer step of one rank: FLOPs, bytes and launches, counted from the code as it is.
+
+Legend: b micro-batch, s sequence, h hidden, f MLP width, v padded vocabulary, L layers, p tensor ranks, N parameters of
+the rank, e bytes of a weight, m scored tokens.
+
+The rows of a layer are the kernels that torch.compile generates for it on a GPU; `tests/cuda/test_layer_bytes.py`
+compares both. Around the layers operations run one by one. Collectives are in `communication.py`.
+"""
+
+import dataclasses
+
+from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config.family import family_of
+from ..partition import part_sizes
+from .flops import recomputes_whole_layer, scored_tokens
+from .layer_operations import LayerCounts
+from .memory import BYTES, FP32_BYTES, LOGITS_AT_ONCE
+from .operation import Operation, elementwise, product, times
+from .params import parameter_sizes
+
+# Bytes per parameter, (read, written). AdamW with fp32 masters: norm 4, unscale and clip 8, update 28, weights 6; bf16
+# moments are widened and rounded besides.
+OPTIMIZER_BYTES = {"fp32 moments": (28, 18), "bf16 moments": (68, 58), "without masters": (24, 16)}
+HOST_SYNCS = 1  # per step: the gradient norm is read on the host
+EMBEDDING_DROPOUT_BYTES = (65, 53)  # per element: the mask's hash, 33 operations on int32 that are not compiled
+LAUNCHES_OF_A_LOSS_CHUNK = 44  # besides its three products
+ELEMENTS_PER_LAUNCH = 320 * 65536  # of torch's multi-tensor kernels
+
+
+def step_operations(
+    config: TransformerConfig,
+    layout: ParallelConfig,
+    micro_batch_size: int,
+    num_micro_batches: int,
+    seq_length: int,
+    dtype: str,
+    half_moments: bool = False,
+) -> tuple[Operation, ...]:
+    """The operations of one rank in one optimizer step on a GPU with compiled layers.
+
+    Their FLOPs are those of `hardware_flops_per_step`, over p, and of the family's dense heads, which every rank
+    computes whole, with two differences: selective recomputation leaves a fused attention core alone, and full
+    recomputation stops before the last product of a layer if nothing after it needs its result.
+
+    Args:
+        micro_batch_size: sequences b of one forward pass.
+        num_micro_batches: forward passes of a step.
+        seq_length: tokens s.
+        dtype: of weights and activations.
+        half_moments: the moments are bf16.
+
+    Raises:
+        ValueError: `layout.tp_size` does not divide the model.
+    """
+    config.check_tensor_parallel(layout.tp_size)
+    layer = LayerCounts.of(config, layout, micro_batch_size, seq_length, dtype)
+    in_layers = layer.forward("forward") + layer.backward()
+    if config.recompute is Recompute.FULL:
+        again = layer.forward("recomputation")
+        in_layers += again if recomputes_whole_layer(config) else [o for o in again if o.name != "MLP down"]
+    elif config.recompute is Recompute.SELECTIVE:
+        in_layers += layer.core_again()
+    once = [times(config.num_layers, operation) for operation in in_layers]
+    once += _embedding(config, layout, micro_batch_size, seq_length, BYTES[dtype])
+    once += _head(config, layout, micro_batch_size, seq_length, BYTES[dtype])
+    micro_batch = [times(num_micro_batches, operation) for operation in once]
+    return (*micro_batch, *_update(config, layout, num_micro_batches, dtype, half_moments))
+
+
+def _embedding(config: TransformerConfig, layout: ParallelConfig, b: int, s: int, e: int) -> list[Operation]:
+    """Embeddings and the LayerNorm outside the layers."""
+    h, whole = config.hidden_size, b * s * config.hidden_size
+    own = whole // layout.tp_size if layout.cuts_sequence else whole
+    table = config.padded_vocab_size // layout.tp_size * h * e
+    found = [
+        elementwise("embedding", "forward", int(3.5 * whole * e), 3 * whole * e, 8),
+        # the lookup's gradient is added to that of the output projection
+        elementwise("embedding", "backward", 3 * whole * e + 2 * table, whole * e + 2 * table, 6),
+    ]
+    if config.input_dropout > 0:
+        read, written = EMBEDDING_DROPOUT_BYTES
+        found.append(elementwise("embedding dropout", "forward", read * own, written * own, 33))
+        found.append(elementwise("embedding dropout", "backward", (2 * e + 1) * own, 2 * e * own, 3))
+    if family_of(config.family).num_token_types:
+        found.append(elementwise("token types", "forward", 3 * own * e, 2 * own * e, 2))
+        found.append(elementwise("token types", "backward", own * e, 0, 1))
+    for _ in range(config.placement.num_outer_norms):
+        found.append(elementwise("outer LayerNorm", "forward", own * e, own * e))
+        found.append(elementwise("outer LayerNorm", "backward", 4 * own * e, own * e, 3))
+    return found
+
+
+def _head(config: TransformerConfig, layout: ParallelConfig, b: int, s: int, e: int) -> list[Operation]:
+    """The family's dense heads, then projection and loss in chunks, with their gradients in the forward pass."""
+    h, columns = config.hidden_size, config.padded_vocab_size // layout.tp_size
+    rows, sizes = b * scored_tokens(config, s), family_of(config.family).head
+    found = []
+    for name, num, multiply_adds in zip(
+        ("token head", "sequence head"), (rows, b), sizes.multiply_adds(h), strict=True
+    ):
+        if multiply_adds:
+            n = multiply_adds // h
+            found.append(product(name, "forward", num, n, h, e))
+            found.append(product(name, "backward", num, h, n, e))
+            found.append(product(name, "backward", n, h, num, e))
+    if sizes.num_tensors:  # rows picked, activation, LayerNorm
+        found.append(elementwise("token head, GELU and LayerNorm", "forward", 3 * rows * h * e, 3 * rows * h * e, 3))
+        passes = 8 * rows * h * e
+        found.append(elementwise("token head, GELU and LayerNorm", "backward", passes, rows * h * e + b * s * h * e, 7))
+    at_once = max(1, LOGITS_AT_ONCE // columns)
+    several = rows > at_once
+    for num, chunk in ((rows // at_once, at_once), (1, rows % at_once)):
+        if num * chunk == 0:
+            continue
+        logits, table = chunk * columns, columns * h
+        biased = logits * e if sizes.num_tensors else 0  # its gradient is a sum of its own
+        found += [
+            times(num, product("logits", "forward", chunk, columns, h, e)),
+            times(num, product("logits, gradient of the input", "forward", chunk, h, columns, e)),
+            times(num, product("logits, gradient of the weight", "forward", columns, h, chunk, e)),
+            times(num, elementwise("loss", "forward", 2 * logits * e + biased, logits * e, LAUNCHES_OF_A_LOSS_CHUNK)),
+        ]
+        if several:
+            found.append(times(num, elementwise("sum of the chunks", "forward", table * (4 + e), table * 4)))
+    weight = columns * h
+    rounded = (4 * weight, e * weight) if several else (0, 0)
+    scaled = (weight + rows * h) * e  # by the gradient of the loss
+    return [*found, elementwise("loss", "backward", scaled + rounded[0], scaled + rounded[1], 3)]
+
+
+def _update(
+    config: TransformerConfig, layout: ParallelConfig, num_micro_batches: int, dtype: str, half_moments: bool
+) -> list[Operation]:
+    """The gradient buffer, once per micro-batch, and the optimizer."""
+    e, sizes = BYTES[dtype], parameter_sizes(config, layout.tp_size)
+    n, wide = sum(sizes), max(BYTES[dtype], FP32_BYTES)
+    found = []
+    if e < FP32_BYTES or layout.cuts_optimizer:
+        copied = Operation("gradient buffer", "gradients", "elementwise", 1, len(sizes), 0, n * e, n * wide)
+        found.append(copied)  # the first micro-batch is copied, the others are added
+        if num_micro_batches > 1:
+            added = dataclasses.replace(copied, read=n * (e + wide))
+            found.append(times(num_micro_batches - 1, added))
+    owned = max(part_sizes(sizes, layout.dp_size)) if layout.cuts_optimizer else n
+    kind = "bf16 moments" if half_moments else "fp32 moments" if e < FP32_BYTES else "without masters"
+    read, written = (count * (2 if e > FP32_BYTES else 1) for count in OPTIMIZER_BYTES[kind])
+    launches = 12 * len(sizes) if half_moments else 4 * -(-owned // ELEMENTS_PER_LAUNCH)
+    found.append(Operation("AdamW", "optimizer", "optimizer", 1, launches, 0, owned * read, owned * written))
+    return found

@@ -1,0 +1,37 @@
+"""The forecast of the rows of `analysis/benchmarks/h200.sh`."""
+
+import json
+
+import pytest
+
+from analysis.benchmarks import forecast
+
+
+@pytest.fixture(scope="module")
+def record() -> dict:
+    return json.loads(forecast.RECORD.read_text(encoding="utf-8"))
+
+
+def test_every_timed_row_of_the_script_has_a_forecast_that_fits_the_device(record) -> None:
+    assert record["kind"] == "modelled"
+    for row in forecast.rows():
+        assert row.plan.missing_bytes <= 0, row.name
+        assert {name for name in record["metrics"] if name.startswith(f"{row.name}/")} >= {
+            f"{row.name}/{metric}"
+            for metric in ("step", "share_of_given_peak", "memory_peak", "launches", "host_syncs")
+        }
+
+
+def test_the_goals_are_compared_after_each_change(record) -> None:
+    for shares in record["config"]["goals"].values():
+        after = [share for change, share in shares.items() if change != "goal"]
+        assert after == sorted(after)  # each change is added to those before it
+
+
+def test_a_row_that_was_run_is_put_beside_its_forecast(record, tmp_path) -> None:
+    assert "no row was run yet" in forecast.compare(record, tmp_path)
+    measured = 1.1 * record["metrics"]["gpt_1.2b/ours/step"]["value"]
+    run = {"metrics": {"ours/step": {"value": measured, "unit": "s"}}}
+    (tmp_path / "h200_gpt_1.2b.json").write_text(json.dumps(run), encoding="utf-8")
+    lines = forecast.compare(record, tmp_path).splitlines()
+    assert len(lines) == 2 and lines[1].startswith("gpt_1.2b ours") and lines[1].endswith("1.100")

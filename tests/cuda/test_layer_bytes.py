@@ -1,0 +1,59 @@
+"""The planner's bytes and launches of a layer against the kernels that torch.compile generates for it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import fake_gpu  # noqa: E402
+
+from lmscale.config import ParallelConfig, TransformerConfig  # noqa: E402
+from lmscale.planner.layer_operations import LayerCounts  # noqa: E402
+
+pytestmark = pytest.mark.skipif(fake_gpu.problem() is not None, reason=str(fake_gpu.problem()))
+# What the planner leaves out: weights and biases that a kernel reads besides, and partial sums.
+TOLERANCE, FLOAT8_TOLERANCE = 0.01, 0.03
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory) -> Path:
+    return fake_gpu.build_guard(tmp_path_factory.mktemp("guard"))
+
+
+@pytest.mark.parametrize(
+    "family, hidden_size, heads, s, b, float8, model",
+    [
+        ("gpt", 1536, 16, 1024, 16, False, {}),
+        ("bert", 1024, 16, 512, 32, False, {}),
+        ("gpt", 1920, 20, 1024, 8, True, {}),
+        pytest.param("bert", 2560, 40, 512, 24, False, {}, marks=pytest.mark.slow),
+        pytest.param("gpt", 1536, 16, 1024, 16, False, {"norm_order": "post"}, marks=pytest.mark.slow),
+        pytest.param("gpt", 1536, 16, 1024, 16, False, {"recompute": "selective"}, marks=pytest.mark.slow),
+        pytest.param("gpt", 1536, 16, 1024, 16, False, {"hidden_dropout": 0.0}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_layer_moves_the_bytes_that_the_planner_counts(
+    guard, family, hidden_size, heads, s, b, float8, model
+) -> None:
+    case = {"family": family, "hidden_size": hidden_size, "heads": heads, "s": s, "b": b, "float8": float8}
+    command = [sys.executable, str(HERE / "layer_bytes.py"), str(guard), json.dumps(case | {"model": model})]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    graphs = json.loads(done.stdout.splitlines()[-1])
+    assert len(graphs) == 2
+    config = TransformerConfig(family, 2, hidden_size, heads, 50257, s, **model)
+    layer = LayerCounts.of(config, ParallelConfig(), b, s, "fp8" if float8 else "bf16")
+    for calls, operations in zip(graphs, (layer.forward("forward"), layer.backward()), strict=True):
+        passes = [o for o in operations if o.kind == "elementwise"]
+        generated = [num_bytes for call, num_bytes in calls if call.startswith("triton_")]
+        tolerance = FLOAT8_TOLERANCE if float8 else TOLERANCE
+        assert sum(o.num_bytes for o in passes) == pytest.approx(sum(generated), rel=tolerance)
+        assert abs(sum(o.launches for o in passes) - len(generated)) <= 2
+        assert sum(o.kind == "product" for o in operations) == sum(
+            "mm" in call for call, _ in calls if "extern" in call
+        )

@@ -1,0 +1,121 @@
+"""The table of operations: its sums, its prices, and the constants of the clusters."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from paper_models import paper_model
+
+from lmscale.config import ParallelConfig
+from lmscale.config.cluster import Cluster, load_cluster
+from lmscale.planner.communication import step_collectives
+from lmscale.planner.flops import hardware_flops_per_step
+from lmscale.planner.job import Job
+from lmscale.planner.operation import Operation, product
+from lmscale.planner.operations import step_operations
+from lmscale.planner.operations_table import format_operations, operation_rows
+from lmscale.planner.params import count_parameters
+from lmscale.planner.plan import make_plan
+from lmscale.planner.roofline import operation_s
+
+ROOT = Path(__file__).parents[2]
+
+
+def cluster(name: str = "h200", **constants: float) -> Cluster:
+    found = load_cluster(ROOT / "conf" / "cluster" / f"{name}.yaml")
+    return dataclasses.replace(found, roofline=dataclasses.replace(found.roofline, **constants))
+
+
+def total(operations: tuple[Operation, ...], name: str) -> int:
+    return sum(o.count * getattr(o, name) for o in operations)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8", "fp32"])
+def test_the_flops_of_a_step_are_the_hardware_flops(recompute: str, dtype: str) -> None:
+    config = paper_model("gpt_2.5b", recompute=recompute)
+    for tp_size in (1, 2):
+        found = step_operations(config, ParallelConfig(tp_size), 4, 3, 1024, dtype)
+        assert tp_size * total(found, "flops") == hardware_flops_per_step(config, 1024, 12)
+
+
+def test_a_fused_core_is_not_recomputed_selectively() -> None:
+    none, selective = (
+        step_operations(paper_model("gpt_1.2b", recompute=mode), ParallelConfig(), 4, 1, 1024, "bf16")
+        for mode in ("none", "selective")
+    )
+    assert total(none, "flops") == total(selective, "flops")
+    assert total(selective, "num_bytes") - total(none, "num_bytes") == 40 * 4 * 1024 * 4 * 1536 * 2  # the GELU's result
+
+
+def test_the_optimizer_and_the_gradient_buffer_move_a_number_of_bytes_per_parameter() -> None:
+    config = paper_model("gpt_1.2b")
+    n = count_parameters(config).total
+    for half_moments, optimizer in ((False, 46), (True, 126)):
+        found = step_operations(config, ParallelConfig(), 4, 3, 1024, "bf16", half_moments)
+        by_phase = {p: sum(o.count * o.num_bytes for o in found if o.phase == p) for p in ("gradients", "optimizer")}
+        assert by_phase == {"gradients": n * (6 + 10 + 10), "optimizer": n * optimizer}
+
+
+def test_micro_batches_multiply_all_but_the_update() -> None:
+    config = paper_model("bert_336m")
+    one, three = (step_operations(config, ParallelConfig(), 4, n, 512, "bf16") for n in (1, 3))
+    update = ("gradients", "optimizer")
+    for a, b in zip(
+        (o for o in one if o.phase not in update), (o for o in three if o.phase not in update), strict=True
+    ):
+        assert b == dataclasses.replace(a, count=3 * a.count)
+
+
+def test_a_large_product_runs_at_the_measured_rate() -> None:
+    machine = cluster(tile_fill=0.0, product_share=1.0)
+    large = product("large", "forward", 128 * 132, 256 * 64, 8192, 2)
+    assert large.flops / operation_s(large, machine, "bf16") == pytest.approx(790e12)
+    assert operation_s(dataclasses.replace(large, count=2), machine, "bf16") == 2 * operation_s(large, machine, "bf16")
+
+
+def test_small_products_and_partial_waves_are_slower() -> None:
+    machine = cluster()
+
+    def rate(m: int, n: int, k: int) -> float:
+        one = product("some", "forward", m, n, k, 2)
+        return one.flops / operation_s(one, machine, "bf16")
+
+    assert rate(16896, 16384, 8192) > rate(16896, 16384, 1024) > rate(16896, 16384, 128)
+    assert rate(128 * 132, 256, 4096) > rate(128 * 133, 256, 4096)  # one tile more than multiprocessors
+
+
+def test_a_head_of_96_takes_as_long_as_one_of_128() -> None:
+    def seconds(heads: int, hidden: int) -> float:
+        config = paper_model("gpt_1.2b", num_attention_heads=heads, hidden_size=hidden)
+        found = step_operations(config, ParallelConfig(), 4, 1, 1024, "bf16")
+        return sum(operation_s(o, cluster(), "bf16") for o in found if o.kind == "attention")
+
+    assert seconds(16, 96 * 16) == pytest.approx(seconds(16, 128 * 16))
+
+
+def test_a_table_has_every_operation_and_collective_and_adds_up_to_the_step() -> None:
+    config = paper_model("gpt_8.3b")
+    job = Job(config, 4, 8, 1024, "bf16", 1)
+    plan = make_plan(job, ParallelConfig(8), cluster())
+    rows = operation_rows(plan)
+    assert sum(row.seconds for row in rows) == pytest.approx(plan.time.total, rel=1e-3)  # but for the norm's message
+    assert {c.what for c in step_collectives(config, ParallelConfig(8), 4, 2, 1024, "bf16")} < {
+        row.name for row in rows
+    }
+    assert [row.seconds for row in rows] == sorted((row.seconds for row in rows), reverse=True)
+    text = format_operations(rows)
+    assert "backward: attention core" in text and "100.0%" in text
+
+
+def test_the_clusters_have_the_fitted_constants() -> None:
+    metrics = json.loads((ROOT / "analysis/scaling/records/roofline.json").read_text(encoding="utf-8"))["metrics"]
+    for name in ("h200", "h100", "dgx_a100"):
+        for constant in ("product_share", "tile_fill", "memory_share", "launch_us"):
+            assert getattr(cluster(name).roofline, constant) == metrics[constant]["value"]
+
+
+def test_a_cluster_has_a_roofline_or_passes() -> None:
+    with pytest.raises(ValueError, match="either `roofline` or `calibration.matmul_share`, but h200 has neither"):
+        dataclasses.replace(cluster(), roofline=None)
