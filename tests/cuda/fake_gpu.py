@@ -7,15 +7,17 @@ It uses private parts of torch; `problem()` reports versions that it was not wri
 import ctypes
 import importlib.metadata
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-WRITTEN_FOR = ("2.13",)  # torch
+TORCH, TRITON = "2.13.", "3.7."  # the versions whose private parts this uses
 CAPABILITY = 90
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H200",
@@ -46,10 +48,12 @@ def problem() -> str | None:
     version = importlib.metadata.version("torch")
     if not version.endswith("+cpu"):
         return f"needs a CPU build of torch, and {version} is none"
-    if not version.startswith(WRITTEN_FOR):
-        return f"uses private parts of torch {', '.join(WRITTEN_FOR)}, and this is {version}"
+    if not version.startswith(TORCH):
+        return f"uses private parts of torch {TORCH}*, and this is {version}"
     if importlib.util.find_spec("triton") is None:
         return "needs triton, which a CPU build of torch does not bring"
+    if not importlib.metadata.version("triton").startswith(TRITON):
+        return f"uses private parts of triton {TRITON}*, and this is {importlib.metadata.version('triton')}"
     if shutil.which("g++") is None:
         return "needs g++ to build the device guard"
     return None
@@ -81,6 +85,21 @@ def install(guard: Path) -> None:
     _install_in_torch(torch)
     _install_in_triton()
     _install_in_inductor(torch)
+
+
+def run(script: str, guard: Path, argument: Any, **environment: str) -> Any:
+    """Run a script of this folder with the guard and a JSON argument; returns the JSON it prints on its last line.
+
+    Raises:
+        RuntimeError: the script failed, with the end of what it wrote.
+    """
+    command = [sys.executable, str(_GUARD.with_name(script)), str(guard), json.dumps(argument)]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{script} failed: {done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 class _NoDevice:
@@ -121,12 +140,37 @@ def _install_in_torch(torch: Any) -> None:
     torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     torch.cuda.device = torch.cuda._DeviceGuard = _NoDevice
     torch.cuda.default_generators = (torch.default_generator,)
+    torch.Generator = _cpu_generator(torch.Generator)
+    torch.nn.functional.scaled_dot_product_attention = _attention
     torch.version.cuda = torch.version.cuda or "13.0"
-    torch._C._cuda_getCurrentRawStream = lambda *_: 0
+    torch._C._cuda_getCurrentRawStream = torch._C._cuda_getDevice = lambda *_: 0
     torch.accelerator.is_available = lambda: False
     for name in ("init_gpu_context", "init_cuda_context"):
         if hasattr(fake_tensor, name):
             setattr(fake_tensor, name, lambda *_: None)
+
+
+def _cpu_generator(base: type) -> type:
+    class Generator(base):
+        """A generator on the CPU, also for a GPU, for which a CPU build of torch has none."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return super().__new__(cls, "cpu")
+
+    return Generator
+
+
+def _attention(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False) -> Any:
+    """torch's choice on a GPU without cuDNN's kernel: flash for half types without a mask, else memory-efficient."""
+    import torch
+
+    if attn_mask is None and q.dtype.itemsize == 2:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+    bias = attn_mask
+    if attn_mask is not None:
+        bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, float("-inf"))
+        bias = bias.expand(*q.shape[:-1], k.shape[-2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
 
 
 def _install_in_triton() -> None:
@@ -189,12 +233,14 @@ def _install_in_inductor(torch: Any) -> None:
     functorch_config.enable_autograd_cache = False
 
 
-def capture_generated_code() -> list[str]:
+def capture_generated_code(runs: list | None = None) -> list[str]:
     """Make Inductor generate its modules without running them; returns the list that collects their sources.
 
-    Call only inside FakeTensorMode: outputs of graphs are empty tensors of the right shape.
+    Compile and call only inside FakeTensorMode: outputs of graphs are empty tensors of the right shape.
+
+    Args:
+        runs: collects (source, arguments) of every call of a generated module.
     """
-    import torch
     from torch._inductor.graph import GraphLowering
 
     sources: list[str] = []
@@ -205,11 +251,14 @@ def capture_generated_code() -> list[str]:
         sources.append(source)
         with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
             file.write(source)
-        outputs = [_layout_of(output) for output in self.graph_outputs]
+        inputs, outputs = list(self.graph_inputs.values()), [_layout_of(output) for output in self.graph_outputs]
 
         def call(arguments: list) -> list:
+            sizes = _sizes_by_symbol(inputs, arguments)
+            if runs is not None:
+                runs.append((source, list(arguments)))
             arguments.clear()
-            return [made and torch.empty_strided(*made[:2], dtype=made[2], device=made[3]) for made in outputs]
+            return [layout and _empty(*layout, sizes) for layout in outputs]
 
         self.cache_key, self.cache_path, self.cache_linemap = "none", file.name, []
         return SimpleNamespace(
@@ -223,7 +272,23 @@ def capture_generated_code() -> list[str]:
 def _layout_of(output: Any) -> tuple | None:
     """Size, stride, type and device of a graph's output; None if it is not a tensor."""
     try:
-        size, stride = (tuple(map(int, numbers)) for numbers in (output.get_size(), output.get_stride()))
+        return output.get_size(), output.get_stride(), output.get_dtype(), output.get_device()
     except (AttributeError, NotImplementedError):
         return None
-    return size, stride, output.get_dtype(), output.get_device()
+
+
+def _sizes_by_symbol(inputs: list, arguments: list) -> dict:
+    """The values of the symbols in a graph with dynamic shapes; they are inputs, or sizes of inputs."""
+    sizes = {}
+    for described, value in zip(inputs, arguments, strict=True):
+        is_tensor = hasattr(described, "get_size")
+        sizes |= dict(zip(described.get_size(), value.shape, strict=True)) if is_tensor else {described: value}
+    return sizes
+
+
+def _empty(size: Any, stride: Any, dtype: Any, device: Any, sizes: dict) -> Any:
+    import sympy
+    import torch
+
+    shape, strides = (tuple(int(sympy.sympify(n).subs(sizes)) for n in numbers) for numbers in (size, stride))
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)

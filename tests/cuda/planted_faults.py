@@ -1,0 +1,106 @@
+"""Faults that only a GPU, or the code generated for it, would show; the tests must report every one of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+
+@contextmanager
+def planted(fault: str | None) -> Iterator[None]:
+    """Plant a fault of `FAULTS` in lmscale; None: none."""
+    if fault is None:
+        yield
+        return
+    import lmscale.models.layer
+    import lmscale.models.transformer
+    import lmscale.parallel.rng
+    import lmscale.parallel.sequence_parallel
+    import lmscale.training.step.validation  # noqa: F401
+
+    target, make = FAULTS[fault]
+    with mock.patch(target, make()):
+        yield
+
+
+def unwrapped_first_row() -> Callable[..., Any]:
+    """The first row's product goes beyond int32, which Triton refuses on every rank but the first."""
+    mask = _mask_function()
+    return lambda keys, num_rows, num_columns, probability, first_row=0: mask(
+        keys, first_row, num_rows, 0, num_columns, probability
+    )
+
+
+def columns_from_four() -> Callable[..., Any]:
+    """A mask whose first column's product goes beyond int32."""
+    mask = _mask_function()
+    return lambda keys, num_rows, num_columns, probability, first_row=0: mask(
+        keys, 0, num_rows, 4, num_columns, probability
+    )
+
+
+def _mask_function() -> Callable[..., Any]:
+    import torch
+
+    from lmscale.parallel.rng import _COLUMN, _GOLDEN, _mix
+
+    def mask(keys: Any, row: int, num_rows: int, column: int, num_columns: int, probability: float) -> Any:
+        rows = torch.arange(row, row + num_rows, dtype=torch.int32, device=keys.device)
+        columns = torch.arange(column, column + num_columns, dtype=torch.int32, device=keys.device)
+        row_keys = _mix(keys.unsqueeze(-1) + rows * _GOLDEN)
+        return _mix(row_keys.unsqueeze(-1) ^ (columns * _COLUMN)) >= int(probability * 2**32) - 2**31
+
+    return mask
+
+
+def sites_on_the_host() -> Callable[..., Any]:
+    """Dropout sites made without their device."""
+    import torch
+
+    from lmscale.parallel.rng import _SITE, _mix
+
+    return lambda keys, num_sites: _mix(keys + (torch.arange(1, num_sites + 1).unsqueeze(-1) * _SITE % 2**31).int())
+
+
+def loss_checked_by_the_host() -> Callable[..., Any]:
+    """The host looks at the loss of every micro-batch."""
+
+    def loss_sums(self: Any, batch: dict, sample_keys: Any) -> Any:
+        sums = self.loss.loss_sums(self.model, batch, sample_keys)
+        assert sums.isfinite().all() or sums is not None
+        return sums
+
+    return loss_sums
+
+
+def graph_break() -> Callable[..., Any]:
+    """Something in a layer that torch.compile cannot trace."""
+    import torch
+
+    from lmscale.models.layer import TransformerLayer
+
+    drop = TransformerLayer._drop
+
+    def breaking(self: Any, x: Any, keys: Any) -> Any:
+        torch._dynamo.graph_break()
+        return drop(self, x, keys)
+
+    return breaking
+
+
+def offset_of_the_first_rank() -> Callable[..., Any]:
+    """Every rank takes its positions for the first ones of the sequence."""
+    return lambda x, context: 0
+
+
+FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "unwrapped first row": ("lmscale.parallel.rng.counter_keep_mask", unwrapped_first_row),
+    "columns from four": ("lmscale.parallel.rng.counter_keep_mask", columns_from_four),
+    "sites on the host": ("lmscale.models.transformer.site_keys", sites_on_the_host),
+    "loss checked by the host": (
+        "lmscale.training.step.validation.ValidatedModule.loss_sums",
+        loss_checked_by_the_host,
+    ),
+    "graph break": ("lmscale.models.layer.TransformerLayer._drop", graph_break),
+    "offset of the first rank": ("lmscale.parallel.sequence_parallel.first_position", offset_of_the_first_rank),
+}
