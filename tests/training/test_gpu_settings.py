@@ -1,5 +1,6 @@
 """What is set in torch for a GPU, without one."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,10 @@ from lmscale.training.runtime import gpu_settings, preflight
 
 
 @pytest.fixture(autouse=True)
-def unset(monkeypatch) -> None:
-    for name in gpu_settings.ALLOCATOR_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+def environment(monkeypatch) -> None:
+    """A copy without the allocator's variables, so that what a test sets ends with it."""
+    kept = {name: value for name, value in os.environ.items() if name not in gpu_settings.ALLOCATOR_VARIABLES}
+    monkeypatch.setattr(os, "environ", kept)
 
 
 @pytest.mark.parametrize("name", gpu_settings.ALLOCATOR_VARIABLES)
