@@ -160,7 +160,7 @@ def test_figure_1_uses_the_two_printed_values(fitted: Cluster) -> None:
 
 def test_every_what_if_table_is_marked_as_modelled() -> None:
     tables = what_if.tables()
-    assert len(tables) == 9
+    assert len(tables) == 8
     for title, rows in tables.items():
         assert what_if.format_table(title, rows).splitlines()[0] == f"{title} (modelled)"
 
