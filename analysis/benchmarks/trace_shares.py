@@ -27,7 +27,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "scaled_mm"
 # First match of a part of the name counts. A CPU's attention with dropout is products, softmax and bernoulli: in its
 # backward pass the products cannot be told from others.
 KINDS = (
-    ("communication", ("c10d::", "lmscale::", "gloo:", "nccl", "record_param_comms")),
+    ("communication", ("c10d::", "c10d_functional::", "lmscale::", "gloo:", "nccl", "record_param_comms")),
     (LOSS, ("log_softmax", "nll_loss", "cross_entropy")),
     ("attention", ("scaled_dot_product", "flash_attention", "efficient_attention", "_softmax", "bernoulli")),
     ("matrix products", PRODUCTS),

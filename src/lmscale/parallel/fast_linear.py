@@ -67,8 +67,9 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad_output.flatten(0, -2)
         grad = ctx.products.prepare_gradient(rows)
-        d_x = ctx.products.input_gradient(grad, weight).unflatten(0, grad_output.shape[:-1])
-        wait = ctx.context.tp_communicator.begin_all_reduce(d_x)
+        partial_d_x = ctx.products.input_gradient(grad, weight)
+        wait = ctx.context.tp_communicator.begin_all_reduce(partial_d_x.unflatten(0, grad_output.shape[:-1]))
+        del partial_d_x  # the communicator may have made a copy
         d_weight = ctx.products.weight_gradient(grad, x.flatten(0, -2))
         d_bias = rows.sum(dim=0)
         return wait(), d_weight, d_bias, None, None
