@@ -27,17 +27,16 @@ from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
 
-_GROUP_PLACES = {
-    "allreduce_": 1,
-    "_allgather_base_": 2,
-    "_reduce_scatter_base_": 2,
-}  # of the group, by argument
-# What a `SharedMemoryChannel` does of them; the group's name is the last argument.
-_OF_A_CHANNEL = {
+# Each collective's name as c10d has it. The group's name is the last argument of a functional collective and of a
+# `SharedMemoryChannel`'s.
+_NAMES = {
     "all_reduce": "allreduce_",
     "all_gather": "_allgather_base_",
+    "all_gather_into_tensor": "_allgather_base_",
     "reduce_scatter": "_reduce_scatter_base_",
+    "reduce_scatter_tensor": "_reduce_scatter_base_",
 }
+_GROUP_PLACE_OF_C10D = {"allreduce_": 1}
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,14 @@ class CollectiveRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional", "lmscale"):
+        if func.namespace in ("c10d", "_c10d_functional", "lmscale") and func.overloadpacket.__name__ != "wait_tensor":
             # The larger of input and output of an all-gather or a reduce-scatter.
             given = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in (*args, result)]
             tensors = max(given, key=lambda some: sum(t.numel() for t in some))
             name = func.overloadpacket.__name__
             self.collectives.append(
                 Collective(
-                    kind=_OF_A_CHANNEL[name] if func.namespace == "lmscale" else name,
+                    kind=_NAMES.get(name, name),
                     group=self._group_name(func, args),
                     phase=self.phase,
                     shape=tuple(tensors[0].shape) if len(tensors) == 1 else (sum(t.numel() for t in tensors),),
@@ -91,12 +90,10 @@ class CollectiveRecorder(TorchDispatchMode):
         return result
 
     def _group_name(self, func: Any, args: tuple) -> str:
-        if func.namespace == "lmscale":
+        if func.namespace != "c10d":
             return self._names.get(args[-1], "other")
-        if func.overloadpacket.__name__ not in _GROUP_PLACES:
-            return "other"
-        group = args[_GROUP_PLACES[func.overloadpacket.__name__]]
-        return self._names.get(dist.ProcessGroup.unbox(group).group_name, "other")
+        place = _GROUP_PLACE_OF_C10D.get(func.overloadpacket.__name__)
+        return "other" if place is None else self._names.get(dist.ProcessGroup.unbox(args[place]).group_name, "other")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "scaled_mm"
 # The first matching substring counts. Attention with dropout on a CPU consists of products, softmax and bernoulli; its
 # products in the backward pass cannot be distinguished from others.
 KINDS = (
-    ("communication", ("c10d::", "lmscale::", "gloo:", "nccl", "record_param_comms")),
+    ("communication", ("c10d::", "c10d_functional::", "lmscale::", "gloo:", "nccl", "record_param_comms")),
     (LOSS, ("log_softmax", "nll_loss", "cross_entropy")),
     ("attention", ("scaled_dot_product", "flash_attention", "efficient_attention", "_softmax", "bernoulli")),
     ("matrix products", PRODUCTS),

@@ -11,7 +11,11 @@ import fake_gpu
 
 
 def main(guard: str, case: dict) -> None:
-    """Compile forward and backward pass of a layer, and each of its Triton kernels to cubins."""
+    """Compile forward and backward pass of a layer, and each of its Triton kernels to cubins.
+
+    Args:
+        case: what differs from a GPT layer on one rank; `cubins` false leaves its kernels alone.
+    """
     fake_gpu.install(Path(guard))
     import torch
     import torch.distributed as dist
@@ -21,11 +25,11 @@ def main(guard: str, case: dict) -> None:
     from torch._functorch._aot_autograd import utils as aot
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from triton_kernels import calls_in, compile_to_cubin, kernels_in
+    from triton_kernels import calls_in, compile_to_cubin, kernels_in, products_behind_collectives
 
     from lmscale.config import TransformerConfig
-    from lmscale.models.build import _default_dtype
-    from lmscale.models.layer import TransformerLayer
+    from lmscale.kernels import Kernels
+    from lmscale.models import build_model
     from lmscale.parallel import ParallelContext
 
     def flash(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):  # the choice of a GPU without a mask
@@ -43,16 +47,15 @@ def main(guard: str, case: dict) -> None:
         dist.init_process_group("fake", rank=tp_rank, world_size=tp_size, store=FakeStore())
         context = ParallelContext(tp_rank=tp_rank, tp_size=tp_size, tp_group=dist.group.WORLD, sequence_parallel=cut)
     b, s, h = 2, 256, 512
-    config = TransformerConfig("gpt", 2, h, 8, 50257, s, **case.get("model", {}))
+    config = TransformerConfig(case.get("family", "gpt"), 1, h, 8, 50257, s, **case.get("model", {}))
+    kernels = Kernels(float8=case.get("float8", False), compiles=True)
     with FakeTensorMode():
-        with torch.device("cuda"), _default_dtype(torch.bfloat16):
-            layer = TransformerLayer(config, context, 0)
-        layer.compile(dynamic=False)
+        model = build_model(config, context, seed=None, dtype=torch.bfloat16, device="cuda", kernels=kernels)
         x = torch.empty(b, s // tp_size if cut else s, h, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        y = layer(x, None, torch.empty(3, b, device="cuda", dtype=torch.int32))
+        y = model.transformer.layers[0](x, None, torch.empty(3, b, device="cuda", dtype=torch.int32))
         y.backward(torch.empty_like(y))
     cubins, refused = {}, {}
-    for source in sources:
+    for source in sources if case.get("cubins", True) else []:
         for name, kernel in kernels_in(source).items():
             try:
                 cubins[name] = [compile_to_cubin(kernel, capability) for capability in (80, 90)]
@@ -64,6 +67,7 @@ def main(guard: str, case: dict) -> None:
                 "graphs": len(sources),
                 "breaks": sum(counters["graph_break"].values()),
                 "calls": [calls_in(source) for source in sources],
+                "collectives": [products_behind_collectives(source) for source in sources],
                 "cubins": cubins,
                 "refused": refused,
                 "cloned_generators": clones,

@@ -55,6 +55,26 @@ def calls_in(source: str) -> list[str]:
     return [match[1] or match[2] for line in lines if (match := pattern.search(line))]
 
 
+def products_behind_collectives(source: str) -> list[tuple[str, int]]:
+    """Each collective of a generated module in order, and how many matrix products start before the wait for it."""
+    body = re.sub("'''.*?'''", "", source, flags=re.S)
+    begun: dict[str, tuple[int, int]] = {}  # place in `found` and number of products so far, by the result's name
+    num_products, found = 0, []
+    for line in body.splitlines():
+        if match := re.search(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+)\.default\((\w+)", line):
+            result, kind, argument = match.groups()
+            if kind == "wait_tensor":
+                place, before = begun.pop(argument)
+                found[place] = (found[place][0], num_products - before)
+            elif "assert_" not in line:
+                begun[argument if kind.endswith("_") else result] = (len(found), num_products)
+                found.append((kind.removesuffix("_"), 0))
+        elif re.search(r"^\s.*(extern_kernels|torch\.ops\.aten)\.(mm|addmm|_scaled_mm)\b", line):
+            num_products += 1
+    assert not begun, f"nothing waits for {sorted(begun)}"
+    return found
+
+
 @cache
 def compile_to_cubin(source: str, capability: int) -> int:
     """Compile one kernel for a GPU of this capability (90: sm_90) and return the cubin's size in bytes.

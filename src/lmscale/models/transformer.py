@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from ..config import Recompute, TransformerConfig
 from ..config.family import family_of
 from ..parallel import (
+    KEEP_OVERLAP,
     LayerNorm,
     ParallelContext,
     VocabParallelEmbedding,
@@ -170,5 +171,6 @@ class Transformer(nn.Module):
                 replay, so gradients must have been moved by then.
         """
         self.uses_cuda_graphs = cuda_graphs
+        options = KEEP_OVERLAP if self.context.tp_size > 1 else None
         for layer in self.layers:
-            layer.compile(dynamic=False, mode="reduce-overhead" if cuda_graphs else None)
+            layer.compile(dynamic=False, mode="reduce-overhead" if cuda_graphs else None, options=options)

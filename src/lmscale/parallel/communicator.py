@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renames both and warns about the old names.
-_all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_ops = torch.ops._c10d_functional
 
 
 class Communicator(ABC):
@@ -82,46 +80,35 @@ class SingleRankCommunicator(Communicator):
 class ProcessGroupCommunicator(Communicator):
     """A group of `torch.distributed`: NCCL between GPUs, gloo between CPUs.
 
+    It issues torch's functional collectives, which torch.compile traces: a compiled layer stays one graph per
+    direction. A `begin_` form returns after the launch; its function makes the stream (on a CPU the host) wait.
+
     Args:
         size: number of ranks of the group (p).
     """
 
     def __init__(self, group: dist.ProcessGroup | None, size: int) -> None:
-        self.group, self.size = group, size
-        self.backend = "none" if group is None else dist.get_backend(group)
+        self.size = size
+        self.backend, self._name = ("none", "") if group is None else (dist.get_backend(group), group.group_name)
 
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[operation], group=self.group)
-        return total
+        return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), operation, self._name))
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        parts = x.new_empty(self.size, *x.shape)
-        _all_gather_tensor(parts.flatten(0, 1), x.contiguous(), group=self.group)
-        return parts.movedim(0, dim).flatten(dim, dim + 1)
+        return self.begin_all_gather(x, dim)()
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0)  # the part that each rank receives
-        total = x.new_empty(parts.shape[1:])
-        _reduce_scatter_tensor(total, parts.flatten(0, 1), group=self.group)
-        return total
+        return self.begin_reduce_scatter(x, dim)()
 
     def begin_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
-        work = dist.all_reduce(x, group=self.group, async_op=True)
-        return lambda: _wait_for(work, x)
+        total = _ops.all_reduce(x.contiguous(), "sum", self._name)
+        return lambda: _ops.wait_tensor(total)
 
     def begin_all_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
-        parts = x.new_empty(self.size, *x.shape)
-        work = _all_gather_tensor(parts.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
-        return lambda: _wait_for(work, parts).movedim(0, dim).flatten(dim, dim + 1)
+        parts = _ops.all_gather_into_tensor(x.contiguous(), self.size, self._name)  # [p n_0, ...], rank by rank
+        return lambda: _ops.wait_tensor(parts).unflatten(0, (self.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
     def begin_reduce_scatter(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
-        parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0)
-        total = x.new_empty(parts.shape[1:])
-        work = _reduce_scatter_tensor(total, parts.flatten(0, 1), group=self.group, async_op=True)
-        return lambda: _wait_for(work, total)
-
-
-def _wait_for(work: dist.Work, result: Tensor) -> Tensor:
-    work.wait()
-    return result
+        parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).flatten(0, 1)  # the part that each rank receives
+        total = _ops.reduce_scatter_tensor(parts.contiguous(), "sum", self.size, self._name)
+        return lambda: _ops.wait_tensor(total)

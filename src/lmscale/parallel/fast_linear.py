@@ -21,6 +21,15 @@ from .sequence_parallel import reduce_scatter_to_sequence_shard
 
 Linear = Callable[[Tensor, Tensor, Tensor, ParallelContext], Tensor]  # x, weight, bias, context
 
+# Options of torch.compile for layers of several tensor ranks. Inductor reorders a graph to save memory, and fusion can
+# pull the wait for a collective before the product that should hide it. "sink_waits" moves each wait to where its
+# result is first used.
+KEEP_OVERLAP = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
+}
+
 
 def choose_column_linear(context: ParallelContext, float8: bool = False) -> Linear | None:
     """The faster form of a column-parallel linear layer; None if the plain one is as fast."""
@@ -67,8 +76,9 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad_output.flatten(0, -2)
         grad = ctx.products.prepare_gradient(rows)
-        d_x = ctx.products.input_gradient(grad, weight).unflatten(0, grad_output.shape[:-1])
-        wait = ctx.context.tp_communicator.begin_all_reduce(d_x)
+        partial_d_x = ctx.products.input_gradient(grad, weight)
+        wait = ctx.context.tp_communicator.begin_all_reduce(partial_d_x.unflatten(0, grad_output.shape[:-1]))
+        del partial_d_x  # the communicator may have made a copy
         d_weight = ctx.products.weight_gradient(grad, x.flatten(0, -2))
         d_bias = rows.sum(dim=0)
         return wait(), d_weight, d_bias, None, None
@@ -85,6 +95,10 @@ class _SequenceParallelColumnLinear(torch.autograd.Function):
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         communicator = ctx.context.tp_communicator
+        if torch.compiler.is_compiling():
+            # The compiler merges equal collectives: it would keep the forward pass's [b, s, in] instead of x. This
+            # copy of x depends on the gradient, so its collective cannot be merged with one of the forward pass.
+            x = torch.where(grad_output.flatten()[0] == 0, x, x)
         wait_for_x = communicator.begin_all_gather(x, dim=1)
         rows = grad_output.flatten(0, -2)
         grad = ctx.products.prepare_gradient(rows)

@@ -1,0 +1,60 @@
+"""Layers of several tensor ranks, compiled for a GPU that is not there: graphs, collectives and what hides them.
+
+What NCCL does with them on a GPU is not covered.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from test_compiled_layer import HERE, compile_layer, fake_gpu, guard  # noqa: F401, HERE puts the folder on the path
+
+from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.planner.communication import micro_batch_collectives
+
+pytestmark = pytest.mark.skipif(fake_gpu.problem() is not None, reason=str(fake_gpu.problem()))
+KINDS = {"all_reduce": "all_reduce", "all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+LAYERS = {
+    "gpt, first of 2": {"tp_size": 2, "tp_rank": 0},
+    "gpt, last of 8, selective": {"tp_size": 8, "tp_rank": 7, "model": {"recompute": "selective"}},
+    "gpt, last of 2, sequence": {"tp_size": 2, "tp_rank": 1, "sequence_parallel": True},
+    "gpt, float8, 3 of 8, sequence": {"tp_size": 8, "tp_rank": 3, "sequence_parallel": True, "float8": True},
+    "bert, post, 3 of 8": {"family": "bert", "tp_size": 8, "tp_rank": 3, "model": {"norm_order": "post"}},
+    "bert, post, first of 8, sequence, selective": {
+        "family": "bert",
+        "tp_size": 8,
+        "tp_rank": 0,
+        "sequence_parallel": True,
+        "model": {"norm_order": "post", "recompute": "selective"},
+    },
+}
+
+
+def planned(case: dict) -> dict[str, Counter]:
+    """The collectives of one layer by direction, as the planner counts them."""
+    config = TransformerConfig(case.get("family", "gpt"), 1, 512, 8, 50257, 256, **case.get("model", {}))
+    layout = ParallelConfig(case["tp_size"], sequence_parallel=case.get("sequence_parallel", False))
+    found = {"forward": Counter(), "backward": Counter()}
+    for sent in micro_batch_collectives(config, layout, 2, 256, "bf16"):
+        if "attention and MLP" in sent.what:
+            found[sent.phase][KINDS[sent.kind]] += sent.count
+    return found
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_one_graph_per_direction_with_the_planned_collectives(guard: Path, name: str) -> None:  # noqa: F811
+    case = LAYERS[name]
+    found = compile_layer(guard, cubins=False, **case)
+    assert (found["graphs"], found["breaks"]) == (2, 0)
+    forward, backward = found["collectives"]
+    counts = {"forward": Counter(kind for kind, _ in forward), "backward": Counter(kind for kind, _ in backward)}
+    assert counts == planned(case)
+    # Behind the gradient's sum over the ranks stands the product that gives the weight's gradient.
+    reductions = [products for kind, products in backward if kind in ("all_reduce", "reduce_scatter_tensor")]
+    assert len(reductions) == 2 and min(reductions) >= 1, backward
+
+
+def test_the_sum_of_an_input_gradient_needs_no_copy(guard: Path) -> None:  # noqa: F811
+    found = compile_layer(guard, cubins=False, tp_size=8, tp_rank=3)
+    calls = [call for graph in found["calls"] for call in graph if "all_reduce" in call]
+    assert calls == ["torch.ops._c10d_functional.all_reduce_.default"] * 4  # in place

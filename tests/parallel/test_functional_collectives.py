@@ -1,0 +1,71 @@
+"""The collectives of `ProcessGroupCommunicator` against torch.distributed's."""
+
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from lmscale.parallel import ProcessGroupCommunicator
+
+B, S, H = 3, 8, 10
+
+
+def _own(rank: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(B, S, H, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def _differences(rank: int) -> list[str]:
+    communicator, found = ProcessGroupCommunicator(dist.group.WORLD, 2), []
+    for dtype in (torch.float32, torch.bfloat16):
+        for x in (_own(rank, dtype), _own(rank, dtype).transpose(0, 2)):
+            before = x.clone()
+            for operation, op in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
+                expected = x.clone(memory_format=torch.contiguous_format)
+                dist.all_reduce(expected, op=op)
+                if not torch.equal(communicator.all_reduce(x, operation), expected):
+                    found.append(f"{operation} in {dtype}")
+            parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2)]
+            dist.all_gather(parts, x.contiguous())
+            if not torch.equal(communicator.all_gather(x, 1), torch.cat(parts, dim=1)):
+                found.append(f"all-gather in {dtype}")
+            total = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total)
+            if not torch.equal(communicator.reduce_scatter(x, 1), total.chunk(2, dim=1)[rank]):
+                found.append(f"reduce-scatter in {dtype}")
+            if not torch.equal(x, before):
+                found.append(f"the input changed in {dtype}")
+    return found
+
+
+def test_results_are_bit_equal_to_those_of_torch_distributed() -> None:
+    assert run_ranks(_differences, 2) == [[], []]
+
+
+def _wait_for_a_late_rank(rank: int) -> tuple[int, int]:
+    """Ticks of another thread while rank 0 waits half a second; collectives that torch still holds afterwards."""
+    communicator, ticks, done = ProcessGroupCommunicator(dist.group.WORLD, 2), [], threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.01):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    if rank == 1:
+        time.sleep(0.5)
+    wait = communicator.begin_all_reduce(_own(rank, torch.float32))
+    start = time.monotonic()
+    wait()
+    end = time.monotonic()
+    done.set()
+    thread.join()
+    return sum(start < moment < end for moment in ticks), torch._C._distributed_c10d._get_work_registry_size()
+
+
+def test_a_wait_blocks_no_other_thread_and_nothing_is_held_after_it() -> None:
+    (ticks, held), (_, held_by_other) = run_ranks(_wait_for_a_late_rank, 2)
+    assert ticks >= 5  # the watchdog is such a thread
+    assert (held, held_by_other) == (0, 0)
