@@ -1,4 +1,4 @@
-# Targets: setup demo test test-slow check-gpus lint format tables figures report reference h200-wheels clean
+# Targets: setup demo test test-slow test-cuda-all check-gpus lint format tables figures report reference h200-wheels clean
 # To use another Python: make setup PYTHON=python3.12
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 
 REAL_BERT := .venv/.real_bert
 
-.PHONY: setup demo test test-slow check-gpus h200-wheels tables figures report reference lint format clean
+.PHONY: setup demo test test-slow test-cuda-all check-gpus h200-wheels tables figures report reference lint format clean
 
 setup: $(INSTALLED)
 
@@ -31,6 +31,10 @@ test: setup $(REAL_BERT)
 
 test-slow: setup $(REAL_BERT)
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# Everything that can be tested of the CUDA paths without a GPU, with every compiled layer of the matrix; ten minutes.
+test-cuda-all: setup
+	$(BIN)/python -m pytest -m "slow or not slow" tests/cuda
 
 # Training on this machine's GPUs (2 to 8): layouts, kill and resume, bandwidth, in about three minutes; one report.
 check-gpus: setup

@@ -1,80 +1,79 @@
-"""Compile one transformer layer for a simulated GPU; prints what torch.compile generated, as JSON.
+"""Compile layers, or a micro-batch of a model, for a simulated GPU; prints what torch.compile generated, as JSON.
 
-Runs in its own process: `python compiled_layer.py GUARD '{"tp_size": 2, "tp_rank": 1, ...}'`.
+Runs in its own process: `python compiled_layer.py GUARD '{"tp_size": 2, "tp_rank": 1, ...}'`; a list of cases gives the
+list of their results.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import fake_gpu
 
+SAMPLES, LENGTH, HIDDEN, HEADS = 2, 256, 512, 8
 
-def main(guard: str, case: dict) -> None:
+
+def compile_layer(case: dict, sources: list[str]) -> dict:
     """Compile forward and backward pass of a layer, and each of its Triton kernels to cubins.
 
     Args:
-        case: what differs from a GPT layer on one rank; `cubins` false leaves its kernels alone.
+        case: what differs from one GPT layer in bf16 on one rank: `tp_size`, `tp_rank`, `sequence_parallel`, `family`
+            (BERT's layer gets an attention mask), `dtype`, `float8`, `model` (other fields of its config), and `fault`
+            (`planted_faults.py`); with `num_layers` a micro-batch of a whole model is compiled; with `cubins`
+            false, kernels are not.
+        sources: collects the generated modules (`capture_generated_code`).
     """
-    fake_gpu.install(Path(guard))
     import torch
-    import torch.distributed as dist
-    import torch.nn.functional as F
-    from torch._dynamo.utils import counters
+    from fake_ranks import grid
+    from planted_faults import planted
     from torch._functorch import partitioners
     from torch._functorch._aot_autograd import utils as aot
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    from triton_kernels import calls_in, compile_to_cubin, kernels_in, products_behind_collectives
+    from triton_kernels import describe, start_over
 
     from lmscale.config import TransformerConfig
     from lmscale.kernels import Kernels
     from lmscale.models import build_model
-    from lmscale.parallel import ParallelContext
+    from lmscale.training.step.module import DTYPES
 
-    def flash(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):  # the choice of a GPU without a mask
-        assert attn_mask is None
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
-
-    F.scaled_dot_product_attention = flash
     clones = []
     get_generator = aot.get_default_generator
     partitioners.get_default_generator = lambda device: clones.append(str(device)) or get_generator(device)
-    sources = fake_gpu.capture_generated_code()
-    tp_size, tp_rank, cut = case.get("tp_size", 1), case.get("tp_rank", 0), case.get("sequence_parallel", False)
-    context = ParallelContext()
-    if tp_size > 1:
-        dist.init_process_group("fake", rank=tp_rank, world_size=tp_size, store=FakeStore())
-        context = ParallelContext(tp_rank=tp_rank, tp_size=tp_size, tp_group=dist.group.WORLD, sequence_parallel=cut)
-    b, s, h = 2, 256, 512
-    config = TransformerConfig(case.get("family", "gpt"), 1, h, 8, 50257, s, **case.get("model", {}))
-    kernels = Kernels(float8=case.get("float8", False), compiles=True)
-    with FakeTensorMode():
-        model = build_model(config, context, seed=None, dtype=torch.bfloat16, device="cuda", kernels=kernels)
-        x = torch.empty(b, s // tp_size if cut else s, h, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        y = model.transformer.layers[0](x, None, torch.empty(3, b, device="cuda", dtype=torch.int32))
-        y.backward(torch.empty_like(y))
-    cubins, refused = {}, {}
-    for source in sources if case.get("cubins", True) else []:
-        for name, kernel in kernels_in(source).items():
-            try:
-                cubins[name] = [compile_to_cubin(kernel, capability) for capability in (80, 90)]
-            except Exception as error:  # any error of Triton
-                refused[name] = str(error.__cause__ or error).splitlines()[-1]
-    print(
-        json.dumps(
-            {
-                "graphs": len(sources),
-                "breaks": sum(counters["graph_break"].values()),
-                "calls": [calls_in(source) for source in sources],
-                "collectives": [products_behind_collectives(source) for source in sources],
-                "cubins": cubins,
-                "refused": refused,
-                "cloned_generators": clones,
-            }
-        )
-    )
+    start_over(sources)
+    tp_size, cut = case.get("tp_size", 1), case.get("sequence_parallel", False)
+    family, num_layers = case.get("family", "gpt"), case.get("num_layers", 1)
+    config = TransformerConfig(family, num_layers, HIDDEN, HEADS, 50257, LENGTH, **case.get("model", {}))
+    kernels, dtype = Kernels(float8=case.get("float8", False), compiles=True), DTYPES[case.get("dtype", "bf16")]
+    faulty, like = planted(case.get("fault")), {"device": "cuda", "dtype": dtype}
+    with grid(tp_size, rank=case.get("tp_rank", 0), sequence_parallel=cut) as context, FakeTensorMode(), faulty:
+        model = build_model(config, context, seed=None, **like, kernels=kernels)
+        if "num_layers" in case:
+            run_micro_batch(model)
+        else:
+            x = torch.empty(SAMPLES, LENGTH // tp_size if cut else LENGTH, HIDDEN, requires_grad=True, **like)
+            mask = torch.ones(SAMPLES, 1, 1, LENGTH, dtype=torch.bool, device="cuda") if family == "bert" else None
+            y = model.transformer.layers[0](x, mask, torch.empty(3, SAMPLES, dtype=torch.int32, device="cuda"))
+            y.backward(torch.empty_like(y))
+    return describe(sources, case.get("cubins", True)) | {"cloned_generators": clones}
+
+
+def run_micro_batch(model: Any) -> None:
+    """Forward and backward pass of one micro-batch."""
+    import torch
+
+    from lmscale.config.family import family_of, load
+
+    tokens, keys = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in ((SAMPLES, LENGTH), SAMPLES))
+    batch = {"tokens": tokens, "token_types": tokens, "labels": tokens, "attention_mask": tokens.bool()}
+    batch |= {"sop_labels": tokens[:, 0], "scored": tokens.flatten()[:37]}
+    loss = load(family_of(model.config.family).loss)
+    loss.loss_sums(model, batch, keys.int()).sum().backward()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    fake_gpu.install(Path(sys.argv[1]))
+    sources, cases = fake_gpu.capture_generated_code(), json.loads(sys.argv[2])
+    several = isinstance(cases, list)
+    found = [compile_layer(case, sources) for case in (cases if several else [cases])]
+    print(json.dumps(found if several else found[0]))

@@ -1,57 +1,52 @@
-"""The code that torch.compile generates for a layer on a GPU, checked without a GPU.
+"""The code that torch.compile generates for a layer and for the loss on a GPU, checked without a GPU.
 
 Not covered: NCCL, streams, CUDA graphs, the allocator, and which attention kernel a GPU chooses (flash is assumed).
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from compiled_cases import LAYERS_IN_CI, LOSSES, MATRIX, compile_layers, compile_losses, name_of, problems_of
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-import fake_gpu  # noqa: E402
-
-pytestmark = pytest.mark.skipif(fake_gpu.problem() is not None, reason=str(fake_gpu.problem()))
+IN_CI = [name_of(choice) for choice in LAYERS_IN_CI]
+REST = [name_of(choice) for choice in MATRIX if choice not in LAYERS_IN_CI]
 FLASH = "torch.ops.aten._scaled_dot_product_flash_attention.default"
 
 
 @pytest.fixture(scope="module")
-def guard(tmp_path_factory) -> Path:
-    return fake_gpu.build_guard(tmp_path_factory.mktemp("guard"))
+def layers(guard) -> dict[str, dict]:
+    return compile_layers(guard, LAYERS_IN_CI)
 
 
-def compile_layer(guard: Path, **case: object) -> dict:
-    command = [sys.executable, str(HERE / "compiled_layer.py"), str(guard), json.dumps(case)]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def losses(guard) -> dict[str, dict]:
+    return compile_losses(guard)
 
 
-def flash_forwards(found: dict) -> int:
-    return [call for calls in found["calls"] for call in calls].count(FLASH)
+@pytest.fixture(scope="module")
+def matrix(guard) -> dict[str, dict]:
+    return compile_layers(guard, [choice for choice in MATRIX if choice not in LAYERS_IN_CI])
 
 
-def test_every_kernel_of_a_sequence_parallel_rank_compiles_for_a_gpu(guard) -> None:
-    found = compile_layer(guard, tp_size=2, tp_rank=1, sequence_parallel=True)
-    assert found["refused"] == {}
-    assert len(found["cubins"]) >= 5 and all(size > 0 for sizes in found["cubins"].values() for size in sizes)
+@pytest.mark.parametrize("name", IN_CI)
+def test_a_layer_compiles_to_the_expected_number_of_kernels(layers, name) -> None:
+    assert problems_of(name, layers[name]) == []
+    assert all(size > 0 for sizes in layers[name]["cubins"].values() for size in sizes)
 
 
-def test_every_kernel_of_exact_attention_on_the_last_rank_compiles_for_a_gpu(guard) -> None:
-    found = compile_layer(guard, tp_size=4, tp_rank=3, model={"attention": "exact"})
-    assert found["refused"] == {}
-    assert flash_forwards(found) == 0
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_compiles_to_the_expected_number_of_kernels(losses, name) -> None:
+    assert problems_of(name, losses[name]) == []
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_attention_dropout_reads_the_generator_at_every_step(guard, recompute) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", REST)
+def test_every_two_settings_of_a_layer_compile_together(matrix, name) -> None:
+    assert problems_of(name, matrix[name]) == []
+
+
+@pytest.mark.parametrize("name", IN_CI[:2])
+def test_attention_dropout_reads_the_generator_at_every_step(layers, name) -> None:
     # A generator cloned by AOTAutograd is seeded once, when the graph is made. Our seeding per step would not reach it,
     # and a resumed run would draw different masks than the uninterrupted one.
-    found = compile_layer(guard, model={"recompute": recompute, "attention_dropout": 0.1})
-    assert found["cloned_generators"] == []
-    assert flash_forwards(found) == 1
-    assert (found["graphs"], found["breaks"], found["refused"]) == (2, 0, {})
+    assert layers[name]["cloned_generators"] == []
+    assert [call for calls in layers[name]["calls"] for call in calls].count(FLASH) == 1

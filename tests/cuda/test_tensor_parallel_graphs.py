@@ -4,15 +4,13 @@ What NCCL does with them on a GPU is not covered.
 """
 
 from collections import Counter
-from pathlib import Path
 
+import fake_gpu
 import pytest
-from test_compiled_layer import HERE, compile_layer, fake_gpu, guard  # noqa: F401, HERE puts the folder on the path
 
 from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.planner.communication import micro_batch_collectives
 
-pytestmark = pytest.mark.skipif(fake_gpu.problem() is not None, reason=str(fake_gpu.problem()))
 KINDS = {"all_reduce": "all_reduce", "all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
 LAYERS = {
     "gpt, first of 2": {"tp_size": 2, "tp_rank": 0},
@@ -41,20 +39,24 @@ def planned(case: dict) -> dict[str, Counter]:
     return found
 
 
+@pytest.fixture(scope="module")
+def layers(guard) -> dict[str, dict]:
+    found = fake_gpu.run("compiled_layer.py", guard, [case | {"cubins": False} for case in LAYERS.values()])
+    return dict(zip(LAYERS, found, strict=True))
+
+
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_is_one_graph_per_direction_with_the_planned_collectives(guard: Path, name: str) -> None:  # noqa: F811
-    case = LAYERS[name]
-    found = compile_layer(guard, cubins=False, **case)
+def test_a_layer_is_one_graph_per_direction_with_the_planned_collectives(layers, name: str) -> None:
+    found = layers[name]
     assert (found["graphs"], found["breaks"]) == (2, 0)
     forward, backward = found["collectives"]
     counts = {"forward": Counter(kind for kind, _ in forward), "backward": Counter(kind for kind, _ in backward)}
-    assert counts == planned(case)
+    assert counts == planned(LAYERS[name])
     # Behind the gradient's sum over the ranks stands the product that gives the weight's gradient.
     reductions = [products for kind, products in backward if kind in ("all_reduce", "reduce_scatter_tensor")]
     assert len(reductions) == 2 and min(reductions) >= 1, backward
 
 
-def test_the_sum_of_an_input_gradient_needs_no_copy(guard: Path) -> None:  # noqa: F811
-    found = compile_layer(guard, cubins=False, tp_size=8, tp_rank=3)
-    calls = [call for graph in found["calls"] for call in graph if "all_reduce" in call]
+def test_the_sum_of_an_input_gradient_needs_no_copy(layers) -> None:
+    calls = [call for graph in layers["gpt, first of 2"]["calls"] for call in graph if "all_reduce" in call]
     assert calls == ["torch.ops._c10d_functional.all_reduce_.default"] * 4  # in place

@@ -23,7 +23,7 @@ def start_over(sources: list[str]) -> None:
 
 
 def describe(sources: list[str], compiles_kernels: bool = True) -> dict[str, Any]:
-    """Counts of graphs and graph breaks, launches per graph, cubin sizes by kernel, and errors of refused kernels."""
+    """Counts of graphs and graph breaks, launches and collectives per graph, cubin sizes and errors by kernel."""
     from torch._dynamo.utils import counters
 
     cubins, refused = {}, {}
@@ -37,6 +37,7 @@ def describe(sources: list[str], compiles_kernels: bool = True) -> dict[str, Any
         "graphs": len(sources),
         "breaks": sum(counters["graph_break"].values()),
         "calls": [calls_in(source) for source in sources],
+        "collectives": [products_behind_collectives(source) for source in sources],
         "cubins": cubins,
         "refused": refused,
     }
