@@ -73,9 +73,17 @@ def counter_keep_mask(keys: Tensor, num_rows: int, num_columns: int, probability
     keys = keys + ((first_row * _GOLDEN + 2**31) % 2**32 - 2**31)
     rows = torch.arange(num_rows, dtype=torch.int32, device=keys.device)
     columns = torch.arange(num_columns, dtype=torch.int32, device=keys.device)
-    row_keys = _mix(keys.unsqueeze(-1) + rows * _GOLDEN)  # [b, rows]
-    bits = _mix(row_keys.unsqueeze(-1) ^ (columns * _COLUMN))  # [b, rows, columns]
-    return bits >= int(probability * 2**32) - 2**31
+    return counter_bits(keys, rows, columns) >= int(probability * 2**32) - 2**31
+
+
+def counter_bits(keys: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Random bits: a hash of (key, row, column).
+
+    Shapes:
+        keys int32 [k]; rows int32 [r] and columns int32 [c]: indices; returns int32 [k, r, c].
+    """
+    row_keys = _mix(keys.unsqueeze(-1) + rows * _GOLDEN)  # [k, r]
+    return _mix(row_keys.unsqueeze(-1) ^ (columns * _COLUMN))
 
 
 def counter_dropout(x: Tensor, probability: float, keys: Tensor, first_position: int = 0) -> Tensor:
