@@ -13,14 +13,14 @@ from lmscale.config.cluster import Cluster
 from lmscale.paper import GPT_VOCABULARY, SEQ_LENGTH
 from lmscale.planner.flops import TERA, hardware_flops_per_step
 from lmscale.planner.params import count_parameters
-from lmscale.planner.step_time import StepTime, Techniques, predict_step_time
+from lmscale.planner.step_time import PAPER_UPDATE_BYTES, StepTime, Techniques, predict_step_time
 
 MICRO_BATCH = PAPER["section_5.1/mp_batch"]  # sequences per data rank
 DATA_RANKS = PAPER["section_5.1/data_ranks"]  # of every data-parallel GPT
 BASELINE_FLOPS_PER_S = PAPER["section_5.1/baseline"] * TERA  # hardware FLOPs of the 1.2 B model on one V100
 PETAFLOPS_512 = PAPER["figure_1/mp_dp/512_gpus"]  # sustained on 512 GPUs
 ITERATIONS_PER_EPOCH, VALIDATE_EVERY, VALIDATION_BATCHES = PAPER["section_5.2/epoch"], 1000, 100
-PAPER_SENT = Techniques(gradient_bytes=2)  # the paper's gradients were added in fp16
+PAPER_SENT = Techniques(gradient_bytes=2, update_bytes=PAPER_UPDATE_BYTES)  # its gradients were added in fp16
 # Table 1: tensor-parallel size by model; with data parallelism, `DATA_RANKS` times as many GPUs.
 STUDY_TP_SIZES = {size: PAPER[f"table_1/gpt_{size.lower()}/mp_gpus"] for size in ("1.2B", "2.5B", "4.2B", "8.3B")}
 # Layers, hidden size, heads of Tables 1 and 2; the 8.3 B of Table 2 has 24 heads, that of Table 1 has 32.

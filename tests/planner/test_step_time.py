@@ -11,7 +11,7 @@ from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.config.cluster import Calibration, Cluster, Peaks
 from lmscale.planner.communication import micro_batch_collectives
 from lmscale.planner.flops import rank_flops_per_micro_batch
-from lmscale.planner.step_time import StepTime, Techniques, predict_step_time
+from lmscale.planner.step_time import StepTime, Techniques, gradient_sum_bytes, predict_step_time, update_bytes
 
 CLUSTER = Cluster(
     name="some",
@@ -64,7 +64,18 @@ def test_micro_batches_multiply_all_but_gradient_communication_and_optimizer(nam
     config = paper_model(name, recompute=recompute)
     one, several = (parts(predicted(config, tp_size, 8, num_micro_batches=k)) for k in (1, n))
     for part, seconds in one.items():
-        assert several[part] == pytest.approx(seconds * (1 if part in ("data", "optimizer") else n))
+        if part != "optimizer":
+            assert several[part] == pytest.approx(seconds * (1 if part == "data" else n))
+    added = (several["optimizer"] / one["optimizer"] - 1) * (
+        update_bytes("fp16") + gradient_sum_bytes("fp16", False, 1)
+    )
+    assert added == pytest.approx(10 * (n - 1))  # a gradient is read in fp16, its sum is read and written in fp32
+
+
+def test_the_optimizers_bytes_are_those_of_its_kernels() -> None:
+    assert [update_bytes("bf16"), update_bytes("fp16", half_moments=True), update_bytes("fp32")] == [34, 26, 32]
+    assert [gradient_sum_bytes("bf16", False, n) for n in (1, 3)] == [6, 26]
+    assert [gradient_sum_bytes("fp32", zero1, 1) for zero1 in (False, True)] == [0, 8]
 
 
 @given(MODELS, RECOMPUTE)

@@ -115,6 +115,7 @@ def make_plan(job: Job, layout: ParallelConfig, cluster: Cluster, techniques: Te
         job.dtype,
         cluster,
         techniques,
+        job.half_moments,
     )
     parameters = count_parameters(config, layout.tp_size)
     model_flops = model_flops_per_step(config, job.seq_length, job.global_batch_size)

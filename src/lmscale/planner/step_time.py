@@ -16,7 +16,7 @@ from ..config.family import family_of
 from ..partition import part_sizes
 from .communication import micro_batch_collectives
 from .flops import scored_tokens
-from .memory import BYTES, FP32_BYTES
+from .memory import BYTES, FP32_BYTES, HALF_BYTES
 from .params import count_parameters, parameter_sizes
 
 TILE = 128  # a device multiplies whole tiles: a width that a rank sees counts as the next multiple
@@ -28,10 +28,7 @@ WHOLE_PASSES = (12, 18)  # [b, s, h] on every rank: LayerNorms, biases, dropouts
 SPLIT_PASSES = (16, 20)  # [b, s, h/p]: the GELU's four h, biases, heads moved to the front and back
 LOGIT_PASSES = 15  # [b, s, v/p], forward and backward, a pass in fp32 counted as two
 BACKWARD_SHARE = 2 / 3  # of compute, at least
-# AdamW, bytes per parameter of half types: gradient read in fp16 and written in fp32 6, its norm 4, unscaled and
-# clipped 8, state and master read 16 and written 12, weight written 2.
-HALF_OPTIMIZER_BYTES = 48
-FULL_OPTIMIZER_PASSES = 10  # of other types, times e: norm 1, clipped 2, state read 4 and written 3
+PAPER_UPDATE_BYTES = 48  # per parameter, of AdamW as the paper's fp16 code had it, with the gradient's copy to fp32
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class StepTime:
         overhead: time that more ranks do not shorten.
         tensor: all-reduces of the tensor group.
         data: exposed part of summing gradients over the data ranks; with ZeRO stage 1 also the broadcast of weights.
-        optimizer: AdamW.
+        optimizer: AdamW, and adding the gradients of the micro-batches.
     """
 
     matmul: float
@@ -76,11 +73,13 @@ class Techniques:
         tensor_overlap: share of the tensor group's time that overlaps with products, 0 to 1.
         hides_gradients: the gradients' all-reduce overlaps with the last backward pass.
         gradient_bytes: of one gradient as it is sent; None: 4 for half types, else e.
+        update_bytes: that AdamW reads and writes per parameter and step; None: those of this project's kernels.
     """
 
     tensor_overlap: float = 0.0
     hides_gradients: bool = False
     gradient_bytes: int | None = None
+    update_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.tensor_overlap <= 1:
@@ -99,14 +98,15 @@ def predict_step_time(
     dtype: str,
     cluster: Cluster,
     techniques: Techniques = AS_TRAINED,
+    half_moments: bool = False,
 ) -> StepTime:
     """Seconds of one optimizer step.
 
     Products: their FLOPs, widths in whole tiles, over `matmul_share` of the peak; with fp8 only linear layers are in
     float8, other products in bf16. Element-wise work: counted bytes times `elementwise_factor` over the memory's
     bandwidth. Overhead: `layer_overhead_ms` per layer, 3/4 of it without full recomputation. Collectives: 2 (p - 1) / p
-    of an all-reduce's bytes over the bandwidth, half of that for the others, and a latency each. AdamW: bytes read and
-    written, 48 N for half types. Nothing overlaps except by `techniques`.
+    of an all-reduce's bytes over the bandwidth, half of that for the others, and a latency each. AdamW and the
+    sum of gradients over micro-batches: bytes read and written. Nothing overlaps except by `techniques`.
 
     Args:
         micro_batch_size: sequences b of one forward pass.
@@ -114,6 +114,7 @@ def predict_step_time(
         seq_length: tokens s.
         dtype: of weights and activations.
         techniques: for what-if tables.
+        half_moments: AdamW's moments are bf16.
 
     Raises:
         ValueError: `layout.tp_size` does not divide the model; the devices do not have the type.
@@ -149,16 +150,35 @@ def predict_step_time(
         data, weights = _collective_s("all_reduce", each_gradient * num_parameters, d, cluster, span), 0.0
     if techniques.hides_gradients:  # only during the last micro-batch: earlier sums are incomplete
         data = max(0.0, data - micro_batch.compute * BACKWARD_SHARE)
-    is_half = BYTES[dtype] < FP32_BYTES
-    optimizer_bytes = HALF_OPTIMIZER_BYTES if is_half else FULL_OPTIMIZER_PASSES * BYTES[dtype]
+    if techniques.update_bytes is None:
+        moved = gradient_sum_bytes(dtype, layout.cuts_optimizer, num_micro_batches) * num_parameters
+        moved += update_bytes(dtype, half_moments) * num_owned
+    else:
+        moved = techniques.update_bytes * num_owned
     return StepTime(
         matmul=num_micro_batches * micro_batch.matmul,
         elementwise=num_micro_batches * micro_batch.elementwise,
         overhead=num_micro_batches * micro_batch.overhead,
         tensor=num_micro_batches * micro_batch.tensor,
         data=data + weights,
-        optimizer=optimizer_bytes * num_owned / memory_rate,
+        optimizer=moved / memory_rate,
     )
+
+
+def update_bytes(dtype: str, half_moments: bool = False) -> int:
+    """Bytes per parameter that a compiled update moves: the norm and AdamW read the gradient, AdamW reads and writes
+    master and moments and writes the weight of a half type. Counted in `tests/cuda/test_optimizer_kernels.py`."""
+    wide = max(BYTES[dtype], FP32_BYTES)
+    moments = 2 * (HALF_BYTES if half_moments else wide)
+    return 2 * wide + 2 * (wide + moments) + (BYTES[dtype] if BYTES[dtype] < FP32_BYTES else 0)
+
+
+def gradient_sum_bytes(dtype: str, cuts_optimizer: bool, num_micro_batches: int) -> int:
+    """Bytes per parameter that `GradientBuffer` moves in a step: the first gradient is copied, the others are added.
+    Without a buffer autograd adds them in their own type."""
+    e, wide = BYTES[dtype], max(BYTES[dtype], FP32_BYTES)
+    copied = e + wide if e < FP32_BYTES or cuts_optimizer else 0
+    return copied + (num_micro_batches - 1) * (e + 2 * wide)
 
 
 def _collective_s(kind: str, num_bytes: int, num_ranks: int, cluster: Cluster, span: int) -> float:
