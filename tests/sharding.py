@@ -93,7 +93,7 @@ def differences_from_plain(config: TransformerConfig, context: ParallelContext) 
         for name, param in sharded.named_parameters()
     )
     norms = [torch.cat([param.grad.flatten() for param in plain.parameters()]).norm().item()]
-    norms.append(global_gradient_norm(sharded.parameters(), context, torch.device("cpu")).norm)
+    norms.append(global_gradient_norm(sharded.parameters(), context, torch.device("cpu")).norm.item())
     return {
         "weights": weights,
         "loss": abs(losses[1].item() / losses[0].item() - 1.0),

@@ -1,7 +1,7 @@
 """The layers and losses that are compiled for a simulated GPU, and the expected counts of their code.
 
-`python tests/cuda/compiled_cases.py` compiles all of them (five to eight minutes) and writes `expected_code.yaml` anew, after a
-change that is meant to change the generated code.
+`python tests/cuda/compiled_cases.py` compiles all of them (five to eight minutes) and writes `expected_code.yaml` anew,
+after a change that is meant to change the generated code.
 """
 
 import sys

@@ -31,8 +31,8 @@ FACTORS = {
 }
 # What the host may wait for, by operation and place.
 ALLOWED_SYNCS = {
-    ("_local_scalar_dense", "parallel/grad_norm.py:global_gradient_norm"): (
-        "once per step: the host decides from the norm and the overflow whether to skip the step"
+    ("Event.synchronize", "training/step/counters.py:DeviceCounters.read"): (
+        "once per step, for the previous step's counters, which were copied while this one was queued"
     ),
 }
 

@@ -132,7 +132,7 @@ def test_weights_gradients_and_optimizer_equal_those_of_real_steps(dtype: str) -
         optimizer.zero_grad()
         model(tokens, tokens, sample_dropout_keys(seed=1, sample_numbers=torch.arange(BATCH))).backward()
         optimizer.step()
-    assert optimizer.num_updates == 2
+    assert optimizer.counters.known.num_updates == 2
     held = [*model.parameters(), *optimizer.tensors().values(), *optimizer.gradients().values()]
     held += [param.grad for param in model.parameters() if param.grad is not None]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}

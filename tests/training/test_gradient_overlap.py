@@ -68,13 +68,13 @@ def train(
                 batch = random_batch(model.config, seed=100 * context.dp_rank + 10 * step + micro_step)
                 loss = total_loss(model, batch)
                 overflows = dtype == "fp16" and (context.dp_rank, step, micro_step) == (1, 0, 1)
-                (loss * (optimizer.loss_scale.value / 100) * (1e9 if overflows else 1.0)).backward()
+                (loss * (optimizer.counters.loss_scale / 100) * (1e9 if overflows else 1.0)).backward()
                 timeline.events.append("end of a backward pass")
                 found.append(repr(loss.item()))
             optimizer.reduce_gradients()
             optimizer.step()
             timeline.events.append("end of a step")
-            found.append(f"{optimizer.grad_norm!r}, {optimizer.num_skipped} skipped")
+            found.append(f"{optimizer.counters.known.grad_norm!r}, {optimizer.counters.known.num_skipped} skipped")
     return timeline, found, list(optimizer.tensors().values())
 
 

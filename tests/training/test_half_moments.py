@@ -7,17 +7,18 @@ from sharding import small_config
 
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext
+from lmscale.parallel import ParallelContext, ShardSpec
+from lmscale.parallel.rng import counter_bits
 from lmscale.planner.memory import estimate_memory
 from lmscale.training.pretrain import prepare_job, pretrain
-from lmscale.training.step.half_moments import round_to_bf16
+from lmscale.training.step.adamw import adamw, place_of, round_to_bf16
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 
 def test_rounding_gives_an_adjacent_value_and_keeps_the_mean() -> None:
-    generator = torch.Generator().manual_seed(0)
-    values = torch.tensor([1.0, 1.001, -1.003, 3e-12, -7.7e20, 0.0, 1.0039])
-    draws = torch.stack([round_to_bf16(values, generator) for _ in range(4000)]).double()
+    values = torch.tensor([1.0, 1.001, -1.003, 3e-12, -7.7e20, 0.0, 1.0039]).expand(4000, -1).contiguous()
+    bits = counter_bits(torch.tensor([1]), torch.arange(4000), torch.arange(7).int())[0].int()
+    draws, values = round_to_bf16(values, bits).double(), values[0].clone()
     below = values.view(torch.int32).bitwise_and(-(1 << 16)).view(torch.float32).double()
     above = (below.float().view(torch.int32) + (1 << 16)).view(torch.float32).double()
     for column in range(len(values)):
@@ -27,18 +28,46 @@ def test_rounding_gives_an_adjacent_value_and_keeps_the_mean() -> None:
     assert torch.equal(draws[:, 0], torch.ones(4000, dtype=torch.float64))  # exact in bf16: unchanged
 
 
+RATES = (0.1, 1e-3, 0.01, 1e-4, 1e-8)
+
+
+def step_number(number: int) -> torch.Tensor:
+    """The numbers of update `number` without clipping; see `DeviceCounters.advance`."""
+    return torch.tensor([1, 1, 1 - 0.9**number, 1 - 0.999**number, number])
+
+
+def parameter(*shape: int, shard_dim: int | None = None) -> torch.Tensor:
+    param = torch.zeros(shape)
+    param.shard = ShardSpec(shape, shard_dim, "zeros")
+    return param
+
+
 def test_stochastic_rounding_tracks_a_second_moment_where_nearest_rounding_stalls() -> None:
-    param = torch.nn.Parameter(torch.zeros(4096))
-    param.shard = None
-    optimizer = MixedPrecisionAdamW.__new__(MixedPrecisionAdamW)
-    torch.optim.Optimizer.__init__(optimizer, [param], {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8})
-    optimizer.param_groups[0]["weight_decay"] = 0.0
-    optimizer.masters, optimizer.names = [param], ["w"]
-    for optimizer.num_updates in range(1500):
-        param.grad = torch.ones(4096)
-        optimizer._step_with_half_moments()
-    moment = optimizer.state[param]["exp_avg_sq"].double().mean().item()
-    assert moment == pytest.approx(1 - 0.999**1500, rel=0.01)
+    param = parameter(8, 512)
+    first, second = (torch.zeros_like(param, dtype=torch.bfloat16) for _ in range(2))
+    place = place_of("w", param, 0)
+    for number in range(1, 1501):
+        adamw(None, param, torch.ones_like(param), first, second, step_number(number), RATES, place)
+    assert second.double().mean().item() == pytest.approx(1 - 0.999**1500, rel=0.01)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((6, 20), 0), ((6, 20), 1), ((20,), 0)])
+def test_a_shard_rounds_as_its_part_of_the_whole_tensor(shape, dim) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradient, whole = torch.randn(shape, generator=generator), parameter(*shape)
+
+    def moments_after_two_updates(param: torch.Tensor, gradient: torch.Tensor, tp_rank: int) -> torch.Tensor:
+        moments, place = torch.zeros(2, *param.shape, dtype=torch.bfloat16), place_of("w", param, tp_rank)
+        for number in (1, 2):
+            adamw(None, param, gradient, *moments, step_number(number), RATES, place)
+        return moments
+
+    expected = moments_after_two_updates(whole, gradient, 0).chunk(2, dim=1 + dim)
+    assert not torch.equal(expected[0][0].float(), (gradient * 0.19).chunk(2, dim)[0].bfloat16().float())
+    for rank, (part, slope) in enumerate(zip(torch.zeros(shape).chunk(2, dim), gradient.chunk(2, dim), strict=True)):
+        part = part.clone()
+        part.shard = ShardSpec(shape, dim, "zeros")
+        assert torch.equal(moments_after_two_updates(part, slope.contiguous(), rank), expected[rank])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -7,19 +7,19 @@ from sharding import random_batch, small_config, total_loss
 
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext
-from lmscale.training.step.loss_scale import LossScale
+from lmscale.parallel import GradientNorm, ParallelContext
+from lmscale.training.step.counters import DeviceCounters
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 
-def make(dtype: str = "fp32", context: ParallelContext | None = None, **changes):
+def make(dtype: str = "fp32", context: ParallelContext | None = None, compiles: bool = False, **changes):
     """A small model and its optimizer."""
     context = context or ParallelContext()
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
     model = build_model(small_config("bert"), context, seed=3, dtype=types[dtype])
     precision = PrecisionConfig(dtype, initial_loss_scale=changes.pop("initial_loss_scale", 1024.0))
     config = OptimizerConfig(lr=0.01, **changes)
-    return model, MixedPrecisionAdamW(model.named_parameters(), config, precision, context)
+    return model, MixedPrecisionAdamW(model.named_parameters(), config, precision, context, compiles)
 
 
 def set_gradients(model, optimizer, seed: int = 0, scale: float = 1.0) -> None:
@@ -29,6 +29,14 @@ def set_gradients(model, optimizer, seed: int = 0, scale: float = 1.0) -> None:
     parameters = list(model.parameters())
     gradients = [(torch.randn(p.shape, generator=generator) * scale).to(p.dtype) for p in parameters]
     torch.autograd.backward([p * 1 for p in parameters], gradients)
+
+
+def advance(counters: DeviceCounters, overflow: bool) -> torch.Tensor:
+    """Count a step whose gradient has norm 1, or nan."""
+    norm = torch.tensor(float("nan") if overflow else 1.0, dtype=torch.float64)
+    step = counters.advance(GradientNorm(norm, torch.tensor(not overflow)), 0.5, torch.float32)
+    counters.publish()
+    return step
 
 
 def test_biases_and_layer_norms_are_not_decayed() -> None:
@@ -69,7 +77,7 @@ def test_clipping_scales_the_whole_gradient_to_the_maximum_norm() -> None:
         optimizer.step()
         moments = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in model.parameters()])
         norms[limit] = moments.norm().item() / 0.1
-    assert norms[None] == pytest.approx(optimizer.grad_norm)
+    assert norms[None] == pytest.approx(optimizer.counters.known.grad_norm)
     assert norms[0.5] == pytest.approx(0.5, rel=1e-6)
 
 
@@ -91,19 +99,20 @@ def test_fp32_masters_of_half_weights_keep_small_updates(dtype) -> None:
 
 
 def test_the_loss_scale_grows_and_halves_with_hysteresis() -> None:
-    scale = LossScale(value=8.0, window=3, hysteresis=2, minimum=2.0, dynamic=True, overflows_left=2)
+    config = PrecisionConfig("fp16", initial_loss_scale=8.0, loss_scale_window=3, hysteresis=2, min_loss_scale=2.0)
+    counters = DeviceCounters(config, (0.9, 0.999), torch.device("cpu"))
     history = []
     for overflow in (False, False, False, True, False, True, True, True, True, False, False, False):
-        scale.update(overflow)
-        history.append(scale.value)
+        advance(counters, overflow)
+        history.append(counters.loss_scale.item())
     # doubled after 3 finite steps; the first overflow is tolerated; minimum 2; grows again
     assert history == [8, 8, 16, 16, 16, 8, 4, 2, 2, 2, 2, 4]
 
 
 def test_other_types_have_a_constant_loss_scale_of_one() -> None:
-    scale = LossScale.from_config(PrecisionConfig("bf16"))
-    scale.update(overflow=True)
-    assert scale.value == 1.0
+    counters = DeviceCounters(PrecisionConfig("bf16"), (0.9, 0.999), torch.device("cpu"))
+    advance(counters, overflow=True)
+    assert counters.loss_scale == counters.read().loss_scale == 1.0
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
@@ -115,25 +124,30 @@ def test_a_step_with_a_non_finite_gradient_is_skipped_and_changes_nothing(dtype)
         next(iter(optimizer.gradients().values())).view(-1)[5] = value
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert (optimizer.num_updates, optimizer.num_skipped, len(optimizer.state)) == (0, 2, 0)
-    assert optimizer.loss_scale.value == (512.0 if dtype == "fp16" else 1.0)
+    assert not any(optimizer.state[m][kind].any() for m in optimizer.masters for kind in ("exp_avg", "exp_avg_sq"))
+    counters = optimizer.counters.read()
+    assert (counters.num_updates, counters.num_skipped) == (0, 2)
+    assert counters.loss_scale == (512.0 if dtype == "fp16" else 1.0)
+    assert not any(key.startswith("exp_avg") for key in optimizer.tensors())
 
 
 def _inf_on_one_rank(rank: int, name: str) -> dict:
     context = make_context(tp_size=2)
     model, optimizer = make("fp16", context)
     before = {n: p.clone() for n, p in model.named_parameters()}
-    loss = total_loss(model, random_batch(model.config)) * optimizer.loss_scale.value
+    loss = total_loss(model, random_batch(model.config)) * optimizer.counters.loss_scale
     loss.backward()
     if rank == 1:
         optimizer.gradients()[name].view(-1)[0] = float("inf")
     optimizer.step()
     skipped = all(torch.equal(before[n], p) for n, p in model.named_parameters())
-    first = optimizer.num_skipped, optimizer.loss_scale.overflows_left, skipped
+    counters = optimizer.counters.read()
+    first = counters.num_skipped, counters.loss_scale_overflows_left, skipped
     optimizer.zero_grad()
-    (total_loss(model, random_batch(model.config)) * optimizer.loss_scale.value).backward()
+    (total_loss(model, random_batch(model.config)) * optimizer.counters.loss_scale).backward()
     optimizer.step()
-    return {"first": first, "second": (optimizer.num_updates, optimizer.num_skipped), "norm": optimizer.grad_norm}
+    counters = optimizer.counters.read()
+    return {"first": first, "second": (counters.num_updates, counters.num_skipped), "norm": counters.grad_norm}
 
 
 @pytest.mark.parametrize("name", ["transformer.layers.1.mlp.up.weight", "transformer.layers.0.mlp_norm.weight"])
@@ -144,3 +158,64 @@ def test_an_inf_on_one_tensor_rank_makes_all_ranks_skip(name) -> None:
         assert result["first"] == (1, 1, True)
         assert result["second"] == (1, 1)
     assert results[0]["norm"] == results[1]["norm"]
+
+
+def adamw_in_fp64(master, gradient, moments, number: int, lr: float, decay: float) -> tuple[torch.Tensor, ...]:
+    """Algorithm 2 of Loshchilov and Hutter in fp64: the new master and both moments."""
+    gradient, master = gradient.double(), master.double()
+    first = 0.9 * moments[0].double() + 0.1 * gradient
+    second = 0.999 * moments[1].double() + 0.001 * gradient.square()
+    step = first / (1 - 0.9**number) / ((second / (1 - 0.999**number)).sqrt() + 1e-8)
+    return master - lr * decay * master - lr * step, first, second
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moments", "compiles"),
+    [
+        ("fp32", "fp32", True),
+        ("bf16", "fp32", True),
+        ("fp64", "fp32", True),
+        ("bf16", "bf16", True),
+        ("bf16", "bf16", False),
+    ],
+)
+def test_the_update_is_adamw_of_fp64_within_eight_roundings(dtype, moments, compiles) -> None:
+    """Relative to the largest number of the tensor: in fp32 the master to 2.4e-7, the second moment, for which the
+    factor, the clipped gradient and its square are rounded, to 4.8e-7; bf16 moments to one of their own steps."""
+    torch.compiler.reset()
+    model, optimizer = make(dtype, compiles=compiles, moments=moments, max_grad_norm=0.5)
+    kinds, bound = ("exp_avg", "exp_avg_sq"), 1e-14 if dtype == "fp64" else 4 * 2**-24
+    for number in (1, 2, 3):
+        before = [(m.clone(), *(optimizer.state[m][kind].clone() for kind in kinds)) for m in optimizer.masters]
+        set_gradients(model, optimizer, number)
+        gradients = [m.grad.clone() for m in optimizer.masters]
+        factor = 0.5 / (torch.cat([g.double().flatten() for g in gradients]).norm() + 1e-6)
+        optimizer.step()
+        for master, gradient, (old, *old_moments) in zip(optimizer.masters, gradients, before, strict=True):
+            decay = 0.01 if master.ndim > 1 else 0.0
+            new, *new_moments = adamw_in_fp64(old, gradient.double() * factor, old_moments, number, 0.01, decay)
+            assert (master.double() - new).abs().max() <= bound * new.abs().max()
+            for kind, expected in zip(kinds, new_moments, strict=True):
+                error = (optimizer.state[master][kind].double() - expected).abs()
+                rounding = 2**-7 * expected.abs() if moments == "bf16" else 0.0
+                assert (error <= rounding + 2 * bound * expected.abs().max()).all()
+        for param, master in zip(model.parameters(), optimizer.masters, strict=True):
+            assert torch.equal(param, master.to(param.dtype))
+    assert optimizer.counters.read().num_updates == 3
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_a_compiled_step_with_a_non_finite_gradient_changes_nothing(moments) -> None:
+    torch.compiler.reset()
+    model, optimizer = make("fp16", compiles=True, moments=moments)
+    for value in (None, float("inf"), float("nan")):
+        set_gradients(model, optimizer)
+        if value is not None:
+            next(iter(optimizer.gradients().values())).view(-1)[5] = value
+            before = [tensor.clone() for tensor in (*model.parameters(), *optimizer.tensors().values())]
+        optimizer.step()
+        if value is not None:
+            after = [*model.parameters(), *optimizer.tensors().values()]
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    counters = optimizer.counters.read()
+    assert (counters.num_updates, counters.num_skipped, counters.loss_scale) == (1, 2, 512.0)

@@ -26,7 +26,8 @@ class Ours(Contender):
         kernels = Kernels(float8=dtype == "fp8", compiles=bench.compiles, cuda_graphs=bench.cuda_graphs)
         self.model = build_model(config, context, seed=bench.seed, dtype=DTYPES[dtype], device=device, kernels=kernels)
         optimizer = OptimizerConfig(lr=bench.lr, max_grad_norm=MAX_NORM)
-        self.optimizer = MixedPrecisionAdamW(self.model.named_parameters(), optimizer, bench.precision, context)
+        parameters = self.model.named_parameters()
+        self.optimizer = MixedPrecisionAdamW(parameters, optimizer, bench.precision, context, bench.compiles)
 
     def step(self, batch: Batch, number: int) -> Tensor:
         with preferred_backend(self.model.config.attention):

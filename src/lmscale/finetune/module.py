@@ -151,8 +151,8 @@ class FinetuneModule(L.LightningModule):
             last = number == len(batch) - 1
             if last:
                 optimizer.start_grad_sync()
-            loss += self._accumulate(micro_batch, number, step, optimizer.loss_scale.value, last)
-        lr = learning_rate_of_update(optimizer.num_updates + 1, self.schedule, self.run.optimizer.lr)
+            loss += self._accumulate(micro_batch, number, step, optimizer.counters.loss_scale, last)
+        lr = learning_rate_of_update(optimizer.counters.read().num_updates + 1, self.schedule, self.run.optimizer.lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
         self.watchdog.mark(f"step {step}, optimizer")
@@ -162,14 +162,15 @@ class FinetuneModule(L.LightningModule):
         self.items_trained += batch[0]["step_items"]
         if step % self.run.trainer.log_every_steps == 0 or step == self.trainer.max_steps:
             row = {"train/loss": sum_over_data_ranks(loss, self.parallel).item(), "lr": lr}
-            row |= {"grad_norm": optimizer.grad_norm, "num_skipped": optimizer.num_skipped}
+            counters = optimizer.counters.read()
+            row |= {"grad_norm": counters.grad_norm, "num_skipped": counters.num_skipped}
             row |= {"epoch": step / self.steps_per_epoch, "step_s": time.perf_counter() - started}
             for logger in self.loggers:
                 logger.log_metrics(row, step)
-        if optimizer.skipped_in_a_row > self.run.trainer.max_skipped_steps:
+        if optimizer.counters.known.skipped_in_a_row > self.run.trainer.max_skipped_steps:
             self.ending.stop(self.trainer, DIVERGED)
 
-    def _accumulate(self, batch: Batch, number: int, step: int, loss_scale: float, last: bool) -> Tensor:
+    def _accumulate(self, batch: Batch, number: int, step: int, loss_scale: Tensor | float, last: bool) -> Tensor:
         """Run forward and backward of one micro-batch; returns its part of the step's mean loss, fp64."""
         context, wrapper = self.parallel, self.trainer.strategy.model
         seed_rank_generator(self.run.seed, step, number, context.dp_rank, context.tp_rank)

@@ -12,10 +12,10 @@ from .data_collectives import sum_over_data_ranks
 
 @dataclass(frozen=True)
 class GradientNorm:
-    """Norm of the whole model's gradient, equal on all tensor ranks, and whether all its elements are finite."""
+    """Norm of the whole model's gradient, fp64 [], and whether all its elements are finite, bool []; on the device."""
 
-    norm: float
-    finite: bool
+    norm: Tensor
+    finite: Tensor
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def global_gradient_norm(
 ) -> GradientNorm:
     """L2 norm of the gradient of the logical model: shards are added over the tensor ranks, replicas counted once.
 
-    All ranks get the same result, also about finiteness: an inf on one rank is seen by all.
+    All ranks get the same result, also about finiteness: an inf on one rank is seen by all. The host waits for none.
 
     Args:
         parameters: with `.shard` and, where they were used, `.grad`; with `context.zero1` only the parameters that this
@@ -58,8 +58,8 @@ def global_gradient_norm(
     """
     sums = _sums_of_squares(parameters, context, device)
     bad = (~sums.isfinite()).any().double()
-    sharded_sum, replicated_sum, num_bad = _add_over_ranks(torch.cat([sums, bad[None]]), context).tolist()
-    return GradientNorm(norm=(sharded_sum + replicated_sum) ** 0.5, finite=num_bad == 0)
+    sharded_sum, replicated_sum, num_bad = _add_over_ranks(torch.cat([sums, bad[None]]), context).unbind()
+    return GradientNorm(norm=(sharded_sum + replicated_sum).sqrt(), finite=num_bad == 0)
 
 
 @torch.no_grad()

@@ -41,13 +41,12 @@ def _wrapped(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-def _column_codes(num_columns: int, device: torch.device) -> Tensor:
-    """int32 [num_columns], each column times `_COLUMN`.
+def _column_codes(columns: Tensor) -> Tensor:
+    """Each of the columns, int32 [c], times `_COLUMN`.
 
     The mask changes no number. It keeps Inductor from computing the products of a vector register as a range of that
     step, whose overflow is undefined in C++: compiled fp64 gradients had masks other than the forward pass's.
     """
-    columns = torch.arange(num_columns, dtype=torch.int32, device=device)
     return (columns & 0x7FFFFFFF) * _COLUMN
 
 
@@ -88,9 +87,18 @@ def counter_keep_mask(keys: Tensor, num_rows: int, num_columns: int, probability
     """
     keys = keys + _wrapped(first_row * _GOLDEN)
     rows = torch.arange(num_rows, dtype=torch.int32, device=keys.device)
-    row_keys = _mix(keys.unsqueeze(-1) + rows * _GOLDEN)  # [b, rows]
-    bits = _mix(row_keys.unsqueeze(-1) ^ _column_codes(num_columns, keys.device))  # [b, rows, columns]
-    return bits >= int(probability * 2**32) - 2**31
+    columns = torch.arange(num_columns, dtype=torch.int32, device=keys.device)
+    return counter_bits(keys, rows, columns) >= int(probability * 2**32) - 2**31
+
+
+def counter_bits(keys: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Random bits: a hash of (key, row, column).
+
+    Shapes:
+        keys int32 [k]; rows int32 [r] and columns int32 [c]: indices; returns int32 [k, r, c].
+    """
+    row_keys = _mix(keys.unsqueeze(-1) + rows * _GOLDEN)  # [k, r]
+    return _mix(row_keys.unsqueeze(-1) ^ _column_codes(columns))
 
 
 def counter_dropout(x: Tensor, probability: float, keys: Tensor, first_position: int = 0) -> Tensor:
@@ -136,7 +144,8 @@ def counter_normal(
     """
     keys = keys + _wrapped(first_row * _GOLDEN)
     rows = torch.arange(num_rows, dtype=torch.int32, device=keys.device)
-    columns = _column_codes(num_columns, keys.device) + _wrapped(first_column * _COLUMN)
+    columns = _column_codes(torch.arange(num_columns, dtype=torch.int32, device=keys.device))
+    columns = columns + _wrapped(first_column * _COLUMN)
     row_keys = _mix(keys.unsqueeze(-1) + rows * _GOLDEN).unsqueeze(-1)  # [2, rows, 1]
     bits = _mix(row_keys[0] ^ columns)
     bits = _mix(bits + row_keys[1])

@@ -16,7 +16,7 @@ from .params import count_parameters, parameter_sizes
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: bf16 numbers, rounded within a product
 FP32_BYTES = 4
 HALF_BYTES = 2
-MOMENT_TENSORS_IN_FLIGHT = 3.5  # both moments in fp32, the random bits of one, and its rounded form
+MOMENT_TENSORS_IN_FLIGHT = 6.5  # in fp32: both moments, their random bits and what makes these; none where compiled
 GIB = 2**30
 LOGITS_AT_ONCE = 50 * 2**20  # of a rank on a CPU, see `parallel.linear_cross_entropy`
 LOGITS_AT_ONCE_ON_GPU = 4 * LOGITS_AT_ONCE

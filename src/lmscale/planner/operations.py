@@ -14,14 +14,15 @@ from ..config.family import family_of
 from ..partition import part_sizes
 from .flops import recomputes_whole_layer, scored_tokens
 from .layer_operations import LayerCounts
-from .memory import BYTES, FP32_BYTES, LOGITS_AT_ONCE
+from .memory import BYTES, FP32_BYTES, rows_at_once
 from .operation import Operation, elementwise, product, times
 from .params import parameter_sizes
 
-# Bytes per parameter, (read, written). AdamW with fp32 masters: norm 4, unscale and clip 8, update 28, weights 6; bf16
-# moments are widened and rounded besides.
-OPTIMIZER_BYTES = {"fp32 moments": (28, 18), "bf16 moments": (68, 58), "without masters": (24, 16)}
-HOST_SYNCS = 1  # per step: the gradient norm is read on the host
+# Bytes per parameter, (read, written): the norm reads the gradient; one kernel per tensor reads gradient, master and
+# moments, and writes master, moments and the weight of a half type (`tests/cuda/test_optimizer_kernels.py`).
+OPTIMIZER_BYTES = {"fp32 moments": (20, 14), "bf16 moments": (16, 10), "without masters": (20, 12)}
+OPTIMIZER_LAUNCHES = 27  # of the norm and the counters, besides one per parameter
+HOST_SYNCS = 0  # per step
 EMBEDDING_DROPOUT_BYTES = (65, 53)  # per element: the mask's hash, 33 operations on int32 that are not compiled
 LAUNCHES_OF_A_LOSS_CHUNK = 44  # besides its three products
 ELEMENTS_PER_LAUNCH = 320 * 65536  # of torch's multi-tensor kernels
@@ -107,7 +108,7 @@ def _head(config: TransformerConfig, layout: ParallelConfig, b: int, s: int, e: 
         found.append(elementwise("token head, GELU and LayerNorm", "forward", 3 * rows * h * e, 3 * rows * h * e, 3))
         passes = 8 * rows * h * e
         found.append(elementwise("token head, GELU and LayerNorm", "backward", passes, rows * h * e + b * s * h * e, 7))
-    at_once = max(1, LOGITS_AT_ONCE // columns)
+    at_once = rows_at_once(columns, on_gpu=True)
     several = rows > at_once
     for num, chunk in ((rows // at_once, at_once), (1, rows % at_once)):
         if num * chunk == 0:
@@ -144,6 +145,6 @@ def _update(
     owned = max(part_sizes(sizes, layout.dp_size)) if layout.cuts_optimizer else n
     kind = "bf16 moments" if half_moments else "fp32 moments" if e < FP32_BYTES else "without masters"
     read, written = (count * (2 if e > FP32_BYTES else 1) for count in OPTIMIZER_BYTES[kind])
-    launches = 12 * len(sizes) if half_moments else 4 * -(-owned // ELEMENTS_PER_LAUNCH)
+    launches = len(sizes) + OPTIMIZER_LAUNCHES + -(-owned // ELEMENTS_PER_LAUNCH)
     found.append(Operation("AdamW", "optimizer", "optimizer", 1, launches, 0, owned * read, owned * written))
     return found

@@ -132,7 +132,8 @@ def predict_step_time(
     ring's 2 (p - 1) / p.
     """
     tp_size = layout.tp_size
-    messages = micro_batch_collectives(config, layout, micro_batch_size, seq_length, dtype)
+    on_gpu = cluster.roofline is not None  # the other clusters' constants were fitted to the smaller loss chunks
+    messages = micro_batch_collectives(config, layout, micro_batch_size, seq_length, dtype, on_gpu)
     tensor = sum(collective_s(message, layout, cluster) for message in messages) * (1.0 - techniques.tensor_overlap)
     tensor *= num_micro_batches
     if cluster.roofline is not None:

@@ -100,7 +100,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
         """
         optimizer = self.optimizers[0]
         saved = optimizer.state_dict()
-        kinds = optimizer.dtypes if optimizer.num_updates else {"model": optimizer.dtypes["model"]}
+        kinds = optimizer.dtypes if saved["counters"]["num_updates"] else {"model": optimizer.dtypes["model"]}
         metadata, share = self._describe(kinds, optimizer.owners, saved["counters"], run, state)
         self.writer.begin(path, saved["tensors"], metadata, share, in_background, on_complete)
 

@@ -20,7 +20,8 @@ def layer_gradient_norms(optimizer: MixedPrecisionAdamW) -> dict[str, float]:
     for name, master in zip(optimizer.names, optimizer.masters, strict=True):
         members[part_of_model(name)].append(master)
     norms = gradient_norms_of_parts(list(members.values()), optimizer.context, optimizer.device)
-    return {part: norm / optimizer.loss_scale.value for part, norm in zip(members, norms, strict=True)}
+    scale = optimizer.counters.read().loss_scale
+    return {part: norm / scale for part, norm in zip(members, norms, strict=True)}
 
 
 def part_of_model(parameter_name: str) -> str:

@@ -117,7 +117,8 @@ class StepReport(L.Callback):
         self.timer.add("step", time.perf_counter() - self._step_start)
         if losses is not None:
             self._write_row(trainer, pl_module, losses)
-        if optimizer.skipped_in_a_row > self.run.trainer.max_skipped_steps:
+        # A GPU is not waited for: without a row, the run stops one step later.
+        if optimizer.counters.known.skipped_in_a_row > self.run.trainer.max_skipped_steps:
             self.diagnosis = diagnose(pl_module, self._micro_batches)
             self.ending.stop(trainer, DIVERGED)
 
@@ -128,17 +129,17 @@ class StepReport(L.Callback):
         return any(step % interval == 0 for interval in intervals)
 
     def _write_row(self, trainer: L.Trainer, pl_module: L.LightningModule, losses: list[float]) -> None:
-        optimizer, context = pl_module.optimizer, pl_module.parallel
+        counters, context = pl_module.optimizer.counters.read(), pl_module.parallel
         seconds = {name: total / self._steps_since_row for name, total in self.timer.read().items()}
         self._steps_since_row = 0
         tokens = self.run.global_batch_size * self.run.data.seq_length
         flops_per_s = self.flops_per_step / seconds["step"] / (context.tp_size * context.dp_size)
         metrics = pl_module.named_losses("train", losses) | {
             "lr": self._lr,
-            "grad_norm": optimizer.grad_norm,
+            "grad_norm": counters.grad_norm,
             **{f"grad_norm/{part}": norm for part, norm in self._layer_norms.items()},
-            "loss_scale": optimizer.loss_scale.value,
-            "num_skipped": optimizer.num_skipped,
+            "loss_scale": counters.loss_scale,
+            "num_skipped": counters.num_skipped,
             "tokens_per_s": tokens / seconds["step"],
             "tflops_per_s_per_device": flops_per_s / 1e12,
         }

@@ -1,6 +1,6 @@
 """The gradients of a rank's parameters in one flat buffer, summed in fp32 over micro-batches and data ranks."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from ...parallel import ParallelContext, begin_sum_over_data_ranks, broadcast_from_data_ranks
 from ...partition import assign_owners, buffer_pieces, part_sizes
+
+ALIGNED = 8  # elements of 2 bytes
 
 
 class _Piece(NamedTuple):
@@ -38,9 +40,9 @@ class GradientBuffer:
     owner alone, and the owners broadcast the updated parameters, which are in a second buffer in the same order.
 
     The backward pass runs from the last parameter to the first, and the buffer (each owner's part of it) has that
-    order. In the last backward pass of a step, announced by `start_grad_sync`, a piece is sent as soon as all
-    parameters from its first on have their gradient. All data ranks thus send the pieces in the same order, whatever
-    the order in which their gradients are ready.
+    order, but for tensors of odd sizes. In the last backward pass of a step, announced by `start_grad_sync`, a piece is
+    sent as soon as all parameters from its first on have their gradient. All data ranks thus send the pieces in the
+    same order, whatever the order in which their gradients are ready.
 
     Args:
         parameters: in the model's order, of one dtype and device; a hook moves each gradient into the buffer.
@@ -55,7 +57,9 @@ class GradientBuffer:
         self.context = context
         sizes = [param.numel() for param in parameters]
         self.owners = assign_owners(sizes, context.dp_size) if context.zero1 else None
-        order = sorted(reversed(range(len(sizes))), key=lambda index: self.owners[index] if self.owners else 0)
+        owners = self.owners or [0] * len(sizes)
+        # Tensors of odd sizes come last: those after them would not lie at addresses that kernels read 16 bytes from.
+        order = sorted(reversed(range(len(sizes))), key=lambda index: (owners[index], sizes[index] % ALIGNED != 0))
         accumulation_dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         self.flat = torch.zeros(sum(sizes), dtype=accumulation_dtype, device=parameters[0].device)
         self.views: list[Tensor] = _in_order(self.flat, parameters, order)
@@ -79,8 +83,9 @@ class GradientBuffer:
         pieces = []
         for owner, part in parts:
             for values in part.split(buffer_pieces(part.numel())):
-                last_in_it = bisect_left(ends, values.storage_offset() + values.numel())
-                pieces.append(_Piece(values, owner, first=order[last_in_it]))
+                start = values.storage_offset()
+                in_it = order[bisect_right(ends, start) : bisect_left(ends, start + values.numel()) + 1]
+                pieces.append(_Piece(values, owner, first=min(in_it)))
         return sorted(pieces, key=lambda piece: -piece.first)
 
     def _start_over(self) -> None:

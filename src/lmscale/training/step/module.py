@@ -123,7 +123,7 @@ class PretrainModule(ValidatedModule):
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW over the shard, with fp32 masters from the checkpoint if there is one, and its schedule."""
         optimizer = MixedPrecisionAdamW(
-            self.model.named_parameters(), self.optimizer_config, self.precision, self.parallel
+            self.model.named_parameters(), self.optimizer_config, self.precision, self.parallel, self.kernels.compiles
         )
         if self.weights_from:
             with CheckpointReader(self.weights_from) as reader:
@@ -183,7 +183,7 @@ class PretrainModule(ValidatedModule):
         data ranks. Here the parts of a step's loss are added, not averaged."""
         is_averaged = isinstance(self.trainer.strategy.model, DistributedDataParallel)
         factor = self.trainer.accumulate_grad_batches * (self.parallel.dp_size if is_averaged else 1)
-        (loss * (self.optimizer.loss_scale.value * factor)).backward(*args, **kwargs)
+        (loss * (self.optimizer.counters.loss_scale * factor)).backward(*args, **kwargs)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
         """Run the last micro-batch, add the gradients of the ranks, update; callbacks then see complete gradients."""
@@ -191,6 +191,8 @@ class PretrainModule(ValidatedModule):
         def forward_backward_reduce() -> Any:
             loss = optimizer_closure()
             self.optimizer.reduce_gradients()
+            self.optimizer.counters.read()  # of the last step, which has long ended on the device
+            self.lr_schedulers().step()
             return loss
 
         optimizer.step(closure=forward_backward_reduce)
@@ -207,5 +209,5 @@ class PretrainModule(ValidatedModule):
         """Log the losses of the completed step."""
         if self.logs and self.is_last_micro_batch:
             losses = sum_over_data_ranks(self.step_terms.clone(), self.parallel).tolist()
-            self.log("grad_norm", self.optimizer.grad_norm)
+            self.log("grad_norm", self.optimizer.counters.read().grad_norm)
             self.log_dict(self.named_losses("train", losses), prog_bar=True)

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from ...config.training import OptimizerConfig, PrecisionConfig
 from ...parallel import ParallelContext, global_gradient_norm, sum_partial_gradients
+from .adamw import OnePass, place_of, update_by_torch
+from .counters import DeviceCounters
 from .gradient_buffer import GradientBuffer, needs_buffer
-from .half_moments import update_with_half_moments
-from .loss_scale import LossScale
 from .optimizer_state import MOMENTS, OptimizerState
 
 
-class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
+class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
     """AdamW over one rank's shard: unscale, agree on overflow, clip by the global norm, update fp32 masters, copy back.
 
     Parameters of half types have an fp32 master, and the gradients of micro-batches are added in fp32
@@ -22,19 +22,24 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
     `context.zero1` a data rank has masters and moments only of the parameters it owns, and the gradients of all types
     go through the buffer. Weight decay applies to matrices and embeddings, not to biases and LayerNorms (section 4.2),
     which are the parameters of one dimension. If a gradient is not finite on any rank, all ranks skip the step:
-    weights, moments and `num_updates` stay, `num_skipped` increases. `skipped_in_a_row` counts skipped steps since the
-    last update, except those after which fp16's loss scale can still decrease.
+    weights and moments stay, `Counters.num_skipped` increases.
+
+    Norm, overflow, clipping, loss scale and counters stay on the device: `step` waits for no number of it.
 
     Args:
         named_parameters: (name, parameter) of the rank's model; with `context.zero1` their storage moves.
         config, precision: see `config.training`.
         context: gives the groups for norm, overflow and sums.
+        compiles: torch.compile fuses the update of a parameter into one kernel, which differs from torch's AdamW in the
+            last bits.
 
     Attributes:
         all_names: names of all parameters of the model.
         names, model_parameters, masters: parallel lists of the parameters that this rank updates.
         owners: with `context.zero1` the data rank that updates each parameter, by name; otherwise None.
+        weights: the half-type weight of each master; empty if the masters are the weights.
         dtypes: of the masters and of both moments, by kind: `model`, `exp_avg`, `exp_avg_sq`.
+        counters: updates and skipped steps, gradient norm and loss scale.
 
     Communicates:
         as `reduce_gradients`, and per step one all-reduce of three numbers over the tensor group; with `context.zero1`
@@ -47,6 +52,7 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
         config: OptimizerConfig,
         precision: PrecisionConfig,
         context: ParallelContext,
+        compiles: bool = False,
     ) -> None:
         parameters = dict(named_parameters)
         first = next(iter(parameters.values()))
@@ -64,28 +70,27 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
         self.names = [n for n in parameters if self.owners is None or self.owners[n] == context.dp_rank]
         self.model_parameters = [parameters[name] for name in self.names]
         self.masters = [_master(parameters[name], gradients[name]) for name in self.names]
+        self.weights = dict(zip(self.masters, self.model_parameters, strict=True)) if self.holds_masters else {}
         self.device = first.device
         accumulation_dtype = torch.promote_types(first.dtype, torch.float32)
-        self.has_half_moments = config.moments == "bf16"
-        self.dtypes = dict.fromkeys(("model", *MOMENTS), accumulation_dtype)
-        if self.has_half_moments:
-            self.dtypes |= dict.fromkeys(MOMENTS, torch.bfloat16)
+        moments_dtype = torch.bfloat16 if config.moments == "bf16" else accumulation_dtype
+        self.dtypes = {"model": accumulation_dtype} | dict.fromkeys(MOMENTS, moments_dtype)
         self.max_grad_norm = config.max_grad_norm
-        self.loss_scale = LossScale.from_config(precision)
-        self.num_updates = 0
-        self.num_skipped = 0
-        self.skipped_in_a_row = 0
-        self.grad_norm = float("nan")
+        betas = (config.beta1, config.beta2)
+        self.counters = DeviceCounters(precision, betas, self.device)
         super().__init__(
             [
                 {"params": [m for m in self.masters if m.ndim > 1], "weight_decay": config.weight_decay},
                 {"params": [m for m in self.masters if m.ndim <= 1], "weight_decay": 0.0},
             ],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
+            {"lr": config.lr, "betas": betas, "eps": config.eps},
         )
+        for name, master in zip(self.names, self.masters, strict=True):
+            self.state[master] = {kind: torch.zeros_like(master, dtype=moments_dtype) for kind in MOMENTS}
+            if config.moments == "bf16":
+                self.state[master]["place"] = place_of(name, master, context.tp_rank)
+        self._advance = torch.compile(self.counters.advance) if compiles else self.counters.advance
+        self._update = OnePass(compiles) if compiles or config.moments == "bf16" else update_by_torch
 
     def start_grad_sync(self) -> None:
         """Reduce the gradients of the buffer during the next backward pass, the last of the step (`GradientBuffer`).
@@ -126,37 +131,13 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.AdamW):
                 closure()
         if self.buffer is not None:
             self.buffer.complete()
-        scale = self.loss_scale.value
-        measured = global_gradient_norm(self.masters, self.context, self.device)
-        self.grad_norm = measured.norm / scale
-        can_decrease = self.loss_scale.dynamic and self.loss_scale.value > self.loss_scale.minimum
-        self.loss_scale.update(overflow=not measured.finite)
-        if not measured.finite:
-            self.num_skipped += 1
-            self.skipped_in_a_row += not can_decrease
-            return
-        self.skipped_in_a_row = 0
-        factor = 1.0 / scale
-        if self.max_grad_norm is not None:
-            factor *= min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
-        if factor != 1.0 and self.masters:
-            torch._foreach_mul_([master.grad for master in self.masters], factor)
-        if self.has_half_moments:
-            self._step_with_half_moments()
-        else:
-            super().step()
-        if self.holds_masters and self.masters:
-            torch._foreach_copy_(self.model_parameters, self.masters)
+        norm = global_gradient_norm(self.masters, self.context, self.device)
+        step = self._advance(norm, self.max_grad_norm, self.dtypes["model"])
+        for group in self.param_groups:
+            self._update(group, self.state, self.weights, step)
         if self.buffer is not None:
             self.buffer.share_weights()
-        self.num_updates += 1
-
-    def _step_with_half_moments(self) -> None:
-        by_master = dict(zip(self.masters, self.names, strict=True))
-        for group in self.param_groups:
-            update_with_half_moments(
-                [(by_master[m], m) for m in group["params"]], self.state, group, self.num_updates + 1
-            )
+        self.counters.publish()
 
 
 def _master(param: nn.Parameter, gradient: Tensor | None) -> Tensor:

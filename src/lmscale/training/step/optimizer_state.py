@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .loss_scale import LossScale
+from .counters import DeviceCounters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -20,10 +20,7 @@ class OptimizerState:
     holds_masters: bool
     dtypes: dict[str, torch.dtype]
     state: dict[Tensor, dict[str, Any]]
-    loss_scale: LossScale
-    num_updates: int
-    num_skipped: int
-    skipped_in_a_row: int
+    counters: DeviceCounters
 
     def fp32_masters(self) -> dict[str, Tensor]:
         """The masters by parameter name; empty if the parameters are their own masters."""
@@ -33,22 +30,19 @@ class OptimizerState:
         """Weights and moments by checkpoint key, `model/<name>`, `exp_avg/<name>`, `exp_avg_sq/<name>`:
         shards, not copies. For half types the weights are the fp32 masters; moments exist after the first update.
         """
-        tensors = {}
+        tensors, has_moments = {}, self.counters.read().num_updates > 0
         for name, master in zip(self.names, self.masters, strict=True):
             tensors[f"model/{name}"] = master.detach()
-            tensors |= {f"{kind}/{name}": self.state[master][kind] for kind in MOMENTS if master in self.state}
+            if has_moments:
+                tensors |= {f"{kind}/{name}": self.state[master][kind] for kind in MOMENTS}
         return tensors
 
     def state_dict(self) -> dict[str, Any]:
         """`{"tensors": as tensors(), "counters": {...}}`."""
-        counters = {
-            "num_updates": self.num_updates,
-            "num_skipped": self.num_skipped,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "loss_scale": self.loss_scale.value if self.loss_scale.dynamic else None,
-            "loss_scale_clean_steps": self.loss_scale.clean_steps,
-            "loss_scale_overflows_left": self.loss_scale.overflows_left,
-        }
+        counters = self.counters.read()._asdict()
+        del counters["grad_norm"]
+        if not self.counters.dynamic:
+            counters["loss_scale"] = None
         return {"tensors": self.tensors(), "counters": counters}
 
     @torch.no_grad()
@@ -64,15 +58,8 @@ class OptimizerState:
     @torch.no_grad()
     def load_moments(self, counters: dict[str, Any], read_into: Callable[[str, Tensor], None]) -> None:
         """Load the moments in place, one tensor at a time, and the counters of `state_dict`."""
-        self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
-        self.skipped_in_a_row = counters["skipped_in_a_row"]
-        if self.num_updates:
+        self.counters.load(counters)
+        if counters["num_updates"]:
             for name, master in zip(self.names, self.masters, strict=True):
-                self.state[master] = {kind: torch.empty_like(master, dtype=self.dtypes[kind]) for kind in MOMENTS}
                 for kind in MOMENTS:
                     read_into(f"{kind}/{name}", self.state[master][kind])
-                self.state[master]["step"] = torch.tensor(float(self.num_updates), device=master.device)
-        if self.loss_scale.dynamic and counters["loss_scale"] is not None:
-            self.loss_scale.value = counters["loss_scale"]
-            self.loss_scale.clean_steps = counters["loss_scale_clean_steps"]
-            self.loss_scale.overflows_left = counters["loss_scale_overflows_left"]

@@ -12,7 +12,8 @@ from .optimizer import MixedPrecisionAdamW
 class UpdateSchedule(LRScheduler):
     """`learning_rate_of_update` as a torch scheduler: sets the rate of the optimizer's next update.
 
-    Skipped steps do not count. The only state is the optimizer's `num_updates`.
+    Skipped steps do not count. The only state is the optimizer's `num_updates`, as far as the host knows it: a GPU is
+    not waited for. `PretrainModule` thus steps the schedule before the update too, once the last step is known.
     """
 
     def __init__(self, optimizer: MixedPrecisionAdamW, schedule: ScheduleConfig, peak: float) -> None:
@@ -21,8 +22,14 @@ class UpdateSchedule(LRScheduler):
 
     def get_lr(self) -> list[float]:
         """The rate for each parameter group."""
-        lr = learning_rate_of_update(self.optimizer.num_updates + 1, self.schedule, self.peak)
+        lr = learning_rate_of_update(self.optimizer.counters.known.num_updates + 1, self.schedule, self.peak)
         return [lr] * len(self.optimizer.param_groups)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rate of the next update."""
+        self._last_lr = self.get_lr()
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = lr
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: the optimizer's `num_updates` determines the rate."""
@@ -30,8 +37,7 @@ class UpdateSchedule(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the rate of the first update after the checkpoint's."""
-        for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            group["lr"] = lr
+        self.step()
 
 
 def learning_rate_of_update(update: int, schedule: ScheduleConfig, peak: float) -> float:
