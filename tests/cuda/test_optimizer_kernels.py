@@ -68,4 +68,4 @@ def test_the_update_of_a_tensor_is_one_kernel_that_moves_every_byte_once(
     assert {found["bytes"][calls[0]] for calls in updates} == {num_bytes}
     assert len(found["cubins"]) == len({call for calls in found["graphs"] for call in calls})
     assert found["compiled_calls"] == {"advance": 1, "adamw": found["num_updated"]}
-    assert sum(found["eager_launches"].values()) <= 24  # the norm
+    assert sum(found["eager_launches"].values()) <= 27  # the norm; with ZeRO-1 also the weights from their owners
