@@ -102,7 +102,7 @@ def run_step(case: dict) -> dict:
     dropouts = dict.fromkeys(("hidden_dropout", "attention_dropout"), case["dropout"])
     choices = {name: case[name] for name in ("norm_order", "recompute", "attention")}
     config = TransformerConfig(case["family"], max_position_embeddings=LENGTH, **SIZES, **dropouts, **choices)
-    chunked_cross_entropy.LOGITS_AT_ONCE = 2**15  # several chunks
+    chunked_cross_entropy.LOGITS_AT_ONCE_ON_GPU = 2**15  # several chunks
     with grid(**grid_of(case)) as context, FakeTensorMode():
         order = StepOrder(context, torch.device("cuda", 0))
         module = PretrainModule(

@@ -123,7 +123,7 @@ class LayerCounts:
 
     def core_again(self) -> list[Operation]:
         """What selective recomputation repeats of the attention core: nothing of a fused one."""
-        if self.config.attention == "sdpa":
+        if self.config.attention != "exact":
             return []
         return [o for o in self._core("recomputation") if o.name != "attention output"]
 
@@ -161,7 +161,7 @@ class LayerCounts:
         values = self.tokens * self.inner * e  # of one of Q, K, V
         is_backward = phase == "backward"
         drops, causal = self.config.attention_dropout > 0, family_of(self.config.family).is_causal
-        if self.config.attention == "sdpa":
+        if self.config.attention != "exact":
             work = Core(number, s, d, causal, drops, is_backward)
             flops = (8 if is_backward else 4) * number * s * s * d
             sums = 4 * number * s
