@@ -1,0 +1,37 @@
+"""A compiled step of a whole model on one of several tensor ranks: how many graphs torch.compile makes of it.
+
+A fake process group sends nothing, so the losses mean nothing.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharding import random_batch, small_config, total_loss
+from torch._dynamo.utils import counters
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lmscale.kernels import Kernels
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "sequence_parallel"])
+def last_of_four(request) -> Iterator[ParallelContext]:
+    torch._dynamo.reset()
+    counters.clear()
+    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    yield ParallelContext(tp_rank=3, tp_size=4, tp_group=dist.group.WORLD, sequence_parallel=request.param)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_steps_of_a_model_compile_one_layer_and_two_passes_over_the_logits(last_of_four, family: str) -> None:
+    config = small_config(family, num_layers=3, hidden_dropout=0.1, max_position_embeddings=16)
+    kernels = Kernels(compiles=True)
+    model = build_model(config, last_of_four, seed=3, dtype=torch.float32, kernels=kernels)
+    for seed in (3, 4):
+        total_loss(model, random_batch(config, seed=seed)).backward()
+    # All three layers are one graph; the embedding and the collectives of the loss stay outside.
+    assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (3, 0)
