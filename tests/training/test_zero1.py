@@ -9,16 +9,19 @@ import torch.distributed as dist
 from ranks import make_context, run_ranks
 from runs import read_rows, read_tensors, run_jobs, tiny_run
 from sharding import small_config
+from torch import nn
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.config import ParallelConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
+from lmscale.parallel import ParallelContext
 from lmscale.parallel.shard_spec import ShardSpec
 from lmscale.partition import assign_owners, part_sizes
 from lmscale.planner.communication import step_collectives
 from lmscale.planner.memory import estimate_memory
 from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.step.gradient_buffer import GradientBuffer
 from lmscale.training.step.module import DTYPES
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
@@ -167,3 +170,14 @@ def test_a_rank_holds_the_estimated_bytes(name) -> None:
     plain = estimate_memory(small_config("gpt"), 1, 1, 8, name, 2)
     assert fullest == estimate.weights + estimate.gradients + estimate.optimizer_state
     assert estimate.optimizer_state < 0.7 * plain.optimizer_state
+
+
+@pytest.mark.parametrize("dp_size", [2, 3, 5])
+def test_every_owners_weights_begin_where_a_kernel_reads_16_bytes_at_once(dp_size) -> None:
+    parameters = [nn.Parameter(torch.ones(n, dtype=torch.bfloat16)) for n in (24, 2, 40, 8, 13, 16, 64, 8)]
+    buffer = GradientBuffer(parameters, ParallelContext(dp_size=dp_size, zero1=True))
+    start = buffer.weights.data_ptr()
+    places = {p.numel(): (p.data_ptr() - start) % 16 for p in parameters if p.numel() % 8 == 0}
+    assert set(places.values()) == {0}
+    assert all((view.data_ptr() - buffer.flat.data_ptr()) % 32 == 0 for view in buffer.views if view.numel() % 8 == 0)
+    assert torch.equal(torch.cat(list(parameters)), torch.ones(175, dtype=torch.bfloat16))  # no two of them overlap

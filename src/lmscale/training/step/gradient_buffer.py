@@ -2,7 +2,6 @@
 
 from bisect import bisect_left, bisect_right
 from functools import partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -10,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...parallel import ParallelContext, begin_sum_over_data_ranks, broadcast_from_data_ranks
-from ...partition import assign_owners, buffer_pieces, part_sizes
+from ...partition import assign_owners, buffer_pieces
 
-ALIGNED = 8  # elements of 2 bytes
+ALIGNED = 8  # elements: 16 bytes of a half type
 
 
 class _Piece(NamedTuple):
@@ -40,7 +39,8 @@ class GradientBuffer:
     owner alone, and the owners broadcast the updated parameters, which are in a second buffer in the same order.
 
     The backward pass runs from the last parameter to the first, and the buffer (each owner's part of it) has that
-    order, but for tensors of odd sizes. In the last backward pass of a step, announced by `start_grad_sync`, a piece is
+    order, but for tensors of odd sizes, which come last in it: kernels read 16 bytes at once from addresses that are
+    multiples of 16. In the last backward pass of a step, announced by `start_grad_sync`, a piece is
     sent as soon as all parameters from its first on have their gradient. All data ranks thus send the pieces in the
     same order, whatever the order in which their gradients are ready.
 
@@ -58,34 +58,38 @@ class GradientBuffer:
         sizes = [param.numel() for param in parameters]
         self.owners = assign_owners(sizes, context.dp_size) if context.zero1 else None
         owners = self.owners or [0] * len(sizes)
-        # Tensors of odd sizes come last: those after them would not lie at addresses that kernels read 16 bytes from.
         order = sorted(reversed(range(len(sizes))), key=lambda index: (owners[index], sizes[index] % ALIGNED != 0))
+        starts, self._parts, end = [0] * len(sizes), [], 0
+        for owner in range(context.dp_size if self.owners else 1):
+            first = end = end + -end % ALIGNED
+            for index in (index for index in order if owners[index] == owner):
+                starts[index], end = end, end + sizes[index]
+            self._parts.append(slice(first, end))
         accumulation_dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        self.flat = torch.zeros(sum(sizes), dtype=accumulation_dtype, device=parameters[0].device)
-        self.views: list[Tensor] = _in_order(self.flat, parameters, order)
+        self.flat = torch.zeros(end, dtype=accumulation_dtype, device=parameters[0].device)
+        self.views = [
+            self.flat[i : i + param.numel()].view_as(param) for i, param in zip(starts, parameters, strict=True)
+        ]
         self._has_gradient = [False] * len(parameters)
         for index, param in enumerate(parameters):
             param.register_post_accumulate_grad_hook(partial(self._move_gradient, index))
         self.weights: Tensor | None = None
-        self.part_sizes: list[int] = []
         if self.owners:
-            self.part_sizes = part_sizes(sizes, context.dp_size)
-            self.weights = torch.empty_like(self.flat, dtype=parameters[0].dtype)
-            for param, view in zip(parameters, _in_order(self.weights, parameters, order), strict=True):
-                param.data = view.copy_(param.detach())
-        self._pieces = self._cut(sizes, order) if context.dp_size > 1 else []
+            self.weights = torch.zeros_like(self.flat, dtype=parameters[0].dtype)
+            for i, param in zip(starts, parameters, strict=True):
+                param.data = self.weights[i : i + param.numel()].view_as(param).copy_(param.detach())
+        ends = [starts[index] + sizes[index] for index in order]
+        self._pieces = self._cut(order, ends) if context.dp_size > 1 else []
         self._start_over()
 
-    def _cut(self, sizes: list[int], order: list[int]) -> list[_Piece]:
+    def _cut(self, order: list[int], ends: list[int]) -> list[_Piece]:
         """The pieces in the order in which they are sent."""
-        parts = enumerate(self.flat.split(self.part_sizes)) if self.owners else [(None, self.flat)]
-        ends = list(accumulate(sizes[index] for index in order))
         pieces = []
-        for owner, part in parts:
+        for owner, part in enumerate(self.flat[part] for part in self._parts):
             for values in part.split(buffer_pieces(part.numel())):
                 start = values.storage_offset()
                 in_it = order[bisect_right(ends, start) : bisect_left(ends, start + values.numel()) + 1]
-                pieces.append(_Piece(values, owner, first=min(in_it)))
+                pieces.append(_Piece(values, owner if self.owners else None, first=min(in_it)))
         return sorted(pieces, key=lambda piece: -piece.first)
 
     def _start_over(self) -> None:
@@ -156,11 +160,4 @@ class GradientBuffer:
             over the data group, a broadcast from each data rank of the parameters it owns, N numbers in total.
         """
         if self.weights is not None:
-            broadcast_from_data_ranks(self.weights.split(self.part_sizes), self.context)
-
-
-def _in_order(flat: Tensor, parameters: list[nn.Parameter], order: list[int]) -> list[Tensor]:
-    """One view of `flat` per parameter, laid out in `order`."""
-    parts = flat.split([parameters[index].numel() for index in order])
-    views = {index: part.view_as(parameters[index]) for index, part in zip(order, parts, strict=True)}
-    return [views[index] for index in range(len(parameters))]
+            broadcast_from_data_ranks([self.weights[part] for part in self._parts], self.context)
