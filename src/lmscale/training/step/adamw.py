@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from ...parallel.rng import counter_bits
 
-HALF_BITS = 16  # that bf16 keeps of fp32's 32; it loses as many
-_UPDATE = 0x632BE5AB  # odd, so that the updates' keys differ
+HALF_BITS = 16  # bits of fp32 that bf16 keeps; it drops the other 16
+_UPDATE = 0x2C1B3C6D  # odd, so that the updates' keys differ
 
 
 def update_by_torch(
@@ -29,7 +29,7 @@ def update_by_torch(
         return
     factor, finite, *_, number = step.unbind()
     gradients = [master.grad for master in masters]
-    torch._foreach_mul_(gradients, factor)
+    torch._foreach_mul_(gradients, torch.where(finite > 0, factor, 1.0))  # a skipped step leaves them for `diagnose`
     torch._fused_adamw_(
         masters,
         gradients,
@@ -114,7 +114,7 @@ def adamw(
     if weight is not None:
         weight.copy_(master)
     if place is not None:
-        del gradient, change  # memory for the bits
+        del gradient, change  # free memory for the random bits
         bits = _random_bits(place, number.to(torch.int32), master)
         exp_avg.copy_(round_to_bf16(first, bits))
         exp_avg_sq.copy_(round_to_bf16(second, bits >> HALF_BITS))
