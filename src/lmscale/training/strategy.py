@@ -89,6 +89,8 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
             (self.layout.dp_size, self.layout.tp_size),
             mesh_dim_names=("data", "tensor"),
         )
+        for group in mesh.get_all_groups():  # a mesh gives its groups torch's own time limit
+            dist.distributed_c10d._set_pg_timeout(self.collective_timeout, group)
         self.parallel = ParallelContext(
             tp_rank=mesh.get_local_rank("tensor"),
             tp_size=self.layout.tp_size,
@@ -103,7 +105,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         # Without its own group DDP would overwrite every shard with rank 0's.
         self._ddp_kwargs["process_group"] = self.parallel.dp_group
         if self.root_device.type == "cuda":  # small decisions of the hosts need not wait for the GPUs
-            self.control_group = dist.new_group(backend="gloo")
+            self.control_group = dist.new_group(backend="gloo", timeout=self.collective_timeout)
         token = self.broadcast(uuid.uuid4().hex[:8])
         self.writer = CheckpointWriter(token, self.global_rank, self.world_size, self.save_timeout_s)
 
