@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from lmscale.config.pretrain import RunConfig
 from lmscale.kernels import PLAIN, Kernels, choose_attention, choose_kernels
 from lmscale.models.attention_backend import choose_fastest, fastest_backend, preferred_backend
+from lmscale.training.output.resuming import Start
 from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.runtime import kernel_choice
 from lmscale.training.runtime.kernel_choice import compiling_pays, settle_kernels
@@ -129,9 +130,23 @@ def test_only_rank_0_measures() -> None:
     run = tiny_run("gpt", Path("x"), model__attention="auto")
     job = dataclasses.make_dataclass("Job", ["run", "config", "kernels"])(run, run.model, PLAIN)
     strategy = SimpleNamespace(is_global_zero=False, broadcast=lambda mine: (Kernels(compiles=True), "efficient"))
-    settled = settle_kernels(job, strategy)
+    settled = settle_kernels(job, Start(None, resumes=False, step=0), strategy)
     assert (settled.config.attention, settled.run.model.attention) == ("efficient", "efficient")
     assert settled.kernels.compiles
+
+
+def test_ranks_started_again_keep_the_attention_of_the_runs_own_checkpoint(monkeypatch) -> None:
+    run = tiny_run("gpt", Path("x"), model__attention="auto")
+    job = dataclasses.make_dataclass("Job", ["run", "config", "kernels"])(run, run.model, PLAIN)
+    monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: SimpleNamespace(model={"attention": "cudnn"}))
+    monkeypatch.setattr(kernel_choice, "fastest_backend", lambda *_: pytest.fail("measured again"))
+    strategy = SimpleNamespace(is_global_zero=True, broadcast=lambda mine: mine)
+    assert settle_kernels(job, Start("checkpoint", resumes=True, step=3), strategy).config.attention == "cudnn"
+
+
+def test_a_deterministic_run_on_a_gpu_measures_nothing() -> None:
+    run = dataclasses.replace(tiny_run("gpt", Path("x"), model__attention="auto"), deterministic=True)
+    assert kernel_choice.resolve_attention(run, True, True, None).model.attention == "sdpa"
 
 
 def test_a_backend_must_be_clearly_faster_to_replace_the_one_before_it() -> None:

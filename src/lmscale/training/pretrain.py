@@ -63,7 +63,8 @@ def train(job: PretrainJob, running: Run) -> int:
     """Train in a locked run folder, with the process group started; returns the exit code."""
     running.watchdog.mark("the check of the checkpoint")
     job, start = choose_start(job, running.folder, running.strategy)
-    job = settle_kernels(job, running.strategy)
+    running.watchdog.mark("the choice of kernels")
+    job = settle_kernels(job, start, running.strategy)
     with preferred_backend(job.config.attention):
         return train_from(job, start, running)
 

@@ -7,6 +7,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import torch
+
 from ...checkpoint import read_metadata
 from ...config.pretrain import RunConfig
 from ...kernels import choose_attention
@@ -14,6 +16,7 @@ from ...models.attention_backend import fastest_backend
 from ...planner.flops import model_flops_per_step
 from ...planner.job import STAND_IN_VOCAB_SIZE
 from ..job import PretrainJob
+from ..output.resuming import Start
 from ..step.module import DTYPES
 from ..strategy import TensorParallelStrategy
 
@@ -28,8 +31,9 @@ LEAST_SECONDS = 20 * 60
 def compiling_pays(run: RunConfig, num_hosts: int) -> bool:
     """Whether a run on CPUs is long enough for compilation to save time, by its whole length (`trainer.max_steps`).
 
-    A part of a run (`trainer.stop_after_steps`, a resumed one) decides as the whole run does, so that it computes the
-    same bits. fp64, which is there for exactness, and fp16, which CPUs emulate, are not compiled.
+    A partial run (`trainer.stop_after_steps`, a resumed one) makes the same decision as the whole run on the same
+    number of cores, so that it computes the same bits. fp64, which is there for exactness, and fp16, which CPUs
+    emulate, are not compiled.
     """
     if run.precision.dtype not in ("fp32", "bf16") or not _has_cpp_compiler():
         return False
@@ -53,22 +57,32 @@ def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, resume_from:
         return run
     if resume_from is not None and not run.resume.weights_only:
         attention = read_metadata(resume_from).model["attention"]
+    elif on_gpu and run.deterministic:  # two measurements need not agree
+        attention = "sdpa"
     else:
         attention = choose_attention(on_gpu, compiles, run.model.attention_dropout)
     return dataclasses.replace(run, model=run.model.with_attention(attention))
 
 
-def settle_kernels(job: PretrainJob, strategy: TensorParallelStrategy) -> PretrainJob:
+def settle_kernels(job: PretrainJob, start: Start, strategy: TensorParallelStrategy) -> PretrainJob:
     """The job with rank 0's kernels and attention; on a GPU rank 0 measures `model.attention=auto`.
+
+    Ranks that were started again continue with the attention of the run's own checkpoint. What earlier jobs of the
+    process compiled is forgotten: torch.compile does not see the order of attention backends, and keeps only a few
+    graphs of one function.
 
     Communicates:
         one small object from rank 0 to the world.
     """
     attention = job.config.attention
-    if attention == "auto" and strategy.is_global_zero:
+    if attention == "auto" and start.resumes:
+        attention = read_metadata(start.checkpoint).model["attention"]
+    elif attention == "auto" and strategy.is_global_zero:
         dtype, length = DTYPES[job.run.precision.dtype], job.run.data.seq_length
         sizes = job.layout.tp_size, job.run.micro_batch_size, length
         attention = fastest_backend(job.config, *sizes, dtype, strategy.root_device)
     kernels, attention = strategy.broadcast((job.kernels, attention))
+    if kernels.compiles:
+        torch.compiler.reset()
     run = dataclasses.replace(job.run, model=job.run.model.with_attention(attention))
     return dataclasses.replace(job, run=run, config=job.config.with_attention(attention), kernels=kernels)
