@@ -16,18 +16,25 @@ def environment(monkeypatch) -> None:
     """A copy without the allocator's variables, so that what a test sets ends with it."""
     kept = {name: value for name, value in os.environ.items() if name not in gpu_settings.ALLOCATOR_VARIABLES}
     monkeypatch.setattr(os, "environ", kept)
+    monkeypatch.setattr(gpu_settings, "_cuda_graphs", set())
 
 
 @pytest.mark.parametrize("name", gpu_settings.ALLOCATOR_VARIABLES)
 def test_the_allocator_grows_its_segments_unless_the_user_has_set_it(monkeypatch, name) -> None:
-    gpu_settings.set_allocator(cuda_graphs=True)
-    assert gpu_settings.gpu_settings()["allocator"] is None
     gpu_settings.set_allocator()
     assert gpu_settings.gpu_settings()["allocator"] == "expandable_segments:True"
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     monkeypatch.setenv(name, "max_split_size_mb:512")
     gpu_settings.set_allocator()
     assert gpu_settings.gpu_settings()["allocator"] == "max_split_size_mb:512"
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_a_sweep_over_cuda_graphs_is_refused_because_its_jobs_share_the_allocator(cuda_graphs) -> None:
+    gpu_settings.set_allocator(cuda_graphs)
+    gpu_settings.set_allocator(cuda_graphs)
+    with pytest.raises(ValueError, match="`cuda_graphs` must be the same for all jobs"):
+        gpu_settings.set_allocator(not cuda_graphs)
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])

@@ -7,6 +7,7 @@ import torch
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # today's name, and the older one
 EXPANDABLE = "expandable_segments:True"
+_cuda_graphs: set[bool] = set()  # whether the jobs of this process so far use them
 
 
 def set_allocator(cuda_graphs: bool = False) -> None:
@@ -17,8 +18,17 @@ def set_allocator(cuda_graphs: bool = False) -> None:
     the addresses of their memory: runs with both were reported to hang (pytorch/torchtitan issue 3306).
 
     Processes that this one starts inherit the setting.
+
+    Raises:
+        ValueError: jobs with and without CUDA graphs in one process, whose allocator is set only once.
     """
-    if not cuda_graphs and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+    setting = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), EXPANDABLE)
+    if setting != EXPANDABLE:
+        return
+    _cuda_graphs.add(cuda_graphs)
+    if len(_cuda_graphs) > 1:
+        raise ValueError("`cuda_graphs` must be the same for all jobs of a sweep, which share the GPU's allocator")
+    if not cuda_graphs:
         os.environ[ALLOCATOR_VARIABLES[0]] = EXPANDABLE
 
 
