@@ -43,7 +43,7 @@ def global_gradient_norm(
 ) -> GradientNorm:
     """L2 norm of the gradient of the logical model: shards are added over the tensor ranks, replicas counted once.
 
-    All ranks get the same result, also about finiteness: an inf on one rank is seen by all. The host waits for none.
+    All ranks get the same result, also about finiteness: an inf on one rank is seen by all. No host synchronization.
 
     Args:
         parameters: with `.shard` and, where they were used, `.grad`; with `context.zero1` only the parameters that this

@@ -16,7 +16,9 @@ from .params import count_parameters, parameter_sizes
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: bf16 numbers, rounded within a product
 FP32_BYTES = 4
 HALF_BYTES = 2
-MOMENT_TENSORS_IN_FLIGHT = 6.5  # in fp32: both moments, their random bits and what makes these; none where compiled
+MOMENT_TENSORS_IN_FLIGHT = (
+    6.5  # in fp32: both moments, their random bits and their temporaries; a compiled update has none
+)
 GIB = 2**30
 LOGITS_AT_ONCE = 50 * 2**20  # of a rank on a CPU, see `parallel.linear_cross_entropy`
 LOGITS_AT_ONCE_ON_GPU = 4 * LOGITS_AT_ONCE
@@ -122,8 +124,8 @@ def estimate_memory(
     Around the layers: input of the LayerNorm outside them, dropout mask of the embedding, gradient of the rows that are
     projected: b s h (e + 1) + m h e for m scored tokens; for BERT three tensors of the masked-LM head more, 3 m h e.
 
-    Logits: of the `rows_at_once`, the logits, overwritten by their gradient, and a temporary wide
-    copy; with the projection's gradient, summed in fp32 at least where there are several pieces, and a piece's part.
+    Logits: those of `rows_at_once` rows, overwritten by their gradient, and a temporary wide copy; with the gradient of
+    the projection, summed in fp32 at least where there are several pieces, and a piece's part.
 
     Args:
         micro_batch_size: sequences b of one forward pass.

@@ -117,8 +117,9 @@ class StepReport(L.Callback):
         self.timer.add("step", time.perf_counter() - self._step_start)
         if losses is not None:
             self._write_row(trainer, pl_module, losses)
-        # A GPU is not waited for: without a row, the run stops one step later.
-        if optimizer.counters.known.skipped_in_a_row > self.run.trainer.max_skipped_steps:
+        # The host does not wait for the GPU: without a row it learns of a skipped step one step later.
+        counters, limit = optimizer.counters, self.run.trainer.max_skipped_steps
+        if counters.known.skipped_in_a_row > limit and counters.read().skipped_in_a_row > limit:
             self.diagnosis = diagnose(pl_module, self._micro_batches)
             self.ending.stop(trainer, DIVERGED)
 

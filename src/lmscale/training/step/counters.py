@@ -1,4 +1,4 @@
-"""What the optimizer counts: on its device, so that a step waits for no number of it."""
+"""What the optimizer counts: on its device, without host synchronization."""
 
 from typing import Any, NamedTuple
 

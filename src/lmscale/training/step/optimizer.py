@@ -24,7 +24,7 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
     which are the parameters of one dimension. If a gradient is not finite on any rank, all ranks skip the step:
     weights and moments stay, `Counters.num_skipped` increases.
 
-    Norm, overflow, clipping, loss scale and counters stay on the device: `step` waits for no number of it.
+    Norm, overflow, clipping, loss scale and counters stay on the device: `step` has no host synchronization.
 
     Args:
         named_parameters: (name, parameter) of the rank's model; with `context.zero1` their storage moves.

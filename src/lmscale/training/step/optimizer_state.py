@@ -28,7 +28,7 @@ class OptimizerState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and moments by checkpoint key, `model/<name>`, `exp_avg/<name>`, `exp_avg_sq/<name>`:
-        shards, not copies. For half types the weights are the fp32 masters; moments exist after the first update.
+        shards, not copies. For half types the weights are the fp32 masters; moments only after the first update.
         """
         tensors, has_moments = {}, self.counters.read().num_updates > 0
         for name, master in zip(self.names, self.masters, strict=True):

@@ -12,8 +12,9 @@ from .optimizer import MixedPrecisionAdamW
 class UpdateSchedule(LRScheduler):
     """`learning_rate_of_update` as a torch scheduler: sets the rate of the optimizer's next update.
 
-    Skipped steps do not count. The only state is the optimizer's `num_updates`, as far as the host knows it: a GPU is
-    not waited for. `PretrainModule` thus steps the schedule before the update too, once the last step is known.
+    Skipped steps do not count. The only state is the optimizer's `num_updates`, as far as the host knows it: the
+    host does not wait for the GPU. `PretrainModule` thus steps the schedule before the update too, once the last step
+    is known.
     """
 
     def __init__(self, optimizer: MixedPrecisionAdamW, schedule: ScheduleConfig, peak: float) -> None:
