@@ -149,6 +149,21 @@ def test_a_deterministic_run_on_a_gpu_measures_nothing() -> None:
     assert kernel_choice.resolve_attention(run, True, True, None).model.attention == "sdpa"
 
 
+def test_what_this_cpu_cannot_compute_with_is_refused(monkeypatch) -> None:
+    run = tiny_run("gpt", Path("x"), model__attention="cudnn")
+    with pytest.raises(ValueError, match="`model.attention` must be sdpa, exact or auto on a CPU, but is cudnn"):
+        kernel_choice.resolve_attention(run, False, False, None)
+    monkeypatch.setattr(kernel_choice, "_has_cpp_compiler", lambda: False)
+    with pytest.raises(ValueError, match="`compile` must be false or auto without a C[+][+] compiler"):
+        kernel_choice.resolve_attention(tiny_run("gpt", Path("x")), False, True, None)
+
+
+def test_a_run_of_a_gpu_is_resumed_on_a_cpu_by_torchs_own_kernels(monkeypatch) -> None:
+    monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: SimpleNamespace(model={"attention": "cudnn"}))
+    run = tiny_run("gpt", Path("x"), model__attention="auto")
+    assert kernel_choice.resolve_attention(run, False, False, "checkpoint").model.attention == "sdpa"
+
+
 def test_a_backend_must_be_clearly_faster_to_replace_the_one_before_it() -> None:
     assert choose_fastest({}) == "sdpa"
     assert choose_fastest({"flash": 1.0, "cudnn": 0.98}) == "flash"

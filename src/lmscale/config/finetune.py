@@ -244,6 +244,7 @@ class FinetuneConfig:
         for name in ("hidden_dropout", "attention_dropout", "head_dropout"):
             if getattr(self, name) is not None:
                 require_fraction(self, name)
+        require_one_of(self, "attention", ("sdpa", "exact"))
         require_seed(self)
         if self.trainer.num_epochs and self.task.train is None:
             raise ValueError("`task.train` must be given where `trainer.num_epochs` is above 0, but is null")

@@ -45,7 +45,6 @@ def build_model(
     Raises:
         ValueError: `context.tp_size` does not divide the model; the config has no vocabulary or `recompute=auto`.
     """
-    config.require_resolved()
     kind = load(family_of(config.family).model)
     with torch.device(device), _default_dtype(dtype):
         model = kind(config, context)

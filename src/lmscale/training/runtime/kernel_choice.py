@@ -12,7 +12,7 @@ import torch
 from ...checkpoint import read_metadata
 from ...config.pretrain import RunConfig
 from ...kernels import choose_attention
-from ...models.attention_backend import fastest_backend
+from ...models.attention_backend import BACKENDS, fastest_backend
 from ...planner.flops import model_flops_per_step
 from ...planner.job import STAND_IN_VOCAB_SIZE
 from ..job import PretrainJob
@@ -52,11 +52,20 @@ def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, resume_from:
     """The run with `model.attention=auto` resolved, except where it has to be measured (`settle_kernels`).
 
     A resumed run keeps what its checkpoint was trained with: another kernel rounds otherwise and draws other dropout.
+
+    Raises:
+        ValueError: a GPU's backend on a CPU, or layers that no compiler here can build.
     """
+    if compiles and not on_gpu and not _has_cpp_compiler():
+        raise ValueError("`compile` must be false or auto without a C++ compiler and Python's headers, but is true")
+    if run.model.attention in BACKENDS and not on_gpu:
+        raise ValueError(f"`model.attention` must be sdpa, exact or auto on a CPU, but is {run.model.attention}")
     if run.model.attention != "auto":
         return run
     if resume_from is not None and not run.resume.weights_only:
         attention = read_metadata(resume_from).model["attention"]
+        if attention in BACKENDS and not on_gpu:
+            attention = "sdpa"
     elif on_gpu and run.deterministic:  # two measurements need not agree
         attention = "sdpa"
     else:
