@@ -192,7 +192,8 @@ def test_an_existing_record_is_kept_unless_forced(tmp_path) -> None:
     for changes, skipped in (({}, False), ({}, True), ({"FORCE": "1"}, False)):
         done = run_script("a5", **settings | changes)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert (again in done.stdout, "ran" in done.stdout.splitlines()) == (skipped, not skipped)
+        # The comparison with the forecast runs at the end in any case.
+        assert (again in done.stdout, done.stdout.splitlines().count("ran")) == (skipped, 1 if skipped else 2)
         with tarfile.open(tmp_path / "out" / "h200_a5.tar.gz") as archive:
             assert "./analysis/benchmarks/records/h200_bert_3.9b.json" in archive.getnames()
 

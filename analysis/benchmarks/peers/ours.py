@@ -54,7 +54,7 @@ def resolve_attention(bench: BenchConfig, device: torch.device, dtype: str) -> T
     config = bench.transformer_config()
     if config.attention != "auto":
         return config
-    attention = choose_attention(device.type == "cuda", bench.compiles, config.attention_dropout, dtype)
+    attention = choose_attention(device.type == "cuda", bench.compiles, config.attention_dropout)
     if attention == "auto":
         attention = fastest_backend(config, 1, bench.micro_batch_size, bench.length, DTYPES[dtype], device)
     return config.with_attention(attention)
