@@ -81,7 +81,8 @@ def test_a_rank_that_hangs_ends_the_job_within_the_time_limit(tmp_path) -> None:
         _, stderr = process.communicate(timeout=60)
         assert time.monotonic() - begin < 45
         assert process.returncode in (1, STALLED), stderr
-        assert "has not moved for" in stderr and ", a collective" not in stderr and "in step " in stderr
+        assert "has not moved for" in stderr and ", a collective" not in stderr
+        assert "in step " in stderr or "in data for step " in stderr  # wherever the stop met the other rank
     finally:
         end(process)
 
