@@ -43,7 +43,7 @@ def build_model(
         the model of `config.family`, in training mode.
 
     Raises:
-        ValueError: `context.tp_size` does not divide the model; the config has no vocabulary or `recompute=auto`.
+        ValueError: `context.tp_size` does not divide the model; the config is not resolved (`require_resolved`).
     """
     kind = load(family_of(config.family).model)
     with torch.device(device), _default_dtype(dtype):
