@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All speed and memory goals on a CPU with two free cores; records go to analysis/benchmarks/records/.
+# All speed and memory goals on a CPU with two free cores; records go to a folder of the run in
+# analysis/benchmarks/records/cpu/. `make tables` gives the median and range of all runs.
 #
 #   bash analysis/benchmarks/bench_cpu.sh 1          run one or more parts; without a number print this text
 #   DRY_RUN=1 bash analysis/benchmarks/bench_cpu.sh  print the commands of a part, or of all
@@ -13,7 +14,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
-RESULTS=${RESULTS:-analysis/benchmarks/records}
+RESULTS=${RESULTS:-analysis/benchmarks/records/cpu/$(date -u +%Y-%m-%d_%H%M)}
 SIZES=(model.num_layers=6 model.hidden_size=512 model.num_attention_heads=8 model.max_position_embeddings=256
   micro_batch_size=8 precision=bf16 accelerator=cpu num_threads=2 rounds=6 steps_per_round=2)
 

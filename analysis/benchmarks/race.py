@@ -1,9 +1,15 @@
-"""Time all contenders in alternation on the same batches and compare their losses."""
+"""Time all contenders in alternation on the same batches and compare their losses.
 
+Each contender has a process of its own, as its users run it: what one sets (the allocator, torch's options, hooks) does
+not reach the others.
+"""
+
+import multiprocessing
 import os
 import statistics
 import sys
 import time
+from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
@@ -39,7 +45,46 @@ def race(bench: BenchConfig) -> dict:
         ValueError: a peer is not available.
         LossesDifferError: a peer's loss differs from ours by more than `max_loss_difference`.
     """
-    device = torch.device("cuda" if resolve_accelerator(bench.accelerator) == "gpu" else "cpu")
+    device = device_of(bench)
+    set_threads(bench)
+    if bench.cuda_graphs and device.type == "cpu":
+        raise ValueError("`cuda_graphs` must be false on a CPU, but is true")
+    names = ["ours", *bench.peers]
+    times: dict[str, list[list[float]]] = {name: [] for name in names}
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    racers: dict[str, Racer] = {}
+    try:
+        for name in names:
+            started = time.perf_counter()
+            racers[name] = Racer(name, bench)
+            racers[name].run(bench.warm_up_steps)
+            print(f"{name}: warm after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+        for _ in range(bench.rounds):
+            for name, racer in racers.items():
+                taken, found = racer.run(bench.steps_per_round)
+                times[name].append(taken)
+                losses[name] += found
+    finally:
+        for racer in racers.values():
+            racer.close()
+    record = _record(bench, device, times, losses)
+    problem = _compare_losses(losses, bench.max_loss_difference)
+    if problem is not None:
+        raise LossesDifferError(problem, record)
+    return record
+
+
+def device_of(bench: BenchConfig) -> torch.device:
+    """The device that `accelerator` selects."""
+    return torch.device("cuda" if resolve_accelerator(bench.accelerator) == "gpu" else "cpu")
+
+
+def set_threads(bench: BenchConfig) -> None:
+    """Set torch's number of threads and precision in this process.
+
+    Raises:
+        ValueError: more threads than cores.
+    """
     if bench.num_threads is not None:
         cores = os.cpu_count() or 1
         if bench.num_threads > cores:
@@ -48,38 +93,64 @@ def race(bench: BenchConfig) -> dict:
             )
         torch.set_num_threads(bench.num_threads)
     torch.set_float32_matmul_precision("medium")
-    config = bench.transformer_config()
-    if bench.cuda_graphs and device.type == "cpu":
-        raise ValueError("`cuda_graphs` must be false on a CPU, but is true")
-    batches = make_batches(config, bench, NUM_BATCHES, device)
-    names = ["ours", *bench.peers]
-    contenders = {name: make_contender(name, bench, device) for name in names}
-    steps, losses = dict.fromkeys(names, 0), {name: [] for name in names}
-    times: dict[str, list[list[float]]] = {name: [] for name in names}
-    for name in names:
-        started = time.perf_counter()
-        for _ in range(bench.warm_up_steps):
-            contenders[name].step(batches[steps[name] % NUM_BATCHES], steps[name])
-            steps[name] += 1
-        _wait(device)
-        print(f"{name}: warm after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
-    for _ in range(bench.rounds):
-        for name in names:
-            taken = []
-            for _ in range(bench.steps_per_round):
+
+
+class Racer:
+    """A contender in its own process, which waits while the others run.
+
+    Raises:
+        whatever the contender raises, in `run`.
+    """
+
+    def __init__(self, name: str, bench: BenchConfig) -> None:
+        context = multiprocessing.get_context("forkserver")  # imports once; a fork of this process would keep threads
+        context.set_forkserver_preload(["torch", "transformers"])
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(name, bench, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def run(self, num_steps: int) -> tuple[list[float], list[float]]:
+        """Seconds and loss of each of the next steps."""
+        self.pipe.send(num_steps)
+        try:
+            found = self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            raise RuntimeError(f"a contender ended with exit code {self.process.exitcode}") from None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _serve(name: str, bench: BenchConfig, pipe: Connection) -> None:
+    try:
+        device = device_of(bench)
+        set_threads(bench)
+        contender = make_contender(name, bench, device)
+        batches = make_batches(bench.transformer_config(), bench, NUM_BATCHES, device)
+        num_done = 0
+        while True:
+            times, losses = [], []
+            for step in range(num_done, num_done + pipe.recv()):
                 _wait(device)
                 started = time.perf_counter()
-                loss = contenders[name].step(batches[steps[name] % NUM_BATCHES], steps[name])
+                loss = contender.step(batches[step % NUM_BATCHES], step)
                 _wait(device)
-                taken.append(time.perf_counter() - started)
-                losses[name].append(float(loss))
-                steps[name] += 1
-            times[name].append(taken)
-    record = _record(bench, device, times, losses)
-    problem = _compare_losses(losses, bench.max_loss_difference)
-    if problem is not None:
-        raise LossesDifferError(problem, record)
-    return record
+                times.append(time.perf_counter() - started)
+                losses.append(float(loss))
+            num_done += len(times)
+            pipe.send((times, losses))
+    except EOFError:  # the process that waits is gone
+        return
+    except Exception as error:  # every other error must reach it
+        pipe.send(error)
 
 
 def make_contender(name: str, bench: BenchConfig, device: torch.device) -> Contender:

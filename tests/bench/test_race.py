@@ -12,8 +12,9 @@ from analysis.benchmarks.config import BenchConfig
 from analysis.benchmarks.peers.batches import make_batches
 from analysis.benchmarks.peers.megatron import has_softmax_kernel
 from analysis.benchmarks.peers.ours import Ours
-from analysis.benchmarks.race import LossesDifferError, race
+from analysis.benchmarks.race import LossesDifferError, make_contender, race
 
+CPU = torch.device("cpu")
 SIZES = {
     "num_layers": 2,
     "hidden_size": 32,
@@ -108,6 +109,17 @@ def test_a_model_file_is_a_peer_and_one_with_other_losses_is_refused(tmp_path) -
     assert values_of(caught.value.record)["file_eager/step"] > 0
 
 
+@pytest.mark.parametrize(
+    "failure, message",
+    [("raise ValueError('no such table')", "no such table"), ("import os; os._exit(7)", "exit code 7")],
+)
+def test_a_contender_that_fails_in_its_process_ends_the_race(tmp_path, failure: str, message: str) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(NANO.replace("logits = self.table(tokens)", failure))
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        race(bench_of(peers=["file_eager"], file=str(path)))
+
+
 def test_peers_of_float8_compute_in_bf16() -> None:
     peers = ["hf_eager", "lightning"]  # the first by autocast; fp32 would differ in the fourth digit
     found = values_of(race(bench_of(peers=peers, precision={"dtype": "fp8"}, micro_batch_size=4)))
@@ -123,8 +135,10 @@ def test_errors_in_lightnings_thread_are_raised_in_the_step(monkeypatch) -> None
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr("analysis.benchmarks.peers.lightning_loop._Module.training_step", fail)
+    bench = bench_of()
+    batch = make_batches(bench.transformer_config(), bench, 1, CPU)[0]
     with pytest.raises(RuntimeError, match="out of memory"):
-        race(bench_of(peers=["lightning"]))
+        make_contender("lightning", bench, CPU).step(batch, 0)
 
 
 @pytest.mark.parametrize("missing", [None, "scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"])
@@ -136,14 +150,13 @@ def test_megatrons_fused_softmax_needs_both_of_apexs_kernels(missing, monkeypatc
 def test_a_peer_that_is_not_installed_is_named(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "megatron.core", None)
     with pytest.raises(ValueError, match="`peers` must not contain megatron_core if it is not installed"):
-        race(bench_of(peers=["megatron_core"]))
+        make_contender("megatron_core", bench_of(), CPU)
 
 
 def test_our_step_trains() -> None:
     bench = bench_of(lr=1e-2)
-    device = torch.device("cpu")
-    ours = Ours(bench, device, "fp32")
-    batch = make_batches(bench.transformer_config(), bench, 1, device)[0]
+    ours = Ours(bench, CPU, "fp32")
+    batch = make_batches(bench.transformer_config(), bench, 1, CPU)[0]
     losses = [float(ours.step(batch, number)) for number in range(20)]
     assert losses[-1] < losses[0] - 0.5
 
