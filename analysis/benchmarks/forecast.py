@@ -25,7 +25,7 @@ import yaml
 
 from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
-from lmscale.planner import layer_operations, operations
+from lmscale.planner import operations
 from lmscale.planner.job import Job
 from lmscale.planner.memory import GIB
 from lmscale.planner.operations_table import operation_rows
@@ -50,7 +50,6 @@ GOALS = {
 # A change of the code or of the kernels -> what it changes of the counts; each row adds to those before it.
 CHANGES = {
     "as it is": {},
-    "dropout mask stored, not its hash": {(layer_operations, "DROPOUT_HASH_BYTES"): 1},
     "embedding dropout compiled": {(operations, "EMBEDDING_DROPOUT_BYTES"): (2, 3)},
 }
 

@@ -7,7 +7,6 @@ from torch.utils.checkpoint import checkpoint
 from ..config import Recompute, TransformerConfig
 from ..config.family import family_of
 from ..parallel import (
-    KEEP_OVERLAP,
     LayerNorm,
     ParallelContext,
     VocabParallelEmbedding,
@@ -20,6 +19,7 @@ from ..parallel import (
     sequence_shard,
     site_keys,
 )
+from .compiler_options import compiler_options
 from .key_value_cache import KeyValueCache
 from .layer import DROPOUTS_OF_A_LAYER, TransformerLayer
 
@@ -171,6 +171,6 @@ class Transformer(nn.Module):
                 replay, so gradients must have been moved by then.
         """
         self.uses_cuda_graphs = cuda_graphs
-        options = KEEP_OVERLAP if self.context.tp_size > 1 else None
+        options = compiler_options(self.context, self.position_embedding.device.type == "cuda", cuda_graphs)
         for layer in self.layers:
-            layer.compile(dynamic=False, mode="reduce-overhead" if cuda_graphs else None, options=options)
+            layer.compile(dynamic=False, options=options)

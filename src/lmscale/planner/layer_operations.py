@@ -11,7 +11,6 @@ from ..config.family import family_of
 from .memory import BYTES
 from .operation import Core, Operation, elementwise, product
 
-DROPOUT_HASH_BYTES = 4  # per element: Inductor keeps the int32 hash of a mask in memory for the next kernel
 NORM_INPUT_BYTES = 4  # per element: the normalized input of the MLP's LayerNorm, recomputed in fp32
 PERSISTENT_WIDTH = 1024  # up to here Inductor reduces a row at once and sums a bias gradient in the pass before it
 FLOAT8_LAUNCHES = 21, 13  # forward and backward, besides those in bf16
@@ -29,7 +28,7 @@ class LayerCounts:
         mlp: f / p.
         e: bytes of an activation.
         mask: bytes of a kept dropout mask per element; 0 without dropout.
-        hashed: bytes of a stored hash per element; 0 without dropout.
+        rounded_mask: the same of the dropout after attention, which only float8 code keeps; other code hashes again.
     """
 
     config: TransformerConfig
@@ -42,7 +41,7 @@ class LayerCounts:
     seq_length: int
     e: int
     mask: int
-    hashed: int
+    rounded_mask: int
     float8: bool
 
     @classmethod
@@ -60,7 +59,7 @@ class LayerCounts:
             seq_length=s,
             e=BYTES[dtype],
             mask=1 if drops else 0,
-            hashed=0 if not drops else 1 if float8 else DROPOUT_HASH_BYTES,  # in float8 the mask is kept in its place
+            rounded_mask=1 if drops and float8 else 0,
             float8=float8,
         )
 
@@ -77,12 +76,12 @@ class LayerCounts:
         found.append(self._product("attention projection", phase, t, h, a))
         small = 2 if self.mask else 1
         name = "attention dropout, residual, LayerNorm"
-        found.append(elementwise(name, phase, row * 2 * e, row * (e + self.hashed), small))
+        found.append(elementwise(name, phase, row * 2 * e, row * (e + self.rounded_mask), small))
         found += [self._product("MLP up", phase, t, f, h), elementwise("GELU", phase, t * f * e, t * f * e)]
         found.append(self._product("MLP down", phase, t, h, f))
         if self._is_pre:
             found.append(
-                elementwise("MLP dropout, residual", phase, row * (3 * e + self.hashed), row * (e + self.mask))
+                elementwise("MLP dropout, residual", phase, row * (3 * e + self.rounded_mask), row * (e + self.mask))
             )
         else:
             found.append(elementwise("MLP dropout, residual, LayerNorm", phase, row * 2 * e, row * (2 * e + self.mask)))
@@ -102,14 +101,15 @@ class LayerCounts:
         found.append(elementwise("MLP up, bias", "backward", t * f * e, 0, 2))
         found += self._gradients("MLP up", t, f, h)
         wide = NORM_INPUT_BYTES
-        found.append(elementwise("MLP LayerNorm, again", "backward", row * 2 * e, row * (self.hashed + wide)))
+        found.append(elementwise("MLP LayerNorm, again", "backward", row * 2 * e, row * (self.rounded_mask + wide)))
         kept = 0 if self._is_pre else self.mask
         written = 2 * e if self.mask else e
         name = "MLP LayerNorm, residual, dropout"
-        found.append(elementwise(name, "backward", row * (2 * e + wide + self.hashed + kept), row * written, 3))
-        found.append(elementwise("attention projection, bias", "backward", row * (e + self.hashed), 0, 2))
+        found.append(elementwise(name, "backward", row * (2 * e + wide + self.rounded_mask + kept), row * written, 3))
+        found.append(elementwise("attention projection, bias", "backward", row * (e + self.rounded_mask), 0, 2))
         found += [*self._gradients("attention projection", t, h, a), *self._core("backward")]
-        found.append(elementwise("QKV gradient, packing", "backward", inner_gradient, inner_gradient))
+        if not self.float8:  # which rounds the three gradients from where the core left them
+            found.append(elementwise("QKV gradient, packing", "backward", inner_gradient, inner_gradient))
         found.append(elementwise("QKV, bias", "backward", inner_gradient, 0, 2))
         found += self._gradients("QKV", t, 3 * a, h)
         if self._is_pre:
