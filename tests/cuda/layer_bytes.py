@@ -1,4 +1,4 @@
-"""Bytes that each generated kernel of a compiled layer loads and stores, as JSON, counted without a GPU.
+"""Bytes that each generated kernel of a compiled layer, or of the embedding, loads and stores, as JSON, without a GPU.
 
 Runs in its own process: `python layer_bytes.py GUARD '{"hidden_size": 1536, "heads": 16, "s": 1024, "b": 16}'`.
 Inductor counts every tensor that a kernel reads or writes once, however often the kernel comes back to it.
@@ -13,7 +13,7 @@ import fake_gpu
 
 
 def main(guard: str, case: dict) -> None:
-    """Compile forward and backward pass of one layer and print each launch with its bytes; None: not Inductor's own."""
+    """Compile forward and backward pass and print each launch with its bytes; None: not Inductor's own."""
     fake_gpu.install(Path(guard))
     import torch
     import torch._inductor.config as inductor_config
@@ -33,9 +33,13 @@ def main(guard: str, case: dict) -> None:
     kernels = Kernels(float8=case.get("float8", False), compiles=True)
     like = {"device": "cuda", "dtype": torch.bfloat16}
     with grid(tp_size, rank=0, sequence_parallel=cut) as context, FakeTensorMode():
-        layer = build_model(config, context, seed=None, **like, kernels=kernels).transformer.layers[0]
-        x = torch.empty(b, s // tp_size if cut else s, h, requires_grad=True, **like)
-        y = layer(x, None, torch.empty(3, b, device="cuda", dtype=torch.int32))
+        transformer = build_model(config, context, seed=None, **like, kernels=kernels).transformer
+        x, other = (torch.empty(b, s // tp_size if cut else s, h, requires_grad=True, **like) for _ in range(2))
+        keys = torch.empty(3, b, device="cuda", dtype=torch.int32)
+        if case.get("part") == "embedding":
+            y = transformer._combine(x, other if config.family == "bert" else None, keys[0], None)
+        else:
+            y = transformer.layers[0](x, None, keys)
         y.backward(torch.empty_like(y))
     graphs = []
     for source in sources:
