@@ -1,7 +1,6 @@
 """The planner's bytes and launches of a layer against the kernels that torch.compile generates for it.
 
-Sizes are those of `analysis/benchmarks/h200.sh`: Inductor cuts its reductions by the number of rows. At a quarter of
-bert_336m's batch it fuses one more bias gradient (5 % fewer bytes backward).
+Sizes are those of `analysis/benchmarks/h200.sh`: Inductor cuts its reductions by the number of rows.
 """
 
 import sys
