@@ -18,6 +18,7 @@ FP32, BF16 = 1e-6, 1e-2  # the interpreter truncates to bf16, where a device rou
 TOLERANCES = {  # relative
     "dropout": 0.0,
     "dropout in bf16": BF16,
+    "dropout of the embedding": FP32,
     "LayerNorm": FP32,
     "LayerNorm in bf16": BF16,
     "GELU tanh": FP32,
@@ -35,6 +36,7 @@ def cases() -> dict[str, Callable[[], tuple[Callable, Callable, list]]]:
 
     from lmscale.config import TransformerConfig
     from lmscale.models.layer import TransformerLayer
+    from lmscale.models.transformer import Transformer
     from lmscale.parallel import (
         ParallelContext,
         chunked_cross_entropy,
@@ -42,6 +44,16 @@ def cases() -> dict[str, Callable[[], tuple[Callable, Callable, list]]]:
         initialize_parameters,
         sequence_parallel,
     )
+
+    class Combine(torch.nn.Module):
+        """`Transformer._combine` as a module."""
+
+        def __init__(self, transformer: Transformer) -> None:
+            super().__init__()
+            self.transformer = transformer
+
+        def forward(self, *inputs: Any) -> torch.Tensor:
+            return self.transformer._combine(*inputs)
 
     rank_1 = ParallelContext(tp_rank=1, tp_size=2, sequence_parallel=True)
 
@@ -61,6 +73,19 @@ def cases() -> dict[str, Callable[[], tuple[Callable, Callable, list]]]:
             return counter_dropout(torch.cat([x, x], dim=1), P, keys)[:, x.shape[1] :]
 
         return on_rank_1, whole, [normal(3, 13, 72, dtype=dtype), keys(3)]
+
+    def embedding() -> tuple:
+        """What follows the lookups of BERT's embeddings, with post-norm's LayerNorm."""
+        config = TransformerConfig("bert", 1, 48, 3, 100, 12, norm_order="post", hidden_dropout=P)
+        module = Combine(Transformer(config, ParallelContext()))
+        names = ["position_embedding", "embedding_norm.weight", "embedding_norm.bias"]
+
+        def combine(words: torch.Tensor, types: torch.Tensor, keys: torch.Tensor, *parameters: torch.Tensor) -> Any:
+            named = {f"transformer.{name}": value for name, value in zip(names, parameters, strict=True)}
+            return torch.func.functional_call(module, named, (words, types, keys, None))
+
+        inputs = [normal(5, 12, 48), normal(5, 12, 48), keys(5), normal(12, 48), normal(48), normal(48)]
+        return combine, combine, inputs
 
     def layer_norm(dtype: torch.dtype) -> tuple:
         def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -93,6 +118,7 @@ def cases() -> dict[str, Callable[[], tuple[Callable, Callable, list]]]:
     return {
         "dropout": lambda: dropout(torch.float32),
         "dropout in bf16": lambda: dropout(bf16),
+        "dropout of the embedding": embedding,
         "LayerNorm": lambda: layer_norm(torch.float32),
         "LayerNorm in bf16": lambda: layer_norm(bf16),
         "GELU tanh": lambda: gelu("tanh"),

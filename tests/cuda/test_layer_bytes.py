@@ -1,12 +1,8 @@
 """The planner's bytes and launches of a layer against the kernels that torch.compile generates for it.
 
-Sizes are those of `analysis/benchmarks/h200.sh`: Inductor cuts its reductions by the number of rows. At a quarter of
-bert_336m's batch it fuses one more bias gradient (5 % fewer bytes backward).
+Sizes are those of `analysis/benchmarks/h200.sh`: Inductor cuts its reductions by the number of rows.
 """
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +14,7 @@ import fake_gpu  # noqa: E402
 
 from lmscale.config import ParallelConfig, TransformerConfig  # noqa: E402
 from lmscale.planner.layer_operations import LayerCounts  # noqa: E402
+from lmscale.planner.operations import step_operations  # noqa: E402
 
 pytestmark = pytest.mark.skipif(fake_gpu.problem() is not None, reason=str(fake_gpu.problem()))
 # What the planner leaves out: weights and biases that a kernel reads besides, and partial sums.
@@ -45,10 +42,7 @@ def test_a_layer_moves_the_bytes_that_the_planner_counts(
     guard, family, hidden_size, heads, s, b, float8, model
 ) -> None:
     case = {"family": family, "hidden_size": hidden_size, "heads": heads, "s": s, "b": b, "float8": float8}
-    command = [sys.executable, str(HERE / "layer_bytes.py"), str(guard), json.dumps(case | {"model": model})]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    graphs = json.loads(done.stdout.splitlines()[-1])
+    graphs = fake_gpu.run("layer_bytes.py", guard, case | {"model": model})
     assert len(graphs) == 2
     config = TransformerConfig(family, 2, hidden_size, heads, 50257, s, **model)
     layer = LayerCounts.of(config, ParallelConfig(), b, s, "fp8" if float8 else "bf16")
@@ -61,3 +55,24 @@ def test_a_layer_moves_the_bytes_that_the_planner_counts(
         assert sum(o.kind == "product" for o in operations) == sum(
             "mm" in call for call, _ in calls if "extern" in call
         )
+
+
+@pytest.mark.parametrize(
+    "family, model",
+    [
+        ("bert", {}),
+        pytest.param("gpt", {}, marks=pytest.mark.slow),
+        pytest.param("gpt", {"hidden_dropout": 0.0}, marks=pytest.mark.slow),
+        pytest.param("bert", {"norm_order": "post"}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_follows_the_embeddings_lookups_is_one_kernel_forward(guard, family, model) -> None:
+    h, heads, s, b = 1024, 16, 512, 128
+    case = {"family": family, "hidden_size": h, "heads": heads, "s": s, "b": b, "model": model, "part": "embedding"}
+    graphs = fake_gpu.run("layer_bytes.py", guard, case)
+    assert len(graphs) == 2 and len(graphs[0]) == 1
+    config = TransformerConfig(family, 2, h, heads, 50257, s, **model)
+    planned = step_operations(config, ParallelConfig(), b, 1, s, "bf16")
+    for calls, operation in zip(graphs, (o for o in planned if o.name == "embedding sum, dropout"), strict=True):
+        assert operation.num_bytes == pytest.approx(sum(num_bytes for _, num_bytes in calls), rel=TOLERANCE)
+        assert operation.launches == len(calls)

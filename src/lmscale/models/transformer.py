@@ -7,7 +7,6 @@ from torch.utils.checkpoint import checkpoint
 from ..config import Recompute, TransformerConfig
 from ..config.family import family_of
 from ..parallel import (
-    KEEP_OVERLAP,
     LayerNorm,
     ParallelContext,
     VocabParallelEmbedding,
@@ -20,6 +19,7 @@ from ..parallel import (
     sequence_shard,
     site_keys,
 )
+from .compiler_options import compiler_options
 from .key_value_cache import KeyValueCache
 from .layer import DROPOUTS_OF_A_LAYER, TransformerLayer
 
@@ -59,6 +59,7 @@ class Transformer(nn.Module):
         config.check_tensor_parallel(context.tp_size)
         std, hidden = config.initializer_std, config.hidden_size
         self.config, self.context, self.uses_cuda_graphs = config, context, False
+        self.placement = config.placement  # torch.compile cannot trace how the config finds it
         self.word_embedding = VocabParallelEmbedding(config.vocab_size, config.padded_vocab_size, hidden, context, std)
         table = {"init": "normal", "std": std, "grad_is_partial": context.sequence_parallel}
         self.position_embedding = parameter(context, (config.max_position_embeddings, hidden), **table)
@@ -66,10 +67,10 @@ class Transformer(nn.Module):
         self.is_causal = family.is_causal
         if family.num_token_types:
             self.token_type_embedding = parameter(context, (family.num_token_types, hidden), **table)
-        if config.placement.after_embedding:
+        if self.placement.after_embedding:
             self.embedding_norm = LayerNorm(hidden, config.norm_eps, context)
         self.layers = nn.ModuleList(TransformerLayer(config, context, i) for i in range(config.num_layers))
-        if config.placement.after_stack:
+        if self.placement.after_stack:
             self.final_norm = LayerNorm(hidden, config.norm_eps, context)
 
     def forward(
@@ -99,7 +100,7 @@ class Transformer(nn.Module):
                 x = checkpoint(layer, x, attention_mask, keys, use_reentrant=False)
             else:
                 x = layer(x, attention_mask, keys, cache)
-        if config.placement.after_stack:
+        if self.placement.after_stack:
             x = self.final_norm(x)
         return gather_sequence(x, self.context)
 
@@ -151,19 +152,28 @@ class Transformer(nn.Module):
                 f"a sequence must be a multiple of `tp_size` ({self.context.tp_size}) tokens long with "
                 f"`sequence_parallel`, but is {s}"
             )
-        x = self.word_embedding(tokens)
-        first = first_position(x, self.context)
-        x = x + self.position_embedding[slice(first, first + x.shape[1]) if positions is None else positions]
+        words, types = self.word_embedding(tokens), None
         if token_types is not None:
-            x = x + embedding_lookup(sequence_shard(token_types, self.context), self.token_type_embedding)
-        if self.config.placement.after_embedding:
+            types = embedding_lookup(sequence_shard(token_types, self.context), self.token_type_embedding)
+        return self._combine(words, types, dropout_keys, positions)
+
+    def _combine(
+        self, words: Tensor, token_types: Tensor | None, dropout_keys: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
+        """What follows the lookups of `embed`, compiled with the layers; both tensors [b, s, h] or [b, s/p, h]."""
+        first = first_position(words, self.context)
+        x = words + self.position_embedding[slice(first, first + words.shape[1]) if positions is None else positions]
+        if token_types is not None:
+            x = x + token_types
+        if self.placement.after_embedding:
             x = self.embedding_norm(x)
         if self.training and self.config.input_dropout > 0.0:
             x = counter_dropout(x, self.config.input_dropout, dropout_keys, first)
         return x
 
     def compile_layers(self, cuda_graphs: bool = False) -> None:
-        """Compile every layer in place (one graph serves all; parameter names do not change).
+        """Compile every layer in place (one graph serves all; parameter names do not change), and what follows the
+        lookups of the embeddings.
 
         Args:
             cuda_graphs: record the layers on a GPU, each with its own weights, and replay them. The host then makes one
@@ -171,6 +181,7 @@ class Transformer(nn.Module):
                 replay, so gradients must have been moved by then.
         """
         self.uses_cuda_graphs = cuda_graphs
-        options = KEEP_OVERLAP if self.context.tp_size > 1 else None
+        options = compiler_options(self.context, self.position_embedding.device.type == "cuda", cuda_graphs)
+        self._combine = torch.compile(self._combine, dynamic=False, options=options)
         for layer in self.layers:
-            layer.compile(dynamic=False, mode="reduce-overhead" if cuda_graphs else None, options=options)
+            layer.compile(dynamic=False, options=options)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .bias import add_bias, sum_rows
 from .collectives import reduce_from_tensor_parallel_region
 from .context import ParallelContext
 from .float8 import Float8Products, float8_linear
@@ -80,7 +81,7 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         wait = ctx.context.tp_communicator.begin_all_reduce(partial_d_x.unflatten(0, grad_output.shape[:-1]))
         del partial_d_x  # the communicator may have made a copy
         d_weight = ctx.products.weight_gradient(grad, x.flatten(0, -2))
-        d_bias = rows.sum(dim=0)
+        d_bias = sum_rows(grad_output)
         return wait(), d_weight, d_bias, None, None
 
 
@@ -105,7 +106,7 @@ class _SequenceParallelColumnLinear(torch.autograd.Function):
         d_x = ctx.products.input_gradient(grad, weight).unflatten(0, grad_output.shape[:-1])  # [b, s, in]
         wait_for_d_x = communicator.begin_reduce_scatter(d_x, dim=1)
         d_weight = ctx.products.weight_gradient(grad, wait_for_x().flatten(0, -2))
-        d_bias = rows.sum(dim=0)
+        d_bias = sum_rows(grad_output)
         return wait_for_d_x(), d_weight, d_bias, None, None
 
 
@@ -167,4 +168,7 @@ def row_linear(
         over the tensor group, forward one all-reduce (g); or as `reduce_scatter_to_sequence_shard`.
     """
     reduce = reduce_scatter_to_sequence_shard if context.sequence_parallel else reduce_from_tensor_parallel_region
-    return reduce(product(x, weight), context) + bias
+    y = reduce(product(x, weight), context)
+    if product is float8_linear:  # whose backward pass sums the rows where it finds the largest magnitude
+        return y + bias
+    return add_bias(y, bias)

@@ -6,6 +6,7 @@ Legend: b batch, s sequence, h hidden, v padded vocabulary, p tensor-parallel si
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .bias import add_bias, linear
 from .collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from .context import ParallelContext
 from .fast_linear import choose_column_linear, choose_row_linear
@@ -44,7 +45,7 @@ class ColumnParallelLinear(nn.Module):
         if self.implementation is not None:
             return self.implementation(x, self.weight, self.bias, self.context)
         x = copy_to_tensor_parallel_region(x, self.context)  # f
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def use_float8(self) -> None:
         """Compute the matrix products in float8 from now on."""
@@ -82,7 +83,7 @@ class RowParallelLinear(nn.Module):
         if self.implementation is not None:
             return self.implementation(x, self.weight, self.bias, self.context)
         x = F.linear(x, self.weight)
-        return reduce_from_tensor_parallel_region(x, self.context) + self.bias  # g
+        return add_bias(reduce_from_tensor_parallel_region(x, self.context), self.bias)  # g
 
     def use_float8(self) -> None:
         """Compute the matrix products in float8 from now on."""

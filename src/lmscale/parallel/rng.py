@@ -41,13 +41,14 @@ def _wrapped(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-def _column_codes(columns: Tensor) -> Tensor:
-    """Each of the columns, int32 [c], times `_COLUMN`.
+def _codes(indices: Tensor, factor: int) -> Tensor:
+    """Each of the indices, int32 and not negative, times a factor.
 
-    The mask changes no number. It keeps Inductor from computing the products of a vector register as a range of that
-    step, whose overflow is undefined in C++: compiled fp64 gradients had masks other than the forward pass's.
+    The mask changes no number. It keeps Inductor from multiplying the factor itself: by the step of a vector register,
+    whose overflow is undefined in C++ (compiled fp64 gradients had masks other than the forward pass's), or by the rows
+    of a block, a constant beyond the int32 that Triton accepts.
     """
-    return (columns & 0x7FFFFFFF) * _COLUMN
+    return (indices & 0x7FFFFFFF) * factor
 
 
 def sample_dropout_keys(seed: int, sample_numbers: Tensor) -> Tensor:
@@ -97,8 +98,8 @@ def counter_bits(keys: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     Shapes:
         keys int32 [k]; rows int32 [r] and columns int32 [c]: indices; returns int32 [k, r, c].
     """
-    row_keys = _mix(keys.unsqueeze(-1) + rows * _GOLDEN)  # [k, r]
-    return _mix(row_keys.unsqueeze(-1) ^ _column_codes(columns))
+    row_keys = _mix(keys.unsqueeze(-1) + _codes(rows, _GOLDEN))  # [k, r]
+    return _mix(row_keys.unsqueeze(-1) ^ _codes(columns, _COLUMN))
 
 
 def counter_dropout(x: Tensor, probability: float, keys: Tensor, first_position: int = 0) -> Tensor:
@@ -144,9 +145,9 @@ def counter_normal(
     """
     keys = keys + _wrapped(first_row * _GOLDEN)
     rows = torch.arange(num_rows, dtype=torch.int32, device=keys.device)
-    columns = _column_codes(torch.arange(num_columns, dtype=torch.int32, device=keys.device))
+    columns = _codes(torch.arange(num_columns, dtype=torch.int32, device=keys.device), _COLUMN)
     columns = columns + _wrapped(first_column * _COLUMN)
-    row_keys = _mix(keys.unsqueeze(-1) + rows * _GOLDEN).unsqueeze(-1)  # [2, rows, 1]
+    row_keys = _mix(keys.unsqueeze(-1) + _codes(rows, _GOLDEN)).unsqueeze(-1)  # [2, rows, 1]
     bits = _mix(row_keys[0] ^ columns)
     bits = _mix(bits + row_keys[1])
     return quantiles[bits & 0xFFFF] + quantiles[(bits >> 16) & 0xFFFF]

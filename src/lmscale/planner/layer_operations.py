@@ -11,9 +11,7 @@ from ..config.family import family_of
 from .memory import BYTES
 from .operation import Core, Operation, elementwise, product
 
-DROPOUT_HASH_BYTES = 4  # per element: Inductor keeps the int32 hash of a mask in memory for the next kernel
 NORM_INPUT_BYTES = 4  # per element: the normalized input of the MLP's LayerNorm, recomputed in fp32
-PERSISTENT_WIDTH = 1024  # up to here Inductor reduces a row at once and sums a bias gradient in the pass before it
 FLOAT8_LAUNCHES = 21, 13  # forward and backward, besides those in bf16
 
 
@@ -29,7 +27,7 @@ class LayerCounts:
         mlp: f / p.
         e: bytes of an activation.
         mask: bytes of a kept dropout mask per element; 0 without dropout.
-        hashed: bytes of a stored hash per element; 0 without dropout.
+        rounded_mask: the same of the dropout after attention, which only float8 code keeps; other code hashes again.
     """
 
     config: TransformerConfig
@@ -42,7 +40,7 @@ class LayerCounts:
     seq_length: int
     e: int
     mask: int
-    hashed: int
+    rounded_mask: int
     float8: bool
 
     @classmethod
@@ -60,7 +58,7 @@ class LayerCounts:
             seq_length=s,
             e=BYTES[dtype],
             mask=1 if drops else 0,
-            hashed=0 if not drops else 1 if float8 else DROPOUT_HASH_BYTES,  # in float8 the mask is kept in its place
+            rounded_mask=1 if drops and float8 else 0,
             float8=float8,
         )
 
@@ -77,12 +75,12 @@ class LayerCounts:
         found.append(self._product("attention projection", phase, t, h, a))
         small = 2 if self.mask else 1
         name = "attention dropout, residual, LayerNorm"
-        found.append(elementwise(name, phase, row * 2 * e, row * (e + self.hashed), small))
+        found.append(elementwise(name, phase, row * 2 * e, row * (e + self.rounded_mask), small))
         found += [self._product("MLP up", phase, t, f, h), elementwise("GELU", phase, t * f * e, t * f * e)]
         found.append(self._product("MLP down", phase, t, h, f))
         if self._is_pre:
             found.append(
-                elementwise("MLP dropout, residual", phase, row * (3 * e + self.hashed), row * (e + self.mask))
+                elementwise("MLP dropout, residual", phase, row * (3 * e + self.rounded_mask), row * (e + self.mask))
             )
         else:
             found.append(elementwise("MLP dropout, residual, LayerNorm", phase, row * 2 * e, row * (2 * e + self.mask)))
@@ -99,17 +97,20 @@ class LayerCounts:
         found += self._gradients("MLP down", t, h, f)
         again = t * f * e if self.config.recompute is Recompute.SELECTIVE else 0
         found.append(elementwise("GELU", "backward", 2 * t * f * e, t * f * e + again))
-        found.append(elementwise("MLP up, bias", "backward", t * f * e, 0, 2))
+        # Its first sum is in the kernel of the GELU's gradient, but not in float8, which rounds in between.
+        read, launches = (t * f * e, 2) if self.float8 else (0, 1)
+        found.append(elementwise("MLP up, bias", "backward", read, 0, launches))
         found += self._gradients("MLP up", t, f, h)
         wide = NORM_INPUT_BYTES
-        found.append(elementwise("MLP LayerNorm, again", "backward", row * 2 * e, row * (self.hashed + wide)))
+        found.append(elementwise("MLP LayerNorm, again", "backward", row * 2 * e, row * (self.rounded_mask + wide)))
         kept = 0 if self._is_pre else self.mask
         written = 2 * e if self.mask else e
         name = "MLP LayerNorm, residual, dropout"
-        found.append(elementwise(name, "backward", row * (2 * e + wide + self.hashed + kept), row * written, 3))
-        found.append(elementwise("attention projection, bias", "backward", row * (e + self.hashed), 0, 2))
+        found.append(elementwise(name, "backward", row * (2 * e + wide + self.rounded_mask + kept), row * written, 3))
+        found.append(elementwise("attention projection, bias", "backward", row * (e + self.rounded_mask), 0, 2))
         found += [*self._gradients("attention projection", t, h, a), *self._core("backward")]
-        found.append(elementwise("QKV gradient, packing", "backward", inner_gradient, inner_gradient))
+        if not self.float8:  # which rounds the three gradients from where the core left them
+            found.append(elementwise("QKV gradient, packing", "backward", inner_gradient, inner_gradient))
         found.append(elementwise("QKV, bias", "backward", inner_gradient, 0, 2))
         found += self._gradients("QKV", t, 3 * a, h)
         if self._is_pre:
@@ -135,12 +136,8 @@ class LayerCounts:
             return [elementwise("MLP LayerNorm, dropout, bias", "backward", row * (2 * e + mask), written, 5)]
         if not mask:
             return [elementwise("MLP down, bias", "backward", row * e, 0, 2)]
-        if self.width <= PERSISTENT_WIDTH:
-            return [elementwise("MLP dropout, bias", "backward", row * (e + mask), row * e, 2)]
-        return [
-            elementwise("MLP down, bias", "backward", row * (e + mask), 0, 2),
-            elementwise("MLP dropout", "backward", row * (e + mask), row * e),
-        ]
+        found = [elementwise("MLP dropout, bias", "backward", row * (e + mask), row * e, 2)]
+        return found + [elementwise("MLP down, bias", "backward", row * (e + mask), 0)] * self.float8
 
     def _more_norms(self, phase: str, read: int, written: int, launches: int) -> list[Operation]:
         """LayerNorms beyond two per layer."""

@@ -23,7 +23,6 @@ from .params import parameter_sizes
 OPTIMIZER_BYTES = {"fp32 moments": (20, 14), "bf16 moments": (16, 10), "without masters": (20, 12)}
 OPTIMIZER_LAUNCHES = 27  # of the norm and the counters, besides one per parameter
 HOST_SYNCS = 0  # per step
-EMBEDDING_DROPOUT_BYTES = (65, 53)  # per element: the mask's hash, 33 operations on int32 that are not compiled
 LAUNCHES_OF_A_LOSS_CHUNK = 44  # besides its three products
 ELEMENTS_PER_LAUNCH = 320 * 65536  # of torch's multi-tensor kernels
 
@@ -69,25 +68,27 @@ def step_operations(
 
 
 def _embedding(config: TransformerConfig, layout: ParallelConfig, b: int, s: int, e: int) -> list[Operation]:
-    """Embeddings and the LayerNorm outside the layers."""
+    """Embeddings and the LayerNorm after the stack. The lookups run one by one; what follows them is compiled."""
     h, whole = config.hidden_size, b * s * config.hidden_size
     own = whole // layout.tp_size if layout.cuts_sequence else whole
     table = config.padded_vocab_size // layout.tp_size * h * e
+    has_types, has_norm = family_of(config.family).num_token_types > 0, config.placement.after_embedding
     found = [
-        elementwise("embedding", "forward", int(3.5 * whole * e), 3 * whole * e, 8),
+        elementwise("embedding", "forward", int(2.5 * whole * e), 2 * whole * e, 7),
         # the lookup's gradient is added to that of the output projection
-        elementwise("embedding", "backward", 3 * whole * e + 2 * table, whole * e + 2 * table, 6),
+        elementwise("embedding", "backward", 2 * whole * e + 2 * table, whole * e + 2 * table, 4),
     ]
-    if config.input_dropout > 0:
-        read, written = EMBEDDING_DROPOUT_BYTES
-        found.append(elementwise("embedding dropout", "forward", read * own, written * own, 33))
-        found.append(elementwise("embedding dropout", "backward", (2 * e + 1) * own, 2 * e * own, 3))
-    if family_of(config.family).num_token_types:
-        found.append(elementwise("token types", "forward", 3 * own * e, 2 * own * e, 2))
-        found.append(elementwise("token types", "backward", own * e, 0, 1))
-    for _ in range(config.placement.num_outer_norms):
-        found.append(elementwise("outer LayerNorm", "forward", own * e, own * e))
-        found.append(elementwise("outer LayerNorm", "backward", 4 * own * e, own * e, 3))
+    if has_types:
+        found.append(elementwise("token types", "forward", own * e, own * e))
+        found.append(elementwise("token types", "backward", own * e, 0))
+    name, changes = "embedding sum, dropout", has_norm or config.input_dropout > 0
+    found.append(elementwise(name, "forward", (1 + has_types) * own * e, (1 + has_norm) * own * e))
+    # The gradient of the positions is summed in the same kernel, but with a LayerNorm in one of its own.
+    read, launches = (3, 4) if has_norm else (1, 1)
+    found.append(elementwise(name, "backward", read * own * e, changes * own * e, launches))
+    if config.placement.after_stack:
+        found.append(elementwise("final LayerNorm", "forward", own * e, own * e))
+        found.append(elementwise("final LayerNorm", "backward", 4 * own * e, own * e, 3))
     return found
 
 

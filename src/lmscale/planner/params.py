@@ -95,4 +95,4 @@ def parameter_sizes(config: TransformerConfig, tp_size: int) -> list[int]:
     layers = config.num_layers * [*after, *mlp, *before, *after, *attention, *before]
     around = [*placement.after_stack * norm, *layers, *placement.after_embedding * norm]
     types = [family.num_token_types * h] if family.num_token_types else []
-    return [*heads, *around, *types, config.max_position_embeddings * h, v * h]
+    return [*heads, *around, config.max_position_embeddings * h, *types, v * h]
