@@ -18,6 +18,7 @@ from .training import (
     ResumeConfig,
     ScheduleConfig,
     TrainerConfig,
+    require_loss_scale_halves,
     require_moments_fit,
 )
 
@@ -120,6 +121,7 @@ class RunConfig:
         require_seed(self)
         self.schedule.check_peak(self.optimizer.lr)
         require_moments_fit(self.optimizer.moments, self.precision.dtype)
+        require_loss_scale_halves(self.precision, self.trainer.max_skipped_steps)
         self._check_sizes()
 
     def _check_sizes(self) -> None:

@@ -17,7 +17,7 @@ from ..job import PretrainJob
 from ..runtime.exit_codes import DIVERGED, INTERRUPTED
 from ..runtime.interruption import Interruption
 from ..strategy import TensorParallelStrategy
-from .diagnosis import first_cause
+from .diagnosis import count_updates, first_cause
 from .metrics_file import MetricsFile
 from .reporting import StepReport
 from .resuming import CHECKPOINTS, Start
@@ -189,6 +189,7 @@ def write_run_record(
             metrics[name] = {"value": report.metrics[name], "unit": unit}
     metrics["train_time"] = {"value": seconds, "unit": "s"}
     metrics["steps"] = {"value": steps[1], "unit": "steps"}
+    metrics |= {} if report.counters is None else count_updates(report.counters)
     run_record = new_record(
         name=job.run.name,
         kind="run",
