@@ -58,7 +58,7 @@ report: setup
 
 # Reference of every configuration key: docs/reference/keys.md
 reference: setup
-	$(BIN)/python -m lmscale.config.reference
+	$(BIN)/python -m lmscale.cli.reference
 
 lint: setup
 	$(BIN)/ruff check
