@@ -104,15 +104,16 @@ def test_a_head_of_96_takes_as_long_as_one_of_128() -> None:
     assert seconds(16, 96 * 16) == pytest.approx(seconds(16, 128 * 16))
 
 
-def test_a_table_has_every_operation_and_collective_and_adds_up_to_the_step() -> None:
+@pytest.mark.parametrize(
+    "layout", [ParallelConfig(8), ParallelConfig(2, 3), ParallelConfig(8, 8, sequence_parallel=True, zero1=True)]
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_table_has_every_operation_and_collective_and_adds_up_to_the_step(layout, dtype) -> None:
     config = paper_model("gpt_8.3b")
-    job = Job(config, 4, 8, 1024, "bf16", 1)
-    plan = make_plan(job, ParallelConfig(8), cluster())
+    plan = make_plan(Job(config, 4, 8 * layout.dp_size, 1024, dtype, 1), layout, cluster())
     rows = operation_rows(plan)
-    assert sum(row.seconds for row in rows) == pytest.approx(plan.time.total, rel=1e-3)  # but for the norm's message
-    assert {c.what for c in step_collectives(config, ParallelConfig(8), 4, 2, 1024, "bf16")} < {
-        row.name for row in rows
-    }
+    assert sum(row.seconds for row in rows) == pytest.approx(plan.time.total, rel=1e-12)
+    assert {c.what for c in step_collectives(config, layout, 4, 2, 1024, dtype)} < {row.name for row in rows}
     assert [row.seconds for row in rows] == sorted((row.seconds for row in rows), reverse=True)
     text = format_operations(rows)
     assert "backward: attention core" in text and "100.0%" in text

@@ -151,9 +151,6 @@ def step_collectives(
     """
     once = micro_batch_collectives(config, layout, micro_batch_size, seq_length, dtype, on_gpu)
     found = [dataclasses.replace(c, count=c.count * num_micro_batches) for c in once]
-    if layout.cuts_sequence:
-        num_bytes = partial_parameters(config) * max(FP32_BYTES, BYTES[dtype])
-        found.append(Collective("gradients of sequence shards", "all_reduce", "tensor", "gradients", 1, num_bytes))
     if layout.cuts_optimizer:
         found += _to_owners_and_back(config, layout, dtype)
     elif layout.dp_size > 1:
@@ -162,11 +159,19 @@ def step_collectives(
             "gradients, pieces of DDP" if BYTES[dtype] >= FP32_BYTES else "gradients in fp32, pieces of the optimizer"
         )
         found += [Collective(what, "all_reduce", "data", "gradients", n, size) for size, n in pieces.items()]
-    if layout.tp_size > 1:
-        found.append(Collective("gradient norm", "all_reduce", "tensor", "optimizer", 1, _GRADIENT_NORM_BYTES))
-    if layout.cuts_optimizer:
-        found.append(Collective("gradient norm", "all_reduce", "data", "optimizer", 1, _GRADIENT_NORM_BYTES))
-    return tuple(found)
+    return (*found, *small_collectives(config, layout, dtype))
+
+
+def small_collectives(config: TransformerConfig, layout: ParallelConfig, dtype: str) -> list[Collective]:
+    """Those of a step besides its micro-batches' and the gradients over the data group: partial gradients, norm."""
+    found = []
+    if layout.cuts_sequence:
+        num_bytes = partial_parameters(config) * max(FP32_BYTES, BYTES[dtype])
+        found.append(Collective("gradients of sequence shards", "all_reduce", "tensor", "gradients", 1, num_bytes))
+    for group, cuts in (("tensor", layout.tp_size > 1), ("data", layout.cuts_optimizer)):
+        if cuts:
+            found.append(Collective("gradient norm", "all_reduce", group, "optimizer", 1, _GRADIENT_NORM_BYTES))
+    return found
 
 
 def _to_owners_and_back(config: TransformerConfig, layout: ParallelConfig, dtype: str) -> list[Collective]:
