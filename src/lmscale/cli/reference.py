@@ -118,7 +118,8 @@ def _documented_fields(cls: type) -> dict[str, str]:
 
 def _type_in_words(hint: typing.Any) -> str:
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    words = [", ".join(kind) if issubclass(kind, Enum) else WORDS[kind] for kind in kinds]
+    known = WORDS | ({str: "auto"} if {bool, int} & set(kinds) else {})  # as in `from_dict`
+    words = [", ".join(kind) if issubclass(kind, Enum) else known[kind] for kind in kinds]
     return " or ".join(words)
 
 

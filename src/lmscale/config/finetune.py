@@ -9,6 +9,7 @@ from .checks import (
     require_fraction,
     require_not_negative,
     require_one_of,
+    require_path,
     require_positive,
     require_seed,
 )
@@ -244,6 +245,7 @@ class FinetuneConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "global_batch_size")
+        require_path(self, "ckpt")
         self.precision.refuse_float8()
         require_moments_fit(self.optimizer.moments, self.precision.dtype)
         require_loss_scale_halves(self.precision, self.trainer.max_skipped_steps)
