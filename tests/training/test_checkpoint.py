@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from datetime import datetime
 
 import pytest
 import torch
@@ -191,6 +192,8 @@ def test_the_record_describes_the_run(finished) -> None:
     record = read_record(finished)
     assert record["kind"] == "run" and record["seed"] == 1234
     assert record["metrics"]["steps"]["value"] == 6
+    length = datetime.fromisoformat(record["finished"]) - datetime.fromisoformat(record["started"])
+    assert length.total_seconds() + 1 >= record["metrics"]["train_time"]["value"]
     assert record["metrics"]["val/loss"]["value"] < record["metrics"]["val_start/loss"]["value"]
     assert record["config"]["model"]["vocab_size"] == 600
     assert record["config"]["corpus"]["train"]["sha256"]
