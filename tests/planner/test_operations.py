@@ -13,7 +13,7 @@ from lmscale.planner.communication import step_collectives
 from lmscale.planner.flops import hardware_flops_per_step
 from lmscale.planner.job import Job
 from lmscale.planner.operation import Operation, product
-from lmscale.planner.operations import step_operations
+from lmscale.planner.operations import OPTIMIZER_LAUNCHES, step_operations
 from lmscale.planner.operations_table import format_operations, operation_rows
 from lmscale.planner.params import count_parameters
 from lmscale.planner.plan import make_plan
@@ -65,6 +65,17 @@ def test_the_optimizer_and_the_gradient_buffer_move_a_number_of_bytes_per_parame
         found = step_operations(config, ParallelConfig(), 4, 3, 1024, "bf16", half_moments)
         by_phase = {p: sum(o.count * o.num_bytes for o in found if o.phase == p) for p in ("gradients", "optimizer")}
         assert by_phase == {"gradients": n * (6 + 10 + 10), "optimizer": n * optimizer}
+
+
+def test_with_zero1_a_rank_updates_only_its_own_tensors() -> None:
+    config = paper_model("gpt_1.2b")
+
+    def update(layout: ParallelConfig) -> Operation:
+        return next(o for o in step_operations(config, layout, 4, 1, 1024, "bf16") if o.kind == "optimizer")
+
+    whole, cut = update(ParallelConfig(1, 8)), update(ParallelConfig(1, 8, zero1=True))
+    assert 8 * cut.num_bytes < 1.3 * whole.num_bytes
+    assert cut.launches - OPTIMIZER_LAUNCHES < (whole.launches - OPTIMIZER_LAUNCHES) / 4
 
 
 def test_micro_batches_multiply_all_but_the_update() -> None:

@@ -8,10 +8,11 @@ compares both. Around the layers operations run one by one. Collectives are in `
 """
 
 import dataclasses
+from collections import Counter
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..config.family import family_of
-from ..partition import part_sizes
+from ..partition import assign_owners
 from .flops import recomputes_whole_layer, scored_tokens
 from .layer_operations import LayerCounts
 from .memory import BYTES, FP32_BYTES, rows_at_once
@@ -142,9 +143,13 @@ def _update(
         if num_micro_batches > 1:
             added = dataclasses.replace(copied, read=n * (e + wide))
             found.append(times(num_micro_batches - 1, added))
-    owned = max(part_sizes(sizes, layout.dp_size)) if layout.cuts_optimizer else n
+    owners = assign_owners(sizes, layout.dp_size if layout.cuts_optimizer else 1)
+    parts = Counter()
+    for size, owner in zip(sizes, owners, strict=True):
+        parts[owner] += size
+    (busiest, owned), *_ = parts.most_common(1)
     kind = "bf16 moments" if half_moments else "fp32 moments" if e < FP32_BYTES else "without masters"
     read, written = (count * (2 if e > FP32_BYTES else 1) for count in OPTIMIZER_BYTES[kind])
-    launches = len(sizes) + OPTIMIZER_LAUNCHES + -(-owned // ELEMENTS_PER_LAUNCH)
+    launches = owners.count(busiest) + OPTIMIZER_LAUNCHES + -(-owned // ELEMENTS_PER_LAUNCH)
     found.append(Operation("AdamW", "optimizer", "optimizer", 1, launches, 0, owned * read, owned * written))
     return found
