@@ -237,7 +237,7 @@ def check_background_saves(run: RunConfig, layout: ParallelConfig, world: World 
 
 
 def job_of(run: RunConfig) -> Job:
-    """The run as the planner sees it; `model.recompute=auto` counts as none until it is resolved."""
+    """The run as the planner sees it; until `model.recompute=auto` and `compile=auto` are resolved, neither is on."""
     return Job(
         run.model.with_vocab_size(STAND_IN_VOCAB_SIZE).with_recompute(Recompute.NONE),
         run.micro_batch_size,
@@ -246,6 +246,7 @@ def job_of(run: RunConfig) -> Job:
         run.precision.dtype,
         run.trainer.max_steps,
         half_moments=run.optimizer.moments == "bf16",
+        compiles=run.compile is True,
     )
 
 
