@@ -16,7 +16,8 @@ from .params import count_parameters, parameter_sizes
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: bf16 numbers, rounded within a product
 FP32_BYTES = 4
 HALF_BYTES = 2
-# In fp32: both moments, their random bits and their temporaries. A compiled update is one kernel and has none.
+# In fp32: both moments, their random bits and their temporaries. A compiled update is one kernel and has none, one on
+# a CPU has those of a small block.
 MOMENT_TENSORS_IN_FLIGHT = 6.5
 GIB = 2**30
 LOGITS_AT_ONCE = 50 * 2**20  # of a rank on a CPU, see `parallel.linear_cross_entropy`
@@ -59,7 +60,7 @@ class MemoryEstimate:
         first_layer: activations of one layer, and the mask of the embedding: those left when the backward pass reaches
             the first layer.
         gradient_in_flight: gradients of the widest tensors of a layer.
-        update: with bf16 moments that no compiled kernel updates, temporaries of the largest parameter's update.
+        update: with bf16 moments on a GPU that no compiled kernel updates, temporaries of the largest parameter.
     """
 
     weights: int
@@ -167,6 +168,7 @@ def estimate_memory(
     num_owned = max(part_sizes(sizes, dp_size)) if zero1 else num_parameters
     moment = HALF_BYTES if half_moments else max(e, FP32_BYTES)
     has_buffer = is_half or zero1
+    widens_whole = half_moments and on_gpu and not compiles
     return MemoryEstimate(
         weights=num_parameters * e,
         gradients=gradients,
@@ -179,7 +181,7 @@ def estimate_memory(
         early_gradients=gradients if has_buffer or dp_size > 1 or accumulates else 0,
         first_layer=layer + mask,
         gradient_in_flight=_in_flight_bytes(config, tp_size, b, s, own, e, on_gpu),
-        update=int(MOMENT_TENSORS_IN_FLIGHT * max(sizes) * FP32_BYTES) if half_moments and not compiles else 0,
+        update=int(MOMENT_TENSORS_IN_FLIGHT * max(sizes) * FP32_BYTES) if widens_whole else 0,
     )
 
 
