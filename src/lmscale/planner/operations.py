@@ -13,7 +13,7 @@ from collections import Counter
 from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..config.family import family_of
 from ..partition import assign_owners
-from .flops import recomputes_whole_layer, scored_tokens
+from .flops import scored_tokens
 from .layer_operations import LayerCounts
 from .memory import BYTES, FP32_BYTES, rows_at_once
 from .operation import Operation, elementwise, product, times
@@ -41,8 +41,7 @@ def step_operations(
     """The operations of one rank in one optimizer step on a GPU with compiled layers.
 
     Their FLOPs are those of `hardware_flops_per_step`, over p, and of the family's dense heads, which every rank
-    computes whole, with two differences: selective recomputation leaves a fused attention core alone, and full
-    recomputation stops before the last product of a layer if nothing after it needs its result.
+    computes whole, except that selective recomputation leaves a fused attention core alone.
 
     Args:
         micro_batch_size: sequences b of one forward pass.
@@ -58,8 +57,7 @@ def step_operations(
     layer = LayerCounts.of(config, layout, micro_batch_size, seq_length, dtype)
     in_layers = layer.forward("forward") + layer.backward()
     if config.recompute is Recompute.FULL:
-        again = layer.forward("recomputation")
-        in_layers += again if recomputes_whole_layer(config) else [o for o in again if o.name != "MLP down"]
+        in_layers += layer.forward("recomputation")
     elif config.recompute is Recompute.SELECTIVE:
         in_layers += layer.core_again()
     once = [times(config.num_layers, operation) for operation in in_layers]
