@@ -1,4 +1,4 @@
-"""Every operation of one optimizer step of one rank: FLOPs, bytes and launches, counted from the code as it is.
+"""Every operation of one optimizer step of one rank: FLOPs, bytes and launches, counted from this project's code.
 
 Legend: b micro-batch, s sequence, h hidden, f MLP width, v padded vocabulary, L layers, p tensor ranks, N parameters of
 the rank, e bytes of a weight, m scored tokens.
