@@ -37,7 +37,10 @@ test-cuda-all: setup
 	$(BIN)/python -m pytest -m "slow or not slow" tests/cuda
 
 # Training on this machine's GPUs (2 to 8): layouts, kill and resume, bandwidth, in about three minutes; one report.
-check-gpus: setup
+check-gpus:
+	@gpus=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU); [ $$gpus -ge 2 ] || \
+	  { echo "error: the GPUs that nvidia-smi lists must be at least 2, but are $$gpus" >&2; exit 2; }
+	@$(MAKE) --no-print-directory setup
 	$(BIN)/python analysis/correctness/check_gpus.py
 
 # Packages for a GPU machine without network access: WHEELS=.wheels PYTHON=python3 bash analysis/benchmarks/h200.sh a1
@@ -58,7 +61,7 @@ report: setup
 
 # Reference of every configuration key: docs/reference/keys.md
 reference: setup
-	$(BIN)/python -m lmscale.config.reference
+	$(BIN)/python -m lmscale.cli.reference
 
 lint: setup
 	$(BIN)/ruff check

@@ -21,7 +21,11 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
         FRAMEWORKS,
     ),
     "paper": ("what tells a run of the paper from a smaller one", set(), FRAMEWORKS),
-    "cli": ("what entry points share: Hydra in, one-line errors and exit codes out", set(), {"torch", "lightning"}),
+    "cli": (
+        "what entry points share: Hydra in, one-line errors and exit codes out; the reference of their keys",
+        {"config"},
+        {"torch", "lightning"},
+    ),
     "parallel": (
         "tensor parallelism: f, g, layers, loss, norm, initialization, dropout",
         set(),

@@ -27,6 +27,11 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert record["started"] == "1970-01-01T00:00:00+00:00" and record["environment"]["device"] == "some GPU"
 
 
+def test_what_was_measured_started_with_the_process_unless_a_time_is_given() -> None:
+    measured, modelled = make_record(), make_record(kind="modelled", seed=None)
+    assert measured["started"] <= measured["finished"] and modelled["started"] is None
+
+
 def test_records_become_a_table_with_units(tmp_path: Path) -> None:
     write_record(make_record(), tmp_path / "a.json")
     write_record(make_record(name="bert_tiny", kind="modelled", seed=None), tmp_path / "sub" / "b.json")

@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import subprocess
+import time
 from argparse import ArgumentTypeError
 from datetime import UTC, datetime
 from importlib import metadata
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import pandas
 
 RECORD_VERSION = 1
+_STARTED = time.time()  # of the process, which imports this module with its first ones
 KINDS = ("run", "scaled_down", "modelled")
 PACKAGES = (
     "lmscale",
@@ -58,7 +60,7 @@ def new_record(
         device: name of the device as reported by its library.
         layout: tp_size, dp_size, threads_per_rank.
         steps: first and last optimizer step of this part of the run.
-        started: seconds since the epoch.
+        started: seconds since the epoch; None: when the process started, for what was measured.
         settings: of the framework for the device; None on a CPU.
 
     Raises:
@@ -66,6 +68,8 @@ def new_record(
     """
     if kind not in KINDS:
         raise ValueError(f"`kind` of a record must be one of {', '.join(KINDS)}, but is {kind!r}")
+    if started is None and kind != "modelled":
+        started = _STARTED
     now = datetime.now(UTC)
     return {
         "record_version": RECORD_VERSION,

@@ -44,6 +44,17 @@ def test_fewer_than_two_gpus_are_refused_in_one_line_that_names_the_rehearsal() 
     assert "--rehearse" in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(("listed", "found"), [("GPU 0: some", 1), ("No devices were found", 0)])
+def test_make_refuses_too_few_gpus_before_it_sets_up_anything(tmp_path, listed, found) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{listed}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    folders = (f"BIN={tmp_path}/bin", f"INSTALLED={tmp_path}/.installed", "PYTHON=false")
+    found_first = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    done = subprocess.run(["make", "check-gpus", *folders], cwd=ROOT, env=found_first, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"error: the GPUs that nvidia-smi lists must be at least 2, but are {found}\n" in done.stderr
+
+
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_the_layouts_use_at_most_the_ranks_and_every_kind_of_parallelism(ranks: int) -> None:
     layouts = layouts_of(ranks)

@@ -57,6 +57,7 @@ BAD = {
     "a run folder nowhere": (["hydra.run.dir=/proc/none/run"], "made and written, but /proc/none"),
     "type": (["trainer.max_steps=many"], "`trainer.max_steps` must be a whole number, but is 'many'"),
     "type of a size": (["model.hidden_size=1e9x"], "`model.hidden_size` must be a whole number, but is '1e9x'"),
+    "type of a switch or auto": (["compile=1"], "`compile` must be true or false or auto, but is 1"),
     "type of a switch": (["deterministic=maybe"], "`deterministic` must be true or false, but is 'maybe'"),
     "no such layout": (["parallel.tp_size=two"], "must be auto or a whole number of at least 1, but is 'two'"),
     "a logger that is missing": (["logger.wandb=true"], "`logger.wandb` must be false where wandb is not installed"),

@@ -22,6 +22,12 @@ def test_an_unresolved_config_is_resolved_once_and_then_built() -> None:
     build_model(resolved, ParallelContext(), seed=1)
 
 
+@pytest.mark.parametrize("name", ["initializer_std", "layer_norm_eps"])
+def test_an_infinite_number_is_refused(name) -> None:
+    with pytest.raises(ValueError, match=f"`{name}` must be above 0 and finite, but is inf"):
+        dataclasses.replace(OPEN, **{name: float("inf")})
+
+
 def test_a_models_name_is_ignored_and_not_in_checkpoints() -> None:
     assert dataclasses.replace(OPEN, name="other") == OPEN
     assert "name" not in OPEN.to_dict()

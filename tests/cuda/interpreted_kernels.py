@@ -26,6 +26,8 @@ TOLERANCES = {  # relative
     "loss: maximum and sum": FP32,
     "loss: softmax": BF16,
     "layer": FP32,
+    "weights drawn by counter": 0.0,
+    "weights drawn by counter in fp16": 0.0,
 }
 
 
@@ -44,6 +46,7 @@ def cases() -> dict[str, Callable[[], tuple[Callable, Callable, list]]]:
         initialize_parameters,
         sequence_parallel,
     )
+    from lmscale.parallel.rng import counter_normal, normal_keys, normal_quantiles
 
     class Combine(torch.nn.Module):
         """`Transformer._combine` as a module."""
@@ -113,6 +116,14 @@ def cases() -> dict[str, Callable[[], tuple[Callable, Callable, list]]]:
         parameters = [param.detach().requires_grad_() for param in module.parameters()]
         return forward, forward, [normal(2, 12, 48), keys(3, 2), *parameters]
 
+    def weights(dtype: torch.dtype) -> tuple:
+        """A part of a large weight, as a rank draws it."""
+
+        def draw(keys: torch.Tensor, quantiles: torch.Tensor) -> tuple[torch.Tensor]:
+            return ((counter_normal(keys, 37, 200, 2**20, 5, quantiles) * 0.02).to(dtype),)
+
+        return draw, draw, [normal_keys(1, "w"), normal_quantiles(torch.device("cpu"))]
+
     logits, bf16 = normal(7, 300).detach() * 3, torch.bfloat16
     maximum_and_sum, softmax = chunked_cross_entropy._maximum_and_sum, chunked_cross_entropy._softmax_in_place
     return {
@@ -126,6 +137,8 @@ def cases() -> dict[str, Callable[[], tuple[Callable, Callable, list]]]:
         "loss: maximum and sum": lambda: (maximum_and_sum, maximum_and_sum, [logits.to(bf16)]),
         "loss: softmax": lambda: (softmax, softmax, [logits.to(bf16), logits.logsumexp(dim=-1)]),
         "layer": layer,
+        "weights drawn by counter": lambda: weights(torch.float32),
+        "weights drawn by counter in fp16": lambda: weights(torch.float16),
     }
 
 

@@ -3,6 +3,7 @@
 A fake process group sends nothing, so the losses mean nothing.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -12,9 +13,13 @@ from sharding import random_batch, small_config, total_loss
 from torch._dynamo.utils import counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lmscale.config import ParallelConfig
 from lmscale.kernels import Kernels
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
+from lmscale.planner.communication import micro_batch_collectives
+
+KINDS = {"all_reduce": "all_reduce", "all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "sequence_parallel"])
@@ -24,6 +29,25 @@ def last_of_four(request) -> Iterator[ParallelContext]:
     dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
     yield ParallelContext(tp_rank=3, tp_size=4, tp_group=dist.group.WORLD, sequence_parallel=request.param)
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("hidden_dropout", [0.0, 0.1])
+def test_a_compiled_layer_is_recomputed_to_its_end(last_of_four, hidden_dropout: float) -> None:
+    """Without dropout an eager one is not: torch's checkpoint stops before the last collective."""
+    sizes = {"num_layers": 1, "hidden_dropout": hidden_dropout, "max_position_embeddings": 16, "recompute": "full"}
+    config = small_config("gpt", **sizes)
+    model = build_model(config, last_of_four, seed=3, dtype=torch.float32)
+    model.transformer.layers[0].compile(backend="aot_eager")
+    batch = random_batch(config, seed=3)
+    total_loss(model, batch).backward()  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        total_loss(model, batch).backward()
+    layout = ParallelConfig(4, sequence_parallel=last_of_four.sequence_parallel)
+    planned = Counter()
+    for sent in micro_batch_collectives(config, layout, *batch["tokens"].shape, "fp32", on_gpu=True):
+        planned[KINDS[sent.kind]] += sent.count
+    found = Counter(event.name.removeprefix("_c10d_functional::") for event in profile.events())
+    assert {kind: found[kind] for kind in planned} == planned
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])

@@ -159,6 +159,15 @@ def test_the_total_is_the_peak() -> None:
     assert parallel.gradient_copy - alone.gradient_copy == 51200 * 1536 * 4  # before it is copied into DDP's bucket
 
 
+def test_a_compiled_update_of_bf16_moments_has_no_temporaries() -> None:
+    config = paper_model("gpt_1.2b", recompute="full")
+    eager, compiled = (
+        estimate_memory(config, 1, 1, 1024, "bf16", half_moments=True, compiles=compiles) for compiles in (False, True)
+    )
+    assert (eager.update > GIB, compiled.update) == (True, 0)
+    assert compiled.total < eager.total - GIB
+
+
 def test_the_table_shows_every_part_and_the_total() -> None:
     estimate = estimate_memory(paper_model("gpt_1.2b"), 1, 8, 1024, "bf16")
     lines = estimate.format().splitlines()

@@ -13,7 +13,7 @@ from lmscale.planner.communication import step_collectives
 from lmscale.planner.flops import hardware_flops_per_step
 from lmscale.planner.job import Job
 from lmscale.planner.operation import Operation, product
-from lmscale.planner.operations import step_operations
+from lmscale.planner.operations import OPTIMIZER_LAUNCHES, step_operations
 from lmscale.planner.operations_table import format_operations, operation_rows
 from lmscale.planner.params import count_parameters
 from lmscale.planner.plan import make_plan
@@ -67,6 +67,17 @@ def test_the_optimizer_and_the_gradient_buffer_move_a_number_of_bytes_per_parame
         assert by_phase == {"gradients": n * (6 + 10 + 10), "optimizer": n * optimizer}
 
 
+def test_with_zero1_a_rank_updates_only_its_own_tensors() -> None:
+    config = paper_model("gpt_1.2b")
+
+    def update(layout: ParallelConfig) -> Operation:
+        return next(o for o in step_operations(config, layout, 4, 1, 1024, "bf16") if o.kind == "optimizer")
+
+    whole, cut = update(ParallelConfig(1, 8)), update(ParallelConfig(1, 8, zero1=True))
+    assert 8 * cut.num_bytes < 1.3 * whole.num_bytes
+    assert cut.launches - OPTIMIZER_LAUNCHES < (whole.launches - OPTIMIZER_LAUNCHES) / 4
+
+
 def test_micro_batches_multiply_all_but_the_update() -> None:
     config = paper_model("bert_336m")
     one, three = (step_operations(config, ParallelConfig(), 4, n, 512, "bf16") for n in (1, 3))
@@ -104,15 +115,16 @@ def test_a_head_of_96_takes_as_long_as_one_of_128() -> None:
     assert seconds(16, 96 * 16) == pytest.approx(seconds(16, 128 * 16))
 
 
-def test_a_table_has_every_operation_and_collective_and_adds_up_to_the_step() -> None:
+@pytest.mark.parametrize(
+    "layout", [ParallelConfig(8), ParallelConfig(2, 3), ParallelConfig(8, 8, sequence_parallel=True, zero1=True)]
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_table_has_every_operation_and_collective_and_adds_up_to_the_step(layout, dtype) -> None:
     config = paper_model("gpt_8.3b")
-    job = Job(config, 4, 8, 1024, "bf16", 1)
-    plan = make_plan(job, ParallelConfig(8), cluster())
+    plan = make_plan(Job(config, 4, 8 * layout.dp_size, 1024, dtype, 1), layout, cluster())
     rows = operation_rows(plan)
-    assert sum(row.seconds for row in rows) == pytest.approx(plan.time.total, rel=1e-3)  # but for the norm's message
-    assert {c.what for c in step_collectives(config, ParallelConfig(8), 4, 2, 1024, "bf16")} < {
-        row.name for row in rows
-    }
+    assert sum(row.seconds for row in rows) == pytest.approx(plan.time.total, rel=1e-12)
+    assert {c.what for c in step_collectives(config, layout, 4, 2, 1024, dtype)} < {row.name for row in rows}
     assert [row.seconds for row in rows] == sorted((row.seconds for row in rows), reverse=True)
     text = format_operations(rows)
     assert "backward: attention core" in text and "100.0%" in text

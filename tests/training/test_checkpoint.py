@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from datetime import datetime
 
 import pytest
 import torch
@@ -111,6 +112,16 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(finished
     assert "hidden_dropout" not in message  # may change on resume
 
 
+def test_a_run_continues_with_the_initial_weights_that_its_record_names(finished, tmp_path) -> None:
+    changed = {"model__initializer": "counter", "model__scale_residual_init": False}
+    with pytest.raises(ValueError, match="is of a run with other initial weights") as caught:
+        prepare_job(tiny_run("gpt", tmp_path, resume=str(finished), **changed, **LONG))
+    assert "model.initializer is 'counter' here and 'generator' there" in str(caught.value)
+    assert "model.scale_residual_init is False here and True there" in str(caught.value)
+    branch = {"path": str(finished), "weights_only": True}
+    prepare_job(tiny_run("gpt", tmp_path, resume=branch, **changed, **LONG))  # a new run, on other weights
+
+
 def test_the_best_checkpoints_are_kept_also_after_a_resume(tmp_path) -> None:
     """The learning rate soon becomes too high, so the first steps are the best."""
     settings = {"trainer__validate_every_steps": 1, "trainer__max_steps": 8, "optimizer__lr": 0.3, "resume": "auto"}
@@ -181,6 +192,8 @@ def test_the_record_describes_the_run(finished) -> None:
     record = read_record(finished)
     assert record["kind"] == "run" and record["seed"] == 1234
     assert record["metrics"]["steps"]["value"] == 6
+    length = datetime.fromisoformat(record["finished"]) - datetime.fromisoformat(record["started"])
+    assert length.total_seconds() + 1 >= record["metrics"]["train_time"]["value"]
     assert record["metrics"]["val/loss"]["value"] < record["metrics"]["val_start/loss"]["value"]
     assert record["config"]["model"]["vocab_size"] == 600
     assert record["config"]["corpus"]["train"]["sha256"]

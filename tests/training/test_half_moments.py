@@ -11,7 +11,8 @@ from lmscale.parallel import ParallelContext, ShardSpec
 from lmscale.parallel.rng import counter_bits
 from lmscale.planner.memory import estimate_memory
 from lmscale.training.pretrain import prepare_job, pretrain
-from lmscale.training.step.adamw import adamw, place_of, round_to_bf16
+from lmscale.training.step import adamw as adamw_module
+from lmscale.training.step.adamw import adamw, adamw_in_blocks, place_of, round_to_bf16
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 
@@ -68,6 +69,23 @@ def test_a_shard_rounds_as_its_part_of_the_whole_tensor(shape, dim) -> None:
         part = part.clone()
         part.shard = ShardSpec(shape, dim, "zeros")
         assert torch.equal(moments_after_two_updates(part, slope.contiguous(), rank), expected[rank])
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])  # shorter than a block, of whole blocks, with a rest
+def test_blocks_of_rows_are_updated_as_the_whole_matrix(monkeypatch, rows) -> None:
+    monkeypatch.setattr(adamw_module, "BLOCK_ELEMENTS", 7 * 40)
+    generator = torch.Generator().manual_seed(0)
+    updates = []
+    for update in (adamw, adamw_in_blocks):
+        generator.manual_seed(rows)
+        param = parameter(rows, 40)
+        state = [torch.zeros_like(param, dtype=torch.bfloat16) for _ in range(3)]
+        for number in (1, 2):
+            gradient = torch.randn(rows, 40, generator=generator)
+            update(state[0], param, gradient, *state[1:], step_number(number), RATES, place_of("w", param, 3))
+        updates.append([param, *state])
+    assert all(torch.equal(whole, blocks) for whole, blocks in zip(*updates, strict=True))
+    assert all(tensor.any() for tensor in updates[0])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

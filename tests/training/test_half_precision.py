@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import read_rows, run_jobs, tiny_run
+from runs import read_record, read_rows, run_jobs, tiny_run
 from sharding import random_batch, small_config, total_loss
 
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
@@ -104,6 +104,31 @@ def test_the_gradient_over_many_micro_batches_has_only_rounding_error(architectu
     found, weights = summed_gradient(architecture, dtype, micro_batch_size)
     exact, _ = summed_gradient(architecture, "fp64", 64, weights)
     assert relative_error(found, exact) < torch.finfo(DTYPES[dtype]).eps
+
+
+def test_a_run_that_never_updates_says_so(tmp_path, capsys) -> None:
+    pretrain(prepare_job(tiny_run("gpt", tmp_path / "none", precision__dtype="fp16")))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
+    assert lines == [
+        "WARNING: the weights are the initial ones: all 3 steps were skipped for a gradient that is not finite; "
+        "the loss scale is still 1.07374e+09"
+    ]
+    settings = {"precision__dtype": "fp16", "precision__initial_loss_scale": 1024.0}
+    pretrain(prepare_job(tiny_run("gpt", tmp_path / "all", **settings)))
+    assert "WARNING" not in capsys.readouterr().err
+    counts = [read_record(tmp_path / name)["metrics"] for name in ("none", "all")]
+    assert [(found["num_updates"]["value"], found["num_skipped"]["value"]) for found in counts] == [(0, 3), (3, 0)]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_the_loss_scale_of_fp16_must_halve_before_the_limit_on_skipped_steps(tmp_path, dtype) -> None:
+    settings = {"precision__dtype": dtype, "precision__hysteresis": 11}
+    if dtype == "bf16":  # without effect there
+        tiny_run("gpt", tmp_path, **settings)
+        return
+    tiny_run("gpt", tmp_path, trainer__max_skipped_steps=11, **settings)
+    with pytest.raises(ValueError, match="`precision.hysteresis` must be at most 10 with trainer.max_skipped_steps=10"):
+        tiny_run("gpt", tmp_path, **settings)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

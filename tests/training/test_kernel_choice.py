@@ -17,7 +17,7 @@ from lmscale.models.attention_backend import choose_fastest, fastest_backend, pr
 from lmscale.training.output.resuming import Start
 from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.runtime import kernel_choice
-from lmscale.training.runtime.kernel_choice import compiling_pays, settle_kernels
+from lmscale.training.runtime.kernel_choice import compiling_pays, kept_compile, settle_kernels
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -113,6 +113,31 @@ def test_a_resumed_run_keeps_the_attention_of_its_checkpoint(tmp_path) -> None:
         pretrain(prepare_job(tiny_run("gpt", tmp_path / "parts", **settings, **changes)))
     assert read_record(tmp_path / "parts")["config"]["model"]["attention"] == "exact"
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_resumed_run_keeps_the_decision_whether_to_compile(two_cores, tmp_path, monkeypatch) -> None:
+    run = tiny_run("gpt", tmp_path, compile="auto", precision__dtype="fp32", resume="auto")
+    pretrain(prepare_job(run))
+    assert read_record(tmp_path)["config"]["compile"] is False
+    (tmp_path / "record.json").unlink()
+    monkeypatch.setattr(kernel_choice, "LEAST_SECONDS", 0)  # as on fewer cores
+    job = prepare_job(run)
+    assert job.resume_from is not None and not job.kernels.compiles and job.run.compile is False
+    new = tiny_run("gpt", tmp_path / "new", compile="auto", precision__dtype="fp32")
+    branch = {"path": job.resume_from, "weights_only": True}
+    for other in (new, dataclasses.replace(new, resume=dataclasses.replace(new.resume, **branch))):
+        assert prepare_job(other).kernels.compiles
+
+
+def test_a_compiled_run_is_resumed_compiled_where_that_is_possible(monkeypatch) -> None:
+    run = tiny_run("gpt", Path("x"), compile="auto")
+    monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: SimpleNamespace(run={"compile": True}))
+    for there in (True, False):
+        monkeypatch.setattr(kernel_choice, "_has_cpp_compiler", lambda there=there: there)
+        assert kept_compile(run, False, "checkpoint") == (True if there else "auto")
+    assert kept_compile(run, True, "checkpoint") is True
+    assert kept_compile(dataclasses.replace(run, kernels="apex"), True, "checkpoint") == "auto"
+    assert kept_compile(dataclasses.replace(run, compile=False), True, "checkpoint") is False
 
 
 def choose_by_rank(rank: int) -> None:

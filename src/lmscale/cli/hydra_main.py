@@ -1,7 +1,7 @@
 """Run an entry point's Hydra main function: configuration in, one line and an exit code out.
 
-Exit codes: 0 done; 2 the configuration is invalid (nothing was started); 128 + n ended by signal n; those of
-training are in `training/runtime/exit_codes.py`.
+Exit codes: 0 done; 2 the configuration is invalid (nothing was started); 128 + n ended by signal n, also where what
+reads the output has closed it (SIGPIPE); those of training are in `training/runtime/exit_codes.py`.
 """
 
 import atexit
@@ -66,7 +66,11 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig) -> None:
         values = literal_values.put_back(values)
         _task_is_running = True
         task(values)
+        sys.stdout.flush()
         _task_is_running = False
+    except BrokenPipeError:  # what reads the output, such as `head`, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+        sys.exit(128 + signal.SIGPIPE)
     except (ValueError, OmegaConfBaseException) as error:
         if WANTS_TRACEBACK:
             raise

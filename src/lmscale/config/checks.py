@@ -26,7 +26,8 @@ def require_above_zero(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"`{name}` must be above 0, but is {value!r}")
+            finite = " and finite" if value == math.inf else ""
+            raise ValueError(f"`{name}` must be above 0{finite}, but is {value!r}")
 
 
 def require_fraction(owner: object, *names: str) -> None:
@@ -35,6 +36,13 @@ def require_fraction(owner: object, *names: str) -> None:
         value = getattr(owner, name)
         if not isinstance(value, (int, float)) or not 0.0 <= value < 1.0:
             raise ValueError(f"`{name}` must be at least 0 and below 1, but is {value!r}")
+
+
+def require_path(owner: object, *names: str) -> None:
+    """Refuse the named paths of `owner` if they are empty: they would be the working directory."""
+    for name in names:
+        if not getattr(owner, name):
+            raise ValueError(f"`{name}` must be a path, but is {getattr(owner, name)!r}")
 
 
 def require_one_of(owner: object, name: str, choices: tuple) -> None:

@@ -89,7 +89,7 @@ class Roofline:
         product_share: of `product_tflops` that large products reach in a training step; fitted.
         tile_fill: inner elements that a tile of a bf16 product takes to start and to end; fitted.
         memory_share: of `copy_gb_s` that element-wise kernels reach; fitted.
-        launch_us: between two kernels; fitted.
+        launch_us: microseconds between the end of a kernel and the start of the next; fitted.
     """
 
     num_processors: int

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .checks import require_above_zero, require_one_of, require_positive, require_seed
+from .checks import require_above_zero, require_one_of, require_path, require_positive, require_seed
 from .from_dict import build
 
 FORMATS = ("lmscale", "hugging_face")
@@ -42,6 +42,7 @@ class ConvertConfig:
     seed: int = 1234
 
     def __post_init__(self) -> None:
+        require_path(self, "source", "target")
         require_positive(self, "tp_size")
         if self.vocab_multiple is not None:
             require_positive(self, "vocab_multiple")

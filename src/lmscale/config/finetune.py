@@ -9,12 +9,20 @@ from .checks import (
     require_fraction,
     require_not_negative,
     require_one_of,
+    require_path,
     require_positive,
     require_seed,
 )
 from .from_dict import build, to_plain
 from .pretrain import ParallelRequest
-from .training import FORMULAS, OptimizerConfig, PrecisionConfig, ScheduleConfig, require_moments_fit
+from .training import (
+    FORMULAS,
+    OptimizerConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    require_loss_scale_halves,
+    require_moments_fit,
+)
 
 TASKS = ("mnli", "qqp", "squad_v1", "squad_v2", "race")
 TABLE_COLUMNS = ("id", "first", "second", "label")  # of a user's own task
@@ -237,8 +245,10 @@ class FinetuneConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "global_batch_size")
+        require_path(self, "ckpt")
         self.precision.refuse_float8()
         require_moments_fit(self.optimizer.moments, self.precision.dtype)
+        require_loss_scale_halves(self.precision, self.trainer.max_skipped_steps)
         if self.parallel.sequence_parallel:  # batches are as long as their longest input
             raise ValueError("`parallel.sequence_parallel` must be false for a finetuning, but is true")
         for name in ("hidden_dropout", "attention_dropout", "head_dropout"):

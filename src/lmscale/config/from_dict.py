@@ -101,7 +101,8 @@ def _convert(hint: object, value: object, name: str) -> object:
             return _finite(number, name)
     if int in kinds and isinstance(value, float) and value.is_integer():
         return int(value)
-    expected = " or ".join(_IN_WORDS.get(k, str(k)) for k in kinds)
+    words = _IN_WORDS | ({str: "auto"} if {bool, int} & set(kinds) else {})  # the only text in place of these
+    expected = " or ".join(words.get(k, str(k)) for k in kinds)
     raise ValueError(f"`{name}` must be {expected}, but is {value!r}")
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .checks import ACCELERATORS, require_one_of, require_positive, require_seed
+from .checks import ACCELERATORS, require_one_of, require_path, require_positive, require_seed
 from .from_dict import build
 from .training import PrecisionConfig
 
@@ -121,6 +121,7 @@ class GenerateConfig:
     tokenizer: GenerateTokenizer = GenerateTokenizer()
 
     def __post_init__(self) -> None:
+        require_path(self, "ckpt")
         self.precision.refuse_float8()
         given = [name for name in ("prompt", "file") if getattr(self, name) is not None]
         given += ["interactive"] if self.interactive else []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from .checks import require_fraction, require_one_of, require_positive
+from .checks import require_above_zero, require_fraction, require_one_of, require_positive
 from .family import family_of, load
 
 FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
@@ -138,10 +138,7 @@ class TransformerConfig:
         require_fraction(self, "hidden_dropout", "attention_dropout")
         if self.embedding_dropout is not None:
             require_fraction(self, "embedding_dropout")
-        if self.layer_norm_eps is not None and not self.layer_norm_eps > 0:
-            raise ValueError(f"`layer_norm_eps` must be above 0, but is {self.layer_norm_eps!r}")
-        if not self.initializer_std > 0:
-            raise ValueError(f"`initializer_std` must be above 0, but is {self.initializer_std!r}")
+        require_above_zero(self, "initializer_std", *([] if self.layer_norm_eps is None else ["layer_norm_eps"]))
 
     def with_vocab_size(self, vocab_size: int) -> "TransformerConfig":
         """The same model with the tokenizer's number of ids, unless it has a vocabulary of its own."""

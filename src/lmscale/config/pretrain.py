@@ -18,6 +18,7 @@ from .training import (
     ResumeConfig,
     ScheduleConfig,
     TrainerConfig,
+    require_loss_scale_halves,
     require_moments_fit,
 )
 
@@ -70,7 +71,8 @@ class RunConfig:
             run's own keys hold the values.
         deterministic: bitwise equal reruns (torch.use_deterministic_algorithms).
         compile: torch.compile, layer by layer; `auto`: on a GPU, and on a CPU in a run of at least about twenty minutes
-            in fp32 or bf16, see `compiling_pays`.
+            in fp32 or bf16, see `compiling_pays`. The record and the checkpoints have the decision, and a resumed run
+            keeps it.
         cuda_graphs: record the compiled layers and replay them; one GPU, half types.
         kernels: of LayerNorm: `torch`, NVIDIA's `apex`, or `auto`: apex on a GPU if it is installed and nothing is
             compiled.
@@ -119,6 +121,7 @@ class RunConfig:
         require_seed(self)
         self.schedule.check_peak(self.optimizer.lr)
         require_moments_fit(self.optimizer.moments, self.precision.dtype)
+        require_loss_scale_halves(self.precision, self.trainer.max_skipped_steps)
         self._check_sizes()
 
     def _check_sizes(self) -> None:

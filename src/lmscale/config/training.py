@@ -160,7 +160,7 @@ class PrecisionConfig:
             see `parallel/float8.py`.
         initial_loss_scale: first loss scale (section 4.2); used by fp16 only.
         loss_scale_window: steps without overflow after which the loss scale doubles.
-        hysteresis: overflows after which the loss scale halves.
+        hysteresis: overflows after which the loss scale halves; with fp16 at most `trainer.max_skipped_steps` (or 2).
         min_loss_scale: lower bound of the loss scale.
     """
 
@@ -187,6 +187,22 @@ class PrecisionConfig:
         """
         if self.dtype == "fp8":
             raise ValueError(f"`precision` must be one of {', '.join(DTYPES[:-1])} outside pretraining, but is fp8")
+
+
+def require_loss_scale_halves(precision: PrecisionConfig, max_skipped_steps: int) -> None:
+    """Refuse a hysteresis with which fp16's loss scale hardly ever halves, and every step is skipped.
+
+    The limit on skipped steps does not count overflows while the scale can decrease, so it would not end the run.
+
+    Raises:
+        ValueError: more overflows before the scale halves than steps in a row may be skipped.
+    """
+    largest = max(max_skipped_steps, PrecisionConfig.hysteresis)
+    if precision.dtype == "fp16" and precision.hysteresis > largest:
+        raise ValueError(
+            f"`precision.hysteresis` must be at most {largest} with trainer.max_skipped_steps={max_skipped_steps}, "
+            f"but is {precision.hysteresis}"
+        )
 
 
 @dataclass(frozen=True)

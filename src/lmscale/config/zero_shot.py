@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .checks import ACCELERATORS, require_one_of, require_positive
+from .checks import ACCELERATORS, require_one_of, require_path, require_positive
 from .from_dict import build, to_plain
 from .generate import GenerateTokenizer
 from .layout import ParallelConfig
@@ -98,6 +98,8 @@ class ZeroShotConfig:
         require_one_of(self, "accelerator", ACCELERATORS)
         if self.ckpt is None and not self.count_only:
             raise ValueError("`ckpt` must be given, unless count_only=true")
+        if self.ckpt is not None:
+            require_path(self, "ckpt")
 
     @classmethod
     def from_dict(cls, values: dict) -> "ZeroShotConfig":

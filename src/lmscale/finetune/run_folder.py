@@ -8,6 +8,7 @@ from pathlib import Path
 from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished
 from ..parallel import ParallelContext
 from ..results import new_record, write_record
+from ..training.output.diagnosis import count_updates
 from ..training.output.run_folder import describe_channel
 from .features import Features
 from .module import FinetuneModule
@@ -73,6 +74,8 @@ def write_run_record(job: FinetuneJob, module: FinetuneModule, features: Feature
         for name, value in module.metrics.items()
     }
     metrics["steps"] = {"value": module.completed_steps, "unit": "steps"}
+    if module.completed_steps:
+        metrics |= count_updates(module.optimizers().optimizer.counters.read())
     watch = module.stopwatch
     if watch.wall_s:
         metrics["train_time"] = {"value": watch.wall_s, "unit": "s"}

@@ -56,9 +56,9 @@ def micro_batch_collectives(
 
     Forward: 2 all-reduces per layer (g after attention and MLP) and 1 of the embedding. Backward: 2 per layer (f) and 1
     of the output projection. All of b s h e bytes, the last for BERT of m h e, m its scored tokens. Full recomputation
-    repeats the forward's, except that without hidden dropout torch's checkpoint stops once it has what the backward
-    pass needs: in a pre-norm layer that is before the last all-reduce. The loss: 3 of b s (BERT: m) numbers in fp32
-    (maximum, sum, picked logit), never of b s v, for the `rows_at_once` of the device.
+    repeats the forward's, except that in eager layers without hidden dropout torch's checkpoint stops once it has what
+    the backward pass needs: in a pre-norm layer that is before the last all-reduce. The loss: 3 of b s (BERT: m)
+    numbers in fp32 (maximum, sum, picked logit), never of b s v, for the `rows_at_once` of the device.
 
     With sequence parallelism each g is a reduce-scatter and, backward, an all-gather; each f an all-gather and,
     backward, the same all-gather again and a reduce-scatter; and one all-gather follows the last layer.
@@ -67,7 +67,7 @@ def micro_batch_collectives(
         micro_batch_size: sequences b.
         seq_length: tokens s.
         dtype: of the activations: fp64, fp32, bf16, fp16 or fp8, which travels as bf16.
-        on_gpu: the loss has larger pieces there.
+        on_gpu: the loss has larger pieces there, and layers are compiled, so that they are recomputed to their end.
 
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
@@ -83,13 +83,13 @@ def micro_batch_collectives(
     scored = num_scored * config.hidden_size * BYTES[dtype]
     columns = config.padded_vocab_size // layout.tp_size
     return (
-        *(_sequence_collectives if layout.cuts_sequence else _plain_collectives)(config, large),
+        *(_sequence_collectives if layout.cuts_sequence else _plain_collectives)(config, large, on_gpu),
         *_loss_all_reduces(num_scored, rows_at_once(columns, on_gpu), max(FP32_BYTES, BYTES[dtype])),
         Collective("gradient of the output projection", "all_reduce", "tensor", "backward", 1, scored),
     )
 
 
-def _plain_collectives(config: TransformerConfig, num_bytes: int) -> list[Collective]:
+def _plain_collectives(config: TransformerConfig, num_bytes: int, compiled: bool) -> list[Collective]:
     def all_reduces(what: str, phase: str, count: int) -> Collective:
         return Collective(what, "all_reduce", "tensor", phase, count, num_bytes)
 
@@ -99,12 +99,12 @@ def _plain_collectives(config: TransformerConfig, num_bytes: int) -> list[Collec
         all_reduces("gradients of attention and MLP inputs", "backward", 2 * config.num_layers),
     ]
     if config.recompute is Recompute.FULL:
-        repeated = config.num_layers * (2 if recomputes_whole_layer(config) else 1)
+        repeated = config.num_layers * (2 if compiled or recomputes_whole_layer(config) else 1)
         found.append(all_reduces("attention and MLP outputs, recomputed", "backward", repeated))
     return found
 
 
-def _sequence_collectives(config: TransformerConfig, num_bytes: int) -> list[Collective]:
+def _sequence_collectives(config: TransformerConfig, num_bytes: int, compiled: bool) -> list[Collective]:
     def some(what: str, kind: str, phase: str, count: int) -> Collective:
         return Collective(what, kind, "tensor", phase, count, num_bytes)
 
@@ -120,7 +120,7 @@ def _sequence_collectives(config: TransformerConfig, num_bytes: int) -> list[Col
         some("gradient of the embedding", "all_gather", "backward", 1),
     ]
     if config.recompute is Recompute.FULL:
-        outputs = config.num_layers * (2 if recomputes_whole_layer(config) else 1)
+        outputs = config.num_layers * (2 if compiled or recomputes_whole_layer(config) else 1)
         found.append(some("attention and MLP inputs, recomputed", "all_gather", "backward", twice))
         found.append(some("attention and MLP outputs, recomputed", "reduce_scatter", "backward", outputs))
     return found
@@ -151,9 +151,6 @@ def step_collectives(
     """
     once = micro_batch_collectives(config, layout, micro_batch_size, seq_length, dtype, on_gpu)
     found = [dataclasses.replace(c, count=c.count * num_micro_batches) for c in once]
-    if layout.cuts_sequence:
-        num_bytes = partial_parameters(config) * max(FP32_BYTES, BYTES[dtype])
-        found.append(Collective("gradients of sequence shards", "all_reduce", "tensor", "gradients", 1, num_bytes))
     if layout.cuts_optimizer:
         found += _to_owners_and_back(config, layout, dtype)
     elif layout.dp_size > 1:
@@ -162,11 +159,19 @@ def step_collectives(
             "gradients, pieces of DDP" if BYTES[dtype] >= FP32_BYTES else "gradients in fp32, pieces of the optimizer"
         )
         found += [Collective(what, "all_reduce", "data", "gradients", n, size) for size, n in pieces.items()]
-    if layout.tp_size > 1:
-        found.append(Collective("gradient norm", "all_reduce", "tensor", "optimizer", 1, _GRADIENT_NORM_BYTES))
-    if layout.cuts_optimizer:
-        found.append(Collective("gradient norm", "all_reduce", "data", "optimizer", 1, _GRADIENT_NORM_BYTES))
-    return tuple(found)
+    return (*found, *small_collectives(config, layout, dtype))
+
+
+def small_collectives(config: TransformerConfig, layout: ParallelConfig, dtype: str) -> list[Collective]:
+    """Those of a step besides its micro-batches' and the gradients over the data group: partial gradients, norm."""
+    found = []
+    if layout.cuts_sequence:
+        num_bytes = partial_parameters(config) * max(FP32_BYTES, BYTES[dtype])
+        found.append(Collective("gradients of sequence shards", "all_reduce", "tensor", "gradients", 1, num_bytes))
+    for group, cuts in (("tensor", layout.tp_size > 1), ("data", layout.cuts_optimizer)):
+        if cuts:
+            found.append(Collective("gradient norm", "all_reduce", group, "optimizer", 1, _GRADIENT_NORM_BYTES))
+    return found
 
 
 def _to_owners_and_back(config: TransformerConfig, layout: ParallelConfig, dtype: str) -> list[Collective]:

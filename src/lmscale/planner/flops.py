@@ -100,7 +100,7 @@ def scored_tokens(config: TransformerConfig, seq_length: int) -> int:
 
 
 def recomputes_whole_layer(config: TransformerConfig) -> bool:
-    """Whether full recomputation repeats a layer to its end.
+    """Whether full recomputation repeats an eager layer to its end, as it does a compiled one.
 
     torch's checkpoint stops once it has what the backward pass needs. Behind the last linear that is the dropout's
     mask, or the input of a LayerNorm that follows; without either the last product and its all-reduce are not repeated.

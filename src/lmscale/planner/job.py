@@ -27,6 +27,7 @@ class Job:
         dtype: of weights, activations and gradients.
         num_steps: optimizer steps of the run.
         half_moments: AdamW's moments are kept in bf16.
+        compiles: the layers and the optimizer are compiled; where that is not known yet, they are not.
     """
 
     config: TransformerConfig
@@ -36,6 +37,7 @@ class Job:
     dtype: str
     num_steps: int
     half_moments: bool = False
+    compiles: bool = False
 
     def change(self, micro_batch_size: int | None = None, recompute: Recompute | None = None) -> "Job":
         """The same training with another micro-batch or recomputation mode."""
@@ -70,6 +72,7 @@ def rank_memory(job: Job, layout: ParallelConfig, on_gpu: bool) -> MemoryEstimat
         cuts_sequence=layout.cuts_sequence,
         zero1=layout.cuts_optimizer,
         half_moments=job.half_moments,
+        compiles=job.compiles,
     )
 
 

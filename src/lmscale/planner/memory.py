@@ -16,9 +16,9 @@ from .params import count_parameters, parameter_sizes
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: bf16 numbers, rounded within a product
 FP32_BYTES = 4
 HALF_BYTES = 2
-MOMENT_TENSORS_IN_FLIGHT = (
-    6.5  # in fp32: both moments, their random bits and their temporaries; a compiled update has none
-)
+# In fp32: both moments, their random bits and their temporaries. A compiled update is one kernel and has none, one on
+# a CPU has those of a small block.
+MOMENT_TENSORS_IN_FLIGHT = 6.5
 GIB = 2**30
 LOGITS_AT_ONCE = 50 * 2**20  # of a rank on a CPU, see `parallel.linear_cross_entropy`
 LOGITS_AT_ONCE_ON_GPU = 4 * LOGITS_AT_ONCE
@@ -60,7 +60,7 @@ class MemoryEstimate:
         first_layer: activations of one layer, and the mask of the embedding: those left when the backward pass reaches
             the first layer.
         gradient_in_flight: gradients of the widest tensors of a layer.
-        update: with bf16 moments, temporaries of the largest parameter's update.
+        update: with bf16 moments on a GPU that no compiled kernel updates, temporaries of the largest parameter.
     """
 
     weights: int
@@ -106,6 +106,7 @@ def estimate_memory(
     cuts_sequence: bool = False,
     zero1: bool = False,
     half_moments: bool = False,
+    compiles: bool = False,
 ) -> MemoryEstimate:
     """Memory of a rank in one training step, in bytes: within 5 % of the peak of all its tensors.
 
@@ -139,6 +140,7 @@ def estimate_memory(
         zero1: a data rank has the optimizer state of the parameters it owns, and gradients of all types are summed in
             a buffer.
         half_moments: the moments are bf16, converted to fp32 tensor by tensor.
+        compiles: the update of a tensor is one kernel, which converts them without temporaries.
 
     Raises:
         ValueError: `tp_size` does not divide the model.
@@ -166,6 +168,7 @@ def estimate_memory(
     num_owned = max(part_sizes(sizes, dp_size)) if zero1 else num_parameters
     moment = HALF_BYTES if half_moments else max(e, FP32_BYTES)
     has_buffer = is_half or zero1
+    widens_whole = half_moments and on_gpu and not compiles
     return MemoryEstimate(
         weights=num_parameters * e,
         gradients=gradients,
@@ -178,7 +181,7 @@ def estimate_memory(
         early_gradients=gradients if has_buffer or dp_size > 1 or accumulates else 0,
         first_layer=layer + mask,
         gradient_in_flight=_in_flight_bytes(config, tp_size, b, s, own, e, on_gpu),
-        update=int(MOMENT_TENSORS_IN_FLIGHT * max(sizes) * FP32_BYTES) if half_moments else 0,
+        update=int(MOMENT_TENSORS_IN_FLIGHT * max(sizes) * FP32_BYTES) if widens_whole else 0,
     )
 
 

@@ -50,10 +50,10 @@ class Operation:
         phase: `forward`, `recomputation`, `backward`, `gradients` or `optimizer`.
         kind: `product`, `attention`, `elementwise` or `optimizer`.
         count: per step.
-        launches: kernels of one.
-        flops: of matrix products, of one; attention counts as dense and without what its kernel recomputes.
-        read, written: bytes of one; a tensor counts once however often a kernel returns to it.
-        work: what its time depends on besides bytes.
+        launches: kernel launches per operation.
+        flops: of matrix products, per operation; attention counts as dense, without what its kernel recomputes.
+        read, written: bytes per operation; a tensor counts once, however often a kernel reads it.
+        work: the shapes that its time depends on besides bytes.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Operation:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one, read and written."""
+        """Bytes read and written per operation."""
         return self.read + self.written
 
 

@@ -1,4 +1,4 @@
-"""Every operation of one optimizer step of one rank: FLOPs, bytes and launches, counted from the code as it is.
+"""Every operation of one optimizer step of one rank: FLOPs, bytes and launches, counted from this project's code.
 
 Legend: b micro-batch, s sequence, h hidden, f MLP width, v padded vocabulary, L layers, p tensor ranks, N parameters of
 the rank, e bytes of a weight, m scored tokens.
@@ -8,11 +8,12 @@ compares both. Around the layers operations run one by one. Collectives are in `
 """
 
 import dataclasses
+from collections import Counter
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..config.family import family_of
-from ..partition import part_sizes
-from .flops import recomputes_whole_layer, scored_tokens
+from ..partition import assign_owners
+from .flops import scored_tokens
 from .layer_operations import LayerCounts
 from .memory import BYTES, FP32_BYTES, rows_at_once
 from .operation import Operation, elementwise, product, times
@@ -39,8 +40,7 @@ def step_operations(
     """The operations of one rank in one optimizer step on a GPU with compiled layers.
 
     Their FLOPs are those of `hardware_flops_per_step`, over p, and of the family's dense heads, which every rank
-    computes whole, with two differences: selective recomputation leaves a fused attention core alone, and full
-    recomputation stops before the last product of a layer if nothing after it needs its result.
+    computes whole, except that selective recomputation leaves a fused attention core alone.
 
     Args:
         micro_batch_size: sequences b of one forward pass.
@@ -56,8 +56,7 @@ def step_operations(
     layer = LayerCounts.of(config, layout, micro_batch_size, seq_length, dtype)
     in_layers = layer.forward("forward") + layer.backward()
     if config.recompute is Recompute.FULL:
-        again = layer.forward("recomputation")
-        in_layers += again if recomputes_whole_layer(config) else [o for o in again if o.name != "MLP down"]
+        in_layers += layer.forward("recomputation")
     elif config.recompute is Recompute.SELECTIVE:
         in_layers += layer.core_again()
     once = [times(config.num_layers, operation) for operation in in_layers]
@@ -143,9 +142,13 @@ def _update(
         if num_micro_batches > 1:
             added = dataclasses.replace(copied, read=n * (e + wide))
             found.append(times(num_micro_batches - 1, added))
-    owned = max(part_sizes(sizes, layout.dp_size)) if layout.cuts_optimizer else n
+    owners = assign_owners(sizes, layout.dp_size if layout.cuts_optimizer else 1)
+    parts = Counter()
+    for size, owner in zip(sizes, owners, strict=True):
+        parts[owner] += size
+    (busiest, owned), *_ = parts.most_common(1)
     kind = "bf16 moments" if half_moments else "fp32 moments" if e < FP32_BYTES else "without masters"
     read, written = (count * (2 if e > FP32_BYTES else 1) for count in OPTIMIZER_BYTES[kind])
-    launches = len(sizes) + OPTIMIZER_LAUNCHES + -(-owned // ELEMENTS_PER_LAUNCH)
+    launches = owners.count(busiest) + OPTIMIZER_LAUNCHES + -(-owned // ELEMENTS_PER_LAUNCH)
     found.append(Operation("AdamW", "optimizer", "optimizer", 1, launches, 0, owned * read, owned * written))
     return found

@@ -39,8 +39,12 @@ def operation_rows(plan: Plan) -> list[Row]:
         bound = "launches" if gaps > seconds else "products" if o.flops else "bytes"
         totals = (o.count, o.count * o.launches, o.count * o.flops, o.count * o.read, o.count * o.written)
         rows.append(Row(o.name, o.phase, *totals, seconds + gaps, bound))
+    begun = set()
     for c in plan.collectives:
         seconds = collective_s(c, plan.layout, cluster)
+        if c.group == "data":  # one latency for all pieces of a sum, as in `predict_step_time`
+            seconds -= (c.count - (c.what not in begun)) * cluster.latency_us * 1e-6
+            begun.add(c.what)
         rows.append(Row(c.what, c.phase, c.count, c.count, 0, c.total_bytes, c.total_bytes, seconds, "messages"))
     return sorted(_merged(rows), key=lambda row: -row.seconds)
 

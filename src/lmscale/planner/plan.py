@@ -88,7 +88,8 @@ class Plan:
 def make_plan(job: Job, layout: ParallelConfig, cluster: Cluster, techniques: Techniques = AS_TRAINED) -> Plan:
     """Plan `job` in a layout; a rank that does not fit its device is not refused here, see `Plan.missing_bytes`.
 
-    Bytes and FLOPs are of this project's code, whatever software the cluster's step times were measured with.
+    Bytes, FLOPs and messages are of this project's code, whatever software the cluster's step times were measured with:
+    on a cluster without a `roofline` the time counts the loss in a quarter of the rows at once, as it was fitted.
 
     Raises:
         ValueError: more devices than the cluster has; a grid that does not divide the model or the batch; a type that

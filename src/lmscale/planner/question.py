@@ -43,6 +43,7 @@ def make_job(question: PlanConfig) -> tuple[Job, list[str]]:
         dtype,
         question.trainer.max_steps,
         half_moments=question.optimizer.moments == "bf16",
+        compiles=cluster.is_gpu,  # as `compile=auto` decides
     )
     return job, notes
 

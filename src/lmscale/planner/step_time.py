@@ -17,7 +17,7 @@ from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..config.cluster import Calibration, Cluster
 from ..config.family import family_of
 from ..partition import part_sizes
-from .communication import Collective, micro_batch_collectives
+from .communication import Collective, micro_batch_collectives, small_collectives
 from .flops import scored_tokens
 from .memory import BYTES, FP32_BYTES
 from .operation import Operation
@@ -115,7 +115,8 @@ def predict_step_time(
     linear layers are in float8, other products in bf16); bytes of element-wise work times `elementwise_factor` over
     the memory's bandwidth; `layer_overhead_ms` per layer, 3/4 of it without full recomputation; AdamW's bytes, 48 N for
     half types. Collectives: 2 (p - 1) / p of an all-reduce's bytes over the bandwidth, half of that for the others, and
-    a latency each. Nothing overlaps except by `techniques`.
+    a latency each; the pieces of a sum over the data ranks follow each other and have one latency together. Nothing
+    overlaps except by `techniques`. Without a `roofline` the `small_collectives` are left out.
 
     Args:
         micro_batch_size: sequences b of one forward pass.
@@ -151,7 +152,11 @@ def predict_step_time(
         data, weights = _message_s("all_reduce", each_gradient * num_parameters, d, cluster, span), 0.0
     if techniques.hides_gradients:  # only during the last micro-batch: earlier sums are incomplete
         data = max(0.0, data - local.compute / num_micro_batches * BACKWARD_SHARE)
-    return dataclasses.replace(local, tensor=tensor, data=data + weights)
+    data += weights
+    for message in small_collectives(config, layout, dtype) if on_gpu else ():
+        seconds = collective_s(message, layout, cluster)
+        tensor, data = (tensor + seconds, data) if message.group == "tensor" else (tensor, data + seconds)
+    return dataclasses.replace(local, tensor=tensor, data=data)
 
 
 def _roofline_time(operations: Iterable[Operation], cluster: Cluster, dtype: str) -> StepTime:

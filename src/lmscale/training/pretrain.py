@@ -71,7 +71,7 @@ def train(job: PretrainJob, running: Run) -> int:
 
 def train_from(job: PretrainJob, start: Start, running: Run) -> int:
     """Train from `start` with kernels that all ranks have agreed on; returns the exit code."""
-    trainer, folder, strategy = running.trainer, running.folder, running.strategy
+    trainer, folder, strategy, started = running.trainer, running.folder, running.strategy, time.time()
     model = build_model(job, start, running)
     data = job.build_data()
     if start.resumes:
@@ -86,12 +86,12 @@ def train_from(job: PretrainJob, start: Start, running: Run) -> int:
     if start.step == 0:
         trainer.validate(model, data, verbose=False)
         losses_at_start = report.validation
-    started = time.time()
+    training_from = time.time()
     if start.step < last_step:
         trainer.fit(model, data, ckpt_path=start.checkpoint if start.resumes else None)
     else:  # stopped between its last checkpoint and its record
         model.completed_steps = start.step
-    seconds = time.time() - started
+    seconds = time.time() - training_from
 
     exit_code, step = running.ending.exit_code, model.completed_steps
     if exit_code != DONE:
@@ -100,7 +100,8 @@ def train_from(job: PretrainJob, start: Start, running: Run) -> int:
     if report.validated_at != step:
         trainer.validate(model, data, verbose=False)
     if running.is_first:
-        write_run_record(job, (start.step, step), report, folder, losses_at_start, seconds, running.num_threads)
+        times = started, seconds
+        write_run_record(job, (start.step, step), report, folder, losses_at_start, *times, running.num_threads)
     return DONE
 
 

@@ -1,10 +1,12 @@
-"""Which part of the model is not finite: written when a run has diverged."""
+"""What is not finite: which part of the model when a run has diverged, and how many steps were skipped."""
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..step.counters import Counters
 from ..step.module import PretrainModule
 
 
@@ -27,6 +29,20 @@ def parameters_that_are_not_finite(model: nn.Module, gradients: dict[str, Tensor
     weights = [name for name, param in model.named_parameters() if not bool(param.isfinite().all())]
     bad = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
     return {"weights": weights, "gradients": bad}
+
+
+def count_updates(counters: Counters) -> dict[str, dict[str, Any]]:
+    """The record's counts of updates and skipped steps; prints a warning if no step has changed the weights."""
+    if counters.num_skipped and not counters.num_updates:
+        scale = "" if counters.loss_scale == 1 else f"; the loss scale is still {counters.loss_scale:g}"
+        print(
+            f"WARNING: the weights are the initial ones: all {counters.num_skipped} steps were skipped for a gradient "
+            f"that is not finite{scale}",
+            file=sys.stderr,
+            flush=True,
+        )
+    counts = {name: getattr(counters, name) for name in ("num_updates", "num_skipped")}
+    return {name: {"value": count, "unit": "steps"} for name, count in counts.items()}
 
 
 class FirstNonFiniteOutput:

@@ -15,6 +15,7 @@ from ...planner.flops import model_flops_per_step
 from ..runtime.ending import Ending
 from ..runtime.exit_codes import DIVERGED
 from ..runtime.watchdog import Watchdog
+from ..step.counters import Counters
 from .diagnosis import diagnose
 from .layer_gradients import layer_gradient_norms
 from .timing import PhaseTimer, memory_in_use
@@ -34,6 +35,7 @@ class StepReport(L.Callback):
 
     Attributes:
         metrics: the last row.
+        counters: of the optimizer at the last row; None before the first.
         validation: the losses of the last validation, taken after step `validated_at`.
         diagnosis: of this rank, once the run has diverged.
 
@@ -54,6 +56,7 @@ class StepReport(L.Callback):
         self.peak_flops_per_s = peak_flops_per_s
         self.flops_per_step = model_flops_per_step(config, run.data.seq_length, run.global_batch_size)
         self.metrics: dict[str, float] = {}
+        self.counters: Counters | None = None
         self.validation: dict[str, float] = {}
         self.validated_at = -1
         self.diagnosis: dict[str, Any] = {}
@@ -130,7 +133,8 @@ class StepReport(L.Callback):
         return any(step % interval == 0 for interval in intervals)
 
     def _write_row(self, trainer: L.Trainer, pl_module: L.LightningModule, losses: list[float]) -> None:
-        counters, context = pl_module.optimizer.counters.read(), pl_module.parallel
+        self.counters = counters = pl_module.optimizer.counters.read()
+        context = pl_module.parallel
         seconds = {name: total / self._steps_since_row for name, total in self.timer.read().items()}
         self._steps_since_row = 0
         tokens = self.run.global_batch_size * self.run.data.seq_length

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ _LEFT_BY_A_RUN = ("metrics.csv", "record.json")
 # Keys that determine which samples a run sees, and in which order; the corpus is compared by the hash of its tokens.
 _DATA_KEYS = ("seed", "global_batch_size", "data.seq_length", "data.short_seq_probability", "data.mask_probability")
 _DATA_KEYS += ("data.max_ngram",)
+# Keys that determine the initial weights, which only the run's start draws; the record names them for the whole run.
+_INITIAL_KEYS = ("model.initializer", "model.initializer_std", "model.scale_residual_init")
 _COUNTERS = ("num_updates", "num_skipped", "skipped_in_a_row", "loss_scale")
 _STATE = ("data_digest", "corpus_hash")
 
@@ -140,7 +143,7 @@ def check_fit(run: RunConfig, config: TransformerConfig, corpus_hash: str, path:
         corpus_hash: hash of the tokenized training text.
 
     Raises:
-        CheckpointError: the model or the data differ; every difference is listed.
+        CheckpointError: the model, its initial weights or the data differ; every difference is listed.
         ScheduleDiffersError: the schedule differs under `resume.schedule=assert`.
     """
     metadata = read_metadata(path)
@@ -156,9 +159,13 @@ def check_fit(run: RunConfig, config: TransformerConfig, corpus_hash: str, path:
     if lacking:
         raise CheckpointError(f"checkpoint {name} cannot be resumed: its metadata lacks {', '.join(lacking)}")
     now, then = _flat(run.to_dict()), _flat(metadata.run)
-    differences = [
-        f"{key} is {now[key]!r} here and {then.get(key)!r} there" for key in _DATA_KEYS if now[key] != then.get(key)
-    ]
+    then = {"model.initializer": "generator"} | then  # checkpoints from before there was a choice lack the key
+    differences = _differences(_INITIAL_KEYS, now, then)
+    if differences:
+        raise CheckpointError(
+            f"checkpoint {name} is of a run with other initial weights: {'; '.join(differences)} (a new run draws them)"
+        )
+    differences = _differences(_DATA_KEYS, now, then)
     if corpus_hash != metadata.state["corpus_hash"]:
         differences.append("the corpus has other tokens")
     if differences:
@@ -169,14 +176,16 @@ def check_fit(run: RunConfig, config: TransformerConfig, corpus_hash: str, path:
     return _settle_schedule(run, metadata, name)
 
 
+def _differences(keys: Iterable[str], now: dict[str, Any], then: dict[str, Any]) -> list[str]:
+    return [f"{key} is {now[key]!r} here and {then.get(key)!r} there" for key in keys if now[key] != then.get(key)]
+
+
 def _settle_schedule(run: RunConfig, metadata: CheckpointMetadata, name: str) -> RunConfig:
     """The run with the schedule that `resume.schedule` chooses."""
     now = dataclasses.asdict(run.schedule) | {"lr": run.optimizer.lr}
     saved = _flat(metadata.run)
     then = {key: saved.get("optimizer.lr" if key == "lr" else f"schedule.{key}") for key in now}
-    differences = [
-        f"{key} is {now[key]!r} here and {then.get(key)!r} there" for key in now if now[key] != then.get(key)
-    ]
+    differences = _differences(now, now, then)
     if not differences:
         return run
     policy = run.resume.schedule

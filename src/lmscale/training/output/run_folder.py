@@ -17,7 +17,7 @@ from ..job import PretrainJob
 from ..runtime.exit_codes import DIVERGED, INTERRUPTED
 from ..runtime.interruption import Interruption
 from ..strategy import TensorParallelStrategy
-from .diagnosis import first_cause
+from .diagnosis import count_updates, first_cause
 from .metrics_file import MetricsFile
 from .reporting import StepReport
 from .resuming import CHECKPOINTS, Start
@@ -173,10 +173,18 @@ def write_run_record(
     report: StepReport,
     run_dir: Path,
     start: dict[str, float] | None,
+    started: float,
     seconds: float,
     num_threads: int,
 ) -> None:
-    """Write the run's JSON record next to its metrics, and print the last lines on the terminal."""
+    """Write the run's JSON record next to its metrics, and print the last lines on the terminal.
+
+    Args:
+        steps: the first and last of this start.
+        start: losses before the first step; None after a resume.
+        started: when this start began, seconds since the epoch.
+        seconds: of training alone.
+    """
     nats, metrics = "nats/token", {}
     for name, value in report.validation.items():
         metrics[name] = {"value": value, "unit": "perplexity" if name.endswith("perplexity") else nats}
@@ -189,6 +197,7 @@ def write_run_record(
             metrics[name] = {"value": report.metrics[name], "unit": unit}
     metrics["train_time"] = {"value": seconds, "unit": "s"}
     metrics["steps"] = {"value": steps[1], "unit": "steps"}
+    metrics |= {} if report.counters is None else count_updates(report.counters)
     run_record = new_record(
         name=job.run.name,
         kind="run",
@@ -199,6 +208,7 @@ def write_run_record(
         settings=job.settings(),
         layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
         steps=list(steps),
+        started=started,
     )
     write_record(run_record | {"kernels": asdict(job.kernels)}, run_dir / RECORD)
     before = f"{start['val/loss']:.4f} -> " if start else ""

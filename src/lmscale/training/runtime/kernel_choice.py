@@ -48,6 +48,18 @@ def _has_cpp_compiler() -> bool:
     return shutil.which(compiler) is not None and (Path(sysconfig.get_path("include")) / "Python.h").is_file()
 
 
+def kept_compile(run: RunConfig, on_gpu: bool, resume_from: str | None) -> bool | str:
+    """`compile`; where it is `auto`, what the run's checkpoint was trained with, if this machine can compute so.
+
+    A resumed run that decided anew, on another number of cores, would round otherwise.
+    """
+    if run.compile != "auto" or resume_from is None or run.resume.weights_only:
+        return run.compile
+    kept = read_metadata(resume_from).run.get("compile", "auto")
+    possible = run.kernels != "apex" if on_gpu else _has_cpp_compiler()
+    return kept if possible or kept is not True else "auto"
+
+
 def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, resume_from: str | None) -> RunConfig:
     """The run with `model.attention=auto` resolved, except where it has to be measured (`settle_kernels`).
 

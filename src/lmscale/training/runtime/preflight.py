@@ -27,7 +27,7 @@ from ...planner.job import (
 from ...planner.memory import GIB
 from ..output.resuming import find_checkpoint
 from .gpu_settings import set_allocator
-from .kernel_choice import compiling_pays, resolve_attention
+from .kernel_choice import compiling_pays, kept_compile, resolve_attention
 from .launch import World, resolve_accelerator, world_from_outside
 
 WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
@@ -44,8 +44,8 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
     """Check all of a run that needs no corpus: the machine, sizes, memory, paths.
 
     Returns:
-        the run with `model.recompute=auto` resolved, and `model.attention=auto` unless it is measured later, the
-        accelerator, the layout, the kernels, and the checkpoint to resume from.
+        the run with `model.recompute=auto` and `compile=auto` resolved, and `model.attention=auto` unless it is
+        measured later, the accelerator, the layout, the kernels, and the checkpoint to resume from.
 
     Raises:
         ValueError: anything invalid in the configuration, in one line.
@@ -59,18 +59,18 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
     run = resolve_recompute(run, layout, accelerator)
     if run.logger.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
-    on_gpu = accelerator == "gpu"
+    on_gpu, resume_from = accelerator == "gpu", find_checkpoint(run)
     kernels = choose_kernels(
         on_gpu=on_gpu,
         kernels=run.kernels,
-        compiles=run.compile,
+        compiles=kept_compile(run, on_gpu, resume_from),
         pays_on_cpu=compiling_pays(run, 1 if world is None else world.size // world.local_size),
         cuda_graphs=run.cuda_graphs,
         dtype=run.precision.dtype,
         recompute=run.model.recompute.value,
         tp_size=layout.tp_size,
     )
-    resume_from = find_checkpoint(run)
+    run = dataclasses.replace(run, compile=kernels.compiles)
     run = resolve_attention(run, on_gpu, kernels.compiles, resume_from)
     if kernels.float8 and on_gpu:
         check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
@@ -237,7 +237,7 @@ def check_background_saves(run: RunConfig, layout: ParallelConfig, world: World 
 
 
 def job_of(run: RunConfig) -> Job:
-    """The run as the planner sees it; `model.recompute=auto` counts as none until it is resolved."""
+    """The run as the planner sees it; until `model.recompute=auto` and `compile=auto` are resolved, neither is on."""
     return Job(
         run.model.with_vocab_size(STAND_IN_VOCAB_SIZE).with_recompute(Recompute.NONE),
         run.micro_batch_size,
@@ -246,6 +246,7 @@ def job_of(run: RunConfig) -> Job:
         run.precision.dtype,
         run.trainer.max_steps,
         half_moments=run.optimizer.moments == "bf16",
+        compiles=run.compile is True,
     )
 
 
