@@ -10,11 +10,11 @@ from .communicator import Communicator, ProcessGroupCommunicator, SingleRankComm
 from .context import ParallelContext, choose_communicator
 from .cross_entropy import IGNORE_LABEL, vocab_parallel_cross_entropy, vocab_parallel_logits
 from .data_collectives import begin_sum_over_data_ranks, broadcast_from_data_ranks, sum_over_data_ranks
-from .fast_linear import KEEP_OVERLAP
 from .fingerprint import fingerprint, first_difference
 from .grad_norm import GradientNorm, global_gradient_norm, gradient_norms_of_parts, sum_partial_gradients
 from .init import initialize_parameters
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from .overlap import compile_options
 from .replicated_layers import LayerNorm, ReplicatedLinear, embedding_lookup
 from .rng import counter_dropout, counter_keep_mask, sample_dropout_keys, seed_rank_generator, site_keys
 from .sequence_parallel import first_position, gather_sequence, sequence_shard
@@ -23,7 +23,6 @@ from .shared_memory import SharedMemoryChannel, open_channel
 
 __all__ = [
     "IGNORE_LABEL",
-    "KEEP_OVERLAP",
     "ColumnParallelLinear",
     "Communicator",
     "GradientNorm",
@@ -39,6 +38,7 @@ __all__ = [
     "begin_sum_over_data_ranks",
     "broadcast_from_data_ranks",
     "choose_communicator",
+    "compile_options",
     "copy_to_tensor_parallel_region",
     "counter_dropout",
     "counter_keep_mask",
