@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from .operations import step_operations
 from .plan import Plan
 from .roofline import launch_s, operation_s
-from .step_time import collective_s
+from .step_time import exposed_s
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Row:
     Args:
         count, launches: per step.
         flops, read, written: of all of them together.
-        seconds: of all, launches included.
+        seconds: of all, launches included; of messages only what nothing hides.
         bound: what its time is: `products`, `bytes`, `launches` or `messages`.
     """
 
@@ -39,8 +39,8 @@ def operation_rows(plan: Plan) -> list[Row]:
         bound = "launches" if gaps > seconds else "products" if o.flops else "bytes"
         totals = (o.count, o.count * o.launches, o.count * o.flops, o.count * o.read, o.count * o.written)
         rows.append(Row(o.name, o.phase, *totals, seconds + gaps, bound))
-    for c in plan.collectives:
-        seconds = collective_s(c, plan.layout, cluster)
+    run = job.config, plan.layout, job.micro_batch_size, job.seq_length, job.dtype, cluster
+    for c, seconds in zip(plan.collectives, exposed_s(plan.collectives, *run), strict=True):
         rows.append(Row(c.what, c.phase, c.count, c.count, 0, c.total_bytes, c.total_bytes, seconds, "messages"))
     return sorted(_merged(rows), key=lambda row: -row.seconds)
 
