@@ -169,6 +169,7 @@ def trace_step(
             tp_group=mesh.get_group("tensor"),
             dp_group=mesh.get_group("data"),
             sequence_parallel=layout.cuts_sequence,
+            batch_halves=layout.cuts_batch,
         )
         # The counter sees the matrix products of plain attention, not those inside torch's fused kernel for CPUs.
         with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH):

@@ -74,9 +74,11 @@ def local_part(full: Tensor, param: Tensor, context: ParallelContext) -> Tensor:
     return full.narrow(dim, context.tp_rank * param.shape[dim], param.shape[dim])
 
 
-def differences_from_plain(config: TransformerConfig, context: ParallelContext) -> dict[str, float]:
+def differences_from_plain(
+    config: TransformerConfig, context: ParallelContext, batch_size: int = 5
+) -> dict[str, float]:
     """Largest differences from one process on this rank: loss, every gradient, and the relative norm."""
-    batch = random_batch(config)
+    batch = random_batch(config, batch_size)
     plain, sharded = random_model(config, ParallelContext()), random_model(config, context)
     losses = [total_loss(model, batch) for model in (plain, sharded)]
     for loss in losses:

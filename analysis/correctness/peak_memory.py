@@ -14,7 +14,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -57,13 +57,14 @@ class Case:
     tp_size: int = 1
     sequence_parallel: bool = False
     traced: bool = False
+    batch_halves: bool = False
 
     @property
     def predicted(self) -> int:
         """Predicted bytes."""
         config, b = self.config, self.micro_batch_size
         job = Job(config, b, b * self.num_micro_batches, config.max_position_embeddings, self.dtype, 1)
-        layout = ParallelConfig(self.tp_size, 1, self.sequence_parallel)
+        layout = ParallelConfig(self.tp_size, 1, self.sequence_parallel, batch_halves=self.batch_halves)
         return rank_memory(job, layout, on_gpu=self.traced).total
 
 
@@ -236,7 +237,8 @@ def measure_traced(case: Case) -> int:
         patch.object(replicated_layers, "sums_in_half", lambda x: False),
         patch.object(chunked_cross_entropy, "LOGITS_AT_ONCE", chunked_cross_entropy.LOGITS_AT_ONCE_ON_GPU),
     ):
-        return measure(case, contexts[case.sequence_parallel] if case.tp_size > 1 else ParallelContext())
+        context = replace(contexts[case.sequence_parallel], batch_halves=case.batch_halves)
+        return measure(case, context if case.tp_size > 1 else ParallelContext())
 
 
 def _on_a_rank(rank: int, folder: str, names: list[str]) -> None:

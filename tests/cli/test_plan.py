@@ -287,9 +287,34 @@ def test_a_search_keeps_sequence_parallelism() -> None:
     assert "parallel.sequence_parallel=true" in printed(*options, "best=true", "parallel.sequence_parallel=true")
 
 
+def test_a_search_in_halves_leaves_odd_micro_batches_to_one_tensor_rank() -> None:
+    options = ["model=gpt_2.5b", "cluster=h100", "num_devices=2", "global_batch_size=2", "parallel.batch_halves=true"]
+    layouts = [plan["layout"] for plan in planned(*options, "best=true", "top=100")["fitting"]]
+    assert {(layout["tp_size"], layout["micro_batch_size"]) for layout in layouts} == {(1, 1), (2, 2)}
+
+
+def test_halves_send_twice_as_many_messages_of_half_the_size_and_wait_less() -> None:
+    options = ["model=gpt_8.3b", "cluster=h200", "num_devices=8", "parallel.tp_size=8", "micro_batch_size=8"]
+    options += ["global_batch_size=8", "operations=true"]
+    whole, halves = (planned(*options, f"parallel.batch_halves={word}") for word in ("false", "true"))
+    sent = [{c["what"]: (c["count"], c["num_bytes"]) for c in one["collectives"]} for one in (whole, halves)]
+    for what, (count, num_bytes) in sent[0].items():
+        in_layer = "attention and MLP" in what
+        assert sent[1][what] == ((2 * count, num_bytes // 2) if in_layer else (count, num_bytes))
+    assert halves["step_time_s"]["tensor"] < 0.5 * whole["step_time_s"]["tensor"]
+    rows = [{(row["phase"], row["name"]): row for row in one["operations"]} for one in (whole, halves)]
+    product = ("forward", "MLP up")
+    assert (rows[1][product]["count"], rows[1][product]["flops"]) == (144, rows[0][product]["flops"])
+    assert rows[0][product]["count"] == 72
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [
+        (
+            ["parallel.tp_size=4", "parallel.batch_halves=true", "micro_batch_size=1", "cluster=h200"],
+            "`micro_batch_size` must be even with `parallel.batch_halves`, but is 1",
+        ),
         (["cluster.path=conf/cluster/h100.yaml", "cluster.num_devices=4"], "`cluster.path` must be alone"),
         (
             ["parallel.tp_size=4", "parallel.sequence_parallel=true", "data.seq_length=1022", "cluster=h200"],

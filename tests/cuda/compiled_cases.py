@@ -34,6 +34,8 @@ LAYERS_IN_CI = [
         ("tp8", "last", "gpt", "pre", "bf16", "none", 0.1, "exact"),
         ("tp8 sequence", "last", "bert", "post", "fp16", "selective", 0.1, "sdpa"),
         ("tp1", "first", "gpt", "pre", "fp8", "none", 0.0, "sdpa"),
+        ("tp8 halves", "last", "gpt", "pre", "bf16", "none", 0.1, "sdpa"),
+        ("tp2 sequence halves", "last", "bert", "post", "fp16", "selective", 0.1, "sdpa"),
     )
 ]
 MATRIX = pairwise(FACTORS)
@@ -57,6 +59,7 @@ def layer_case(choice: dict[str, Any]) -> dict[str, Any]:
         "tp_size": grid["tp_size"],
         "tp_rank": grid["rank"],
         "sequence_parallel": grid["sequence_parallel"],
+        "batch_halves": grid["batch_halves"],
         "family": choice["family"],
         "dtype": choice["dtype"],
         "float8": choice["dtype"] == "fp8",

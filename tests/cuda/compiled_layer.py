@@ -18,10 +18,10 @@ def compile_layer(case: dict, sources: list[str]) -> dict:
     """Compile forward and backward pass of a layer, and each of its Triton kernels to cubins.
 
     Args:
-        case: what differs from one GPT layer in bf16 on one rank: `tp_size`, `tp_rank`, `sequence_parallel`, `family`
-            (BERT's layer gets an attention mask), `dtype`, `float8`, `model` (other fields of its config), and `fault`
-            (`planted_faults.py`); with `num_layers` a micro-batch of a whole model is compiled; with `cubins`
-            false, kernels are not.
+        case: what differs from one GPT layer in bf16 on one rank: `tp_size`, `tp_rank`, `sequence_parallel`,
+            `batch_halves`, `family` (BERT's layer gets an attention mask), `dtype`, `float8`, `model` (other fields of
+            its config), and `fault` (`planted_faults.py`); with `num_layers` a micro-batch of a whole model is
+            compiled; with `cubins` false, kernels are not.
         sources: collects the generated modules (`capture_generated_code`).
     """
     import torch
@@ -46,7 +46,8 @@ def compile_layer(case: dict, sources: list[str]) -> dict:
     config = TransformerConfig(family, num_layers, HIDDEN, HEADS, 50257, LENGTH, **case.get("model", {}))
     kernels, dtype = Kernels(float8=case.get("float8", False), compiles=True), DTYPES[case.get("dtype", "bf16")]
     faulty, like = planted(case.get("fault")), {"device": "cuda", "dtype": dtype}
-    with grid(tp_size, rank=case.get("tp_rank", 0), sequence_parallel=cut) as context, FakeTensorMode(), faulty:
+    options = {"sequence_parallel": cut, "batch_halves": case.get("batch_halves", False)}
+    with grid(tp_size, rank=case.get("tp_rank", 0), **options) as context, FakeTensorMode(), faulty:
         model = build_model(config, context, seed=None, **like, kernels=kernels)
         if "num_layers" in case:
             run_micro_batch(model)

@@ -13,7 +13,12 @@ from lmscale.parallel import ParallelContext
 
 @contextmanager
 def grid(
-    tp_size: int = 1, dp_size: int = 1, rank: int = 0, sequence_parallel: bool = False, zero1: bool = False
+    tp_size: int = 1,
+    dp_size: int = 1,
+    rank: int = 0,
+    sequence_parallel: bool = False,
+    zero1: bool = False,
+    batch_halves: bool = False,
 ) -> Iterator[ParallelContext]:
     """The `ParallelContext` of a rank of a grid; call it outside FakeTensorMode."""
     dist.init_process_group("fake", rank=rank, world_size=tp_size * dp_size, store=FakeStore())
@@ -28,6 +33,7 @@ def grid(
             dp_group=mesh.get_group("data"),
             sequence_parallel=sequence_parallel,
             zero1=zero1,
+            batch_halves=batch_halves,
         )
     finally:
         dist.destroy_process_group()
@@ -37,15 +43,16 @@ def grid_of(case: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `grid`.
 
     Args:
-        case: `layout` (such as `tp8 sequence`), `data` (`dp2 zero1`) and `rank` (`first`, `middle` or `last`).
+        case: `layout` (such as `tp8 sequence halves`), `data` (`dp2 zero1`) and `rank` (`first`, `middle` or `last`).
     """
-    tp_size, *sequence = case["layout"].removeprefix("tp").split()
+    tp_size, *cuts = case["layout"].removeprefix("tp").split()
     dp_size, *zero1 = case["data"].removeprefix("dp").split()
     world = int(tp_size) * int(dp_size)
     return {
         "tp_size": int(tp_size),
         "dp_size": int(dp_size),
         "rank": {"first": 0, "middle": world // 2, "last": world - 1}[case["rank"]],
-        "sequence_parallel": bool(sequence),
+        "sequence_parallel": "sequence" in cuts,
+        "batch_halves": "halves" in cuts,
         "zero1": bool(zero1),
     }

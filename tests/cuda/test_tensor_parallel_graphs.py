@@ -25,13 +25,34 @@ LAYERS = {
         "sequence_parallel": True,
         "model": {"norm_order": "post", "recompute": "selective"},
     },
+    "gpt, 3 of 8, halves": {"tp_size": 8, "tp_rank": 3, "batch_halves": True},
+    "gpt, 3 of 8, sequence, halves": {"tp_size": 8, "tp_rank": 3, "sequence_parallel": True, "batch_halves": True},
+    "bert, post, 3 of 8, halves": {
+        "family": "bert",
+        "tp_size": 8,
+        "tp_rank": 3,
+        "batch_halves": True,
+        "model": {"norm_order": "post"},
+    },
 }
+# How many messages of a layer travel beside a product, and how many there are: forward, backward.
+HIDDEN = {
+    "gpt, first of 2": ((0, 2), (2, 2)),
+    "gpt, last of 2, sequence": ((0, 4), (4, 6)),
+    "gpt, 3 of 8, halves": ((3, 4), (4, 4)),
+    "gpt, 3 of 8, sequence, halves": ((4, 8), (11, 12)),
+    "bert, post, 3 of 8, halves": ((3, 4), (4, 4)),
+}
+
+
+def is_halved(case: dict) -> bool:
+    return case.get("batch_halves", False)
 
 
 def planned(case: dict) -> dict[str, Counter]:
     """The collectives of one layer by direction, as the planner counts them."""
     config = TransformerConfig(case.get("family", "gpt"), 1, 512, 8, 50257, 256, **case.get("model", {}))
-    layout = ParallelConfig(case["tp_size"], sequence_parallel=case.get("sequence_parallel", False))
+    layout = ParallelConfig(case["tp_size"], 1, case.get("sequence_parallel", False), False, is_halved(case))
     found = {"forward": Counter(), "backward": Counter()}
     for sent in micro_batch_collectives(config, layout, 2, 256, "bf16"):
         if "attention and MLP" in sent.what:
@@ -54,7 +75,13 @@ def test_a_layer_is_one_graph_per_direction_with_the_planned_collectives(layers,
     assert counts == planned(LAYERS[name])
     # Behind the gradient's sum over the ranks stands the product that gives the weight's gradient.
     reductions = [products for kind, products in backward if kind in ("all_reduce", "reduce_scatter_tensor")]
-    assert len(reductions) == 2 and min(reductions) >= 1, backward
+    assert len(reductions) == (4 if is_halved(LAYERS[name]) else 2) and min(reductions) >= 1, backward
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_messages_travel_beside_products(layers, name: str) -> None:
+    found = [(sum(products > 0 for _, products in sent), len(sent)) for sent in layers[name]["collectives"]]
+    assert found == list(HIDDEN[name])
 
 
 def test_the_sum_of_an_input_gradient_needs_no_copy(layers) -> None:

@@ -62,7 +62,9 @@ def products_behind_collectives(source: str) -> list[tuple[str, int]]:
     begun: dict[str, tuple[int, int]] = {}  # place in `found` and number of products so far, by the result's name
     num_products, found = 0, []
     for line in body.splitlines():
-        if match := re.search(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+)\.default\((\w+)", line):
+        if match := re.search(
+            r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+)\.default\((?:reinterpret_tensor\()?(\w+)", line
+        ):
             result, kind, argument = match.groups()
             if kind == "wait_tensor":
                 place, before = begun.pop(argument)

@@ -3,6 +3,7 @@
 Every test compares the full sequence of collectives, so any extra, larger or different collective fails.
 """
 
+import dataclasses
 import itertools
 import math
 
@@ -40,14 +41,16 @@ def make_config(case: tuple) -> TransformerConfig:
     )
 
 
-def _record_step(config: TransformerConfig, context: ParallelContext, precision: str) -> dict[str, list]:
+def _record_step(
+    config: TransformerConfig, context: ParallelContext, precision: str, batch_size: int = 5
+) -> dict[str, list]:
     """(kind, group, shape) of each collective of one optimizer step with one micro-batch, by phase."""
     dtype = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     model = random_model(config, context).to(dtype)
     precision_config = PrecisionConfig(dtype=precision)
     optimizer = MixedPrecisionAdamW(model.named_parameters(), OptimizerConfig(lr=1e-3), precision_config, context)
     with CollectiveRecorder(context) as recorder:
-        loss = total_loss(model, random_batch(config))
+        loss = total_loss(model, random_batch(config, batch_size))
         recorder.phase = "backward"
         loss.backward()
         recorder.phase = "optimizer"
@@ -125,6 +128,19 @@ def _record_half(rank: int) -> dict[str, list]:
 def test_half_precision_adds_no_collectives() -> None:
     phases = run_ranks(_record_half, 2)[0]
     assert {name: len(sent) for name, sent in phases.items()} == {"forward": 8, "backward": 5, "optimizer": 1}
+
+
+def _record_halves(rank: int) -> list[dict[str, list]]:
+    context = dataclasses.replace(make_context(tp_size=2), batch_halves=True)
+    return [_record_step(small_config("gpt"), context, "fp64", batch_size) for batch_size in (4, 5)]
+
+
+def test_in_halves_a_layer_has_twice_the_collectives_of_half_the_size_and_an_odd_batch_stays_whole() -> None:
+    even, odd = run_ranks(_record_halves, 2)[0]
+    loss = [(4 * 13,)] * 3
+    assert even["forward"] == all_reduces((4, 13, 24), *[(2, 13, 24)] * (4 * 2), *loss)
+    assert even["backward"] == all_reduces((4 * 13, 24), *[(2, 13, 24)] * (4 * 2))
+    assert odd["backward"] == all_reduces((5 * 13, 24), *[HIDDEN] * (2 * 2))
 
 
 def test_one_process_communicates_nothing() -> None:

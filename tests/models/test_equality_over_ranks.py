@@ -30,25 +30,39 @@ CONFIGS = [
 ]
 
 
-def _replicated_gradients(config: TransformerConfig, context: ParallelContext) -> dict[str, torch.Tensor]:
+def _replicated_gradients(
+    config: TransformerConfig, context: ParallelContext, batch_size: int
+) -> dict[str, torch.Tensor]:
     model = random_model(config, context).float()  # fp32 rounding makes a difference visible sooner
-    total_loss(model, random_batch(config)).backward()
+    total_loss(model, random_batch(config, batch_size)).backward()
     sum_partial_gradients(model.parameters(), context)
     return {name: p.grad for name, p in model.named_parameters() if p.shard.replicated}
 
 
-def _run_all(rank: int, tp_size: int, sequence_parallel: bool) -> tuple[list, list]:
-    context = dataclasses.replace(make_context(tp_size), sequence_parallel=sequence_parallel)
-    differences = [differences_from_plain(config, context) for config in CONFIGS]
+def _run_all(rank: int, tp_size: int, sequence_parallel: bool, batch_halves: bool) -> tuple[list, list]:
+    context = make_context(tp_size)
+    context = dataclasses.replace(context, sequence_parallel=sequence_parallel, batch_halves=batch_halves)
+    batch_size = 4 if batch_halves else 5
+    differences = [differences_from_plain(config, context, batch_size) for config in CONFIGS]
     dropping = [config for config in CONFIGS if config.attention_dropout > 0]
-    return differences, [_replicated_gradients(config, context) for config in dropping]
+    return differences, [_replicated_gradients(config, context, batch_size) for config in dropping]
 
 
-LAYOUTS = {"tp2": (2, False), "tp4": (4, False), "tp2 sequence": (2, True), "tp4 sequence": (4, True)}
+LAYOUTS = {  # tp_size, sequence_parallel, batch_halves
+    "tp2": (2, False, False),
+    "tp4": (4, False, False),
+    "tp2 sequence": (2, True, False),
+    "tp4 sequence": (4, True, False),
+    "tp2 halves": (2, False, True),
+    "tp4 halves": (4, False, True),
+    "tp2 sequence halves": (2, True, True),
+    "tp4 sequence halves": (4, True, True),
+}
+SLOW = ("tp4 sequence", "tp4 halves", "tp4 sequence halves")
 
 
 @pytest.fixture(
-    scope="module", params=["tp2", "tp4", "tp2 sequence", pytest.param("tp4 sequence", marks=pytest.mark.slow)]
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS]
 )
 def results_by_rank(request) -> list[tuple[list, list]]:
     """All models in one start of the processes, which takes longer than the models."""

@@ -76,9 +76,9 @@ def test_a_wait_blocks_no_other_thread_and_nothing_is_held_after_it() -> None:
     assert (held, held_by_other) == (0, 0)
 
 
-def _compiled_against_eager(rank: int, sequence_parallel: bool) -> tuple[float, int]:
+def _compiled_against_eager(rank: int, sequence_parallel: bool, batch_halves: bool) -> tuple[float, int]:
     """Largest difference of output and gradients, and the number of graph breaks; in fp64, over gloo."""
-    changes = {"sequence_parallel": sequence_parallel, "tp_communicator": None}
+    changes = {"sequence_parallel": sequence_parallel, "batch_halves": batch_halves, "tp_communicator": None}
     context = dataclasses.replace(make_context(tp_size=2), **changes)
     config = small_config("gpt", num_layers=1, hidden_dropout=0.1)
     results = []
@@ -97,6 +97,7 @@ def _compiled_against_eager(rank: int, sequence_parallel: bool) -> tuple[float, 
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_compiled_layer_over_gloo_equals_the_eager_one(sequence_parallel: bool) -> None:
-    for difference, breaks in run_ranks(_compiled_against_eager, 2, sequence_parallel):
+@pytest.mark.parametrize("batch_halves", [False, True])
+def test_a_compiled_layer_over_gloo_equals_the_eager_one(sequence_parallel: bool, batch_halves: bool) -> None:
+    for difference, breaks in run_ranks(_compiled_against_eager, 2, sequence_parallel, batch_halves):
         assert difference < 1e-12 and breaks == 0

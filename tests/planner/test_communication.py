@@ -86,6 +86,8 @@ def test_every_switch_of_the_model_changes_formulas_and_trace_alike(
     for tp_size in (1, 2):
         assert_equal_to_trace(config, ParallelConfig(tp_size, 3), 5, 13, "fp64")
     assert_equal_to_trace(config, ParallelConfig(2, 3, sequence_parallel=True), 5, 12, "fp64")
+    assert_equal_to_trace(config, ParallelConfig(2, 3, batch_halves=True), 4, 13, "fp64")
+    assert_equal_to_trace(config, ParallelConfig(2, 3, sequence_parallel=True, batch_halves=True), 4, 12, "fp64")
 
 
 def test_a_gpt_rank_has_its_share_of_the_flops_of_the_paper() -> None:

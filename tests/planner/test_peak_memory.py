@@ -1,5 +1,6 @@
 """The predicted memory of a rank against the peak bytes of all live tensors in a real step."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -44,6 +45,13 @@ def test_the_predicted_peak_of_each_of_two_tensor_ranks_is_within_5_percent(name
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in TRACED])
 def test_the_predicted_peak_with_the_kernels_of_a_gpu_is_within_5_percent(name: str) -> None:
     assert_within_5_percent(name, peak_memory.measure_traced(CASES[name]))
+
+
+def test_halves_of_a_micro_batch_need_the_memory_of_the_whole() -> None:
+    case = dataclasses.replace(CASES["355M, bf16"], tp_size=2)
+    whole, halves = (peak_memory.measure_traced(dataclasses.replace(case, batch_halves=h)) for h in (False, True))
+    assert halves == pytest.approx(whole, rel=0.005)
+    assert halves == pytest.approx(case.predicted, rel=0.05)
 
 
 def test_the_committed_record_has_the_current_prediction_of_every_case() -> None:

@@ -29,6 +29,20 @@ def test_the_first_lines_name_each_option_and_whether_it_is_active(sizes: tuple[
     assert describe_options(plain, plain.model.with_vocab_size(100), ParallelConfig(*sizes)) == ""
 
 
+@pytest.mark.parametrize(
+    "tp_size, compiles, line",
+    [
+        (2, True, "options: batch halves\n"),
+        (2, False, "options: batch halves (hides nothing: layers are not compiled)\n"),
+        (1, True, "options: batch halves (hides nothing: tp_size is 1)\n"),
+    ],
+)
+def test_the_first_lines_say_whether_halves_hide_anything(tp_size: int, compiles: bool, line: str, tmp_path) -> None:
+    run = tiny_run("gpt", tmp_path)
+    layout = ParallelConfig(tp_size, batch_halves=True)
+    assert describe_options(run, run.model.with_vocab_size(100), layout, compiles) == line
+
+
 def test_a_run_of_one_process_opens_no_port(tmp_path, monkeypatch) -> None:
     """Another process could take a port between its choice and its use."""
 

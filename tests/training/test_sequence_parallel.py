@@ -1,7 +1,10 @@
-"""Runs with sequence parallelism equal those of one process (fp64, 1e-12)."""
+"""Runs with sequence parallelism, also with micro-batches in halves, equal those of one process (fp64, 1e-12)."""
 
 import pytest
 from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
+
+from lmscale.config import ParallelConfig
+from lmscale.config.zero_shot import LambadaConfig, ZeroShotConfig
 
 LAYOUTS = ((1, 1), (2, 2))  # (tp_size, dp_size)
 BOUND = 1e-12
@@ -10,6 +13,7 @@ CASES = {
     "gpt-pre": ("gpt", {"micro_batch_size": 2, **DROPPING}),
     "gpt-post-full": ("gpt", {"model__norm_order": "post", "model__recompute": "full"}),
     "bert-pre-selective": ("bert", {"model__recompute": "selective"}),
+    "gpt-pre-halves": ("gpt", {"micro_batch_size": 2, "parallel__batch_halves": True, **DROPPING}),
     "bert-post": ("bert", {"model__norm_order": "post", "micro_batch_size": 2, **DROPPING}),
 }
 
@@ -63,3 +67,15 @@ def test_half_types_sum_the_gradients_of_all_positions(tmp_path) -> None:
 def test_a_sequence_length_not_divisible_by_tp_size_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="`data.seq_length` must be a multiple of `parallel.tp_size` .2. with"):
         tiny_run("gpt", tmp_path, parallel__tp_size=2, parallel__sequence_parallel=True)
+
+
+def test_a_micro_batch_without_equal_halves_is_refused(tmp_path) -> None:
+    halves = {"micro_batch_size": 3, "global_batch_size": 6, "parallel__batch_halves": True}
+    with pytest.raises(ValueError, match="`micro_batch_size` must be even with `parallel.batch_halves`, but is 3"):
+        tiny_run("gpt", tmp_path, parallel__tp_size=2, **halves)
+    tiny_run("gpt", tmp_path, parallel__tp_size=1, **halves)  # without effect
+
+
+def test_halves_are_refused_for_an_evaluation(tmp_path) -> None:
+    with pytest.raises(ValueError, match="`parallel.batch_halves` must be false for an evaluation, but is true"):
+        ZeroShotConfig(str(tmp_path), LambadaConfig("lambada", "x"), "y", parallel=ParallelConfig(2, batch_halves=True))

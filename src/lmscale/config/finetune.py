@@ -251,6 +251,8 @@ class FinetuneConfig:
         require_loss_scale_halves(self.precision, self.trainer.max_skipped_steps)
         if self.parallel.sequence_parallel:  # batches are as long as their longest input
             raise ValueError("`parallel.sequence_parallel` must be false for a finetuning, but is true")
+        if self.parallel.batch_halves:  # layers are not compiled
+            raise ValueError("`parallel.batch_halves` must be false for a finetuning, but is true")
         for name in ("hidden_dropout", "attention_dropout", "head_dropout"):
             if getattr(self, name) is not None:
                 require_fraction(self, name)

@@ -18,6 +18,8 @@ class ParallelConfig:
             (Korthikanti et al. 2022); no effect with one tensor rank.
         zero1: each data rank keeps the optimizer state of only the parameters it owns (ZeRO stage 1, Rajbhandari et
             al. 2020); no effect with one data rank.
+        batch_halves: compiled layers compute one half of a micro-batch while the other half's messages travel (Wang et
+            al. 2024); no effect with one tensor rank.
 
     Raises:
         ValueError: a size below 1.
@@ -27,6 +29,7 @@ class ParallelConfig:
     dp_size: int = 1
     sequence_parallel: bool = False
     zero1: bool = False
+    batch_halves: bool = False
 
     def __post_init__(self) -> None:
         require_positive(self, "tp_size", "dp_size")
@@ -40,6 +43,25 @@ class ParallelConfig:
     def cuts_optimizer(self) -> bool:
         """Whether the optimizer's state is cut over the data ranks."""
         return self.zero1 and self.dp_size > 1
+
+    @property
+    def cuts_batch(self) -> bool:
+        """Whether layers compute a micro-batch in two halves."""
+        return self.batch_halves and self.tp_size > 1
+
+    @property
+    def batch_parts(self) -> int:
+        """Parts in which layers compute a micro-batch, 1 or 2."""
+        return 2 if self.cuts_batch else 1
+
+    def check_micro_batch(self, micro_batch_size: int) -> None:
+        """Check that a micro-batch has two equal halves, if layers compute it in halves.
+
+        Raises:
+            ValueError: it has not.
+        """
+        if self.cuts_batch and micro_batch_size % 2:
+            raise ValueError(f"`micro_batch_size` must be even with `batch_halves`, but is {micro_batch_size}")
 
     @property
     def world_size(self) -> int:
@@ -59,6 +81,7 @@ class ParallelRequest:
             second to one week.
         sequence_parallel: see `ParallelConfig`.
         zero1: see `ParallelConfig`.
+        batch_halves: see `ParallelConfig`; needs an even `micro_batch_size`.
         shared_memory: tensor ranks on one host without a GPU reduce through shared memory instead of gloo's TCP.
     """
 
@@ -67,6 +90,7 @@ class ParallelRequest:
     timeout_minutes: float = 30.0
     sequence_parallel: bool = False
     zero1: bool = False
+    batch_halves: bool = False
     shared_memory: bool = True
 
     def __post_init__(self) -> None:
@@ -81,8 +105,8 @@ class ParallelRequest:
             )
 
     def resolve(self, tp_size: int, dp_size: int) -> ParallelConfig:
-        """The grid of these sizes, with the requested `sequence_parallel` and `zero1`."""
-        return ParallelConfig(tp_size, dp_size, self.sequence_parallel, self.zero1)
+        """The grid of these sizes, with the requested `sequence_parallel`, `zero1` and `batch_halves`."""
+        return ParallelConfig(tp_size, dp_size, self.sequence_parallel, self.zero1, self.batch_halves)
 
 
 @dataclass(frozen=True)

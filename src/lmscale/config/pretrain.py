@@ -146,12 +146,16 @@ class RunConfig:
         config = self.model if tokenizer_vocab_size is None else self.model.with_vocab_size(tokenizer_vocab_size)
         with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
             config.check_tensor_parallel(tp_size)
+            layout = self.parallel.resolve(tp_size, dp_size)
+            layout.check_micro_batch(self.micro_batch_size)
             if self.precision.dtype == "fp8":
                 config.check_float8(tp_size)
-                if self.micro_batch_size * self.data.seq_length % FLOAT8_MULTIPLE:
+                multiple = FLOAT8_MULTIPLE * layout.batch_parts
+                if self.micro_batch_size * self.data.seq_length % multiple:
                     raise ValueError(
-                        f"`micro_batch_size` x `data.seq_length` must be a multiple of {FLOAT8_MULTIPLE} with "
-                        f"precision=fp8, but is {self.micro_batch_size} x {self.data.seq_length}"
+                        f"`micro_batch_size` x `data.seq_length` must be a multiple of {multiple} with "
+                        f"precision=fp8{' and `batch_halves`' if layout.cuts_batch else ''}, "
+                        f"but is {self.micro_batch_size} x {self.data.seq_length}"
                     )
             if self.parallel.sequence_parallel and self.data.seq_length % tp_size:
                 raise ValueError(

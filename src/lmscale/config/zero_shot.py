@@ -93,6 +93,8 @@ class ZeroShotConfig:
         self.precision.refuse_float8()
         if self.parallel.sequence_parallel:  # windows and passages are of any length
             raise ValueError("`parallel.sequence_parallel` must be false for an evaluation, but is true")
+        if self.parallel.batch_halves:  # layers are not compiled
+            raise ValueError("`parallel.batch_halves` must be false for an evaluation, but is true")
         if self.parallel.zero1:
             raise ValueError("`parallel.zero1` must be false for an evaluation, which has no optimizer, but is true")
         require_one_of(self, "accelerator", ACCELERATORS)

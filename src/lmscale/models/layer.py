@@ -1,5 +1,6 @@
 """One transformer layer: attention and MLP, each with the LayerNorms and the residual connection of its placement."""
 
+import torch
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
@@ -17,7 +18,8 @@ class TransformerLayer(nn.Module):
     pre (Figure 7 b):   x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))
     post (Figure 7 a):  x = norm(x + dropout(attention(x)));  x = norm(x + dropout(mlp(x)))
 
-    Both have the same parameters.
+    Both have the same parameters. With `context.batch_halves` the two halves of the batch are computed one by one; an
+    odd batch, which only a validation can have, and a generation are computed whole.
 
     Shapes:
         x [b, s, h], with sequence parallelism [b, s/p, h]; attention_mask bool [b, 1, 1 or s, s] or None; dropout_keys
@@ -26,7 +28,8 @@ class TransformerLayer(nn.Module):
 
     Communicates:
         over the tensor group, all-reduces of [b, s, h]: two forward (g), two backward (f); with sequence parallelism
-        all-gathers and reduce-scatters in their place, see `sequence_parallel_column_linear`.
+        all-gathers and reduce-scatters in their place, see `sequence_parallel_column_linear`. In halves twice as
+        many of half the size; in compiled code most of them while the other half is computed (`WaitLast`).
 
     Source: sections 3 and 5.3, Figure 7.
     """
@@ -47,10 +50,17 @@ class TransformerLayer(nn.Module):
         dropout_keys: Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        core_key, attention_key, mlp_key = (None,) * DROPOUTS_OF_A_LAYER if dropout_keys is None else dropout_keys
+        if not self.context.batch_halves or cache is not None or len(x) % 2:
+            return self._compute(x, attention_mask, dropout_keys, cache)
+        masks = (None, None) if attention_mask is None else attention_mask.chunk(2)
+        keys = (None, None) if dropout_keys is None else dropout_keys.chunk(2, dim=1)
+        return torch.cat([self._compute(*half, None) for half in zip(x.chunk(2), masks, keys, strict=True)])
+
+    def _compute(self, x: Tensor, mask: Tensor | None, keys: Tensor | None, cache: KeyValueCache | None) -> Tensor:
+        core_key, attention_key, mlp_key = (None,) * DROPOUTS_OF_A_LAYER if keys is None else keys
 
         def attend(x: Tensor) -> Tensor:
-            return self._drop(self.attention(x, attention_mask, core_key, cache), attention_key)
+            return self._drop(self.attention(x, mask, core_key, cache), attention_key)
 
         def transform(x: Tensor) -> Tensor:
             return self._drop(self.mlp(x), mlp_key)

@@ -10,7 +10,6 @@ from .communicator import Communicator, ProcessGroupCommunicator, SingleRankComm
 from .context import ParallelContext, choose_communicator
 from .cross_entropy import IGNORE_LABEL, vocab_parallel_cross_entropy, vocab_parallel_logits
 from .data_collectives import begin_sum_over_data_ranks, broadcast_from_data_ranks, sum_over_data_ranks
-from .fast_linear import KEEP_OVERLAP
 from .fingerprint import fingerprint, first_difference
 from .grad_norm import GradientNorm, global_gradient_norm, gradient_norms_of_parts, sum_partial_gradients
 from .init import initialize_parameters
@@ -23,7 +22,6 @@ from .shared_memory import SharedMemoryChannel, open_channel
 
 __all__ = [
     "IGNORE_LABEL",
-    "KEEP_OVERLAP",
     "ColumnParallelLinear",
     "Communicator",
     "GradientNorm",

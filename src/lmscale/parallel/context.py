@@ -25,6 +25,7 @@ class ParallelContext:
             `tp_group`, or nothing for one rank.
         sequence_parallel: outside the parallel region the tensors are cut over the sequence; needs tp_size > 1.
         zero1: each data rank holds the optimizer state of only the parameters it owns; needs dp_size > 1.
+        batch_halves: layers compute attention and MLP on one half of the samples after the other; needs tp_size > 1.
 
     Source: section 3 and appendix B.1.
     """
@@ -38,6 +39,7 @@ class ParallelContext:
     tp_communicator: Communicator = field(default=None, compare=False)  # never None after `__post_init__`
     sequence_parallel: bool = False
     zero1: bool = False
+    batch_halves: bool = False
 
     def __post_init__(self) -> None:
         if self.tp_communicator is None:

@@ -22,15 +22,6 @@ from .sequence_parallel import reduce_scatter_to_sequence_shard
 
 Linear = Callable[[Tensor, Tensor, Tensor, ParallelContext], Tensor]  # x, weight, bias, context
 
-# Options of torch.compile for layers of several tensor ranks. Inductor reorders a graph to save memory, and fusion can
-# pull the wait for a collective before the product that should hide it. "sink_waits" moves each wait to where its
-# result is first used.
-KEEP_OVERLAP = {
-    "reorder_for_peak_memory": False,
-    "reorder_for_compute_comm_overlap": True,
-    "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
-}
-
 
 def choose_column_linear(context: ParallelContext, float8: bool = False) -> Linear | None:
     """The faster form of a column-parallel linear layer; None if the plain one is as fast."""

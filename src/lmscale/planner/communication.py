@@ -61,7 +61,8 @@ def micro_batch_collectives(
     numbers in fp32 (maximum, sum, picked logit), never of b s v, for the `rows_at_once` of the device.
 
     With sequence parallelism each g is a reduce-scatter and, backward, an all-gather; each f an all-gather and,
-    backward, the same all-gather again and a reduce-scatter; and one all-gather follows the last layer.
+    backward, the same all-gather again and a reduce-scatter; and one all-gather follows the last layer. With
+    `batch_halves` those of the layers are twice as many and half as large.
 
     Args:
         micro_batch_size: sequences b.
@@ -83,46 +84,56 @@ def micro_batch_collectives(
     scored = num_scored * config.hidden_size * BYTES[dtype]
     columns = config.padded_vocab_size // layout.tp_size
     return (
-        *(_sequence_collectives if layout.cuts_sequence else _plain_collectives)(config, large, on_gpu),
+        *(_sequence_collectives if layout.cuts_sequence else _plain_collectives)(
+            config, large, layout.batch_parts, on_gpu
+        ),
         *_loss_all_reduces(num_scored, rows_at_once(columns, on_gpu), max(FP32_BYTES, BYTES[dtype])),
         Collective("gradient of the output projection", "all_reduce", "tensor", "backward", 1, scored),
     )
 
 
-def _plain_collectives(config: TransformerConfig, num_bytes: int, compiled: bool) -> list[Collective]:
-    def all_reduces(what: str, phase: str, count: int) -> Collective:
-        return Collective(what, "all_reduce", "tensor", phase, count, num_bytes)
+def _plain_collectives(config: TransformerConfig, num_bytes: int, parts: int, compiled: bool) -> list[Collective]:
+    def of_layers(what: str, phase: str, per_layer: int) -> Collective:
+        return Collective(what, "all_reduce", "tensor", phase, per_layer * config.num_layers, num_bytes // parts)
 
     found = [
-        all_reduces("embedding", "forward", 1),
-        all_reduces("attention and MLP outputs", "forward", 2 * config.num_layers),
-        all_reduces("gradients of attention and MLP inputs", "backward", 2 * config.num_layers),
+        Collective("embedding", "all_reduce", "tensor", "forward", 1, num_bytes),
+        of_layers("attention and MLP outputs", "forward", 2 * parts),
+        of_layers("gradients of attention and MLP inputs", "backward", 2 * parts),
     ]
     if config.recompute is Recompute.FULL:
-        repeated = config.num_layers * (2 if compiled or recomputes_whole_layer(config) else 1)
-        found.append(all_reduces("attention and MLP outputs, recomputed", "backward", repeated))
+        found.append(
+            of_layers("attention and MLP outputs, recomputed", "backward", _recomputed_outputs(config, parts, compiled))
+        )
     return found
 
 
-def _sequence_collectives(config: TransformerConfig, num_bytes: int, compiled: bool) -> list[Collective]:
-    def some(what: str, kind: str, phase: str, count: int) -> Collective:
-        return Collective(what, kind, "tensor", phase, count, num_bytes)
+def _recomputed_outputs(config: TransformerConfig, parts: int, compiled: bool) -> int:
+    """Per layer; the last one, of the second half if there are two, may not be needed."""
+    return 2 * parts - (not (compiled or recomputes_whole_layer(config)))
 
-    twice = 2 * config.num_layers
+
+def _sequence_collectives(config: TransformerConfig, num_bytes: int, parts: int, compiled: bool) -> list[Collective]:
+    def one(what: str, kind: str, phase: str) -> Collective:
+        return Collective(what, kind, "tensor", phase, 1, num_bytes)
+
+    def of_layers(what: str, kind: str, phase: str, per_layer: int = 2 * parts) -> Collective:
+        return Collective(what, kind, "tensor", phase, per_layer * config.num_layers, num_bytes // parts)
+
     found = [
-        some("embedding", "reduce_scatter", "forward", 1),
-        some("attention and MLP inputs", "all_gather", "forward", twice),
-        some("attention and MLP outputs", "reduce_scatter", "forward", twice),
-        some("output of the last layer", "all_gather", "forward", 1),
-        some("gradients of attention and MLP outputs", "all_gather", "backward", twice),
-        some("attention and MLP inputs, again", "all_gather", "backward", twice),
-        some("gradients of attention and MLP inputs", "reduce_scatter", "backward", twice),
-        some("gradient of the embedding", "all_gather", "backward", 1),
+        one("embedding", "reduce_scatter", "forward"),
+        of_layers("attention and MLP inputs", "all_gather", "forward"),
+        of_layers("attention and MLP outputs", "reduce_scatter", "forward"),
+        one("output of the last layer", "all_gather", "forward"),
+        of_layers("gradients of attention and MLP outputs", "all_gather", "backward"),
+        of_layers("attention and MLP inputs, again", "all_gather", "backward"),
+        of_layers("gradients of attention and MLP inputs", "reduce_scatter", "backward"),
+        one("gradient of the embedding", "all_gather", "backward"),
     ]
     if config.recompute is Recompute.FULL:
-        outputs = config.num_layers * (2 if compiled or recomputes_whole_layer(config) else 1)
-        found.append(some("attention and MLP inputs, recomputed", "all_gather", "backward", twice))
-        found.append(some("attention and MLP outputs, recomputed", "reduce_scatter", "backward", outputs))
+        outputs = _recomputed_outputs(config, parts, compiled)
+        found.append(of_layers("attention and MLP inputs, recomputed", "all_gather", "backward"))
+        found.append(of_layers("attention and MLP outputs, recomputed", "reduce_scatter", "backward", outputs))
     return found
 
 

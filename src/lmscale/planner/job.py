@@ -51,6 +51,7 @@ class Job:
             f"micro_batch_size={self.micro_batch_size} model.recompute={self.config.recompute.value}"
             + (" parallel.sequence_parallel=true" if layout.sequence_parallel else "")
             + (" parallel.zero1=true" if layout.zero1 else "")
+            + (" parallel.batch_halves=true" if layout.batch_halves else "")
         )
 
 

@@ -128,6 +128,11 @@ class LayerCounts:
             return []
         return [o for o in self._core("recomputation") if o.name != "attention output"]
 
+    def gradients_read_again(self) -> Operation:
+        """Weight gradients of the first half, to which the products of the second add theirs."""
+        num_weights = 4 * self.inner * self.width + 2 * self.mlp * self.width
+        return elementwise("weight gradients of the first half", "backward", num_weights * self.e, 0, 0)
+
     def _end_backward(self, row: int) -> list[Operation]:
         """The start of the backward pass: dropout, or in post-norm LayerNorm, and the bias of the MLP."""
         e, mask = self.e, self.mask

@@ -53,12 +53,16 @@ def step_operations(
         ValueError: `layout.tp_size` does not divide the model.
     """
     config.check_tensor_parallel(layout.tp_size)
-    layer = LayerCounts.of(config, layout, micro_batch_size, seq_length, dtype)
+    parts = layout.batch_parts
+    layer = LayerCounts.of(config, layout, micro_batch_size // parts, seq_length, dtype)
     in_layers = layer.forward("forward") + layer.backward()
     if config.recompute is Recompute.FULL:
         in_layers += layer.forward("recomputation")
     elif config.recompute is Recompute.SELECTIVE:
         in_layers += layer.core_again()
+    in_layers = [times(parts, operation) for operation in in_layers]
+    if parts > 1:
+        in_layers.append(layer.gradients_read_again())
     once = [times(config.num_layers, operation) for operation in in_layers]
     once += _embedding(config, layout, micro_batch_size, seq_length, BYTES[dtype])
     once += _head(config, layout, micro_batch_size, seq_length, BYTES[dtype])

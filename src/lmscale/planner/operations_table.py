@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from .operations import step_operations
 from .plan import Plan
 from .roofline import launch_s, operation_s
-from .step_time import collective_s
+from .step_time import exposed_s
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Row:
     Args:
         count, launches: per step.
         flops, read, written: of all of them together.
-        seconds: of all, launches included.
+        seconds: of all, launches included; of messages only what nothing hides.
         bound: what its time is: `products`, `bytes`, `launches` or `messages`.
     """
 
@@ -39,9 +39,9 @@ def operation_rows(plan: Plan) -> list[Row]:
         bound = "launches" if gaps > seconds else "products" if o.flops else "bytes"
         totals = (o.count, o.count * o.launches, o.count * o.flops, o.count * o.read, o.count * o.written)
         rows.append(Row(o.name, o.phase, *totals, seconds + gaps, bound))
+    run = job.config, plan.layout, job.micro_batch_size, job.seq_length, job.dtype, cluster
     begun = set()
-    for c in plan.collectives:
-        seconds = collective_s(c, plan.layout, cluster)
+    for c, seconds in zip(plan.collectives, exposed_s(plan.collectives, *run), strict=True):
         if c.group == "data":  # one latency for all pieces of a sum, as in `predict_step_time`
             seconds -= (c.count - (c.what not in begun)) * cluster.latency_us * 1e-6
             begun.add(c.what)

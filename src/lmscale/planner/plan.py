@@ -105,6 +105,7 @@ def make_plan(job: Job, layout: ParallelConfig, cluster: Cluster, techniques: Te
             f"`data.seq_length` must be a multiple of `tp_size` ({layout.tp_size}) with `sequence_parallel`, "
             f"but is {job.seq_length}"
         )
+    layout.check_micro_batch(job.micro_batch_size)
     config, batch = job.config, BatchConfig(job.micro_batch_size, job.global_batch_size, layout.dp_size)
     memory = {mode: rank_memory(job.change(recompute=mode), layout, cluster.is_gpu) for mode in Recompute}
     time = predict_step_time(

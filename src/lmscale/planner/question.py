@@ -85,8 +85,7 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
     """
     job, notes = make_job(question)
     num_devices = question.num_devices or largest_number(job, question.cluster)
-    cuts = question.parallel.sequence_parallel, question.parallel.zero1
-    ranking = rank_layouts(job, question.cluster, num_devices, *cuts)
+    ranking = rank_layouts(job, question.cluster, num_devices, question.parallel)
     if not ranking.fitting:
         closest = min(ranking.too_large, key=lambda plan: plan.missing_bytes)
         way_out = suggest_layout(job.change(micro_batch_size=1), ParallelConfig(1, num_devices), question.cluster)

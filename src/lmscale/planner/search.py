@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute
 from ..config.cluster import Cluster
+from ..config.layout import ParallelRequest
 from .job import Job
 from .memory import GIB
 from .plan import Plan, make_plan
 
 LARGEST_MICRO_BATCH = 64
 _MODES = tuple(Recompute)
+_NO_OPTIONS = ParallelRequest()
 
 
 @dataclass(frozen=True)
@@ -48,26 +50,25 @@ def micro_batch_sizes(job: Job, dp_size: int) -> list[int]:
     return sorted(powers | ({share} if share <= LARGEST_MICRO_BATCH else set()))
 
 
-def rank_layouts(
-    job: Job, cluster: Cluster, num_devices: int, sequence_parallel: bool = False, zero1: bool = False
-) -> Ranking:
+def rank_layouts(job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest = _NO_OPTIONS) -> Ranking:
     """Plan every tp x dp = `num_devices`, micro-batch and recomputation mode.
 
     Args:
-        sequence_parallel: of all layouts; a `tp_size` that does not divide the sequence is then left out.
-        zero1: of all layouts.
+        request: its options hold for all layouts. With `sequence_parallel` a `tp_size` that does not divide the
+            sequence is left out, and with `batch_halves` an odd micro-batch on several tensor ranks.
 
     Raises:
         ValueError: no grid of `num_devices` divides model and batch; names the nearest number that does.
     """
     fitting, too_large = [], []
     for tp_size in tensor_sizes(job, num_devices):
-        if num_devices % tp_size or (sequence_parallel and job.seq_length % tp_size):
+        layout = request.resolve(tp_size, num_devices // tp_size)
+        if num_devices % tp_size or (layout.cuts_sequence and job.seq_length % tp_size):
             continue
-        layout = ParallelConfig(tp_size, num_devices // tp_size, sequence_parallel, zero1)
         plans = [
             make_plan(job.change(b, mode), layout, cluster)
             for b in micro_batch_sizes(job, layout.dp_size)
+            if not (layout.cuts_batch and b % 2)
             for mode in _MODES
         ]
         fits = [plan for plan in plans if plan.missing_bytes <= 0]

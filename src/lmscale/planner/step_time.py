@@ -10,7 +10,7 @@ machine and its kernels make.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
@@ -22,6 +22,7 @@ from .flops import scored_tokens
 from .memory import BYTES, FP32_BYTES
 from .operation import Operation
 from .operations import step_operations
+from .overlap import exposed_shares
 from .params import count_parameters, parameter_sizes
 from .roofline import launch_s, operation_s
 
@@ -49,7 +50,7 @@ class StepTime:
         matmul: matrix products.
         elementwise: everything else that reads and writes activations.
         overhead: time that more ranks do not shorten.
-        tensor: all-reduces of the tensor group.
+        tensor: messages of the tensor group, as far as nothing hides them.
         data: exposed part of summing gradients over the data ranks; with ZeRO stage 1 also the broadcast of weights.
         optimizer: AdamW.
     """
@@ -68,7 +69,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """The sum of all parts: nothing else overlaps."""
+        """The sum of all parts."""
         return self.compute + self.tensor + self.data + self.optimizer
 
 
@@ -80,7 +81,7 @@ class Techniques:
     how much of it is hidden was not measured on any cluster.
 
     Args:
-        tensor_overlap: share of the tensor group's time that overlaps with products, 0 to 1.
+        tensor_overlap: share of the tensor group's remaining time that overlaps with products, 0 to 1.
         hides_gradients: the gradients' all-reduce overlaps with the last backward pass.
         gradient_bytes: of one gradient as it is sent; None: 4 for half types, else e.
     """
@@ -111,12 +112,13 @@ def predict_step_time(
     """Seconds of one optimizer step.
 
     On a cluster with a `roofline`: each of `step_operations` at the roofline of the device (`operation_s`), and the
-    launches. On others the products' FLOPs, widths in whole tiles, over `matmul_share` of the peak (with fp8 only
-    linear layers are in float8, other products in bf16); bytes of element-wise work times `elementwise_factor` over
-    the memory's bandwidth; `layer_overhead_ms` per layer, 3/4 of it without full recomputation; AdamW's bytes, 48 N for
-    half types. Collectives: 2 (p - 1) / p of an all-reduce's bytes over the bandwidth, half of that for the others, and
-    a latency each; the pieces of a sum over the data ranks follow each other and have one latency together. Nothing
-    overlaps except by `techniques`. Without a `roofline` the `small_collectives` are left out.
+    launches; messages of layers as far as the compiled code does not hide them (`exposed_shares`). On others the
+    products' FLOPs, widths in whole tiles, over `matmul_share` of the peak (with fp8 only linear layers are in float8,
+    other products in bf16); bytes of element-wise work times `elementwise_factor` over the memory's bandwidth;
+    `layer_overhead_ms` per layer, 3/4 of it without full recomputation; AdamW's bytes, 48 N for half types.
+    Collectives: 2 (p - 1) / p of an all-reduce's bytes over the bandwidth, half of that for the others, and a latency
+    each; the pieces of a sum over the data ranks follow each other and have one latency together. Nothing else
+    overlaps, except by `techniques`. Without a `roofline` the `small_collectives` are left out.
 
     Args:
         micro_batch_size: sequences b of one forward pass.
@@ -135,8 +137,8 @@ def predict_step_time(
     tp_size = layout.tp_size
     on_gpu = cluster.roofline is not None  # the other clusters' constants were fitted to the smaller loss chunks
     messages = micro_batch_collectives(config, layout, micro_batch_size, seq_length, dtype, on_gpu)
-    tensor = sum(collective_s(message, layout, cluster) for message in messages) * (1.0 - techniques.tensor_overlap)
-    tensor *= num_micro_batches
+    tensor = sum(exposed_s(messages, config, layout, micro_batch_size, seq_length, dtype, cluster))
+    tensor *= num_micro_batches * (1.0 - techniques.tensor_overlap)
     if cluster.roofline is not None:
         counted = config, layout, micro_batch_size, num_micro_batches, seq_length, dtype
         local = _roofline_time(step_operations(*counted, half_moments), cluster, dtype)
@@ -198,6 +200,30 @@ def _passes_time(
         data=0.0,
         optimizer=optimizer_bytes * num_owned / memory_rate,
     )
+
+
+def exposed_s(
+    messages: Sequence[Collective],
+    config: TransformerConfig,
+    layout: ParallelConfig,
+    micro_batch_size: int,
+    seq_length: int,
+    dtype: str,
+    cluster: Cluster,
+) -> list[float]:
+    """Seconds of each collective that no computation hides; on a cluster without a `roofline` all of them.
+
+    Hidden are messages of layers (`exposed_shares`), recomputed ones as those of the forward pass.
+    """
+    whole = [collective_s(message, layout, cluster) for message in messages]
+    if cluster.roofline is None or layout.tp_size == 1:
+        return whole
+    each = {message.what: seconds / message.count for message, seconds in zip(messages, whole, strict=True)}
+    shares = exposed_shares(config, layout, micro_batch_size, seq_length, dtype, cluster, each)
+    return [
+        seconds * shares.get(message.what.removesuffix(", recomputed"), 1.0)
+        for message, seconds in zip(messages, whole, strict=True)
+    ]
 
 
 def collective_s(message: Collective, layout: ParallelConfig, cluster: Cluster) -> float:

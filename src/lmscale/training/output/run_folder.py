@@ -124,7 +124,7 @@ def announce(
         f"{describe_channel(context, job.accelerator)}; "
         f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x "
         f"{batch.num_micro_batches} micro-steps x {run.micro_batch_size}; {run.data.seq_length} tokens per sequence\n"
-        f"{describe_options(run, config, layout)}"
+        f"{describe_options(run, config, layout, job.kernels.compiles)}"
         f"kernels: {job.kernels.describe()}, attention by {config.attention} "
         f"(compile={str(run.compile).lower()}, kernels={run.kernels})\n"
         f"steps {start.step} to {last_step} of {run.trainer.max_steps}"
@@ -153,13 +153,16 @@ def describe_channel(context: ParallelContext, accelerator: str) -> str:
     return f", communicating through {context.tp_communicator.backend}"
 
 
-def describe_options(run: RunConfig, config: TransformerConfig, layout: ParallelConfig) -> str:
+def describe_options(run: RunConfig, config: TransformerConfig, layout: ParallelConfig, compiles: bool = True) -> str:
     """Return a line of the options set besides the layout, and whether they have an effect; empty if none is set."""
     options = [f"fidelity {run.fidelity}"] if run.fidelity != "paper" else []
     if layout.sequence_parallel:
         options.append("sequence parallelism" + ("" if layout.cuts_sequence else " (without effect: tp_size is 1)"))
     if layout.zero1:
         options.append("zero1" + ("" if layout.cuts_optimizer else " (without effect: dp_size is 1)"))
+    if layout.batch_halves:
+        reason = "tp_size is 1" if layout.tp_size == 1 else "" if compiles else "layers are not compiled"
+        options.append("batch halves" + (f" (hides nothing: {reason})" if reason else ""))
     if config.recompute is not Recompute.NONE:
         options.append(f"recompute {config.recompute.value}")
     if run.optimizer.moments == "bf16":

@@ -75,6 +75,7 @@ def new_trainer(job: Job, **options: Any) -> L.Trainer:
         job.layout.tp_size,
         sequence_parallel=job.layout.sequence_parallel,
         zero1=job.layout.zero1,
+        batch_halves=job.layout.batch_halves,
         timeout_minutes=run.parallel.timeout_minutes,
         shared_memory=run.parallel.shared_memory,
     )

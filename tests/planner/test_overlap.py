@@ -1,0 +1,69 @@
+"""The time of messages that no computation hides: against sums by hand, and their number against the plan's."""
+
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import pytest
+from paper_models import paper_model
+
+from lmscale.config import ParallelConfig
+from lmscale.config.cluster import load_cluster
+from lmscale.planner.communication import micro_batch_collectives
+from lmscale.planner.layer_operations import LayerCounts
+from lmscale.planner.overlap import _PLAIN, _SEQUENCE, _pass, exposed_shares
+from lmscale.planner.roofline import launch_s, operation_s
+
+CLUSTER = load_cluster(Path(__file__).parents[2] / "conf" / "cluster" / "h200.yaml")
+
+
+def waits(operations: list[tuple[str, float]], messages: dict, each: float, parts: int) -> float:
+    waited, total = Counter(), Counter()
+    _pass(operations, messages, Counter({what: each for what, _ in messages.values()}), parts, waited, total)
+    return waited.total()
+
+
+@pytest.mark.parametrize("norm_order, sequence", list(product(("pre", "post"), (False, True))))
+def test_a_layer_has_the_messages_of_the_plan(norm_order: str, sequence: bool) -> None:
+    config = paper_model("bert_3.9b", norm_order=norm_order)
+    layout = ParallelConfig(4, 1, sequence)
+    layer = LayerCounts.of(config, layout, 8, 512, "bf16")
+    found = Counter()
+    for operations in (layer.forward("forward"), layer.backward()):
+        names = [o.name for o in operations]
+        for needed_by, (what, before) in (_SEQUENCE if sequence else _PLAIN).items():
+            if needed_by in names:
+                assert names.index(before) <= names.index(needed_by)
+                found[what] += config.num_layers
+    sent = micro_batch_collectives(config, layout, 8, 512, "bf16")
+    assert found == {c.what: c.count for c in sent if "attention and MLP" in c.what}
+
+
+def test_the_gradient_of_a_weight_hides_the_sum_of_an_input_gradient() -> None:
+    config, layout = paper_model("gpt_8.3b"), ParallelConfig(8)
+    backward = LayerCounts.of(config, layout, 8, 1024, "bf16").backward()
+    seconds = {o.name: operation_s(o, CLUSTER, "bf16") + launch_s(o, CLUSTER) for o in backward}
+    behind_mlp = seconds["MLP up, gradient of the weight"] + seconds["MLP LayerNorm, again"]
+    behind_attention = seconds["QKV, gradient of the weight"]
+    for each in (0.5 * behind_attention, 1.1 * max(behind_mlp, behind_attention)):
+        expected = max(0.0, each - behind_mlp) + max(0.0, each - behind_attention)
+        what = "gradients of attention and MLP inputs"
+        message_s = dict.fromkeys(("attention and MLP outputs", what), each)
+        shares = exposed_shares(config, layout, 8, 1024, "bf16", CLUSTER, message_s)
+        assert shares == pytest.approx({"attention and MLP outputs": 1.0, what: expected / (2 * each)})
+
+
+def test_halves_hide_each_other() -> None:
+    messages = {"c": ("sum", "c"), "e": ("sum", "e")}
+    operations = [("a", 3.0), ("b", 2.0), ("c", 1.0), ("d", 3.0), ("e", 1.0)]
+    assert waits(operations, messages, 4.0, 1) == 2 * 4.0
+    # Five seconds of the other half hide a first message. The second one starts at 10 and is needed at 14; the last
+    # starts at 18 and has one second, the end of the first half, behind it.
+    assert waits(operations, messages, 4.0, 2) == 3.0
+    assert waits(operations, messages, 6.0, 2) > 3.0
+    assert waits(operations, messages, 0.5, 2) == 0.0
+
+
+def test_messages_travel_one_at_a_time() -> None:
+    messages = {"b": ("sum", "b")}
+    assert waits([("a", 1.0), ("b", 0.0)], messages, 10.0, 2) == 1 + 2 * 10.0 - 2
