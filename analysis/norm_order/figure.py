@@ -8,7 +8,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from analysis.report.style import COLUMN_WIDTH, PALETTE, column_style
 
-from .cells import CELL, NATS, at_chosen_rates
+from .cells import CELL, at_chosen_rates
+from .run_folder import NATS
 
 _PALETTE = {"pre": PALETTE["paper"], "post": PALETTE["ours"]}
 _STARTS = {True: "scaled by 1/sqrt(2 L)", False: "not scaled"}
