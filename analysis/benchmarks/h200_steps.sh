@@ -10,9 +10,9 @@ if [ -n "$REHEARSE" ]; then
   ACCELERATOR=cpu
   SIZES=(model.num_layers=2 model.hidden_size=64 model.num_attention_heads=4 model.vocab_size=1000
     model.max_position_embeddings=32 micro_batch_size=2)
-  TINY=("${SIZES[@]}" compiles=false cuda_graphs=false accelerator=cpu steps_per_round=1 rounds=1 warm_up_steps=1)
+  TINY=("${SIZES[@]}" compiles=false cuda_graphs=false accelerator=cpu num_threads=1 steps_per_round=1 rounds=1 warm_up_steps=1)
   TINY_RUN=("${SIZES[@]}" data.seq_length=32 global_batch_size=2 model.vocab_size=null trainer.accelerator=cpu
-    trainer.max_steps=3 schedule.warmup_steps=1)
+    trainer.max_steps=3 trainer.num_threads=1 schedule.warmup_steps=1)
 fi
 
 prepare() {  # packages on the path, folders, and every import that the parts need: a missing one ends the call at once
