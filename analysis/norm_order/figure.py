@@ -31,6 +31,19 @@ def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) 
     return figure
 
 
+def draw_true_widths(curves: pd.DataFrame, cells: pd.DataFrame) -> Figure:
+    """Draw the training loss of BERT 336M and 752M over steps: one panel per model, one line per norm order and seed.
+
+    Args:
+        curves, cells: results of `read_curves` and `read_cells` for records of `true_widths.py`.
+    """
+    rows = curves.rename(columns={"order": "norm order", "loss": _LOSS})
+    figure = _panels(rows, x="step", y=_LOSS, title="{col_name} layers", style=None)
+    for axis in figure.axes:
+        _mark_references(axis, cells)
+    return figure
+
+
 def draw_rates(cells: pd.DataFrame, factorial: int) -> Figure:
     """Draw final training loss over learning rate at the factorial's depth: one panel per initialization."""
     rows = _arms(cells[cells["layers"] == factorial]).rename(columns={"lr": "learning rate", "train_loss": _LOSS})
