@@ -11,6 +11,9 @@
 #   b
 #     b1 gpt_355m    b2 against Hugging Face    b3 against nanoGPT    b4 against megatron-core
 #     b5 gpt_8.3b trains    b6 float8's speed    b7-b10 float8's loss: 200 steps in fp8, and in bf16 with three seeds
+#   c, about 25 minutes: Figure 7 at its true widths, 2,000 steps of 16,384 tokens in each run
+#     c1 bert_336m, pre-norm    c2 bert_336m, post-norm    c3 bert_752m, pre-norm    c4 bert_752m, post-norm
+#     A run that its time limit stops saves a checkpoint; the same part again continues it.
 #
 # A measurement whose record is there is skipped; FORCE=1 repeats it. Each has a time limit of its own. One that fails
 # says so in a line, the next one follows, and the exit code is 1.
@@ -23,6 +26,7 @@
 # PEAK=790                   TFLOP/s that shares are of: large bf16 products on an H200; a1 measures it again
 # SMALL=1                    a card of 80 GB: bert_3.9b recomputes its layers, in a record of its own
 # NANOGPT=path/to/model.py   nanoGPT's model file (b3; not part of this repository)
+# SEED=1235                  another seed of list c
 # A PYTHON with megatron-core is needed for b4 (pip install megatron-core).
 
 set -uo pipefail
@@ -33,10 +37,11 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 REHEARSE=${REHEARSE:-}
 PEAK=${PEAK:-790}
+SEED=${SEED:-1234}
 LOGS=${LOGS:-outputs/h200${REHEARSE:+_rehearsal}}
 RESULTS=${RESULTS:-$([ -n "$REHEARSE" ] && echo "$LOGS" || echo analysis/benchmarks/records)}
 CARD=$([ -n "$REHEARSE" ] && echo rehearsal || echo "${CARD:-h200}")
-PARTS="a1 a2 a3 a4 a5 b1 b2 b3 b4 b5 b6 b7 b8 b9 b10"
+PARTS="a1 a2 a3 a4 a5 b1 b2 b3 b4 b5 b6 b7 b8 b9 b10 c1 c2 c3 c4"
 
 . analysis/benchmarks/bench_parts.sh
 . analysis/benchmarks/h200_steps.sh
@@ -69,6 +74,11 @@ part_b10() {
   [ -n "${DRY_RUN:-}" ] || "$PYTHON" analysis/benchmarks/h200_rows.py seeds "$RESULTS/${CARD}_2.5b_fp8_seed_1234.json" \
     "$RESULTS/${CARD}"_2.5b_bf16_seed_123{4,5,6}.json
 }
+
+part_c1() { true_width bert_336m pre; }
+part_c2() { true_width bert_336m post; }
+part_c3() { true_width bert_752m pre ${REHEARSE:+model.num_layers=3}; }
+part_c4() { true_width bert_752m post ${REHEARSE:+model.num_layers=3}; }
 
 choose_parts "$@"
 [ -n "${DRY_RUN:-}" ] || prepare

@@ -29,6 +29,7 @@ IMPORTS = (
         "lmscale.training.pretrain",
         "analysis.benchmarks.race",
         "analysis.benchmarks.gpu.trace",
+        "analysis.norm_order.true_widths",
     ),
 )
 LAST_STEPS = 50  # of a curve, whose mean stands for where the run has come to

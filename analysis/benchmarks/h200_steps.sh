@@ -10,9 +10,9 @@ if [ -n "$REHEARSE" ]; then
   ACCELERATOR=cpu
   SIZES=(model.num_layers=2 model.hidden_size=64 model.num_attention_heads=4 model.vocab_size=1000
     model.max_position_embeddings=32 micro_batch_size=2)
-  TINY=("${SIZES[@]}" compiles=false cuda_graphs=false accelerator=cpu steps_per_round=1 rounds=1 warm_up_steps=1)
+  TINY=("${SIZES[@]}" compiles=false cuda_graphs=false accelerator=cpu num_threads=1 steps_per_round=1 rounds=1 warm_up_steps=1)
   TINY_RUN=("${SIZES[@]}" data.seq_length=32 global_batch_size=2 model.vocab_size=null trainer.accelerator=cpu
-    trainer.max_steps=3 schedule.warmup_steps=1)
+    trainer.max_steps=3 trainer.num_threads=1 schedule.warmup_steps=1)
 fi
 
 prepare() {  # packages on the path, folders, and every import that the parts need: a missing one ends the call at once
@@ -29,10 +29,11 @@ prepare() {  # packages on the path, folders, and every import that the parts ne
   "$PYTHON" analysis/benchmarks/h200_rows.py imports || exit 2
 }
 
+# GRACE: seconds between the signals TERM and KILL. RESULT: an exit code that is a result and no failure.
 step() {  # name of the record and the log, limit in seconds, command; false where there is no record in the end
   local name=$1 limit=$2 started=$SECONDS code
   shift 2
-  if [ -n "${DRY_RUN:-}" ]; then run timeout --kill-after=10 "$limit" "$@"; return; fi
+  if [ -n "${DRY_RUN:-}" ]; then run timeout --kill-after="${GRACE:-10}" "$limit" "$@"; return; fi
   NAMES+=("$name")
   if has "$name"; then
     echo "$name: the record is there already; FORCE=1 repeats it"
@@ -40,10 +41,10 @@ step() {  # name of the record and the log, limit in seconds, command; false whe
   fi
   rm -f "$RESULTS/$name.json"
   # Into a file and not through a pipe: compile workers that outlive a killed process would hold a pipe open.
-  timeout --kill-after=10 "$limit" "$@" > "$LOGS/$name.log" 2>&1
+  timeout --kill-after="${GRACE:-10}" "$limit" "$@" > "$LOGS/$name.log" 2>&1
   code=$?
   tail -n "${TAIL:-12}" "$LOGS/$name.log"
-  if [ $code -ne 0 ]; then fail "$name" "exit code $code$([ $code -ne 124 ] || echo ", stopped after $limit s")"; return 1; fi
+  if [ $code -ne 0 ] && [ $code -ne "${RESULT:-0}" ]; then fail "$name" "exit code $code$([ $code -ne 124 ] || echo ", stopped after $limit s")"; return 1; fi
   echo "$name: $((SECONDS - started)) s"
 }
 
@@ -150,4 +151,17 @@ train() {  # name of the run and its record, further keys; on the documentation 
 loss_run() {  # precision, seed: 200 steps of the 2.5 B model
   train "${CARD}_2.5b_$1_seed_$2" model=gpt_2.5b "precision=$1" "seed=$2" micro_batch_size=8 global_batch_size=8 \
     trainer.max_steps=200 schedule.warmup_steps=20
+}
+
+true_width() {  # model, norm order, further keys: a run of Figure 7
+  local name=${CARD}_fig7_$1_$2_seed_$SEED diverged=3
+  local folder=$LOGS/$name
+  [ -z "${FORCE:-}" ] || run rm -rf "$folder"
+  GRACE=40 RESULT=$diverged step "$name" 480 "$PYTHON" src/train.py experiment=fig7_h200 "model=$1" "model.norm_order=$2" \
+    "seed=$SEED" "name=$name" "hydra.run.dir=$folder" resume=auto trainer.accelerator=gpu \
+    "${TINY_RUN[@]}" ${REHEARSE:+trainer.max_steps=50 trainer.num_validation_samples=8} "${@:3}" || return 1
+  [ -n "${DRY_RUN:-}" ] || has "$name" && return
+  "$PYTHON" analysis/norm_order/true_widths.py keep "$folder" "$RESULTS/$name.json" || { fail "$name" "no record"; return 1; }
+  rm -rf "$folder/checkpoints"  # of the larger model up to 18 GB
+  pack
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The packages that list a of h200.sh needs and a machine with PyTorch, Lightning, transformers and pytest lacks.
+# The packages that lists a and c of h200.sh need and a machine with PyTorch, Lightning, transformers and pytest lacks.
 #
 #   bash analysis/benchmarks/h200_wheels.sh FOLDER
 #

@@ -10,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 
-NATS = "nats/masked token"
 # Thresholds in nats, for means over windows of 25 steps. A cell diverged if its gradient became non-finite or its final
 # loss is more than DIVERGED_ABOVE over its lowest. It is stuck if its final loss is not at least STUCK_WITHIN below the
 # lowest loss possible without context. It was unstable if a window was ever DIVERGED_ABOVE over the lowest before it.

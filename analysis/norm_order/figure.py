@@ -8,7 +8,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from analysis.report.style import COLUMN_WIDTH, PALETTE, column_style
 
-from .cells import CELL, NATS, at_chosen_rates
+from .cells import CELL, at_chosen_rates
+from .run_folder import NATS
 
 _PALETTE = {"pre": PALETTE["paper"], "post": PALETTE["ours"]}
 _STARTS = {True: "scaled by 1/sqrt(2 L)", False: "not scaled"}
@@ -25,6 +26,19 @@ def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) 
     """
     rows = _arms(at_chosen_rates(curves, cells, factorial)).rename(columns={"loss": _LOSS})
     figure = _panels(rows, x="step", y=_LOSS, title="{col_name} layers")
+    for axis in figure.axes:
+        _mark_references(axis, cells)
+    return figure
+
+
+def draw_true_widths(curves: pd.DataFrame, cells: pd.DataFrame) -> Figure:
+    """Draw the training loss of BERT 336M and 752M over steps: one panel per model, one line per norm order and seed.
+
+    Args:
+        curves, cells: results of `read_curves` and `read_cells` for records of `true_widths.py`.
+    """
+    rows = curves.rename(columns={"order": "norm order", "loss": _LOSS})
+    figure = _panels(rows, x="step", y=_LOSS, title="{col_name} layers", style=None)
     for axis in figure.axes:
         _mark_references(axis, cells)
     return figure

@@ -11,14 +11,11 @@ that have a record are skipped. The summary is `records/norm_order.json`; `make 
 """
 
 import argparse
-import csv
 import itertools
 import json
-import math
 import os
 import resource
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -29,15 +26,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
-import numpy as np
 from omegaconf import OmegaConf
 
 from analysis.norm_order.cells import ARM, choose_rates, read_cells
+from analysis.norm_order.references import reference_losses
+from analysis.norm_order.run_folder import NATS, describe_losses, read_rows
 from analysis.norm_order.summary import summarize
-from lmscale.config.data import DataConfig, TokenizerConfig
-from lmscale.config.from_dict import build
-from lmscale.data.bert_dataset import IGNORE_LABEL, BERTDataset
-from lmscale.data.prepare import prepare_corpus
 from lmscale.results import new_record, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,9 +47,6 @@ FACTORIAL = int(SWEEP.model.num_layers)
 SEEDS = range(1, 4)
 STAGES = {FACTORIAL: 3, 6: 3, 24: 3, 48: 1}  # layers: seeds; the first stage chooses the rates
 RETRIED = 24  # layers at which runs that do not learn are repeated at lower rates, to separate depth from learning rate
-WINDOW = 25  # steps averaged into one point of a curve
-NORM_WINDOW = 10  # steps averaged into one gradient norm, except at step 1
-REFERENCE_EPOCHS = 4  # 226,000 scored tokens, which give the entropy within 0.001 nats
 DIVERGED = 3  # exit code of a run without finite gradients
 
 
@@ -171,78 +162,20 @@ def describe_cell(
     cell: Cell, more: Sequence[str], run_dir: Path, diverged: bool, usage: resource.struct_rusage
 ) -> dict[str, Any]:
     """Build a cell's record from its run folder: metrics, loss curve and gradient norms per layer."""
-    with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
-        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
-    rows = [row for row in rows if math.isfinite(row["train/lm_loss"] + row["grad_norm"])]  # until it diverged
-    losses = [row["train/lm_loss"] for row in rows] or [math.nan]
-    curve = [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses) - WINDOW + 1, WINDOW)]
-    nats = "nats/masked token"
-    metrics = {
-        "train_loss": {"value": statistics.fmean(losses[-2 * WINDOW :]), "unit": nats},
-        "lowest_loss": {"value": min(curve or losses), "unit": nats},
-        "non_finite": {"value": int(diverged), "unit": "runs"},
-        "steps": {"value": len(rows), "unit": "steps"},
-        "cpu_time": {"value": usage.ru_utime + usage.ru_stime, "unit": "s"},
-    }
+    metrics, curves = describe_losses(read_rows(run_dir), diverged, int(SWEEP.schedule.warmup_steps))
+    metrics["cpu_time"] = {"value": usage.ru_utime + usage.ru_stime, "unit": "s"}
     config: dict[str, Any] = {
         "overrides": [*cell.overrides(), *more],
         "sweep": OmegaConf.to_container(SWEEP, resolve=False),
     }
     if not diverged:
         run = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
-        metrics["validation_loss"] = run["metrics"]["val/lm_loss"] | {"unit": nats}
-        metrics |= {k: {"value": loss, "unit": nats} for k, loss in reference_losses(run["config"]).items()}
+        metrics["validation_loss"] = run["metrics"]["val/lm_loss"] | {"unit": NATS}
+        metrics |= {k: {"value": loss, "unit": NATS} for k, loss in reference_losses(run["config"]).items()}
         config["corpus"] = {part: run["config"]["corpus"][part] for part in ("train", "validation")}
-    config |= {
-        "cell": vars(cell),
-        "window": WINDOW,
-        "curve": curve,
-        "validation": [[int(row["step"]), row["val/lm_loss"]] for row in rows if "val/lm_loss" in row],
-        "gradient_norms": {str(step): norms_at(rows, step) for step in steps_of_norms(len(rows)) if rows},
-    }
+    config |= {"cell": vars(cell)} | curves
     layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
     return new_record("norm_order_cell", "scaled_down", config, cell.seed, metrics, device="cpu", layout=layout)
-
-
-def reference_losses(config: dict[str, Any]) -> dict[str, float]:
-    """Compute reference losses in nats per masked token, from the scored tokens of `REFERENCE_EPOCHS` epochs.
-
-    Scored tokens are distributed differently from the corpus, because long words are skipped or truncated.
-
-    Returns:
-        scored_entropy: unigram entropy of the scored tokens, the loss of a model that ignores its input.
-        context_free_loss: lowest loss possible from the input token at the scored position alone. That token is [MASK]
-        with probability 0.8, the original token with 0.1 and a random token with 0.1.
-    """
-    data = build(DataConfig, config["data"], "data.")
-    tokenizer = build(TokenizerConfig, config["tokenizer"], "tokenizer.")
-    corpus = prepare_corpus(data, tokenizer, "bert", config["model"]["vocab_size"])
-    (part,) = corpus.parts["train"]
-    dataset = BERTDataset(corpus, part, data, seed=0, name="train")
-    counts = np.zeros(corpus.vocab_size)
-    for epoch, indices in itertools.product(range(REFERENCE_EPOCHS), np.array_split(np.arange(len(dataset)), 16)):
-        labels = dataset.batch(np.full(len(indices), epoch), indices)["labels"]
-        counts += np.bincount(labels[labels != IGNORE_LABEL], minlength=corpus.vocab_size)
-    share = counts / counts.sum()
-    seen = 0.1 * share[None, :] * (1 / len(share) + np.eye(len(share)))  # [input, scored]: random or original
-    joint = np.concatenate([0.8 * share[None, :], seen])
-    conditional = joint / joint.sum(axis=1, keepdims=True)
-    return {
-        "scored_entropy": float(-(share * np.log(np.where(share > 0, share, 1.0))).sum()),
-        "context_free_loss": float(-(joint * np.log(np.where(joint > 0, conditional, 1.0))).sum()),
-    }
-
-
-def steps_of_norms(num_steps: int) -> list[int]:
-    """Steps with recorded norms: the first, the end of the warm-up, the middle and the last."""
-    return sorted({1, min(int(SWEEP.schedule.warmup_steps), num_steps), max(num_steps // 2, 1), num_steps})
-
-
-def norms_at(rows: list[dict[str, float]], step: int) -> dict[str, float]:
-    """Gradient norm per part of the model, averaged over the last `NORM_WINDOW` steps up to `step`."""
-    some = rows[max(step - NORM_WINDOW, 0) : step]
-    parts = [key for key in some[0] if key.startswith("grad_norm/")]
-    return {key.split("/", 1)[1]: statistics.fmean(row[key] for row in some) for key in parts}
 
 
 def main() -> int:

@@ -13,9 +13,10 @@ import pandas as pd
 
 from lmscale.results import new_record
 
-from .cells import ARM, DIVERGED_ABOVE, NATS, STATES, STUCK_WITHIN, at_chosen_rates, retried_cells
+from .cells import ARM, DIVERGED_ABOVE, STATES, STUCK_WITHIN, at_chosen_rates, retried_cells
+from .run_folder import NATS
 
-REFERENCES = ("scored_entropy", "context_free_loss")  # reference losses, see `run.reference_losses`
+REFERENCES = ("scored_entropy", "context_free_loss")  # reference losses, see `references.reference_losses`
 STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # 97.5 % quantile by degrees of freedom
 
 

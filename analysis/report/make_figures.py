@@ -27,7 +27,13 @@ from analysis.finetuning.figure import draw_small_runs
 from analysis.finetuning.table import small_runs
 from analysis.model_size.figure import draw_laws, draw_model_sizes
 from analysis.norm_order.cells import read_cells, read_curves, read_gradient_norms
-from analysis.norm_order.figure import draw_failures, draw_gradient_norms, draw_loss_curves, draw_rates
+from analysis.norm_order.figure import (
+    draw_failures,
+    draw_gradient_norms,
+    draw_loss_curves,
+    draw_rates,
+    draw_true_widths,
+)
 from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
 from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_wall, draw_parts
 from analysis.scaling.sizes import DEVICES, memory_table, parameter_table
@@ -77,19 +83,25 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
             "Table 5, scaled down. A small BERT from published and from random weights, one point per seed",
             draw_small_runs(small_runs(records)),
         )
+    references = "dotted: unigram entropy; dashed: lowest loss possible without context"
+    wide = [record for record in records.values() if record["name"] == "norm_order_true_widths"]
+    if wide:
+        found["norm_order_true_widths"] = (
+            f"Figure 7 at its true widths, 2,000 steps. Training loss of BERT 336M and 752M; {references}",
+            draw_true_widths(read_curves(wide), read_cells(wide)),
+        )
     cells = records_below(records, "norm_order")
     if cells and "norm_order.json" in records:
         of = "Figure 7 as a controlled experiment, scaled down."
-        lines = "dotted: unigram entropy; dashed: lowest loss possible without context"
         factorial = records["norm_order.json"]["config"]["factorial"]
         rows, curves, norms = read_cells(cells), read_curves(cells), read_gradient_norms(cells)
         found |= {
             "norm_order_curves": (
-                f"{of} Training loss by depth, one line per seed; {lines}",
+                f"{of} Training loss by depth, one line per seed; {references}",
                 draw_loss_curves(curves, rows, factorial),
             ),
             "norm_order_rates": (
-                f"{of} Final training loss over learning rate at {factorial} layers, one mark per seed; {lines}",
+                f"{of} Final training loss over learning rate at {factorial} layers, one mark per seed; {references}",
                 draw_rates(rows, factorial),
             ),
             "norm_order_gradients": (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from analysis.norm_order.cells import NATS
+from analysis.norm_order.run_folder import NATS
 from lmscale.results import new_record, write_record
 
 SWEEP = Path(__file__).parents[2] / "conf" / "train" / "sweep" / "norm_order.yaml"

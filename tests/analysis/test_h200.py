@@ -14,15 +14,18 @@ from omegaconf import OmegaConf
 
 from analysis.benchmarks.config import BenchConfig
 from analysis.benchmarks.gpu.attention import AttentionShape
+from analysis.norm_order.cells import read_cells, read_curves
+from analysis.norm_order.figure import draw_true_widths
 from lmscale.config.pretrain import RunConfig
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "analysis" / "benchmarks" / "h200.sh"
 PARTS = [f"a{number}" for number in range(1, 6)] + [f"b{number}" for number in range(1, 11)]
+PARTS += [f"c{number}" for number in range(1, 5)]
 
 
 def commands(*parts: str, **changes: str) -> list[tuple[int, list[str]]]:
-    """The commands of some or all parts: time limit in seconds, and the arguments after the interpreter."""
+    """The commands of some or all parts: seconds until the signal KILL, and the arguments after the interpreter."""
     done = subprocess.run(
         ["bash", str(SCRIPT), *parts],
         env=os.environ | {"DRY_RUN": "1"} | changes,
@@ -34,7 +37,7 @@ def commands(*parts: str, **changes: str) -> list[tuple[int, list[str]]]:
     lines = [shlex.split(line) for line in done.stdout.splitlines() if "not measured" not in line]
     timed = [words for words in lines if words[0] == "timeout"]
     assert all(words[:2] == ["rm", "-rf"] for words in lines if words not in timed)
-    return [(int(words[2]), words[4:]) for words in timed]
+    return [(int(words[2]) + int(words[1].removeprefix("--kill-after=")), words[4:]) for words in timed]
 
 
 def values_of(entry_point: str, overrides: list[str]) -> dict:
@@ -45,6 +48,11 @@ def values_of(entry_point: str, overrides: list[str]) -> dict:
 
 def bench_of(words: list[str]) -> BenchConfig:
     return BenchConfig.from_dict(values_of("bench", words))
+
+
+def run_of(words: list[str]) -> RunConfig:
+    words = [word.replace("resume=", "resume.path=") for word in words if not word.startswith("hydra.run.dir=")]
+    return RunConfig.from_dict(values_of("train", words) | {"run_dir": "x"})
 
 
 def test_list_a_has_correctness_a_trace_and_three_models() -> None:
@@ -111,8 +119,7 @@ def test_list_b_composes_into_typed_configurations(tmp_path) -> None:
     assert len(found) == len(benches) + len(trains)
     runs = []
     for words in trains:
-        kept = [word for word in words if not word.startswith("hydra.run.dir=")]
-        runs.append(RunConfig.from_dict(values_of("train", kept) | {"run_dir": "x"}))
+        runs.append(run_of(words))
     assert [(run.name, run.precision.dtype, run.trainer.max_steps) for run in runs] == [
         ("h200_gpt_8.3b_20_steps", "bf16", 20),
         ("h200_2.5b_fp8_seed_1234", "fp8", 200),
@@ -121,25 +128,40 @@ def test_list_b_composes_into_typed_configurations(tmp_path) -> None:
     assert runs[0].model.recompute == "auto" and "optimizer.moments=bf16" in trains[0]
 
 
+def test_list_c_is_figure_7_at_its_true_widths_and_each_run_continues_its_own_folder() -> None:
+    found = commands("c", SEED="7")
+    runs = [run_of(words[1:]) for _, words in found]
+    assert [(run.model.name, str(run.model.norm_order), run.seed) for run in runs] == [
+        (model, order, 7) for model in ("bert_336m", "bert_752m") for order in ("pre", "post")
+    ]
+    assert {limit for limit, _ in found} == {480 + 40}  # 40 s to save a checkpoint
+    for run, (_, words) in zip(runs, found, strict=True):
+        assert run.resume.path == "auto" and f"hydra.run.dir=outputs/h200/{run.name}" in words
+        assert (run.trainer.max_steps, run.global_batch_size * run.data.seq_length) == (2_000, 16_384)
+    again = subprocess.run(
+        ["bash", str(SCRIPT), "c1"], env=os.environ | {"DRY_RUN": "1", "FORCE": "1"}, capture_output=True, text=True
+    )
+    assert again.stdout.startswith("rm -rf outputs/h200/h200_fig7_bert_336m_pre_seed_1234")
+
+
 def test_every_part_ends_within_nine_minutes_and_record_names_are_unique(tmp_path) -> None:
     (tmp_path / "model.py").write_text("class GPT: ...\nclass GPTConfig: ...\n")
     records = []
     for part in PARTS:
         found = commands(part, NANOGPT=str(tmp_path / "model.py"))
-        assert 0 < sum(limit for limit, _ in found) <= 9 * 60 - 20, part  # 20 s for installing wheels and imports
+        assert 0 < sum(limit for limit, _ in found) <= 9 * 60 - 10, part  # 10 s for installing wheels and imports
         records += [
             word for _, words in found for word in words if word.endswith((".json", ".xml")) or "run.dir=" in word
         ]
-    assert len(set(records)) == len(records) == 19
+    assert len(set(records)) == len(records) == 23
 
 
 def test_the_rehearsal_composes_every_command_with_tiny_models_on_a_cpu() -> None:
-    for _, (script, *words) in commands("a", "b", REHEARSE="1"):
+    for _, (script, *words) in commands("a", "b", "c", REHEARSE="1"):
         assert not any(word.startswith(("analysis/benchmarks/records", "record=analysis")) for word in words)
         if script == "src/train.py":
-            kept = [word for word in words if not word.startswith("hydra.run.dir=")]
-            run = RunConfig.from_dict(values_of("train", kept) | {"run_dir": "x"})
-            assert (run.trainer.accelerator, run.trainer.max_steps, run.model.num_layers) == ("cpu", 3, 2)
+            run = run_of(words)
+            assert (run.trainer.accelerator, run.model.hidden_size) == ("cpu", 64) and run.trainer.max_steps <= 50
         elif script in ("analysis/benchmarks/bench.py", "analysis/benchmarks/gpu/gpu_trace.py"):
             bench = bench_of(words)
             assert (bench.accelerator, bench.model["num_layers"], bench.rounds) == ("cpu", 2, 1)
@@ -214,9 +236,9 @@ def test_list_a_is_rehearsed_end_to_end_on_a_cpu(tmp_path) -> None:
         )
     }
     trace = records["rehearsal_trace_gpt_1.2b"]
-    assert (
-        trace["metrics"]["graphs"]["value"] == 3 and trace["graph_breaks"] == {}
-    )  # one layer, two passes over the logits
+    # One layer, two passes over the logits, the counters of the optimizer, AdamW for matrices and vectors: the first
+    # vector in a buffer has a graph of its own.
+    assert trace["metrics"]["graphs"]["value"] == 1 + 2 + 1 + 3 and trace["graph_breaks"] == {}
     assert trace["syncs"]["aten::_local_scalar_dense"] > 0  # the optimizer reads the gradient norm
     assert sum(kernel["share"] for kernel in trace["kernels"]) > 0.5
     attention = records["rehearsal_attention_backends"]["metrics"]
@@ -229,3 +251,29 @@ def test_list_a_is_rehearsed_end_to_end_on_a_cpu(tmp_path) -> None:
         "rehearsal_gpu_tests.xml",
     } <= names
     assert archive.stat().st_size < 16 * 2**20
+
+
+@pytest.mark.slow
+def test_list_c_is_rehearsed_end_to_end_on_a_cpu_and_continues_a_run_that_was_stopped(tmp_path) -> None:
+    folders = {"LOGS": str(tmp_path / "logs"), "RESULTS": str(tmp_path), "OUT": str(tmp_path / "out")}
+    _, stopped = commands("c3", REHEARSE="1", **folders)[0]
+    stopped += ["trainer.stop_after_steps=20", "checkpoint.save_last=true"]
+    subprocess.run([sys.executable, *stopped], cwd=ROOT, check=True, capture_output=True)
+    run_folder = tmp_path / "logs" / "rehearsal_fig7_bert_752m_pre_seed_1234"
+    assert (run_folder / "checkpoints" / "step_20.ckpt").is_dir()
+    done = run_script("c", REHEARSE="1", **folders)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        "not measured" not in done.stdout
+        and "resumed from" in (tmp_path / "logs" / f"{run_folder.name}.log").read_text()
+    )
+    assert not (run_folder / "checkpoints").exists()
+    records = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+    assert [record["config"]["name"] for record in records] == [
+        f"bert_{size}m_{order}" for size in (336, 752) for order in ("post", "pre")
+    ]
+    assert [record["metrics"]["steps"]["value"] for record in records] == [50] * 4
+    curves = read_curves(records)
+    assert len(draw_true_widths(curves, read_cells(records)).axes) == 2 and curves["loss"].max() < 9
+    with tarfile.open(tmp_path / "out" / "rehearsal_c1_c2_c3_c4.tar.gz") as archive:
+        assert len([name for name in archive.getnames() if name.endswith(".json")]) == 4

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from made_cells import make_study, records_of, write_cell
 
-from analysis.norm_order.cells import NATS, choose_rates, read_cells, read_curves, read_gradient_norms
+from analysis.norm_order.cells import choose_rates, read_cells, read_curves, read_gradient_norms
 from analysis.norm_order.figure import draw_failures, draw_gradient_norms, draw_loss_curves, draw_rates
+from analysis.norm_order.run_folder import NATS
 from analysis.norm_order.summary import (
     endings,
     equal_rate_differences,

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from analysis.norm_order import run as script
 from analysis.norm_order.cells import CELL, at_chosen_rates, read_cells, read_curves, read_gradient_norms, retried_cells
+from analysis.norm_order.references import reference_losses
 from analysis.norm_order.summary import order_differences, summarize
 from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.data.bert_dataset import IGNORE_LABEL, BERTDataset
@@ -83,7 +84,7 @@ def test_the_reference_losses_match_the_scored_tokens() -> None:
     """Against counts of (input token, scored token) pairs in samples of another seed."""
     with initialize_config_dir(str(script.ROOT / "conf"), version_base=None):
         config = OmegaConf.to_container(compose("train", ["sweep=norm_order"]), resolve=True)
-    found = script.reference_losses(config)
+    found = reference_losses(config)
     data, tokenizer = DataConfig(**config["data"]), TokenizerConfig(**config["tokenizer"])
     corpus = prepare_corpus(data, tokenizer, "bert", None)
     dataset = BERTDataset(corpus, corpus.parts["train"][0], data, 5, "train")

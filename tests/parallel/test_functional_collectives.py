@@ -80,7 +80,8 @@ def _compiled_against_eager(rank: int, sequence_parallel: bool, batch_halves: bo
     """Largest difference of output and gradients, and the number of graph breaks; in fp64, over gloo."""
     changes = {"sequence_parallel": sequence_parallel, "batch_halves": batch_halves, "tp_communicator": None}
     context = dataclasses.replace(make_context(tp_size=2), **changes)
-    config = small_config("gpt", num_layers=1, hidden_dropout=0.1)
+    # Not sdpa, whose compiled backward pass torch 2.11 refuses in fp64 on a CPU.
+    config = small_config("gpt", num_layers=1, hidden_dropout=0.1, attention="exact")
     results = []
     for compiles in (False, True):
         model = build_model(config, context, seed=3, dtype=torch.float64, kernels=Kernels(compiles=compiles))
