@@ -114,6 +114,20 @@ def test_a_scheduler_signal_saves_at_the_next_step_and_the_resumed_run_is_bitwis
 
 
 @linux_only
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_every_process_leaves_the_loaders_running_until_the_ranks_have_saved(tmp_path, number) -> None:
+    process = start(*LONG_RUN, "data.num_workers=2", f"hydra.run.dir={tmp_path}")
+    try:
+        wait_until(lambda: rows_on_disk(tmp_path) > 2, process)
+        os.killpg(process.pid, number)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        end(process)
+    assert process.returncode == INTERRUPTED, stderr
+    assert len(list_checkpoints(tmp_path / "checkpoints")) == 1
+
+
+@linux_only
 def test_a_killed_rank_restarts_from_the_newest_checkpoint(tmp_path) -> None:
     short = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=40", "parallel.tp_size=2")
     short += ("checkpoint.save_every_steps=3",)

@@ -12,7 +12,7 @@ from ..config import BatchConfig
 from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import family_of, load
 from .bert_dataset import IGNORE_LABEL
-from .loading import CutStep, MicroBatches, References, Samples, Sized, Unsized, as_tensors, pinned_like
+from .loading import CutStep, MicroBatches, References, Samples, Sized, Unsized, as_tensors, ignore_signals, pinned_like
 from .prepare import prepare_corpus
 from .prepared import CorpusPart, PreparedCorpus
 from .sampler import DATASET_SHIFT, Blend, BlendedBatchSampler, GlobalBatchSampler
@@ -145,6 +145,7 @@ class PretrainDataModule(L.LightningDataModule):
         return DataLoader(
             References(samples),
             num_workers=self.config.num_workers,
+            worker_init_fn=ignore_signals,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(0),
             **kwargs,

@@ -1,5 +1,6 @@
 """The parts of a pretraining loader: look up samples, cut steps into micro-batches."""
 
+import signal
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -111,3 +112,13 @@ def as_tensors(batch: dict[str, np.ndarray]) -> MicroBatch:
 def pinned_like(tensor: Tensor, loaded: Tensor) -> Tensor:
     """`tensor`, pinned if the loader has pinned `loaded`: the copy of pageable memory to a GPU makes the host wait."""
     return tensor.pin_memory() if loaded.is_pinned() else tensor
+
+
+def ignore_signals(worker: int) -> None:
+    """Leave the signals at which a run saves to its ranks: in a loader process, ignore SIGTERM and SIGUSR1.
+
+    Schedulers send them to every process of a job. A loader process that ended would end its rank before it has saved.
+    """
+    for name in ("SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
