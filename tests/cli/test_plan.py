@@ -232,6 +232,10 @@ def test_the_operations_of_a_step_are_printed_on_request() -> None:
         ),
         (["precision=fp32", "cluster.peaks.fp32=null"], ["`precision.dtype` must be one of fp64, fp16 on dgx2h_v100"]),
         (["data.seq_length=2048"], ["`data.seq_length` must be at most `model.max_position_embeddings` (1024)"]),
+        (
+            ["cluster=h200", "parallel.tp_size=2", "parallel.batch_halves=true", "micro_batch_size=1"],
+            ["must be even with `parallel.batch_halves`, but is 1", "micro_batch_size=2", "parallel.batch_halves=true"],
+        ),
         (["top=0"], ["`top` must be a whole number of at least 1, but is 0"]),
         (["cluster.watts=-3"], ["`cluster.watts` must be above 0, but is -3"]),
         (["cluster.peaks.fp16=-1"], ["`cluster.peaks.fp16` must be above 0, but is -1"]),
