@@ -25,6 +25,7 @@ from .peers.ours import Ours
 from .peers.plain import HuggingFace, ModelFile
 
 NUM_BATCHES = 4
+END_S = 10.0  # for a contender that waits: it ends by itself once its pipe is closed
 
 
 class LossesDifferError(ValueError):
@@ -112,10 +113,10 @@ class Racer:
 
     def run(self, num_steps: int) -> tuple[list[float], list[float]]:
         """Seconds and loss of each of the next steps."""
-        self.pipe.send(num_steps)
         try:
+            self.pipe.send(num_steps)
             found = self.pipe.recv()
-        except EOFError:
+        except (EOFError, BrokenPipeError, ConnectionResetError):
             self.process.join()
             raise RuntimeError(f"a contender ended with exit code {self.process.exitcode}") from None
         if isinstance(found, Exception):
@@ -123,10 +124,11 @@ class Racer:
         return found
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; one that still computes is killed."""
+        self.pipe.close()
+        self.process.join(timeout=END_S)
         self.process.kill()
         self.process.join()
-        self.pipe.close()
 
 
 def _serve(name: str, bench: BenchConfig, pipe: Connection) -> None:
@@ -147,8 +149,8 @@ def _serve(name: str, bench: BenchConfig, pipe: Connection) -> None:
                 losses.append(float(loss))
             num_done += len(times)
             pipe.send((times, losses))
-    except EOFError:  # the process that waits is gone
-        return
+    except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
+        return  # the other process has closed the pipe, is gone or gets the Ctrl-C too
     except Exception as error:  # every other error must reach it
         pipe.send(error)
 

@@ -25,6 +25,7 @@ from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
 FORECAST = ROOT / "analysis" / "norm_order" / "records" / "true_widths_forecast.json"
+NAME = "norm_order_true_widths"  # of the runs' records
 CLUSTERS = ("h200", "h100")
 FIRST_STEPS = 10  # without step time: they compile
 # What every run is expected to end as, by the rules of `cells.py`, and why. Of the study's cells those with the scaled
@@ -88,9 +89,7 @@ def forecast() -> dict[str, Any]:
         metrics[f"{cluster}/time"] = {"value": sum_s / 60, "unit": "min"}
     metrics |= of_the_text(next(iter(found.values())))
     expected = {name: {"state": state, "because": reason} for name, (state, reason) in EXPECTED.items()}
-    return new_record(
-        "norm_order_true_widths_forecast", "modelled", {"expected": expected, "runs": found}, None, metrics
-    )
+    return new_record(f"{NAME}_forecast", "modelled", {"expected": expected, "runs": found}, None, metrics)
 
 
 def of_the_text(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -130,11 +129,26 @@ def keep(run_dir: Path) -> dict[str, Any]:
         "seed": values["seed"],
     }
     config = {"name": f"{model['name']}_{model['norm_order']}", "cell": cell, "run": values} | curves
-    record = new_record("norm_order_true_widths", "scaled_down", config, values["seed"], metrics)
+    record = new_record(NAME, "scaled_down", config, values["seed"], metrics)
     if not diverged:  # then the run has described the machine, its layout and the kernels that it chose
         run = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
         record["metrics"]["validation_loss"] = run["metrics"]["val/lm_loss"] | {"unit": NATS}
         record |= {key: run[key] for key in ("environment", "layout", "kernels")}
+    return record
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Read what `keep` has written.
+
+    Raises:
+        ValueError: the file is not such a record.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or record.get("name") != NAME:
+        raise ValueError(f"`records` must be records of list c of h200.sh, but {path} is not one")
     return record
 
 
@@ -168,8 +182,8 @@ def main() -> int:
     options = parser.parse_args()
     try:
         if options.command == "compare":
-            read = [json.loads(path.read_text(encoding="utf-8")) for path in (FORECAST, *options.records)]
-            print(compare(read[0], read[1:]))
+            forecasts = json.loads(FORECAST.read_text(encoding="utf-8"))
+            print(compare(forecasts, [read_record(path) for path in options.records]))
             return 0
         record = forecast() if options.command == "forecast" else keep(options.folder)
     except (ValueError, OSError) as error:

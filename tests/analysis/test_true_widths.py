@@ -102,3 +102,10 @@ def test_a_run_that_diverged_has_a_record_and_one_that_was_stopped_has_none(tmp_
         error = capsys.readouterr().err
         assert error.startswith("error: ") and message in error and error.count("\n") == 1
     assert not (tmp_path / "record.json").exists()
+
+
+def test_only_records_of_the_runs_are_compared(monkeypatch, capsys) -> None:
+    for path in (true_widths.FORECAST, Path(__file__)):
+        monkeypatch.setattr(sys, "argv", ["true_widths.py", "compare", str(path)])
+        assert true_widths.main() == 2
+        assert f"but {path} is not one" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from analysis.benchmarks.config import BenchConfig
 from analysis.benchmarks.peers.batches import make_batches
 from analysis.benchmarks.peers.megatron import has_softmax_kernel
 from analysis.benchmarks.peers.ours import Ours
-from analysis.benchmarks.race import LossesDifferError, make_contender, race
+from analysis.benchmarks.race import LossesDifferError, Racer, make_contender, race
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -118,6 +118,23 @@ def test_a_contender_that_fails_in_its_process_ends_the_race(tmp_path, failure: 
     path.write_text(NANO.replace("logits = self.table(tokens)", failure))
     with pytest.raises((ValueError, RuntimeError), match=message):
         race(bench_of(peers=["file_eager"], file=str(path)))
+
+
+def test_a_contender_that_was_killed_while_it_waited_is_named_by_its_exit_code() -> None:
+    racer = Racer("ours", bench_of())
+    racer.run(1)
+    racer.process.kill()
+    racer.process.join()
+    with pytest.raises(RuntimeError, match="exit code -9"):
+        racer.run(1)
+    racer.close()
+
+
+def test_a_contender_ends_by_itself_when_its_pipe_is_closed() -> None:
+    racer = Racer("ours", bench_of())
+    racer.run(1)
+    racer.close()
+    assert racer.process.exitcode == 0
 
 
 def test_peers_of_float8_compute_in_bf16() -> None:

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 import lmscale.planner.flops as flops
 from analysis.scaling.study import SIZES, study_model
+from lmscale.cli.hydra_main import run_task
 from lmscale.planner.params import count_parameters
 
 PAPER = ("model=gpt_8.3b", "parallel.tp_size=8", "parallel.dp_size=64", "cluster=dgx2h_v100")
@@ -40,6 +41,17 @@ def test_a_reader_that_closes_the_output_ends_it_quietly(operations) -> None:
     done.stdout.close()
     assert done.stderr.read() == ""
     assert done.wait(timeout=60) == 128 + signal.SIGPIPE
+
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch) -> None:
+    job = OmegaConf.create({"runtime": {"output_dir": "outputs"}, "overrides": {"task": []}})
+    monkeypatch.setattr("lmscale.cli.hydra_main.HydraConfig.get", lambda: job)
+
+    def lose_a_process(_: dict) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run_task(lose_a_process, OmegaConf.create({}))
 
 
 def printed(*overrides: str) -> str:
@@ -232,6 +244,10 @@ def test_the_operations_of_a_step_are_printed_on_request() -> None:
         ),
         (["precision=fp32", "cluster.peaks.fp32=null"], ["`precision.dtype` must be one of fp64, fp16 on dgx2h_v100"]),
         (["data.seq_length=2048"], ["`data.seq_length` must be at most `model.max_position_embeddings` (1024)"]),
+        (
+            ["cluster=h200", "parallel.tp_size=2", "parallel.batch_halves=true", "micro_batch_size=1"],
+            ["must be even with `parallel.batch_halves`, but is 1", "micro_batch_size=2", "parallel.batch_halves=true"],
+        ),
         (["top=0"], ["`top` must be a whole number of at least 1, but is 0"]),
         (["cluster.watts=-3"], ["`cluster.watts` must be above 0, but is -3"]),
         (["cluster.peaks.fp16=-1"], ["`cluster.peaks.fp16` must be above 0, but is -1"]),

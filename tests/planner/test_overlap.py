@@ -23,11 +23,24 @@ def waits(operations: list[tuple[str, float]], messages: dict, each: float, part
     return waited.total()
 
 
+CASES = {
+    "bert": ("bert_3.9b", {}),
+    "bert, fully recomputed without dropout": (
+        "bert_3.9b",
+        {"recompute": "full", "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    ),
+    "gpt, exact attention": ("gpt_8.3b", {"attention": "exact", "recompute": "selective"}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize("norm_order, sequence", list(product(("pre", "post"), (False, True))))
-def test_a_layer_has_the_messages_of_the_plan(norm_order: str, sequence: bool) -> None:
-    config = paper_model("bert_3.9b", norm_order=norm_order)
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_has_the_messages_of_the_plan(case: str, norm_order: str, sequence: bool, dtype: str) -> None:
+    name, changes = CASES[case]
+    config = paper_model(name, norm_order=norm_order, **changes)
     layout = ParallelConfig(4, 1, sequence)
-    layer = LayerCounts.of(config, layout, 8, 512, "bf16")
+    layer = LayerCounts.of(config, layout, 8, 512, dtype)
     found = Counter()
     for operations in (layer.forward("forward"), layer.backward()):
         names = [o.name for o in operations]
@@ -35,8 +48,9 @@ def test_a_layer_has_the_messages_of_the_plan(norm_order: str, sequence: bool) -
             if needed_by in names:
                 assert names.index(before) <= names.index(needed_by)
                 found[what] += config.num_layers
-    sent = micro_batch_collectives(config, layout, 8, 512, "bf16")
-    assert found == {c.what: c.count for c in sent if "attention and MLP" in c.what}
+    sent = micro_batch_collectives(config, layout, 8, 512, dtype)
+    layers = {c.what: c.count for c in sent if "attention and MLP" in c.what}
+    assert found == {what: count for what, count in layers.items() if not what.endswith(", recomputed")}
 
 
 def test_the_gradient_of_a_weight_hides_the_sum_of_an_input_gradient() -> None:

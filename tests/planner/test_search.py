@@ -7,6 +7,7 @@ from paper_models import paper_model
 from test_step_time import CLUSTER
 
 from lmscale.config import ParallelConfig, Recompute
+from lmscale.config.layout import ParallelRequest
 from lmscale.planner.job import Job
 from lmscale.planner.memory import estimate_memory
 from lmscale.planner.plan import make_plan
@@ -97,10 +98,16 @@ def test_the_nearest_layout_keeps_the_devices_and_changes_the_least(mode: str, w
     assert (found.layout.tp_size, found.layout.dp_size, found.job.micro_batch_size) == nearest
 
 
+def test_the_nearest_layout_keeps_the_options() -> None:
+    wanted = ParallelConfig(2, 4, sequence_parallel=True, zero1=True, batch_halves=True)
+    found = nearest_plan(job().change(3, Recompute.FULL), wanted, CLUSTER)
+    assert (found.layout, found.job.micro_batch_size) == (wanted, 4)
+
+
 def test_a_model_that_fits_no_layout_reports_its_minimum_memory() -> None:
     vast = job(hidden_size=19200, num_layers=120)
     assert nearest_plan(vast, ParallelConfig(), CLUSTER) is None
-    least = smallest_need(vast, CLUSTER)
+    least = smallest_need(vast, ParallelConfig(), CLUSTER)
     assert (least.layout.tp_size, least.layout.dp_size) == (20, 1)
     assert "largest tp_size that divides the model, 20" in suggest_layout(vast, ParallelConfig(), CLUSTER)
 
@@ -108,14 +115,18 @@ def test_a_model_that_fits_no_layout_reports_its_minimum_memory() -> None:
 def test_only_sizes_that_divide_are_tried() -> None:
     assert tensor_sizes(job(), 4096) == [1, 2, 4, 5, 10, 20]
     assert tensor_sizes(job(), 4) == [1, 2, 4]
-    assert micro_batch_sizes(job(), 4) == [1, 2, 4, 12]
-    assert micro_batch_sizes(job(), 7) == []
+    assert micro_batch_sizes(job(), ParallelConfig(1, 4)) == [1, 2, 4, 12]
+    assert micro_batch_sizes(job(), ParallelConfig(1, 7)) == []
+    assert micro_batch_sizes(job(), ParallelConfig(2, 4, batch_halves=True)) == [2, 4, 12]
+    assert micro_batch_sizes(job(), ParallelConfig(5, 4, sequence_parallel=True)) == []  # of 1,024 tokens
     assert largest_number(job(), CLUSTER) == 960  # 20 x 48
 
 
 def test_an_unusable_number_of_devices_is_refused_with_the_nearest_usable_one() -> None:
     with pytest.raises(ValueError, match="but is 7; the nearest number that is one is 8"):
         rank_layouts(job(), CLUSTER, 7)
+    with pytest.raises(ValueError, match="into even shares, but is 2; the nearest number that is one is 3"):
+        rank_layouts(job(batch=3), CLUSTER, 2, ParallelRequest(batch_halves=True))
 
 
 def test_days_tokens_and_energy_follow_from_the_step() -> None:

@@ -6,6 +6,7 @@ reads the output has closed it (SIGPIPE); those of training are in `training/run
 
 import atexit
 import os
+import select
 import shutil
 import signal
 import sys
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -68,7 +70,10 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig) -> None:
         task(values)
         sys.stdout.flush()
         _task_is_running = False
-    except BrokenPipeError:  # what reads the output, such as `head`, has closed it
+    except BrokenPipeError:
+        if not any(_has_no_reader(stream) for stream in (sys.stdout, sys.stderr)):
+            raise  # it was another pipe, such as that to a process of ours
+        # What reads the output, such as `head`, has closed it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         sys.exit(128 + signal.SIGPIPE)
     except (ValueError, OmegaConfBaseException) as error:
@@ -86,6 +91,13 @@ def hydra_files(cfg: DictConfig) -> dict[str, str]:
     settings = OmegaConf.masked_copy(HydraConfig.instance().cfg, "hydra")
     contents = {"config": cfg, "hydra": settings, "overrides": HydraConfig.get().overrides.task}
     return {f".hydra/{name}.yaml": OmegaConf.to_yaml(content) for name, content in contents.items()}
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    """Whether what an output goes to has been closed."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)  # errors are always reported
+    return bool(poll.poll(0))
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -84,11 +84,12 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
         ValueError: none fits; names the nearest one that does.
     """
     job, notes = make_job(question)
-    num_devices = question.num_devices or largest_number(job, question.cluster)
+    num_devices = question.num_devices or largest_number(job, question.cluster, question.parallel)
     ranking = rank_layouts(job, question.cluster, num_devices, question.parallel)
     if not ranking.fitting:
         closest = min(ranking.too_large, key=lambda plan: plan.missing_bytes)
-        way_out = suggest_layout(job.change(micro_batch_size=1), ParallelConfig(1, num_devices), question.cluster)
+        wanted = question.parallel.resolve(1, num_devices)
+        way_out = suggest_layout(job.change(micro_batch_size=1), wanted, question.cluster)
         raise ValueError(
             f"`num_devices` must be a number of devices on which some layout fits, but on {num_devices:,} even "
             f"{closest.overrides} does not: {describe_shortage(closest)}; {way_out}"

@@ -41,13 +41,17 @@ def tensor_sizes(job: Job, largest: int) -> list[int]:
     return sizes
 
 
-def micro_batch_sizes(job: Job, dp_size: int) -> list[int]:
-    """Powers of two that divide a data rank's share of the batch, and the share itself if it is small; ascending."""
-    if job.global_batch_size % dp_size:
+def micro_batch_sizes(job: Job, layout: ParallelConfig) -> list[int]:
+    """Powers of two that divide a data rank's share of the batch, and the share itself if it is small; ascending.
+
+    With `batch_halves` only even ones; none if the layout does not divide the batch or, where it cuts it, the sequence.
+    """
+    if job.global_batch_size % layout.dp_size or (layout.cuts_sequence and job.seq_length % layout.tp_size):
         return []
-    share = job.global_batch_size // dp_size
+    share = job.global_batch_size // layout.dp_size
     powers = {2**n for n in range(int(math.log2(LARGEST_MICRO_BATCH)) + 1) if share % 2**n == 0}
-    return sorted(powers | ({share} if share <= LARGEST_MICRO_BATCH else set()))
+    sizes = sorted(powers | ({share} if share <= LARGEST_MICRO_BATCH else set()))
+    return [b for b in sizes if b % layout.batch_parts == 0]
 
 
 def rank_layouts(job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest = _NO_OPTIONS) -> Ranking:
@@ -63,60 +67,59 @@ def rank_layouts(job: Job, cluster: Cluster, num_devices: int, request: Parallel
     fitting, too_large = [], []
     for tp_size in tensor_sizes(job, num_devices):
         layout = request.resolve(tp_size, num_devices // tp_size)
-        if num_devices % tp_size or (layout.cuts_sequence and job.seq_length % tp_size):
+        if num_devices % tp_size:
             continue
         plans = [
-            make_plan(job.change(b, mode), layout, cluster)
-            for b in micro_batch_sizes(job, layout.dp_size)
-            if not (layout.cuts_batch and b % 2)
-            for mode in _MODES
+            make_plan(job.change(b, mode), layout, cluster) for b in micro_batch_sizes(job, layout) for mode in _MODES
         ]
         fits = [plan for plan in plans if plan.missing_bytes <= 0]
         fitting += fits
         if plans and not fits:
             too_large.append(min(plans, key=lambda plan: plan.missing_bytes))
     if not fitting and not too_large:
-        possible = _possible_numbers(job, cluster)
+        possible = _possible_numbers(job, cluster, request)
         near = min(possible, key=lambda n: (abs(math.log(n / num_devices)), n))
+        sequence, even = " and the sequence" * request.sequence_parallel, " into even shares" * request.batch_halves
         raise ValueError(
-            f"`num_devices` must be a `tp_size` that divides the model times a `dp_size` that divides the batch of "
-            f"{job.global_batch_size:,}, but is {num_devices:,}; the nearest number that is one is {near:,}"
+            f"`num_devices` must be a `tp_size` that divides the model{sequence} times a `dp_size` that divides the "
+            f"batch of {job.global_batch_size:,}{even}, but is {num_devices:,}; the nearest number that is one is "
+            f"{near:,}"
         )
     return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), tuple(too_large))
 
 
-def largest_number(job: Job, cluster: Cluster) -> int:
+def largest_number(job: Job, cluster: Cluster, request: ParallelRequest = _NO_OPTIONS) -> int:
     """The largest number of devices that some fitting layout uses fully; if none fits, that some grid uses fully."""
-    numbers = sorted(_possible_numbers(job, cluster), reverse=True)
-    return next((number for number in numbers if _fits_on(job, cluster, number)), numbers[0])
+    numbers = sorted(_possible_numbers(job, cluster, request), reverse=True)
+    return next((number for number in numbers if _fits_on(job, cluster, number, request)), numbers[0])
 
 
-def _fits_on(job: Job, cluster: Cluster, num_devices: int) -> bool:
+def _fits_on(job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest) -> bool:
     """Whether some layout fits, tried with the settings that need least memory."""
     for tp_size in tensor_sizes(job, num_devices):
-        sizes = [] if num_devices % tp_size else micro_batch_sizes(job, num_devices // tp_size)
-        if sizes:
-            layout, frugal = ParallelConfig(tp_size, num_devices // tp_size), job.change(sizes[0], Recompute.FULL)
-            if make_plan(frugal, layout, cluster).missing_bytes <= 0:
-                return True
+        layout = request.resolve(tp_size, num_devices // tp_size)
+        sizes = [] if num_devices % tp_size else micro_batch_sizes(job, layout)
+        if sizes and make_plan(job.change(sizes[0], Recompute.FULL), layout, cluster).missing_bytes <= 0:
+            return True
     return False
 
 
-def _possible_numbers(job: Job, cluster: Cluster) -> set[int]:
+def _possible_numbers(job: Job, cluster: Cluster, request: ParallelRequest) -> set[int]:
     """Numbers of devices that some grid uses fully; always contains 1."""
     sizes = tensor_sizes(job, cluster.num_devices)
     divisors = [
         d for d in range(1, min(job.global_batch_size, cluster.num_devices) + 1) if job.global_batch_size % d == 0
     ]
-    return {p * d for p in sizes for d in divisors if p * d <= cluster.num_devices}
+    grids = [(p, d) for p in sizes for d in divisors if p * d <= cluster.num_devices]
+    return {p * d for p, d in grids if micro_batch_sizes(job, request.resolve(p, d))}
 
 
 def nearest_plan(job: Job, wanted: ParallelConfig, cluster: Cluster) -> Plan | None:
-    """The working plan closest to `job` on the grid `wanted`; None if the cluster has none.
+    """The working plan closest to `job` on the grid `wanted`, with its options; None if the cluster has none.
 
     Closest in the number of devices, then `tp_size`, then the micro-batch, then the recomputation.
     """
-    if smallest_need(job, cluster).missing_bytes > 0:
+    if smallest_need(job, wanted, cluster).missing_bytes > 0:
         return None
 
     def distance(candidate: tuple[ParallelConfig, int, Recompute]) -> tuple[float, float, float, int]:
@@ -128,30 +131,32 @@ def nearest_plan(job: Job, wanted: ParallelConfig, cluster: Cluster) -> Plan | N
             abs(_MODES.index(mode) - _MODES.index(job.config.recompute)),
         )
 
-    for layout, micro_batch_size, mode in sorted(_candidates(job, cluster), key=distance):
+    for layout, micro_batch_size, mode in sorted(_candidates(job, wanted, cluster), key=distance):
         plan = make_plan(job.change(micro_batch_size, mode), layout, cluster)
         if plan.missing_bytes <= 0:
             return plan
     return None
 
 
-def _candidates(job: Job, cluster: Cluster) -> list[tuple[ParallelConfig, int, Recompute]]:
+def _candidates(job: Job, wanted: ParallelConfig, cluster: Cluster) -> list[tuple[ParallelConfig, int, Recompute]]:
     """Every grid that divides model, batch and cluster, with every micro-batch size and recomputation mode."""
-    return [
-        (ParallelConfig(tp_size, dp_size), b, mode)
+    layouts = [
+        dataclasses.replace(wanted, tp_size=tp_size, dp_size=dp_size)
         for tp_size in tensor_sizes(job, cluster.num_devices)
         for dp_size in range(1, cluster.num_devices // tp_size + 1)
-        for b in micro_batch_sizes(job, dp_size)
-        for mode in _MODES
     ]
+    return [(layout, b, mode) for layout in layouts for b in micro_batch_sizes(job, layout) for mode in _MODES]
 
 
-def smallest_need(job: Job, cluster: Cluster) -> Plan:
+def smallest_need(job: Job, wanted: ParallelConfig, cluster: Cluster) -> Plan:
     """The layout on the cluster whose rank needs least memory: largest `tp_size`, one sequence, full
     recomputation, no data ranks."""
-    largest = tensor_sizes(job, cluster.num_devices)[-1]
+    layouts = [
+        dataclasses.replace(wanted, tp_size=tp_size, dp_size=1) for tp_size in tensor_sizes(job, cluster.num_devices)
+    ]
+    largest = [layout for layout in layouts if micro_batch_sizes(job, layout)][-1]
     one = dataclasses.replace(job.change(1, Recompute.FULL), global_batch_size=1)
-    return make_plan(one, ParallelConfig(largest), cluster)
+    return make_plan(one, dataclasses.replace(largest, batch_halves=False), cluster)
 
 
 def suggest_layout(job: Job, wanted: ParallelConfig, cluster: Cluster) -> str:
@@ -159,7 +164,7 @@ def suggest_layout(job: Job, wanted: ParallelConfig, cluster: Cluster) -> str:
     near = nearest_plan(job, wanted, cluster)
     if near is not None:
         return f"the nearest layout that works is {near.overrides}"
-    least = smallest_need(job, cluster)
+    least = smallest_need(job, wanted, cluster)
     return (
         f"no layout works: at the largest tp_size that divides the model, {least.layout.tp_size}, with one sequence "
         f"and full recomputation, a rank still needs {least.needed_bytes / GIB:.1f} GiB"
