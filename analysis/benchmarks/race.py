@@ -9,6 +9,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -152,6 +153,7 @@ def _serve(name: str, bench: BenchConfig, pipe: Connection) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         return  # the other process has closed the pipe, is gone or gets the Ctrl-C too
     except Exception as error:  # every other error must reach it
+        error.add_note("".join(traceback.format_exception(error)))  # a pickled one has no traceback
         pipe.send(error)
 
 

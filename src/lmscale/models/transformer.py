@@ -42,7 +42,8 @@ class Transformer(nn.Module):
     Communicates:
         over the tensor group, forward one all-reduce of [b, s, h] for the embedding and two per layer; backward two per
         layer; full recompute repeats a layer's forward ones. With sequence parallelism all-gathers and reduce-scatters
-        in their place (`TransformerLayer`), and forward one all-gather at the end.
+        in their place, with `batch_halves` twice as many of half the size (both: `TransformerLayer`); with sequence
+        parallelism forward one all-gather at the end.
 
     Raises:
         ValueError: a sequence longer than `max_position_embeddings` or the cache, or with sequence
