@@ -156,6 +156,17 @@ def test_the_median_of_five_seeds_names_its_run(tmp_path) -> None:
     assert setting.median == 85.0 and setting.median_run == tmp_path / "3" and setting.differing == {}
 
 
+def test_seeds_at_different_layouts_are_one_setting(tmp_path) -> None:
+    for seed, tp_size, micro_batch_size in ((1, 1, 8), (2, 2, 8), (3, 2, 4)):
+        layout = {"parallel": {"tp_size": tp_size}, "micro_batch_size": micro_batch_size}
+        record(tmp_path / str(seed), seed, 80.0 + seed, **layout)
+    (setting,) = read_settings(tmp_path)
+    assert setting.median == 82.0 and setting.differing == {}
+    record(tmp_path / "again", 2, 90.0, parallel={"tp_size": 1}, micro_batch_size=8)
+    with pytest.raises(ValueError, match="must differ in their seed"):
+        read_settings(tmp_path)
+
+
 def test_a_search_is_sorted_by_the_median_of_each_setting(tmp_path) -> None:
     for lr, scores in ((1e-5, (70.0, 90.0, 71.0)), (3e-5, (80.0, 60.0, 81.0)), (5e-5, (75.0, 10.0, 20.0))):
         for seed, accuracy in enumerate(scores):

@@ -176,15 +176,17 @@ def test_a_full_disk_stops_the_run_if_configured(tmp_path, capfd, monkeypatch) -
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files through the kernel")
 def test_a_failed_write_keeps_the_previous_checkpoint(tmp_path) -> None:
     """A real write error: files are limited to 60 kB, and the shards are larger."""
+    assert train(*TINY, f"hydra.run.dir={tmp_path / 'before'}").returncode == 0  # builds the corpus, larger too
     code = (
         "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000));"
         "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     launcher = ("-c", code)
-    done = train(*TINY, "checkpoint.save_every_steps=2", f"hydra.run.dir={tmp_path}", launcher=launcher)
+    folder = tmp_path / "run"
+    done = train(*TINY, "checkpoint.save_every_steps=2", f"hydra.run.dir={folder}", launcher=launcher)
     assert done.returncode == NOT_SAVED, done.stderr
     assert "checkpoint of step 2 not saved: rank 0: [Errno 27] File too large" in done.stderr
-    assert not list((tmp_path / "checkpoints").glob("*step*")) and len(read_rows(tmp_path)) == 3
+    assert not list((folder / "checkpoints").glob("*step*")) and len(read_rows(folder)) == 3
 
 
 def test_a_non_finite_loss_stops_the_run_and_names_the_first_non_finite_parameter(tmp_path, capfd) -> None:

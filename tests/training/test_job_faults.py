@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from entry_points import TINY, start, train
 from runs import assert_same_run
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.training.runtime.exit_codes import INTERRUPTED, STALLED, USER_ERROR
+from lmscale.training.runtime.run import _end_process_group
 from lmscale.training.runtime.watchdog import Watchdog
 
 LONG_RUN = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=100000",)
@@ -27,6 +29,30 @@ def test_the_watchdog_ends_a_hung_rank_and_names_its_phase() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.returncode == STALLED and time.monotonic() - begin < 40
     assert done.stderr.startswith("error: rank 3 has not moved for ") and "in step 17, backward pass" in done.stderr
+
+
+def test_the_watchdog_ends_a_rank_that_hangs_as_it_leaves_the_process_group(tmp_path) -> None:
+    code = (
+        "import runpy, sys, time; import torch.distributed as dist;"
+        "dist.destroy_process_group = lambda: time.sleep(60);"
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    short = ("parallel.timeout_minutes=0.1", f"hydra.run.dir={tmp_path}")
+    done = train(*TINY, *short, launcher=("-c", code))
+    assert done.returncode == STALLED and "in the end of the process group" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("failed", "backend", "called"), [(True, "nccl", "abort"), (False, "nccl", "destroy"), (True, "gloo", "destroy")]
+)
+def test_after_a_failure_nccl_is_aborted(monkeypatch, failed: bool, backend: str, called: str) -> None:
+    calls = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: calls.append("abort"))
+    _end_process_group(failed)
+    assert calls == [called]
 
 
 def test_progress_reports_keep_the_watchdog_from_firing() -> None:

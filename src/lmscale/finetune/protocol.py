@@ -10,13 +10,13 @@ from ..config.finetune import TASKS
 from .tasks import objective_of
 
 RECORD = "record.json"
-# Keys that may differ between runs of one setting, or that follow from the seed or the path.
-_NOT_A_SETTING = {"seed", "run_dir", "overrides", "cache_dir", "sets", "objective"}
+# Keys that may differ between runs of one setting (seed and layout), or that follow from the seed or the path.
+_NOT_A_SETTING = {"seed", "parallel", "micro_batch_size", "run_dir", "overrides", "cache_dir", "sets", "objective"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that differ only in their seed.
+    """Runs that differ only in their seed and their layout.
 
     Args:
         differing: keys in which the settings of a folder differ, with this setting's values.

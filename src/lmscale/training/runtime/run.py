@@ -132,14 +132,24 @@ def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], 
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
     finally:
-        watchdog.stop()
         interruption.restore()
         lock.release()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        watchdog.mark("the end of the process group")
+        _end_process_group(failed=sys.exc_info()[0] is not None)
+        watchdog.stop()
         gc.collect()  # frees memory for the next job of a sweep in this process
         if job.accelerator == "gpu":
             torch.cuda.empty_cache()
+
+
+def _end_process_group(failed: bool) -> None:
+    """Leave the process group, after a failure without waiting for ranks that may be inside a collective."""
+    if not dist.is_initialized():
+        return
+    if failed and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()  # the other backends end at once
+    else:
+        dist.destroy_process_group()
 
 
 def _lock_folder(strategy: TensorParallelStrategy, own: Path, lock: RunLock) -> Path:
