@@ -50,7 +50,13 @@ def test_make_refuses_too_few_gpus_before_it_sets_up_anything(tmp_path, listed, 
     (tmp_path / "nvidia-smi").chmod(0o755)
     folders = (f"BIN={tmp_path}/bin", f"INSTALLED={tmp_path}/.installed", "PYTHON=false")
     found_first = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
-    done = subprocess.run(["make", "check-gpus", *folders], cwd=ROOT, env=found_first, capture_output=True, text=True)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "check-gpus", *folders],
+        cwd=ROOT,
+        env=found_first,
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert f"error: the GPUs that nvidia-smi lists must be at least 2, but are {found}\n" in done.stderr
 
