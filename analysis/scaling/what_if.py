@@ -83,7 +83,7 @@ def largest(name: str, sizes: tuple[int, ...] = (512, 2048, 8192, 16384)) -> lis
                 rows.append(row | {"layout": "none divides"})
                 continue
             if not ranking.fitting:
-                least = smallest_need(job, machine)
+                least = smallest_need(job, ParallelConfig(), machine)
                 short = f"{least.missing_bytes / GIB:.0f} GiB short at tp {least.layout.tp_size}"
                 rows.append(row | {"layout": short if least.missing_bytes > 0 else "too few ranks per model"})
                 continue
