@@ -217,7 +217,7 @@ def test_every_python_command_of_the_documents_runs(tmp_path) -> None:
     analysis/ only print their help (they have other tests); make targets must exist; Slurm and conda are not run."""
     pages = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
-    blocks = text.split("```bash\n")[1:]
+    blocks = text.replace("\\\n", " ").split("```bash\n")[1:]
     lines = [line.split("#")[0].strip() for block in blocks for line in block.split("```")[0].splitlines()]
     for name, content in re.findall(r"```yaml outputs/(\S+)\n(.*?)```", text, re.S):  # user files
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
