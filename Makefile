@@ -47,7 +47,7 @@ check-gpus:
 h200-wheels: setup
 	PYTHON=$(BIN)/python bash analysis/benchmarks/h200_wheels.sh .wheels
 
-# From the committed records: the paper's tables beside ours, the ledger with its summary in the README, docs/results.md.
+# From the committed records: the paper's tables beside ours, the ledger, the tables of README.md and docs/results.md.
 tables: setup
 	$(BIN)/python analysis/report/make_tables.py
 

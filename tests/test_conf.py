@@ -256,9 +256,9 @@ def test_every_key_is_read_by_something() -> None:
 
 
 def commands_that_are_not_run() -> list[tuple[str, list[str]]]:
-    """Entry point and overrides of the commands for other machines, in the READMEs' fences without a language."""
+    """Entry point and overrides of the commands for other machines, in the pages' fences without a language."""
     found = []
-    for path in (ROOT / "README.md", ROOT / "finetune" / "README.md"):
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         for language, fence in re.findall(r"^```(.*?)\n(.*?)^```$", path.read_text(encoding="utf-8"), re.S | re.M):
             for line in [] if language else fence.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
@@ -277,7 +277,7 @@ def test_every_command_for_other_machines_composes(entry_point: str, words: list
     overrides = [word.replace("resume=auto", "resume.path=auto") for word in words if "=" in word]
     own = []
     if "--config-dir" in words:
-        text = (ROOT / "finetune" / "README.md").read_text(encoding="utf-8")
+        text = (ROOT / "docs" / "guides" / "finetune.md").read_text(encoding="utf-8")
         for name, fence in re.findall(r"^```yaml (\S+)\n(.*?)^```$", text, re.S | re.M):
             (tmp_path / name).parent.mkdir(parents=True)
             (tmp_path / name).write_text(fence, encoding="utf-8")

@@ -3,7 +3,7 @@
     python analysis/report/make_tables.py          # or: make tables
 
 All values come from the records; a test compares the committed files. `ledger.md` has every number of the paper, the
-README its short form, and `docs/results.md` the tables of our measurements. To add a table, add its title to `TABLES`
+README six results, and `docs/results.md` the tables of our measurements. To add a table, add its title to `TABLES`
 and its rows to `all_rows`, with the same columns as the others.
 """
 
@@ -31,6 +31,7 @@ from analysis.zero_shot.table import table_3
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES_FOLDER = ANALYSIS / "tables"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "results.md"]  # their tables are filled in
 _MODELLED = (
     "`exact` is counted. `modelled` comes from the cost model of `analysis/scaling/records/cost_model.json` and states "
     "whether the cell was in its fit; nothing was run on GPUs."
@@ -111,7 +112,6 @@ TABLES = {
 }
 
 
-LEDGER_START, LEDGER_END = "<!-- ledger: made by analysis/report/make_tables.py -->", "<!-- end of the ledger -->"
 LEDGER_TITLE = "every number of the paper, with ours"
 LEDGER_NOTE = (
     "The id of a number gives its place in the paper. `from` is the record in `analysis/*/records/`, the code that "
@@ -156,28 +156,19 @@ def render_all(rows: dict[str, pd.DataFrame]) -> dict[str, str]:
 
 
 def short_ledger(rows: pd.DataFrame) -> str:
-    """The short ledger of the README: how many numbers there are per kind of evidence, and the main ones."""
+    """The short ledger: how many numbers there are per kind of evidence, and the main ones."""
     counts = ", ".join(f"{row.numbers} {row.evidence}" for row in kinds(rows).itertuples())
     return f"Of {len(rows)} numbers of the paper: {counts}.\n\n{_table(short_form(rows))}\n"
 
 
-def fill_results(page: str, rows: dict[str, pd.DataFrame], records: dict[str, dict]) -> str:
-    """Fill the tables of `docs/results.md` from the records."""
-    tables = {name: _table(table) for name, table in (rows | metric_tables(records)).items()}
-    return fill(page, tables | {"ledger": short_ledger(rows["Ledger"]).rstrip()})
-
-
-def in_readme(text: str, block: str) -> str:
-    """Replace the ledger in the README.
+def fill_page(page: str, rows: dict[str, pd.DataFrame], records: dict[str, dict]) -> str:
+    """Fill the tables of a page from the records.
 
     Raises:
-        ValueError: the README has no markers for it.
+        ValueError: the page has no marker for a table.
     """
-    before, start, rest = text.partition(LEDGER_START)
-    _, end, after = rest.partition(LEDGER_END)
-    if not end:
-        raise ValueError(f"`--readme` must contain {LEDGER_START} and {LEDGER_END}")
-    return f"{before}{start}\n{block}{end}{after}"
+    tables = {name: _table(table) for name, table in (rows | metric_tables(records)).items()}
+    return fill(page, tables | {"ledger": short_ledger(rows["Ledger"]).rstrip()})
 
 
 def _ledger_page(rows: pd.DataFrame) -> str:
@@ -221,16 +212,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--records", type=Path, default=ANALYSIS, help="folder of records")
     parser.add_argument("--output", type=Path, default=TABLES_FOLDER, help="folder of the Markdown files")
-    parser.add_argument(
-        "--readme", type=Path, default=ROOT / "README.md", help="file with markers for the short ledger"
-    )
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md", help="file with markers for tables")
+    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES, help="Markdown files with markers for tables")
     options = parser.parse_args()
     try:
         records = read_records(options.records)
         rows = all_rows(records)
-        results = fill_results(options.page.read_text(encoding="utf-8"), rows, records)
-        readme = in_readme(options.readme.read_text(encoding="utf-8"), short_ledger(rows["Ledger"]))
+        pages = {path: fill_page(path.read_text(encoding="utf-8"), rows, records) for path in options.pages}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -239,8 +226,8 @@ def main() -> int:
         path = options.output / f"{name.lower().replace(' ', '_')}.md"
         path.write_text(page, encoding="utf-8")
         print(path)
-    options.readme.write_text(readme, encoding="utf-8")
-    options.page.write_text(results, encoding="utf-8")
+    for path, page in pages.items():
+        path.write_text(page, encoding="utf-8")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The tables of `docs/results.md`: tables of single metrics, described by `results.yaml`, and their placement."""
+"""Tables of single metrics, described by `results.yaml`, and their place in the README and `docs/results.md`."""
 
 import re
 from collections.abc import Mapping
@@ -36,5 +36,12 @@ def _row(row: dict[str, str], records: Mapping[str, dict[str, Any]]) -> dict[str
 
 
 def fill(page: str, tables: Mapping[str, str]) -> str:
-    """Replace each marked place of a page by the Markdown table of its name."""
-    return _PLACE.sub(lambda place: f"{place[1]}\n{tables[place[2]]}\n\n{place[3]}", page)
+    """Replace each marked place of a page by the Markdown table of its name.
+
+    Raises:
+        ValueError: the page has no marked place.
+    """
+    filled, count = _PLACE.subn(lambda place: f"{place[1]}\n{tables[place[2]]}\n\n{place[3]}", page)
+    if not count:
+        raise ValueError("`--pages` must contain markers, <!-- table: NAME --> and <!-- end of the table -->")
+    return filled

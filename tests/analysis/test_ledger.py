@@ -12,6 +12,7 @@ from analysis.ledger.evidence import KINDS, Context
 from analysis.ledger.rows import kinds, ledger, short_form
 from analysis.report import make_tables
 from analysis.report.records import read_records
+from analysis.report.results_page import fill
 from lmscale import paper
 from lmscale.config.cluster import Cluster
 from lmscale.config.from_dict import build
@@ -179,6 +180,6 @@ def test_every_command_composes() -> None:
                 assert compose(ROOTS[script], overrides, return_hydra_config=True), command
 
 
-def test_a_readme_without_markers_is_refused() -> None:
-    with pytest.raises(ValueError, match="`--readme` must contain"):
-        make_tables.in_readme("# nothing\n", "block")
+def test_a_page_without_markers_is_refused() -> None:
+    with pytest.raises(ValueError, match="`--pages` must contain"):
+        fill("# nothing\n", {"demo": "table"})

@@ -92,9 +92,9 @@ def test_five_seeds_have_a_median_and_make_an_ensemble(places) -> None:
 
 
 def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
-    """The README's task from files: a table with two texts and JSON lines with one; then like every other task."""
+    """The guide's task from files: a table with two texts and JSON lines with one; then like every other task."""
     folder, overrides = places
-    text = (REPOSITORY / "finetune/README.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs/guides/finetune.md").read_text(encoding="utf-8")
     (tmp_path / "task").mkdir()
     example = text.split("```yaml outputs/conf/task/rte.yaml\n")[1].split("```")[0]
     (tmp_path / "task/rte.yaml").write_text(example, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Exit codes of a training job; the README has the table for schedulers.
+"""Exit codes of a training job; `docs/reference/exit_codes.md` has the table for schedulers.
 
 0 the run is done; 1 a rank failed; 2 the configuration is invalid; 128 + n ended at once by signal n.
 """

@@ -1,0 +1,41 @@
+"""Relative links of README, CONTRIBUTING and docs lead to files, and their anchors to headings."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors of a page, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links of `page` that lead nowhere; addresses with a scheme are not followed."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = page if not path else page.parent / path
+        if re.match(r"\w+:", link):
+            continue
+        if not target.exists() or (anchor and anchor not in headings(target)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_a_missing_file_and_a_missing_heading_are_found(tmp_path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One title\n[a](gone.md) [b](#one-title) [c](#two) [d](page.md#one-title) [e](https://x.org)\n")
+    assert broken_links(page) == ["gone.md", "#two"]
