@@ -4,9 +4,9 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from analysis.report.style import COLUMN_WIDTH, PALETTE, column_style
+from analysis.report.style import BLUE, COLUMN_WIDTH, ORANGE, column_style
 
-_COLORS = {"published weights": PALETTE["paper"], "random weights": PALETTE["ours"]}
+_COLORS = {"published weights": BLUE, "random weights": ORANGE}
 _MARKS = {"published weights": "o", "random weights": "X"}
 
 

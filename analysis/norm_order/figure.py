@@ -1,4 +1,4 @@
-"""Figure 7 as a controlled experiment: lightness shows the norm order, line style the initialization."""
+"""Figure 7 as a controlled experiment: colour shows the norm order, line style the initialization."""
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -6,12 +6,12 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from analysis.report.style import COLUMN_WIDTH, PALETTE, column_style
+from analysis.report.style import BLUE, COLUMN_WIDTH, FONT_SIZE, ORANGE, PAGE_WIDTH, column_style
 
 from .cells import CELL, at_chosen_rates
 from .run_folder import NATS
 
-_PALETTE = {"pre": PALETTE["paper"], "post": PALETTE["ours"]}
+_PALETTE = {"pre": BLUE, "post": ORANGE}
 _STARTS = {True: "scaled by 1/sqrt(2 L)", False: "not scaled"}
 _LOSS = f"training loss,\n{NATS}"
 _NORM = "gradient norm,\nnats per unit weight"
@@ -25,10 +25,22 @@ def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) 
         factorial: depth at which the learning rates were chosen.
     """
     rows = _arms(at_chosen_rates(curves, cells, factorial)).rename(columns={"loss": _LOSS})
-    figure = _panels(rows, x="step", y=_LOSS, title="{col_name} layers")
-    for axis in figure.axes:
+    figure = _panels(rows, x="step", y=_LOSS, title="{col_name} layers", columns=4)
+    runs = at_chosen_rates(cells, cells, factorial)
+    for axis, (layers, part) in zip(figure.axes, runs.groupby("layers"), strict=True):
         _mark_references(axis, cells)
+        axis.set_title(f"{layers} layers", fontsize=FONT_SIZE)
+        count = _learned(part).replace(", ", "\n")
+        axis.text(0.97, 0.96, count, transform=axis.transAxes, ha="right", va="top", fontsize=FONT_SIZE - 1)
+    title = f"Runs that learned: {_learned(runs)}"
+    figure.suptitle(title, x=0.01, y=1.04, ha="left", weight="bold", fontsize=FONT_SIZE + 2)
     return figure
+
+
+def _learned(cells: pd.DataFrame) -> str:
+    """Count the runs that learned, per norm order."""
+    states = [(order, cells.loc[cells["order"] == order, "state"]) for order in ("pre", "post")]
+    return ", ".join(f"{order}-norm {sum(of == 'learned')} of {len(of)}" for order, of in states)
 
 
 def draw_true_widths(curves: pd.DataFrame, cells: pd.DataFrame) -> Figure:
@@ -48,8 +60,8 @@ def draw_rates(cells: pd.DataFrame, factorial: int) -> Figure:
     """Draw final training loss over learning rate at the factorial's depth: one panel per initialization."""
     rows = _arms(cells[cells["layers"] == factorial]).rename(columns={"lr": "learning rate", "train_loss": _LOSS})
     rates = sorted(rows["learning rate"].unique())
-    figure = _panels(rows, x="learning rate", y=_LOSS, col="start", title="{col_name}")
-    for axis, (_, part) in zip(figure.axes, rows.groupby("start", sort=False), strict=True):
+    figure = _panels(rows, x="learning rate", y=_LOSS, col="initialization", title="{col_name}")
+    for axis, (_, part) in zip(figure.axes, rows.groupby("initialization", sort=False), strict=True):
         for order, cells_of in part.groupby("norm order"):
             axis.scatter(cells_of["learning rate"], cells_of[_LOSS], color=_PALETTE[order], s=9, zorder=3)
         _mark_references(axis, cells)
@@ -83,7 +95,7 @@ def draw_failures(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int, step
     rows = norms.merge(cells[[*CELL, "state"]], on=CELL).rename(columns={"norm": _NORM, "state": "the run"})
     rows = rows[(rows["layers"] == factorial) & (rows["order"] == "post") & rows["step"].isin(steps)]
     rows = rows.assign(run=rows["scaled"].astype(str) + rows["lr"].astype(str) + rows["seed"].astype(str))
-    shown = {"hue": "the run", "style": "the run", "palette": {"learned": "0.65", "stuck": "0.15", "diverged": "0.15"}}
+    shown = {"hue": "the run", "style": "the run", "palette": {"learned": BLUE, "stuck": ORANGE, "diverged": ORANGE}}
     figure = _panels(rows, x="layer", y=_NORM, col="step", title="step {col_name}", units="run", **shown)
     _logarithmic(figure)
     return figure
@@ -91,18 +103,19 @@ def draw_failures(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int, step
 
 def _arms(rows: pd.DataFrame) -> pd.DataFrame:
     """Rename the two factors of an arm for legends."""
-    return rows.assign(start=rows["scaled"].map(_STARTS)).rename(columns={"order": "norm order"})
+    return rows.assign(initialization=rows["scaled"].map(_STARTS)).rename(columns={"order": "norm order"})
 
 
 def _panels(
-    rows: pd.DataFrame, x: str, y: str, title: str, col: str = "layers", share_x: bool = True, **shown
+    rows: pd.DataFrame, x: str, y: str, title: str, col: str = "layers", share_x: bool = True, columns: int = 2, **shown
 ) -> Figure:
-    """Draw panels, two per row, with one legend; by default lightness is the order, line style the initialization."""
-    arms = {"hue": "norm order", "style": "start" if col != "start" else None, "palette": _PALETTE}
+    """Draw panels with one legend; by default colour is the norm order, line style the initialization."""
+    arms = {"hue": "norm order", "style": "initialization" if col != "initialization" else None, "palette": _PALETTE}
     lines = {"units": "seed", "estimator": None, "linewidth": 0.9} | arms | shown
-    if col == "start":  # the line is the mean over the seeds, which are drawn as points
+    if col == "initialization":  # the line is the mean over the seeds, which are drawn as points
         lines |= {"units": None, "estimator": "mean", "errorbar": None}
-    size = {"height": COLUMN_WIDTH * 0.55, "aspect": 0.95, "col_wrap": 2}
+    width = (PAGE_WIDTH if columns > 2 else COLUMN_WIDTH) / columns
+    size = {"height": width * 1.05, "aspect": 0.95, "col_wrap": columns}
     facets = {"sharex": share_x, "legend_out": False}
     with column_style():
         grid = sns.relplot(rows, x=x, y=y, col=col, kind="line", facet_kws=facets, **lines, **size)

@@ -1,12 +1,13 @@
-"""Style shared by all figures: the width of a column of the paper, and legible font sizes."""
+"""Style shared by all figures: widths, legible font sizes, and colours from seaborn's colour-blind palette."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import seaborn as sns
 
-COLUMN_WIDTH, FONT_SIZE = 3.3, 8  # inches, points
-PALETTE = {"paper": "0.25", "ours": "0.65"}  # distinguishable in grayscale
+COLUMN_WIDTH, PAGE_WIDTH, FONT_SIZE = 3.3, 8.0, 8  # inches (a page is 1,600 pixels wide), points
+BLUE, ORANGE = sns.color_palette("colorblind").as_hex()[:2]
+PALETTE = {"paper": "0.35", "ours": BLUE}
 
 
 @contextmanager

@@ -5,14 +5,14 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from analysis.report.style import COLUMN_WIDTH, PALETTE, column_style
+from analysis.report.style import BLUE, COLUMN_WIDTH, ORANGE, PALETTE, column_style
 
 from .study import BASELINE_FLOPS_PER_S
 from .tables import OURS, PAPER
 
-_LABELS = {"edge": ("black", "black"), "center": ("white", "black")}  # colors legible at that position
+_LABELS = {"edge": ("black", "black"), "center": ("white", "white")}  # colors legible at that position
 _COLORS = {PAPER: PALETTE["paper"], OURS: PALETTE["ours"]}
-_PARTS = {"layers": "0.3", "embeddings": "0.65", "other": "0.9"}  # lightness
+_PARTS = {"layers": BLUE, "embeddings": ORANGE, "other": "0.8"}
 _HATCHES = {"layers": "", "embeddings": "//", "other": ".."}
 
 
@@ -104,7 +104,7 @@ def draw_memory_wall(rows: pd.DataFrame, devices: dict[str, float]) -> Figure:
     with column_style():
         figure = Figure(figsize=(COLUMN_WIDTH, 3.0), layout="constrained")
         axis = figure.subplots()
-        look = {"hue": "model", "style": "model", "markers": True, "palette": "Greys_d"}
+        look = {"hue": "model", "style": "model", "markers": True, "palette": "colorblind"}
         sns.lineplot(tall, x="tensor ranks", y="GiB", ax=axis, **look)
         for name, gib in devices.items():
             axis.axhline(gib, color="0.4", linewidth=0.8, linestyle=":")

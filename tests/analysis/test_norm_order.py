@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from made_cells import make_study, records_of, write_cell
 
-from analysis.norm_order.cells import choose_rates, read_cells, read_curves, read_gradient_norms
+from analysis.norm_order.cells import at_chosen_rates, choose_rates, read_cells, read_curves, read_gradient_norms
 from analysis.norm_order.figure import draw_failures, draw_gradient_norms, draw_loss_curves, draw_rates
 from analysis.norm_order.run_folder import NATS
 from analysis.norm_order.summary import (
@@ -157,6 +157,11 @@ def test_the_figures_have_one_panel_per_depth_and_units(study) -> None:
     norms = draw_gradient_norms(read_gradient_norms(records_of(study)), cells, 4)
     failures = draw_failures(read_gradient_norms(records_of(study)), cells, 4, (1, 50))
     assert [len(figure.axes) for figure in (curves, norms, draw_rates(cells, 4), failures)] == [2, 2, 2, 2]
-    assert all(figure.get_size_inches()[0] < 4.5 for figure in (curves, norms, failures))  # column width
+    assert all(figure.get_size_inches()[0] < 4.5 for figure in (norms, failures))  # column width
+    runs = at_chosen_rates(cells, cells, 4)
+    counts = {order: sum(runs.loc[runs["order"] == order, "state"] == "learned") for order in ("pre", "post")}
+    total = len(runs) // 2
+    title = f"Runs that learned: pre-norm {counts['pre']} of {total}, post-norm {counts['post']} of {total}"
+    assert curves.get_suptitle() == title
     assert NATS in curves.axes[0].get_ylabel() and norms.axes[0].get_yscale() == "log"
     assert len(norms.axes[1].lines[0].get_xdata()) == 8
