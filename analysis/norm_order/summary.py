@@ -213,7 +213,7 @@ def order_table(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "layers": rows["layers"],
-            "start before residuals": ["scaled" if scaled else "not scaled" for scaled in rows["scaled"]],
+            "initialization of residual layers": ["scaled" if scaled else "not scaled" for scaled in rows["scaled"]],
             "pre-norm (lr)": [_loss_and_rate(r.pre, r.lr_pre) for r in rows.itertuples()],
             "post-norm (lr)": [_loss_and_rate(r.post, r.lr_post) for r in rows.itertuples()],
             "post - pre, 95 %": [_interval(r.difference, r.half_width) for r in rows.itertuples()],
