@@ -1,5 +1,6 @@
 """Report errors in overrides or configuration in one line, `error: ...`, with exit code 2."""
 
+import difflib
 import os
 import re
 import sys
@@ -45,7 +46,7 @@ def _one_line(error: Exception) -> str:
         return f"`{ungiven.group(1)}` must be one of {', '.join(ungiven.group(2).split())}, but is not given"
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
-        return f"`{unknown.group(1)}` is not a known key or group of the configuration"
+        return f"`{unknown.group(1)}` is not a known key or group of the configuration{_closest(unknown.group(1))}"
     if text.startswith(("Config group override must be", "Error resolving interpolation '${model}'")):
         text = _wrong_choice(sys.argv[1:]) or text
     if isinstance(error, OSError):  # Hydra makes the folder
@@ -54,6 +55,19 @@ def _one_line(error: Exception) -> str:
     if not isinstance(error, (ValueError, HydraException, OmegaConfBaseException)):
         text = f"the command line cannot be used: {type(error).__name__} {text}".rstrip()
     return re.sub(r"\s+", " ", text).strip()
+
+
+def _closest(key: str) -> str:
+    """A question that names the known key or group most like `key`, in any group; empty if none is like it."""
+    from .reference import ENTRY_POINTS, known_keys  # imports every configuration class: needed after a mistake only
+
+    script = Path(sys.argv[0]).resolve()
+    name = f"{script.parent.name}/{script.name}"
+    known = known_keys(name) if name in ENTRY_POINTS else []
+    known += [folder.name for root in (CONF, CONF / script.stem) for folder in root.glob("*/")]
+    same_name = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
+    close = same_name[:1] or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    return f"; did you mean `{close[0]}`?" if close else ""
 
 
 def _wrong_choice(overrides: list[str]) -> str | None:

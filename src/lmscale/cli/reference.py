@@ -55,6 +55,12 @@ def groups(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
                 yield from groups(kind, f"{prefix}{key_of(field)}.{name}")
 
 
+def known_keys(script: str) -> list[str]:
+    """The keys of an entry point as they are typed, without those under names that a user chooses."""
+    found = [prefix + key_of(field) for prefix, cls in groups(ENTRY_POINTS[script]) for field, _ in _fields(cls)]
+    return [key for key in found if "<name>" not in key and key not in ADDED]
+
+
 def composed(script: str) -> DictConfig:
     """What an entry point gets if nothing is typed."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
