@@ -109,6 +109,25 @@ def test_the_loss_scale_grows_and_halves_with_hysteresis() -> None:
     assert history == [8, 8, 16, 16, 16, 8, 4, 2, 2, 2, 2, 4]
 
 
+def test_growth_of_the_loss_scale_restores_the_hysteresis() -> None:
+    config = PrecisionConfig("fp16", initial_loss_scale=8.0, loss_scale_window=2, hysteresis=2)
+    counters = DeviceCounters(config, (0.9, 0.999), torch.device("cpu"))
+    history = []
+    for overflow in (True, False, False, True, True):
+        advance(counters, overflow)
+        history.append((counters.loss_scale.item(), counters.known.loss_scale_overflows_left))
+    # Without growth in between, the second overflow would halve the scale.
+    assert history == [(8, 1), (8, 1), (16, 2), (16, 1), (8, 0)]
+
+
+@pytest.mark.parametrize("scaled_norm, expected", [(24.0, 0.5 / 3.0 / 8.0), (3.2, 1.0 / 8.0)])
+def test_clipping_compares_its_limit_with_the_norm_without_the_loss_scale(scaled_norm: float, expected: float) -> None:
+    counters = DeviceCounters(PrecisionConfig("fp16", initial_loss_scale=8.0), (0.9, 0.999), torch.device("cpu"))
+    norm = GradientNorm(torch.tensor(scaled_norm, dtype=torch.float64), torch.tensor(True))
+    factor = counters.advance(norm, 0.5, torch.float64)[0]
+    assert factor.item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_other_types_have_a_constant_loss_scale_of_one() -> None:
     counters = DeviceCounters(PrecisionConfig("bf16"), (0.9, 0.999), torch.device("cpu"))
     advance(counters, overflow=True)
