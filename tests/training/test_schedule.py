@@ -38,6 +38,11 @@ def test_megatron_v1_reaches_the_minimum_rate_well_before_the_paper_formula() ->
     assert {learning_rate(t, v1, 1.5e-4) for t in (253_123, 270_000, 300_000, 400_000)} == {1e-5}
 
 
+def test_one_step_of_warmup_starts_at_zero() -> None:
+    schedule = ScheduleConfig("linear", warmup_steps=1, decay_steps=5)
+    assert [learning_rate(t, schedule, 0.4) for t in (0, 1, 3)] == [0.0, 0.4, 0.2]
+
+
 def test_the_rates_at_start_peak_and_end_are_exact() -> None:
     schedule = ScheduleConfig(**GPT)
     assert learning_rate(0, schedule, 1.5e-4) == 0.0
