@@ -15,6 +15,7 @@ import argparse
 import compileall
 import gc
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -39,6 +40,16 @@ HERE = Path(__file__).parent
 PLAN, EQUIVALENT = HERE / "mutants_plan.yaml", HERE / "mutants_equivalent.yaml"
 ROWS, SUMMARY = HERE / "records" / "mutants.jsonl", HERE / "records" / "mutants.json"
 TIMES = ROOT / "outputs" / "mutants_times.json"  # seconds of each test file on this machine
+LIBRARIES = (
+    "datasets",
+    "hydra.core.hydra_config",
+    "hypothesis",
+    "lightning",
+    "pyarrow.parquet",
+    "pytest",
+    "torch._dynamo",
+)
+LIBRARIES += ("safetensors.torch", "torch.distributed.device_mesh", "torch.distributed.launcher.api", "transformers")
 PASSED, DETECTED = (0,), (1, 2)  # exit codes of pytest; 2: the tests could not be imported
 LIMIT_FACTOR, LIMIT_S = 5.0, 15.0  # a test file may take this many times its usual time, and this long in addition
 
@@ -65,14 +76,8 @@ def planned() -> dict[str, tuple[Mutant, list[str]]]:
 
 def import_libraries() -> None:
     """Import what tests and package need, but not the package: forked processes import that from their own tree."""
-    import datasets  # noqa: F401
-    import hypothesis  # noqa: F401
-    import lightning.pytorch  # noqa: F401
-    import omegaconf  # noqa: F401
-    import pytest  # noqa: F401
-    import torch.distributed.device_mesh  # noqa: F401
-    import transformers  # noqa: F401
-
+    for name in LIBRARIES:
+        importlib.import_module(name)
     assert not any(name.startswith("lmscale") for name in sys.modules)
     gc.freeze()  # garbage collection would touch, and so copy, the shared pages
 
@@ -129,8 +134,7 @@ def _become_pytest(tree: Path, tests: list[str], log: Path) -> None:
         os.chdir(tree)
         output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(output, 1), os.dup2(output, 2)
-        os.environ |= {"PYTHONPATH": f"{tree}/src", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": f"{tree}/tmp"}
-        sys.dont_write_bytecode = True
+        os.environ |= {"PYTHONPATH": f"{tree}/src", "TMPDIR": f"{tree}/tmp"}
         tempfile.tempdir = None
         sys.path[:0] = [f"{tree}/src", str(tree)]
         import pytest
@@ -151,6 +155,8 @@ def measure(tree: Path, tests: list[str], times: dict[str, float]) -> None:
             if outcome != "passed":
                 raise RuntimeError(f"{test} must pass without a mutant, but {outcome}: {failed}")
             times[test] = round(time.monotonic() - started, 2)
+            TIMES.parent.mkdir(exist_ok=True)
+            TIMES.write_text(json.dumps(times, indent=1), encoding="utf-8")
             print(f"{times[test]:6.1f} s  {test}", flush=True)
 
 
@@ -198,22 +204,24 @@ def try_all(todo: list[tuple[Mutant, list[str]]], jobs: int, times: dict[str, fl
             print(f"{row['outcome']:9s} {row['seconds']:5.1f} s  {row['key']}", flush=True)
 
 
-def try_by_hand(changes: dict[str, tuple[str, str, str, str]]) -> dict[str, tuple[str, str]]:
-    """Outcome with and without each change (file, old text, new text, test), which may take a minute in all.
+def try_by_hand(changes: dict[str, tuple[str, str, str, str]]) -> dict[str, str]:
+    """Outcome of the test of each change (file, old text, new text, test) with the change: `failed` if it is detected.
 
-    Returns:
-        by name of the change: `passed` or `failed` without it, and with it.
+    Raises:
+        RuntimeError: one of the tests does not pass without its change.
     """
     import_libraries()
     found = {}
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
         tree = copy_tree(Path(folder))
+        outcome, failed = run_tests(tree, [test for *_, test in changes.values()], 120.0)
+        if outcome != "passed":
+            raise RuntimeError(f"{failed} must pass without a change, but {outcome}")
         for name, (file, old, new, test) in changes.items():
             source = (tree / file).read_text(encoding="utf-8")
             assert source.count(old) == 1, f"{file} must have `{old}` once"
-            before = run_tests(tree, [test], 60.0)[0]
             (tree / file).write_text(source.replace(old, new), encoding="utf-8")
-            found[name] = before, run_tests(tree, [test], 60.0)[0]
+            found[name] = run_tests(tree, [test], 60.0)[0]
             (tree / file).write_text(source, encoding="utf-8")
     return found
 
@@ -280,14 +288,8 @@ def main() -> None:
     if todo := todo[: options.limit]:
         import_libraries()
         times = json.loads(TIMES.read_text(encoding="utf-8")) if TIMES.exists() else {}
-        try:
-            try_all(todo, options.jobs, times)
-        finally:
-            TIMES.parent.mkdir(exist_ok=True)
-            TIMES.write_text(json.dumps(times, indent=1), encoding="utf-8")
-    rows = read_rows()
-    ROWS.write_text("".join(json.dumps(rows[key]) + "\n" for key in plan if key in rows), encoding="utf-8")
-    summary = summarize(rows, plan, reasons)
+        try_all(todo, options.jobs, times)
+    summary = summarize(read_rows(), plan, reasons)
     SUMMARY.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print({key: summary[key] for key in ("planned", "total", "killed", "kill_rate", "interval_95")})
     print(*(f"survived: {key} (line {line})" for key, line in summary["survived"].items()), sep="\n")
