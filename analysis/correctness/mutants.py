@@ -276,7 +276,7 @@ def main() -> None:
     """Try mutants and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--jobs", type=int, default=1, help="mutants tried at once, each in its own copy of the tree")
-    parser.add_argument("--only", help="try only the mutants of this file")
+    parser.add_argument("--only", nargs="+", metavar="FILE", help="try only the mutants of these files")
     parser.add_argument("--limit", type=int, help="try at most this many")
     parser.add_argument("--survivors", action="store_true", help="try again those that survived")
     options = parser.parse_args()
@@ -284,7 +284,8 @@ def main() -> None:
     reasons = yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8")) or {}
     again = {key for key, row in rows.items() if row["outcome"] == "survived" and key not in reasons}
     wanted = again if options.survivors else plan.keys() - rows.keys()
-    todo = [entry for key, entry in plan.items() if key in wanted and options.only in (None, entry[0].file)]
+    files = options.only or [mutant.file for mutant, _ in plan.values()]
+    todo = [entry for key, entry in plan.items() if key in wanted and entry[0].file in files]
     if todo := todo[: options.limit]:
         import_libraries()
         times = json.loads(TIMES.read_text(encoding="utf-8")) if TIMES.exists() else {}
