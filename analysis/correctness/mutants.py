@@ -13,6 +13,7 @@ each survivor that computes the same. Outcomes are appended to `records/mutants.
 
 import argparse
 import compileall
+import contextlib
 import gc
 import hashlib
 import importlib
@@ -27,6 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -84,12 +87,8 @@ def import_libraries() -> None:
 
 def copy_tree(tree: Path) -> Path:
     """Copy the files of the checkout that git does not ignore, with byte code that is checked by its source's hash."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     for name in filter(None, listed.stdout.decode().split("\0")):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tree / name)
@@ -100,14 +99,14 @@ def copy_tree(tree: Path) -> Path:
 
 def run_tests(tree: Path, tests: list[str], limit_s: float) -> tuple[str, str]:
     """Run tests of a tree until one fails: `passed`, `failed` or `timed out`, and the test that failed."""
-    log = tree / "tmp" / "log"
-    pid = os.fork()
-    if pid == 0:
-        _become_pytest(tree, tests, log)
-    deadline = time.monotonic() + limit_s
-    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    _end_group(pid)
+    log, deadline = tree / "tmp" / "log", time.monotonic() + limit_s
+    pid = _fork(_run_pytest, tree, tests, log)
+    try:
+        while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # also servers and ranks that the tests started
     if ended[0] == 0:
         os.waitpid(pid, 0)
         return "timed out", tests[0]
@@ -120,30 +119,32 @@ def run_tests(tree: Path, tests: list[str], limit_s: float) -> tuple[str, str]:
     return "failed", failed[0] if failed else tests[0]
 
 
-def _end_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)  # also servers and ranks that the tests started
-    except ProcessLookupError:
-        pass
+def _fork(function: Callable[..., int], *arguments: object) -> int:
+    """Call a function that returns an exit code in a forked process; returns the process's id."""
+    pid = os.fork()
+    if pid == 0:
+        code = 3
+        try:
+            code = function(*arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return pid
 
 
-def _become_pytest(tree: Path, tests: list[str], log: Path) -> None:
-    code = 3
-    try:
-        os.setsid()
-        os.chdir(tree)
-        output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        os.dup2(output, 1), os.dup2(output, 2)
-        os.environ |= {"PYTHONPATH": f"{tree}/src", "TMPDIR": f"{tree}/tmp"}
-        tempfile.tempdir = None
-        sys.path[:0] = [f"{tree}/src", str(tree)]
-        import pytest
+def _run_pytest(tree: Path, tests: list[str], log: Path) -> int:
+    os.setsid()
+    os.chdir(tree)
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(output, 1), os.dup2(output, 2)
+    os.environ |= {"PYTHONPATH": f"{tree}/src", "TMPDIR": f"{tree}/tmp"}
+    tempfile.tempdir = None
+    sys.path[:0] = [f"{tree}/src", str(tree)]
+    import pytest
 
-        options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        code = int(pytest.main([*options, *tests]))
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+    return int(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
 
 
 def measure(tree: Path, tests: list[str], times: dict[str, float]) -> None:
@@ -160,8 +161,8 @@ def measure(tree: Path, tests: list[str], times: dict[str, float]) -> None:
             print(f"{times[test]:6.1f} s  {test}", flush=True)
 
 
-def try_mutant(tree: Path, mutant: Mutant, tests: list[str], times: dict[str, float]) -> dict[str, object]:
-    """Plant one mutant in a tree, run the tests until one detects it, and restore the file; returns its row."""
+def try_mutant(tree: Path, mutant: Mutant, tests: list[str], times: dict[str, float]) -> int:
+    """Plant one mutant in a tree, run the tests until one detects it, restore the file, and write the file `row`."""
     path, started = tree / mutant.file, time.monotonic()
     source = path.read_bytes()
     path.write_bytes(mutant.plant(source))
@@ -175,12 +176,14 @@ def try_mutant(tree: Path, mutant: Mutant, tests: list[str], times: dict[str, fl
     finally:
         path.write_bytes(source)
     row = {"key": mutant.key, "line": mutant.line, "operator": mutant.operator, "outcome": outcome}
-    return row | {"by": by, "seconds": round(time.monotonic() - started, 1)}
+    row |= {"by": by, "seconds": round(time.monotonic() - started, 1)}
+    (tree / "row").write_text(json.dumps(row), encoding="utf-8")
+    return 0
 
 
 def try_all(todo: list[tuple[Mutant, list[str]]], jobs: int, times: dict[str, float]) -> None:
     """Try mutants in `jobs` processes, each with its own tree, and append their rows."""
-    with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
+    with tempfile.TemporaryDirectory(prefix="mutants_", ignore_cleanup_errors=True) as folder:
         free = [copy_tree(Path(folder, str(job))) for job in range(jobs)]
         running: dict[int, Path] = {}
         queue = list(todo)
@@ -188,11 +191,7 @@ def try_all(todo: list[tuple[Mutant, list[str]]], jobs: int, times: dict[str, fl
             while queue and free:
                 (mutant, tests), tree = queue.pop(0), free.pop()
                 measure(tree, tests, times)
-                if (pid := os.fork()) == 0:
-                    row = try_mutant(tree, mutant, tests, times)
-                    (tree / "row").write_text(json.dumps(row), encoding="utf-8")
-                    os._exit(0)
-                running[pid] = tree
+                running[_fork(try_mutant, tree, mutant, tests, times)] = tree
             pid, status = os.wait()
             free.append(running.pop(pid))
             if status != 0:
@@ -298,4 +297,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the copies of the tree
     main()

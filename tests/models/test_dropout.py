@@ -1,5 +1,6 @@
 """Dropout in the models: its places, and masks that are random and depend only on the counter."""
 
+import hashlib
 import math
 
 import pytest
@@ -166,6 +167,9 @@ def test_keys_masks_and_seeds_are_those_of_runs_on_record() -> None:
     keys = sample_dropout_keys(1234, torch.tensor([0, 5, 2**31 + 5, 2**40]))
     assert keys.tolist() == [-1705425241, 1356187463, -1749513386, 1737910347]
     assert site_keys(keys, 2)[:, :2].tolist() == [[-602328566, 1236152590], [1484830226, -1144199802]]
+    assert sample_dropout_keys(2, torch.tensor([0])).tolist() == [1872853978]  # the hash of this seed is negative
+    mask = counter_keep_mask(keys[1:2], 7, 9, 0.3, first_row=3)
+    assert hashlib.blake2b(mask.numpy().tobytes(), digest_size=4).hexdigest() == "d1b4d060"
     bits = counter_bits(keys[1:2], torch.tensor([0, 2]).int(), torch.tensor([1, 7]).int())
     assert bits.tolist() == [[[-2118729349, 1480699560], [-447676499, -138509762]]]
     with torch.random.fork_rng():
