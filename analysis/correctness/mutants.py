@@ -32,6 +32,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +54,7 @@ LIBRARIES = (
     "torch._dynamo",
 )
 LIBRARIES += ("safetensors.torch", "torch.distributed.device_mesh", "torch.distributed.launcher.api", "transformers")
-PASSED, DETECTED = (0,), (1, 2)  # exit codes of pytest; 2: the tests could not be imported
+DETECTED = (1, 2)  # exit codes of pytest; 2: the tests could not be imported
 LIMIT_FACTOR, LIMIT_S = 5.0, 15.0  # a test file may take this many times its usual time, and this long in addition
 
 
@@ -111,7 +112,7 @@ def run_tests(tree: Path, tests: list[str], limit_s: float) -> tuple[str, str]:
         os.waitpid(pid, 0)
         return "timed out", tests[0]
     code, text = os.waitstatus_to_exitcode(ended[1]), log.read_text(encoding="utf-8", errors="replace")
-    if code in PASSED:
+    if code == 0:
         return "passed", ""
     if code not in DETECTED and code >= 0:
         raise RuntimeError(f"pytest ended with code {code} for {tests}:\n{text[-3000:]}")
@@ -142,9 +143,8 @@ def _run_pytest(tree: Path, tests: list[str], log: Path) -> int:
     os.environ |= {"PYTHONPATH": f"{tree}/src", "TMPDIR": f"{tree}/tmp"}
     tempfile.tempdir = None
     sys.path[:0] = [f"{tree}/src", str(tree)]
-    import pytest
-
-    return int(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    return int(pytest.main([*options, *tests]))
 
 
 def measure(tree: Path, tests: list[str], times: dict[str, float]) -> None:
