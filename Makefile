@@ -1,4 +1,4 @@
-# Targets: setup demo test test-slow test-cuda-all check-gpus lint format tables figures report reference h200-wheels clean
+# Targets: setup demo test test-slow test-cuda-all check-gpus mutants lint format tables figures report reference h200-wheels clean
 # To use another Python: make setup PYTHON=python3.12
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 
 REAL_BERT := .venv/.real_bert
 
-.PHONY: setup demo test test-slow test-cuda-all check-gpus h200-wheels tables figures report reference lint format clean
+.PHONY: setup demo test test-slow test-cuda-all check-gpus mutants h200-wheels tables figures report reference lint format clean
 
 setup: $(INSTALLED)
 
@@ -35,6 +35,10 @@ test-slow: setup $(REAL_BERT)
 # Everything that can be tested of the CUDA paths without a GPU, with every compiled layer of the matrix; ten minutes.
 test-cuda-all: setup
 	$(BIN)/python -m pytest -m "slow or not slow" tests/cuda
+
+# Plant the planned small mistakes one by one and count those that the fast tests detect; goes on where it stopped.
+mutants: setup
+	$(BIN)/python analysis/correctness/mutants.py
 
 # Training on this machine's GPUs (2 to 8): layouts, kill and resume, bandwidth, in about three minutes; one report.
 check-gpus:

@@ -1,5 +1,6 @@
 """Dropout in the models: its places, and masks that are random and depend only on the counter."""
 
+import hashlib
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, counter_dropout, counter_keep_mask, sample_dropout_keys, site_keys
+from lmscale.parallel.rng import counter_bits, seed_rank_generator
 
 ONE = ParallelContext()
 ARCHITECTURES, NORM_ORDERS = ["gpt", "bert"], ["pre", "post"]
@@ -158,6 +160,21 @@ def test_masks_do_not_depend_on_batch_order_or_the_rows_of_a_rank() -> None:
     assert torch.equal(counter_keep_mask(reordered, 12, 29, 0.3), mask[order])
     parts = [counter_keep_mask(site_keys(keys, 8)[2], 4, 29, 0.3, first_row=4 * rank) for rank in range(3)]
     assert torch.equal(torch.cat(parts, dim=1), mask)
+
+
+def test_keys_masks_and_seeds_are_those_of_runs_on_record() -> None:
+    """Another hash would be as random, but a run that is resumed would go on with other masks."""
+    keys = sample_dropout_keys(1234, torch.tensor([0, 5, 2**31 + 5, 2**40]))
+    assert keys.tolist() == [-1705425241, 1356187463, -1749513386, 1737910347]
+    assert site_keys(keys, 2)[:, :2].tolist() == [[-602328566, 1236152590], [1484830226, -1144199802]]
+    assert sample_dropout_keys(2, torch.tensor([0])).tolist() == [1872853978]  # the hash of this seed is negative
+    mask = counter_keep_mask(keys[1:2], 7, 9, 0.3, first_row=3)
+    assert hashlib.blake2b(mask.numpy().tobytes(), digest_size=4).hexdigest() == "d1b4d060"
+    bits = counter_bits(keys[1:2], torch.tensor([0, 2]).int(), torch.tensor([1, 7]).int())
+    assert bits.tolist() == [[[-2118729349, 1480699560], [-447676499, -138509762]]]
+    with torch.random.fork_rng():
+        seed_rank_generator(1234, step=3, micro_step=1, dp_rank=2, tp_rank=1)
+        assert torch.initial_seed() == 4684031662437398473
 
 
 def test_dropout_keeps_the_expectation() -> None:

@@ -34,6 +34,11 @@ def test_the_quantiles_are_the_same_on_every_machine() -> None:
     assert hashlib.blake2b(quantiles.numpy().tobytes(), digest_size=8).hexdigest() == "5259977a85b27462"
 
 
+def test_the_numbers_are_those_of_runs_on_record() -> None:
+    rows = [[0.5219411849975586, -1.5748310089111328], [-0.7157974243164062, 1.0411367416381836]]
+    assert draw(2, 2, seed=1234, first_row=3, first_column=1).tolist() == rows
+
+
 def test_mean_deviation_and_kurtosis_are_those_of_a_normal_distribution(numbers) -> None:
     # Within four standard errors of each estimate.
     n = numbers.numel()

@@ -85,6 +85,23 @@ def test_half_types_are_as_accurate_as_their_products(dtype: torch.dtype, bound:
     assert largest_error([x.double() for x in found], expected()) < bound
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_half_weights_and_biases_are_summed_over_chunks_in_fp32(dtype: torch.dtype, monkeypatch) -> None:
+    """1,000 equal chunks: a sum in the half type stops growing where a chunk's part is below half its last bit."""
+    chunks, generator = 1000, torch.Generator().manual_seed(0)
+    row, weight = torch.randn(1, H, generator=generator), torch.randn(V, H, generator=generator)
+    labels = torch.full((chunks,), 2)
+    monkeypatch.setattr(chunked_cross_entropy, "LOGITS_AT_ONCE", V)
+    found = []
+    for wide in (dtype, torch.float64):
+        rows = row.to(dtype).to(wide).repeat(chunks, 1)
+        parameters = [x.to(dtype).to(wide).requires_grad_() for x in (weight, torch.zeros(V))]
+        loss = linear_cross_entropy(rows, *parameters, labels, USED, ParallelContext())
+        found.append([x.double() for x in torch.autograd.grad(loss, parameters)])
+    for half, exact in zip(*found, strict=True):
+        assert (half - exact).norm() < 2 * torch.finfo(dtype).eps * exact.norm()
+
+
 def test_the_chunked_loss_never_allocates_the_full_logits(monkeypatch) -> None:
     monkeypatch.setattr(chunked_cross_entropy, "LOGITS_AT_ONCE", 2 * V)
     sizes = []

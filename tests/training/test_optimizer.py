@@ -1,4 +1,4 @@
-"""The optimizer: parameter groups, masters, skipped steps, clipping and loss scaling."""
+"""The optimizer: parameter groups, masters, skipped steps and clipping."""
 
 import pytest
 import torch
@@ -7,8 +7,7 @@ from sharding import random_batch, small_config, total_loss
 
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
-from lmscale.parallel import GradientNorm, ParallelContext
-from lmscale.training.step.counters import DeviceCounters
+from lmscale.parallel import ParallelContext
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 
@@ -29,14 +28,6 @@ def set_gradients(model, optimizer, seed: int = 0, scale: float = 1.0) -> None:
     parameters = list(model.parameters())
     gradients = [(torch.randn(p.shape, generator=generator) * scale).to(p.dtype) for p in parameters]
     torch.autograd.backward([p * 1 for p in parameters], gradients)
-
-
-def advance(counters: DeviceCounters, overflow: bool) -> torch.Tensor:
-    """Count a step whose gradient has norm 1, or nan."""
-    norm = torch.tensor(float("nan") if overflow else 1.0, dtype=torch.float64)
-    step = counters.advance(GradientNorm(norm, torch.tensor(not overflow)), 0.5, torch.float32)
-    counters.publish()
-    return step
 
 
 def test_biases_and_layer_norms_are_not_decayed() -> None:
@@ -96,23 +87,6 @@ def test_fp32_masters_of_half_weights_keep_small_updates(dtype) -> None:
         assert torch.equal(param, master.to(half))
         moved = (master - start).abs()
         assert moved.max() <= 3.1e-5 and moved.max() > 2e-5  # about lr per update, below bf16's resolution at 1
-
-
-def test_the_loss_scale_grows_and_halves_with_hysteresis() -> None:
-    config = PrecisionConfig("fp16", initial_loss_scale=8.0, loss_scale_window=3, hysteresis=2, min_loss_scale=2.0)
-    counters = DeviceCounters(config, (0.9, 0.999), torch.device("cpu"))
-    history = []
-    for overflow in (False, False, False, True, False, True, True, True, True, False, False, False):
-        advance(counters, overflow)
-        history.append(counters.loss_scale.item())
-    # doubled after 3 finite steps; the first overflow is tolerated; minimum 2; grows again
-    assert history == [8, 8, 16, 16, 16, 8, 4, 2, 2, 2, 2, 4]
-
-
-def test_other_types_have_a_constant_loss_scale_of_one() -> None:
-    counters = DeviceCounters(PrecisionConfig("bf16"), (0.9, 0.999), torch.device("cpu"))
-    advance(counters, overflow=True)
-    assert counters.loss_scale == counters.read().loss_scale == 1.0
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])

@@ -1,9 +1,12 @@
 import itertools
 
 import pytest
+import torch
 
-from lmscale.config.training import ScheduleConfig
-from lmscale.training.step.schedule import learning_rate, learning_rate_of_update
+from lmscale.config.training import PrecisionConfig, ScheduleConfig
+from lmscale.parallel import GradientNorm
+from lmscale.training.step.counters import DeviceCounters
+from lmscale.training.step.schedule import UpdateSchedule, learning_rate, learning_rate_of_update
 
 GPT = {"decay": "cosine", "warmup_steps": 3_000, "decay_steps": 300_000, "min_lr": 1e-5}
 BERT = {"decay": "linear", "warmup_steps": 10_000, "decay_steps": 2_000_000, "min_lr": 0.0}
@@ -33,6 +36,11 @@ def test_megatron_v1_reaches_the_minimum_rate_well_before_the_paper_formula() ->
     v1 = ScheduleConfig(**GPT, formula="megatron_v1")
     assert learning_rate(253_100, v1, 1.5e-4) > 1e-5
     assert {learning_rate(t, v1, 1.5e-4) for t in (253_123, 270_000, 300_000, 400_000)} == {1e-5}
+
+
+def test_one_step_of_warmup_starts_at_zero() -> None:
+    schedule = ScheduleConfig("linear", warmup_steps=1, decay_steps=5)
+    assert [learning_rate(t, schedule, 0.4) for t in (0, 1, 3)] == [0.0, 0.4, 0.2]
 
 
 def test_the_rates_at_start_peak_and_end_are_exact() -> None:
@@ -86,3 +94,20 @@ def test_a_minimum_rate_above_the_peak_is_refused() -> None:
 def test_megatron_v1_refuses_a_warmup_longer_than_half_the_run() -> None:
     with pytest.raises(ValueError, match=r"`schedule.warmup_steps` must be at most half .* \(11\).* but is 6"):
         ScheduleConfig("linear", warmup_steps=6, decay_steps=11, formula="megatron_v1")
+
+
+def test_skipped_steps_do_not_advance_the_rate() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    optimizer.add_param_group({"params": [torch.zeros(1)]})
+    optimizer.counters = DeviceCounters(PrecisionConfig("fp16"), (0.9, 0.999), torch.device("cpu"))
+    schedule, rates = UpdateSchedule(optimizer, ScheduleConfig("linear", warmup_steps=7, decay_steps=31), 0.7), []
+    for finite in (True, False, False, True):
+        optimizer.counters.advance(GradientNorm(torch.ones((), dtype=torch.float64), torch.tensor(finite)), None, None)
+        optimizer.counters.publish()
+        schedule.step()
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    assert rates == [[pytest.approx(rate)] * 2 for rate in (0.2, 0.2, 0.2, 0.3)]
+    assert schedule.state_dict() == {}
+    optimizer.counters.load({"num_updates": 4, "loss_scale": None})
+    schedule.load_state_dict({})
+    assert schedule.get_last_lr() == [pytest.approx(0.5)] * 2
