@@ -25,7 +25,8 @@ from .tensor_file import DTYPE_NAMES
 FORMAT_VERSION = 2
 METADATA = "metadata.json"
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_NAME = re.compile(r"step_(\d+)\.ckpt")
+REPLACED = ".replaced"  # ends the name of a complete checkpoint while a new one of the same step takes its place
+_NAME = re.compile(rf"step_(\d+)\.ckpt({re.escape(REPLACED)})?")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-]+\.safetensors")
 # Keys that may differ between a checkpoint and the model that loads it: they do not change the function of the weights.
 _FREE = {"hidden_dropout", "attention_dropout", "embedding_dropout", "recompute", "attention"}
@@ -110,14 +111,18 @@ def checkpoint_step(path: Path) -> int:
 def list_checkpoints(folder: str | Path) -> list[Path]:
     """List the checkpoints in `folder`, by ascending step.
 
-    Unfinished checkpoints have other names. A directory without metadata is listed, because only complete checkpoints
-    get such a name; `read_metadata` reports what is wrong with it.
+    Unfinished checkpoints have other names. One that was being replaced is listed if its successor is missing. A
+    directory without metadata is listed, because only complete checkpoints get such a name; `read_metadata` reports
+    what is wrong with it.
     """
     folder = Path(folder)
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=checkpoint_step)
+    found = {}
+    for path in sorted(folder.iterdir(), reverse=True):  # replaced ones first
+        if _NAME.fullmatch(path.name) and path.is_dir():
+            found[checkpoint_step(path)] = path
+    return [path for _, path in sorted(found.items())]
 
 
 def read_metadata(path: str | Path) -> CheckpointMetadata:
