@@ -241,6 +241,11 @@ def _rewrite(path, change) -> None:
         lambda v: v["tensors"]["model/rows"]["pieces"].reverse(),
         lambda v: v["tensors"]["model/rows"]["pieces"][0].update(file="/etc/passwd"),
         lambda v: v["tensors"]["model/rows"].update(shape=[10**12, 5]),
+        lambda v: v["tensors"]["model/norm"].update(shape=[10**12]),
+        lambda v: v["tensors"]["model/norm"].update(shape=[0, 10**30]),
+        lambda v: v["tensors"]["model/rows"]["pieces"][0].update(start=0.0),
+        lambda v: v["tensors"]["model/rows"].update(shard_dim=0.0),
+        lambda v: v["tensors"].update({"x\ny": v["tensors"]["model/rows"] | {"shape": [-1]}}),
         lambda v: v["tensors"]["model/rows"].update(dtype="PICKLE"),
         lambda v: v["tensors"].update({"x": 3}),
         lambda v: v.pop("step"),
@@ -266,13 +271,24 @@ def test_malicious_metadata_raises(saved, change) -> None:
         b'{"a": {"dtype": "F32", "shape": [true, 2], "data_offsets": [0, 8]}}',
         b'{"a": {"dtype": "O", "shape": [2], "data_offsets": [0, 8]}}',
         b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}',
+        b'{"a": {"dtype": "F32", "shape": [0, 1000000000000000000000000000000], "data_offsets": [0, 0]}}',
+        b'{"a": {"dtype": "F32", "shape": [' + b"1, " * 99 + b'2], "data_offsets": [0, 8]}}',
+        b'{"a\\nb": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
         b"[" * 5000,
     ],
 )
 def test_malicious_headers_raise(tmp_path, header) -> None:
     (tmp_path / "f").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError) as caught:
         TensorFileReader(tmp_path / "f")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_metadata_nested_to_the_limit_of_recursion_raises(saved) -> None:
+    for depth in range(950, 1000):
+        (saved / "metadata.json").write_text('{"format_version": 2, "x": ' + "[" * depth + "]" * depth + "}")
+        with pytest.raises(CheckpointError):
+            read_metadata(saved)
 
 
 def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(tmp_path, monkeypatch) -> None:

@@ -116,7 +116,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch) -> None:
     def fail(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lmscale.checkpoint.offline.finish_directory", fail)
+    monkeypatch.setattr("lmscale.checkpoint.offline.write_atomically", fail)
     with pytest.raises(OSError):
         reshard(source, tmp_path / "target", 1)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "source"]

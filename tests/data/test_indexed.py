@@ -171,6 +171,11 @@ BAD = {
     "negative size": (header() + struct.pack("<3i", 2, -1, 3) + POINTERS + BORDERS, 10, "but sequence 1 has one"),
     "first document": (header() + SIZES + POINTERS + struct.pack("<3q", 1, 1, 3), 10, "from 0 to 3, but goes from 1"),
     "last document": (header() + SIZES + POINTERS + struct.pack("<3q", 0, 1, 2), 10, "from 0 to 3, but goes from 0 to"),
+    "documents whose difference overflows": (
+        header(documents=5) + SIZES + POINTERS + struct.pack("<5q", 0, 2**63 - 1, -(2**63), -1, 3),
+        10,
+        "must not decrease, but does after entry 1",
+    ),
     "falling documents": (
         header(documents=4) + SIZES + POINTERS + struct.pack("<4q", 0, 2, 1, 3),
         10,

@@ -178,9 +178,29 @@ def test_a_bad_folder_raises_one_line(folder, tokenizers) -> None:
     write_dataset(folder / "a_train_text_document", random_documents(29, 1))
     with pytest.raises(ValueError, match="must have the 30 documents of manifest.json, but has 29"):
         opened(folder, folder)
-    (folder / "manifest.json").write_text("{")
-    with pytest.raises(ValueError, match="manifest.json cannot be read"):
+    for text in ("{", "[" * 100_000):
+        (folder / "manifest.json").write_text(text)
+        with pytest.raises(ValueError, match="manifest.json cannot be read"):
+            opened(folder, folder)
+    (folder / "manifest.json").write_text("[]")
+    with pytest.raises(ValueError, match="`format` must be 1, but is "):
         opened(folder, folder)
+    good = {"weight": 1.0, "train": {"prefix": "a_text_document", "documents": 40, "sha256": ""}}
+    for wrong in (
+        {"sources": None},
+        {"sources": {"a": {}}},
+        {"sources": {"a": good | {"weight": -1.0}}},
+        {"sources": {"a": good | {"weight": float("nan")}}},
+        {"sources": {"a": good | {"train": []}}},
+        {"sources": {"a": good | {"train": good["train"] | {"prefix": "a\nb"}}}},
+        {"sources": {"a": good | {"train": good["train"] | {"prefix": "\ud800"}}}},
+        {"sources": {"a": good | {"train": good["train"] | {"documents": "40"}}}},
+        {"architecture": 1},
+        {"tokenizer": None},
+    ):
+        with pytest.raises(ValueError, match="must be a manifest of prepare_data.py, but fails with") as caught:
+            opened(prepared_folder(folder, **wrong), folder)
+        assert "\n" not in str(caught.value)
     (folder / "manifest.json").unlink()
     with pytest.raises(ValueError, match="is a folder without manifest.json"):
         opened(folder, folder)

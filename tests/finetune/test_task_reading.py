@@ -174,6 +174,21 @@ def test_a_byte_order_mark_is_not_part_of_the_data(tmp_path, name: str) -> None:
     assert read_examples(make_task(name), str(path))[0] == expected
 
 
+def test_damaged_and_malicious_files_raise_one_line(tmp_path) -> None:
+    packed = bytearray(gzip.compress(b'{"data": []}' * 50))
+    packed[12] ^= 255
+    for name, task, data in (
+        ("x.json.gz", "squad_v1", bytes(packed)),
+        ("x.json", "squad_v1", b"[" * 100_000),
+        ("x.json", "squad_v1", b"9" * 5000),
+        ("x.jsonl", "race", b"9" * 5000),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=rf"{name}.* must be (readable as UTF-8 text|JSON), but fails") as caught:
+            read_examples(make_task(task), str(tmp_path / name))
+        assert "\n" not in str(caught.value)
+
+
 def test_lines_and_folders_that_are_not_race_raise(tmp_path) -> None:
     for text, message in (
         ("{", "line 1 must be JSON"),

@@ -5,6 +5,7 @@ atomic_folder.py (conversion by one process) and the hf_*.py files (Hugging Face
 through files.
 """
 
+from .atomic_folder import write_atomically
 from .errors import CheckpointError, CheckpointVersionError
 from .metadata import (
     METADATA,
@@ -41,5 +42,6 @@ __all__ = [
     "remove_checkpoint",
     "remove_unfinished",
     "set_aside",
+    "write_atomically",
     "write_offline",
 ]

@@ -1,5 +1,6 @@
-"""Create a folder atomically: it gets its name only when all of its content is complete."""
+"""Create folders and files atomically: they get their name only when all of their content is complete and on disk."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -35,11 +36,27 @@ def check_target(target: str | Path, num_bytes: int) -> None:
 
 @contextmanager
 def atomic_folder(target: str | Path) -> Iterator[Path]:
-    """Yield a working folder next to `target` that is renamed to it at the end and removed on any error."""
+    """Yield a working folder next to `target` that is renamed to it at the end and removed on any error.
+
+    Files of an earlier process that was killed are removed first.
+
+    Raises:
+        CheckpointError: another process is creating `target`.
+    """
     target = Path(target).absolute()
-    working = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
-    working.mkdir(parents=True)
+    working = target.with_name(f".{target.name}.unfinished")
+    working.mkdir(parents=True, exist_ok=True)
+    lock = os.open(working, os.O_RDONLY)  # the kernel releases it however this process ends
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise CheckpointError(f"`target` must not be in use, but another process is writing {target}") from None
+    except OSError:
+        pass  # the file system has no locks
+    try:
+        for path in working.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield working
         for path in [*working.rglob("*"), working]:
             sync_to_disk(path)
@@ -48,6 +65,18 @@ def atomic_folder(target: str | Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(working, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a small file and sync it to disk; a file that had the name stays until the new one is complete."""
+    temporary = path.with_name(f".{path.name}.unfinished")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def sync_to_disk(path: Path) -> None:

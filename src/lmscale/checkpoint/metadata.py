@@ -20,12 +20,13 @@ import xxhash
 
 from ..config import TransformerConfig
 from .errors import CheckpointError, CheckpointVersionError
-from .tensor_file import DTYPE_NAMES
+from .tensor_file import DTYPE_NAMES, is_shape
 
 FORMAT_VERSION = 2
 METADATA = "metadata.json"
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_NAME = re.compile(r"step_(\d+)\.ckpt")
+REPLACED = ".replaced"  # ends the name of a complete checkpoint while a new one of the same step takes its place
+_NAME = re.compile(rf"step_(\d+)\.ckpt({re.escape(REPLACED)})?")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-]+\.safetensors")
 # Keys that may differ between a checkpoint and the model that loads it: they do not change the function of the weights.
 _FREE = {"hidden_dropout", "attention_dropout", "embedding_dropout", "recompute", "attention"}
@@ -110,14 +111,18 @@ def checkpoint_step(path: Path) -> int:
 def list_checkpoints(folder: str | Path) -> list[Path]:
     """List the checkpoints in `folder`, by ascending step.
 
-    Unfinished checkpoints have other names. A directory without metadata is listed, because only complete checkpoints
-    get such a name; `read_metadata` reports what is wrong with it.
+    Unfinished checkpoints have other names. One that was being replaced is listed if its successor is missing. A
+    directory without metadata is listed, because only complete checkpoints get such a name; `read_metadata` reports
+    what is wrong with it.
     """
     folder = Path(folder)
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=checkpoint_step)
+    found = {}
+    for path in sorted(folder.iterdir(), reverse=True):  # replaced ones first
+        if _NAME.fullmatch(path.name) and path.is_dir():
+            found[checkpoint_step(path)] = path
+    return [path for _, path in sorted(found.items())]
 
 
 def read_metadata(path: str | Path) -> CheckpointMetadata:
@@ -134,13 +139,14 @@ def read_metadata(path: str | Path) -> CheckpointMetadata:
     try:
         values = json.loads((path / METADATA).read_text(encoding="utf-8"))
         version, checksum = values.pop("format_version"), values.pop("checksum", None)
+        expected = _checksum({"format_version": version} | values)
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path.name}: {METADATA} cannot be parsed ({_short(error)})") from None
     if version != FORMAT_VERSION:
         raise CheckpointVersionError(
             f"checkpoint {path.name}: format_version must be {FORMAT_VERSION}, but is {version!r}"
         )
-    if checksum != _checksum({"format_version": version} | values):
+    if checksum != expected:
         raise CheckpointError(f"checkpoint {path.name}: {METADATA} does not match its checksum {checksum!r}")
     try:
         metadata = _parse(values)
@@ -213,6 +219,8 @@ def _parse(values: dict[str, Any]) -> CheckpointMetadata:
         tensors[key] = TensorEntry(tuple(entry["shape"]), DTYPES[entry["dtype"]], entry["shard_dim"], pieces)
         _check_pieces(key, tensors[key], files)
     metadata = CheckpointMetadata(tensors=tensors, files=files, **values)
+    if sum(entry.num_bytes for entry in tensors.values()) > sum(file.num_bytes for file in files.values()):
+        raise ValueError("the tensors are larger than the files")  # before a reader allocates memory for them
     if type(metadata.step) is not int or metadata.step < 0:
         raise ValueError(f"step {metadata.step!r}")
     for name in ("layout", "model", "optimizer", "run", "state"):
@@ -223,14 +231,17 @@ def _parse(values: dict[str, Any]) -> CheckpointMetadata:
 
 def _check_pieces(key: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
     """Check that the pieces cover all indices in order and are in known files."""
-    if not all(type(length) is int and length >= 0 for length in entry.shape):
+    if not is_shape(entry.shape):
         raise ValueError(f"shape of {key}")
-    if entry.shard_dim is not None and not 0 <= entry.shard_dim < len(entry.shape):
+    dim = entry.shard_dim
+    if dim is not None and (type(dim) is not int or not 0 <= dim < len(entry.shape)):
         raise ValueError(f"shard_dim of {key}")
     length = 1 if entry.shard_dim is None else entry.shape[entry.shard_dim]
     reached = 0
     for piece in entry.pieces:
-        if piece.file not in files or piece.start != reached or not piece.start < piece.stop:
+        if not type(piece.start) is type(piece.stop) is int or piece.file not in files:
+            raise ValueError(f"piece of {key}")
+        if piece.start != reached or not piece.start < piece.stop:
             raise ValueError(f"piece of {key}")
         reached = piece.stop
     if reached != length:

@@ -1,15 +1,14 @@
 """Write a checkpoint from one process, tensor by tensor; used by the converters."""
 
-import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor
 
-from .metadata import CheckpointMetadata, FileEntry, Piece, checkpoint_name
+from .atomic_folder import atomic_folder, write_atomically
+from .metadata import METADATA, CheckpointMetadata, FileEntry, Piece, checkpoint_name
 from .tensor_file import TensorFileWriter
-from .write import Share, divide_tensors, finish_directory, with_pieces
+from .write import Share, divide_tensors, with_pieces
 
 
 def write_offline(
@@ -37,9 +36,7 @@ def write_offline(
     path = Path(folder) / checkpoint_name(metadata.step)
     if path.exists():
         raise FileExistsError(f"{path} exists already")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    temporary.mkdir(parents=True)
-    try:
+    with atomic_folder(path) as temporary:
         shares = [divide_tensors(metadata.tensors, rank, tp_size) for rank in range(tp_size)]
         writers = [_open_writer(temporary, share, metadata) for share in shares]
         pieces: dict[str, list[Piece]] = {key: [] for key in metadata.tensors}
@@ -58,10 +55,7 @@ def write_offline(
         for writer in writers:
             writer.close()
         files = {writer.path.name: FileEntry(writer.num_bytes, writer.header_checksum) for writer in writers}
-        finish_directory(temporary, path, with_pieces(metadata, files, pieces))
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        write_atomically(temporary / METADATA, with_pieces(metadata, files, pieces).to_json().encode())
     return path
 
 

@@ -7,6 +7,7 @@ as memory of the process; shards of many gigabytes permit neither.
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ DTYPE_NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_DIMENSIONS = 64  # of torch
 _CHUNK = 1 << 24  # bytes read at once to compute a checksum
 
 
@@ -209,9 +211,16 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 def _parse_entry(entry: dict[str, Any]) -> tuple[tuple[int, ...], torch.dtype, int, int]:
     shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
+    if not is_shape(shape) or not type(first) is type(last) is int:
         raise ValueError
     return shape, _DTYPES[entry["dtype"]], first, last
+
+
+def is_shape(lengths: tuple[Any, ...]) -> bool:
+    """Return whether torch can make a tensor of these lengths, which come from a file."""
+    if not all(type(length) is int and length >= 0 for length in lengths):
+        return False
+    return len(lengths) <= _MAX_DIMENSIONS and math.prod(max(length, 1) for length in lengths) < 2**59
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .atomic_folder import sync_to_disk
+from .atomic_folder import sync_to_disk, write_atomically
 from .errors import CheckpointError
 from .host_copies import HostCopies
-from .metadata import METADATA, CheckpointMetadata, FileEntry, Piece, TensorEntry
+from .metadata import METADATA, REPLACED, CheckpointMetadata, FileEntry, Piece, TensorEntry
 from .tensor_file import TensorFileWriter
 
 _MAX_POLL_INTERVAL_S = 0.2  # while waiting for another rank's part
@@ -165,10 +165,10 @@ class CheckpointWriter:
                     for key, tensor in tensors.items():
                         part["pieces"][key] = [*share.places[key], file.write(key, tensor)]
                 part["entry"] = [file.num_bytes, file.header_checksum]
-            _write_text(temporary / f"rank_{self.rank}.part", json.dumps(part))
+            write_atomically(temporary / f"rank_{self.rank}.part", json.dumps(part).encode())
         except Exception as error:
             (temporary / share.file).unlink(missing_ok=True)  # on a full disk this frees space for the part file
-            _write_text(temporary / f"rank_{self.rank}.failed", f"rank {self.rank}: {error}")
+            write_atomically(temporary / f"rank_{self.rank}.failed", f"rank {self.rank}: {error}".encode())
             raise
 
     def _complete(self, temporary: Path, path: Path, metadata: CheckpointMetadata) -> None:
@@ -210,10 +210,13 @@ def with_pieces(
 
 
 def finish_directory(temporary: Path, path: Path, metadata: CheckpointMetadata) -> None:
-    """Write the metadata of a directory whose files are complete and synced, and rename it to its final name."""
-    _write_text(temporary / METADATA, metadata.to_json())
+    """Write the metadata of a directory whose files are complete and synced, and rename it to its final name.
+
+    A checkpoint that has the name stays until the new one has it; in between, `list_checkpoints` finds it as replaced.
+    """
+    write_atomically(temporary / METADATA, metadata.to_json().encode())
     sync_to_disk(temporary)
-    replaced = path.with_name(f".{path.name}.deleting")
+    replaced = path.with_name(f"{path.name}{REPLACED}")
     if path.exists():  # the same step is saved again: keep the new checkpoint
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(path, replaced)
@@ -228,6 +231,7 @@ def remove_checkpoint(path: str | Path) -> None:
     doomed = path.with_name(f".{path.name}.deleting")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
+    sync_to_disk(path.parent)  # otherwise a crash of the machine may keep the name and lose the files
     shutil.rmtree(doomed)
 
 
@@ -245,15 +249,8 @@ def set_aside(path: str | Path) -> Path:
 def remove_unfinished(folder: str | Path) -> None:
     """Delete unfinished files of earlier starts; only call it while no other writer uses `folder`."""
     folder = Path(folder)
-    for path in [*folder.glob(".step_*.unfinished"), *folder.glob(".step_*.deleting")]:
+    replaced = [path for path in folder.glob(f"step_*{REPLACED}") if path.with_suffix("").exists()]
+    for path in [*folder.glob(".step_*.unfinished"), *folder.glob(".step_*.deleting"), *replaced]:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Write a small file atomically and sync it to disk."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    for path in folder.glob(".*.shared"):  # of `ShardedCheckpointStrategy.check_shared`
+        path.unlink(missing_ok=True)

@@ -1,7 +1,6 @@
 """The corpus of a run from existing token files: a folder of prepare_data.py, or prefixes of Megatron-LM's tool."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,11 +11,10 @@ from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import CorpusForm, family_of
 from .bert_index import usable_documents
 from .indexed_dataset import IndexedDataset
-from .prepared import INDEX_FOLDER, CorpusPart, PreparedCorpus, check_vocabulary
+from .prepared import INDEX_FOLDER, MANIFEST, CorpusPart, PreparedCorpus, check_vocabulary, read_manifest
 from .tokenizer import Tokenizer, load_published_tokenizer, read_tokenizer
 
-MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
-MANIFEST_FORMAT = 1
+TOKENIZER = "tokenizer.json"
 _NUM_PROBES, _PROBE = 64, 1 << 16  # excerpts that represent a token file, and their size in bytes
 
 
@@ -90,7 +88,7 @@ class _Sources:
         if isinstance(path, dict):
             self.prefixes = dict(path)
         elif Path(path).is_dir():
-            self.root, self.manifest = Path(path).absolute(), _read_manifest(Path(path), key)
+            self.root, self.manifest = Path(path).absolute(), read_manifest(Path(path), key)
         else:
             self.prefixes = {path: 1.0}
         if self.manifest is None:
@@ -211,22 +209,6 @@ def _probe_ids(dataset: IndexedDataset, vocab_size: int) -> None:
             raise ValueError(
                 f"{dataset.prefix}.bin: ids must be from 0 to {vocab_size - 1} (the tokenizer's), but there is {wrong}"
             )
-
-
-def _read_manifest(folder: Path, key: str) -> dict:
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise ValueError(
-            f"`data.{key}` must be a folder of prepare_data.py or the path of a .bin and .idx without suffix, but "
-            f"{folder} is a folder without {MANIFEST}"
-        )
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
-    if manifest.get("format") != MANIFEST_FORMAT or "sources" not in manifest:
-        raise ValueError(f"{path}: `format` must be {MANIFEST_FORMAT}, but is {manifest.get('format')!r}")
-    return manifest
 
 
 def _find_tokenizer(

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def read_text(path: Path) -> str:
     try:
         data = gzip.open(path).read() if path.suffix == ".gz" else path.read_bytes()
         return data.decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} must be readable as UTF-8 text, but fails with {error}") from None
 
 
@@ -72,9 +73,10 @@ def json_file(path: Path) -> Any:
     Raises:
         ValueError: as `read_text`; or it is not JSON.
     """
+    text = read_text(path)
     try:
-        return json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be JSON, but fails with {error}") from None
 
 
@@ -89,7 +91,7 @@ def jsonl_rows(path: Path) -> Rows:
             continue
         try:
             value = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} line {number} must be JSON, but fails with {error}") from None
         if not isinstance(value, dict):
             raise ValueError(f"{path} line {number} must be a JSON object, but is {line[:40]!r}")

@@ -2,13 +2,14 @@
 
 import csv
 import io
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
+
+from ...checkpoint import write_atomically
 
 _VALIDATION_COLUMNS = ("val/loss", "val/perplexity", "val/lm_loss", "val/order_loss")
 
@@ -60,9 +61,7 @@ class MetricsFile(Logger):
         rows = csv.reader(lines[1:])
         kept = [line for line, row in zip(lines[1:], rows, strict=True) if line.endswith("\n") and int(row[0]) <= step]
         self.columns = next(csv.reader(lines[:1]))
-        temporary = self.path.with_suffix(".csv.unfinished")
-        temporary.write_text(lines[0] + "".join(kept), encoding="utf-8")
-        os.replace(temporary, self.path)
+        write_atomically(self.path, (lines[0] + "".join(kept)).encode())
         self.offset = self.path.stat().st_size
 
     @rank_zero_only

@@ -1,12 +1,11 @@
 """What a run writes into its folder and on the terminal, besides its metrics and checkpoints."""
 
 import json
-import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from ...checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished
+from ...checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished, write_atomically
 from ...config import ParallelConfig, Recompute, TransformerConfig
 from ...config.pretrain import RunConfig
 from ...data.prepare import corpus_unigram_cross_entropy
@@ -65,10 +64,11 @@ def prepare_folder(job: PretrainJob, run_dir: Path, metrics: MetricsFile, start_
         remove_unfinished(checkpoints)
         for name, text in ({"config.json": json.dumps(job.run.to_dict(), indent=1)} | job.files).items():
             (run_dir / name).parent.mkdir(exist_ok=True)
-            (run_dir / name).write_text(text, encoding="utf-8")
+            write_atomically(run_dir / name, text.encode())
         # Next to the checkpoints, where conversion and evaluation look for it.
         (checkpoints / TOKENIZER_FOLDER).mkdir(exist_ok=True)
-        shutil.copyfile(Path(job.corpus.folder) / "tokenizer.json", checkpoints / TOKENIZER_FOLDER / "tokenizer.json")
+        tokenizer = (Path(job.corpus.folder) / "tokenizer.json").read_bytes()
+        write_atomically(checkpoints / TOKENIZER_FOLDER / "tokenizer.json", tokenizer)
         try:
             metrics.resume_at(start_step)
         except (ValueError, LookupError, StopIteration):  # torn by a crash of the machine
