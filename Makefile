@@ -1,12 +1,14 @@
-# Targets: setup demo test test-slow test-cuda-all check-gpus mutants lint format tables figures report reference h200-wheels clean
+# Targets: setup demo test test-all test-cuda-all check-gpus mutants lint format tables figures report reference h200-wheels clean
 # To use another Python: make setup PYTHON=python3.12
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 REAL_BERT := .venv/.real_bert
+# In parallel, whole files at a time.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: setup demo test test-slow test-cuda-all check-gpus mutants h200-wheels tables figures report reference lint format clean
+.PHONY: setup demo test test-all test-cuda-all check-gpus mutants h200-wheels tables figures report reference lint format clean
 
 setup: $(INSTALLED)
 
@@ -27,10 +29,11 @@ demo: setup
 	$(BIN)/python analysis/demo/demo.py
 
 test: setup $(REAL_BERT)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(PYTEST)
 
-test-slow: setup $(REAL_BERT)
-	$(BIN)/python -m pytest -m "slow and not gpu"
+# Every test that needs no GPU, and which lines and branches of src/ the test processes execute.
+test-all: setup $(REAL_BERT)
+	$(PYTEST) -m "not gpu" --cov=lmscale --cov-branch --cov-report=term:skip-covered
 
 # Everything that can be tested of the CUDA paths without a GPU, with every compiled layer of the matrix; ten minutes.
 test-cuda-all: setup

@@ -13,19 +13,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import warm  # noqa: F401  forks them from a server with torch imported
 from torch.distributed.device_mesh import init_device_mesh
 
 from lmscale.parallel import ParallelContext, choose_communicator
 
 
 def run_ranks(worker: Callable, world_size: int, *args: Any, timeout_s: float = 540.0) -> list[Any]:
-    """Run `worker(rank, *args)` on `world_size` spawned processes with a gloo group; returns the results by rank.
+    """Run `worker(rank, *args)` on `world_size` new processes with a gloo group; returns the results by rank.
 
     Raises:
         RuntimeError: a rank failed (with its traceback) or timed out; the processes are ended in both cases.
     """
     with tempfile.TemporaryDirectory() as folder:
-        processes = mp.spawn(_enter, (world_size, folder, worker, args), nprocs=world_size, join=False)
+        processes = mp.start_processes(
+            _enter, (world_size, folder, worker, args), world_size, join=False, start_method="forkserver"
+        )
         deadline = time.monotonic() + timeout_s
         try:
             while not processes.join(timeout=1.0):
@@ -67,7 +70,7 @@ def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:
 def free_port() -> int:
     """A free TCP port below the range that gloo uses for its own connections."""
     while True:
-        port = random.randrange(20000, 32000)
+        port = random.SystemRandom().randrange(20000, 32000)  # differs between test processes with the same seed
         with socket.socket() as listener:
             try:
                 listener.bind(("127.0.0.1", port))

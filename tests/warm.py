@@ -1,118 +1,120 @@
-"""Python commands in processes forked from one that has imported the large libraries already.
+"""Processes forked from one that has imported the large libraries already.
 
-Entry scripts need five seconds to import torch and Lightning, and a few hundred tests start one. Each command still
-runs in its own process with its own arguments, working directory and output; only the imports are shared. Libraries
-read environment variables while they are imported, so the fork server serves only the environment it was started with.
-The README's commands (except those that only print help) and all ranks start without it.
+A fresh interpreter needs five seconds to import torch and Lightning, and several hundred tests start commands or ranks.
+multiprocessing's fork server imports the libraries once per test process. It has no other threads, and each process
+that it forks has the arguments, environment, working directory, input and output that a spawned one would have.
+Libraries read some environment variables while they are imported; tests that change those start Python themselves, as
+do the README's commands and the tests that start ranks by torchrun or stop them with signals.
 """
 
 import atexit
 import gc
-import json
+import multiprocessing
 import os
+import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
+from multiprocessing import forkserver, reduction
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
-_server: tuple[subprocess.Popen, str] | None = None
+_LIBRARIES = (
+    "datasets",
+    "hydra",
+    "hypothesis",
+    "lightning.pytorch",
+    "pandas",
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "transformers",
+    "lmscale.training.pretrain",
+)
 
 
-def run(command: list[str], cwd: Path, env: dict[str, str], timeout: float) -> subprocess.CompletedProcess:
-    """Like `subprocess.run(["python", *command], capture_output=True, text=True)`; the timeout kills the process."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(_address())
-        connection.settimeout(timeout)
-        request = {"command": command, "cwd": str(cwd), "env": env, "folder": folder}
-        connection.sendall(json.dumps(request).encode() + b"\n")
-        answers = connection.makefile()
-        pid = int(answers.readline())
-        try:
-            code = int(answers.readline())
-        except TimeoutError:
-            os.killpg(pid, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(command, timeout) from None
+_HERE = Path(__file__).parent
+
+
+class WarmProcess(ForkServerProcess):
+    """A forked process with this one's environment, input and output, which ends with this one.
+
+    It may start further processes at the same server.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._environment = dict(os.environ)
+
+    def __getstate__(self) -> dict:
+        """The state that travels to the new process, with duplicates of stdin, stdout and stderr."""
+        return self.__dict__ | {"_files": [reduction.DupFd(number) for number in range(3)]}
+
+    def start(self) -> None:
+        """Start the process, and the server if it does not run."""
+        context.set_forkserver_preload(list(_LIBRARIES))  # tested code may have named others
+        super().start()
+
+    def run(self) -> None:
+        """Run the target."""
+        for number, duplicate in enumerate(self._files):
+            os.dup2(duplicate.detach(), number)
+        os.environ.clear()
+        os.environ.update(self._environment)
+        forkserver._forkserver.ensure_running = lambda: None  # its address is known, but it is not a child of ours
+        gc.freeze()  # garbage collection would touch, and so copy, the shared pages
+        threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+        super().run()
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+context = multiprocessing.get_context("forkserver")
+context.Process = WarmProcess
+
+
+def run(
+    command: list[str], cwd: Path, env: dict[str, str], timeout: float, input: bytes = b""
+) -> subprocess.CompletedProcess:
+    """Like `subprocess.run(["python", *command], capture_output=True)`, with the output as text.
+
+    Ranks that the command starts are forked from the same server. The timeout kills the command and them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "in").write_bytes(input)
+        process = context.Process(target=_become, args=(command, str(cwd), env, folder))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(command, timeout)
         out, err = (Path(folder, name).read_text(encoding="utf-8") for name in ("out", "err"))
-    return subprocess.CompletedProcess(command, code, out, err)
+    return subprocess.CompletedProcess(command, process.exitcode, out, err)
 
 
-def _address() -> str:
-    """Where the fork server listens; the first call starts it, and it ends with this process."""
-    global _server
-    if _server is None:
-        folder = tempfile.mkdtemp(prefix="warm_")
-        address = os.path.join(folder, "socket")
-        process = subprocess.Popen([sys.executable, __file__, address], stdout=subprocess.PIPE, stdin=subprocess.PIPE)
-        _server = process, address
-        atexit.register(_end, process, folder)
-        process.stdout.readline()
-    return _server[1]
-
-
-def _end(process: subprocess.Popen, folder: str) -> None:
-    process.stdin.close()
-    process.terminate()
-    process.wait()
-    subprocess.run(["rm", "-r", folder], check=False)
-
-
-def _serve(address: str) -> None:
-    import datasets  # noqa: F401
-    import hydra  # noqa: F401
-    import lightning.pytorch  # noqa: F401
-    import pandas  # noqa: F401
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
-
-    import lmscale.training.pretrain  # noqa: F401
-
-    gc.freeze()  # garbage collection would touch, and so copy, the shared pages
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen()
-    print("ready", flush=True)
-    while True:
-        connection, _ = listener.accept()
-        if os.fork() == 0:  # serves one request: starts the command as a child and waits for it
-            listener.close()
-            _answer(connection)
-            os._exit(0)
-        connection.close()
-        while True:  # reap finished requests
-            try:
-                if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                    break
-            except ChildProcessError:
-                break
-
-
-def _answer(connection: socket.socket) -> None:
-    request = json.loads(connection.makefile().readline())
-    pid = os.fork()
-    if pid == 0:
-        connection.close()
-        _become(request)
-    connection.sendall(f"{pid}\n".encode())
-    connection.sendall(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
-
-
-def _become(request: dict) -> None:
+def _become(command: list[str], cwd: str, env: dict[str, str], folder: str) -> None:
     """Turn this process into the command; never returns."""
-    import runpy
-
     os.setsid()
-    os.chdir(request["cwd"])
+    os.chdir(cwd)
     os.environ.clear()
-    os.environ.update(request["env"])
+    os.environ.update(env)
+    os.dup2(os.open(os.path.join(folder, "in"), os.O_RDONLY), 0)
+    sys.stdin = open(0, closefd=False)
     for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(os.path.join(request["folder"], name), os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.argv = request["command"]
-    sys.path[0] = os.path.dirname(sys.argv[0])
+        os.dup2(os.open(os.path.join(folder, name), os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    sys.argv = command
+    # Without the folders that pytest added, but with this module's, which spawned processes import.
+    own = [path for path in sys.path if path and Path(path) != _HERE.parent and not Path(path).is_relative_to(_HERE)]
+    sys.path[:] = [os.path.dirname(command[0]), *own, str(_HERE)]
+    multiprocessing.context._concrete_contexts["spawn"] = context
     code = 1
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -127,7 +129,3 @@ def _become(request: dict) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1])

@@ -34,8 +34,9 @@ def environment(**changes: str) -> dict[str, str]:
 
 def train(*overrides: str, launcher: tuple[str, ...] = (), **changes: str) -> subprocess.CompletedProcess:
     """Run `python src/train.py OVERRIDES` from the root of the checkout and capture its output."""
-    if not launcher and not changes:
-        return warm.run([str(REPOSITORY / "src" / "train.py"), *overrides], REPOSITORY, environment(), timeout=300)
+    if not launcher and "PYTHONPATH" not in changes:
+        script = str(REPOSITORY / "src" / "train.py")
+        return warm.run([script, *overrides], REPOSITORY, environment(**changes), timeout=300)
     command = [sys.executable, *launcher, str(REPOSITORY / "src" / "train.py"), *overrides]
     return subprocess.run(
         command, cwd=REPOSITORY, env=environment(**changes), capture_output=True, text=True, timeout=300

@@ -42,8 +42,7 @@ def generate(*overrides: str, cwd: Path) -> subprocess.CompletedProcess:
 
 
 def typed(text: bytes, *overrides: str, cwd: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, SCRIPT, *overrides]
-    return subprocess.run(command, cwd=cwd, env=environment(), input=text, capture_output=True, timeout=300)
+    return warm.run([SCRIPT, *overrides], cwd, environment(), timeout=300, input=text)
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +165,8 @@ def test_prompts_can_be_typed_until_the_input_ends(published, tmp_path, tp_size:
     assert done.returncode == 0, done.stderr
     rows = rows_of(tmp_path / "o.jsonl")
     assert [row["prompt"] for row in rows] == ["one", "two, three"]
-    assert done.stdout.decode() == "".join(row["text"] + "\n" for row in rows) + "wrote o.jsonl\n"
-    errors = done.stderr.decode().splitlines()
+    assert done.stdout == "".join(row["text"] + "\n" for row in rows) + "wrote o.jsonl\n"
+    errors = done.stderr.splitlines()
     errors = [line for line in errors if not line.startswith("compared with transformers")]
     assert errors[0] == "error: a prompt must be UTF-8"
     assert errors[1].startswith("error: prompt: a prompt must be shorter than the model's positions (64), but is")

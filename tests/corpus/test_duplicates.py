@@ -231,6 +231,7 @@ def race(shared_data) -> tuple[int, dict, dict]:
     return len(dev), similar_pairs(dev + train, 5, 0.7), as_dict(*searched_pairs(dev + train))
 
 
+@pytest.mark.slow
 def test_recall_and_precision_on_race(race) -> None:
     num_dev, truth, found = race
     truth, found = ({p: s for p, s in pairs.items() if p[0] >= num_dev} for pairs in (truth, found))
@@ -238,6 +239,7 @@ def test_recall_and_precision_on_race(race) -> None:
     assert_recall_and_precision(found, truth)
 
 
+@pytest.mark.slow
 def test_races_leakage_from_dev_into_train_is_listed(race) -> None:
     num_dev, truth, found = race
     truth, found = ({p: s for p, s in pairs.items() if p[0] < num_dev <= p[1]} for pairs in (truth, found))

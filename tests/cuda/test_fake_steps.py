@@ -9,6 +9,7 @@ from fake_step import ALLOWED_SYNCS, FACTORS, problems_of
 from pairwise import pairs_of, pairwise
 
 CASES = pairwise(FACTORS)
+FEW = CASES[::6]
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +23,18 @@ def test_every_two_settings_meet_in_a_case() -> None:
     assert len(CASES) <= 60
 
 
+def test_a_few_steps_stay_on_the_device(guard) -> None:
+    assert {case["family"] for case in FEW} == {"gpt", "bert"}
+    assert [problems_of(step) for step in fake_gpu.run("fake_step.py", guard, FEW)] == [[]] * len(FEW)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)), ids=["-".join(map(str, case.values())) for case in CASES])
 def test_a_step_stays_on_the_device(steps, number) -> None:
     assert problems_of(steps[number]) == []
 
 
+@pytest.mark.slow
 def test_every_allowed_sync_still_happens(steps) -> None:
     happened = {tuple(sync) for step in steps for sync in step["syncs"]}
     assert set(ALLOWED_SYNCS) - happened == set(), "delete the entry"

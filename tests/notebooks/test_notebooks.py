@@ -27,7 +27,11 @@ def printed(notebook: nbformat.NotebookNode) -> list[list[dict[str, str]]]:
     return cells
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path != NOTEBOOKS[0])) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_running_a_notebook_reproduces_its_outputs(path: Path) -> None:
     committed = nbformat.read(path, as_version=4)
     again = nbformat.read(path, as_version=4)

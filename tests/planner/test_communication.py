@@ -72,7 +72,7 @@ def test_the_formulas_equal_the_trace_of_every_paper_configuration(name: str) ->
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])
 @pytest.mark.parametrize("norm_order", ["pre", "post"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("hidden_dropout", [0.0, 0.2])
+@pytest.mark.parametrize("hidden_dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_every_switch_of_the_model_changes_formulas_and_trace_alike(
     architecture: str, norm_order: str, recompute: str, hidden_dropout: float
 ) -> None:

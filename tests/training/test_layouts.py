@@ -1,6 +1,8 @@
 """At every layout, losses, gradients, norm and weights equal those of one process (fp64, 1e-12)."""
 
 import itertools
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,21 +39,37 @@ CASES["bert-post-dropout"] = (
         "micro_batch_size": 2,
     },
 )
+# Every switch with at least one family and norm order; the other combinations are slow tests.
+QUICK = (
+    *("gpt-pre-plain", "gpt-post-plain", "bert-pre-plain", "bert-post-plain"),
+    *("gpt-pre-accumulated", "bert-pre-accumulated", "gpt-pre-selective", "bert-post-full-recompute"),
+    *("gpt-pre-first-gradient", "bert-post-first-gradient", "gpt-pre-zero1", "gpt-pre-dropout", "bert-post-dropout"),
+)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Every case trained at every layout; the ranks are started once per world size."""
-    root = tmp_path_factory.mktemp("layouts")
+def train_all(cases: Iterable[str], root: Path) -> Path:
+    """Train every case at every layout in a folder per case and layout; the ranks are started once per world size."""
     for world_size in (1, 2, 4):
         runs = [
             tiny_run(architecture, root / name / f"{tp}x{dp}", parallel__tp_size=tp, parallel__dp_size=dp, **changes)
-            for name, (architecture, changes) in CASES.items()
+            for name, (architecture, changes) in ((name, CASES[name]) for name in cases)
             for tp, dp in LAYOUTS
             if tp * dp == world_size
         ]
         run_jobs(runs, world_size)
     return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The quick cases, trained."""
+    return train_all(QUICK, tmp_path_factory.mktemp("layouts"))
+
+
+@pytest.fixture(scope="module")
+def slow_folder(tmp_path_factory) -> Path:
+    """The other cases, trained."""
+    return train_all(CASES.keys() - set(QUICK), tmp_path_factory.mktemp("slow_layouts"))
 
 
 def relative(a: float, b: float) -> float:
@@ -60,8 +78,9 @@ def relative(a: float, b: float) -> float:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: f"tp{layout[0]}-dp{layout[1]}")
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_does_not_depend_on_the_layout(folder, case, layout) -> None:
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in CASES])
+def test_a_run_does_not_depend_on_the_layout(request, case, layout) -> None:
+    folder = request.getfixturevalue("folder" if case in QUICK else "slow_folder")
     plain, other = folder / case / "1x1", folder / case / f"{layout[0]}x{layout[1]}"
     rows, other_rows = read_rows(plain), read_rows(other)
     assert [row["step"] for row in rows] == [row["step"] for row in other_rows] != []
