@@ -36,7 +36,8 @@ _NAMES = {
     "reduce_scatter": "_reduce_scatter_base_",
     "reduce_scatter_tensor": "_reduce_scatter_base_",
 }
-_GROUP_PLACE_OF_C10D = {"allreduce_": 1}
+# Which argument of c10d's operations is the group.
+_GROUP_PLACES = {"allreduce_": 1, "broadcast_": 1, "reduce_": 1, "barrier": 1}
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Collective:
 
     Args:
         kind: torch's name of the operation, `allreduce_` for an all-reduce of any backend.
-        group: `tensor`, `data` or `other`.
+        group: `tensor`, `data`, `world` or `other`.
         phase: such as `forward` or `backward` (which includes recomputation).
         shape, num_bytes: of the rank's tensor, or of all tensors of a call with several.
     """
@@ -61,14 +62,21 @@ class CollectiveRecorder(TorchDispatchMode):
     """Context manager that records every collective of this rank, real or fake, in `collectives`.
 
     Args:
-        context: names the groups. The caller sets `phase` when a new phase begins.
+        context: names the groups; None before they exist, then `name_groups` names them. The caller sets `phase` when a
+            new phase begins.
     """
 
-    def __init__(self, context: ParallelContext) -> None:
+    def __init__(self, context: ParallelContext | None = None) -> None:
         super().__init__()
         self.phase = "forward"
         self.collectives: list[Collective] = []
-        groups = {"tensor": context.tp_group, "data": context.dp_group}
+        self._names: dict[str, str] = {}
+        if context is not None:
+            self.name_groups(context)
+
+    def name_groups(self, context: ParallelContext) -> None:
+        """Name the groups of the collectives that follow."""
+        groups = {"world": dist.group.WORLD, "tensor": context.tp_group, "data": context.dp_group}
         self._names = {group.group_name: name for name, group in groups.items() if group is not None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -92,8 +100,8 @@ class CollectiveRecorder(TorchDispatchMode):
     def _group_name(self, func: Any, args: tuple) -> str:
         if func.namespace != "c10d":
             return self._names.get(args[-1], "other")
-        place = _GROUP_PLACE_OF_C10D.get(func.overloadpacket.__name__)
-        return "other" if place is None else self._names.get(dist.ProcessGroup.unbox(args[place]).group_name, "other")
+        place = _GROUP_PLACES.get(func.overloadpacket.__name__, 2)
+        return self._names.get(dist.ProcessGroup.unbox(args[place]).group_name, "other")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from sharding import random_model, small_config
 from torch import Tensor, nn
 
-from lmscale.checkpoint import CheckpointMetadata, CheckpointReader, TensorEntry, write_offline
+from lmscale.checkpoint import METADATA, CheckpointMetadata, CheckpointReader, TensorEntry, write_offline
+from lmscale.checkpoint import metadata as metadata_module
 from lmscale.checkpoint.hf_config import config_to_hf
 from lmscale.checkpoint.hf_files import HuggingFaceReader
 from lmscale.config import TransformerConfig
@@ -63,6 +64,14 @@ def save_random(folder: Path, config: TransformerConfig, tp_size: int = 2, step:
 def read_all(path: Path) -> dict[str, Tensor]:
     with CheckpointReader(path) as reader:
         return {key: reader.read(key) for key in reader.metadata.tensors}
+
+
+def change_metadata(path: Path, change: Callable[[dict], object]) -> None:
+    """Wrong metadata with a correct checksum: a mistake of a program, or intent, but no damage of a disk."""
+    values = json.loads((path / METADATA).read_text())
+    values.pop("checksum")
+    change(values)
+    (path / METADATA).write_text(json.dumps({"checksum": metadata_module._checksum(values)} | values))
 
 
 def equal_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

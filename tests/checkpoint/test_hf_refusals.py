@@ -25,6 +25,8 @@ from lmscale.config import TransformerConfig
         (GPT, "n_embd", "wide", "config.json has a wrong value"),
         (GPT, "n_head", 5, "`hidden_size` must be a multiple of `num_attention_heads` (5)"),
         (GPT, "n_inner", 50, "tensor transformer.h.0.mlp.c_proj.weight must be (50, 24), but is (96, 24)"),
+        (GPT, "n_layer", 10**9, "`n_layer` of config.json must be at most the 40 tensors of"),
+        (GPT, "n_positions", 10**30, "sizes must be ones that torch can count"),
         (GPT, "model_type", "llama", "must be one of gpt2, bert, megatron-bert, but is 'llama'"),
         (GPT, "auto_map", {"AutoModel": "x.Y"}, "`auto_map` of config.json ({'AutoModel': 'x.Y'}) is not known here"),
         (GPT, "quantization_config", {"bits": 4}, "`quantization_config` of config.json"),

@@ -14,6 +14,7 @@ from checkpoints import (
     BERT,
     FAMILIES,
     GPT,
+    change_metadata,
     equal_tensors,
     family_config,
     padded,
@@ -25,7 +26,11 @@ from checkpoints import (
 
 from lmscale.checkpoint import CheckpointError, find_damage, read_metadata
 from lmscale.checkpoint import reshard as module
+from lmscale.checkpoint.hugging_face import export_hugging_face
+from lmscale.checkpoint.model_tensors import model_shapes
 from lmscale.checkpoint.reshard import find_checkpoint, reshard
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -97,6 +102,62 @@ def test_invalid_requests_raise_before_anything_is_written(tmp_path, monkeypatch
     with pytest.raises(CheckpointError, match="is damaged: rank_1_of_2.safetensors: tensor"):
         reshard(source, tmp_path / "target", 1)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "source"]
+
+
+def _lengthen(values: dict) -> None:
+    """A model whose word embedding has 10^9 rows: metadata that agrees with itself, but not with the file."""
+    values["model"].update(vocab_size=10**9, vocab_multiple=1)
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        entry = values["tensors"][f"{kind}/transformer.word_embedding.weight"]
+        entry["shape"][0] = entry["pieces"][-1]["stop"] = 10**9
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda v: v["tensors"].pop("model/transformer.layers.1.mlp.up.bias"),
+            "lacks model/transformer.layers.1.mlp.up",
+        ),
+        (
+            lambda v: v["tensors"].pop("exp_avg/transformer.final_norm.bias"),
+            "lacks exp_avg/transformer.final_norm.bias",
+        ),
+        (lambda v: v["model"].update(num_layers=2), "is of a model without exp_avg/transformer.layers.2.attention"),
+        (
+            lambda v: v["model"].update(num_layers=10**9),
+            "`num_layers` must be at most its 120 tensors, but is 1000000000",
+        ),
+        (lambda v: v["model"].update(max_position_embeddings=10**12), "transformer.position_embedding must be"),
+        (lambda v: v["model"].update(max_position_embeddings=10**30), "sizes must be ones that torch can count"),
+        (
+            lambda v: v["tensors"]["model/transformer.position_embedding"].update(dtype="F16"),
+            "metadata.json disagree about",
+        ),
+        (_lengthen, "rank_1_of_2.safetensors and metadata.json disagree about model/transformer.word_embedding.weight"),
+    ],
+)
+def test_metadata_of_another_model_is_refused_though_its_checksum_is_right(tmp_path, change, message) -> None:
+    source, _ = save_random(tmp_path / "source", family_config(GPT))
+    change_metadata(source, change)
+    for convert in (
+        lambda: reshard(source, tmp_path / "target", 1),
+        lambda: export_hugging_face(source, tmp_path / "t"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            convert()
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "source"]
+
+
+def test_the_shapes_of_a_deep_model_are_those_of_the_built_one() -> None:
+    for name in FAMILIES:
+        config = family_config(name)
+        model = build_model(config, ParallelContext(), seed=None, device="meta")
+        built = {
+            name: (tuple(param.shard.full_shape), param.shard.shard_dim) for name, param in model.named_parameters()
+        }
+        assert model_shapes(config) == built
 
 
 def test_padded_rows_that_are_not_zero_are_never_dropped(tmp_path, monkeypatch) -> None:

@@ -44,10 +44,11 @@ BAD_CONTENT = {
     "truncated zstd": ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x04\x00", [], "a.jsonl.zst"),
     "corrupt parquet": ("a.parquet", b"PAR1 nothing", [], "a.parquet"),
     "only an empty file": ("a.jsonl", b"", [], "`sources` must hold text, but all 1 files are empty"),
-    "only short documents": ("a.jsonl", b'{"text": "a few words"}\n', [], "drop short: short 1"),
+    "only short documents": ("a.jsonl", b'{"text": "a few words"}\n{"text": "more"}\n', [], "drop short: short 2"),
+    "one document": ("a.jsonl", b'{"text": "a"}\n{"text": " "}\n', [], "`sources` must hold at least 2 documents"),
     "nothing held out": (
         "a.jsonl",
-        b'{"text": "a few words"}\n',
+        b'{"text": "a few words"}\n{"text": "more words"}\n',
         ["cleaning=none", "validation_every=1000000"],
         "`validation_every` must hold out at least one document",
     ),

@@ -11,9 +11,11 @@ import pytest
 import zstandard
 from input_files import TEXTS, archive, lines, pack, problems, read, source
 
+from lmscale.config.data import DataConfig
 from lmscale.corpus import formats
 from lmscale.corpus.inputs import list_inputs
-from lmscale.corpus.reading import SourceReader
+from lmscale.corpus.reading import SourceReader, check_number
+from lmscale.data.sources import check_corpus
 
 
 @pytest.fixture
@@ -228,3 +230,42 @@ def test_a_row_over_the_limit_raises_before_it_is_read(folder, monkeypatch) -> N
         read(folder)
     with pytest.raises(ValueError, match=r"the text must be at most"):
         read(folder, text_documents="file")
+
+
+def test_links_without_target_and_pipes_are_named_and_never_opened(folder) -> None:
+    (folder / "a.jsonl").write_text('{"text": "some text"}\n')
+    for place, make, what in (
+        (
+            "b.txt",
+            lambda path: path.symlink_to(folder / "gone"),
+            f"b.txt is a link to {folder / 'gone'}, which does not",
+        ),
+        ("deep/c.jsonl", os.mkfifo, "c.jsonl is a pipe or device"),
+    ):
+        path = folder / place
+        path.parent.mkdir(exist_ok=True)
+        make(path)
+        for listed in (
+            lambda: list_inputs({"books": source(folder)}),
+            lambda: check_corpus(DataConfig("local", 8, path=str(folder))),
+        ):
+            with pytest.raises(ValueError) as caught:
+                listed()
+            assert what in str(caught.value) and "\n" not in str(caught.value)
+        path.unlink()
+    (folder / "a_folder.txt").mkdir()
+    (folder / "pipe").symlink_to(folder / "gone")  # of no known type: not read
+    assert [file.name for file in list_inputs({"books": source(folder)})] == ["a.jsonl"]
+
+
+def test_one_document_for_two_splits_is_refused_before_the_stages(folder) -> None:
+    (folder / "a.jsonl").write_text('{"text": "some text"}\n\n{"text": " "}\n')
+    (folder / "empty.txt").write_text("")
+    sources = {"books": source(folder)}
+    with pytest.raises(ValueError, match="`sources` must hold at least 2 documents, .*, but hold 1$"):
+        check_number(list_inputs(sources), sources)
+    (folder / "b.txt").write_text("more text")
+    check_number(list_inputs(sources), sources)
+    (folder / "b.txt").write_text("")
+    (folder / "c.jsonl").write_text("no JSON")  # the reading stage names the row
+    check_number(list_inputs(sources), sources)

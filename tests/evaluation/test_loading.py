@@ -143,11 +143,12 @@ def forget(values: dict) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (rename, r"lacks transformer.layers.2.attention.output.bias \(12 such tensors\)"),
-        (narrow, r"transformer.position_embedding must be \(12, 24\), sharded along None, but is \(13, 24\)"),
-        (forget, r"lacks transformer.final_norm.weight \(1 such tensors\)"),
-        (lambda values: values["model"].update(norm_order="post"), "lacks transformer.embedding_norm.bias"),
-        (lambda values: values["model"].update(num_layers=1), "does not have transformer.layers.1.attention.output"),
+        (rename, "lacks model/transformer.layers.2.attention.output.bias, "),
+        (narrow, r"model/transformer.position_embedding must be \(12, 24\), sharded along None, but is \(13, 24\)"),
+        (forget, "lacks model/transformer.final_norm.weight$"),
+        (lambda values: values["model"].update(norm_order="post"), "lacks model/transformer.embedding_norm.bias"),
+        (lambda values: values["model"].update(num_layers=1), "is of a model without model/transformer.layers.1.at"),
+        (lambda values: values["model"].update(num_layers=10**9), "`num_layers` must be at most its 28 tensors"),
         (lambda values: values["model"].update(hidden_size=25), "has an invalid model"),
     ],
 )

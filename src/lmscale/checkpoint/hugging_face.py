@@ -10,7 +10,7 @@ from torch import Tensor
 from ..config import TransformerConfig
 from ..models import build_model
 from ..models.hugging_face import Row, model_of
-from ..parallel import ParallelContext, ShardSpec, initialize_parameters
+from ..parallel import ParallelContext, initialize_parameters
 from ..parallel.shard_spec import parameter
 from .atomic_folder import atomic_folder, check_target
 from .compare import compare_models
@@ -18,12 +18,11 @@ from .errors import CheckpointError
 from .hf_config import config_from_hf, config_to_hf
 from .hf_files import HuggingFaceReader, write_hf_files
 from .metadata import CheckpointMetadata, TensorEntry
+from .model_tensors import Shape, list_names, model_shapes
 from .offline import write_offline
 from .read import CheckpointReader
 from .reshard import open_source
 from .tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
-
-_MAX_LISTED = 12  # names in a message
 
 
 def export_hugging_face(
@@ -52,13 +51,14 @@ def export_hugging_face(
     published = config_to_hf(
         config, str(dtype).removeprefix("torch."), model.token_ids(files.ids if files else None, config)
     )
-    specs, rows = _specs(config), model.rows(config)
-    missing = sorted(f"model/{name}" for name in specs if f"model/{name}" not in metadata.tensors)
+    our_shapes, rows = model_shapes(config), model.rows(config)
+    # Those of the heads: the rest has been checked.
+    missing = sorted(f"model/{name}" for name in our_shapes if f"model/{name}" not in metadata.tensors)
     if missing:
-        raise CheckpointError(f"checkpoint {path.name} lacks {_list(missing)}")
+        raise CheckpointError(f"checkpoint {path.name} lacks {list_names(missing)}")
     shapes = {}
     for row in rows:
-        on_meta = torch.empty(specs[row.ours].full_shape, device="meta")
+        on_meta = torch.empty(our_shapes[row.ours][0], device="meta")
         shapes[row.theirs] = tuple(row.to_theirs(on_meta, config).shape), dtype
     check_target(target, sum(torch.Size(shape).numel() * dtype.itemsize for shape, _ in shapes.values()))
     with CheckpointReader(path) as reader, atomic_folder(target) as folder:
@@ -109,10 +109,16 @@ def import_hugging_face(
     with HuggingFaceReader(source) as reader:
         config = config_from_hf(reader.values, vocab_multiple)
         config.check_tensor_parallel(tp_size)
-        specs, rows = _specs(config), reader.model.rows(config)
-        fresh = _check_tensors(reader, rows, specs, config, initialize_missing_heads)
+        if config.num_layers > len(reader.names()):  # before the names are listed: it may be a billion
+            key = reader.model.their_key("num_layers")
+            raise CheckpointError(
+                f"`{key}` of config.json must be at most the {len(reader.names())} tensors of {reader.folder}, "
+                f"but is {config.num_layers}"
+            )
+        our_shapes, rows = model_shapes(config), reader.model.rows(config)
+        fresh = _check_tensors(reader, rows, our_shapes, config, initialize_missing_heads)
         files = find_tokenizer(tokenizer, Path(source), config)
-        entries = {f"model/{name}": _entry(reader, rows, name, spec) for name, spec in specs.items()}
+        entries = {f"model/{name}": _entry(reader, rows, name, *found) for name, found in our_shapes.items()}
         metadata = CheckpointMetadata(
             step=0,
             layout={"tp_size": tp_size, "dp_size": 1},
@@ -134,23 +140,20 @@ def import_hugging_face(
     return Path(target) / written.name
 
 
-def _specs(config: TransformerConfig) -> dict[str, ShardSpec]:
-    model = build_model(config, ParallelContext(), seed=None, device="meta")
-    return {name: param.shard for name, param in model.named_parameters()}
-
-
-def _entry(reader: HuggingFaceReader, rows: list[Row], name: str, spec: ShardSpec) -> TensorEntry:
+def _entry(
+    reader: HuggingFaceReader, rows: list[Row], name: str, shape: tuple[int, ...], dim: int | None
+) -> TensorEntry:
     dtype = torch.float32
     for row in rows:
         if row.ours == name and row.theirs in reader.names():
             dtype = torch.promote_types(dtype, reader.dtype(row.theirs))
-    return TensorEntry(spec.full_shape, dtype, spec.shard_dim)
+    return TensorEntry(shape, dtype, dim)
 
 
 def _check_tensors(
     reader: HuggingFaceReader,
     rows: list[Row],
-    specs: dict[str, ShardSpec],
+    our_shapes: dict[str, Shape],
     config: TransformerConfig,
     may_initialize: bool,
 ) -> set[str]:
@@ -162,7 +165,7 @@ def _check_tensors(
     known = {row.theirs for row in rows} | reader.check_aliases()
     unexpected = sorted(reader.name_in_file(name) for name in reader.names() - known)
     if unexpected:
-        raise CheckpointError(f"{reader.folder}: no tensor of ours takes {_list(unexpected)}")
+        raise CheckpointError(f"{reader.folder}: no tensor of ours takes {list_names(unexpected)}")
     missing = [row for row in rows if row.theirs not in reader.names()]
     # A head that is there in part is a damaged model, not a plain one.
     whole = tuple(
@@ -170,16 +173,16 @@ def _check_tensors(
     )
     lost = sorted(row.theirs for row in missing if not row.ours.startswith(whole))
     if lost:
-        raise CheckpointError(f"{reader.folder} lacks {_list(lost)}")
+        raise CheckpointError(f"{reader.folder} lacks {list_names(lost)}")
     if missing and not may_initialize:
-        names = _list(sorted(row.theirs for row in missing))
+        names = list_names(sorted(row.theirs for row in missing))
         raise CheckpointError(
             f"{reader.folder} lacks the heads {names}; initialize_missing_heads=true begins them anew, untrained"
         )
     for row in rows:
         if row in missing:
             continue
-        on_meta = torch.empty(specs[row.ours].full_shape, device="meta")
+        on_meta = torch.empty(our_shapes[row.ours][0], device="meta")
         expected = tuple(row.to_theirs(on_meta, config).shape)
         if reader.shape(row.theirs) != expected:
             name = reader.name_in_file(row.theirs)
@@ -222,8 +225,3 @@ def _draw_heads(config: TransformerConfig, names: set[str], seed: int) -> dict[s
         setattr(model.get_submodule(owner), leaf, parameter(ParallelContext(), **vars(param.shard)))
     initialize_parameters(model, seed, ParallelContext())
     return {name: param.detach() for name, param in model.named_parameters() if name in names}
-
-
-def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more

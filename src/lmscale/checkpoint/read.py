@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
-from .metadata import METADATA, CheckpointMetadata, TensorEntry, read_metadata
+from .metadata import METADATA, CheckpointMetadata, Piece, TensorEntry, read_metadata
 from .tensor_file import TensorFileReader
 
 
@@ -79,13 +79,10 @@ class CheckpointReader:
                 out.narrow(entry.shard_dim, piece.start, piece.stop - piece.start).copy_(part)
         return out
 
-    def _read_part(self, key: str, entry: TensorEntry, piece: Any, target: Tensor, offset: int) -> None:
+    def _read_part(self, key: str, entry: TensorEntry, piece: Piece, target: Tensor, offset: int) -> None:
         """Read a piece from index `offset` along the shard dimension into `target`."""
         file = self._file(piece.file)
-        expected = list(entry.shape)
-        if entry.shard_dim is not None:
-            expected[entry.shard_dim] = piece.stop - piece.start
-        if key not in file.entries or list(file.shape(key)) != expected or file.dtype(key) != entry.dtype:
+        if not _holds(file, key, entry, piece):
             raise CheckpointError(f"checkpoint {self.path.name}: {piece.file} and {METADATA} disagree about {key}")
         by_rows = entry.shard_dim in (None, 0)
         if by_rows and target.device.type == "cpu" and target.dtype == entry.dtype and target.is_contiguous():
@@ -130,18 +127,28 @@ def find_damage(path: str | Path, metadata: CheckpointMetadata, share: int = 0, 
     Returns:
         None if no damage is found, otherwise a message that names the damaged file and tensor.
     """
-    pieces: dict[str, dict[str, str]] = {}
+    pieces: dict[str, dict[str, Piece]] = {}
     for key, entry in metadata.tensors.items():
         for piece in entry.pieces:
-            pieces.setdefault(piece.file, {})[key] = piece.checksum
+            pieces.setdefault(piece.file, {})[key] = piece
     for name in sorted(metadata.files)[share::num_shares]:
         try:
             with TensorFileReader(Path(path) / name) as file:
                 if file.header_checksum != metadata.files[name].header_checksum:
                     return f"{name}: the header does not match its checksum"
-                for key, checksum in pieces.get(name, {}).items():
-                    if key not in file.entries or file.checksum(key) != checksum:
+                for key, piece in pieces.get(name, {}).items():
+                    if not _holds(file, key, metadata.tensors[key], piece):
+                        return f"{name} and {METADATA} disagree about {key}"
+                    if file.checksum(key) != piece.checksum:
                         return f"{name}: tensor {key} does not match its checksum"
         except (CheckpointError, OSError) as error:
             return str(error)
     return None
+
+
+def _holds(file: TensorFileReader, key: str, entry: TensorEntry, piece: Piece) -> bool:
+    """Return whether the file has a tensor of that name with the piece's shape and dtype."""
+    expected = list(entry.shape)
+    if entry.shard_dim is not None:
+        expected[entry.shard_dim] = piece.stop - piece.start
+    return key in file.entries and list(file.shape(key)) == expected and file.dtype(key) == entry.dtype

@@ -11,6 +11,7 @@ from ..config import TransformerConfig
 from .atomic_folder import atomic_folder, check_target
 from .errors import CheckpointError
 from .metadata import METADATA, CheckpointMetadata, list_checkpoints, read_metadata
+from .model_tensors import config_of
 from .offline import write_offline
 from .read import CheckpointReader, find_damage
 from .tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
@@ -35,17 +36,14 @@ def open_source(path: str | Path) -> tuple[Path, CheckpointMetadata, Transformer
     """Find and verify the checkpoint at `path`; returns its path, metadata and model configuration.
 
     Raises:
-        CheckpointError: it is not a checkpoint, is damaged, or its model configuration is invalid.
+        CheckpointError: it is not a checkpoint, is damaged, or its tensors are not those of its model.
     """
     path = find_checkpoint(path)
     metadata = read_metadata(path)
     damage = find_damage(path, metadata)
     if damage is not None:
         raise CheckpointError(f"checkpoint {path.name} is damaged: {damage}")
-    try:
-        return path, metadata, TransformerConfig.from_dict(metadata.model)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path.name}: {METADATA} has an invalid model ({error})") from None
+    return path, metadata, config_of(path, metadata)
 
 
 def reshard(

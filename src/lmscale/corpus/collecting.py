@@ -29,7 +29,8 @@ SCHEMA = pa.schema(
 )
 PLACE = ("source", "file", "row", "id")
 BUFFER_BYTES = 64 * 2**20  # of text buffered per task before writing
-BATCH_BYTES = 8 * 2**20  # of text shingled or tokenized at once
+BATCH_BYTES = 8 * 2**20  # of text shingled or tokenized at once, unless one document has more
+GROUP_ROWS = 2048  # documents
 
 
 def document_key(text: str) -> bytes:
@@ -158,7 +159,7 @@ class SortShard(PipelineStep):
             pq.write_table(copies, path, compression="zstd")
         table = table.filter(pa.array(is_first))
         with atomic_write(self.folder.shard_file("sorted", rank, "parquet")) as path:
-            pq.write_table(table, path, compression="zstd", compression_level=1, row_group_size=2048)
+            _write_groups(table, path)
         lengths = pc.utf8_length(table["text"]).to_numpy().astype(np.int64)
         if self.bands:
             self._write_bands(table["text"], rank, world_size)
@@ -177,6 +178,19 @@ class SortShard(PipelineStep):
                 first += len(batch)
                 meter.add(len(batch), sum(map(len, batch)))
         save_array(self.folder.shard_file("bands", rank), result)
+
+
+def _write_groups(table: pa.Table, path: Path) -> None:
+    """Write a shard in row groups of at most GROUP_ROWS documents and about BATCH_BYTES, which are read one by one."""
+    ends = np.cumsum(pc.binary_length(table["text"]).to_numpy())
+    start = 0
+    with pq.ParquetWriter(path, table.schema, compression="zstd", compression_level=1) as writer:
+        while start < len(table):
+            before = ends[start - 1] if start else 0
+            end = int(np.searchsorted(ends, before + BATCH_BYTES)) + 1
+            end = min(end, start + GROUP_ROWS, len(table))
+            writer.write_table(table.slice(start, end - start), row_group_size=GROUP_ROWS)
+            start = end
 
 
 def batches(texts: pa.ChunkedArray) -> Iterator[list[str]]:

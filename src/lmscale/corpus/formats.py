@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import zstandard
 
 MAX_ROW_BYTES = 2**30  # a row has to fit into memory several times over
-PARQUET_ROWS = 64  # decoded at once; some corpora store a whole book per row
+PARQUET_ROWS, PARQUET_BYTES = 64, 2**24  # decoded at once; some corpora store a whole book per row
 READ_ERRORS = (
     OSError,
     EOFError,
@@ -251,7 +251,10 @@ def _parquet_rows(raw: BinaryIO, text_field: str, decode: Decode) -> Iterator[Ro
         raise UnreadableError(f"column {text_field} must hold text, but holds {kind}")
     columns = [text_field, "id"] if "id" in names and text_field != "id" else [text_field]
     number = 0
-    for batch in file.iter_batches(PARQUET_ROWS, columns=columns):
+    groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
+    row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+    rows = max(1, min(PARQUET_ROWS, PARQUET_BYTES // max(row_bytes, 1)))
+    for batch in file.iter_batches(rows, columns=columns):
         # Read as bytes: a text column may not be UTF-8.
         texts = batch[text_field].cast(value).cast(pa.large_binary()).to_pylist()
         ids = batch["id"].to_pylist() if len(columns) == 2 else [None] * len(texts)

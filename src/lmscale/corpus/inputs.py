@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config.corpus import SourceConfig
+from ..data.sources import check_regular
 from .formats import SUFFIXES, format_of
 
 
@@ -71,7 +72,8 @@ def list_skipped(sources: dict[str, SourceConfig]) -> list[str]:
 def _list_files(source: str, path: Path) -> list[InputFile]:
     key = f"sources.{source}.path"
     if path.is_dir():
-        root, paths = path, [p for p in path.rglob("*") if p.is_file() and format_of(p.name)]
+        root, paths = path, [p for p in path.rglob("*") if not p.is_dir() and format_of(p.name)]
+        check_regular(paths, key)
         if not paths:
             raise ValueError(f"`{key}` must hold files ending in {', '.join(SUFFIXES)}, but {path} has none")
     elif path.is_file():

@@ -11,6 +11,7 @@ from ..config.from_dict import to_plain
 from ..data.tokenizer import Tokenizer, check_tokenizer, load_published_tokenizer
 from .evaluation_sets import EvaluationTexts, read_evaluation_sets, write_evaluation_texts
 from .inputs import InputFile, list_inputs
+from .reading import check_number
 from .tokenizing import save_tokenizer
 from .work_folder import WorkFolder, atomic_write
 
@@ -55,7 +56,8 @@ def make_plan(config: PrepareConfig) -> Plan:
     """Check the configuration and make the plan; an unfinished preparation with equal inputs is continued.
 
     Raises:
-        ValueError: a source, tokenizer or evaluation set cannot be used, or the output folder holds something else.
+        ValueError: a source, tokenizer or evaluation set cannot be used, the output folder holds something else, or
+            there are too few documents for both splits.
     """
     output = Path(config.output).absolute()
     check_tokenizer(config.tokenizer, config.architecture)
@@ -75,6 +77,7 @@ def make_plan(config: PrepareConfig) -> Plan:
     items = read_evaluation_sets(config.evaluation_sets)
     facts = _facts(config, inputs, tokenizer, items)
     _check_output(output, folder.root, facts)
+    check_number(inputs, config.sources)
     size = sum(file.num_bytes for file in inputs)
     num_shards = _kept(folder.root, "num_shards") or max(1, -(-size // (config.shard_mb * 10**6)))
     num_tasks = min(len(inputs), MAX_TASKS)

@@ -130,6 +130,33 @@ class SourceReader(PipelineStep):
             raise ValueError(f"{_place(report.file)}, row {row.number}: {rule}{which}")
 
 
+def check_number(inputs: Iterable[InputFile], sources: dict[str, SourceConfig]) -> None:
+    """Check that files have a document for each split, by reading two; the reading stage reports other faults.
+
+    Raises:
+        ValueError: they have fewer than two documents.
+    """
+    found = 0
+    for file in inputs:
+        if file.path is None:
+            return  # a dataset on the hub would be asked twice
+        config = sources[file.source]
+        try:
+            with open(file.path, "rb") as raw:
+                rows = read_rows(raw, file.path, config.text_field, config.text_documents, _decode_any)
+                for row in rows if file.num_bytes else ():
+                    found += row.fault is None and bool(row.text.strip())
+                    if found == 2 or row.fault is not None:
+                        return
+        except (UnreadableError, *READ_ERRORS):
+            return
+    raise ValueError(f"`sources` must hold at least 2 documents, one to train on and one to validate, but hold {found}")
+
+
+def _decode_any(text: bytes, row: int) -> str:
+    return text.decode("utf-8", "replace")
+
+
 def _rows_of_file(file: InputFile, config: SourceConfig, report: ReadReport) -> Iterator[Row]:
     number = 0
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import xxhash
 
+from ..data.sentences import grouped
+
 BLOCK_CHARACTERS = 2**16  # read at once: the arrays of a block fit a core's cache
 BLOCK_WORDS = 2**15
 LONG_WORD_BYTES = 64  # longer words are hashed one by one: each further 8 bytes would need a pass over all words
@@ -40,7 +42,8 @@ def shingle_sets(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         ValueError: `n` is less than 1.
     """
-    words, first = _hash_words(texts, _checked(n))
+    _check(n)
+    words, first = _hash_words(texts)
     values, offsets = _ngrams(words, first, n)
     values, offsets = _with_short_texts(values, offsets, texts, words, first)
     for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
@@ -68,7 +71,8 @@ def word_ngrams(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         ValueError: `n` is less than 1.
     """
-    words, first = _hash_words(texts, _checked(n))
+    _check(n)
+    words, first = _hash_words(texts)
     return _ngrams(words, first, n)
 
 
@@ -93,10 +97,9 @@ def polynomial(columns: Sequence[np.ndarray]) -> np.ndarray:
     return mix(total)
 
 
-def _checked(n: int) -> int:
+def _check(n: int) -> None:
     if n < 1:
         raise ValueError(f"`n` must be at least 1 word, but is {n}")
-    return n
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:
@@ -105,8 +108,18 @@ def _offsets(counts: np.ndarray) -> np.ndarray:
     return offsets
 
 
-def _hash_words(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
+def _hash_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the hashes of the words of all texts, uint64 [words], and the first word of each, int64 [texts + 1]."""
+    hashes, num_words = [np.empty(0, dtype=np.uint64)], np.zeros(len(texts) + 1, dtype=np.int64)
+    for group in grouped(texts):
+        some, first = _hash_group([piece for _, piece in group])
+        hashes.append(some)
+        np.add.at(num_words, [number + 1 for number, _ in group], np.diff(first))
+    return np.concatenate(hashes), np.cumsum(num_words)
+
+
+def _hash_group(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The same for texts that are joined in memory."""
     lowered = [text.lower() for text in texts]  # one by one: lower-casing may change a text's length
     lengths = np.fromiter(map(len, lowered), dtype=np.int64, count=len(lowered))
     ends = np.cumsum(lengths + 1)  # in the joined text; each text is followed by a line end, which no word contains

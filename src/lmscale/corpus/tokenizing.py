@@ -13,7 +13,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from ..config.family import family_of
 from ..data.indexed_writer import IndexedWriter, best_dtype
-from ..data.sentences import SentenceEncoder
+from ..data.sentences import SentenceEncoder, encode_arrays, text_pieces
 from ..data.tokenizer import END_OF_TEXT, Tokenizer, read_tokenizer, train_tokenizer
 from .collecting import PLACE
 from .evaluation_sets import EvaluationTexts
@@ -59,17 +59,18 @@ def split_of(key: bytes, validation_every: int) -> str:
 
 
 def kept_batches(folder: WorkFolder, shard: int, num_shards: int, columns: list[str]) -> Iterator[pa.Table]:
-    """Yield the documents of a shard without near-duplicates, in tables of at most TABLE_ROWS."""
+    """Yield the documents of a shard without near-duplicates, in tables of at most TABLE_ROWS and one row group."""
     first, end = folder.first_documents(num_shards)[shard : shard + 2]
     duplicates = folder.duplicates()
     is_kept = np.ones(end - first, dtype=bool)
     is_kept[duplicates[np.searchsorted(duplicates, first) : np.searchsorted(duplicates, end)] - first] = False
     file, start = pq.ParquetFile(folder.shard_file("sorted", shard, "parquet")), 0
-    for group in file.iter_batches(batch_size=TABLE_ROWS, columns=columns):
-        held = group.filter(pa.array(is_kept[start : start + len(group)]))
-        start += len(group)
-        if len(held):
-            yield pa.Table.from_batches([held])
+    for group in range(file.num_row_groups):  # a batch over several would have the bytes of all of them
+        for batch in file.iter_batches(batch_size=TABLE_ROWS, row_groups=[group], columns=columns):
+            held = batch.filter(pa.array(is_kept[start : start + len(batch)]))
+            start += len(batch)
+            if len(held):
+                yield pa.Table.from_batches([held])
 
 
 class _Writers:
@@ -126,7 +127,7 @@ class TrainTokenizer(PipelineStep):
                             return
                         characters += len(text)
                         meter.add(1, len(text))
-                        yield text
+                        yield from text_pieces(text)
 
 
 class TokenizeShard(PipelineStep):
@@ -220,10 +221,8 @@ class TokenizeShard(PipelineStep):
 
 def _encode_whole(tokenizer: Tokenizer, end: int, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Encode each text as one sequence followed by end-of-text."""
-    encoded = [np.array(ids, dtype=np.int32) for ids in tokenizer.encode_batch(texts)]
+    encoded = encode_arrays(tokenizer, texts)
     sizes = np.array([len(ids) + 1 for ids in encoded], dtype=np.int64)
-    joined = np.full(sizes.sum(), end, dtype=np.int32)
-    is_text = np.ones(len(joined), dtype=bool)
-    is_text[np.cumsum(sizes) - 1] = False
-    joined[is_text] = np.concatenate(encoded)
+    last = np.array([end], dtype=np.int32)
+    joined = np.concatenate([part for ids in encoded for part in (ids, last)])
     return joined, sizes, np.ones(len(texts), dtype=np.int64)

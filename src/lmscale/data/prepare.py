@@ -18,7 +18,7 @@ from .indexed_corpus import open_indexed, special_ids_of
 from .indexed_dataset import IndexedDataset
 from .indexed_writer import IndexedWriter, best_dtype
 from .prepared import INDEX_FOLDER, CorpusPart, PreparedCorpus, check_vocabulary
-from .sentences import SentenceEncoder
+from .sentences import SentenceEncoder, encode_arrays
 from .sources import Corpus, Documents, open_corpus
 from .tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 
@@ -211,8 +211,8 @@ def _build(
 def _write_documents(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) -> dict[str, int]:
     end = tokenizer.id_of(END_OF_TEXT)
     for start in range(0, len(texts), _BATCH):
-        for ids in tokenizer.encode_batch(texts[start : start + _BATCH]):
-            writer.add_document([[*ids, end]])
+        for ids in encode_arrays(tokenizer, texts[start : start + _BATCH]):
+            writer.add_document([np.append(ids, np.int32(end))])
     return {}
 
 

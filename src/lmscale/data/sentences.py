@@ -1,13 +1,22 @@
-"""A rule-based sentence splitter that needs no download, instead of NLTK's trained punkt model."""
+"""Texts cut in sentences by rules that need no download, instead of NLTK's trained punkt model; long texts in pieces.
+
+Pieces bound memory by bytes, not by the number of documents: no token, word or sentence depends on where they are cut.
+"""
 
 import re
 import string
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import tokenizers
 
 from .tokenizer import Tokenizer
 
+PIECE_CHARACTERS = 2**18  # of a text at once, unless it has no space; a tokenizer needs some 200 bytes for each
+GROUP_CHARACTERS = 2**20  # of several texts at once
+# Before the spaces after a word. Neither a word nor a run of spaces is cut, and no n-gram, token or lower-cased letter
+# depends on what is on the other side: the splitters of GPT-2 and BERT begin a new token there.
+_CUT = re.compile(r"(?<=\S)[ \t\n]")
 # Longer "sentences" (tables, listings) are cut, so that one piece does not fill a training sample.
 MAX_SENTENCE_TOKENS = 128
 _MARK = "\U0010fffd"  # separates sentences: a private-use character, which BERT's normalizer removes from texts
@@ -27,6 +36,44 @@ _BOUNDARY = re.compile(r"""(?<![.!?])[.!?]+["'”’)\]]* (?=["'“‘(\[]*[A-Z0
 _LETTERS = string.ascii_letters + "."
 
 
+def text_pieces(text: str) -> Iterator[str]:
+    """Yield a text in pieces of about PIECE_CHARACTERS, each but the first beginning with a space; short ones whole."""
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS and (cut := _CUT.search(text, start + PIECE_CHARACTERS)):
+        yield text[start : cut.start()]
+        start = cut.start()
+    yield text[start:] if start else text
+
+
+def grouped(texts: Iterable[str]) -> Iterator[list[tuple[int, str]]]:
+    """Yield the pieces of all texts in order with the number of their text, in lists of about GROUP_CHARACTERS."""
+    held, size = [], 0
+    for number, text in enumerate(texts):
+        for piece in text_pieces(text):
+            held.append((number, piece))
+            size += len(piece)
+            if size >= GROUP_CHARACTERS:
+                yield held
+                held, size = [], 0
+    if held:
+        yield held
+
+
+def encode_arrays(tokenizer: Tokenizer, texts: Iterable[str]) -> list[np.ndarray]:
+    """Encode each text as `Tokenizer.encode_batch` does, as int32 [tokens].
+
+    The memory is that of one group of pieces and of the ids, unless a tokenizer's tokens depend on the cut.
+    """
+    parts: list[list[np.ndarray]] = []
+    for group in grouped(texts) if tokenizer.splits_at_spaces else [list(enumerate(texts))]:
+        encoded = tokenizer.inner.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
+        for (number, _), encoding in zip(group, encoded, strict=True):
+            if number == len(parts):
+                parts.append([])
+            parts[number].append(np.array(encoding.ids, dtype=np.int32))
+    return [held[0] if len(held) == 1 else np.concatenate(held) for held in parts]
+
+
 def split_sentences(text: str) -> list[str]:
     """Split a text into sentences; blank lines always end a sentence, single line ends count as spaces.
 
@@ -43,7 +90,9 @@ def split_sentences(text: str) -> list[str]:
     """
     sentences = []
     for paragraph in _PARAGRAPH.split(text):
-        paragraph = " ".join(paragraph.split())
+        # In pieces: a list of all words of a book would need many times its bytes.
+        pieces = (" ".join(piece.split()) for piece in text_pieces(paragraph))
+        paragraph = " ".join(piece for piece in pieces if piece)
         start = 0
         for match in _BOUNDARY.finditer(paragraph):
             stop, end = match.span()
@@ -91,9 +140,10 @@ class SentenceEncoder:
             ids int32 [tokens]; sizes int64 [sentences], in tokens; counts int64 [texts], in sentences; and the number
             of sentences that were cut.
         """
-        marked = [_MARK.join(split_sentences(text.replace(_MARK, ""))) + _MARK for text in texts]
-        encoded = self._tokenizer.encode_batch(marked)
-        ids = np.concatenate([np.empty(0, dtype=np.int32), *(np.array(held, dtype=np.int32) for held in encoded)])
+        encoded = encode_arrays(
+            self._tokenizer, (_MARK.join(split_sentences(text.replace(_MARK, ""))) + _MARK for text in texts)
+        )
+        ids = np.concatenate([np.empty(0, dtype=np.int32), *encoded])
         ends = np.flatnonzero(ids == self._mark_id)
         of_text = np.repeat(np.arange(len(texts)), [len(held) for held in encoded])[ends]
         lengths = np.diff(ends, prepend=-1) - 1

@@ -3,11 +3,12 @@
 import gzip
 import hashlib
 import json
+import os
 import re
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,7 +103,8 @@ def _list_files(path: Path, key: str) -> list[Path]:
     if path.is_file():
         files = [path]
     elif path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))
+        files = sorted(p for p in path.rglob("*") if not p.is_dir() and p.name.endswith(SUFFIXES))
+        check_regular(files, f"data.{key}")
         if not files:
             raise ValueError(f"`data.{key}` must hold files ending in {', '.join(SUFFIXES)}, but {path} has none")
     else:
@@ -113,6 +115,18 @@ def _list_files(path: Path, key: str) -> list[Path]:
         if not file.name.endswith(SUFFIXES):
             raise ValueError(f"`data.{key}` must end in {', '.join(SUFFIXES)}, but is {file}")
     return files
+
+
+def check_regular(paths: Iterable[Path], key: str) -> None:
+    """Check that paths in a folder of input files are files: reading from a pipe would wait for ever.
+
+    Raises:
+        ValueError: one is a link without target, a pipe or a device.
+    """
+    for path in paths:
+        if not path.is_file():
+            what = "a pipe or device" if path.exists() else f"a link to {os.readlink(path)}, which does not exist"
+            raise ValueError(f"`{key}` must hold files and links to files, but {path} is {what}")
 
 
 def _read_files(files: list[Path], hashes: dict[str, str], config: DataConfig, key: str) -> Documents:

@@ -1,7 +1,9 @@
 """Tokenizers: trained on the corpus, or published by the authors of GPT-2 and BERT."""
 
 import hashlib
+import json
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -52,6 +54,17 @@ class Tokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Encode each text without special tokens."""
         return [encoding.ids for encoding in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
+
+    @cached_property
+    def splits_at_spaces(self) -> bool:
+        """Whether no token depends on both sides of the start of a run of spaces, as in GPT-2's and BERT's."""
+        spec = json.loads(self.inner.to_str())
+        if any(token["lstrip"] or re.search(r"\s", token["content"]) for token in spec["added_tokens"]):
+            return False
+        normalizer, splitter = (spec[name] or {} for name in ("normalizer", "pre_tokenizer"))
+        if splitter.get("type") == "ByteLevel":
+            return not normalizer and splitter.get("use_regex", True)
+        return (normalizer.get("type"), splitter.get("type")) == ("BertNormalizer", "BertPreTokenizer")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode a list of ids."""

@@ -32,6 +32,7 @@ from ..checkpoint import (
 )
 from ..checkpoint.hf_config import config_from_hf, read_hf_config
 from ..checkpoint.hugging_face import import_hugging_face
+from ..checkpoint.model_tensors import config_of
 from ..checkpoint.reshard import find_checkpoint
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
@@ -143,7 +144,7 @@ def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
     checkpoint = find_checkpoint(path)
     if not (checkpoint / METADATA).is_file() and _is_hugging_face(Path(path)):
         return config_from_hf(read_hf_config(checkpoint / "config.json"), None), checkpoint
-    return _config_of(checkpoint, read_metadata(checkpoint)), checkpoint.parent / TOKENIZER_FOLDER
+    return config_of(checkpoint, read_metadata(checkpoint)), checkpoint.parent / TOKENIZER_FOLDER
 
 
 def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer | None:
@@ -201,33 +202,13 @@ def _check(path: Path, context: ParallelContext) -> tuple[CheckpointMetadata, Tr
     damage = find_damage(path, metadata, rank, context.tp_size * context.dp_size)
     if damage is not None:
         raise CheckpointError(f"checkpoint {path.name} is damaged: {damage}")
-    return metadata, _config_of(path, metadata)
-
-
-def _config_of(path: Path, metadata: CheckpointMetadata) -> TransformerConfig:
-    try:
-        return TransformerConfig.from_dict(metadata.model)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path.name}: {METADATA} has an invalid model ({error})") from None
+    return metadata, config_of(path, metadata)
 
 
 def _load_weights(model: nn.Module, path: Path, context: ParallelContext) -> None:
-    """Read every parameter; raise an error if the checkpoint's tensors are not exactly those of the model."""
-    parameters = dict(model.named_parameters())
+    """Read every parameter; raises an error for a finetuned checkpoint, which lacks the model's heads."""
     with CheckpointReader(path) as reader:
-        entries = reader.metadata.tensors
-        saved = {key.removeprefix("model/") for key in entries if key.startswith("model/")}
-        for problem, names in (("lacks", parameters.keys() - saved), ("does not have", saved - parameters.keys())):
-            if names:
-                whose = f"checkpoint {path.name}" if problem == "lacks" else f"the model of checkpoint {path.name}"
-                raise CheckpointError(f"{whose} {problem} {min(names)} ({len(names)} such tensors)")
-        for name, param in parameters.items():
-            entry, spec = entries[f"model/{name}"], param.shard
-            if (entry.shape, entry.shard_dim) != (tuple(spec.full_shape), spec.shard_dim):
-                raise CheckpointError(
-                    f"checkpoint {path.name}: {name} must be {tuple(spec.full_shape)}, sharded along {spec.shard_dim}, "
-                    f"but is {entry.shape}, sharded along {entry.shard_dim}"
-                )
+        for name, param in model.named_parameters():
             reader.read_into(f"model/{name}", param.data, context.tp_rank)
 
 

@@ -1,0 +1,84 @@
+"""The tensors that a model has, by its configuration, and those that a checkpoint of it must have."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from ..config import TransformerConfig
+from ..models import build_model
+from ..parallel import ParallelContext
+from .errors import CheckpointError
+from .metadata import METADATA, CheckpointMetadata
+
+_MAX_LISTED = 12  # names in a message
+_FIRST_LAYER = "transformer.layers.0."
+Shape = tuple[tuple[int, ...], int | None]  # the full shape, and the shard dimension or None
+
+
+def model_shapes(config: TransformerConfig) -> dict[str, Shape]:
+    """Full shape and shard dimension of every parameter by name; only one layer is built, on the meta device.
+
+    Raises:
+        CheckpointError: a tensor would have more bytes than 64 bits count.
+    """
+    try:
+        model = build_model(replace(config, num_layers=1), ParallelContext(), seed=None, device="meta")
+    except (TypeError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"the model's sizes must be ones that torch can count, but: {reason}") from None
+    shapes = {}
+    for name, param in model.named_parameters():
+        for index in range(config.num_layers if name.startswith(_FIRST_LAYER) else 1):
+            full_name = name.replace(_FIRST_LAYER, f"transformer.layers.{index}.")
+            shapes[full_name] = tuple(param.shard.full_shape), param.shard.shard_dim
+    return shapes
+
+
+def config_of(path: Path, metadata: CheckpointMetadata) -> TransformerConfig:
+    """The model's configuration, once the checkpoint's tensors are known to be those of that model.
+
+    A finetuned checkpoint has a head of its own and none or some of the model's; its encoder must be complete.
+
+    Raises:
+        CheckpointError: the configuration is invalid; a tensor is missing, unknown, or has another shape or shard
+            dimension than the model's.
+    """
+    try:
+        config = TransformerConfig.from_dict(metadata.model)
+        # Before the names are listed: a wrong `num_layers` may be a billion.
+        if config.num_layers > len(metadata.tensors):
+            raise ValueError(
+                f"`num_layers` must be at most its {len(metadata.tensors)} tensors, but is {config.num_layers}"
+            )
+        shapes = model_shapes(config)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path.name}: {METADATA} has an invalid model ({error})") from None
+    weights = {key.removeprefix("model/") for key in metadata.tensors if key.startswith("model/")}
+    if "finetune" in metadata.state:
+        kept = {"transformer"} | {name.split(".")[0] for name in weights}
+        shapes = {name: shape for name, shape in shapes.items() if name.split(".")[0] in kept}
+        names = shapes.keys() | {name for name in weights if name.startswith("head.")}
+    else:
+        names = shapes.keys()
+    kinds = ("model", "exp_avg", "exp_avg_sq") if metadata.optimizer else ("model",)
+    expected = {f"{kind}/{name}" for kind in kinds for name in names}
+    for problem, keys in (
+        ("lacks", expected - metadata.tensors.keys()),
+        ("is of a model without", metadata.tensors.keys() - expected),
+    ):
+        if keys:
+            raise CheckpointError(f"checkpoint {path.name} {problem} {list_names(sorted(keys))}")
+    for key, entry in metadata.tensors.items():
+        found = entry.shape, entry.shard_dim
+        shape, shard_dim = shapes.get(key.split("/", 1)[1], found)
+        if found != (shape, shard_dim):
+            raise CheckpointError(
+                f"checkpoint {path.name}: {key} must be {shape}, sharded along {shard_dim}, "
+                f"but is {entry.shape}, sharded along {entry.shard_dim}"
+            )
+    return config
+
+
+def list_names(names: list[str]) -> str:
+    """The first names, separated by commas, and the number of the others."""
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more

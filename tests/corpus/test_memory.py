@@ -1,0 +1,58 @@
+"""Memory of `src/prepare_data.py` is bounded by the bytes of the longest document, whichever way they are cut."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from entry_points import REPOSITORY, environment
+
+WORDS = "the of and to in a is that for it as was with be by on not he his but at are this have from or had an".split()
+
+
+def article(num_bytes: int, seed: int) -> str:
+    """One line of English words and numbers, so that no two are near-duplicates."""
+    generator = random.Random(seed)
+    words, size = [], 0
+    while size < num_bytes:
+        words.append(generator.choice(WORDS) if generator.random() < 0.9 else str(generator.randrange(10**6)))
+        size += len(words[-1]) + 1
+    return " ".join(words)
+
+
+def peak_bytes(folder: Path, sizes: list[int]) -> int:
+    """Largest resident memory of a preparation of one document for each size, in a process of its own."""
+    folder.mkdir()
+    with open(folder / "a.jsonl", "w") as file:
+        for seed, size in enumerate(sizes):
+            file.write(json.dumps({"text": article(size, seed)}) + "\n")
+    command = [sys.executable, str(REPOSITORY / "src" / "prepare_data.py"), f"sources.local.path={folder / 'a.jsonl'}"]
+    command += [f"output={folder / 'out'}", "evaluation=none", "launcher.workers=1", "validation_every=4"]
+    command += ["tokenizer.vocab_size=600"]
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment(), stdout=log, stderr=log)
+        _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, (folder / "log").read_text()
+    return usage.ru_maxrss * 1024
+
+
+SHORT = [3000] * 40
+CASES = {
+    "a document of 8 MB": [*SHORT, 8_000_000],
+    "16 documents of 1 MB": [*SHORT, *[1_000_000] * 16],
+}
+
+
+@pytest.mark.parametrize("sizes", [*CASES.values()], ids=[*CASES])
+def test_long_documents_cost_a_few_times_their_bytes(tmp_path, sizes) -> None:
+    plain, peak = peak_bytes(tmp_path / "plain", SHORT), peak_bytes(tmp_path / "long", sizes)
+    print(f"{(peak - plain) / 1e6:.0f} MB above {plain / 1e6:.0f} MB")
+    assert peak - plain < 300e6
+
+
+@pytest.mark.slow
+def test_a_document_of_30_mb_needs_less_than_a_gigabyte(tmp_path) -> None:
+    assert peak_bytes(tmp_path / "long", [*SHORT, 30_000_000]) < 1e9

@@ -1,0 +1,174 @@
+"""Every collective of whole training steps, counted through the pretraining entry and its Lightning Trainer.
+
+A step is expected to have the planner's collectives and the few listed here, no others. The counts include what
+Lightning and torch's DDP send of their own.
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+from collective_trace import CollectiveRecorder
+from ranks import run_ranks
+from runs import _train_all, tiny_run
+
+from lmscale.planner.communication import step_collectives
+from lmscale.training import pretrain as entry
+from lmscale.training.job import PretrainJob
+from lmscale.training.pretrain import prepare_job
+
+PAIRS = {  # of two ranks
+    "tensor": {"tp_size": 2, "dp_size": 1},
+    "data": {"tp_size": 1, "dp_size": 2},
+    "sequence": {"tp_size": 2, "dp_size": 1, "sequence_parallel": True},
+    "zero1": {"tp_size": 1, "dp_size": 2, "zero1": True},
+    "planted": {"tp_size": 2, "dp_size": 1},
+}
+GRIDS = {  # of four
+    "grid": {"tp_size": 2, "dp_size": 2},
+    "grid, sequence, zero1": {"tp_size": 2, "dp_size": 2, "sequence_parallel": True, "zero1": True},
+}
+KINDS = {
+    "allreduce_": "all_reduce",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+}
+NUMBER = 8  # bytes
+# Besides the planner's: whether a rank wants to stop or a timed checkpoint is due, two votes; over the data group the
+# number of scored tokens, which a step's loss is divided by.
+EVERY_STEP = {"world": ("all_reduce", 2 * NUMBER), "data": ("all_reduce", NUMBER)}
+
+
+def planned(job: PretrainJob) -> Counter:
+    """The planner's collectives of a step, (kind, group, bytes)."""
+    found, run = Counter(), job.run
+    for c in step_collectives(
+        job.config, job.layout, run.micro_batch_size, job.batch.num_micro_batches, run.data.seq_length, "fp64"
+    ):
+        found[c.kind, c.group, c.num_bytes] += c.count
+    return found
+
+
+class _Phases(L.Callback):
+    """Names the step, or the validation, that a collective belongs to; the last callback."""
+
+    def __init__(self, recorder: CollectiveRecorder) -> None:
+        self.recorder = recorder
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.recorder.name_groups(pl_module.parallel)
+        self.recorder.phase = "step 1"
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if pl_module.is_last_micro_batch:
+            self.recorder.phase = f"step {pl_module.completed_steps + 1}"
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.step, self.recorder.phase = self.recorder.phase, "validation"
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.recorder.phase = self.step
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.recorder.phase = "end"
+
+
+class _Planted(L.Callback):
+    """A broadcast as that of Lightning's SIGTERM flag."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        torch.distributed.broadcast(torch.zeros(1), src=0)
+
+
+def _audit(rank: int, jobs: list[PretrainJob], planted: int | None) -> list[dict[str, Counter]]:
+    """Per job, the collectives (kind, group, bytes) of each phase of the fit; job number `planted` has one too many."""
+    found: list[dict[str, Counter]] = []
+    add_callbacks, train = entry.add_callbacks, entry.pretrain
+    recorder = CollectiveRecorder()
+
+    def add(job: PretrainJob, running: Any) -> Any:
+        report = add_callbacks(job, running)
+        running.trainer.callbacks += [*([_Planted()] if len(found) == planted else []), _Phases(recorder)]
+        return report
+
+    def audited(job: PretrainJob) -> int:
+        recorder.collectives.clear()
+        recorder.phase = "start"
+        with recorder:
+            code = train(job)
+        phases: dict[str, Counter] = {}
+        for c in recorder.collectives:
+            group = name_of_world(job) if c.group == "world" else c.group
+            phases.setdefault(c.phase, Counter())[KINDS.get(c.kind, c.kind), group, c.num_bytes] += 1
+        found.append(phases)
+        return code
+
+    with mock.patch.object(entry, "add_callbacks", add), mock.patch("runs.pretrain", audited):
+        _train_all(rank, jobs, 0, None)
+    return found
+
+
+def audit(folder: Path, layouts: dict[str, dict], world_size: int) -> dict[str, tuple[PretrainJob, dict[str, Counter]]]:
+    """By layout: the job, and the collectives of each phase, after checking that all ranks issued the same."""
+    jobs = []
+    for name, layout in layouts.items():
+        changes = {"max_steps": 4, "validate_every_steps": 3}
+        changes = {f"trainer__{key}": value for key, value in changes.items()}
+        changes |= {"data__seq_length": 32} | {f"parallel__{key}": value for key, value in layout.items()}
+        jobs.append(prepare_job(tiny_run("gpt", folder / name, logger__log_every_steps=3, **changes)))
+    planted = [*layouts].index("planted") if "planted" in layouts else None
+    first, *others = run_ranks(_audit, world_size, jobs, planted)
+    assert all(found == first for found in others)
+    return dict(zip(layouts, zip(jobs, first, strict=True), strict=True))
+
+
+def name_of_world(job: PretrainJob) -> str:
+    """torch gives a mesh's group of all ranks the world's own group: both have one name here."""
+    return "tensor" if job.layout.dp_size == 1 else "data" if job.layout.tp_size == 1 else "world"
+
+
+def expected(job: PretrainJob) -> Counter:
+    """The planner's collectives and those of EVERY_STEP."""
+    found = planned(job)
+    for group, (kind, num_bytes) in EVERY_STEP.items():
+        if group == "world" or job.layout.dp_size > 1:
+            found[kind, name_of_world(job) if group == "world" else group, num_bytes] += 1
+    return found
+
+
+def check(job: PretrainJob, phases: dict[str, Counter]) -> None:
+    """A step has what is expected; a row of metrics.csv adds one over the data group."""
+    usual, has_data = expected(job), job.layout.dp_size > 1
+    assert phases["step 2"] == usual
+    assert phases["step 3"] - usual == Counter({("all_reduce", "data", NUMBER): 1} if has_data else {})
+    assert usual - phases["step 3"] == Counter()
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> dict[str, tuple[PretrainJob, dict[str, Counter]]]:
+    """The layouts of two ranks, audited in one start of two processes."""
+    return audit(tmp_path_factory.mktemp("pairs"), PAIRS, 2)
+
+
+@pytest.mark.parametrize("name", [name for name in PAIRS if name != "planted"])
+def test_a_step_of_two_ranks_has_the_planned_collectives_and_the_listed_ones(pairs, name: str) -> None:
+    check(*pairs[name])
+
+
+def test_a_planted_broadcast_before_each_micro_batch_is_found(pairs) -> None:
+    job, phases = pairs["planted"]
+    assert phases["step 2"] - expected(job) == Counter({("broadcast", "tensor", 4): job.batch.num_micro_batches})
+    with pytest.raises(AssertionError):
+        check(job, phases)
+
+
+@pytest.mark.slow
+def test_a_step_of_four_ranks_has_the_planned_collectives_and_the_listed_ones(tmp_path) -> None:
+    for job, phases in audit(tmp_path, GRIDS, 4).values():
+        check(job, phases)
