@@ -31,6 +31,7 @@ from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, open_channel, sample_dropout_keys
 from lmscale.results import new_record, record_argument, write_record
+from lmscale.training.runtime.cpu_settings import keep_heap
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 SHAPES = {"h512_l4": (512, 8, 4), "h1024_l2": (1024, 16, 2)}  # hidden size, heads, layers
@@ -102,6 +103,7 @@ class Trainee:
 def worker(rank: int, folder: str, rounds: int, steps: int, over_gloo: bool) -> None:
     """Run one of the two ranks; rank 0 writes the results."""
     torch.set_num_threads(1)
+    keep_heap()
     store = dist.FileStore(os.path.join(folder, "store"), 2)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
     channel = None if over_gloo else open_channel(dist.group.WORLD, TIMEOUT)

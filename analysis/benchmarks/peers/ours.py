@@ -11,6 +11,7 @@ from lmscale.kernels import Kernels, choose_attention
 from lmscale.models import build_model
 from lmscale.models.attention_backend import fastest_backend, preferred_backend
 from lmscale.parallel import IGNORE_LABEL, ParallelContext, sample_dropout_keys, seed_rank_generator
+from lmscale.training.runtime.cpu_settings import keep_heap
 from lmscale.training.step.module import DTYPES
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
@@ -21,6 +22,8 @@ class Ours(Contender):
     """This project's model and optimizer, as `train.py` uses them on one device; `dtype` as in `precision=`."""
 
     def __init__(self, bench: BenchConfig, device: torch.device, dtype: str) -> None:
+        if device.type == "cpu":
+            keep_heap()
         config = resolve_attention(bench, device, dtype)
         self.bench, context = bench, ParallelContext()
         kernels = Kernels(float8=dtype == "fp8", compiles=bench.compiles, cuda_graphs=bench.cuda_graphs)

@@ -92,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             log_total = log_total.masked_fill(~is_scored, float("inf"))
             d_logits = _logits_to_gradient(logits, log_total, target, column, elsewhere, compiled)
             torch.mm(d_logits, weight, out=d_hidden[chunk])
-            d_weight = _add_product(d_weight, d_logits, rows, len(chunks) > 1, compiled)
+            d_weight = _add_product(d_weight, d_logits, rows, len(chunks), compiled)
             if d_bias is not None:
                 d_bias += d_logits.sum(dim=0, dtype=wide)
         if trains:
@@ -125,11 +125,14 @@ def _project(rows: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) 
     return torch.mm(rows, weight.t(), out=out) if bias is None else torch.addmm(bias, rows, weight.t(), out=out)
 
 
-def _add_product(total: Tensor | None, d_logits: Tensor, rows: Tensor, more: bool, compiled: bool) -> Tensor:
-    """Add a chunk's part of the weight's gradient, in fp32 at least if there are several chunks."""
+def _add_product(total: Tensor | None, d_logits: Tensor, rows: Tensor, num_chunks: int, compiled: bool) -> Tensor:
+    """Add a chunk's part of the weight's gradient, in fp32 at least if there are several chunks.
+
+    The sum of two is rounded once in either type, so a CPU does without fp32: fresh memory costs it as much as the sum.
+    """
     product = d_logits.t() @ rows  # in the weight's type, as any product
     if total is None:
-        return product.to(_wide(product.dtype)) if more else product
+        return product.to(_wide(product.dtype)) if num_chunks > (1 if product.is_cuda else 2) else product
     return _kernel(_add_in_place, compiled)(total, product)
 
 

@@ -126,7 +126,7 @@ def estimate_memory(
     projected: b s h (e + 1) + m h e for m scored tokens; for BERT three tensors of the masked-LM head more, 3 m h e.
 
     Logits: those of `rows_at_once` rows, overwritten by their gradient, and a temporary wide copy; with the gradient of
-    the projection, summed in fp32 at least where there are several pieces, and a piece's part.
+    the projection, summed in fp32 at least where there are several pieces (on a CPU more than two), and a piece's part.
 
     Args:
         micro_batch_size: sequences b of one forward pass.
@@ -194,7 +194,8 @@ def _loss_bytes(num_rows: int, columns: int, h: int, e: int, on_gpu: bool) -> in
     """Peak of `linear_cross_entropy`, without the gradient of the rows."""
     wide, at_once = max(e, FP32_BYTES), rows_at_once(columns, on_gpu)
     piece, weight = min(num_rows, at_once) * columns, columns * h
-    total = weight * wide if num_rows > at_once else 0  # a single piece needs no sum
+    kept = e if num_rows <= 2 * at_once and not on_gpu else wide  # a CPU adds two pieces without fp32
+    total = weight * kept if num_rows > at_once else 0  # a single piece needs no sum
     return total + max(piece * (e + wide), piece * e + weight * e)
 
 

@@ -17,6 +17,7 @@ from ...checkpoint import CheckpointError
 from ..job import Job
 from ..output.resuming import ScheduleDiffersError
 from ..strategy import TensorParallelStrategy
+from .cpu_settings import keep_heap
 from .ending import Ending
 from .exit_codes import USER_ERROR
 from .gpu_settings import keep_partial_sums_in_fp32
@@ -122,6 +123,8 @@ def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], 
     try:
         strategy.setup_environment()
         num_threads = share_cores(trainer.num_devices, run.trainer.num_threads)  # after Lightning has set its own
+        if job.accelerator == "cpu":
+            keep_heap()
         folder = _lock_folder(strategy, Path(run.run_dir), lock)
         return train(Run(trainer, folder, watchdog, interruption, Ending(), num_threads))
     except (CheckpointError, ScheduleDiffersError) as error:  # the same on every rank
