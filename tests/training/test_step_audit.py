@@ -28,10 +28,6 @@ PAIRS = {  # of two ranks
     "zero1": {"tp_size": 1, "dp_size": 2, "zero1": True},
     "planted": {"tp_size": 2, "dp_size": 1},
 }
-GRIDS = {  # of four
-    "grid": {"tp_size": 2, "dp_size": 2},
-    "grid, sequence, zero1": {"tp_size": 2, "dp_size": 2, "sequence_parallel": True, "zero1": True},
-}
 KINDS = {
     "allreduce_": "all_reduce",
     "broadcast_": "broadcast",
@@ -123,9 +119,14 @@ def audit(folder: Path, layouts: dict[str, dict], world_size: int) -> dict[str, 
         changes |= {"data__seq_length": 32} | {f"parallel__{key}": value for key, value in layout.items()}
         jobs.append(prepare_job(tiny_run("gpt", folder / name, logger__log_every_steps=3, **changes)))
     planted = [*layouts].index("planted") if "planted" in layouts else None
-    first, *others = run_ranks(_audit, world_size, jobs, planted)
+    first, *others = [[_steps(phases) for phases in found] for found in run_ranks(_audit, world_size, jobs, planted)]
     assert all(found == first for found in others)
     return dict(zip(layouts, zip(jobs, first, strict=True), strict=True))
+
+
+def _steps(phases: dict[str, Counter]) -> dict[str, Counter]:
+    """Without start, validation and end: data ranks may validate on different numbers of samples."""
+    return {name: counts for name, counts in phases.items() if name.startswith("step")}
 
 
 def name_of_world(job: PretrainJob) -> str:
@@ -143,7 +144,10 @@ def expected(job: PretrainJob) -> Counter:
 
 
 def check(job: PretrainJob, phases: dict[str, Counter]) -> None:
-    """A step has what is expected; a row of metrics.csv adds one over the data group. DDP rebuilds its buckets in step 2."""
+    """A step has what is expected; a row of metrics.csv adds one over the data group.
+
+    DDP rebuilds its buckets in step 2, which is left out.
+    """
     usual, has_data = expected(job), job.layout.dp_size > 1
     assert phases["step 4"] == usual
     assert phases["step 3"] - usual == Counter({("all_reduce", "data", NUMBER): 1} if has_data else {})
@@ -165,10 +169,4 @@ def test_a_planted_broadcast_before_each_micro_batch_is_found(pairs) -> None:
     job, phases = pairs["planted"]
     assert phases["step 4"] - expected(job) == Counter({("broadcast", "tensor", 4): job.batch.num_micro_batches})
     with pytest.raises(AssertionError):
-        check(job, phases)
-
-
-@pytest.mark.slow
-def test_a_step_of_four_ranks_has_the_planned_collectives_and_the_listed_ones(tmp_path) -> None:
-    for job, phases in audit(tmp_path, GRIDS, 4).values():
         check(job, phases)
