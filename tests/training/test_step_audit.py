@@ -28,6 +28,10 @@ PAIRS = {  # of two ranks
     "zero1": {"tp_size": 1, "dp_size": 2, "zero1": True},
     "planted": {"tp_size": 2, "dp_size": 1},
 }
+GRIDS = {  # of four
+    "grid": {"tp_size": 2, "dp_size": 2},
+    "grid, sequence": {"tp_size": 2, "dp_size": 2, "sequence_parallel": True},
+}
 KINDS = {
     "allreduce_": "all_reduce",
     "broadcast_": "broadcast",
@@ -169,4 +173,10 @@ def test_a_planted_broadcast_before_each_micro_batch_is_found(pairs) -> None:
     job, phases = pairs["planted"]
     assert phases["step 4"] - expected(job) == Counter({("broadcast", "tensor", 4): job.batch.num_micro_batches})
     with pytest.raises(AssertionError):
+        check(job, phases)
+
+
+@pytest.mark.slow
+def test_a_step_of_four_ranks_has_the_planned_collectives_and_the_listed_ones(tmp_path) -> None:
+    for job, phases in audit(tmp_path, GRIDS, 4).values():
         check(job, phases)

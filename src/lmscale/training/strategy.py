@@ -79,8 +79,15 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         super().setup_distributed()
 
     def setup_environment(self) -> None:
-        """Start the process group, check the world size, create the groups."""
+        """Start the process group, check the world size, and create the groups in the first of a Trainer's calls."""
         super().setup_environment()
+        if self.parallel.tp_group is None or self._is_alone:  # a single process ends its group with each call
+            self._make_groups()
+        token = self.broadcast(uuid.uuid4().hex[:8])
+        self.writer = CheckpointWriter(token, self.global_rank, self.world_size, self.save_timeout_s)
+
+    def _make_groups(self) -> None:
+        """Make the groups of the grid; a later call of the Trainer uses the same, as the model's layers do."""
         tp_size = self.layout.tp_size
         if self.world_size % tp_size:
             raise ValueError(f"`tp_size` must divide the {self.world_size} ranks, but is {tp_size}")
@@ -108,8 +115,6 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         self._ddp_kwargs["process_group"] = self.parallel.dp_group
         if self.root_device.type == "cuda":  # small decisions of the hosts need not wait for the GPUs
             self.control_group = dist.new_group(backend="gloo", timeout=self.collective_timeout)
-        token = self.broadcast(uuid.uuid4().hex[:8])
-        self.writer = CheckpointWriter(token, self.global_rank, self.world_size, self.save_timeout_s)
 
     def setup(self, trainer: Any) -> None:
         """Move the shard to its device and, for training, wrap it in DDP over the data group and create the optimizer.
