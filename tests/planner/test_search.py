@@ -125,8 +125,10 @@ def test_only_sizes_that_divide_are_tried() -> None:
 def test_an_unusable_number_of_devices_is_refused_with_the_nearest_usable_one() -> None:
     with pytest.raises(ValueError, match="but is 7; the nearest number that is one is 8"):
         rank_layouts(job(), CLUSTER, 7)
-    with pytest.raises(ValueError, match="into even shares, but is 2; the nearest number that is one is 3"):
-        rank_layouts(job(batch=3), CLUSTER, 2, ParallelRequest(batch_halves=True))
+    halves = ParallelRequest(batch_halves=True)
+    with pytest.raises(ValueError, match=r"is above 1\), but is 14; the nearest number that is one is 7$"):
+        rank_layouts(job("bert_336m", 7), CLUSTER, 14, halves)
+    assert {plan.layout.tp_size for plan in rank_layouts(job("bert_336m", 7), CLUSTER, 7, halves).fitting} == {1}
 
 
 def test_days_tokens_and_energy_follow_from_the_step() -> None:

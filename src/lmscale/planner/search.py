@@ -66,9 +66,9 @@ def rank_layouts(job: Job, cluster: Cluster, num_devices: int, request: Parallel
     """
     fitting, too_large = [], []
     for tp_size in tensor_sizes(job, num_devices):
-        layout = request.resolve(tp_size, num_devices // tp_size)
         if num_devices % tp_size:
             continue
+        layout = request.resolve(tp_size, num_devices // tp_size)
         plans = [
             make_plan(job.change(b, mode), layout, cluster) for b in micro_batch_sizes(job, layout) for mode in _MODES
         ]
@@ -79,7 +79,8 @@ def rank_layouts(job: Job, cluster: Cluster, num_devices: int, request: Parallel
     if not fitting and not too_large:
         possible = _possible_numbers(job, cluster, request)
         near = min(possible, key=lambda n: (abs(math.log(n / num_devices)), n))
-        sequence, even = " and the sequence" * request.sequence_parallel, " into even shares" * request.batch_halves
+        sequence = " and the sequence" * request.sequence_parallel
+        even = " (into even shares if `tp_size` is above 1)" * request.batch_halves
         raise ValueError(
             f"`num_devices` must be a `tp_size` that divides the model{sequence} times a `dp_size` that divides the "
             f"batch of {job.global_batch_size:,}{even}, but is {num_devices:,}; the nearest number that is one is "
@@ -97,8 +98,10 @@ def largest_number(job: Job, cluster: Cluster, request: ParallelRequest = _NO_OP
 def _fits_on(job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest) -> bool:
     """Whether some layout fits, tried with the settings that need least memory."""
     for tp_size in tensor_sizes(job, num_devices):
+        if num_devices % tp_size:
+            continue
         layout = request.resolve(tp_size, num_devices // tp_size)
-        sizes = [] if num_devices % tp_size else micro_batch_sizes(job, layout)
+        sizes = micro_batch_sizes(job, layout)
         if sizes and make_plan(job.change(sizes[0], Recompute.FULL), layout, cluster).missing_bytes <= 0:
             return True
     return False
