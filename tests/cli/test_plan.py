@@ -228,7 +228,7 @@ def test_the_operations_of_a_step_are_printed_on_request() -> None:
         ),
         (
             ["model.hidden_size=25600", "model.num_layers=128", "model.num_attention_heads=160"],
-            ["no layout works", "largest tp_size that divides the model, 160", "GiB"],
+            ["no layout works", "needs least memory, parallel.tp_size=160 parallel.dp_size=1", "GiB"],
         ),
         (["best=true", "num_devices=7"], ["`num_devices` must be", "but is 7", "the nearest number that is one is 8"]),
         (["best=true", "num_devices=2"], ["`num_devices` must be", "GiB", "parallel.tp_size=8 parallel.dp_size=1"]),
