@@ -342,6 +342,13 @@ def test_ignored_keys_are_refused(overrides: list[str], message: str) -> None:
     assert message in refusal("model=gpt_2.5b", *overrides)
 
 
+def test_auto_chooses_no_tensor_ranks_for_an_odd_micro_batch_in_halves() -> None:
+    options = ["model=gpt_4.2b", "cluster=h100", "precision=bf16", "num_devices=8", "parallel.batch_halves=true"]
+    sizes = ["parallel.tp_size=auto", "parallel.dp_size=1", "micro_batch_size=7", "global_batch_size=7"]
+    layout = planned(*options, *sizes)["layout"]
+    assert (layout["tp_size"], layout["recompute"]) == (1, "full")
+
+
 def test_a_plan_uses_the_model_settings_of_the_fidelity() -> None:
     """Without dropout no masks are saved."""
     one = ("model=gpt_355m", "parallel.dp_size=1", "num_devices=1", "model.recompute=none", "cluster=h200")
