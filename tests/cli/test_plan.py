@@ -324,6 +324,13 @@ def test_halves_send_twice_as_many_messages_of_half_the_size_and_wait_less() -> 
     assert rows[0][product]["count"] == 72
 
 
+def test_the_table_names_the_time_of_messages_that_nothing_hides() -> None:
+    sequence = ["model=gpt_2.5b", "cluster=h200", "num_devices=2", "parallel.tp_size=2", "micro_batch_size=8"]
+    table = printed(*sequence, "global_batch_size=8", "parallel.sequence_parallel=true")
+    step_time = table[table.index("step time") :]
+    assert "tensor-parallel messages, not hidden" in step_time and "all-reduce" not in step_time
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [
