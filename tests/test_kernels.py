@@ -106,7 +106,7 @@ def test_a_run_without_apex_is_refused_in_one_line_before_anything_starts(tmp_pa
 def test_a_run_reports_the_chosen_kernels_and_refuses_unknown_ones(tmp_path) -> None:
     done = train(*TINY, "kernels=auto", f"hydra.run.dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
-    line = "kernels: layers not compiled, LayerNorm by torch, attention by sdpa (compile=false, kernels=auto)\n"
+    line = "kernels: layers not compiled, LayerNorm by torch, attention by sdpa (compile=auto: eager, kernels=auto)\n"
     assert line in done.stdout
     for key, message in {
         "cuda_graphs=true": "`cuda_graphs` must be false on a CPU, but is true",

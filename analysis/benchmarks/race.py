@@ -6,6 +6,7 @@ not reach the others.
 
 import multiprocessing
 import os
+import pickle
 import statistics
 import sys
 import time
@@ -101,13 +102,13 @@ class Racer:
     """A contender in its own process, which waits while the others run.
 
     Raises:
-        whatever the contender raises, in `run`.
+        whatever the contender raises, in `run`; a RuntimeError with its traceback if that cannot be pickled.
     """
 
     def __init__(self, name: str, bench: BenchConfig) -> None:
         context = multiprocessing.get_context("forkserver")  # imports once; a fork of this process would keep threads
         context.set_forkserver_preload(["torch", "transformers"])
-        self.pipe, theirs = context.Pipe()
+        self.name, (self.pipe, theirs) = name, context.Pipe()
         self.process = context.Process(target=_serve, args=(name, bench, theirs), daemon=True)
         self.process.start()
         theirs.close()
@@ -119,7 +120,7 @@ class Racer:
             found = self.pipe.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self.process.join()
-            raise RuntimeError(f"a contender ended with exit code {self.process.exitcode}") from None
+            raise RuntimeError(f"{self.name} ended with exit code {self.process.exitcode}") from None
         if isinstance(found, Exception):
             raise found
         return found
@@ -153,7 +154,12 @@ def _serve(name: str, bench: BenchConfig, pipe: Connection) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         return  # the other process has closed the pipe, is gone or gets the Ctrl-C too
     except Exception as error:  # every other error must reach it
-        error.add_note("".join(traceback.format_exception(error)))  # a pickled one has no traceback
+        text = "".join(traceback.format_exception(error))
+        error.add_note(text)  # a pickled one has no traceback
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # of a local class, or with an argument that has no pickle
+            error = RuntimeError(f"{name}: {text}")
         pipe.send(error)
 
 

@@ -3,6 +3,7 @@
 Plain arithmetic shared by the optimizer and the planner.
 """
 
+import heapq
 from collections.abc import Sequence
 
 PIECE_ELEMENTS = 25 * 2**20 // 4  # elements per piece: a bucket of torch's DDP holds as many fp32 numbers
@@ -26,10 +27,11 @@ def assign_owners(sizes: Sequence[int], num_owners: int) -> list[int]:
     Returns:
         owner of each parameter.
     """
-    load, owners = [0] * num_owners, [0] * len(sizes)
+    owners = [0] * len(sizes)
+    loads = [(0, owner) for owner in range(num_owners)]  # a heap
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        owners[index] = load.index(min(load))
-        load[owners[index]] += sizes[index]
+        load, owners[index] = loads[0]
+        heapq.heapreplace(loads, (load + sizes[index], owners[index]))
     return owners
 
 

@@ -228,7 +228,7 @@ def test_the_operations_of_a_step_are_printed_on_request() -> None:
         ),
         (
             ["model.hidden_size=25600", "model.num_layers=128", "model.num_attention_heads=160"],
-            ["no layout works", "largest tp_size that divides the model, 160", "GiB"],
+            ["no layout works", "needs least memory, parallel.tp_size=160 parallel.dp_size=1", "GiB"],
         ),
         (["best=true", "num_devices=7"], ["`num_devices` must be", "but is 7", "the nearest number that is one is 8"]),
         (["best=true", "num_devices=2"], ["`num_devices` must be", "GiB", "parallel.tp_size=8 parallel.dp_size=1"]),
@@ -324,6 +324,13 @@ def test_halves_send_twice_as_many_messages_of_half_the_size_and_wait_less() -> 
     assert rows[0][product]["count"] == 72
 
 
+def test_the_table_names_the_time_of_messages_that_nothing_hides() -> None:
+    sequence = ["model=gpt_2.5b", "cluster=h200", "num_devices=2", "parallel.tp_size=2", "micro_batch_size=8"]
+    table = printed(*sequence, "global_batch_size=8", "parallel.sequence_parallel=true")
+    step_time = table[table.index("step time") :]
+    assert "tensor-parallel messages, not hidden" in step_time and "all-reduce" not in step_time
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -340,6 +347,13 @@ def test_halves_send_twice_as_many_messages_of_half_the_size_and_wait_less() -> 
 )
 def test_ignored_keys_are_refused(overrides: list[str], message: str) -> None:
     assert message in refusal("model=gpt_2.5b", *overrides)
+
+
+def test_auto_chooses_no_tensor_ranks_for_an_odd_micro_batch_in_halves() -> None:
+    options = ["model=gpt_4.2b", "cluster=h100", "precision=bf16", "num_devices=8", "parallel.batch_halves=true"]
+    sizes = ["parallel.tp_size=auto", "parallel.dp_size=1", "micro_batch_size=7", "global_batch_size=7"]
+    layout = planned(*options, *sizes)["layout"]
+    assert (layout["tp_size"], layout["recompute"]) == (1, "full")
 
 
 def test_a_plan_uses_the_model_settings_of_the_fidelity() -> None:

@@ -67,6 +67,27 @@ def test_the_optimizer_and_the_gradient_buffer_move_a_number_of_bytes_per_parame
         assert by_phase == {"gradients": n * (6 + 10 + 10), "optimizer": n * optimizer}
 
 
+@pytest.mark.parametrize(
+    "dtype, half_moments, read, written",  # gradient twice, master and moments; master, moments and a half-type weight
+    [
+        ("bf16", False, 8 + 4 + 8, 4 + 8 + 2),
+        ("fp16", True, 8 + 4 + 4, 4 + 4 + 2),
+        ("fp32", False, 8 + 4 + 8, 4 + 8),
+        ("fp32", True, 8 + 4 + 4, 4 + 4),
+        ("fp64", True, 16 + 8 + 4, 8 + 4),
+    ],
+)
+def test_the_update_writes_a_second_weight_only_for_half_types(
+    dtype: str, half_moments: bool, read: int, written: int
+) -> None:
+    config = paper_model("gpt_1.2b")
+    n = count_parameters(config).total
+    (update,) = (
+        o for o in step_operations(config, ParallelConfig(), 4, 1, 1024, dtype, half_moments) if o.kind == "optimizer"
+    )
+    assert (update.read, update.written) == (n * read, n * written)
+
+
 def test_with_zero1_a_rank_updates_only_its_own_tensors() -> None:
     config = paper_model("gpt_1.2b")
 

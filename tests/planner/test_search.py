@@ -1,5 +1,6 @@
 """Rankings and nearest layouts, against brute force."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -109,7 +110,50 @@ def test_a_model_that_fits_no_layout_reports_its_minimum_memory() -> None:
     assert nearest_plan(vast, ParallelConfig(), CLUSTER) is None
     least = smallest_need(vast, ParallelConfig(), CLUSTER)
     assert (least.layout.tp_size, least.layout.dp_size) == (20, 1)
-    assert "largest tp_size that divides the model, 20" in suggest_layout(vast, ParallelConfig(), CLUSTER)
+    assert "needs least memory, parallel.tp_size=20 parallel.dp_size=1" in suggest_layout(
+        vast, ParallelConfig(), CLUSTER
+    )
+
+
+def test_zero1_fits_a_model_on_data_ranks() -> None:
+    whole = job("gpt_1.2b", 8, num_attention_heads=1)
+    small = dataclasses.replace(CLUSTER, memory_gib=18.0)
+    assert nearest_plan(whole, ParallelConfig(), small) is None
+    found = nearest_plan(whole, ParallelConfig(zero1=True), small)
+    assert found.layout.dp_size > 1 and found.missing_bytes <= 0
+    least = smallest_need(whole, ParallelConfig(zero1=True), small)
+    assert (least.layout.dp_size, least.job.micro_batch_size) == (8, 1)
+
+
+@pytest.mark.parametrize(
+    "batch, seq_length, options, dropped",
+    [
+        (3, 1024, ("batch_halves",), "parallel.batch_halves=true"),
+        (8, 1023, ("sequence_parallel",), "parallel.sequence_parallel=true"),
+        (3, 1024, ("batch_halves", "sequence_parallel"), "parallel.batch_halves=true"),
+        (
+            3,
+            1023,
+            ("batch_halves", "sequence_parallel"),
+            "parallel.batch_halves=true and parallel.sequence_parallel=true",
+        ),
+    ],
+)
+def test_an_option_that_no_layout_allows_is_named(batch: int, seq_length: int, options: tuple, dropped: str) -> None:
+    odd = dataclasses.replace(job("gpt_8.3b", batch), seq_length=seq_length)
+    wanted = ParallelConfig(8, 1, **dict.fromkeys(options, True))
+    answer = suggest_layout(odd, wanted, CLUSTER)
+    pronoun = "them" if " and " in dropped else "it"
+    start = f"no layout works with {dropped}; without {pronoun} the nearest layout that works is parallel.tp_size=8"
+    assert answer.startswith(start)
+    kept = [name for name in options if f"parallel.{name}=true" not in dropped]
+    assert all(f" parallel.{name}=true" in answer.split("; ")[1] for name in kept)
+
+
+def test_the_least_memory_does_not_depend_on_an_option_that_the_batch_forbids() -> None:
+    vast = job(batch=3, hidden_size=19200, num_layers=120)
+    least = smallest_need(vast, ParallelConfig(batch_halves=True), CLUSTER)
+    assert least.layout == ParallelConfig(20, 1)
 
 
 def test_only_sizes_that_divide_are_tried() -> None:
@@ -125,8 +169,10 @@ def test_only_sizes_that_divide_are_tried() -> None:
 def test_an_unusable_number_of_devices_is_refused_with_the_nearest_usable_one() -> None:
     with pytest.raises(ValueError, match="but is 7; the nearest number that is one is 8"):
         rank_layouts(job(), CLUSTER, 7)
-    with pytest.raises(ValueError, match="into even shares, but is 2; the nearest number that is one is 3"):
-        rank_layouts(job(batch=3), CLUSTER, 2, ParallelRequest(batch_halves=True))
+    halves = ParallelRequest(batch_halves=True)
+    with pytest.raises(ValueError, match=r"is above 1\), but is 14; the nearest number that is one is 7$"):
+        rank_layouts(job("bert_336m", 7), CLUSTER, 14, halves)
+    assert {plan.layout.tp_size for plan in rank_layouts(job("bert_336m", 7), CLUSTER, 7, halves).fitting} == {1}
 
 
 def test_days_tokens_and_energy_follow_from_the_step() -> None:

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from runs import assert_same_run, read_record, run_jobs, tiny_run
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
+from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.config.pretrain import RunConfig
 from lmscale.kernels import PLAIN, Kernels, choose_attention, choose_kernels
 from lmscale.models.attention_backend import choose_fastest, fastest_backend, preferred_backend
@@ -123,10 +124,30 @@ def test_a_resumed_run_keeps_the_decision_whether_to_compile(two_cores, tmp_path
     monkeypatch.setattr(kernel_choice, "LEAST_SECONDS", 0)  # as on fewer cores
     job = prepare_job(run)
     assert job.resume_from is not None and not job.kernels.compiles and job.run.compile is False
+    assert job.compile_choice == "compile=auto: eager, as in the checkpoint"
     new = tiny_run("gpt", tmp_path / "new", compile="auto", precision__dtype="fp32")
     branch = {"path": job.resume_from, "weights_only": True}
     for other in (new, dataclasses.replace(new, resume=dataclasses.replace(new.resume, **branch))):
         assert prepare_job(other).kernels.compiles
+    assert prepare_job(new).compile_choice == "compile=auto: compiled"
+
+
+@pytest.mark.parametrize(
+    "before, on_gpu, expected",
+    [("cpu", True, "auto"), ("gpu", False, "auto"), ("cpu", False, False), ("gpu", True, False), ("auto", True, False)],
+)
+def test_the_decision_is_kept_on_the_same_kind_of_accelerator(tmp_path, monkeypatch, before, on_gpu, expected) -> None:
+    run = tiny_run("gpt", tmp_path, compile="auto")
+    written = {"compile": False, "trainer": {"accelerator": before}}
+    monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: SimpleNamespace(run=written))
+    assert kept_compile(run, on_gpu, "checkpoint") == expected
+
+
+def test_a_checkpoint_has_the_accelerator_that_auto_chose(tmp_path) -> None:
+    pretrain(prepare_job(tiny_run("gpt", tmp_path, trainer__accelerator="auto", trainer__max_steps=1)))
+    (checkpoint,) = list_checkpoints(tmp_path / "checkpoints")
+    here = "gpu" if torch.cuda.is_available() else "cpu"
+    assert read_metadata(checkpoint).run["trainer"]["accelerator"] == here
 
 
 def test_a_compiled_run_is_resumed_compiled_where_that_is_possible(monkeypatch) -> None:

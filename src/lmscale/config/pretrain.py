@@ -71,8 +71,8 @@ class RunConfig:
             run's own keys hold the values.
         deterministic: bitwise equal reruns (torch.use_deterministic_algorithms).
         compile: torch.compile, layer by layer; `auto`: on a GPU, and on a CPU in a run of at least about twenty minutes
-            in fp32 or bf16, see `compiling_pays`. The record and the checkpoints have the decision, and a resumed run
-            keeps it.
+            in fp32 or bf16, see `compiling_pays`. The record and the checkpoints have the decision, and a run
+            resumed on the same kind of accelerator keeps it.
         cuda_graphs: record the compiled layers and replay them; one GPU, half types.
         kernels: of LayerNorm: `torch`, NVIDIA's `apex`, or `auto`: apex on a GPU if it is installed and nothing is
             compiled.

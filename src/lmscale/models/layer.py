@@ -18,8 +18,8 @@ class TransformerLayer(nn.Module):
     pre (Figure 7 b):   x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))
     post (Figure 7 a):  x = norm(x + dropout(attention(x)));  x = norm(x + dropout(mlp(x)))
 
-    Both have the same parameters. With `context.batch_halves` the two halves of the batch are computed one by one; an
-    odd batch, which only a validation can have, and a generation are computed whole.
+    Both have the same parameters. With `context.batch_halves` the layer computes the two halves of the batch one after
+    the other. It computes an odd batch, which occurs only in validation, and the tokens of a generation as a whole.
 
     Shapes:
         x [b, s, h], with sequence parallelism [b, s/p, h]; attention_mask bool [b, 1, 1 or s, s] or None; dropout_keys

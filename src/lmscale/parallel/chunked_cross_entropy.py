@@ -1,6 +1,7 @@
-"""The output projection and its loss together, computed for a few rows at a time so that all logits never exist.
+"""The output projection and its loss together, computed for a few rows at a time to save memory.
 
-The loss and gradients equal those of `vocab_parallel_logits` and `vocab_parallel_cross_entropy`.
+The full logits are never materialized. The loss and gradients equal those of `vocab_parallel_logits` and
+`vocab_parallel_cross_entropy`.
 """
 
 from collections.abc import Callable

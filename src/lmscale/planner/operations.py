@@ -15,13 +15,10 @@ from ..config.family import family_of
 from ..partition import assign_owners
 from .flops import scored_tokens
 from .layer_operations import LayerCounts
-from .memory import BYTES, FP32_BYTES, rows_at_once
+from .memory import BYTES, FP32_BYTES, HALF_BYTES, rows_at_once
 from .operation import Operation, elementwise, product, times
 from .params import parameter_sizes
 
-# Bytes per parameter, (read, written): the norm reads the gradient; one kernel per tensor reads gradient, master and
-# moments, and writes master, moments and the weight of a half type (`tests/cuda/test_optimizer_kernels.py`).
-OPTIMIZER_BYTES = {"fp32 moments": (20, 14), "bf16 moments": (16, 10), "without masters": (20, 12)}
 OPTIMIZER_LAUNCHES = 27  # of the norm and the counters, besides one per parameter
 HOST_SYNCS = 0  # per step
 LAUNCHES_OF_A_LOSS_CHUNK = 44  # besides its three products
@@ -151,8 +148,10 @@ def _update(
     for size, owner in zip(sizes, owners, strict=True):
         parts[owner] += size
     (busiest, owned), *_ = parts.most_common(1)
-    kind = "bf16 moments" if half_moments else "fp32 moments" if e < FP32_BYTES else "without masters"
-    read, written = (count * (2 if e > FP32_BYTES else 1) for count in OPTIMIZER_BYTES[kind])
+    # Per parameter the norm reads the gradient; one kernel per tensor reads gradient, master and moments, and writes
+    # master, moments and the weight of a half type (`tests/cuda/test_optimizer_kernels.py`).
+    moments = 2 * (HALF_BYTES if half_moments else wide)
+    read, written = 3 * wide + moments, wide + moments + (e if e < FP32_BYTES else 0)
     launches = owners.count(busiest) + OPTIMIZER_LAUNCHES + -(-owned // ELEMENTS_PER_LAUNCH)
     found.append(Operation("AdamW", "optimizer", "optimizer", 1, launches, 0, owned * read, owned * written))
     return found

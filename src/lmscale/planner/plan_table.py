@@ -83,12 +83,12 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         "matrix products": time.matmul,
         "element-wise work": time.elementwise,
         "overhead of layers": time.overhead,
-        "tensor-parallel all-reduces": time.tensor,
-        "data-parallel all-reduce": time.data,
+        "tensor-parallel messages, not hidden": time.tensor,
+        "data-parallel messages, not hidden": time.data,
         "optimizer": time.optimizer,
         "step": time.total,
     }
-    lines += [f"    {row:<30}{seconds * 1e3:>20,.1f} ms {seconds / time.total:>8.1%}" for row, seconds in rows.items()]
+    lines += [f"    {row:<38}{seconds * 1e3:>12,.1f} ms {seconds / time.total:>8.1%}" for row, seconds in rows.items()]
     energy = "unknown" if plan.energy_mwh is None else f"{plan.energy_mwh:,.3f} MWh"
     lines += [
         "",

@@ -114,6 +114,7 @@ def _resolve_layout(question: PlanConfig, job: Job) -> ParallelConfig:
     def possible(tp_size: int) -> ParallelConfig | None:
         layout = resolved(tp_size)
         divides = job.global_batch_size % (job.micro_batch_size * layout.dp_size) == 0
+        divides = divides and job.micro_batch_size % layout.batch_parts == 0
         divides = divides and not (layout.cuts_sequence and job.seq_length % tp_size)
         return layout if divides and layout.world_size <= machine.num_devices else None
 
@@ -125,7 +126,7 @@ def _resolve_layout(question: PlanConfig, job: Job) -> ParallelConfig:
         if found is not None:
             return found
     raise ValueError(
-        "no tp_size fits (`parallel.tp_size`=auto): no power of two divides the model and fits; "
+        "no tp_size fits (`parallel.tp_size`=auto): no power of two that divides the model suits the batch and fits; "
         f"{suggest_layout(job, resolved(1), machine)}"
     )
 

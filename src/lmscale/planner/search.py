@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from ..config import ParallelConfig, Recompute
 from ..config.cluster import Cluster
 from ..config.layout import ParallelRequest
-from .job import Job
+from .job import Job, rank_memory
 from .memory import GIB
 from .plan import Plan, make_plan
 
 LARGEST_MICRO_BATCH = 64
 _MODES = tuple(Recompute)
 _NO_OPTIONS = ParallelRequest()
+_RESTRICTING_OPTIONS = ("batch_halves", "sequence_parallel")  # not every batch and not every sequence can be cut
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ def rank_layouts(job: Job, cluster: Cluster, num_devices: int, request: Parallel
     """
     fitting, too_large = [], []
     for tp_size in tensor_sizes(job, num_devices):
-        layout = request.resolve(tp_size, num_devices // tp_size)
         if num_devices % tp_size:
             continue
+        layout = request.resolve(tp_size, num_devices // tp_size)
         plans = [
             make_plan(job.change(b, mode), layout, cluster) for b in micro_batch_sizes(job, layout) for mode in _MODES
         ]
@@ -79,7 +80,8 @@ def rank_layouts(job: Job, cluster: Cluster, num_devices: int, request: Parallel
     if not fitting and not too_large:
         possible = _possible_numbers(job, cluster, request)
         near = min(possible, key=lambda n: (abs(math.log(n / num_devices)), n))
-        sequence, even = " and the sequence" * request.sequence_parallel, " into even shares" * request.batch_halves
+        sequence = " and the sequence" * request.sequence_parallel
+        even = " (into even shares if `tp_size` is above 1)" * request.batch_halves
         raise ValueError(
             f"`num_devices` must be a `tp_size` that divides the model{sequence} times a `dp_size` that divides the "
             f"batch of {job.global_batch_size:,}{even}, but is {num_devices:,}; the nearest number that is one is "
@@ -97,8 +99,10 @@ def largest_number(job: Job, cluster: Cluster, request: ParallelRequest = _NO_OP
 def _fits_on(job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest) -> bool:
     """Whether some layout fits, tried with the settings that need least memory."""
     for tp_size in tensor_sizes(job, num_devices):
+        if num_devices % tp_size:
+            continue
         layout = request.resolve(tp_size, num_devices // tp_size)
-        sizes = [] if num_devices % tp_size else micro_batch_sizes(job, layout)
+        sizes = micro_batch_sizes(job, layout)
         if sizes and make_plan(job.change(sizes[0], Recompute.FULL), layout, cluster).missing_bytes <= 0:
             return True
     return False
@@ -119,8 +123,6 @@ def nearest_plan(job: Job, wanted: ParallelConfig, cluster: Cluster) -> Plan | N
 
     Closest in the number of devices, then `tp_size`, then the micro-batch, then the recomputation.
     """
-    if smallest_need(job, wanted, cluster).missing_bytes > 0:
-        return None
 
     def distance(candidate: tuple[ParallelConfig, int, Recompute]) -> tuple[float, float, float, int]:
         layout, micro_batch_size, mode = candidate
@@ -132,9 +134,9 @@ def nearest_plan(job: Job, wanted: ParallelConfig, cluster: Cluster) -> Plan | N
         )
 
     for layout, micro_batch_size, mode in sorted(_candidates(job, wanted, cluster), key=distance):
-        plan = make_plan(job.change(micro_batch_size, mode), layout, cluster)
-        if plan.missing_bytes <= 0:
-            return plan
+        changed = job.change(micro_batch_size, mode)
+        if rank_memory(changed, layout, cluster.is_gpu).total <= cluster.usable_bytes:
+            return make_plan(changed, layout, cluster)
     return None
 
 
@@ -149,23 +151,35 @@ def _candidates(job: Job, wanted: ParallelConfig, cluster: Cluster) -> list[tupl
 
 
 def smallest_need(job: Job, wanted: ParallelConfig, cluster: Cluster) -> Plan:
-    """The layout on the cluster whose rank needs least memory: largest `tp_size`, one sequence, full
-    recomputation, no data ranks."""
-    layouts = [
-        dataclasses.replace(wanted, tp_size=tp_size, dp_size=1) for tp_size in tensor_sizes(job, cluster.num_devices)
-    ]
-    largest = [layout for layout in layouts if micro_batch_sizes(job, layout)][-1]
-    one = dataclasses.replace(job.change(1, Recompute.FULL), global_batch_size=1)
-    return make_plan(one, dataclasses.replace(largest, batch_halves=False), cluster)
+    """The layout on the cluster whose rank needs least memory, with the options of `wanted` or without some."""
+    candidates = [found for layout in _relaxed(wanted) for found in _candidates(job, layout, cluster)]
+
+    def needed_bytes(candidate: tuple[ParallelConfig, int, Recompute]) -> int:
+        layout, micro_batch_size, mode = candidate
+        return rank_memory(job.change(micro_batch_size, mode), layout, cluster.is_gpu).total
+
+    layout, micro_batch_size, mode = min(candidates, key=needed_bytes)
+    return make_plan(job.change(micro_batch_size, mode), layout, cluster)
+
+
+def _relaxed(wanted: ParallelConfig) -> list[ParallelConfig]:
+    """`wanted`, then without each option that restricts the batch or the sequence, then without both."""
+    without = [(), ("batch_halves",), ("sequence_parallel",), _RESTRICTING_OPTIONS]
+    return list(dict.fromkeys(dataclasses.replace(wanted, **dict.fromkeys(names, False)) for names in without))
 
 
 def suggest_layout(job: Job, wanted: ParallelConfig, cluster: Cluster) -> str:
-    """For messages: the nearest layout that works, or the least memory that the model needs."""
-    near = nearest_plan(job, wanted, cluster)
-    if near is not None:
-        return f"the nearest layout that works is {near.overrides}"
+    """For messages: the nearest layout that works, and which options it must drop, or the least memory of a rank."""
+    for layout in _relaxed(wanted):
+        near = nearest_plan(job, layout, cluster)
+        if near is not None:
+            dropped = [name for name in _RESTRICTING_OPTIONS if getattr(wanted, name) != getattr(layout, name)]
+            options = " and ".join(f"parallel.{name}=true" for name in dropped)
+            pronoun = "it" if len(dropped) == 1 else "them"
+            without = f"no layout works with {options}; without {pronoun} " if dropped else ""
+            return f"{without}the nearest layout that works is {near.overrides}"
     least = smallest_need(job, wanted, cluster)
     return (
-        f"no layout works: at the largest tp_size that divides the model, {least.layout.tp_size}, with one sequence "
-        f"and full recomputation, a rank still needs {least.needed_bytes / GIB:.1f} GiB"
+        f"no layout works: the one that needs least memory, {least.overrides}, still needs "
+        f"{least.needed_bytes / GIB:.1f} GiB per rank"
     )

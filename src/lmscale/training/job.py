@@ -39,7 +39,11 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainJob(Job):
-    """A pretraining run with its corpus, and the sizes that depend on it."""
+    """A pretraining run with its corpus, and the sizes that depend on it.
+
+    Args:
+        compile_choice: `compile=` as requested and what it was resolved to, for the first lines of the run.
+    """
 
     run: RunConfig
     config: TransformerConfig
@@ -47,6 +51,7 @@ class PretrainJob(Job):
     corpus: PreparedCorpus
     resume_from: str | None
     kernels: Kernels = PLAIN
+    compile_choice: str = ""
 
     def build_data(self) -> PretrainDataModule:
         """Build the data module: the run's samples in their order; see `PretrainDataModule` for errors."""

@@ -17,7 +17,7 @@ from .output.metrics_file import MetricsFile
 from .output.resuming import Start, check_data_digest, check_fit, choose_start
 from .output.run_folder import METRICS, begin_run_folder, report_failure, write_run_record
 from .runtime.exit_codes import DONE
-from .runtime.kernel_choice import settle_kernels
+from .runtime.kernel_choice import describe_compile, settle_kernels
 from .runtime.preflight import check_run
 from .runtime.run import Run, new_trainer, run_on_this_rank
 from .step.module import PretrainModule
@@ -29,7 +29,8 @@ def prepare_job(run: RunConfig) -> PretrainJob:
     Raises:
         ValueError: anything invalid in the configuration, in one line.
     """
-    run, accelerator, layout, kernels, resume_from = check_run(run)
+    requested = run
+    run, accelerator, layout, kernels, resume_from = check_run(requested)
     corpus = prepare_corpus(run.data, run.tokenizer, run.model.family, run.model.vocab_size)
     config = run.model.with_vocab_size(corpus.vocab_size)
     batch = run.check_layout(layout.tp_size, layout.dp_size, corpus.vocab_size)
@@ -42,6 +43,7 @@ def prepare_job(run: RunConfig) -> PretrainJob:
         accelerator=accelerator,
         resume_from=resume_from,
         kernels=kernels,
+        compile_choice=describe_compile(requested, accelerator == "gpu", resume_from, kernels.compiles),
     )
     data = job.build_data()  # raises here, before any rank starts, if the corpus is too small
     if resume_from is not None:

@@ -126,7 +126,7 @@ def announce(
         f"{batch.num_micro_batches} micro-steps x {run.micro_batch_size}; {run.data.seq_length} tokens per sequence\n"
         f"{describe_options(run, config, layout, job.kernels.compiles)}"
         f"kernels: {job.kernels.describe()}, attention by {config.attention} "
-        f"(compile={str(run.compile).lower()}, kernels={run.kernels})\n"
+        f"({job.compile_choice}, kernels={run.kernels})\n"
         f"steps {start.step} to {last_step} of {run.trainer.max_steps}"
         + (f", resumed from {resume_from}" if resume_from else "")
         + f"\nrun folder: {run_dir}",

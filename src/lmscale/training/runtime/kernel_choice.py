@@ -51,13 +51,26 @@ def _has_cpp_compiler() -> bool:
 def kept_compile(run: RunConfig, on_gpu: bool, resume_from: str | None) -> bool | str:
     """`compile`; where it is `auto`, what the run's checkpoint was trained with, if this machine can compute so.
 
-    A resumed run that decided anew, on another number of cores, would round otherwise.
+    A resumed run that decided anew, on another number of cores, would round otherwise. A run that goes on from a CPU to
+    a GPU, or back, rounds otherwise in any case, so it decides anew.
     """
     if run.compile != "auto" or resume_from is None or run.resume.weights_only:
         return run.compile
-    kept = read_metadata(resume_from).run.get("compile", "auto")
+    before = read_metadata(resume_from).run
+    accelerator = before.get("trainer", {}).get("accelerator", "auto")  # older versions did not resolve auto
+    if accelerator not in ("auto", "gpu" if on_gpu else "cpu"):
+        return "auto"
+    kept = before.get("compile", "auto")
     possible = run.kernels != "apex" if on_gpu else _has_cpp_compiler()
     return kept if possible or kept is not True else "auto"
+
+
+def describe_compile(run: RunConfig, on_gpu: bool, resume_from: str | None, compiles: bool) -> str:
+    """`compile=` as requested in `run` and, if that is `auto`, what it was resolved to."""
+    if run.compile != "auto":
+        return f"compile={str(run.compile).lower()}"
+    kept = kept_compile(run, on_gpu, resume_from) != "auto"
+    return f"compile=auto: {'compiled' if compiles else 'eager'}" + ", as in the checkpoint" * kept
 
 
 def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, resume_from: str | None) -> RunConfig:

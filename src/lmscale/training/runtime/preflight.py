@@ -44,8 +44,9 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
     """Check all of a run that needs no corpus: the machine, sizes, memory, paths.
 
     Returns:
-        the run with `model.recompute=auto` and `compile=auto` resolved, and `model.attention=auto` unless it is
-        measured later, the accelerator, the layout, the kernels, and the checkpoint to resume from.
+        the run with `trainer.accelerator`, `model.recompute` and `compile` resolved if they are `auto`, and
+        `model.attention=auto` unless it is measured later, the accelerator, the layout, the kernels, and the checkpoint
+        to resume from.
 
     Raises:
         ValueError: anything invalid in the configuration, in one line.
@@ -70,7 +71,8 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
         recompute=run.model.recompute.value,
         tp_size=layout.tp_size,
     )
-    run = dataclasses.replace(run, compile=kernels.compiles)
+    trainer = dataclasses.replace(run.trainer, accelerator=accelerator)
+    run = dataclasses.replace(run, trainer=trainer, compile=kernels.compiles)
     run = resolve_attention(run, on_gpu, kernels.compiles, resume_from)
     if kernels.float8 and on_gpu:
         check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
