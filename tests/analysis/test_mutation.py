@@ -57,7 +57,7 @@ CHANGES = {
     ),
     "weight's gradient summed in the half type": (
         LOSS,
-        "return product.to(_wide(product.dtype)) if more else product",
+        "return product.to(_wide(product.dtype)) if num_chunks > (1 if product.is_cuda else 2) else product",
         "return product",
         SUMS,
     ),
