@@ -37,7 +37,7 @@ from lmscale.results import new_record, record_argument, write_record
 
 PACKAGE = str(Path(lmscale.__file__).parent)
 MAX_BYTES, MAX_SECONDS = 256 << 20, 10.0
-MAX_TREE = 20_000  # characters of JSON
+MAX_TREE = 200_000  # characters of JSON
 VALUES = [None, True, False, 0, 1, -1, 2, 7, 255, 2**31, 2**32 - 1, 2**62, 2**63 - 1, -(2**63), 2**64, 10**30, 0.0, 1.5]
 VALUES += [-0.5, 1e308, float("nan"), float("inf"), "", " ", "\n", "a\nb", "\t", "\r", "\u2028", "\ud800", "\x00"]
 VALUES += ["..", "/", "../x.safetensors", "F32", "BF16", "model/x", "A", "0", "1", [], {}, [[]], [0], [None], {"": 0}]

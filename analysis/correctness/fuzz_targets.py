@@ -8,6 +8,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ import xxhash
 from lmscale.checkpoint import CheckpointMetadata, CheckpointReader, TensorEntry, find_damage, list_checkpoints
 from lmscale.checkpoint.hf_config import config_from_hf
 from lmscale.checkpoint.hf_files import HuggingFaceReader
+from lmscale.checkpoint.model_tensors import model_shapes
 from lmscale.checkpoint.offline import write_offline
 from lmscale.checkpoint.reshard import open_source
 from lmscale.checkpoint.tensor_file import TensorFileReader
+from lmscale.config import TransformerConfig
 from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.config.finetune import TaskConfig
 from lmscale.data import indexed_dataset
@@ -108,8 +111,10 @@ def parse_tensors(path: Path) -> dict:
 def checkpoint_seeds() -> list[Any]:
     """Checkpoints of two layouts."""
     generator, found = torch.Generator().manual_seed(1), []
-    tensors = {"model/a": (torch.randn(4, 3, generator=generator), 0), "model/b": (torch.ones(3, 4).bfloat16(), 1)}
-    tensors |= {"model/c": (torch.ones(2, dtype=torch.float64), None), "model/empty": (torch.zeros(0, 2), None)}
+    dtypes, tensors = cycle((torch.float32, torch.bfloat16, torch.float64)), {}
+    for name, (shape, dim) in model_shapes(TransformerConfig.from_dict(MODEL)).items():
+        for kind in ("model", "exp_avg", "exp_avg_sq"):
+            tensors[f"{kind}/{name}"] = torch.randn(shape, generator=generator).to(next(dtypes)), dim
     entries = {key: TensorEntry(tuple(t.shape), t.dtype, dim) for key, (t, dim) in tensors.items()}
     optimizer = {"num_updates": 5, "loss_scale": 1.0}
     metadata = CheckpointMetadata(

@@ -33,10 +33,11 @@ def model_shapes(config: TransformerConfig) -> dict[str, Shape]:
     return shapes
 
 
-def config_of(path: Path, metadata: CheckpointMetadata) -> TransformerConfig:
+def config_of(path: Path, metadata: CheckpointMetadata, needs_heads: bool = True) -> TransformerConfig:
     """The model's configuration, once the checkpoint's tensors are known to be those of that model.
 
-    A finetuned checkpoint has a head of its own and none or some of the model's; its encoder must be complete.
+    A finetuned checkpoint has a head of its own and none or some of the model's; its encoder must be complete. The same
+    holds without `needs_heads`.
 
     Raises:
         CheckpointError: the configuration is invalid; a tensor is missing, unknown, or has another shape or shard
@@ -53,7 +54,7 @@ def config_of(path: Path, metadata: CheckpointMetadata) -> TransformerConfig:
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path.name}: {METADATA} has an invalid model ({error})") from None
     weights = {key.removeprefix("model/") for key in metadata.tensors if key.startswith("model/")}
-    if "finetune" in metadata.state:
+    if "finetune" in metadata.state or not needs_heads:
         kept = {"transformer"} | {name.split(".")[0] for name in weights}
         shapes = {name: shape for name, shape in shapes.items() if name.split(".")[0] in kept}
         names = shapes.keys() | {name for name in weights if name.startswith("head.")}

@@ -32,8 +32,11 @@ def find_checkpoint(path: str | Path) -> Path:
     return found[-1] if found else path
 
 
-def open_source(path: str | Path) -> tuple[Path, CheckpointMetadata, TransformerConfig]:
+def open_source(path: str | Path, needs_heads: bool = True) -> tuple[Path, CheckpointMetadata, TransformerConfig]:
     """Find and verify the checkpoint at `path`; returns its path, metadata and model configuration.
+
+    Args:
+        needs_heads: the model's heads must be complete too.
 
     Raises:
         CheckpointError: it is not a checkpoint, is damaged, or its tensors are not those of its model.
@@ -43,7 +46,7 @@ def open_source(path: str | Path) -> tuple[Path, CheckpointMetadata, Transformer
     damage = find_damage(path, metadata)
     if damage is not None:
         raise CheckpointError(f"checkpoint {path.name} is damaged: {damage}")
-    return path, metadata, config_of(path, metadata)
+    return path, metadata, config_of(path, metadata, needs_heads)
 
 
 def reshard(
