@@ -15,7 +15,8 @@ def place(target: Path) -> str:
     """Where the site has a file of the repository; code becomes a page."""
     if DOCS in target.parents:
         return target.relative_to(DOCS).as_posix()
-    return f"repository/{target.relative_to(ROOT).as_posix()}" + ".md" * (target.suffix not in (".md", ".png", ".ipynb"))
+    suffix = "" if target.suffix in (".md", ".png", ".ipynb") else ".md"
+    return f"repository/{target.relative_to(ROOT).as_posix()}{suffix}"
 
 
 def on_files(files, config):
