@@ -11,10 +11,9 @@ from sharding import small_config
 
 from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext, chunked_cross_entropy
+from lmscale.parallel import ParallelContext
 from lmscale.planner.communication import micro_batch_collectives, partial_parameters, step_collectives
 from lmscale.planner.flops import hardware_flops_per_step, recomputes_whole_layer
-from lmscale.planner.memory import LOGITS_AT_ONCE, LOGITS_AT_ONCE_ON_GPU
 from lmscale.planner.operations import step_operations
 from lmscale.planner.params import count_parameters
 
@@ -110,11 +109,6 @@ def test_each_gradient_is_sent_once_per_step_for_any_number_of_micro_batches() -
     assert gradients == 4 * count_parameters(config, 8).per_rank
     wide = step_collectives(config, layout, 2, 1, 1024, "fp64")
     assert sum(a.total_bytes for a in wide if a.group == "data") == 8 * count_parameters(config, 8).per_rank
-
-
-def test_the_chunk_size_is_that_of_the_loss() -> None:
-    assert LOGITS_AT_ONCE == chunked_cross_entropy.LOGITS_AT_ONCE
-    assert LOGITS_AT_ONCE_ON_GPU == chunked_cross_entropy.LOGITS_AT_ONCE_ON_GPU
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])

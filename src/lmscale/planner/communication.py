@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..config.family import family_of
-from ..partition import buffer_pieces, part_sizes
+from ..partition import buffer_pieces, part_sizes, rows_at_once
 from .buckets import gradient_pieces
 from .flops import recomputes_whole_layer, scored_tokens
-from .memory import BYTES, FP32_BYTES, rows_at_once
+from .memory import BYTES, FP32_BYTES
 from .params import parameter_sizes
 
 _GRADIENT_NORM_BYTES = 24  # sums of squares of sharded and replicated gradients, and a flag, in fp64

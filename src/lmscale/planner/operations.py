@@ -12,10 +12,10 @@ from collections import Counter
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..config.family import family_of
-from ..partition import assign_owners
+from ..partition import assign_owners, rows_at_once
 from .flops import scored_tokens
 from .layer_operations import LayerCounts
-from .memory import BYTES, FP32_BYTES, HALF_BYTES, rows_at_once
+from .memory import BYTES, FP32_BYTES, HALF_BYTES
 from .operation import Operation, elementwise, product, times
 from .params import parameter_sizes
 
