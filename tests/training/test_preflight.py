@@ -58,3 +58,17 @@ def test_recomputation_is_chosen_for_the_memory_of_the_attention_that_a_resumed_
     gpu_of(none - 1)  # enough for a fused core
     model = preflight.check_run(run)[0].model
     assert (model.attention, model.recompute) == ("exact", Recompute.SELECTIVE)
+
+
+def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_is_refused(tmp_path, gpu_of) -> None:
+    sizes = {"micro_batch_size": 3, "global_batch_size": 6, "parallel__tp_size": "auto", "parallel__batch_halves": True}
+    run = tiny_run("gpt", tmp_path, precision__dtype="bf16", **sizes)
+    needed = rank_memory(preflight.job_of(run), ParallelConfig(), True).total
+    gpu_of(needed)
+    assert preflight.check_run(run)[2] == ParallelConfig(1, 1, batch_halves=True)
+    gpu_of(needed - 1)
+    with pytest.raises(ValueError, match="^`micro_batch_size` must be even with `parallel.batch_halves`, but is 3$"):
+        preflight.check_run(run)
+    even = dataclasses.replace(run, micro_batch_size=2)
+    gpu_of(rank_memory(preflight.job_of(even), ParallelConfig(), True).total - 1)
+    assert preflight.check_run(even)[2] == ParallelConfig(2, 1, batch_halves=True)
