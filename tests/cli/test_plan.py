@@ -337,6 +337,9 @@ def test_halves_send_twice_as_many_messages_of_half_the_size_and_wait_less() -> 
         in_layer = "attention and MLP" in what
         assert sent[1][what] == ((2 * count, num_bytes // 2) if in_layer else (count, num_bytes))
     assert halves["step_time_s"]["tensor"] < 0.5 * whole["step_time_s"]["tensor"]
+    full = [one["step_time_s"]["tensor"] + one["step_time_s"]["tensor_hidden"] for one in (whole, halves)]
+    assert full[0] < full[1] < 1.1 * full[0]  # the bytes are equal, the latencies twice as many
+    assert f"% of {1e3 * full[1]:.1f} ms\n" in printed(*options, "parallel.batch_halves=true")
     rows = [{(row["phase"], row["name"]): row for row in one["operations"]} for one in (whole, halves)]
     product = ("forward", "MLP up")
     assert (rows[1][product]["count"], rows[1][product]["flops"]) == (144, rows[0][product]["flops"])

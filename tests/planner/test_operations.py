@@ -145,10 +145,13 @@ def test_a_table_has_every_operation_and_collective_and_adds_up_to_the_step(layo
     plan = make_plan(Job(config, 4, 8 * layout.dp_size, 1024, dtype, 1), layout, cluster())
     rows = operation_rows(plan)
     assert sum(row.seconds for row in rows) == pytest.approx(plan.time.total, rel=1e-12)
+    assert sum(row.hidden for row in rows) == pytest.approx(plan.time.tensor_hidden) != 0
     assert {c.what for c in step_collectives(config, layout, 4, 2, 1024, dtype)} < {row.name for row in rows}
     assert [row.seconds for row in rows] == sorted((row.seconds for row in rows), reverse=True)
     text = format_operations(rows)
     assert "backward: attention core" in text and "100.0%" in text
+    messages = next(row for row in rows if row.hidden > 1e-9)
+    assert f"  messages of {1e3 * (messages.seconds + messages.hidden):.2f} ms" in text
 
 
 def test_the_clusters_have_the_fitted_constants() -> None:

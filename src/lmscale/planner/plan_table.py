@@ -88,7 +88,11 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         "optimizer": time.optimizer,
         "step": time.total,
     }
-    lines += [f"    {row:<38}{seconds * 1e3:>12,.1f} ms {seconds / time.total:>8.1%}" for row, seconds in rows.items()]
+    of_all = f" of {(time.tensor + time.tensor_hidden) * 1e3:,.1f} ms"
+    lines += [
+        f"    {row:<38}{seconds * 1e3:>12,.1f} ms {seconds / time.total:>8.1%}" + of_all * row.startswith("tensor")
+        for row, seconds in rows.items()
+    ]
     energy = "unknown" if plan.energy_mwh is None else f"{plan.energy_mwh:,.3f} MWh"
     lines += [
         "",
