@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "lmscale"
 FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf"}
 RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "config": ("every dataclass of every entry point, and every rule about sizes", set(), FRAMEWORKS),
-    "partition": ("how gradients and optimizer state are divided", set(), FRAMEWORKS),
+    "partition": ("how gradients, optimizer state and the rows of the loss are divided", set(), FRAMEWORKS),
     "results": ("one run, one JSON record", set(), FRAMEWORKS),
     "kernels": ("which kernels compute the layers; the only importer of apex", set(), FRAMEWORKS),
     "planner": (
@@ -28,7 +28,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     ),
     "parallel": (
         "tensor parallelism: f, g, layers, loss, norm, initialization, dropout",
-        set(),
+        {"partition"},
         FRAMEWORKS - {"torch"},
     ),
     "models": (

@@ -9,7 +9,7 @@ from cli.entry_points import TINY, train
 from sharding import random_batch, random_model, small_config, total_loss
 from torch import nn
 
-from lmscale.kernels import PLAIN, Kernels, apex_problem, choose_kernels
+from lmscale.kernels import PLAIN, Kernels, apex_problem, check_cuda_graphs, choose_kernels
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 
@@ -83,16 +83,20 @@ def test_layers_are_compiled_on_a_gpu_by_default() -> None:
     "changes, reason",
     [
         ({"on_gpu": False}, "on a CPU"),
-        ({"compiles": False}, "where layers are not compiled"),
+        ({"kernels": Kernels(cuda_graphs=True)}, "where layers are not compiled"),
         ({"dtype": "fp32"}, "with precision=fp32, whose gradients stay"),
         ({"recompute": "full"}, "with model.recompute=full"),
         ({"tp_size": 2}, "with parallel.tp_size=2"),
     ],
 )
 def test_cuda_graphs_are_refused_where_unsupported(changes: dict, reason: str) -> None:
-    assert choose_kernels(on_gpu=True, cuda_graphs=True) == Kernels(compiles=True, cuda_graphs=True)
+    kernels = choose_kernels(on_gpu=True, cuda_graphs=True)
+    assert kernels == Kernels(compiles=True, cuda_graphs=True)
+    settings = {"kernels": kernels, "on_gpu": True, "dtype": "bf16", "recompute": "none", "tp_size": 1}
+    check_cuda_graphs(**settings)
     with pytest.raises(ValueError, match=f"`cuda_graphs` must be false {reason}.*, but is true"):
-        choose_kernels(**{"on_gpu": True, "cuda_graphs": True} | changes)
+        check_cuda_graphs(**settings | changes)
+    check_cuda_graphs(**settings | changes | {"kernels": Kernels(compiles=True)})
 
 
 @pytest.mark.skipif(apex_problem() is None, reason="NVIDIA's apex is installed")

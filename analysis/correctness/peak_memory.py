@@ -28,10 +28,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lmscale import partition
 from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext, chunked_cross_entropy, replicated_layers, sample_dropout_keys
+from lmscale.parallel import ParallelContext, replicated_layers, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
 from lmscale.planner.job import Job, rank_memory
 from lmscale.results import new_record, record_argument, write_record
@@ -235,7 +236,7 @@ def measure_traced(case: Case) -> int:
         FakeTensorMode(),
         patch.object(torch.nn.functional, "scaled_dot_product_attention", _gpu_attention),
         patch.object(replicated_layers, "sums_in_half", lambda x: False),
-        patch.object(chunked_cross_entropy, "LOGITS_AT_ONCE", chunked_cross_entropy.LOGITS_AT_ONCE_ON_GPU),
+        patch.object(partition, "LOGITS_AT_ONCE", partition.LOGITS_AT_ONCE_ON_GPU),
     ):
         context = replace(contexts[case.sequence_parallel], batch_halves=case.batch_halves)
         return measure(case, context if case.tp_size > 1 else ParallelContext())

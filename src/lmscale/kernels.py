@@ -44,18 +44,16 @@ def choose_kernels(
     pays_on_cpu: bool = False,
     cuda_graphs: bool = False,
     dtype: str = "bf16",
-    recompute: str = "none",
-    tp_size: int = 1,
 ) -> Kernels:
     """Resolve a run's `kernels=`, `compile=` and `cuda_graphs=` on this machine.
 
     `compiles=auto` compiles on a GPU, but not with apex, which torch.compile cannot trace, and on a CPU where
     `pays_on_cpu` says that the run is long enough. `kernels=auto` is apex on a GPU if it is installed and nothing is
-    compiled (the compiler fuses LayerNorm with its neighbours), else torch.
+    compiled (the compiler fuses LayerNorm with its neighbours), else torch. `check_cuda_graphs` says whether graphs are
+    possible.
 
     Raises:
-        ValueError: an impossible request: apex without NVIDIA's package, on a CPU or compiled; CUDA graphs without a
-            GPU, compiled layers, a half type, one tensor rank, or with layers that are recomputed.
+        ValueError: an impossible request: apex without NVIDIA's package, on a CPU or compiled.
     """
     problem = apex_problem() if kernels != "torch" else None
     if kernels == "apex":
@@ -67,8 +65,6 @@ def choose_kernels(
             raise ValueError("`kernels` must be torch or auto with compile=true, which fuses LayerNorm, but is apex")
     if compiles == "auto":
         compiles = kernels != "apex" if on_gpu else pays_on_cpu
-    if cuda_graphs:
-        _check_cuda_graphs(on_gpu, compiles, dtype, recompute, tp_size)
     uses_apex = kernels != "torch" and on_gpu and not compiles and problem is None
     return Kernels("apex" if uses_apex else "torch", dtype == "fp8", compiles, cuda_graphs)
 
@@ -84,17 +80,22 @@ def choose_attention(on_gpu: bool, compiles: bool, dropout: float) -> str:
     return "exact" if compiles and dropout > 0 else "sdpa"
 
 
-def _check_cuda_graphs(on_gpu: bool, compiles: bool, dtype: str, recompute: str, tp_size: int) -> None:
+def check_cuda_graphs(kernels: Kernels, on_gpu: bool, dtype: str, recompute: str, tp_size: int) -> None:
+    """Refuse CUDA graphs that cannot be recorded.
+
+    Raises:
+        ValueError: no GPU, no compiled layers, no half type, several tensor ranks, or layers that are recomputed.
+    """
     reasons = {
         "on a CPU": not on_gpu,
-        "where layers are not compiled": not compiles,
+        "where layers are not compiled": not kernels.compiles,
         # Gradients are in the graphs' memory until the next replay; those of half types are moved out at once.
         f"with precision={dtype}, whose gradients stay where a graph made them": dtype in ("fp32", "fp64"),
         f"with model.recompute={recompute}": recompute != "none",
         f"with parallel.tp_size={tp_size}: collectives are not recorded": tp_size > 1,
     }
     for reason, applies in reasons.items():
-        if applies:
+        if kernels.cuda_graphs and applies:
             raise ValueError(f"`cuda_graphs` must be false {reason}, but is true")
 
 

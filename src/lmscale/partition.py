@@ -1,12 +1,22 @@
-"""Division of gradients into pieces for communication, and of optimizer state over data ranks (ZeRO stage 1).
+"""Division of gradients into pieces for communication, of optimizer state over data ranks (ZeRO stage 1), and of the
+rows of the loss into chunks.
 
-Plain arithmetic shared by the optimizer and the planner.
+Plain arithmetic shared by the code that trains and the planner.
 """
 
 import heapq
 from collections.abc import Sequence
 
 PIECE_ELEMENTS = 25 * 2**20 // 4  # elements per piece: a bucket of torch's DDP holds as many fp32 numbers
+LOGITS_AT_ONCE = 50 * 2**20  # of one rank: 1,024 rows of 51,200 columns, or 8,192 rows of an eighth of them
+# Each chunk reads and writes the weight's summed gradient, and 1,024 rows are too few tiles for the product that gives
+# the gradient of the rows: 48 for the 132 units of an H200 at h 1,536.
+LOGITS_AT_ONCE_ON_GPU = 4 * LOGITS_AT_ONCE
+
+
+def rows_at_once(num_columns: int, on_gpu: bool) -> int:
+    """Rows that the loss projects at a time on `num_columns` columns of a rank: at least one, else LOGITS_AT_ONCE."""
+    return max(1, (LOGITS_AT_ONCE_ON_GPU if on_gpu else LOGITS_AT_ONCE) // num_columns)
 
 
 def buffer_pieces(num_elements: int) -> list[int]:

@@ -309,6 +309,25 @@ def test_a_search_in_halves_leaves_odd_micro_batches_to_one_tensor_rank() -> Non
     assert {(layout["tp_size"], layout["micro_batch_size"]) for layout in layouts} == {(1, 1), (2, 2)}
 
 
+def test_a_search_compares_halves_where_the_time_counts_what_they_hide() -> None:
+    sizes = ["model=gpt_8.3b", "num_devices=8", "global_batch_size=8", "best=true", "top=500"]
+
+    def found(cluster: str) -> list[dict]:
+        return [plan["layout"] for plan in planned(*sizes, f"cluster={cluster}")["fitting"]]
+
+    on_h200 = found("h200")
+    kept = ("tp_size", "micro_batch_size", "recompute")
+    whole, halves = (
+        {tuple(one[key] for key in kept) for one in on_h200 if one["batch_halves"] == on} for on in (False, True)
+    )
+    assert halves == {one for one in whole if one[0] > 1 and one[1] % 2 == 0} != set()
+    assert len(halves) + len(whole) == len(on_h200)
+    eight = next(one for one in on_h200 if one["tp_size"] == 8)
+    assert eight["batch_halves"] and not any(one["batch_halves"] for one in found("dgx2h_v100"))
+    table = printed(*sizes, "cluster=h200", "parallel.batch_halves=true")
+    assert " halves  recompute" in table and "      8     yes" in table and "parallel.batch_halves=true" in table
+
+
 def test_halves_send_twice_as_many_messages_of_half_the_size_and_wait_less() -> None:
     options = ["model=gpt_8.3b", "cluster=h200", "num_devices=8", "parallel.tp_size=8", "micro_batch_size=8"]
     options += ["global_batch_size=8", "operations=true"]
@@ -318,6 +337,9 @@ def test_halves_send_twice_as_many_messages_of_half_the_size_and_wait_less() -> 
         in_layer = "attention and MLP" in what
         assert sent[1][what] == ((2 * count, num_bytes // 2) if in_layer else (count, num_bytes))
     assert halves["step_time_s"]["tensor"] < 0.5 * whole["step_time_s"]["tensor"]
+    full = [one["step_time_s"]["tensor"] + one["step_time_s"]["tensor_hidden"] for one in (whole, halves)]
+    assert full[0] < full[1] < 1.1 * full[0]  # the bytes are equal, the latencies twice as many
+    assert f"% of {1e3 * full[1]:.1f} ms\n" in printed(*options, "parallel.batch_halves=true")
     rows = [{(row["phase"], row["name"]): row for row in one["operations"]} for one in (whole, halves)]
     product = ("forward", "MLP up")
     assert (rows[1][product]["count"], rows[1][product]["flops"]) == (144, rows[0][product]["flops"])

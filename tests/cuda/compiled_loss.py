@@ -26,13 +26,14 @@ def compile_loss(case: dict, sources: list[str]) -> dict:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from triton_kernels import describe, start_over
 
+    from lmscale import partition
     from lmscale.parallel import chunked_cross_entropy
     from lmscale.training.step.module import DTYPES
 
     start_over(sources)
     chunked_cross_entropy._kernel.cache_clear()
     tp_size, dtype = case.get("tp_size", 1), DTYPES[case.get("dtype", "bf16")]
-    chunked_cross_entropy.LOGITS_AT_ONCE_ON_GPU = ROWS_AT_ONCE * PADDED // tp_size
+    partition.LOGITS_AT_ONCE_ON_GPU = ROWS_AT_ONCE * PADDED // tp_size
     with grid(tp_size, rank=case.get("tp_rank", 0)) as context, FakeTensorMode():
         like = {"dtype": dtype, "device": "cuda", "requires_grad": True}
         hidden = torch.empty(ROWS, HIDDEN, **like)

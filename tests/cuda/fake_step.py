@@ -93,16 +93,16 @@ def run_step(case: dict) -> dict:
     from planted_faults import planted
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from lmscale import partition
     from lmscale.config import TransformerConfig
     from lmscale.config.training import OptimizerConfig, PrecisionConfig
     from lmscale.kernels import Kernels
-    from lmscale.parallel import chunked_cross_entropy
     from lmscale.training.step.module import PretrainModule
 
     dropouts = dict.fromkeys(("hidden_dropout", "attention_dropout"), case["dropout"])
     choices = {name: case[name] for name in ("norm_order", "recompute", "attention")}
     config = TransformerConfig(case["family"], max_position_embeddings=LENGTH, **SIZES, **dropouts, **choices)
-    chunked_cross_entropy.LOGITS_AT_ONCE_ON_GPU = 2**15  # several chunks
+    partition.LOGITS_AT_ONCE_ON_GPU = 2**15  # several chunks
     with grid(**grid_of(case)) as context, FakeTensorMode():
         order = StepOrder(context, torch.device("cuda", 0))
         module = PretrainModule(

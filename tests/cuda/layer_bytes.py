@@ -7,7 +7,9 @@ Inductor counts every tensor that a kernel reads or writes once, however often t
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fake_gpu
 
@@ -18,6 +20,7 @@ def main(guard: str, case: dict) -> None:
     import torch
     import torch._inductor.config as inductor_config
     from fake_ranks import grid
+    from torch._inductor.codegen.simd_kernel_features import SIMDKernelFeatures
     from torch._subclasses.fake_tensor import FakeTensorMode
     from triton_kernels import calls_in, kernels_in
 
@@ -26,6 +29,7 @@ def main(guard: str, case: dict) -> None:
     from lmscale.models import build_model
 
     inductor_config.profile_bandwidth = True  # writes the bytes of each kernel into its source
+    SIMDKernelFeatures.buf_accesses = accesses_by_argument(SIMDKernelFeatures.buf_accesses)
     sources = fake_gpu.capture_generated_code()
     tp_size, cut = case.get("tp_size", 1), case.get("sequence_parallel", False)
     b, s, h = case["b"], case["s"], case["hidden_size"]
@@ -47,6 +51,27 @@ def main(guard: str, case: dict) -> None:
         num_bytes = {name: round(float(match.group(1)) * 1e9) for name, match in found.items() if match}
         graphs.append([[call, num_bytes.get(call)] for call in calls_in(source)])
     print(json.dumps(graphs))
+
+
+def accesses_by_argument(buf_accesses: Callable) -> Callable:
+    """Inductor's table of what a kernel reads and writes, without single numbers and by the names of its arguments.
+
+    A collective works in place: what reads its result names the result, but the argument is the buffer that it was
+    computed in, for which Inductor would count nothing. For a single number of a tensor it would count the tensor.
+    """
+
+    def renamed(features: Any) -> dict[str, list]:
+        from torch._inductor.dependencies import MemoryDep
+        from torch._inductor.virtualized import V
+
+        found: dict[str, list] = {}
+        for name, accesses in buf_accesses(features).items():
+            several = [one for one in accesses if not isinstance(one, MemoryDep) or one.get_numel() != 1]
+            if several:
+                found.setdefault(V.graph.scheduler.mutation_real_name.get(name, name), []).extend(several)
+        return found
+
+    return renamed
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from ranks import make_context, run_ranks
 from torch import Tensor
 
+from lmscale import partition
 from lmscale.parallel import (
     ParallelContext,
     chunked_cross_entropy,
@@ -54,14 +55,14 @@ def plain_loss(
 
 @pytest.mark.parametrize("at_once", [1, 3 * V, 11 * V + 5, 100 * V])
 def test_the_chunked_loss_and_gradients_equal_those_from_full_logits(at_once: int, monkeypatch) -> None:
-    monkeypatch.setattr(chunked_cross_entropy, "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(partition, "LOGITS_AT_ONCE", at_once)
     rows, weight, bias, labels = make_inputs()
     loss = linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext())
     assert largest_error(gradients(loss, rows, weight, bias), expected()) < 1e-13
 
 
 def _on_a_rank(rank: int, loss_function) -> float:
-    chunked_cross_entropy.LOGITS_AT_ONCE = 7 * V // 2  # several chunks
+    partition.LOGITS_AT_ONCE = 7 * V // 2  # several chunks
     context = make_context(tp_size=2)
     rows, weight, bias, labels = make_inputs()
     part = slice(rank * V // 2, (rank + 1) * V // 2)
@@ -78,7 +79,7 @@ def test_two_ranks_with_half_the_vocabulary_each_equal_one_process(loss_function
 
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
 def test_half_types_are_as_accurate_as_their_products(dtype: torch.dtype, bound: float, monkeypatch) -> None:
-    monkeypatch.setattr(chunked_cross_entropy, "LOGITS_AT_ONCE", 5 * V)
+    monkeypatch.setattr(partition, "LOGITS_AT_ONCE", 5 * V)
     rows, weight, bias, labels = make_inputs(dtype)
     found = gradients(linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext()), rows, weight, bias)
     assert found[0].dtype == torch.float32 and found[1].dtype == dtype
@@ -91,7 +92,7 @@ def test_gradients_of_half_weights_and_biases_are_summed_over_chunks_in_fp32(dty
     chunks, generator = 1000, torch.Generator().manual_seed(0)
     row, weight = torch.randn(1, H, generator=generator), torch.randn(V, H, generator=generator)
     labels = torch.full((chunks,), 2)
-    monkeypatch.setattr(chunked_cross_entropy, "LOGITS_AT_ONCE", V)
+    monkeypatch.setattr(partition, "LOGITS_AT_ONCE", V)
     found = []
     for wide in (dtype, torch.float64):
         rows = row.to(dtype).to(wide).repeat(chunks, 1)
@@ -103,7 +104,7 @@ def test_gradients_of_half_weights_and_biases_are_summed_over_chunks_in_fp32(dty
 
 
 def test_the_chunked_loss_never_allocates_the_full_logits(monkeypatch) -> None:
-    monkeypatch.setattr(chunked_cross_entropy, "LOGITS_AT_ONCE", 2 * V)
+    monkeypatch.setattr(partition, "LOGITS_AT_ONCE", 2 * V)
     sizes = []
     project = chunked_cross_entropy._project
     monkeypatch.setattr(
@@ -164,7 +165,7 @@ def test_the_plain_loss_has_the_gradients_of_torch() -> None:
 
 @pytest.mark.slow
 def test_the_compiled_loss_equals_the_eager_one(monkeypatch) -> None:
-    monkeypatch.setattr(chunked_cross_entropy, "LOGITS_AT_ONCE", 9 * V)
+    monkeypatch.setattr(partition, "LOGITS_AT_ONCE", 9 * V)
     rows, weight, bias, labels = make_inputs()
     loss = linear_cross_entropy(rows, weight, bias, labels, USED, ParallelContext(), compiled=True)
     assert largest_error(gradients(loss, rows, weight, bias), expected()) < 1e-12

@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from ranks import make_context, run_ranks
 from sharding import small_config
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmscale.kernels import Kernels
 from lmscale.models import build_model
@@ -47,6 +50,31 @@ def _differences(rank: int) -> list[str]:
 
 def test_results_are_bit_equal_to_those_of_torch_distributed() -> None:
     assert run_ranks(_differences, 2) == [[], []]
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the numbers that are copied, without those of the collectives themselves."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy):
+            self.number += result.numel()
+        return result
+
+
+@pytest.mark.parametrize("b, copied", [(1, 0), (B, B * S * H)])
+def test_a_collective_over_the_sequence_copies_it_once_but_not_a_single_one(b: int, copied: int) -> None:
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        communicator, whole = ProcessGroupCommunicator(dist.group.WORLD, 2), torch.zeros(b, S, H)
+        for collective, x in ((communicator.all_gather, whole[:, ::2].clone()), (communicator.reduce_scatter, whole)):
+            with _Copies() as copies:
+                collective(x, 1).contiguous()
+            assert copies.number == copied
+    finally:
+        dist.destroy_process_group()
 
 
 def _wait_for_a_late_rank(rank: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner.communication import step_collectives
 from lmscale.planner.flops import hardware_flops_per_step
 from lmscale.planner.job import Job
+from lmscale.planner.layer_operations import GATHERED, TO_SCATTER
 from lmscale.planner.operation import Operation, product
 from lmscale.planner.operations import OPTIMIZER_LAUNCHES, step_operations
 from lmscale.planner.operations_table import format_operations, operation_rows
@@ -88,6 +89,29 @@ def test_the_update_writes_a_second_weight_only_for_half_types(
     assert (update.read, update.written) == (n * read, n * written)
 
 
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("name, recompute", [("gpt_8.3b", "none"), ("bert_3.9b", "full")])
+def test_sequence_parallelism_copies_what_it_gathers_and_scatters(name: str, recompute: str, halves: bool) -> None:
+    config, layout = paper_model(name, recompute=recompute), ParallelConfig(8, 1, True, batch_halves=halves)
+    s, b = config.max_position_embeddings, 4
+    copies = [o for o in step_operations(config, layout, b, 3, s, "bf16") if o.name.endswith((GATHERED, TO_SCATTER))]
+    sent = [
+        c
+        for c in step_collectives(config, layout, b, 3, s, "bf16", on_gpu=True)
+        if c.kind in ("all_gather", "reduce_scatter")
+    ]
+    moved = {kind: sum(c.total_bytes for c in sent if c.kind == kind) for kind in ("all_gather", "reduce_scatter")}
+    for kind, end in (("all_gather", GATHERED), ("reduce_scatter", TO_SCATTER)):
+        same = [o for o in copies if o.name.endswith(end)]
+        assert sum(o.count for o in same) == sum(c.count for c in sent if c.kind == kind)
+        assert sum(o.count * o.read for o in same) == sum(o.count * o.written for o in same) == moved[kind]
+    # A single sequence is in order as it travels, and so is a half of two; the embedding sends both at once.
+    found = step_operations(config, layout, 1 + halves, 3, s, "bf16")
+    left = {o.name for o in found if o.name.endswith((GATHERED, TO_SCATTER)) and o.num_bytes}
+    around = {"embedding" + TO_SCATTER, "embedding gradient" + GATHERED, "output of the last layer" + GATHERED}
+    assert left == (around if halves else set())
+
+
 def test_with_zero1_a_rank_updates_only_its_own_tensors() -> None:
     config = paper_model("gpt_1.2b")
 
@@ -145,10 +169,13 @@ def test_a_table_has_every_operation_and_collective_and_adds_up_to_the_step(layo
     plan = make_plan(Job(config, 4, 8 * layout.dp_size, 1024, dtype, 1), layout, cluster())
     rows = operation_rows(plan)
     assert sum(row.seconds for row in rows) == pytest.approx(plan.time.total, rel=1e-12)
+    assert sum(row.hidden for row in rows) == pytest.approx(plan.time.tensor_hidden) != 0
     assert {c.what for c in step_collectives(config, layout, 4, 2, 1024, dtype)} < {row.name for row in rows}
     assert [row.seconds for row in rows] == sorted((row.seconds for row in rows), reverse=True)
     text = format_operations(rows)
     assert "backward: attention core" in text and "100.0%" in text
+    messages = next(row for row in rows if row.hidden > 1e-9)
+    assert f"  messages of {1e3 * (messages.seconds + messages.hidden):.2f} ms" in text
 
 
 def test_the_clusters_have_the_fitted_constants() -> None:

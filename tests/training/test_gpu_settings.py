@@ -46,14 +46,13 @@ def test_the_allocator_is_set_before_a_gpu_is_asked_anything(monkeypatch, cuda_g
         raise InterruptedError
 
     monkeypatch.setattr(preflight, "resolve_accelerator", lambda requested: "gpu")
-    monkeypatch.setattr(preflight, "resolve_layout", first_question)
+    monkeypatch.setattr(preflight, "find_checkpoint", first_question)
     monkeypatch.setattr(preflight, "check_loads", lambda family: None)
-    monkeypatch.setattr(preflight, "job_of", lambda run: None)
     run = SimpleNamespace(
         model=SimpleNamespace(family="gpt"),
         trainer=SimpleNamespace(accelerator="gpu"),
         cuda_graphs=cuda_graphs,
-        parallel=None,
+        logger=SimpleNamespace(wandb=False),
     )
     with pytest.raises(InterruptedError):
         preflight.check_run(run)

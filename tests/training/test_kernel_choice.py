@@ -174,20 +174,24 @@ def test_rank_0_measures_and_all_ranks_take_its_choice(tmp_path, monkeypatch) ->
 
 def test_only_rank_0_measures() -> None:
     run = tiny_run("gpt", Path("x"), model__attention="auto")
-    job = dataclasses.make_dataclass("Job", ["run", "config", "kernels"])(run, run.model, PLAIN)
+    job = dataclasses.make_dataclass("Job", ["run", "config", "kernels", "accelerator"])(run, run.model, PLAIN, "gpu")
     strategy = SimpleNamespace(is_global_zero=False, broadcast=lambda mine: (Kernels(compiles=True), "efficient"))
     settled = settle_kernels(job, Start(None, resumes=False, step=0), strategy)
     assert (settled.config.attention, settled.run.model.attention) == ("efficient", "efficient")
     assert settled.kernels.compiles
 
 
-def test_ranks_started_again_keep_the_attention_of_the_runs_own_checkpoint(monkeypatch) -> None:
+@pytest.mark.parametrize("before, attention", [("gpu", "cudnn"), ("cpu", "flash")])
+def test_ranks_that_go_on_keep_the_attention_of_a_checkpoint_from_a_gpu(monkeypatch, before, attention) -> None:
     run = tiny_run("gpt", Path("x"), model__attention="auto")
-    job = dataclasses.make_dataclass("Job", ["run", "config", "kernels"])(run, run.model, PLAIN)
-    monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: SimpleNamespace(model={"attention": "cudnn"}))
-    monkeypatch.setattr(kernel_choice, "fastest_backend", lambda *_: pytest.fail("measured again"))
-    strategy = SimpleNamespace(is_global_zero=True, broadcast=lambda mine: mine)
-    assert settle_kernels(job, Start("checkpoint", resumes=True, step=3), strategy).config.attention == "cudnn"
+    sizes = SimpleNamespace(tp_size=1)
+    fields = {"run": run, "config": run.model, "kernels": PLAIN, "accelerator": "gpu", "layout": sizes}
+    job = dataclasses.make_dataclass("Job", fields)(**fields)
+    written = SimpleNamespace(run={"trainer": {"accelerator": before}}, model={"attention": "cudnn"})
+    monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: written)
+    monkeypatch.setattr(kernel_choice, "fastest_backend", lambda *_: "flash")
+    strategy = SimpleNamespace(is_global_zero=True, broadcast=lambda mine: mine, root_device=None)
+    assert settle_kernels(job, Start("checkpoint", resumes=True, step=3), strategy).config.attention == attention
 
 
 def test_a_deterministic_run_on_a_gpu_measures_nothing() -> None:
@@ -204,10 +208,27 @@ def test_what_this_cpu_cannot_compute_with_is_refused(monkeypatch) -> None:
         kernel_choice.resolve_attention(tiny_run("gpt", Path("x")), False, True, None)
 
 
-def test_a_run_of_a_gpu_is_resumed_on_a_cpu_by_torchs_own_kernels(monkeypatch) -> None:
-    monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: SimpleNamespace(model={"attention": "cudnn"}))
+@pytest.mark.parametrize(
+    "before, on_gpu, attention, expected",
+    [
+        ("gpu", True, "exact", "exact"),
+        ("gpu", True, "cudnn", "cudnn"),
+        ("cpu", True, "exact", "auto"),  # measured there
+        ("cpu", True, "sdpa", "auto"),
+        ("gpu", False, "cudnn", "sdpa"),
+        ("gpu", False, "exact", "sdpa"),
+        ("cpu", False, "exact", "exact"),
+        ("auto", False, "exact", "exact"),  # of an older version
+        ("auto", False, "cudnn", "sdpa"),
+    ],
+)
+def test_the_attention_is_kept_on_the_same_kind_of_accelerator(
+    monkeypatch, before, on_gpu, attention, expected
+) -> None:
+    written = SimpleNamespace(run={"trainer": {"accelerator": before}}, model={"attention": attention})
+    monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: written)
     run = tiny_run("gpt", Path("x"), model__attention="auto")
-    assert kernel_choice.resolve_attention(run, False, False, "checkpoint").model.attention == "sdpa"
+    assert kernel_choice.resolve_attention(run, on_gpu, False, "checkpoint").model.attention == expected
 
 
 def test_a_backend_must_be_clearly_faster_to_replace_the_one_before_it() -> None:

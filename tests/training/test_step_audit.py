@@ -31,6 +31,7 @@ PAIRS = {  # of two ranks
 GRIDS = {  # of four
     "grid": {"tp_size": 2, "dp_size": 2},
     "grid, sequence": {"tp_size": 2, "dp_size": 2, "sequence_parallel": True},
+    "grid, sequence, zero1": {"tp_size": 2, "dp_size": 2, "sequence_parallel": True, "zero1": True},
 }
 KINDS = {
     "allreduce_": "all_reduce",
@@ -45,12 +46,11 @@ NUMBER = 8  # bytes
 EVERY_STEP = {"world": ("all_reduce", 2 * NUMBER), "data": ("all_reduce", NUMBER)}
 
 
-def planned(job: PretrainJob) -> Counter:
-    """The planner's collectives of a step, (kind, group, bytes)."""
+def planned(job: PretrainJob, dp_rank: int) -> Counter:
+    """The planner's collectives of a step of a data rank, (kind, group, bytes)."""
     found, run = Counter(), job.run
-    for c in step_collectives(
-        job.config, job.layout, run.micro_batch_size, job.batch.num_micro_batches, run.data.seq_length, "fp64"
-    ):
+    sizes = run.micro_batch_size, job.batch.num_micro_batches, run.data.seq_length
+    for c in step_collectives(job.config, job.layout, *sizes, "fp64", dp_rank=dp_rank):
         found[c.kind, c.group, c.num_bytes] += c.count
     return found
 
@@ -114,8 +114,8 @@ def _audit(rank: int, jobs: list[PretrainJob], planted: int | None) -> list[dict
     return found
 
 
-def audit(folder: Path, layouts: dict[str, dict], world_size: int) -> dict[str, tuple[PretrainJob, dict[str, Counter]]]:
-    """By layout: the job, and the collectives of each phase, after checking that all ranks issued the same."""
+def audit(folder: Path, layouts: dict[str, dict], world_size: int) -> dict[str, tuple[PretrainJob, list[dict]]]:
+    """By layout: the job, and for each data rank the collectives of each phase, which all its tensor ranks issued."""
     jobs = []
     for name, layout in layouts.items():
         changes = {"max_steps": 5, "validate_every_steps": 3}
@@ -123,9 +123,13 @@ def audit(folder: Path, layouts: dict[str, dict], world_size: int) -> dict[str, 
         changes |= {"data__seq_length": 32} | {f"parallel__{key}": value for key, value in layout.items()}
         jobs.append(prepare_job(tiny_run("gpt", folder / name, logger__log_every_steps=3, **changes)))
     planted = [*layouts].index("planted") if "planted" in layouts else None
-    first, *others = [[_steps(phases) for phases in found] for found in run_ranks(_audit, world_size, jobs, planted)]
-    assert all(found == first for found in others)
-    return dict(zip(layouts, zip(jobs, first, strict=True), strict=True))
+    by_rank = [[_steps(phases) for phases in found] for found in run_ranks(_audit, world_size, jobs, planted)]
+    answers = {}
+    for name, job, *ranks in zip(layouts, jobs, *by_rank, strict=True):
+        tp_size = job.layout.tp_size
+        assert all(ranks[rank] == ranks[rank - rank % tp_size] for rank in range(world_size))
+        answers[name] = job, ranks[::tp_size]
+    return answers
 
 
 def _steps(phases: dict[str, Counter]) -> dict[str, Counter]:
@@ -138,28 +142,29 @@ def name_of_world(job: PretrainJob) -> str:
     return "tensor" if job.layout.dp_size == 1 else "data" if job.layout.tp_size == 1 else "world"
 
 
-def expected(job: PretrainJob) -> Counter:
-    """The planner's collectives and those of EVERY_STEP."""
-    found = planned(job)
+def expected(job: PretrainJob, dp_rank: int) -> Counter:
+    """The planner's collectives of a data rank and those of EVERY_STEP."""
+    found = planned(job, dp_rank)
     for group, (kind, num_bytes) in EVERY_STEP.items():
         if group == "world" or job.layout.dp_size > 1:
             found[kind, name_of_world(job) if group == "world" else group, num_bytes] += 1
     return found
 
 
-def check(job: PretrainJob, phases: dict[str, Counter]) -> None:
-    """A step has what is expected; a row of metrics.csv adds one over the data group.
+def check(job: PretrainJob, data_ranks: list[dict[str, Counter]]) -> None:
+    """On every data rank a step has what is expected; a row of metrics.csv adds one over the data group.
 
     DDP rebuilds its buckets in step 2, which is left out.
     """
-    usual, has_data = expected(job), job.layout.dp_size > 1
-    assert phases["step 4"] == usual
-    assert phases["step 3"] - usual == Counter({("all_reduce", "data", NUMBER): 1} if has_data else {})
-    assert usual - phases["step 3"] == Counter()
+    for dp_rank, phases in enumerate(data_ranks):
+        usual, has_data = expected(job, dp_rank), job.layout.dp_size > 1
+        assert phases["step 4"] == usual
+        assert phases["step 3"] - usual == Counter({("all_reduce", "data", NUMBER): 1} if has_data else {})
+        assert usual - phases["step 3"] == Counter()
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory) -> dict[str, tuple[PretrainJob, dict[str, Counter]]]:
+def pairs(tmp_path_factory) -> dict[str, tuple[PretrainJob, list[dict]]]:
     """The layouts of two ranks, audited in one start of two processes."""
     return audit(tmp_path_factory.mktemp("pairs"), PAIRS, 2)
 
@@ -170,13 +175,13 @@ def test_a_step_of_two_ranks_has_the_planned_collectives_and_the_listed_ones(pai
 
 
 def test_a_planted_broadcast_before_each_micro_batch_is_found(pairs) -> None:
-    job, phases = pairs["planted"]
-    assert phases["step 4"] - expected(job) == Counter({("broadcast", "tensor", 4): job.batch.num_micro_batches})
+    job, (phases,) = pairs["planted"]
+    assert phases["step 4"] - expected(job, 0) == Counter({("broadcast", "tensor", 4): job.batch.num_micro_batches})
     with pytest.raises(AssertionError):
-        check(job, phases)
+        check(job, [phases])
 
 
 @pytest.mark.slow
 def test_a_step_of_four_ranks_has_the_planned_collectives_and_the_listed_ones(tmp_path) -> None:
-    for job, phases in audit(tmp_path, GRIDS, 4).values():
-        check(job, phases)
+    for job, data_ranks in audit(tmp_path, GRIDS, 4).values():
+        check(job, data_ranks)

@@ -21,8 +21,9 @@ KEEP_OVERLAP = {
 }
 
 # Inductor stores a value that takes more operations than this and that is used several times. At its default of 30 it
-# stores the int32 hash of every dropout mask, 4 bytes per element, instead of hashing again, which reads nothing.
-# For GPUs, whose element-wise kernels wait for memory; on a CPU it was not measured.
+# stores the int32 hash of every dropout mask, 4 bytes per element, instead of hashing again, which reads nothing. In
+# the optimizer's update it stores the hash that rounds bf16 moments.
+# Layers have it on a GPU, whose element-wise kernels wait for memory; on a CPU it was not measured.
 HASH_AGAIN = {"realize_opcount_threshold": 100}
 
 

@@ -1,7 +1,8 @@
-"""Tensor parallelism as in section 3 of the paper, by hand on plain tensors; imports torch and nothing of lmscale.
+"""Tensor parallelism as in section 3 of the paper, by hand on plain tensors.
 
-Read `collectives.py` (f and g), then `layers.py`, then `cross_entropy.py`. The other files are faster forms of these
-(`fast_linear.py`, `chunked_cross_entropy.py`), the communication backends (`communicator.py`), and what surrounds them.
+It imports torch, and of lmscale only `partition`. Read `collectives.py` (f and g), then `layers.py`, then
+`cross_entropy.py`. The other files are faster forms of these (`fast_linear.py`, `chunked_cross_entropy.py`), the
+communication backends (`communicator.py`), and what surrounds them.
 """
 
 from .chunked_cross_entropy import linear_cross_entropy

@@ -11,14 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..partition import rows_at_once
 from .collectives import copy_to_tensor_parallel_region
 from .context import ParallelContext
 from .cross_entropy import IGNORE_LABEL
-
-LOGITS_AT_ONCE = 50 * 2**20  # of one rank: 1,024 rows of 51,200 columns, or 8,192 rows of an eighth of them
-# Each chunk reads and writes the weight's summed gradient, and 1,024 rows are too few tiles for the product that gives
-# the gradient of the rows: 48 for the 132 units of an H200 at h 1,536.
-LOGITS_AT_ONCE_ON_GPU = 4 * LOGITS_AT_ONCE
 
 
 def linear_cross_entropy(
@@ -32,9 +28,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum of the losses in nats of rows projected on the tied word embedding, computed chunk by chunk.
 
-    A chunk has at most LOGITS_AT_ONCE logits on this rank, on a GPU four times as many. The forward pass projects a
-    chunk, computes its loss and already adds its part of the gradients of `hidden`, `weight` and `bias`: the gradient
-    of a sum is known except for one factor, which the backward pass multiplies in. Nothing is computed twice.
+    A chunk has the rows that `rows_at_once` allows. The forward pass projects a chunk, computes its loss and already
+    adds its part of the gradients of `hidden`, `weight` and `bias`: the gradient of a sum is known except for one
+    factor, which the backward pass multiplies in. Nothing is computed twice.
 
     Shapes:
         hidden [n, h]; weight [v/p, h]; bias [v/p] or None; labels int64 [n], ids of the whole vocabulary or -100;
@@ -115,8 +111,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _chunks(num_rows: int, num_columns: int, on_gpu: bool) -> list[slice]:
-    """Rows with at most LOGITS_AT_ONCE logits, at least one row, per chunk; the first chunk is the longest."""
-    at_once = max(1, (LOGITS_AT_ONCE_ON_GPU if on_gpu else LOGITS_AT_ONCE) // num_columns)
+    """The rows of each chunk; the first is the longest."""
+    at_once = rows_at_once(num_columns, on_gpu)
     return [slice(start, min(start + at_once, num_rows)) for start in range(0, num_rows, at_once)]
 
 

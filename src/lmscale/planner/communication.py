@@ -8,12 +8,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
-from ..config.family import family_of
-from ..partition import buffer_pieces, part_sizes
+from ..partition import assign_owners, buffer_pieces, part_sizes, rows_at_once
 from .buckets import gradient_pieces
 from .flops import recomputes_whole_layer, scored_tokens
-from .memory import BYTES, FP32_BYTES, rows_at_once
-from .params import parameter_sizes
+from .memory import BYTES, FP32_BYTES
+from .params import parameter_sizes, parameters_in_order
 
 _GRADIENT_NORM_BYTES = 24  # sums of squares of sharded and replicated gradients, and a flag, in fp64
 
@@ -145,6 +144,7 @@ def step_collectives(
     seq_length: int,
     dtype: str,
     on_gpu: bool = False,
+    dp_rank: int | None = None,
 ) -> tuple[Collective, ...]:
     """Collectives of one rank in one optimizer step.
 
@@ -156,6 +156,7 @@ def step_collectives(
 
     Args:
         num_micro_batches: forward passes of a step.
+        dp_rank: of the rank; with ZeRO stage 1 data ranks own different parameters. None: the one that sends most.
 
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
@@ -170,14 +171,21 @@ def step_collectives(
             "gradients, pieces of DDP" if BYTES[dtype] >= FP32_BYTES else "gradients in fp32, pieces of the optimizer"
         )
         found += [Collective(what, "all_reduce", "data", "gradients", n, size) for size, n in pieces.items()]
-    return (*found, *small_collectives(config, layout, dtype))
+    return (*found, *small_collectives(config, layout, dtype, dp_rank))
 
 
-def small_collectives(config: TransformerConfig, layout: ParallelConfig, dtype: str) -> list[Collective]:
-    """Those of a step besides its micro-batches' and the gradients over the data group: partial gradients, norm."""
-    found = []
-    if layout.cuts_sequence:
-        num_bytes = partial_parameters(config) * max(FP32_BYTES, BYTES[dtype])
+def small_collectives(
+    config: TransformerConfig, layout: ParallelConfig, dtype: str, dp_rank: int | None = None
+) -> list[Collective]:
+    """Those of a step besides its micro-batches' and the gradients over the data group: partial gradients, norm.
+
+    Args:
+        dp_rank: see `step_collectives`.
+    """
+    found, by_rank = [], partial_parameters(config, layout) if layout.cuts_sequence else [0] * layout.dp_size
+    num_partial = max(by_rank) if dp_rank is None else by_rank[dp_rank]
+    if num_partial:
+        num_bytes = num_partial * max(FP32_BYTES, BYTES[dtype])
         found.append(Collective("gradients of sequence shards", "all_reduce", "tensor", "gradients", 1, num_bytes))
     for group, cuts in (("tensor", layout.tp_size > 1), ("data", layout.cuts_optimizer)):
         if cuts:
@@ -200,16 +208,23 @@ def _to_owners_and_back(config: TransformerConfig, layout: ParallelConfig, dtype
     ]
 
 
-def partial_parameters(config: TransformerConfig) -> int:
-    """Number of replicated parameters that, with sequence parallelism, each tensor rank uses only on its positions.
+def partial_parameters(config: TransformerConfig, layout: ParallelConfig) -> list[int]:
+    """Replicated parameters of each data rank's update that, with sequence parallelism, a tensor rank uses only on its
+    positions.
 
-    Per layer two LayerNorms and two row biases, 6 h; outside the layers the LayerNorm, 2 h, and the position and type
-    embeddings.
+    Per layer the LayerNorms and two row biases; outside the layers the LayerNorm, and the position and type embeddings.
+
+    Returns:
+        by data rank the number of elements: of all, with ZeRO stage 1 of those that it owns.
     """
-    h = config.hidden_size
-    in_layer, outside = config.placement.num_layer_norms, config.placement.num_outer_norms
-    tables = config.max_position_embeddings + family_of(config.family).num_token_types
-    return h * (config.num_layers * (2 * in_layer + 2) + 2 * outside + tables)
+    parameters = parameters_in_order(config, layout.tp_size)
+    if not layout.cuts_optimizer:
+        return [sum(size for size, is_partial in parameters if is_partial)] * layout.dp_size
+    numbers = [0] * layout.dp_size
+    owners = assign_owners([size for size, _ in parameters], layout.dp_size)
+    for owner, (size, is_partial) in zip(owners, parameters, strict=True):
+        numbers[owner] += size * is_partial
+    return numbers
 
 
 def _loss_all_reduces(num_rows: int, at_once: int, num_bytes: int) -> list[Collective]:

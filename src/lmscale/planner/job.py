@@ -27,7 +27,7 @@ class Job:
         dtype: of weights, activations and gradients.
         num_steps: optimizer steps of the run.
         half_moments: AdamW's moments are kept in bf16.
-        compiles: the layers and the optimizer are compiled; where that is not known yet, they are not.
+        compiles: the layers and the optimizer are compiled.
     """
 
     config: TransformerConfig

@@ -11,6 +11,8 @@ from ..config.family import family_of
 from .memory import BYTES
 from .operation import Core, Operation, elementwise, product
 
+# Passes of sequence parallelism over [b, s, h] after an all-gather and before a reduce-scatter, see `_gathered`.
+GATHERED, TO_SCATTER = ", gathered", ", to be scattered"
 NORM_INPUT_BYTES = 4  # per element: the normalized input of the MLP's LayerNorm, recomputed in fp32
 FLOAT8_LAUNCHES = 21, 13  # forward and backward, besides those in bf16
 
@@ -63,6 +65,10 @@ class LayerCounts:
         )
 
     @property
+    def _cuts_sequence(self) -> bool:
+        return self.own < self.tokens
+
+    @property
     def _is_pre(self) -> bool:
         return bool(self.config.placement.before)
 
@@ -71,13 +77,17 @@ class LayerCounts:
         t, h, a, f, e = self.tokens, self.width, self.inner, self.mlp, self.e
         row = self.own * h
         found = [elementwise("attention LayerNorm", phase, row * e, row * e)] if self._is_pre else []
+        found += self._gathered("attention input", phase)
         found += [self._product("QKV", phase, t, 3 * a, h), *self._core(phase)]
         found.append(self._product("attention projection", phase, t, h, a))
+        found += self._to_scatter("attention output", phase)
         small = 2 if self.mask else 1
         name = "attention dropout, residual, LayerNorm"
         found.append(elementwise(name, phase, row * 2 * e, row * (e + self.rounded_mask), small))
+        found += self._gathered("MLP input", phase)
         found += [self._product("MLP up", phase, t, f, h), elementwise("GELU", phase, t * f * e, t * f * e)]
         found.append(self._product("MLP down", phase, t, h, f))
+        found += self._to_scatter("MLP output", phase)
         if self._is_pre:
             found.append(
                 elementwise("MLP dropout, residual", phase, row * (3 * e + self.rounded_mask), row * (e + self.mask))
@@ -94,13 +104,13 @@ class LayerCounts:
         t, h, a, f, e = self.tokens, self.width, self.inner, self.mlp, self.e
         row, inner_gradient = self.own * h, 3 * t * a * e
         found = self._end_backward(row)
-        found += self._gradients("MLP down", t, h, f)
+        found += [*self._gathered("MLP output gradient", "backward"), *self._gradients("MLP down", t, h, f)]
         again = t * f * e if self.config.recompute is Recompute.SELECTIVE else 0
         found.append(elementwise("GELU", "backward", 2 * t * f * e, t * f * e + again))
         # Its first sum is in the kernel of the GELU's gradient, but not in float8, which rounds in between.
         read, launches = (t * f * e, 2) if self.float8 else (0, 1)
         found.append(elementwise("MLP up, bias", "backward", read, 0, launches))
-        found += self._gradients("MLP up", t, f, h)
+        found += self._column_gradients("MLP up", "MLP input", t, f, h, again=(0, row * e, 0))
         wide = NORM_INPUT_BYTES
         found.append(elementwise("MLP LayerNorm, again", "backward", row * 2 * e, row * (self.rounded_mask + wide)))
         kept = 0 if self._is_pre else self.mask
@@ -108,11 +118,12 @@ class LayerCounts:
         name = "MLP LayerNorm, residual, dropout"
         found.append(elementwise(name, "backward", row * (2 * e + wide + self.rounded_mask + kept), row * written, 3))
         found.append(elementwise("attention projection, bias", "backward", row * (e + self.rounded_mask), 0, 2))
+        found += self._gathered("attention output gradient", "backward")
         found += [*self._gradients("attention projection", t, h, a), *self._core("backward")]
         if not self.float8:  # which rounds the three gradients from where the core left them
             found.append(elementwise("QKV gradient, packing", "backward", inner_gradient, inner_gradient))
         found.append(elementwise("QKV, bias", "backward", inner_gradient, 0, 2))
-        found += self._gradients("QKV", t, 3 * a, h)
+        found += self._column_gradients("QKV", "attention input", t, 3 * a, h, again=(row * e, row * e, 1))
         if self._is_pre:
             found.append(elementwise("attention LayerNorm, residual", "backward", row * 3 * e, row * e, 3))
         else:
@@ -157,6 +168,37 @@ class LayerCounts:
             self._product(f"{name}, gradient of the input", "backward", rows, inner, out),
             self._product(f"{name}, gradient of the weight", "backward", out, inner, rows),
         ]
+
+    def _column_gradients(
+        self, name: str, x: str, rows: int, out: int, inner: int, again: tuple[int, int, int]
+    ) -> list[Operation]:
+        """With sequence parallelism the input is gathered again: `again` are read, written and launches of its copy,
+        for the MLP in the kernel of a LayerNorm."""
+        of_input, of_weight = self._gradients(name, rows, out, inner)
+        if not self._cuts_sequence:
+            return [of_input, of_weight]
+        copied = elementwise(f"{x}, again", "backward", *again)
+        sent = self._to_scatter(f"{x} gradient", "backward")
+        return [copied, of_input, *sent, *self._gathered(f"{x} again", "backward"), of_weight]
+
+    def _gathered(self, name: str, phase: str) -> list[Operation]:
+        """After an all-gather over the sequence a copy: from the order of the ranks, in which the parts of [b, s, h]
+        travel, to that of the sequence. They are the same for a single sequence. In float8 the kernel that rounds reads
+        either order, but finds the largest magnitude in a pass of its own."""
+        num_bytes = self.tokens * self.width * self.e
+        if self._cuts_sequence and self.float8:
+            return [elementwise(name + GATHERED, phase, num_bytes, 0, 2)]
+        return self._copied(name + GATHERED, phase)
+
+    def _to_scatter(self, name: str, phase: str) -> list[Operation]:
+        """Before a reduce-scatter over the sequence the opposite copy."""
+        return self._copied(name + TO_SCATTER, phase)
+
+    def _copied(self, name: str, phase: str) -> list[Operation]:
+        if not self._cuts_sequence:
+            return []
+        num_bytes = self.tokens * self.width * self.e if self.tokens > self.seq_length else 0
+        return [elementwise(name, phase, num_bytes, num_bytes, 1 if num_bytes else 0)]
 
     def _core(self, phase: str) -> list[Operation]:
         s, d, number, e = self.seq_length, self.config.head_size, self.batch_heads, self.e

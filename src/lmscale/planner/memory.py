@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..config import Recompute, TransformerConfig
 from ..config.family import family_of
-from ..partition import part_sizes
+from ..partition import part_sizes, rows_at_once
 from .flops import scored_tokens
 from .params import count_parameters, parameter_sizes
 
@@ -20,8 +20,6 @@ HALF_BYTES = 2
 # a CPU has those of a small block.
 MOMENT_TENSORS_IN_FLIGHT = 6.5
 GIB = 2**30
-LOGITS_AT_ONCE = 50 * 2**20  # of a rank on a CPU, see `parallel.linear_cross_entropy`
-LOGITS_AT_ONCE_ON_GPU = 4 * LOGITS_AT_ONCE
 # Tensors of the scores' size, in fp32, that the backward pass of an attention core holds besides the kept ones, without
 # and with attention dropout: counted as in `tests/planner/test_peak_memory.py`, at 384 positions.
 SCORES_IN_FLIGHT = {
@@ -183,11 +181,6 @@ def estimate_memory(
         gradient_in_flight=_in_flight_bytes(config, tp_size, b, s, own, e, on_gpu),
         update=int(MOMENT_TENSORS_IN_FLIGHT * max(sizes) * FP32_BYTES) if widens_whole else 0,
     )
-
-
-def rows_at_once(columns: int, on_gpu: bool) -> int:
-    """Rows that `linear_cross_entropy` projects at a time on v/p columns."""
-    return max(1, (LOGITS_AT_ONCE_ON_GPU if on_gpu else LOGITS_AT_ONCE) // columns)
 
 
 def _loss_bytes(num_rows: int, columns: int, h: int, e: int, on_gpu: bool) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from .operations import step_operations
 from .plan import Plan
 from .roofline import launch_s, operation_s
-from .step_time import exposed_s
+from .step_time import collective_s, exposed_s
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Row:
         flops, read, written: of all of them together.
         seconds: of all, launches included; of messages only what nothing hides.
         bound: what its time is: `products`, `bytes`, `launches` or `messages`.
+        hidden: seconds of messages behind computation.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Row:
     written: int
     seconds: float
     bound: str
+    hidden: float = 0.0
 
 
 def operation_rows(plan: Plan) -> list[Row]:
@@ -42,10 +44,13 @@ def operation_rows(plan: Plan) -> list[Row]:
     run = job.config, plan.layout, job.micro_batch_size, job.seq_length, job.dtype, cluster
     begun = set()
     for c, seconds in zip(plan.collectives, exposed_s(plan.collectives, *run), strict=True):
+        hidden = collective_s(c, plan.layout, cluster) - seconds
         if c.group == "data":  # one latency for all pieces of a sum, as in `predict_step_time`
             seconds -= (c.count - (c.what not in begun)) * cluster.latency_us * 1e-6
             begun.add(c.what)
-        rows.append(Row(c.what, c.phase, c.count, c.count, 0, c.total_bytes, c.total_bytes, seconds, "messages"))
+        rows.append(
+            Row(c.what, c.phase, c.count, c.count, 0, c.total_bytes, c.total_bytes, seconds, "messages", hidden)
+        )
     return sorted(_merged(rows), key=lambda row: -row.seconds)
 
 
@@ -56,7 +61,7 @@ def _merged(rows: list[Row]) -> list[Row]:
         if before is not None:
             added = (getattr(row, name) + getattr(before, name) for name in ("count", "launches", "flops"))
             moved = (row.read + before.read, row.written + before.written, row.seconds + before.seconds)
-            row = Row(*key, *added, *moved, before.bound)
+            row = Row(*key, *added, *moved, before.bound, row.hidden + before.hidden)
         found[key] = row
     return list(found.values())
 
@@ -76,8 +81,9 @@ def format_operations(rows: list[Row]) -> str:
     )
     for row in (*rows, summed):
         name = f"{row.phase}: {row.name}" if row.phase else row.name
+        bound = row.bound + (f" of {(row.seconds + row.hidden) * 1e3:,.2f} ms" if row.hidden > 1e-9 else "")
         lines.append(
             f"    {name:<62}{row.count:>7,}{row.launches:>10,}{row.flops / 1e9:>12,.1f}{row.read / 1e9:>9,.2f}"
-            f"{row.written / 1e9:>9,.2f}{row.seconds * 1e3:>10,.2f}{row.seconds / total:>8.1%}  {row.bound}"
+            f"{row.written / 1e9:>9,.2f}{row.seconds * 1e3:>10,.2f}{row.seconds / total:>8.1%}  {bound}"
         )
     return "\n".join(lines)

@@ -9,7 +9,7 @@ from collections import Counter
 
 from ..config import ParallelConfig, TransformerConfig
 from ..config.cluster import Cluster
-from .layer_operations import LayerCounts
+from .layer_operations import GATHERED, LayerCounts
 from .roofline import launch_s, operation_s
 
 _OUTPUTS, _INPUT_GRADIENTS = "attention and MLP outputs", "gradients of attention and MLP inputs"
@@ -25,12 +25,15 @@ _PLAIN = {
     "residual": (_INPUT_GRADIENTS, "QKV, gradient of the weight"),  # post
 }
 _SEQUENCE = _PLAIN | {
-    "QKV": (_INPUTS, "QKV"),
-    "MLP up": (_INPUTS, "MLP up"),
-    "MLP down, gradient of the input": (_OUTPUT_GRADIENTS, "MLP down, gradient of the input"),
-    "attention projection, gradient of the input": (_OUTPUT_GRADIENTS, "attention projection, gradient of the input"),
-    "MLP up, gradient of the weight": (_AGAIN, "MLP up, gradient of the input"),
-    "QKV, gradient of the weight": (_AGAIN, "QKV, gradient of the input"),
+    "attention input" + GATHERED: (_INPUTS, "attention input" + GATHERED),
+    "MLP input" + GATHERED: (_INPUTS, "MLP input" + GATHERED),
+    "MLP output gradient" + GATHERED: (_OUTPUT_GRADIENTS, "MLP output gradient" + GATHERED),
+    "attention output gradient" + GATHERED: (_OUTPUT_GRADIENTS, "attention output gradient" + GATHERED),
+    "MLP input again" + GATHERED: (_AGAIN, "MLP up, gradient of the input"),
+    "attention input again" + GATHERED: (_AGAIN, "QKV, gradient of the input"),
+    "MLP LayerNorm, residual, dropout": (_INPUT_GRADIENTS, "MLP input again" + GATHERED),
+    "attention LayerNorm, residual": (_INPUT_GRADIENTS, "attention input again" + GATHERED),  # pre
+    "residual": (_INPUT_GRADIENTS, "attention input again" + GATHERED),  # post
 }
 
 

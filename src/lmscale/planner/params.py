@@ -96,3 +96,23 @@ def parameter_sizes(config: TransformerConfig, tp_size: int) -> list[int]:
     around = [*placement.after_stack * norm, *layers, *placement.after_embedding * norm]
     types = [family.num_token_types * h] if family.num_token_types else []
     return [*heads, *around, config.max_position_embeddings * h, *types, v * h]
+
+
+def parameters_in_order(config: TransformerConfig, tp_size: int) -> list[tuple[int, bool]]:
+    """Elements of each parameter of a rank, in the model's order, in which owners are assigned (ZeRO stage 1).
+
+    Returns:
+        elements, and whether the gradient is partial with sequence parallelism (`ShardSpec.grad_is_partial`). The order
+        within the heads, whose gradients never are, is that of the backward pass.
+    """
+    h, f, v = config.hidden_size, config.ffn_size // tp_size, config.padded_vocab_size // tp_size
+    family, placement = family_of(config.family), config.placement
+    norm = [(h, True), (h, True)]
+    norms = len(placement.before + placement.after) * norm
+    attention = [(3 * h * h // tp_size, False), (3 * h // tp_size, False), (h * h // tp_size, False), (h, True)]
+    mlp = [(f * h, False), (f, False), (f * h, False), (h, True)]
+    types = [(family.num_token_types * h, True)] if family.num_token_types else []
+    embeddings = [(config.max_position_embeddings * h, True), *types, (v * h, False)]
+    layers = config.num_layers * [*norms, *attention, *norms, *mlp]
+    heads = [(size, False) for _, size, _ in family.head.parameters(h, v)]
+    return [*embeddings, *placement.after_embedding * norm, *layers, *placement.after_stack * norm, *heads]

@@ -88,7 +88,11 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         "optimizer": time.optimizer,
         "step": time.total,
     }
-    lines += [f"    {row:<38}{seconds * 1e3:>12,.1f} ms {seconds / time.total:>8.1%}" for row, seconds in rows.items()]
+    of_all = f" of {(time.tensor + time.tensor_hidden) * 1e3:,.1f} ms"
+    lines += [
+        f"    {row:<38}{seconds * 1e3:>12,.1f} ms {seconds / time.total:>8.1%}" + of_all * row.startswith("tensor")
+        for row, seconds in rows.items()
+    ]
     energy = "unknown" if plan.energy_mwh is None else f"{plan.energy_mwh:,.3f} MWh"
     lines += [
         "",
@@ -141,15 +145,15 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
     lines = [
         f"{name} on {first.num_devices:,} of {first.cluster.name} ({first.cluster.device}), "
         f"{len(ranking.fitting):,} layouts fit; step times {_EVIDENCE[first.cluster.calibration.evidence]}",
-        f"{'':>4}{'tp':>5}{'dp':>7}{'micro':>7}{'recompute':>11}{'GiB':>9}{'s/step':>13}{'MFU':>8}{'tokens/s':>15}"
-        f"{'days':>13}",
+        f"{'':>4}{'tp':>5}{'dp':>7}{'micro':>7}{'halves':>8}{'recompute':>11}{'GiB':>9}{'s/step':>13}{'MFU':>8}"
+        f"{'tokens/s':>15}{'days':>13}",
     ]
     for number, plan in enumerate(ranking.fitting[:top], start=1):
         layout = plan.layout
         lines.append(
             f"{number:>4}{layout.tp_size:>5}{layout.dp_size:>7}{plan.job.micro_batch_size:>7}"
-            f"{plan.recompute.value:>11}{plan.needed_bytes / GIB:>9.1f}{plan.time.total:>13,.3f}{plan.mfu:>8.1%}"
-            f"{plan.tokens_per_s:>15,.0f}{plan.days:>13,.2f}"
+            f"{'yes' if layout.cuts_batch else '':>8}{plan.recompute.value:>11}{plan.needed_bytes / GIB:>9.1f}"
+            f"{plan.time.total:>13,.3f}{plan.mfu:>8.1%}{plan.tokens_per_s:>15,.0f}{plan.days:>13,.2f}"
         )
     for plan in ranking.too_large:
         lines.append(

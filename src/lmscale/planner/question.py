@@ -78,14 +78,14 @@ def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
 
 
 def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
-    """All layouts of the job, with notes.
+    """All layouts of the job, with and without `batch_halves` where these can help, with notes.
 
     Raises:
         ValueError: none fits; names the nearest one that does.
     """
     job, notes = make_job(question)
     num_devices = question.num_devices or largest_number(job, question.cluster, question.parallel)
-    ranking = rank_layouts(job, question.cluster, num_devices, question.parallel)
+    ranking = rank_layouts(job, question.cluster, num_devices, question.parallel, also_in_halves=True)
     if not ranking.fitting:
         closest = min(ranking.too_large, key=lambda plan: plan.missing_bytes)
         wanted = question.parallel.resolve(1, num_devices)

@@ -55,12 +55,20 @@ def micro_batch_sizes(job: Job, layout: ParallelConfig) -> list[int]:
     return [b for b in sizes if b % layout.batch_parts == 0]
 
 
-def rank_layouts(job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest = _NO_OPTIONS) -> Ranking:
+def rank_layouts(
+    job: Job,
+    cluster: Cluster,
+    num_devices: int,
+    request: ParallelRequest = _NO_OPTIONS,
+    also_in_halves: bool = False,
+) -> Ranking:
     """Plan every tp x dp = `num_devices`, micro-batch and recomputation mode.
 
     Args:
         request: its options hold for all layouts. With `sequence_parallel` a `tp_size` that does not divide the
             sequence is left out, and with `batch_halves` an odd micro-batch on several tensor ranks.
+        also_in_halves: plan every layout without and with `batch_halves` on a cluster with a `roofline`, on which the
+            time counts what they hide.
 
     Raises:
         ValueError: no grid of `num_devices` divides model and batch; names the nearest number that does.
@@ -69,9 +77,14 @@ def rank_layouts(job: Job, cluster: Cluster, num_devices: int, request: Parallel
     for tp_size in tensor_sizes(job, num_devices):
         if num_devices % tp_size:
             continue
-        layout = request.resolve(tp_size, num_devices // tp_size)
+        layouts = [request.resolve(tp_size, num_devices // tp_size)]
+        if also_in_halves and tp_size > 1 and cluster.roofline is not None and not request.batch_halves:
+            layouts.append(dataclasses.replace(layouts[0], batch_halves=True))
         plans = [
-            make_plan(job.change(b, mode), layout, cluster) for b in micro_batch_sizes(job, layout) for mode in _MODES
+            make_plan(job.change(b, mode), layout, cluster)
+            for layout in layouts
+            for b in micro_batch_sizes(job, layout)
+            for mode in _MODES
         ]
         fits = [plan for plan in plans if plan.missing_bytes <= 0]
         fitting += fits

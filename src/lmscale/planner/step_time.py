@@ -53,6 +53,7 @@ class StepTime:
         tensor: messages of the tensor group, as far as nothing hides them.
         data: exposed part of summing gradients over the data ranks; with ZeRO stage 1 also the broadcast of weights.
         optimizer: AdamW.
+        tensor_hidden: the rest of the tensor group's messages, behind computation; no part of `total`.
     """
 
     matmul: float
@@ -61,6 +62,7 @@ class StepTime:
     tensor: float
     data: float
     optimizer: float
+    tensor_hidden: float = 0.0
 
     @property
     def compute(self) -> float:
@@ -139,6 +141,7 @@ def predict_step_time(
     messages = micro_batch_collectives(config, layout, micro_batch_size, seq_length, dtype, on_gpu)
     tensor = sum(exposed_s(messages, config, layout, micro_batch_size, seq_length, dtype, cluster))
     tensor *= num_micro_batches * (1.0 - techniques.tensor_overlap)
+    hidden = num_micro_batches * sum(collective_s(message, layout, cluster) for message in messages) - tensor
     if cluster.roofline is not None:
         counted = config, layout, micro_batch_size, num_micro_batches, seq_length, dtype
         local = _roofline_time(step_operations(*counted, half_moments), cluster, dtype)
@@ -158,7 +161,7 @@ def predict_step_time(
     for message in small_collectives(config, layout, dtype) if on_gpu else ():
         seconds = collective_s(message, layout, cluster)
         tensor, data = (tensor + seconds, data) if message.group == "tensor" else (tensor, data + seconds)
-    return dataclasses.replace(local, tensor=tensor, data=data)
+    return dataclasses.replace(local, tensor=tensor, data=data, tensor_hidden=hidden)
 
 
 def _roofline_time(operations: Iterable[Operation], cluster: Cluster, dtype: str) -> StepTime:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ...checkpoint import read_metadata
+from ...checkpoint import CheckpointMetadata, read_metadata
 from ...config.pretrain import RunConfig
 from ...kernels import choose_attention
 from ...models.attention_backend import BACKENDS, fastest_backend
@@ -48,19 +48,29 @@ def _has_cpp_compiler() -> bool:
     return shutil.which(compiler) is not None and (Path(sysconfig.get_path("include")) / "Python.h").is_file()
 
 
-def kept_compile(run: RunConfig, on_gpu: bool, resume_from: str | None) -> bool | str:
-    """`compile`; where it is `auto`, what the run's checkpoint was trained with, if this machine can compute so.
+def _kept(checkpoint: str | None, on_gpu: bool) -> CheckpointMetadata | None:
+    """The checkpoint that a run resumes from, if the run keeps its kernels: it was written on the same accelerator.
 
-    A resumed run that decided anew, on another number of cores, would round otherwise. A run that goes on from a CPU to
-    a GPU, or back, rounds otherwise in any case, so it decides anew.
+    A resumed run that decided anew, on another number of cores or by another measurement, would round otherwise and
+    draw other dropout. A run that goes on from a CPU to a GPU, or back, does so in any case.
     """
-    if run.compile != "auto" or resume_from is None or run.resume.weights_only:
+    if checkpoint is None:
+        return None
+    metadata = read_metadata(checkpoint)
+    accelerator = metadata.run.get("trainer", {}).get("accelerator", "auto")  # older versions did not resolve auto
+    return metadata if accelerator in ("auto", "gpu" if on_gpu else "cpu") else None
+
+
+def _resumed(run: RunConfig, resume_from: str | None) -> str | None:
+    return None if run.resume.weights_only else resume_from
+
+
+def kept_compile(run: RunConfig, on_gpu: bool, resume_from: str | None) -> bool | str:
+    """`compile`; where it is `auto`, what the run's checkpoint was trained with, if this machine can compute so."""
+    metadata = _kept(_resumed(run, resume_from), on_gpu) if run.compile == "auto" else None
+    if metadata is None:
         return run.compile
-    before = read_metadata(resume_from).run
-    accelerator = before.get("trainer", {}).get("accelerator", "auto")  # older versions did not resolve auto
-    if accelerator not in ("auto", "gpu" if on_gpu else "cpu"):
-        return "auto"
-    kept = before.get("compile", "auto")
+    kept = metadata.run.get("compile", "auto")
     possible = run.kernels != "apex" if on_gpu else _has_cpp_compiler()
     return kept if possible or kept is not True else "auto"
 
@@ -76,7 +86,7 @@ def describe_compile(run: RunConfig, on_gpu: bool, resume_from: str | None, comp
 def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, resume_from: str | None) -> RunConfig:
     """The run with `model.attention=auto` resolved, except where it has to be measured (`settle_kernels`).
 
-    A resumed run keeps what its checkpoint was trained with: another kernel rounds otherwise and draws other dropout.
+    A run that is resumed on the same accelerator keeps what its checkpoint was trained with.
 
     Raises:
         ValueError: a GPU's backend on a CPU, or layers that no compiler here can build.
@@ -87,10 +97,10 @@ def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, resume_from:
         raise ValueError(f"`model.attention` must be sdpa, exact or auto on a CPU, but is {run.model.attention}")
     if run.model.attention != "auto":
         return run
-    if resume_from is not None and not run.resume.weights_only:
-        attention = read_metadata(resume_from).model["attention"]
-        if attention in BACKENDS and not on_gpu:
-            attention = "sdpa"
+    metadata = _kept(_resumed(run, resume_from), on_gpu)
+    kept = None if metadata is None else metadata.model["attention"]
+    if kept is not None and (on_gpu or kept not in BACKENDS):
+        attention = kept
     elif on_gpu and run.deterministic:  # two measurements need not agree
         attention = "sdpa"
     else:
@@ -101,16 +111,18 @@ def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, resume_from:
 def settle_kernels(job: PretrainJob, start: Start, strategy: TensorParallelStrategy) -> PretrainJob:
     """The job with rank 0's kernels and attention; on a GPU rank 0 measures `model.attention=auto`.
 
-    Ranks that were started again continue with the attention of the run's own checkpoint. What earlier jobs of the
-    process compiled is forgotten: torch.compile does not see the order of attention backends, and keeps only a few
-    graphs of one function.
+    Ranks that were started again continue with the attention of the run's own checkpoint, if a GPU wrote it. What
+    earlier jobs of the process compiled is forgotten: torch.compile does not see the order of attention backends, and
+    keeps only a few graphs of one function.
 
     Communicates:
         one small object from rank 0 to the world.
     """
     attention = job.config.attention
-    if attention == "auto" and start.resumes:
-        attention = read_metadata(start.checkpoint).model["attention"]
+    resumed = start.checkpoint if attention == "auto" and start.resumes else None
+    metadata = _kept(resumed, job.accelerator == "gpu")
+    if metadata is not None:
+        attention = metadata.model["attention"]
     elif attention == "auto" and strategy.is_global_zero:
         dtype, length = DTYPES[job.run.precision.dtype], job.run.data.seq_length
         sizes = job.layout.tp_size, job.run.micro_batch_size, length

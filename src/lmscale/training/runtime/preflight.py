@@ -14,7 +14,7 @@ from ...config.pretrain import RunConfig
 from ...data.indexed_corpus import check_indexed
 from ...data.sources import check_corpus
 from ...data.tokenizer import check_tokenizer
-from ...kernels import Kernels, choose_kernels
+from ...kernels import Kernels, check_cuda_graphs, choose_kernels
 from ...planner.job import (
     STAND_IN_VOCAB_SIZE,
     Job,
@@ -55,9 +55,6 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
     accelerator, world = resolve_accelerator(run.trainer.accelerator), world_from_outside()
     if accelerator == "gpu":
         set_allocator(run.cuda_graphs)
-    layout = resolve_layout(run.parallel, job_of(run), world, accelerator)
-    run.check_layout(layout.tp_size, layout.dp_size)
-    run = resolve_recompute(run, layout, accelerator)
     if run.logger.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
     on_gpu, resume_from = accelerator == "gpu", find_checkpoint(run)
@@ -68,12 +65,15 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
         pays_on_cpu=compiling_pays(run, 1 if world is None else world.size // world.local_size),
         cuda_graphs=run.cuda_graphs,
         dtype=run.precision.dtype,
-        recompute=run.model.recompute.value,
-        tp_size=layout.tp_size,
     )
     trainer = dataclasses.replace(run.trainer, accelerator=accelerator)
     run = dataclasses.replace(run, trainer=trainer, compile=kernels.compiles)
     run = resolve_attention(run, on_gpu, kernels.compiles, resume_from)
+    # The memory of a rank depends on the kernels, and these on neither the layout nor the recomputation.
+    layout = resolve_layout(run.parallel, job_of(run), world, accelerator)
+    run.check_layout(layout.tp_size, layout.dp_size)
+    run = resolve_recompute(run, layout, accelerator)
+    check_cuda_graphs(kernels, on_gpu, run.precision.dtype, run.model.recompute.value, layout.tp_size)
     if kernels.float8 and on_gpu:
         check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     check_host(run, layout, world)
@@ -239,7 +239,7 @@ def check_background_saves(run: RunConfig, layout: ParallelConfig, world: World 
 
 
 def job_of(run: RunConfig) -> Job:
-    """The run as the planner sees it; until `model.recompute=auto` and `compile=auto` are resolved, neither is on."""
+    """The run as the planner sees it, `compile` resolved; until `model.recompute=auto` is, nothing is recomputed."""
     return Job(
         run.model.with_vocab_size(STAND_IN_VOCAB_SIZE).with_recompute(Recompute.NONE),
         run.micro_batch_size,

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...models.compiler_options import HASH_AGAIN
 from ...parallel.rng import counter_bits
 
-# Else the compiler stores the hash that rounds bf16 moments: a second kernel, 4 bytes per parameter written and read.
-_HASH_AGAIN = {"realize_opcount_threshold": 100}
 HALF_BITS = 16  # bits of fp32 that bf16 keeps; it drops the other 16
 BLOCK_ELEMENTS = 2**16  # of one update on a CPU: with its temporaries, about what a core's cache holds
 _UPDATE = 0x2C1B3C6D  # odd, so that the updates' keys differ
@@ -60,7 +59,7 @@ class OnePass:
     """
 
     def __init__(self, compiles: bool) -> None:
-        self.adamw = torch.compile(adamw, dynamic=True, options=_HASH_AGAIN) if compiles else adamw_in_blocks
+        self.adamw = torch.compile(adamw, dynamic=True, options=HASH_AGAIN) if compiles else adamw_in_blocks
 
     def __call__(
         self,

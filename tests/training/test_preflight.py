@@ -1,0 +1,74 @@
+"""What `check_run` resolves on simulated GPUs: the layout and the recomputation, for the kernels of the run."""
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from runs import tiny_run
+
+from lmscale.config import ParallelConfig, Recompute
+from lmscale.planner.job import rank_memory, usable_bytes
+from lmscale.training.runtime import kernel_choice, preflight
+
+
+@pytest.fixture
+def gpu_of(monkeypatch) -> Callable[[int], None]:
+    """Simulates eight GPUs with this many bytes each for a rank's tensors, as far as `check_run` looks at them."""
+
+    def simulate(usable: int) -> None:
+        monkeypatch.setattr(preflight, "device_memory", lambda _: usable - usable_bytes(0, True))
+
+    monkeypatch.setattr(preflight, "resolve_accelerator", lambda requested: "gpu")
+    monkeypatch.setattr(preflight, "set_allocator", lambda cuda_graphs: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    return simulate
+
+
+def test_the_layout_is_chosen_for_the_memory_of_the_kernels_that_auto_chose(tmp_path, gpu_of) -> None:
+    changes = {"optimizer__moments": "bf16", "precision__dtype": "bf16", "micro_batch_size": 1}
+    run = tiny_run("gpt", tmp_path, compile="auto", parallel__tp_size="auto", **changes)
+    job = preflight.job_of(run)
+    eager, compiled = (
+        rank_memory(dataclasses.replace(job, compiles=compiles), ParallelConfig(), True).total
+        for compiles in (False, True)
+    )
+    assert compiled < eager  # whose update of bf16 moments has temporaries
+    gpu_of(compiled)
+    _, _, layout, kernels, _ = preflight.check_run(run)
+    assert (layout.tp_size, kernels.compiles) == (1, True)
+    gpu_of(eager - 1)
+    assert preflight.check_run(dataclasses.replace(run, compile=False))[2].tp_size == 2
+
+
+def test_recomputation_is_chosen_for_the_memory_of_the_attention_that_a_resumed_run_keeps(
+    tmp_path, monkeypatch, gpu_of
+) -> None:
+    run = tiny_run("gpt", tmp_path, precision__dtype="bf16", model__attention="auto", model__recompute="auto")
+    before = SimpleNamespace(run={"trainer": {"accelerator": "gpu"}}, model={"attention": "exact"})
+    monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: before)
+    monkeypatch.setattr(preflight, "find_checkpoint", lambda run: "checkpoint")
+    job = preflight.job_of(dataclasses.replace(run, model=run.model.with_attention("exact")))
+    none, selective = (
+        rank_memory(job.change(recompute=mode), ParallelConfig(), True).total
+        for mode in (Recompute.NONE, Recompute.SELECTIVE)
+    )
+    assert selective < none
+    gpu_of(none - 1)  # enough for a fused core
+    model = preflight.check_run(run)[0].model
+    assert (model.attention, model.recompute) == ("exact", Recompute.SELECTIVE)
+
+
+def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_is_refused(tmp_path, gpu_of) -> None:
+    sizes = {"micro_batch_size": 3, "global_batch_size": 6, "parallel__tp_size": "auto", "parallel__batch_halves": True}
+    run = tiny_run("gpt", tmp_path, precision__dtype="bf16", **sizes)
+    needed = rank_memory(preflight.job_of(run), ParallelConfig(), True).total
+    gpu_of(needed)
+    assert preflight.check_run(run)[2] == ParallelConfig(1, 1, batch_halves=True)
+    gpu_of(needed - 1)
+    with pytest.raises(ValueError, match="^`micro_batch_size` must be even with `parallel.batch_halves`, but is 3$"):
+        preflight.check_run(run)
+    even = dataclasses.replace(run, micro_batch_size=2)
+    gpu_of(rank_memory(preflight.job_of(even), ParallelConfig(), True).total - 1)
+    assert preflight.check_run(even)[2] == ParallelConfig(2, 1, batch_halves=True)
