@@ -59,6 +59,12 @@ def world_from_outside() -> World | None:
     return None
 
 
+def is_first_rank() -> bool:
+    """Whether this process is rank 0 of torchrun or srun, or was started by neither."""
+    world = world_from_outside()
+    return world is None or world.environment().global_rank() == 0
+
+
 def cluster_environment() -> tuple[ClusterEnvironment, int, int]:
     """Lightning's cluster environment, the number of ranks on this host and the number of hosts."""
     world = world_from_outside()
@@ -75,7 +81,8 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
     If another launcher has started the ranks, or there is one rank, the worker runs in this process. Otherwise an
     elastic agent starts the ranks and passes them the checked job, so that nothing is parsed or decided twice.
 
-    SIGTERM and SIGUSR1 to this process are passed on to the ranks, which stop at the next step boundary.
+    SIGINT, SIGTERM and SIGUSR1 to this process are passed on to the ranks, which stop at the next step boundary if they
+    train; a second SIGINT kills them.
 
     Args:
         worker: a module-level function (it travels by name), decorated with torch elastic's `record`, which keeps the
@@ -108,7 +115,7 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
             monitor_interval=0.2,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
+            signals_to_handle="SIGHUP,SIGQUIT",
         )
         code = _run_agent(config, worker, job)
     if code:
@@ -125,7 +132,7 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> 
         logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
     # torch 2.13 keeps one store over restarts, in which restarted ranks find the addresses of the dead ones.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    interruption = Interruption(then=_pass_on_to_ranks)
+    interruption = Interruption(then=_pass_on_to_ranks, at_once=_kill_ranks)
     interruption.install()
     try:
         return max(elastic_launch(config, worker)(job).values())
@@ -139,7 +146,7 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> 
             message = message["message"]
         print(f"error: rank {rank} failed (exit code {failure.exitcode}): {message}", file=sys.stderr, flush=True)
         raise SystemExit(STALLED if failure.exitcode == STALLED else 1) from None
-    except SignalException as error:  # Ctrl-C: the agent has stopped the ranks
+    except SignalException as error:  # the agent has stopped the ranks
         _stop(error.sigval)
     finally:
         interruption.restore()
@@ -153,17 +160,15 @@ def _pass_on_to_ranks(number: signal.Signals) -> None:
             os.kill(child.pid, number)
 
 
+def _kill_ranks() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
+    raise SignalException("a second SIGINT", sigval=signal.SIGINT)
+
+
 def _stop(number: signal.Signals) -> None:
     print(f"stopped by {number.name}", file=sys.stderr, flush=True)
     raise SystemExit(128 + number) from None
-
-
-def share_cores(local_size: int, num_threads: int | None) -> int:
-    """Set this rank's number of CPU threads, by default an equal share of the cores, and return it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = num_threads or max(1, cores // local_size)
-    torch.set_num_threads(threads)
-    return threads
 
 
 def resolve_accelerator(requested: str) -> str:
