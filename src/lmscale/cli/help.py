@@ -23,15 +23,17 @@ def help_text() -> str:
         ((group, default),) = entry.items() if isinstance(entry, dict) else ((None, None),)
         if group is not None and not group.startswith("override "):
             groups[group] = [path.stem for path in files_of(group)], default
+    note = ""
     if "recipe" in groups:
         groups |= {group: ([path.stem for path in files_of(group)], None) for group in BY_RECIPE}
-    lines = [*head, "", "groups (GROUP=CHOICE; [default], where a recipe does not choose it):"]
+        note = f"; the default recipe, the model's, chooses {' and '.join(BY_RECIPE)}"
+    lines = [*head, "", f"groups (GROUP=CHOICE; [default]{note}):"]
     for group, (choices, default) in groups.items():
         shown = [f"[{choice}]" if choice == default else choice for choice in choices]
         lines += _wrapped(f"{group}: {', '.join(shown)}")
     keys = [key for key in values if key not in ("defaults", "hydra", *groups)]
     lines += ["", *_wrapped(f"keys: {', '.join(keys)}; keys of a group as GROUP.KEY=VALUE")]
-    lines.append("  --cfg job prints all with their values, docs/reference/keys.md explains them; -m runs lists")
+    lines.append("  --cfg job prints all with their values, docs/reference/keys.md explains them; -m KEY=A,B runs both")
     return "\n".join(lines)
 
 
