@@ -28,7 +28,7 @@ def train(values: dict, files: dict[str, str]) -> None:
     from lmscale.training.runtime.launch import launch
 
     job = dataclasses.replace(prepare_job(run), files=files)
-    launch(pretrain, job, job.layout.world_size, run.max_restarts)
+    launch(pretrain, job, job.layout.world_size, run.max_restarts, saves=True)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")

@@ -22,15 +22,17 @@ class Interruption:
     Args:
         then: called with the signal in the handler, in place of announcing the save: by the launcher.
         at_once: called at the second SIGINT.
+        ctrl_c: SIGINT is recorded too; without it, it ends the job as usual.
     """
 
     def __init__(
         self,
         then: Callable[[signal.Signals], None] | None = None,
         at_once: Callable[[], None] = lambda: signal.default_int_handler(signal.SIGINT, None),
+        ctrl_c: bool = True,
     ) -> None:
         self.received: signal.Signals | None = None
-        self.then, self.at_once = then, at_once
+        self.then, self.at_once, self.ctrl_c = then, at_once, ctrl_c
         self._previous: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
@@ -39,7 +41,7 @@ class Interruption:
             self.received = signal.Signals[os.environ[PASSED_ON]]
         if threading.current_thread() is threading.main_thread():
             in_background = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # a shell has made it ignore Ctrl-C
-            signals = [number for number in SIGNALS if not (in_background and number == signal.SIGINT)]
+            signals = SIGNALS if self.ctrl_c and not in_background else SIGNALS[1:]
             self._previous = {number: signal.signal(number, self._record) for number in signals}
 
     def restore(self) -> None:

@@ -75,20 +75,21 @@ def cluster_environment() -> tuple[ClusterEnvironment, int, int]:
     return environment, world.local_size, world.size // world.local_size
 
 
-def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts: int = 0) -> None:
+def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts: int = 0, saves: bool = False) -> None:
     """Run `worker(job)` on every rank; returns when all have succeeded.
 
     If another launcher has started the ranks, or there is one rank, the worker runs in this process. Otherwise an
     elastic agent starts the ranks and passes them the checked job, so that nothing is parsed or decided twice.
 
-    SIGINT, SIGTERM and SIGUSR1 to this process are passed on to the ranks, which stop at the next step boundary if they
-    train; a second SIGINT kills them.
+    SIGTERM and SIGUSR1 to this process are passed on to the ranks, which stop at the next step boundary.
 
     Args:
         worker: a module-level function (it travels by name), decorated with torch elastic's `record`, which keeps the
             error of a rank for this process to show. It returns an exit code.
         job: picklable.
         max_restarts: how often all ranks are restarted after one has died; ignored under another launcher.
+        saves: whether the worker saves when it is interrupted. A first SIGINT is then passed on too, and a second one
+            kills the ranks; otherwise the first one ends them.
 
     Raises:
         SystemExit: the worker's code if it is not 0; code 1, a rank failed (one line names the first one and its
@@ -115,14 +116,14 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
             monitor_interval=0.2,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGHUP,SIGQUIT",
+            signals_to_handle="SIGHUP,SIGQUIT" if saves else "SIGINT,SIGHUP,SIGQUIT",
         )
-        code = _run_agent(config, worker, job)
+        code = _run_agent(config, worker, job, saves)
     if code:
         raise SystemExit(code)
 
 
-def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> int:
+def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any, saves: bool) -> int:
     # Silence the agent's warnings about ending ranks and its copy of the traceback, which is printed below.
     for name in (
         "distributed.elastic.agent.server.api",
@@ -132,7 +133,7 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> 
         logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
     # torch 2.13 keeps one store over restarts, in which restarted ranks find the addresses of the dead ones.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    interruption = Interruption(then=_pass_on_to_ranks, at_once=_kill_ranks)
+    interruption = Interruption(_pass_on_to_ranks, _kill_ranks, ctrl_c=saves)
     interruption.install()
     try:
         return max(elastic_launch(config, worker)(job).values())
