@@ -11,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
+from lmscale.cli.next_command import after_finetuning
 
 # On a CPU, torch caches a kernel with its buffers for each of the last 1,024 shapes. Batches of similar length have
 # many shapes, which took gigabytes. torch reads this when it is imported; 128 is as fast.
@@ -52,7 +53,7 @@ def objective(cfg: DictConfig) -> float | None:
 @hydra.main(version_base="1.3", config_path="../conf", config_name="finetune")
 def main(cfg: DictConfig) -> float | None:
     """Hydra's entry, called once per job of a sweep."""
-    run_task(partial(finetune, files=hydra_files(cfg)), cfg)
+    run_task(partial(finetune, files=hydra_files(cfg)), cfg, then=after_finetuning)
     return objective(cfg)
 
 

@@ -6,6 +6,7 @@ import hydra
 from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import run_hydra_main, run_task
+from lmscale.cli.next_command import load_published, use_model
 from lmscale.config.convert import ConvertConfig
 
 
@@ -13,9 +14,20 @@ def convert(values: dict) -> None:
     """Build the config, convert, and print what was written."""
     config = ConvertConfig.from_dict(values)
     try:
-        print(f"wrote {write(config)}")
+        written = write(config)
     except OSError as error:  # the disk is full, a folder is not writable
         raise ValueError(f"the conversion was not finished and nothing was kept: {error}") from error
+    from lmscale.checkpoint import read_metadata
+    from lmscale.checkpoint.model_card import push_to_hub
+    from lmscale.checkpoint.model_tensors import config_of
+
+    print(f"wrote {written}")
+    if config.push_to_hub is not None:
+        print(f"uploaded: {push_to_hub(written, config.push_to_hub)}")
+    if config.format == "hugging_face":
+        print(f"load: {load_published(written)}")
+    else:
+        print(f"use: {use_model(written, config_of(written, read_metadata(written)).family)}")
 
 
 def write(config: ConvertConfig) -> Path:
@@ -31,21 +43,29 @@ def write(config: ConvertConfig) -> Path:
 
     from lmscale.checkpoint import METADATA
     from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
+    from lmscale.checkpoint.model_card import check_hub
     from lmscale.checkpoint.reshard import find_checkpoint, reshard
 
     source, target, tokenizer = config.source, config.target, config.tokenizer_path
+    if not Path(source).exists():
+        kinds = "a checkpoint, a run folder or a Hugging Face folder"
+        raise ValueError(f"`source` must be {kinds}, but {source} does not exist")
     is_ours = (find_checkpoint(source) / METADATA).is_file()  # a run folder has a config.json too
     is_published = not is_ours and (Path(source) / "config.json").is_file()
     if is_published and config.format == "hugging_face":
         raise ValueError(f"`source` must be a checkpoint of ours with format=hugging_face, but is {source}")
     if config.initialize_missing_heads and not is_published:
         raise ValueError("`initialize_missing_heads` must be false for a checkpoint of ours, but is true")
+    if config.push_to_hub is not None:
+        check_hub(config.push_to_hub)
     layout = config.tp_size, config.vocab_multiple, tokenizer
     if is_published:
         return import_hugging_face(source, target, *layout, config.initialize_missing_heads, config.seed)
     if config.format == "hugging_face":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
-        return export_hugging_face(source, target, dtype, round(config.max_file_gb * 1e9), tokenizer)
+        return export_hugging_face(
+            source, target, dtype, round(config.max_file_gb * 1e9), tokenizer, config.push_to_hub
+        )
     return reshard(source, target, *layout)
 
 

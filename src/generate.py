@@ -6,6 +6,7 @@ import hydra
 from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import run_hydra_main, run_task
+from lmscale.cli.next_command import command
 from lmscale.config.generate import GenerateConfig
 
 
@@ -14,7 +15,7 @@ def generate(values: dict) -> None:
     config = GenerateConfig.from_dict(values)
     # torch takes seconds to import, so the cheap checks above come first.
     from lmscale.evaluation import generate_job
-    from lmscale.training.runtime.launch import launch, world_from_outside
+    from lmscale.training.runtime.launch import is_first_rank, launch, world_from_outside
 
     world, tp_size = world_from_outside(), config.parallel.tp_size
     if world is not None and world.size != tp_size:
@@ -22,6 +23,9 @@ def generate(values: dict) -> None:
     job = generate_job.prepare(config)
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack some letters
     launch(generate_job.generate, job, tp_size)
+    if not config.interactive and is_first_rank():  # standard output is for the text
+        more = command("src/generate.py", f"ckpt={config.ckpt}", "interactive=true")
+        print(f"type prompts: {more}", file=sys.stderr)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="generate")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import hydra
 from omegaconf import DictConfig
@@ -40,4 +41,7 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        print("note: without keys this is model=gpt_8.3b cluster=dgx2h_v100 parallel=auto; see --help", file=sys.stderr)
+        sys.argv.append("parallel=auto")
     run_hydra_main(main)

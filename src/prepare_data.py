@@ -6,6 +6,7 @@ import hydra
 from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import run_hydra_main, run_task
+from lmscale.cli.next_command import command
 from lmscale.config.corpus import PrepareConfig
 
 
@@ -26,6 +27,8 @@ def prepare(values: dict) -> None:
             print(f"submitted; {plan.output / 'manifest.json'} appears when the last job is done")
             return
         print(summarize(plan.output))
+        model = f"{config.architecture}_tiny"
+        print(f"train: {command('src/train.py', model=model, data='indexed', data__path=plan.output)}")
         if not config.keep_work:
             shutil.rmtree(plan.root)
     except OSError as error:  # the disk is full, a folder is not writable

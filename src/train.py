@@ -9,6 +9,7 @@ import hydra
 from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
+from lmscale.cli.next_command import after_training
 
 
 def train(values: dict, files: dict[str, str]) -> None:
@@ -27,13 +28,13 @@ def train(values: dict, files: dict[str, str]) -> None:
     from lmscale.training.runtime.launch import launch
 
     job = dataclasses.replace(prepare_job(run), files=files)
-    launch(pretrain, job, job.layout.world_size, run.max_restarts)
+    launch(pretrain, job, job.layout.world_size, run.max_restarts, saves=True)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> None:
     """Hydra's entry, called once per job of a sweep."""
-    run_task(partial(train, files=hydra_files(cfg)), cfg)
+    run_task(partial(train, files=hydra_files(cfg)), cfg, then=after_training)
 
 
 if __name__ == "__main__":

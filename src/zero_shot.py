@@ -4,6 +4,7 @@ import hydra
 from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import run_hydra_main, run_task
+from lmscale.cli.next_command import use_model
 from lmscale.config.zero_shot import ZeroShotConfig
 
 
@@ -16,7 +17,7 @@ def evaluate(values: dict) -> None:
     if config.count_only:
         print(*(f"{name} = {number}" for name, number in zero_shot_job.count(config).items()), sep="\n")
         return
-    from lmscale.training.runtime.launch import launch, world_from_outside
+    from lmscale.training.runtime.launch import is_first_rank, launch, world_from_outside
 
     world, layout = world_from_outside(), config.parallel
     if world is not None and world.size != layout.world_size:
@@ -25,6 +26,8 @@ def evaluate(values: dict) -> None:
             f"but that is {layout.tp_size} x {layout.dp_size}"
         )
     launch(zero_shot_job.evaluate, zero_shot_job.prepare(config), layout.world_size)
+    if is_first_rank():
+        print(f"use: {use_model(config.ckpt, 'gpt')}")
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="zero_shot")

@@ -26,6 +26,8 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
         {"config"},
         {"torch", "lightning"},
     ),
+    "threads": ("CPU threads of a rank", set(), FRAMEWORKS - {"torch"}),
+    "__main__": ("the `lmscale` command: runs an entry point", {"config"}, FRAMEWORKS),
     "parallel": (
         "tensor parallelism: f, g, layers, loss, norm, initialization, dropout",
         {"partition"},
@@ -45,12 +47,23 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "corpus": ("raw text to token files", {"config", "data"}, FRAMEWORKS),
     "evaluation": (
         "zero-shot evaluation, scores, text generation",
-        {"config", "parallel", "models", "data", "checkpoint", "results", "paper"},
+        {"config", "parallel", "models", "data", "checkpoint", "results", "paper", "threads"},
         FRAMEWORKS - {"torch"},
     ),
     "training": (
         "pretraining: the step, the run around it, what goes to disk",
-        {"config", "partition", "results", "kernels", "planner", "parallel", "models", "checkpoint", "data"},
+        {
+            "config",
+            "partition",
+            "results",
+            "kernels",
+            "planner",
+            "parallel",
+            "models",
+            "checkpoint",
+            "data",
+            "threads",
+        },
         {"hydra", "omegaconf"},
     ),
     "finetune": (

@@ -267,6 +267,19 @@ def test_a_command_that_starts_nothing_does_not_change_the_run_folder(finished, 
     assert contents(finished) == before
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_run_that_its_ranks_refuse_leaves_no_folder(finished, tmp_path, tp_size) -> None:
+    damaged = shutil.copytree(finished, tmp_path / "damaged")
+    (tensors, *_) = sorted(damaged.rglob("*.safetensors"))
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    overrides = (f"resume={damaged}", f"parallel.tp_size={tp_size}", "trainer.max_steps=2")
+    done = train(*TINY, *overrides, f"hydra.run.dir={tmp_path}/new")
+    assert done.returncode == 2 and "is damaged" in only_line(done.stderr)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("resume", ["none", "auto"])
 def test_a_finished_run_without_checkpoints_is_not_restarted(finished, tmp_path, resume) -> None:
     folder = shutil.copytree(finished, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints"))

@@ -134,7 +134,7 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
     "changes, message",
     [
         (("task=sst2",), "must be one of mnli, qqp, race, squad_v1, squad_v2, but is 'sst2'"),
-        (("ckpt=/nowhere",), "/nowhere does not exist"),
+        (("ckpt=/nowhere",), "`ckpt` must be a checkpoint or a run folder, but /nowhere does not exist"),
         (("task.train=/nowhere",), "`task.train` must be a file or folder"),
         (("task.hub=x",), "`task.hub` is not a known key"),
         (("micro_batch_size=0",), "`micro_batch_size` must be a whole number of at least 1"),

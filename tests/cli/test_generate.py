@@ -62,8 +62,10 @@ def published(tmp_path_factory) -> Path:
 
 
 def said_only_that_it_compared(done: subprocess.CompletedProcess) -> bool:
-    """Whether it succeeded with at most the importer's line about the Hugging Face folder on standard error."""
-    return done.returncode == 0 and done.stderr.startswith("compared with tr") and done.stderr.count("\n") == 1
+    """Whether it succeeded with only the importer's line about the Hugging Face folder, and then the next command."""
+    compared, *following = done.stderr.splitlines() or [""]
+    said_next = len(following) == 1 and following[0].startswith("type prompts: ") and "interactive=true" in following[0]
+    return done.returncode == 0 and compared.startswith("compared with tr") and said_next
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -144,7 +146,8 @@ def test_two_ranks_print_once_and_give_the_samples_of_one(published, tmp_path) -
     settings = [f"ckpt={published}", "file=p.jsonl", "num_samples=2", "top_p=0.9", "max_new_tokens=9", "precision=fp64"]
     one = generate(*settings, "out=one.jsonl", "micro_batch_size=1", cwd=tmp_path)
     two = generate(*settings, "out=two.jsonl", "parallel.tp_size=2", cwd=tmp_path)
-    assert said_only_that_it_compared(one) and (two.returncode, two.stderr) == (0, ""), two.stderr
+    assert said_only_that_it_compared(one) and two.returncode == 0, two.stderr
+    assert two.stderr.startswith("type prompts: ") and two.stderr.count("\n") == 1
     rows = rows_of(tmp_path / "one.jsonl")
     assert rows == rows_of(tmp_path / "two.jsonl") and two.stdout.replace("two", "one") == one.stdout
     assert [(row["prompt"], row["sample"]) for row in rows] == [
@@ -213,7 +216,7 @@ def bert(tmp_path_factory) -> Path:
 
 MISTAKES = {
     "no checkpoint": ([], "`ckpt` must be given"),
-    "a checkpoint that is not there": (["ckpt=nowhere", "prompt=a"], "checkpoint nowhere does not exist"),
+    "a checkpoint that is not there": (["ckpt=nowhere", "prompt=a"], "`ckpt` must be a checkpoint, a run folder or"),
     "a BERT": (["ckpt=${bert}", "prompt=a"], "`ckpt` must be a GPT, which generates from left to right, but"),
     "no tokenizer": (
         ["ckpt=${bare}", "prompt=a"],

@@ -15,6 +15,8 @@ import warm
 from entry_points import REPOSITORY, TINY, environment, start, train
 from ranks import free_port
 
+from lmscale.checkpoint import list_checkpoints
+
 SLOW_RUN = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=100000",)
 
 
@@ -175,40 +177,62 @@ def wait_for_rows(run_dir: Path, process: subprocess.Popen) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process table with ps")
-@pytest.mark.parametrize(("target", "number", "code"), [("rank", signal.SIGKILL, 1), ("job", signal.SIGINT, 130)])
-def test_a_killed_rank_and_a_ctrl_c_end_the_whole_job(tmp_path, target, number, code) -> None:
+def test_a_killed_rank_ends_the_whole_job(tmp_path) -> None:
     process = start(*SLOW_RUN, "parallel.tp_size=2", f"hydra.run.dir={tmp_path}")
     try:
         wait_for_rows(tmp_path, process)
         ranks = children_of(process)
         assert len(ranks) == 2
-        os.kill(ranks[1] if target == "rank" else process.pid, number)
+        os.kill(ranks[1], signal.SIGKILL)
         begin = time.monotonic()
         _, stderr = process.communicate(timeout=60)
         assert time.monotonic() - begin < 30
-        assert process.returncode == code, stderr
-        assert stderr.splitlines()[-1].startswith("error: rank 1 failed" if target == "rank" else "stopped by SIGINT")
+        assert process.returncode == 1, stderr
+        assert stderr.splitlines()[-1].startswith("error: rank 1 failed")
         assert not [pid for pid in ranks if os.path.exists(f"/proc/{pid}")]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130)])
-def test_a_signal_ends_a_single_process_in_one_line(tmp_path, number, code) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the process table with ps")
+@pytest.mark.parametrize(
+    ("tp_size", "times", "code"),
+    [(1, 1, 75), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 2, 130), (2, 1, 75), (2, 2, 130)])],
+)
+def test_ctrl_c_saves_at_the_next_step_and_a_second_one_stops_at_once(tmp_path, tp_size, times, code) -> None:
+    """As a terminal sends it: to the whole process group."""
     # A shell that starts the tests in the background makes them, and their child processes, ignore SIGINT.
-    before = signal.signal(number, signal.default_int_handler)
-    process = start(*SLOW_RUN, f"hydra.run.dir={tmp_path}")
-    signal.signal(number, before)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    steps = ("global_batch_size=4000", "compile=false") if times == 2 else ()  # a step takes minutes
+    process = start(*SLOW_RUN, *steps, f"parallel.tp_size={tp_size}", f"hydra.run.dir={tmp_path}")
+    signal.signal(signal.SIGINT, before)
     try:
-        wait_for_rows(tmp_path, process)
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=30)
-        assert (process.returncode, stderr) == (code, f"stopped by {number.name}\n")
-        assert not (tmp_path / "record.json").exists()
+        if times == 1:
+            wait_for_rows(tmp_path, process)
+        else:
+            while not process.stdout.readline().startswith("run folder"):
+                assert process.poll() is None
+            time.sleep(2)
+        ranks = children_of(process)
+        begin = time.monotonic()
+        for _ in range(times):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.5)
+        stdout, stderr = process.communicate(timeout=60)
+        assert time.monotonic() - begin < 30
+        assert process.returncode == code, stderr
+        said = "\nCtrl-C: saving at the end of this step; a second Ctrl-C stops at once\n"
+        assert stderr == said + ("stopped by SIGINT\n" if times == 2 else "")
+        assert len(list_checkpoints(tmp_path / "checkpoints")) == (times == 1)
+        assert ("stopped by SIGINT after step" in stdout) == (times == 1)
+        last = f" hydra.run.dir={tmp_path} resume=auto\n"
+        assert ("\ncontinue: " in stdout and stdout.endswith(last)) == (times == 1)
+        assert len(ranks) == (tp_size if tp_size > 1 else 0)
+        assert not [pid for pid in ranks if os.path.exists(f"/proc/{pid}")]
     finally:
         if process.poll() is None:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow

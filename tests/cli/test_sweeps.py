@@ -1,5 +1,6 @@
 """`-m`: several runs from one command, each job checked before the first starts."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -82,3 +83,23 @@ def test_a_job_that_fails_later_is_named_too(tmp_path) -> None:
     assert done.returncode == 2
     expected = f"error: job 0 of the sweep (data=local data.path={tmp_path}/short.txt): a corpus without"
     assert done.stderr.startswith(expected) and len(done.stderr.splitlines()) == 1
+
+
+def test_a_sweep_ends_with_a_table_best_first_and_a_figure(tmp_path) -> None:
+    done = train("-m", *TINY, "optimizer.lr=1e-5,1e-2", f"hydra.sweep.dir={tmp_path}", "schedule.min_lr=0")
+    assert done.returncode == 0, done.stderr
+    losses = [json.loads((tmp_path / n / "record.json").read_text())["metrics"]["val/loss"]["value"] for n in "01"]
+    assert losses[1] < losses[0]
+    with open(tmp_path / "sweep.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows == [
+        {"val/loss": str(losses[1]), "run": "1", "optimizer.lr": "0.01"},
+        {"val/loss": str(losses[0]), "run": "0", "optimizer.lr": "1e-05"},
+    ]
+    table = done.stdout[done.stdout.index("2 runs, best val/loss first") :].splitlines()
+    assert [line.split() for line in table[1:4]] == [
+        ["val/loss", "run", "optimizer.lr"],
+        [f"{losses[1]:.4f}", "1", "0.01"],
+        [f"{losses[0]:.4f}", "0", "1e-05"],
+    ]
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")

@@ -188,7 +188,7 @@ def bad_inputs(folder: Path) -> Path:
     "overrides, message",
     [
         ((*LAMBADA,), "`ckpt` must be given, unless count_only=true"),
-        ((*LAMBADA, "ckpt=none"), "checkpoint none does not exist"),
+        ((*LAMBADA, "ckpt=none"), "`ckpt` must be a checkpoint, a run folder or a Hugging Face folder, but none does"),
         ((*LAMBADA, "ckpt=no_model"), "no_model is not a checkpoint: it has no metadata.json"),
         ((*LAMBADA, "ckpt=no_weights"), "has a config.json but neither model.safetensors nor pytorch_model.bin"),
         ((*LAMBADA, "ckpt=bert"), "`ckpt` must be a GPT, which predicts the next token, but bert is a BERT"),

@@ -180,6 +180,9 @@ def test_a_second_job_in_the_same_run_folder_is_refused_and_the_first_continues(
         assert second.stderr.startswith(
             f"error: the run folder {tmp_path} is in use by another job (process {process.pid} on"
         )
+        assert second.stdout == ""  # before anything has started
+        fresh = train(*LONG_RUN, f"hydra.run.dir={tmp_path}")
+        assert fresh.returncode == USER_ERROR and "is in use by another job" in fresh.stderr
         rows = rows_on_disk(tmp_path)
         wait_until(lambda: rows_on_disk(tmp_path) > rows + 2, process)
     finally:

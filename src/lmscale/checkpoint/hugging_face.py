@@ -18,6 +18,7 @@ from .errors import CheckpointError
 from .hf_config import config_from_hf, config_to_hf
 from .hf_files import HuggingFaceReader, write_hf_files
 from .metadata import CheckpointMetadata, TensorEntry
+from .model_card import CARD, model_card
 from .model_tensors import Shape, list_names, model_shapes
 from .offline import write_offline
 from .read import CheckpointReader
@@ -31,6 +32,7 @@ def export_hugging_face(
     dtype: torch.dtype = torch.float32,
     max_file_bytes: int = 5 * 10**9,
     tokenizer: str | Path | None = None,
+    name: str | None = None,
 ) -> Path:
     """Write a checkpoint of ours as `GPT2LMHeadModel`, `BertForPreTraining` or `MegatronBertForPreTraining`.
 
@@ -41,6 +43,7 @@ def export_hugging_face(
         target: a folder that does not exist yet.
         dtype: of the written weights, rounded to nearest.
         tokenizer: its files or folder; None takes `tokenizer/` beside the source, if it is there.
+        name: for the model card, to load the model by; None: that of the target.
 
     Raises:
         ValueError: the source cannot be used or has no counterpart; what was written does not compute the same.
@@ -68,6 +71,9 @@ def export_hugging_face(
             files.copy_to(folder)
         with HuggingFaceReader(folder) as written:
             compare_models(reader, written, config, rounded_to=dtype)
+        of_weights = str(dtype).removeprefix("torch.")
+        card = model_card(metadata, config, model.model_class, of_weights, name or Path(target).name)
+        (folder / CARD).write_text(card, encoding="utf-8")
     return Path(target)
 
 

@@ -1,5 +1,6 @@
 """The files of `conf/`, and the resolvers that they use."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,18 @@ def look_up(name: str, table: dict, *, _root_: DictConfig) -> Any:
     if value not in table:
         raise ValueError(f"`{name}` must be one of {', '.join(map(str, table))}, but is {value!r}")
     return table[value]
+
+
+def entry_point() -> str:
+    """The name of this entry point's file and folder in `conf/`."""
+    script = Path(sys.argv[0]).resolve()
+    return script.parent.name if script.name == "run.py" else script.stem
+
+
+def files_of(group: str) -> list[Path]:
+    """The choices of a group, shared or specific to this entry point."""
+    folders = (CONF / group, CONF / entry_point() / group) if group else ()
+    return sorted(path for folder in folders for path in folder.glob("*.yaml"))
 
 
 def groups_of(entry_point: str) -> str:

@@ -10,7 +10,8 @@ from typing import NoReturn
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from .conf_files import CONF
+from ..config.checks import did_you_mean
+from .conf_files import CONF, entry_point, files_of
 
 USER_ERROR = 2
 WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")  # before `run_hydra_main` sets it for Hydra
@@ -29,8 +30,9 @@ def _one_line(error: Exception) -> str:
         return hint
     if isinstance(error, MissingConfigException) and error.options:
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-        choices = ", ".join(option for option in error.options if not option.startswith("base"))
-        return f"`{group}` must be one of {choices}, but is {choice!r}"
+        choices = [option for option in error.options if not option.startswith("base")]
+        meant = did_you_mean(choice, choices) + _own_file(group, choice)
+        return f"`{group}` must be one of {', '.join(choices)}, but is {choice!r}{meant}"
     if isinstance(error, MissingMandatoryValue):
         return f"`{error.full_key}` must be given"
     if isinstance(error, OverrideParseException):
@@ -64,19 +66,36 @@ def _closest(key: str) -> str:
     script = Path(sys.argv[0]).resolve()
     name = f"{script.parent.name}/{script.name}"
     known = known_keys(name) if name in ENTRY_POINTS else []
-    known += [folder.name for root in (CONF, CONF / script.stem) for folder in root.glob("*/")]
-    same_name = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
-    close = same_name[:1] or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    return f"; did you mean `{close[0]}`?" if close else ""
+    known += [folder.name for root in (CONF, CONF / entry_point()) for folder in root.glob("*/")]
+    by_last_word = {other.rpartition(".")[2]: other for other in reversed(known)}
+    last_word = key.rpartition(".")[2]
+    if last_word in by_last_word:
+        return f"; did you mean `{by_last_word[last_word]}`?"
+    if "." in key:
+        return did_you_mean(key, known)
+    close = difflib.get_close_matches(key, by_last_word, n=1, cutoff=0.7)
+    return f"; did you mean `{by_last_word[close[0]]}`?" if close else ""
+
+
+def _own_file(group: str, choice: str) -> str:
+    """What a model without a file, or without a recipe, needs."""
+    if group == "model":
+        return f"; a model of your own needs model/{choice}.yaml and recipe/{choice}.yaml in conf/ or in --config-dir"
+    if group == "recipe":
+        return (
+            f"; model={choice} needs recipe/{choice}.yaml beside its model file, such as conf/recipe/gpt_tiny.yaml, or "
+            "recipe= one of these"
+        )
+    return ""
 
 
 def _wrong_choice(overrides: list[str]) -> str | None:
     """Message for the first group whose value is not one of its choices; None if there is none."""
     for override in overrides:
         group, _, choice = override.partition("=")
-        choices = [path.stem for path in _files_of(group)]
+        choices = [path.stem for path in files_of(group)]
         if choices and choice.strip("'\"") not in choices:
-            return f"`{group}` must be one of {', '.join(choices)}, but is {choice}"
+            return f"`{group}` must be one of {', '.join(choices)}, but is {choice}{did_you_mean(choice, choices)}"
     return None
 
 
@@ -85,16 +104,10 @@ def _hint_at_path(overrides: list[str]) -> str | None:
     for override in overrides:
         group, _, choice = override.partition("=")
         if choice.endswith((".yaml", ".yml")) and group.isidentifier():
-            files = _files_of(group)
+            files = files_of(group)
             if any(f"# {group}.path=" in path.read_text(encoding="utf-8") for path in files):
                 choices = ", ".join(path.stem for path in files)
                 return (
                     f"`{group}` must be one of {choices}, or {group}.path=FILE for a file of your own, but is {choice}"
                 )
     return None
-
-
-def _files_of(group: str) -> list[Path]:
-    """The choices of a group, shared or specific to this entry point."""
-    folders = (CONF / group, CONF / Path(sys.argv[0]).stem / group) if group else ()
-    return sorted(path for folder in folders for path in folder.glob("*.yaml"))

@@ -12,17 +12,18 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from . import literal as literal_values
-from .errors import WANTS_TRACEBACK, exit_with
+from .errors import USER_ERROR, WANTS_TRACEBACK, exit_with
+from .help import help_text
 
 _task_is_running = False
 
@@ -38,14 +39,20 @@ def run_hydra_main(main: Callable[[], None], literal: Collection[str] = ()) -> N
     """
     _use_temporary_folders_on_other_ranks()
     literal_values.set_aside(literal)
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        main = _print_help
     # Hydra's parser accepts -m only before or after all overrides; users also write it between them.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda arg: arg not in ("-m", "--multirun"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own message
     try:
+        _check_options()
         main()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:
+        _end_without_reader()
     # Before the task runs, Hydra raises errors of every kind: assertions, TypeErrors, OSErrors for its folder.
     except Exception as error:
         if WANTS_TRACEBACK or _task_is_running:
@@ -53,8 +60,10 @@ def run_hydra_main(main: Callable[[], None], literal: Collection[str] = ()) -> N
         exit_with(error)
 
 
-def run_task(task: Callable[[dict], None], cfg: DictConfig) -> None:
+def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict], str] | None = None) -> None:
     """Give `task` the resolved configuration as plain values, with `run_dir` and `overrides` added.
+
+    However a started task ends, rank 0 prints what `then` says of the same values: the next commands.
 
     A ValueError is the user's mistake. It ends the process here, because Hydra would add its own lines to an exception
     that passes through it.
@@ -67,20 +76,38 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig) -> None:
         values["overrides"] = list(hydra_config.overrides.task)
         values = literal_values.put_back(values)
         _task_is_running = True
-        task(values)
+        try:
+            task(values)
+        finally:
+            error = sys.exception()
+            refused = isinstance(error, ValueError) or (isinstance(error, SystemExit) and error.code == USER_ERROR)
+            if then is not None and not refused and _rank_from_outside() in (None, "0"):
+                lines = then(values)
+                print(lines, end="\n" if lines else "", flush=True)
         sys.stdout.flush()
         _task_is_running = False
     except BrokenPipeError:
-        if not any(_has_no_reader(stream) for stream in (sys.stdout, sys.stderr)):
-            raise  # it was another pipe, such as that to a process of ours
-        # What reads the output, such as `head`, has closed it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
-        sys.exit(128 + signal.SIGPIPE)
+        _end_without_reader()
     except (ValueError, OmegaConfBaseException) as error:
         if WANTS_TRACEBACK:
             raise
-        _remove_if_empty(Path(hydra_config.runtime.output_dir))
         exit_with(error, _name_of_job(hydra_config))
+    finally:
+        _remove_if_empty(Path(hydra_config.runtime.output_dir))
+
+
+def _check_options() -> None:
+    """Refuse options that Hydra does not have, whose message would be the usage of its own options."""
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"the options must be Hydra's (--hydra-help), but {message}")
+
+    parser = get_args_parser()
+    parser.error = refuse
+    unknown = [arg for arg in parser.parse_known_args()[1] if arg.startswith("-")]
+    if unknown:
+        key = unknown[0].lstrip("-").partition("=")[0]
+        raise ValueError(f"keys are given without dashes, as in {key}=VALUE, but there is {unknown[0]}; see --help")
 
 
 def hydra_files(cfg: DictConfig) -> dict[str, str]:
@@ -93,6 +120,18 @@ def hydra_files(cfg: DictConfig) -> dict[str, str]:
     return {f".hydra/{name}.yaml": OmegaConf.to_yaml(content) for name, content in contents.items()}
 
 
+def _print_help() -> None:
+    print(help_text(), flush=True)
+
+
+def _end_without_reader() -> NoReturn:
+    """In the handler of a BrokenPipeError: end quietly if what reads the output, such as `head`, has closed it."""
+    if not any(_has_no_reader(stream) for stream in (sys.stdout, sys.stderr)):
+        raise  # it was another pipe, such as that to a process of ours
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+    sys.exit(128 + signal.SIGPIPE)
+
+
 def _has_no_reader(stream: TextIO) -> bool:
     """Whether what an output goes to has been closed."""
     poll = select.poll()
@@ -101,10 +140,17 @@ def _has_no_reader(stream: TextIO) -> bool:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove the run folder that Hydra created, unless it has content or is the working directory."""
-    if folder != Path.cwd():
-        with suppress(OSError):
-            folder.rmdir()
+    """Remove the run folder that Hydra created and those around it in the working directory, while they are empty."""
+    here = Path.cwd()
+    for each in (folder, *folder.parents):
+        if each == here or (each != folder and here not in each.parents):
+            return
+        try:
+            each.rmdir()
+        except FileNotFoundError:  # by the run itself
+            continue
+        except OSError:
+            return
 
 
 def _name_of_job(hydra_config: DictConfig) -> str:
@@ -114,9 +160,14 @@ def _name_of_job(hydra_config: DictConfig) -> str:
     return f"job {hydra_config.job.num} of the sweep ({' '.join(hydra_config.overrides.task)}): "
 
 
+def _rank_from_outside() -> str | None:
+    """This process's rank under torchrun or srun."""
+    return os.environ.get("RANK") if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("SLURM_PROCID")
+
+
 def _use_temporary_folders_on_other_ranks() -> None:
     """Under torchrun or srun only rank 0 creates a run folder; otherwise each rank would name one by its own clock."""
-    rank = os.environ.get("RANK") if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("SLURM_PROCID")
+    rank = _rank_from_outside()
     if rank not in (None, "0") and not any(arg.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for arg in sys.argv):
         folder = tempfile.mkdtemp(prefix="lmscale_rank_")  # no earlier run is in it
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -1,6 +1,8 @@
 """Checks that several dataclasses share; `from_dict.build` puts the dotted key in place of the field's name."""
 
+import difflib
 import math
+from collections.abc import Iterable
 
 ACCELERATORS = ("auto", "cpu", "gpu")
 MATMUL_PRECISIONS = ("highest", "high", "medium")  # of torch.set_float32_matmul_precision
@@ -47,8 +49,16 @@ def require_path(owner: object, *names: str) -> None:
 
 def require_one_of(owner: object, name: str, choices: tuple) -> None:
     """Refuse the named field of `owner` unless it is one of the choices."""
-    if getattr(owner, name) not in choices:
-        raise ValueError(f"`{name}` must be one of {', '.join(choices)}, but is {getattr(owner, name)!r}")
+    value = getattr(owner, name)
+    if value not in choices:
+        meant = did_you_mean(value, choices)
+        raise ValueError(f"`{name}` must be one of {', '.join(choices)}, but is {value!r}{meant}")
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """The end of a message: a question that names the known word most like `word`; empty if none is like it."""
+    close = difflib.get_close_matches(str(word), known, n=1, cutoff=0.7)
+    return f"; did you mean `{close[0]}`?" if close else ""
 
 
 def require_seed(owner: object) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 
+from .checks import did_you_mean
+
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _IN_WORDS |= {list: "a list", dict: "a group of keys"}
 
@@ -23,7 +25,8 @@ def build(cls: type, values: dict, prefix: str):
     fields = {key_of(f): f for f in dataclasses.fields(cls)}
     unknown = sorted(set(values) - set(fields))
     if unknown:
-        raise ValueError(f"`{prefix}{unknown[0]}` is not a known key; known here: {', '.join(fields)}")
+        meant = did_you_mean(prefix + unknown[0], [prefix + name for name in fields])
+        raise ValueError(f"`{prefix}{unknown[0]}` is not a known key; known here: {', '.join(fields)}{meant}")
     arguments = {}
     for name, spec in fields.items():
         if name not in values:

@@ -5,11 +5,12 @@ vocabulary, L layers, p tensor-parallel size.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from .checks import require_above_zero, require_fraction, require_one_of, require_positive
+from .checks import did_you_mean, require_above_zero, require_fraction, require_one_of, require_positive
 from .family import family_of, load
 
 FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
@@ -50,7 +51,8 @@ def _choose(enum: type[Enum], name: str, value: object) -> Enum:
         return enum(value)
     except ValueError:
         choices = ", ".join(member.value for member in enum)
-        raise ValueError(f"`{name}` must be one of {choices}, but is {value!r}") from None
+        meant = did_you_mean(value, [member.value for member in enum])
+        raise ValueError(f"`{name}` must be one of {choices}, but is {value!r}{meant}") from None
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,7 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         family_of(self.family)
-        if self.norm_order not in _placements():
-            raise ValueError(f"`norm_order` must be one of {', '.join(_placements())}, but is {self.norm_order!r}")
+        require_one_of(self, "norm_order", tuple(_placements()))
         if self.recompute != "auto":
             object.__setattr__(self, "recompute", _choose(Recompute, "recompute", self.recompute))
         require_positive(self, "num_layers", "hidden_size", "num_attention_heads")
@@ -205,8 +206,11 @@ class TransformerConfig:
 
         Raises:
             ValueError: names the first of heads, hidden size, MLP width and (if known) vocabulary rows that `tp_size`
-                does not divide.
+                does not divide, and the sizes that divide all.
         """
+        rows = self.vocab_multiple if self.vocab_size is None else self.padded_vocab_size
+        common = math.gcd(self.num_attention_heads, self.hidden_size, self.ffn_size, rows)
+        valid = f"valid sizes: {', '.join(str(n) for n in range(1, common + 1) if common % n == 0)}"
         sizes = {
             "num_attention_heads": self.num_attention_heads,
             "hidden_size": self.hidden_size,
@@ -214,11 +218,11 @@ class TransformerConfig:
         }
         for name, value in sizes.items():
             if value % tp_size:
-                raise ValueError(f"`{name}` must be a multiple of `tp_size` ({tp_size}), but is {value}")
+                raise ValueError(f"`{name}` must be a multiple of `tp_size` ({tp_size}), but is {value}; {valid}")
         if self.vocab_size is not None and self.padded_vocab_size % tp_size:
             raise ValueError(
                 f"`vocab_multiple` must pad the vocabulary to a multiple of `tp_size` ({tp_size}) rows, "
-                f"but {self.vocab_multiple} pads it to {self.padded_vocab_size}"
+                f"but {self.vocab_multiple} pads it to {self.padded_vocab_size}; {valid}"
             )
 
     def check_float8(self, tp_size: int) -> None:

@@ -18,6 +18,7 @@ from ..config.family import family_of
 from ..config.generate import GenerateConfig
 from ..data.tokenizer import END_OF_TEXT, Tokenizer
 from ..parallel import ParallelContext
+from ..threads import share_cores
 from .generation import Display, Generator, as_json, in_batches
 from .loading import DTYPES, USER_ERROR, describe_checkpoint, evaluation_groups, load_model, load_saved_tokenizer
 from .prompts import Prompt, PromptReader, Row, read_prompts
@@ -84,8 +85,7 @@ def generate(job: GenerateJob) -> int:
         ValueError: with one rank, if the weights cannot be loaded or used, or a file cannot be written.
     """
     config = job.config
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // config.parallel.tp_size))
+    share_cores(config.parallel.tp_size)
     device = _device(config)
     context = evaluation_groups(config.parallel.tp_size, 1, device.type)
     try:

@@ -141,6 +141,9 @@ def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
     Raises:
         CheckpointError: as `load_model`, for errors in the metadata.
     """
+    if not Path(path).exists():
+        kinds = "a checkpoint, a run folder or a Hugging Face folder"
+        raise CheckpointError(f"`ckpt` must be {kinds}, but {path} does not exist")
     checkpoint = find_checkpoint(path)
     if not (checkpoint / METADATA).is_file() and _is_hugging_face(Path(path)):
         return config_from_hf(read_hf_config(checkpoint / "config.json"), None), checkpoint

@@ -18,6 +18,7 @@ from ..config.zero_shot import ZeroShotConfig
 from ..data.tokenizer import Tokenizer
 from ..parallel import ParallelContext
 from ..results import check_no_record, new_record, write_record
+from ..threads import share_cores
 from .cloze import Answer, predict_last_words
 from .lambada import check_lengths, stop_word_ids
 from .loading import (
@@ -120,9 +121,8 @@ def evaluate(job: ZeroShotJob) -> int:
         ValueError: with one rank, if the weights cannot be loaded or used, or the record cannot be written.
     """
     layout = job.config.parallel
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if layout.world_size > 1 else 1
-    torch.set_num_threads(max(1, cores // local_size))
+    share_cores(local_size)
     use_gpu = job.config.accelerator != "cpu" and torch.cuda.is_available()
     context = evaluation_groups(layout.tp_size, layout.dp_size, "cuda" if use_gpu else "cpu")
     device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")

@@ -15,8 +15,9 @@ from ..results import check_no_record
 from ..training.output.metrics_file import MetricsFile
 from ..training.runtime.exit_codes import DONE
 from ..training.runtime.gpu_settings import set_allocator
-from ..training.runtime.launch import resolve_accelerator, world_from_outside
+from ..training.runtime.launch import is_first_rank, resolve_accelerator, world_from_outside
 from ..training.runtime.run import Run, new_trainer, run_on_this_rank
+from ..training.runtime.run_lock import check_not_in_use
 from .batches import ScoringBatches, TrainingSteps
 from .features import Features, load_features
 from .initial_checkpoint import check_initial_checkpoint
@@ -38,6 +39,8 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     if accelerator == "gpu":
         set_allocator()
     check_no_record(run.run_dir)
+    if is_first_rank():
+        check_not_in_use(Path(run.run_dir))
     places = dict(task.scored_sets())
     if run.trainer.num_epochs:
         check_place(task.train, "task.train")

@@ -1,15 +1,15 @@
-"""The callbacks of a pretraining, in their order; here the sentinel over replicas and the progress bar."""
+"""The callbacks of a pretraining, in their order; here the sentinel over replicas."""
 
 import sys
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import RichProgressBar
 
 from ..parallel import first_difference
 from ..planner.flops import dense_peak_flops_per_s
 from .job import PretrainJob
 from .output.profiling import StepProfiler
+from .output.progress import ProgressLine
 from .output.reporting import SampleDigest, StepReport
 from .output.resuming import CHECKPOINTS
 from .output.saving import Checkpointing
@@ -30,7 +30,7 @@ def add_callbacks(job: PretrainJob, running: Run) -> StepReport:
         callbacks.append(StepProfiler(running.folder / "profile"))
     callbacks.append(report)
     if run.trainer.progress_bar:
-        callbacks.append(TrainingBar(report))
+        callbacks.append(ProgressLine(report))
     folder = running.folder / CHECKPOINTS
     callbacks.append(Checkpointing(folder, run, running.interruption, ending, report, digest))
     running.trainer.callbacks.extend(callbacks)
@@ -88,42 +88,3 @@ class ReplicaSentinel(L.Callback):
                     flush=True,
                 )
         self.ending.stop(trainer, REPLICAS_DIFFER)
-
-
-class TrainingBar(RichProgressBar):
-    """Lightning's Rich bar, counting steps, with the figures of the last row: loss, lr, norm, speed, memory."""
-
-    def __init__(self, report: StepReport) -> None:
-        super().__init__(refresh_rate=4)
-        self.report = report
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Advance the bar by one step."""
-        if pl_module.is_last_micro_batch:
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, pl_module.completed_steps - 1)
-
-    def _get_train_description(self, current_epoch: int) -> str:
-        return "Training"
-
-    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, str]:
-        """Short strings for the end of the bar."""
-        metrics = self.report.metrics
-        if not metrics:
-            return {}
-        shown = {
-            "loss": f"{metrics['train/loss']:.3f}",
-            "lr": f"{metrics['lr']:.2e}",
-            "grad_norm": f"{metrics['grad_norm']:.2f}",
-            "tok/s": f"{metrics['tokens_per_s']:,.0f}",
-            "TFLOP/s": f"{metrics['tflops_per_s_per_device']:.3g}",
-            "GiB": f"{metrics['memory_gib']:.2f}",
-        }
-        if self.report.run.precision.dtype == "fp16":
-            shown["scale"] = f"{metrics['loss_scale']:.3g}"
-        if "mfu" in metrics:
-            shown["MFU"] = f"{metrics['mfu']:.1%}"
-        if self.report.validation:
-            shown["val"] = f"{self.report.validation['val/loss']:.3f}"
-        return shown

@@ -1,5 +1,6 @@
-"""Stop gracefully at the next step boundary when a scheduler asks for it."""
+"""Stop gracefully at the next step boundary when a scheduler or a user asks for it."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -8,19 +9,30 @@ from types import FrameType
 from typing import Any
 
 PASSED_ON = "LMSCALE_INTERRUPTED"  # set by the launcher for the ranks it starts after the signal
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1) if hasattr(signal, "SIGUSR1") else (signal.SIGTERM,)
+SIGNALS = (signal.SIGINT, signal.SIGTERM) + ((signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else ())
+_SAVES = b"\nCtrl-C: saving at the end of this step; a second Ctrl-C stops at once\n"  # below the line of progress
 
 
 class Interruption:
-    """Records SIGTERM and SIGUSR1 while installed; the training checks `received` after each step.
+    """Records SIGINT, SIGTERM and SIGUSR1 while installed; the training checks `received` after each step.
+
+    A second SIGINT ends the job at once. A terminal sends Ctrl-C to the launcher and to its ranks; there the launcher
+    counts, and the ranks only record.
 
     Args:
-        then: called with the signal, in the handler.
+        then: called with the signal in the handler, in place of announcing the save: by the launcher.
+        at_once: called at the second SIGINT.
+        ctrl_c: SIGINT is recorded too; without it, it ends the job as usual.
     """
 
-    def __init__(self, then: Callable[[signal.Signals], None] | None = None) -> None:
+    def __init__(
+        self,
+        then: Callable[[signal.Signals], None] | None = None,
+        at_once: Callable[[], None] = lambda: signal.default_int_handler(signal.SIGINT, None),
+        ctrl_c: bool = True,
+    ) -> None:
         self.received: signal.Signals | None = None
-        self.then = then
+        self.then, self.at_once, self.ctrl_c = then, at_once, ctrl_c
         self._previous: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
@@ -28,7 +40,9 @@ class Interruption:
         if PASSED_ON in os.environ:  # before this rank was started or restarted
             self.received = signal.Signals[os.environ[PASSED_ON]]
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._record) for number in SIGNALS}
+            in_background = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # a shell has made it ignore Ctrl-C
+            signals = SIGNALS if self.ctrl_c and not in_background else SIGNALS[1:]
+            self._previous = {number: signal.signal(number, self._record) for number in signals}
 
     def restore(self) -> None:
         """Restore the previous handlers."""
@@ -37,6 +51,11 @@ class Interruption:
         self._previous = {}
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        if self.then is not None:
+        earlier, self.received = self.received, signal.Signals(number)
+        if number == earlier == signal.SIGINT:
+            if multiprocessing.parent_process() is None:  # otherwise the launcher decides
+                self.at_once()
+        elif self.then is not None:
             self.then(self.received)
+        elif number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            os.write(2, _SAVES)  # `print` may be interrupted by this handler in the middle of a line

@@ -59,6 +59,12 @@ def world_from_outside() -> World | None:
     return None
 
 
+def is_first_rank() -> bool:
+    """Whether this process is rank 0 of torchrun or srun, or was started by neither."""
+    world = world_from_outside()
+    return world is None or world.environment().global_rank() == 0
+
+
 def cluster_environment() -> tuple[ClusterEnvironment, int, int]:
     """Lightning's cluster environment, the number of ranks on this host and the number of hosts."""
     world = world_from_outside()
@@ -69,7 +75,7 @@ def cluster_environment() -> tuple[ClusterEnvironment, int, int]:
     return environment, world.local_size, world.size // world.local_size
 
 
-def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts: int = 0) -> None:
+def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts: int = 0, saves: bool = False) -> None:
     """Run `worker(job)` on every rank; returns when all have succeeded.
 
     If another launcher has started the ranks, or there is one rank, the worker runs in this process. Otherwise an
@@ -82,6 +88,8 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
             error of a rank for this process to show. It returns an exit code.
         job: picklable.
         max_restarts: how often all ranks are restarted after one has died; ignored under another launcher.
+        saves: whether the worker saves when it is interrupted. A first SIGINT is then passed on too, and a second one
+            kills the ranks; otherwise the first one ends them.
 
     Raises:
         SystemExit: the worker's code if it is not 0; code 1, a rank failed (one line names the first one and its
@@ -108,14 +116,14 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
             monitor_interval=0.2,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
+            signals_to_handle="SIGHUP,SIGQUIT" if saves else "SIGINT,SIGHUP,SIGQUIT",
         )
-        code = _run_agent(config, worker, job)
+        code = _run_agent(config, worker, job, saves)
     if code:
         raise SystemExit(code)
 
 
-def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> int:
+def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any, saves: bool) -> int:
     # Silence the agent's warnings about ending ranks and its copy of the traceback, which is printed below.
     for name in (
         "distributed.elastic.agent.server.api",
@@ -125,7 +133,7 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> 
         logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
     # torch 2.13 keeps one store over restarts, in which restarted ranks find the addresses of the dead ones.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    interruption = Interruption(then=_pass_on_to_ranks)
+    interruption = Interruption(_pass_on_to_ranks, _kill_ranks, ctrl_c=saves)
     interruption.install()
     try:
         return max(elastic_launch(config, worker)(job).values())
@@ -139,7 +147,7 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any) -> 
             message = message["message"]
         print(f"error: rank {rank} failed (exit code {failure.exitcode}): {message}", file=sys.stderr, flush=True)
         raise SystemExit(STALLED if failure.exitcode == STALLED else 1) from None
-    except SignalException as error:  # Ctrl-C: the agent has stopped the ranks
+    except SignalException as error:  # the agent has stopped the ranks
         _stop(error.sigval)
     finally:
         interruption.restore()
@@ -153,17 +161,15 @@ def _pass_on_to_ranks(number: signal.Signals) -> None:
             os.kill(child.pid, number)
 
 
+def _kill_ranks() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
+    raise SignalException("a second SIGINT", sigval=signal.SIGINT)
+
+
 def _stop(number: signal.Signals) -> None:
     print(f"stopped by {number.name}", file=sys.stderr, flush=True)
     raise SystemExit(128 + number) from None
-
-
-def share_cores(local_size: int, num_threads: int | None) -> int:
-    """Set this rank's number of CPU threads, by default an equal share of the cores, and return it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = num_threads or max(1, cores // local_size)
-    torch.set_num_threads(threads)
-    return threads
 
 
 def resolve_accelerator(requested: str) -> str:

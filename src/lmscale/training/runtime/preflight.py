@@ -28,7 +28,8 @@ from ...planner.memory import GIB
 from ..output.resuming import find_checkpoint
 from .gpu_settings import set_allocator
 from .kernel_choice import compiling_pays, kept_compile, resolve_attention
-from .launch import World, resolve_accelerator, world_from_outside
+from .launch import World, is_first_rank, resolve_accelerator, world_from_outside
+from .run_lock import check_not_in_use
 
 WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
 FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
@@ -57,6 +58,8 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
         set_allocator(run.cuda_graphs)
     if run.logger.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
+    if is_first_rank():
+        check_not_in_use(Path(run.run_dir))
     on_gpu, resume_from = accelerator == "gpu", find_checkpoint(run)
     kernels = choose_kernels(
         on_gpu=on_gpu,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...checkpoint import CheckpointError
+from ...threads import share_cores
 from ..job import Job
 from ..output.resuming import ScheduleDiffersError
 from ..strategy import TensorParallelStrategy
@@ -22,7 +23,7 @@ from .ending import Ending
 from .exit_codes import USER_ERROR
 from .gpu_settings import keep_partial_sums_in_fp32
 from .interruption import Interruption
-from .launch import cluster_environment, share_cores
+from .launch import cluster_environment
 from .run_lock import RunLock
 from .watchdog import Watchdog
 
@@ -122,10 +123,12 @@ def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], 
     watchdog.start()
     try:
         strategy.setup_environment()
-        num_threads = share_cores(trainer.num_devices, run.trainer.num_threads)  # after Lightning has set its own
+        num_threads, reason = share_cores(trainer.num_devices, run.trainer.num_threads)  # after Lightning's own
         if job.accelerator == "cpu":
             keep_heap()
         folder = _lock_folder(strategy, Path(run.run_dir), lock)
+        if trainer.is_global_zero:
+            print(f"CPU threads per rank: {num_threads} ({reason})", flush=True)
         return train(Run(trainer, folder, watchdog, interruption, Ending(), num_threads))
     except (CheckpointError, ScheduleDiffersError) as error:  # the same on every rank
         if trainer.is_global_zero:

@@ -4,9 +4,11 @@ import errno
 import fcntl
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+LOCK = ".lock"
 _PATIENCE_S = 10.0  # ranks of a job whose launcher was killed end within a second or two
 # The file system has no locks: the run continues without one.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -21,23 +23,11 @@ class RunLock:
     def take(self, folder: Path) -> str | None:
         """Lock the folder; returns None, or why that fails. Waits some seconds for a job that is just ending."""
         try:
-            file = open(folder / ".lock", "a+", encoding="utf-8")
+            file = open(folder / LOCK, "a+", encoding="utf-8")
         except OSError as error:
             return f"the run folder {folder} cannot be used: {error}"
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno in _NO_LOCKS:
-                    break
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    owner = file.read().strip() or "unknown"
-                    file.close()
-                    return f"the run folder {folder} is in use by another job (process {owner})"
-                time.sleep(0.1)
+        if not _lock(file, fcntl.LOCK_EX):
+            return _in_use(folder, file)
         file.truncate(0)
         file.write(f"{os.getpid()} on {os.uname().nodename}")
         file.flush()
@@ -45,7 +35,47 @@ class RunLock:
         return None
 
     def release(self) -> None:
-        """Release the lock."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Release the lock; a folder without anything else, as a refused run leaves it, is removed."""
+        if self._file is None:
+            return
+        path = Path(self._file.name)
+        if [entry.name for entry in path.parent.iterdir()] == [LOCK]:
+            path.unlink()
+            if path.parent != Path.cwd():
+                with suppress(OSError):  # something has just appeared in it
+                    path.parent.rmdir()
+        self._file.close()
+        self._file = None
+
+
+def check_not_in_use(folder: Path) -> None:
+    """Refuse a run folder whose job is running, before anything is read or started.
+
+    Raises:
+        ValueError: another process holds its lock; names it.
+    """
+    if not (folder / LOCK).is_file() or not os.access(folder / LOCK, os.R_OK | os.W_OK):
+        return
+    with open(folder / LOCK, "a+", encoding="utf-8") as file:
+        if not _lock(file, fcntl.LOCK_SH):
+            raise ValueError(_in_use(folder, file))
+
+
+def _lock(file: IO[str], kind: int) -> bool:
+    """Whether the file could be locked within some seconds."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+
+
+def _in_use(folder: Path, file: IO[str]) -> str:
+    file.seek(0)
+    return f"the run folder {folder} is in use by another job (process {file.read().strip() or 'unknown'})"

@@ -1,0 +1,123 @@
+"""README.md of an exported model, and its upload to the Hugging Face hub."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from ..config import TransformerConfig
+from ..config.family import family_of
+from .metadata import CheckpointMetadata
+
+CARD = "README.md"
+
+
+def model_card(metadata: CheckpointMetadata, config: TransformerConfig, model_class: str, dtype: str, name: str) -> str:
+    """The model card in Markdown: sizes, data, training, losses, and how to load the model.
+
+    Args:
+        metadata: of the checkpoint; an imported one knows neither data nor losses.
+        model_class: of transformers.
+        dtype: of the written weights.
+        name: to load the model by: a repository of the hub, or the folder.
+    """
+    causal = family_of(config.family).is_causal
+    sizes = {
+        "architecture": f"{config.family.upper()}, {config.norm_order}-norm",
+        "layers": config.num_layers,
+        "hidden size": config.hidden_size,
+        "attention heads": config.num_attention_heads,
+        "positions": config.max_position_embeddings,
+        "vocabulary": f"{config.vocab_size:,}",
+        "weights": dtype,
+    }
+    losses = {key: f"{value:.4f}" for key, value in metadata.state.get("validation", {}).items()}
+    tables = [_table("Sizes", sizes), _table("Training", _training(metadata)), _table("Validation", losses)]
+    return f"""---
+library_name: transformers
+pipeline_tag: {"text-generation" if causal else "fill-mask"}
+# license: choose one, see https://huggingface.co/docs/hub/repositories-licenses
+---
+
+# {metadata.run.get("name", name)}
+
+Trained with lmscale, a reproduction of Megatron-LM ([arXiv:1909.08053](https://arxiv.org/abs/1909.08053)), and exported
+after {metadata.step:,} steps.
+
+{"".join(tables)}## Use
+
+```python
+from transformers import AutoTokenizer, {model_class}
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = {model_class}.from_pretrained("{name}")
+```
+
+## Licence and limits
+
+The publisher has not stated a licence, the intended use or the limits of this model.
+"""
+
+
+def _training(metadata: CheckpointMetadata) -> dict[str, Any]:
+    """What the run's configuration says of data and recipe."""
+    run = metadata.run
+    if "converted_from" in run:
+        return {"imported from": Path(run["converted_from"]).name}
+    data = run.get("data", {})
+    place = data.get("name") or (Path(data["path"]).name if data.get("path") else None)
+    batch, length = run.get("global_batch_size"), data.get("seq_length")
+    rows = {
+        "data": f"{data.get('kind')}{f', {place}' if place else ''}",
+        "steps": f"{metadata.step:,} of {run.get('trainer', {}).get('max_steps', metadata.step):,}",
+        "batch": f"{batch:,} sequences of {length:,} tokens" if batch and length else None,
+        "learning rate": run.get("optimizer", {}).get("lr"),
+        "precision": run.get("precision", {}).get("dtype"),
+        "seed": run.get("seed"),
+    }
+    return {key: value for key, value in rows.items() if value is not None}
+
+
+def _table(title: str, rows: dict[str, Any]) -> str:
+    if not rows:
+        return ""
+    lines = [f"## {title}", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
+    return "\n".join(lines) + "\n\n"
+
+
+def check_hub(repository: str) -> None:
+    """Check that a repository of the hub can be written, before the export.
+
+    Raises:
+        ValueError: huggingface_hub is not installed, there is no network, or nobody is logged in.
+    """
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise ValueError("`push_to_hub` must be null where huggingface_hub is not installed, but is " + repository)
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().whoami()
+    except Exception as error:  # its HTTP library and its own checks have classes of their own
+        reason = " ".join(str(error).split())[:150]
+        raise ValueError(
+            f"`push_to_hub` must be null without a network and a login (hf auth login), but is {repository}: {reason}"
+        ) from None
+
+
+def push_to_hub(folder: Path, repository: str) -> str:
+    """Upload an exported folder; returns the address of the commit.
+
+    Raises:
+        ValueError: the upload has failed; the folder is complete.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(repository, exist_ok=True)
+        return str(api.upload_folder(repo_id=repository, folder_path=folder))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:150]
+        raise ValueError(
+            f"the model is in {folder}, but `push_to_hub`={repository} failed: {reason}; "
+            f"`hf upload {repository} {folder}` tries again"
+        ) from None

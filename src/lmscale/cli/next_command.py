@@ -1,0 +1,105 @@
+"""The commands to type after a run: evaluate, export, plot, or continue it."""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from ..config.family import family_of
+from .conf_files import CONF
+
+ROOT = CONF.parent
+_PLAIN = re.compile(r"[\w./\-+:@%?*]+")  # what the grammar of Hydra takes without quotes
+
+
+def command(script: str, *arguments: str, **keys: str | Path) -> str:
+    """A command line that a shell in the working directory runs as it is printed.
+
+    Args:
+        script: relative to the clone.
+        arguments: overrides as they were typed.
+        keys: names and plain values of further ones, which are quoted for Hydra.
+    """
+    words = [_python(), _from_here(ROOT / script), *arguments]
+    words += [f"{key.replace('__', '.')}={_for_hydra(value)}" for key, value in keys.items()]
+    return shlex.join(words)
+
+
+def after_training(values: Mapping) -> str:
+    """What follows a pretraining, by what its run folder holds: a record, checkpoints or nothing.
+
+    Args:
+        values: the resolved configuration, with `run_dir` and `overrides`.
+    """
+    run, mode = Path(values["run_dir"]), HydraConfig.get().mode
+    has_checkpoint = any((run / "checkpoints").glob("step_*.ckpt"))
+    if not (run / "record.json").is_file():
+        return f"continue: {_resume(run, values['overrides'], mode)}" if has_checkpoint else ""
+    if mode == RunMode.MULTIRUN:
+        return ""
+    lines = [f"plot:     {command('analysis/model_size/perplexity_curves.py', _from_here(run))}"]
+    if has_checkpoint:
+        exported = command("src/convert.py", source=run, target=run / "hugging_face", format="hugging_face")
+        lines = [f"use:      {use_model(run, values['model']['family'])}", f"export:   {exported}", *lines]
+    return "\n".join(lines)
+
+
+def use_model(checkpoint: str | Path, family: str) -> str:
+    """Generate from a GPT, or finetune a BERT."""
+    if family_of(family).is_causal:  # its `ckpt` is taken literally
+        return command("src/generate.py", f"ckpt={_from_here(checkpoint)}", "prompt=The")
+    return command("finetune/run.py", task="mnli", ckpt=checkpoint)
+
+
+def load_published(folder: Path) -> str:
+    """Load an exported model with transformers alone."""
+    code = f"from transformers import AutoModel; print(AutoModel.from_pretrained({str(_from_here(folder))!r}))"
+    return shlex.join([_python(), "-c", code])
+
+
+def after_finetuning(values: Mapping) -> str:
+    """Score the finetuned checkpoint again, at any layout; empty if none was saved."""
+    run = Path(values["run_dir"])
+    if not any((run / "checkpoints").glob("step_*.ckpt")) or HydraConfig.get().mode == RunMode.MULTIRUN:
+        return ""
+    kept = [o for o in values["overrides"] if not o.startswith(("ckpt=", "trainer.num_epochs=", "from_scratch="))]
+    return f"score:    {command('finetune/run.py', *_config_dir(), *kept, ckpt=run, trainer__num_epochs='0')}"
+
+
+def _resume(run: Path, overrides: list[str], mode: RunMode) -> str:
+    kept = [override for override in overrides if not override.startswith("resume")]
+    kept += ["hydra.mode=RUN"] if mode == RunMode.MULTIRUN else []
+    return command("src/train.py", *_config_dir(), *kept, hydra__run__dir=run, resume="auto")
+
+
+def _config_dir() -> list[str]:
+    sources = HydraConfig.get().runtime.config_sources
+    folders = [source.path for source in sources if source.provider == "command-line"]
+    return [word for folder in folders for word in ("--config-dir", _from_here(folder))]
+
+
+def _for_hydra(value: str | Path) -> str:
+    text = _from_here(value) if isinstance(value, Path) or os.path.isabs(value) else value
+    if _PLAIN.fullmatch(text):
+        return text
+    # Backslashes are escaped only before a quote.
+    return '"' + re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + ('\\"' if found[2] else ""), text) + '"'
+
+
+def _from_here(path: str | Path) -> str:
+    """Relative to the working directory if the path is in it."""
+    path = Path(os.path.abspath(path))
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _python() -> str:
+    """`python`, if that is this one."""
+    found = shutil.which("python")
+    is_this = found is not None and os.path.abspath(found) == os.path.abspath(sys.executable)
+    return "python" if is_this else _from_here(sys.executable)

@@ -1,0 +1,95 @@
+"""The progress of a pretraining on the terminal: one line of text."""
+
+import math
+import shutil
+import sys
+import time
+from typing import Any
+
+import lightning as L
+
+from .reporting import StepReport
+
+
+class ProgressLine(L.Callback):
+    """Shows the last row of metrics in one line, as much of it as fits the columns of the terminal.
+
+    The fields are ordered by importance, so that a wider terminal (or COLUMNS=200 in the environment) shows the rest. A
+    terminal gets one line, rewritten a few times per second; a file or pipe gets a new line every `every_steps` steps.
+
+    Args:
+        every_steps: between lines in a file; also the first step and the last have one.
+    """
+
+    def __init__(self, report: StepReport, every_steps: int = 100) -> None:
+        self.report, self.every_steps = report, every_steps
+        self.live = sys.stdout.isatty()
+        self._first_step = self._last_step = 0
+        self._began = self._shown_at = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Count the time that is left from this start of the run."""
+        self._first_step, self._last_step = pl_module.completed_steps, trainer.max_steps  # which a stop changes
+        self._began = time.monotonic()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Show a completed step on rank 0, if a line is due."""
+        step = pl_module.completed_steps
+        if not (trainer.is_global_zero and pl_module.is_last_micro_batch and self.report.metrics):
+            return
+        if self.live:
+            is_due = time.monotonic() - self._shown_at > 0.25
+        else:
+            is_due = step == self._first_step + 1 or step % self.every_steps == 0
+        if is_due or step == self._last_step:
+            self._show(step)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """End the line of a terminal, with the last step."""
+        if self.live and trainer.is_global_zero and self.report.metrics:
+            self._show(pl_module.completed_steps)
+            print(flush=True)
+
+    def _show(self, step: int) -> None:
+        columns = shutil.get_terminal_size().columns
+        seconds = (time.monotonic() - self._began) / max(1, step - self._first_step)
+        seconds *= self._last_step - step
+        text = fit([f"step {step}/{self._last_step}", *fields(self.report, seconds)], columns - self.live)
+        # A terminal wraps a line that fills its last column, and keeps the rest of a longer line before it.
+        print(f"\r{text}\x1b[K" if self.live else text, end="" if self.live else "\n", flush=True)
+        self._shown_at = time.monotonic()
+
+
+def fields(report: StepReport, seconds_left: float) -> list[str]:
+    """The figures of the last row, by importance."""
+    metrics = report.metrics
+    found = [
+        f"loss {metrics['train/loss']:.3f}",
+        f"val {report.validation['val/loss']:.3f}" if report.validation else "",
+        f"lr {metrics['lr']:.2e}",
+        f"{metrics['tokens_per_s']:,.0f} tok/s",
+        f"{_clock(seconds_left)} left",
+        f"grad norm {metrics['grad_norm']:.2f}",
+        f"{metrics['tflops_per_s_per_device']:.3g} TFLOP/s",
+        f"MFU {metrics['mfu']:.1%}" if "mfu" in metrics else "",
+        f"{metrics['memory_gib']:.2f} GiB",
+        f"scale {metrics['loss_scale']:.3g}" if report.run.precision.dtype == "fp16" else "",
+    ]
+    return [field for field in found if field]
+
+
+def fit(parts: list[str], columns: int) -> str:
+    """The first of the parts that fit a line of so many columns."""
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + 2 + len(part) > columns:
+            break
+        line += f"  {part}"
+    return line
+
+
+def _clock(seconds: float) -> str:
+    """`0:42`, `12:05` or `1:02:05`."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,79 @@
+"""`lmscale COMMAND ...` runs the script of the command."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from entry_points import REPOSITORY, TINY, environment
+
+from lmscale.__main__ import COMMANDS
+from lmscale.cli.reference import ENTRY_POINTS
+
+
+def lmscale(*arguments: str, cwd: Path, package: Path = REPOSITORY / "src") -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "lmscale", *arguments],
+        cwd=cwd,
+        env=environment(PYTHONPATH=str(package)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_every_entry_point_has_a_command_and_the_console_script_exists() -> None:
+    assert {script for script, _ in COMMANDS.values()} == set(ENTRY_POINTS)
+    module, _, name = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"][
+        "lmscale"
+    ].partition(":")
+    assert callable(getattr(import_module(module), name))
+
+
+def test_without_a_command_it_lists_them(tmp_path) -> None:
+    for arguments in ((), ("--help",)):
+        done = lmscale(*arguments, cwd=tmp_path)
+        assert done.returncode == 0
+        assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+
+
+def test_a_command_that_does_not_exist_is_refused_in_one_line(tmp_path) -> None:
+    done = lmscale("trian", "model=gpt_tiny", cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.endswith("but is 'trian'; did you mean `train`?\n") and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_takes_the_keys_of_its_script_in_any_folder(command, tmp_path) -> None:
+    done = lmscale(command, "trainer.nothing=1", cwd=tmp_path)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    expected = "`task` must be one of" if command == "evaluate" else "`trainer.nothing` is not a known key or group"
+    assert done.stderr.startswith(f"error: {expected}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path) -> None:
+    done = lmscale("train", "global_batch_size=5", cwd=tmp_path)
+    assert done.returncode == 2 and "`global_batch_size` must be a multiple of" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_outside_a_clone_one_line_says_so(tmp_path) -> None:
+    shutil.copytree(REPOSITORY / "src" / "lmscale" / "config", tmp_path / "site" / "lmscale" / "config")
+    for name in ("__init__.py", "__main__.py"):
+        shutil.copy(REPOSITORY / "src" / "lmscale" / name, tmp_path / "site" / "lmscale")
+    done = lmscale("train", cwd=tmp_path, package=tmp_path / "site")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: `lmscale` must be installed from a clone (pip install -e CLONE), but {tmp_path} has no conf/\n"
+    )
+
+
+def test_lmscale_train_starts_two_ranks_from_another_folder(tmp_path) -> None:
+    done = lmscale("train", *TINY, "parallel.tp_size=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (record,) = (tmp_path / "outputs" / "gpt_tiny").glob("*/record.json")
+    assert '"tp_size": 2' in record.read_text() and '"started": "20' in record.read_text()

@@ -1,0 +1,118 @@
+"""`--help`, wrong options and misspelled keys: what a user reads before the first run."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from entry_points import REPOSITORY, environment
+
+from lmscale.cli.reference import ENTRY_POINTS
+
+
+def script(*command: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(REPOSITORY / command[0]), *command[1:]],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_help_fits_a_screen_and_has_examples_groups_and_keys(entry_point) -> None:
+    done = script(entry_point, "--help")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 40
+    assert sum(line.startswith(f"  python {entry_point} ") for line in lines) >= 2
+    assert "  --cfg job prints all with their values" in done.stdout and "keys: " in done.stdout
+    groups = {"src/train.py": "bert_tiny", "finetune/run.py": "[mnli], qqp", "src/plan.py": "[dgx2h_v100]"}
+    assert groups.get(entry_point, "") in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--model", "x"), "error: keys are given without dashes, as in model=VALUE, but there is --model; see --help"),
+        (("--model=x",), "error: keys are given without dashes, as in model=VALUE, but there is --model=x; see --help"),
+        (
+            ("--config-dir",),
+            "error: the options must be Hydra's (--hydra-help), but argument --config-dir/-cd: expected",
+        ),
+    ],
+    ids=["a key with dashes", "with its value", "an option of Hydra's without its value"],
+)
+def test_an_option_that_is_none_gets_one_line_of_ours(option, message) -> None:
+    done = script("src/train.py", *option)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [
+        (("src/train.py", "max_stps=3"), "trainer.max_steps"),
+        (("src/train.py", "+trainer.max_step=3"), "trainer.max_steps"),
+        (("src/train.py", "model.norm_order=pree"), "pre"),
+        (("src/train.py", "model.recompute=selectiv"), "selective"),
+        (("src/train.py", "loss_reduction=tokenmean"), "token_mean"),
+        (("src/train.py", "precision=bf61"), "bf16"),
+        (("src/train.py", "sweep=norm_ordr"), "norm_order"),
+        (("finetune/run.py", "swep=five_seeds"), "sweep"),
+        (("finetune/run.py", "task=mnly"), "mnli"),
+        (("src/convert.py", "source=a", "target=b", "format=huggingface"), "hugging_face"),
+        (("src/prepare_data.py", "dedup=papr"), "paper"),
+        (("src/plan.py", "cluster=h10"), "h100"),
+        (("src/generate.py", "promt=x"), "prompt"),
+    ],
+)
+def test_a_misspelled_key_group_or_choice_is_answered_with_the_one_meant(command, meant) -> None:
+    done = script(*command)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert f"did you mean `{meant}`?" in done.stderr
+
+
+def test_a_model_of_one_s_own_without_files_is_told_what_it_needs(tmp_path) -> None:
+    unknown = script("src/train.py", "model=my_model")
+    assert "; a model of your own needs model/my_model.yaml and recipe/my_model.yaml in conf/" in unknown.stderr
+    (tmp_path / "model").mkdir()
+    tiny = (REPOSITORY / "conf" / "model" / "gpt_tiny.yaml").read_text()
+    (tmp_path / "model" / "my_model.yaml").write_text(tiny.replace("gpt_tiny", "my_model"))
+    done = script("src/plan.py", "--config-dir", str(tmp_path), "model=my_model")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "model=my_model needs recipe/my_model.yaml beside its model file" in done.stderr
+
+
+def test_a_bare_plan_answers() -> None:
+    done = script("src/plan.py")
+    assert done.returncode == 0
+    assert "gpt_8.3b on 512 of dgx2h_v100" in done.stdout and "37 layouts fit" in done.stdout
+    assert done.stderr.startswith("note: without keys this is model=gpt_8.3b ")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("--cfg", "job")], ids=["plan", "help", "cfg"])
+def test_a_reader_that_closes_the_output_ends_the_command_quietly(arguments) -> None:
+    process = subprocess.Popen(
+        [sys.executable, str(REPOSITORY / "src" / "plan.py"), *arguments],
+        env=environment(PYTHONUNBUFFERED="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    stderr = process.stderr.read()
+    assert process.wait(60) == 141
+    assert not re.sub(r"^note: .*\n", "", stderr)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp_size", "sizes"),
+    [("gpt_2.5b", 8, "1, 2, 4, 5, 10, 20"), ("bert_3.9b", 16, "1, 2, 4, 5, 8, 10, 20, 40")],
+)
+def test_a_tp_size_that_does_not_divide_the_model_is_answered_with_those_that_do(model, tp_size, sizes) -> None:
+    done = script("src/train.py", f"model={model}", "tokenizer=gpt2", f"parallel.tp_size={tp_size}")
+    assert done.stderr.endswith(f"; valid sizes: {sizes}\n")
