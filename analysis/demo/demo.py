@@ -9,6 +9,7 @@ Exit code 1 if a model does not reach the required loss.
 import argparse
 import json
 import math
+import resource
 import subprocess
 import sys
 import time
@@ -147,7 +148,9 @@ def read_curve(model: str, run_dir: Path) -> list[dict[str, float]]:
 
 def record_losses(run_dirs: dict[str, Path], measured: dict[str, dict[str, float]], seconds: float, path: Path) -> None:
     """Write one record of both runs' losses and curves."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     metrics = {"time": {"value": seconds, "unit": "s"}}
+    metrics["cpu_time"] = {"value": used.ru_utime + used.ru_stime, "unit": "s"}  # of the ranks, whatever else runs
     for model, found in measured.items():
         for name, value in found.items():
             unit = "bits/byte" if name.endswith("bits_per_byte") else "nats/token"

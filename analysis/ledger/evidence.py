@@ -28,9 +28,11 @@ from lmscale.planner.params import count_parameters
 
 from .entries import Entry
 
-REPRODUCED, SCALED_DOWN, MODELLED, SETTING, NOT_RUN = "reproduced", "scaled down", "modelled", "setting", "not run"
+REPRODUCED, COUNTED, SCALED_DOWN, MODELLED = "reproduced", "counted", "scaled down", "modelled"
+SETTING, NOT_RUN = "setting", "not run"
 KINDS = {
-    REPRODUCED: "counted exactly, or run as in the paper; so far only counts (parameters, rows, messages)",
+    REPRODUCED: "reached by training or evaluating as in the paper, at its size",
+    COUNTED: "counted exactly: parameters, rows, messages; nothing was trained",
     SCALED_DOWN: "measured on a smaller model or other data, as stated; not comparable with the paper's value",
     MODELLED: "computed by the cost model, which was fitted to part of the paper's scaling study",
     SETTING: "an input, not a result: what the command sets or the cost model takes from the paper",
@@ -104,7 +106,7 @@ def _table_row(entry: Entry, context: Context) -> Found | None:
     if kind == NOT_RUN:
         return None
     if kind == "exact":
-        return Found(REPRODUCED, "counted by `lmscale.planner.params`", row["ours"])
+        return Found(COUNTED, "counted by `lmscale.planner.params`", row["ours"])
     if kind in _DEFINED:
         return Found(SETTING, kind, row["ours"])
     record = f"`{row['record']}`" if kind == REPRODUCED else "`cost_model.json`"
@@ -175,7 +177,7 @@ def _in_command(entry: Entry, context: Context) -> Found:
 def _parameters(entry: Entry, context: Context) -> Found:
     scale = {"billion parameters": 1e9, "million parameters": 1e6}[entry.unit]
     count = count_parameters(paper_models()[entry.source["of"]]).total / scale
-    return Found(REPRODUCED, "counted by `lmscale.planner.params`", count)
+    return Found(COUNTED, "counted by `lmscale.planner.params`", count)
 
 
 @cache
@@ -188,7 +190,7 @@ def _sent() -> tuple[Collective, ...]:
 def _messages(what: str, attribute: str, over: float, note: str = "") -> Callable[[Entry, Context], Found]:
     def count(entry: Entry, context: Context) -> Found:
         number = sum(getattr(each, attribute) for each in _sent() if each.what == what) / over
-        return Found(REPRODUCED, f"counted by `lmscale.planner.communication`{note}", number)
+        return Found(COUNTED, f"counted by `lmscale.planner.communication`{note}", number)
 
     return count
 
@@ -213,7 +215,7 @@ _COMPUTED: dict[str, Callable[[Entry, Context], Found]] = {
     "trained_tokens": _trained_tokens,
     "ensemble": lambda entry, _: Found(SETTING, "the command: its run folders", entry.command.count("multirun/")),
     "padded vocabulary": lambda *_: Found(
-        REPRODUCED, "counted by `lmscale.config`", paper_models()["gpt_8.3b"].padded_vocab_size
+        COUNTED, "counted by `lmscale.config`", paper_models()["gpt_8.3b"].padded_vocab_size
     ),
     "all-reduces forward": _messages("attention and MLP outputs", "count", _LAYERS),
     "all-reduces backward": _messages("gradients of attention and MLP inputs", "count", _LAYERS),

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 PAGE_WIDTH, DPI, FONT_SIZE = 8.0, 200, 9  # inches, pixels per inch, points
-BLUE, ORANGE = "#0173b2", "#c26a00"  # of seaborn's colour-blind palette; the orange is darker, to be legible as text
+BLUE, ORANGE = "#0173b2", "#ad5f00"  # of seaborn's colour-blind palette; the orange is darker, to be legible as text
 GREY = "#6b7683"
 PALETTE = {"paper": GREY, "ours": BLUE}
 

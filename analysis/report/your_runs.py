@@ -80,7 +80,7 @@ def draw_runs(table: pd.DataFrame, curves: dict[str, pd.DataFrame]) -> Figure:
     """Draw training (thin) and validation loss (points), and the throughput, of each run; the best is the darkest."""
     best = table.index[0]
     title = f"Lowest validation loss: {table['validation loss'].iloc[0]:.3f} nats, {best}"
-    colors = {label: colormaps["viridis"](0.7 * i / max(len(table) - 1, 1)) for i, label in enumerate(table.index)}
+    colors = {label: colormaps["viridis"](0.5 * i / max(len(table) - 1, 1)) for i, label in enumerate(table.index)}
     with house_style():
         figure = page_figure(title, 3.6)
         loss, speed = figure.subplots(1, 2, width_ratios=(2, 1))

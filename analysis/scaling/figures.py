@@ -119,7 +119,7 @@ def draw_memory_wall(rows: pd.DataFrame, devices: dict[str, float]) -> Figure:
         figure = page_figure("Each GPT fits on V100s at the paper's number of tensor ranks", 3.6)
         axis = figure.subplots()
         for (model, part), color in zip(
-            tall.groupby("model", sort=False), sns.color_palette("viridis", 6), strict=False
+            tall.groupby("model", sort=False), sns.color_palette("viridis", 8), strict=False
         ):
             axis.plot(part["tensor ranks"], part["GiB"], marker="o", markersize=4, color=color)
             axis.annotate(
