@@ -93,9 +93,7 @@ def draw(run_dirs: dict[str, Path], measured: dict[str, dict[str, float]], path:
     """Draw training and validation loss of each run, with the n-gram models as references."""
     gains = (measured[model]["unigram"] - measured[model]["after"] for model in measured)
     with house_style():
-        figure = page_figure(
-            "Both models use context: they end {:.2f} and {:.2f} nats below a unigram".format(*gains), 3.4
-        )
+        figure = page_figure("GPT ends {:.2f} nats below a unigram, BERT {:.2f}".format(*gains), 3.4)
         for axis, (model, run_dir) in zip(figure.subplots(1, 2), run_dirs.items(), strict=True):
             table, term, found = pd.read_csv(run_dir / "metrics.csv"), TERM[model], measured[model]
             column = f"train/{term}" if f"train/{term}" in table else "train/loss"

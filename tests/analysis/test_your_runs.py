@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.demo.demo import COMMITTED, MARGIN_NATS, summarize
+from analysis.demo.demo import COMMITTED, MARGIN_NATS, TITLES, summarize
 from analysis.report.style import house_style, label_ends, page_figure
 from analysis.report.your_runs import NEWEST, demo_runs, draw_runs, find_runs, read_runs
 from lmscale.results import new_record, write_record
@@ -68,9 +68,8 @@ def test_the_committed_demo_has_learned_and_has_curves() -> None:
     assert metrics["gpt/after"] < metrics["gpt/bigram"]
     table, curves = demo_runs()
     assert set(table.index) == set(curves) and all(len(curve) >= 8 for curve in curves.values())
-    for model, title in (("gpt", "GPT"), ("bert", "BERT")):  # no spike above the untrained loss
-        (curve,) = (curve for name, curve in curves.items() if name.startswith(title))
-        assert curve["train"].max() < metrics[f"{model}/before"]
+    for model, title in TITLES.items():  # no spike above the untrained loss
+        assert curves[title]["train"].max() < metrics[f"{model}/before"]
 
 
 def test_the_summary_says_what_each_loss_means_and_what_was_expected() -> None:
