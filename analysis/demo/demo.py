@@ -176,8 +176,9 @@ def main() -> int:
     print(
         f"\nloss curves  {picture.relative_to(REPOSITORY)}\nrun folders  {', '.join(folders)}\n"
         f"time         {seconds:.0f} s\n"
-        f'next         .venv/bin/python src/generate.py ckpt={folders[0]} prompt="The function returns"\n'
-        f"             .venv/bin/python src/train.py model=gpt_tiny trainer.max_steps=1000    # a run of your own"
+        f"next         .venv/bin/python src/generate.py ckpt={folders[0]} \\\n"
+        '                 prompt="The function returns" max_new_tokens=48\n'
+        "             .venv/bin/python src/train.py model=gpt_tiny trainer.max_steps=1000    # a run of your own"
     )
     learned = (found["unigram"] - found["after"] >= MARGIN_NATS[model] for model, found in measured.items())
     return 0 if all(learned) else 1

@@ -3,7 +3,7 @@
     python analysis/report/make_tables.py          # or: make tables
 
 All values come from the records; a test compares the committed files. `ledger.md` has every number of the paper, the
-README six results, and `docs/results.md` the tables of our measurements. To add a table, add its title to `TABLES`
+README the main results, and `docs/results.md` the tables of our measurements. To add a table, add its title to `TABLES`
 and its rows to `all_rows`, with the same columns as the others.
 """
 
