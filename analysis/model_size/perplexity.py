@@ -21,7 +21,7 @@ def draw_perplexity(
         x: `steps` or `tokens`.
     """
     rows = pd.concat([points.assign(run=label) for label, points in curves.items()], ignore_index=True)
-    colors = [colormaps["viridis"](0.5 - 0.5 * i / max(len(curves) - 1, 1)) for i in range(len(curves))]
+    colors = [colormaps["viridis"](0.6 - 0.6 * i / max(len(curves) - 1, 1)) for i in range(len(curves))]
     with house_style():
         figure = page_figure(title, 3.6)
         axis = figure.subplots()
