@@ -48,7 +48,7 @@ def made_record(kind: str, metric: str, value: float, unit: str) -> dict:
 
 
 def test_every_entry_has_its_own_id_and_a_known_kind(rows) -> None:
-    assert rows.index.is_unique and set(rows["evidence"]) == set(KINDS)
+    assert rows.index.is_unique and set(rows["evidence"]) <= set(KINDS)
     assert rows["from"].str.len().min() > 0 and rows["origin"].str.len().min() > 0
     assert rows.loc[rows["evidence"] == "not run", "ours"].isna().all()
     assert rows.loc[rows["evidence"] != "not run", "ours"].notna().all()
