@@ -63,11 +63,11 @@ h200-wheels: setup
 tables: setup
 	$(BIN)/python analysis/report/make_tables.py
 
-# Figures 1 and 5 (the paper's bars beside the cost model's) and a scaled-down Figure 6.
+# Every figure from the committed records: outputs/figures/
 figures: setup
 	$(BIN)/python analysis/report/make_figures.py
 
-# One page with the ledger, tables and figures: outputs/report/index.html
+# One page with findings, figures, the cost model, ledger and tables: outputs/report/index.html
 report: setup
 	$(BIN)/python analysis/report/make_report.py
 

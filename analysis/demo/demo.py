@@ -1,4 +1,4 @@
-"""`make demo`: pretrain a tiny GPT and a tiny BERT at tp_size 2 on real text, and show their loss.
+"""`make demo`: pretrain a tiny GPT and a tiny BERT at tp_size 2 on real text, and compare them with n-gram models.
 
 Runs `src/train.py` twice, as a user would, then reads the two records and draws the loss curves.
 Exit code 1 if a model does not reach the required loss.
@@ -8,66 +8,154 @@ Exit code 1 if a model does not reach the required loss.
 
 import argparse
 import json
+import math
+import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
 import matplotlib
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (the backend must be chosen first)
-import pandas as pd  # noqa: E402
-import seaborn as sns  # noqa: E402
+matplotlib.use("Agg")  # no display is needed
 
-from lmscale.results import new_record, record_argument, write_record  # noqa: E402
+import numpy as np
+import pandas as pd
+import seaborn as sns
+
+from analysis.demo.ngram import kneser_ney_losses
+from analysis.report.style import BLUE, GREY, house_style, label_ends, page_figure
+from lmscale.config.data import DataConfig, TokenizerConfig
+from lmscale.config.from_dict import build
+from lmscale.data.bert_dataset import IGNORE_LABEL
+from lmscale.data.datamodule import make_dataset
+from lmscale.data.prepare import prepare_corpus, unigram_cross_entropy
+from lmscale.data.tokenizer import END_OF_TEXT
+from lmscale.results import new_record, record_argument, write_record
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-OUTPUT = REPOSITORY / "outputs" / "demo"
-STEPS = 200  # per model; about a minute on two cores
-MARGIN_NATS = 0.5  # required improvement: GPT over the unigram loss, BERT over its initial loss
+OUTPUT, COMMITTED = REPOSITORY / "outputs" / "demo", Path(__file__).parent / "records" / "demo.json"
+MARGIN_NATS = {"gpt": 1.0, "bert": 0.2}  # by which the loss must be below the unigram's
+TERM = {"gpt": "loss", "bert": "lm_loss"}
+TITLES = {"gpt": "GPT, 2 layers x 128, next token", "bert": "BERT, 2 layers x 128, masked token"}
+MEANING = {
+    "before": "untrained weights",
+    "unigram": "token frequencies of the training text, no context",
+    "bigram": "Kneser-Ney, the token before",
+    "trigram": "Kneser-Ney, the two tokens before",
+    "after": "the trained model",
+}
 
 
 def train(model: str) -> Path:
-    """Pretrain `model` at tp_size 2; returns its run folder."""
+    """Pretrain the demo's `gpt` or `bert` at tp_size 2; returns its run folder."""
     run_dir = OUTPUT / f"{model}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-    overrides = [f"model={model}", "parallel.tp_size=2", f"trainer.max_steps={STEPS}"]
+    overrides = [f"experiment=demo_{model}", "parallel.tp_size=2"]
     print(f"$ python src/train.py {' '.join(overrides)}", flush=True)
     command = [sys.executable, REPOSITORY / "src" / "train.py", *overrides, f"hydra.run.dir={run_dir}"]
     subprocess.run(command, check=True, cwd=REPOSITORY)
     return run_dir
 
 
-def read_metrics(run_dir: Path) -> dict[str, float]:
-    """Read the metrics of a run's record by name."""
-    record = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
-    return {name: entry["value"] for name, entry in record["metrics"].items()}
+def measure(model: str, run_dir: Path) -> dict[str, float]:
+    """Losses of a run in nats per token: before and after training, and of n-gram models on the tokens that it scored.
+
+    The n-gram models count the whole training part. For GPT also bits per byte of the scored text.
+    """
+    record = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))["metrics"]
+    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    data, tokenizer = build(DataConfig, config["data"], "data."), TokenizerConfig(**config["tokenizer"])
+    corpus = prepare_corpus(data, tokenizer, model, None)
+    train_part, held_out = (make_dataset(corpus, s, corpus.parts[s][0], data, 0) for s in ("train", "validation"))
+    (part,) = corpus.parts["train"]
+    start, end = train_part.dataset.document_starts(np.array([part.first, part.last])).tolist()
+    text = train_part.dataset.tokens[start:end].astype(np.int64)
+    number = config["trainer"]["num_validation_samples"]
+    samples = held_out.batch(np.zeros(number, dtype=np.int64), np.arange(number))
+    scored = samples["labels"][samples["labels"] != IGNORE_LABEL]
+    found = {"before": record[f"val_start/{TERM[model]}"]["value"]}
+    found["unigram"] = unigram_cross_entropy(text, scored, corpus.vocab_size)
+    if model == "gpt":
+        ids = np.concatenate([samples["tokens"][0, :1], scored])  # the windows follow each other
+        for order, name in ((2, "bigram"), (3, "trigram")):
+            found[name] = float(kneser_ney_losses(text, ids, corpus.vocab_size, order)[1:].mean())
+    found["after"] = record[f"val/{TERM[model]}"]["value"]
+    if model == "gpt":
+        num_bytes = len(corpus.load_tokenizer().decode(scored.tolist()).replace(END_OF_TEXT, "").encode())
+        bits = len(scored) / num_bytes / math.log(2)
+        found |= {f"{name}/bits_per_byte": found[name] * bits for name in ("unigram", "bigram", "trigram", "after")}
+    return found
 
 
-def draw(runs: dict[str, tuple[Path, str, float]], path: Path) -> None:
-    """Draw training and validation loss of each run, with the unigram loss as reference."""
-    sns.set_theme(style="whitegrid", context="paper")
-    figure, axes = plt.subplots(1, len(runs), figsize=(7.0, 2.8), constrained_layout=True)
-    for axis, (name, (run_dir, term, unigram)) in zip(axes, runs.items(), strict=True):
-        frame = pd.read_csv(run_dir / "metrics.csv")
-        train_column = f"train/{term}" if f"train/{term}" in frame else "train/loss"
-        sns.lineplot(frame, x="step", y=train_column, ax=axis, label="training", color="0.6", linewidth=0.8)
-        validation = frame.dropna(subset=[f"val/{term}"])
-        sns.lineplot(validation, x="step", y=f"val/{term}", ax=axis, label="validation", color="black", marker="o")
-        axis.axhline(unigram, color="black", linestyle="--", linewidth=0.8, label="unigram")
-        axis.set(title=name, xlabel="optimizer step", ylabel="loss (nats per token)")
-        axis.legend()
-    figure.savefig(path, dpi=150)
+def draw(run_dirs: dict[str, Path], measured: dict[str, dict[str, float]], path: Path) -> None:
+    """Draw training and validation loss of each run, with the n-gram models as references."""
+    gains = (measured[model]["unigram"] - measured[model]["after"] for model in measured)
+    with house_style():
+        figure = page_figure("GPT ends {:.2f} nats below a unigram, BERT {:.2f}".format(*gains), 3.4)
+        for axis, (model, run_dir) in zip(figure.subplots(1, 2), run_dirs.items(), strict=True):
+            table, term, found = pd.read_csv(run_dir / "metrics.csv"), TERM[model], measured[model]
+            column = f"train/{term}" if f"train/{term}" in table else "train/loss"
+            axis.plot(table["step"], table[column], color=BLUE, alpha=0.35, linewidth=0.8)
+            scored = table.dropna(subset=[f"val/{term}"])
+            axis.plot(scored["step"], scored[f"val/{term}"], color=BLUE, marker="o", markersize=4)
+            last = table["step"].iloc[-1]
+            references = {name: found[name] for name in ("unigram", "bigram", "trigram") if name in found}
+            for loss in references.values():
+                axis.axhline(loss, color=GREY, linewidth=0.9, linestyle=":")
+            ends = {name: (last, loss, GREY) for name, loss in references.items()}
+            label_ends(axis, ends | {"model": (last, found["after"], BLUE)})
+            axis.set(title=TITLES[model], xlabel="optimizer step", ylabel="loss, nats per token", xlim=(0, last))
+        sns.despine(figure)
+        figure.savefig(path)
 
 
-def record_losses(gpt: dict[str, float], bert: dict[str, float], path: Path) -> None:
-    """Write one record of both runs' losses."""
-    metrics = {}
-    for model, values, term in (("gpt", gpt, "loss"), ("bert", bert, "lm_loss")):
-        names = {"before": f"val_start/{term}", "after": f"val/{term}", "unigram": "val/unigram_cross_entropy"}
-        metrics |= {f"{model}/{name}": {"value": values[key], "unit": "nats/token"} for name, key in names.items()}
-    layout = {"tp_size": 2, "dp_size": 1}
-    write_record(new_record("demo", "scaled_down", {"max_steps": STEPS}, 1234, metrics, layout=layout), path)
+def summarize(measured: dict[str, dict[str, float]]) -> str:
+    """A table per model: each loss, what the committed record has, and what it means."""
+    expected = json.loads(COMMITTED.read_text(encoding="utf-8"))["metrics"]
+    lines = []
+    for model, found in measured.items():
+        lines += [
+            "",
+            f"{TITLES[model]}: validation loss in nats per token, lower is better",
+            f"{'':10}{'now':>8}{'expected':>10}",
+        ]
+        for name, meaning in MEANING.items():
+            if name in found:
+                bits = (
+                    f", {found[f'{name}/bits_per_byte']:.2f} bits per byte" if f"{name}/bits_per_byte" in found else ""
+                )
+                recorded = (
+                    f"{expected[f'{model}/{name}']['value']:10.3f}" if f"{model}/{name}" in expected else f"{'':10}"
+                )
+                lines.append(f"{name:10}{found[name]:8.3f}{recorded}  {meaning}{bits}")
+        gain = found["unigram"] - found["after"]
+        state = "uses its context" if gain >= MARGIN_NATS[model] else "HAS NOT LEARNED ENOUGH"
+        lines.append(f"It {state}: {gain:.3f} nats below the unigram (required: {MARGIN_NATS[model]}).")
+    return "\n".join(lines)
+
+
+def read_curve(model: str, run_dir: Path) -> list[dict[str, float]]:
+    """Training and validation loss, and throughput, at the steps that were validated."""
+    table = pd.read_csv(run_dir / "metrics.csv")
+    train = f"train/{TERM[model]}" if f"train/{TERM[model]}" in table else "train/loss"
+    names = {"step": "step", train: "train", f"val/{TERM[model]}": "val", "tokens_per_s": "tokens_per_s"}
+    return table[list(names)].rename(columns=names).dropna().round(4).to_dict("records")
+
+
+def record_losses(run_dirs: dict[str, Path], measured: dict[str, dict[str, float]], seconds: float, path: Path) -> None:
+    """Write one record of both runs' losses and curves."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    metrics = {"time": {"value": seconds, "unit": "s"}}
+    metrics["cpu_time"] = {"value": used.ru_utime + used.ru_stime, "unit": "s"}  # of the ranks, whatever else runs
+    for model, found in measured.items():
+        for name, value in found.items():
+            unit = "bits/byte" if name.endswith("bits_per_byte") else "nats/token"
+            metrics[f"{model}/{name}"] = {"value": value, "unit": unit}
+    curves = {model: read_curve(model, run_dir) for model, run_dir in run_dirs.items()}
+    config, layout = {"titles": TITLES, "curves": curves}, {"tp_size": 2, "dp_size": 1}
+    write_record(new_record("demo", "scaled_down", config, 1234, metrics, layout=layout), path)
 
 
 def main() -> int:
@@ -76,31 +164,24 @@ def main() -> int:
     parser.add_argument("--record", type=record_argument, help="path of a record of both runs; none by default")
     options = parser.parse_args()
     start = time.time()
-    gpt_dir, bert_dir = train("gpt_tiny"), train("bert_tiny")
-    gpt, bert = read_metrics(gpt_dir), read_metrics(bert_dir)
+    run_dirs = {model: train(model) for model in MARGIN_NATS}
+    measured = {model: measure(model, run_dir) for model, run_dir in run_dirs.items()}
     picture = OUTPUT / "loss_curves.png"
-    gpt_unigram, bert_unigram = gpt["val/unigram_cross_entropy"], bert["val/unigram_cross_entropy"]
-    draw(
-        {
-            "GPT (next token)": (gpt_dir, "loss", gpt_unigram),
-            "BERT (masked token)": (bert_dir, "lm_loss", bert_unigram),
-        },
-        picture,
-    )
+    draw(run_dirs, measured, picture)
+    seconds = time.time() - start
+    print(summarize(measured))
     if options.record:
-        record_losses(gpt, bert, options.record)
-    gpt_margin = gpt_unigram - gpt["val/loss"]
-    bert_gain = bert["val_start/lm_loss"] - bert["val/lm_loss"]
+        record_losses(run_dirs, measured, seconds, options.record)
+    folders = [str(run_dir.relative_to(REPOSITORY)) for run_dir in run_dirs.values()]
     print(
-        f"\nGPT   validation loss {gpt['val_start/loss']:.3f} -> {gpt['val/loss']:.3f} nats; unigram loss "
-        f"{gpt_unigram:.3f} on the same text: {gpt_margin:.3f} lower (required: {MARGIN_NATS})\n"
-        f"BERT  masked loss     {bert['val_start/lm_loss']:.3f} -> {bert['val/lm_loss']:.3f} nats: {bert_gain:.3f} "
-        f"lower (required: {MARGIN_NATS}); unigram loss {bert_unigram:.3f}\n"
+        f"\nloss curves  {picture.relative_to(REPOSITORY)}\nrun folders  {', '.join(folders)}\n"
+        f"time         {seconds:.0f} s\n"
+        f"next         .venv/bin/python src/generate.py ckpt={folders[0]} \\\n"
+        '                 prompt="The function returns" max_new_tokens=48\n'
+        "             .venv/bin/python src/train.py model=gpt_tiny trainer.max_steps=1000    # a run of your own"
     )
-    for name, run_dir in (("GPT", gpt_dir), ("BERT", bert_dir)):
-        print(f"{name:5} run {run_dir}\n      record {run_dir / 'record.json'}")
-    print(f"loss curves {picture}\ntime {time.time() - start:.0f} s")
-    return 0 if gpt_margin >= MARGIN_NATS and bert_gain >= MARGIN_NATS else 1
+    learned = (found["unigram"] - found["after"] >= MARGIN_NATS[model] for model, found in measured.items())
+    return 0 if all(learned) else 1
 
 
 if __name__ == "__main__":

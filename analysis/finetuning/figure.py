@@ -4,7 +4,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from analysis.report.style import BLUE, COLUMN_WIDTH, ORANGE, column_style
+from analysis.report.style import BLUE, ORANGE, house_style, page_figure
 
 _COLORS = {"published weights": BLUE, "random weights": ORANGE}
 _MARKS = {"published weights": "o", "random weights": "X"}
@@ -17,18 +17,18 @@ def draw_small_runs(rows: pd.DataFrame) -> Figure:
         rows: result of `small_runs`.
     """
     tasks = list(rows["metric"].unique())
-    with column_style():
-        figure = Figure(figsize=(COLUMN_WIDTH, 2.6), layout="constrained")
+    with house_style():
+        figure = page_figure("Published weights reach the required score on every task; random weights on none", 3.2)
         axis = figure.subplots()
         for kind, part in rows.groupby("kind"):
             places = part["metric"].map(tasks.index) + 0.08 * (part["seed"] - part["seed"].mean())
-            axis.scatter(places, part["score"], color=_COLORS[kind], marker=_MARKS[kind], s=22, label=kind)
+            axis.scatter(places, part["score"], color=_COLORS[kind], marker=_MARKS[kind], s=34, label=kind)
         for place, task in enumerate(tasks):
             floor = rows.loc[rows["metric"] == task, "floor"].iloc[0]
-            word = "floor, set before" if place == 0 else None
-            axis.hlines(floor, place - 0.3, place + 0.3, color="0.3", linewidth=1, linestyle="--", label=word)
-        axis.set_xticks(range(len(tasks)), [task.replace("/", "\n") for task in tasks])
-        axis.set(ylabel="%", ylim=(0, 100))
-        figure.legend(loc="outside upper center", ncols=2, frameon=False)
+            word = "required score, set in advance" if place == 0 else None
+            axis.hlines(floor, place - 0.3, place + 0.3, color="0.3", linewidth=1.2, linestyle="--", label=word)
+        axis.set_xticks(range(len(tasks)), [task.replace("/", ", ") for task in tasks])
+        axis.set(ylabel="score, %", ylim=(0, 100))
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
         sns.despine(figure)
     return figure

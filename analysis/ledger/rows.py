@@ -3,7 +3,7 @@
 import pandas as pd
 
 from .entries import ENTRIES, SHORT_FORM
-from .evidence import KINDS, SCALED_DOWN, Context, find
+from .evidence import COUNTED, KINDS, MODELLED, NOT_RUN, REPRODUCED, SCALED_DOWN, SETTING, Context, find
 
 COLUMNS = ("id", "paper", "ours", "unit", "evidence", "from", "origin", "command")
 
@@ -41,6 +41,18 @@ def kinds(rows: pd.DataFrame) -> pd.DataFrame:
             "numbers": [int(counts.get(kind, 0)) for kind in KINDS],
             "meaning": list(KINDS.values()),
         }
+    )
+
+
+def status(rows: pd.DataFrame) -> str:
+    """How many numbers were counted, modelled or reached by training."""
+    counts = rows["evidence"].value_counts()
+    of = {kind: int(counts.get(kind, 0)) for kind in KINDS}
+    return (
+        f"Of the paper's {len(rows)} numbers, {of[SETTING]} are settings of its runs. Of the other "
+        f"{len(rows) - of[SETTING]}, {of[COUNTED]} are counted exactly, {of[MODELLED]} are modelled, {of[SCALED_DOWN]} "
+        f"were measured on models scaled down and are not comparable, and {of[NOT_RUN]} were not run. Training at the "
+        f"paper's size reached {of[REPRODUCED] or 'none'} of them."
     )
 
 

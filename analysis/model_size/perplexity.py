@@ -6,12 +6,14 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from analysis.report.style import COLUMN_WIDTH, column_style
+from analysis.report.style import house_style, label_ends, page_figure
 
 AXES = {"steps": "iterations", "tokens": "tokens"}
 
 
-def draw_perplexity(curves: dict[str, pd.DataFrame], x: str = "steps") -> Figure:
+def draw_perplexity(
+    curves: dict[str, pd.DataFrame], x: str = "steps", title: str = "Validation perplexity over training"
+) -> Figure:
     """Draw all curves on one axis. They differ in marker, dash pattern and lightness; the last one is the darkest.
 
     Args:
@@ -19,8 +21,9 @@ def draw_perplexity(curves: dict[str, pd.DataFrame], x: str = "steps") -> Figure
         x: `steps` or `tokens`.
     """
     rows = pd.concat([points.assign(run=label) for label, points in curves.items()], ignore_index=True)
-    with column_style():
-        figure = Figure(figsize=(COLUMN_WIDTH, 2.4), layout="constrained")
+    colors = [colormaps["viridis"](0.6 - 0.6 * i / max(len(curves) - 1, 1)) for i in range(len(curves))]
+    with house_style():
+        figure = page_figure(title, 3.6)
         axis = figure.subplots()
         sns.lineplot(
             rows,
@@ -29,16 +32,18 @@ def draw_perplexity(curves: dict[str, pd.DataFrame], x: str = "steps") -> Figure
             hue="run",
             style="run",
             markers=True,
-            palette=[colormaps["viridis"](0.8 - 0.8 * i / max(len(curves) - 1, 1)) for i in range(len(curves))],
+            palette=colors,
             errorbar=None,
             markersize=5,
             markevery=0.1,  # as a fraction of the curve's length
+            legend=False,
             ax=axis,
         )
         axis.set(xlabel=AXES[x], ylabel="validation perplexity, log scale", yscale="log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axis.yaxis.set_minor_locator(NullLocator())
-        axis.legend(title=None, frameon=False)
+        last = [points[[x, "perplexity"]].iloc[-1] for points in curves.values()]
+        label_ends(axis, {label: (*end, color) for label, end, color in zip(curves, last, colors, strict=True)})
         sns.despine(figure)
     return figure

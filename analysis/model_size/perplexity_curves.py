@@ -2,7 +2,7 @@
 
     python analysis/model_size/perplexity_curves.py outputs/gpt_355m/RUN outputs/gpt_2.5b/RUN --labels "355 M" "2.5 B"
 
-Reads `metrics.csv` and `config.json` of every folder. The figure is as wide as a column of the paper. Curves differ in
+Reads `metrics.csv` and `config.json` of every folder. Curves differ in
 marker, dash pattern and lightness, so they are distinguishable in grayscale. A record is written beside the figure: the
 hash of each file, the number of points and the best perplexity.
 """
@@ -142,7 +142,7 @@ def main() -> int:
         print(f"warning: {warning}", file=sys.stderr)
     try:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        draw_perplexity({c.label: c.points for c in curves}, options.x).savefig(options.output, dpi=300)
+        draw_perplexity({c.label: c.points for c in curves}, options.x).savefig(options.output)
     except OSError as error:
         print(f"error: `--output` must be a file that can be written, but {error}", file=sys.stderr)
         return 2

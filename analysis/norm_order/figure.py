@@ -1,20 +1,28 @@
 """Figure 7 as a controlled experiment: colour shows the norm order, line style the initialization."""
 
-import matplotlib.pyplot as plt
+from collections.abc import Mapping
+
 import pandas as pd
 import seaborn as sns
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from analysis.report.style import BLUE, COLUMN_WIDTH, FONT_SIZE, ORANGE, PAGE_WIDTH, column_style
+from analysis.report.style import BLUE, FONT_SIZE, GREY, ORANGE, house_style, page_figure
 
 from .cells import CELL, at_chosen_rates
 from .run_folder import NATS
 
-_PALETTE = {"pre": BLUE, "post": ORANGE}
+_ORDERS = {"pre": BLUE, "post": ORANGE}
+_STATES = {"learned": BLUE, "stuck": ORANGE, "diverged": ORANGE}
 _STARTS = {True: "scaled by 1/sqrt(2 L)", False: "not scaled"}
-_LOSS = f"training loss,\n{NATS}"
-_NORM = "gradient norm,\nnats per unit weight"
+_LOSS = f"training loss, {NATS}"
+_REFERENCES = {  # column of the cells: name, line style
+    "scored_entropy": ("unigram entropy", ":"),
+    "context_free_loss": ("best without context", (0, (6, 2))),
+}
+_NORM = "gradient norm, nats per unit weight"
 
 
 def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) -> Figure:
@@ -24,16 +32,23 @@ def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) 
         curves, cells: results of `read_curves` and `read_cells`.
         factorial: depth at which the learning rates were chosen.
     """
-    rows = _arms(at_chosen_rates(curves, cells, factorial)).rename(columns={"loss": _LOSS})
-    figure = _panels(rows, x="step", y=_LOSS, title="{col_name} layers", columns=4)
     runs = at_chosen_rates(cells, cells, factorial)
-    for axis, (layers, part) in zip(figure.axes, runs.groupby("layers"), strict=True):
+    rows = at_chosen_rates(curves, cells, factorial)
+    figure = _panels(rows, ("step", "loss"), ("layers", "{} layers"), f"Runs that learned: {_learned(runs)}", _LOSS)
+    for axis, (_, part) in zip(figure.axes, runs.groupby("layers"), strict=True):
         _mark_references(axis, cells)
-        axis.set_title(f"{layers} layers", fontsize=FONT_SIZE)
-        count = _learned(part).replace(", ", "\n")
-        axis.text(0.97, 0.96, count, transform=axis.transAxes, ha="right", va="top", fontsize=FONT_SIZE - 1)
-    title = f"Runs that learned: {_learned(runs)}"
-    figure.suptitle(title, x=0.01, y=1.04, ha="left", weight="bold", fontsize=FONT_SIZE + 2)
+        for place, (words, color) in enumerate(zip(_learned(part).split(", "), _ORDERS.values(), strict=True)):
+            axis.text(
+                0.98,
+                0.97 - 0.1 * place,
+                words,
+                color=color,
+                transform=axis.transAxes,
+                ha="right",
+                va="top",
+                fontsize=FONT_SIZE,
+            )
+    _key(figure, starts=True, references=True)
     return figure
 
 
@@ -49,25 +64,39 @@ def draw_true_widths(curves: pd.DataFrame, cells: pd.DataFrame) -> Figure:
     Args:
         curves, cells: results of `read_curves` and `read_cells` for records of `true_widths.py`.
     """
-    rows = curves.rename(columns={"order": "norm order", "loss": _LOSS})
-    figure = _panels(rows, x="step", y=_LOSS, title="{col_name} layers", style=None)
+    rows = curves.assign(scaled=True)
+    figure = _panels(
+        rows, ("step", "loss"), ("layers", "{} layers"), "BERT 336M and 752M at their true widths, 2,000 steps", _LOSS
+    )
     for axis in figure.axes:
         _mark_references(axis, cells)
+    _key(figure, references=True)
     return figure
 
 
 def draw_rates(cells: pd.DataFrame, factorial: int) -> Figure:
-    """Draw final training loss over learning rate at the factorial's depth: one panel per initialization."""
-    rows = _arms(cells[cells["layers"] == factorial]).rename(columns={"lr": "learning rate", "train_loss": _LOSS})
-    rates = sorted(rows["learning rate"].unique())
-    figure = _panels(rows, x="learning rate", y=_LOSS, col="initialization", title="{col_name}")
-    for axis, (_, part) in zip(figure.axes, rows.groupby("initialization", sort=False), strict=True):
-        for order, cells_of in part.groupby("norm order"):
-            axis.scatter(cells_of["learning rate"], cells_of[_LOSS], color=_PALETTE[order], s=9, zorder=3)
-        _mark_references(axis, cells)
-        axis.set(xscale="log")
-        axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
-        axis.minorticks_off()
+    """Draw final training loss over learning rate at the factorial's depth: one panel per initialization.
+
+    Points are seeds, lines their means.
+    """
+    rows = cells[cells["layers"] == factorial]
+    rates = sorted(rows["lr"].unique())
+    with house_style():
+        figure = page_figure("Post-norm is at least as good at low learning rates, and fails at high ones", 3.4)
+        axes = figure.subplots(1, 2, sharey=True)
+        for axis, (scaled, name) in zip(axes, _STARTS.items(), strict=True):
+            for order, color in _ORDERS.items():
+                part = rows[(rows["scaled"] == scaled) & (rows["order"] == order)]
+                axis.plot(part.groupby("lr")["train_loss"].mean(), color=color)
+                axis.scatter(part["lr"], part["train_loss"], color=color, s=14, zorder=3)
+            _mark_references(axis, cells)
+            axis.set(xscale="log", xlabel="learning rate", title=f"initialization {name}")
+            axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+            axis.minorticks_off()
+            axis.margins(x=0.08)
+        axes[0].set_ylabel(_LOSS)
+        _key(figure, references=True)
+        sns.despine(figure)
     return figure
 
 
@@ -78,10 +107,15 @@ def draw_gradient_norms(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int
         norms: result of `read_gradient_norms`.
         step: 1 (before the first update), or another step with recorded norms, which are means over the last 10 steps.
     """
-    at_step = norms[norms["step"] == step].rename(columns={"norm": _NORM})
-    rows = _arms(at_chosen_rates(at_step, cells, factorial))
-    figure = _panels(rows, x="layer", y=_NORM, title="{col_name} layers", share_x=False)
+    rows = at_chosen_rates(norms[norms["step"] == step], cells, factorial)
+    title = (
+        "Post-norm starts with the more even gradient, yet it is the order that fails"
+        if step == 1
+        else f"At step {step} the lower layers of deep post-norm runs have lost their gradient"
+    )
+    figure = _panels(rows, ("layer", "norm"), ("layers", "{} layers"), title, _NORM, share_x=False)
     _logarithmic(figure)
+    _key(figure, starts=True)
     return figure
 
 
@@ -92,39 +126,62 @@ def draw_failures(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int, step
         norms: result of `read_gradient_norms`.
         steps: the two panels' steps.
     """
-    rows = norms.merge(cells[[*CELL, "state"]], on=CELL).rename(columns={"norm": _NORM, "state": "the run"})
+    rows = norms.merge(cells[[*CELL, "state"]], on=CELL)
     rows = rows[(rows["layers"] == factorial) & (rows["order"] == "post") & rows["step"].isin(steps)]
-    rows = rows.assign(run=rows["scaled"].astype(str) + rows["lr"].astype(str) + rows["seed"].astype(str))
-    shown = {"hue": "the run", "style": "the run", "palette": {"learned": BLUE, "stuck": ORANGE, "diverged": ORANGE}}
-    figure = _panels(rows, x="layer", y=_NORM, col="step", title="step {col_name}", units="run", **shown)
+    title = "Runs that fail start like the others; their gradient vanishes during training"
+    figure = _panels(rows, ("layer", "norm"), ("step", "step {}"), title, _NORM, ("state", _STATES))
     _logarithmic(figure)
+    _key(figure, {state: color for state, color in _STATES.items() if (rows["state"] == state).any()})
     return figure
 
 
-def _arms(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rename the two factors of an arm for legends."""
-    return rows.assign(initialization=rows["scaled"].map(_STARTS)).rename(columns={"order": "norm order"})
-
-
 def _panels(
-    rows: pd.DataFrame, x: str, y: str, title: str, col: str = "layers", share_x: bool = True, columns: int = 2, **shown
+    rows: pd.DataFrame,
+    drawn: tuple[str, str],
+    panels: tuple[str, str],
+    title: str,
+    label: str,
+    hue: tuple[str, Mapping[str, str]] = ("order", _ORDERS),
+    share_x: bool = True,
 ) -> Figure:
-    """Draw panels with one legend; by default colour is the norm order, line style the initialization."""
-    arms = {"hue": "norm order", "style": "initialization" if col != "initialization" else None, "palette": _PALETTE}
-    lines = {"units": "seed", "estimator": None, "linewidth": 0.9} | arms | shown
-    if col == "initialization":  # the line is the mean over the seeds, which are drawn as points
-        lines |= {"units": None, "estimator": "mean", "errorbar": None}
-    width = (PAGE_WIDTH if columns > 2 else COLUMN_WIDTH) / columns
-    size = {"height": width * 1.05, "aspect": 0.95, "col_wrap": columns}
-    facets = {"sharex": share_x, "legend_out": False}
-    with column_style():
-        grid = sns.relplot(rows, x=x, y=y, col=col, kind="line", facet_kws=facets, **lines, **size)
-        grid.set_titles(title)
-        sns.move_legend(
-            grid, "upper center", bbox_to_anchor=(0.5, 0.02), ncols=2, frameon=False, title_fontsize="small"
+    """Draw one line per run; of two orders, runs without scaled initialization are dashed.
+
+    Args:
+        drawn: columns of x and y.
+        panels: column with one panel per value, and the form of their titles.
+        label: of the y axis.
+        hue: column with one colour per value, and the colours.
+    """
+    (x, y), (col, heading), (kind, colors) = drawn, panels, hue
+    values = sorted(rows[col].unique())
+    with house_style():
+        figure = page_figure(title, 3.4)
+        axes = figure.subplots(1, len(values), sharex=share_x, sharey=True, squeeze=False)[0]
+        for axis, value in zip(axes, values, strict=True):
+            for (name, scaled, *_), run in rows[rows[col] == value].groupby([kind, "scaled", "lr", "seed"]):
+                style = "-" if scaled or kind == "state" else "--"
+                axis.plot(run[x], run[y], color=colors[name], linewidth=1, linestyle=style)
+            axis.set(xlabel=x, title=heading.format(value))
+        axes[0].set_ylabel(label)
+        sns.despine(figure)
+    return figure
+
+
+def _key(
+    figure: Figure, colors: Mapping[str, str] | None = None, starts: bool = False, references: bool = False
+) -> None:
+    """Name the colours and line styles in one line below the panels."""
+    shown = colors or {f"{order}-norm": color for order, color in _ORDERS.items()}
+    handles = [Line2D([], [], color=color, label=name) for name, color in shown.items()]
+    if starts:
+        styles = zip(_STARTS.values(), ("-", "--"), strict=True)
+        handles += [Line2D([], [], color="0.2", linestyle=style, label=name) for name, style in styles]
+    if references:
+        handles += [Line2D([], [], color=GREY, linewidth=0.9, linestyle=s, label=n) for n, s in _REFERENCES.values()]
+    with house_style():
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=6, frameon=False, handlelength=1.8, columnspacing=1.4
         )
-    plt.close(grid.figure)  # otherwise a notebook shows it twice
-    return grid.figure
 
 
 def _logarithmic(figure: Figure) -> None:
@@ -138,7 +195,7 @@ def _logarithmic(figure: Figure) -> None:
         axis.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _mark_references(axis: plt.Axes, cells: pd.DataFrame) -> None:
-    """Draw reference losses: the unigram entropy (dotted) and the lowest loss possible without context (dashed)."""
-    for name, style in (("scored_entropy", ":"), ("context_free_loss", (0, (6, 2)))):
-        axis.axhline(cells[name].dropna().iloc[0], color="0.4", linewidth=0.8, linestyle=style)
+def _mark_references(axis: Axes, cells: pd.DataFrame) -> None:
+    """Draw the reference losses."""
+    for column, (_, style) in _REFERENCES.items():
+        axis.axhline(cells[column].dropna().iloc[0], color=GREY, linewidth=0.9, linestyle=style)

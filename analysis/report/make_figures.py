@@ -35,6 +35,7 @@ from analysis.norm_order.figure import (
     draw_true_widths,
 )
 from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
+from analysis.report.style import DPI
 from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_wall, draw_parts
 from analysis.scaling.sizes import DEVICES, memory_table, parameter_table
 from analysis.scaling.tables import figure_1_rows, figure_5_rows
@@ -136,14 +137,14 @@ def draw_all(results: Path, folder: Path, suffix: str = "png", only: str | None 
     for name, (caption, figure) in drawn.items():
         if only in (None, name):
             path = folder / f"{name}.{suffix}"
-            figure.savefig(path, dpi=200, bbox_inches="tight", metadata={"Source": fingerprint(figure)})
+            figure.savefig(path, dpi=DPI, metadata={"Source": fingerprint(figure)})
             captions[path] = caption
     return captions
 
 
 def fingerprint(figure: Figure) -> str:
-    """Digest of the lines, bars, points and text of a figure's axes, the same on every machine."""
-    seen = []
+    """Digest of the lines, bars, points and text of a figure, the same on every machine."""
+    seen = [figure.get_suptitle()]
     for axis in figure.axes:
         seen += [axis.get_title(), axis.get_xlabel(), axis.get_ylabel()]
         drawn = [line.get_xydata() for line in axis.lines]

@@ -1,13 +1,15 @@
-"""One page with the ledger, every table and every figure: `make report`.
+"""One page with the findings, every figure, the cost model to try, the ledger and every table: `make report`.
 
     python analysis/report/make_report.py          # outputs/report/index.html
 
-The page is self-contained: figures are embedded as data, so it can be opened without a network.
+The page is self-contained: figures are embedded as data, so it can be opened without a network. It prints as one page
+of findings, followed by the figures.
 """
 
 import argparse
 import base64
 import html
+import json
 import re
 import sys
 import tempfile
@@ -19,11 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 import pandas as pd
 
 from analysis.ledger.evidence import KINDS
-from analysis.ledger.rows import heading, kinds
+from analysis.ledger.rows import heading, kinds, status
 from analysis.report import make_figures, make_tables
-from analysis.report.records import read_records
+from analysis.report.records import fitted_cluster, read_records
+from analysis.report.results_page import findings
+from analysis.scaling.study import MICRO_BATCH, SIZES, STUDY_TP_SIZES
+from lmscale.config.cluster import Cluster
 
-TEMPLATE = Path(__file__).with_name("report.html")
+TEMPLATE, COST_MODEL = Path(__file__).with_name("report.html"), Path(__file__).with_name("cost_model.js")
+_FIRST_FIGURE = "norm_order_curves"  # beside the findings
 _CELL = {True: "number", False: "words"}  # CSS classes
 _SIDES = ("paper", "ours")
 _SHOWN = ("id", "paper", "ours", "evidence", "unit", "from", "command")  # a narrow screen shows the first four
@@ -35,17 +41,53 @@ def render(results: Path) -> str:
     Raises:
         ValueError: a record that a table needs is missing.
     """
-    rows = make_tables.all_rows(read_records(results))
+    records = read_records(results)
+    rows, cluster = make_tables.all_rows(records), fitted_cluster(records["cost_model.json"])
     ledger, tables = rows["Ledger"], [(name, *about) for name, about in make_tables.TABLES.items() if name in rows]
+    figures = _figures(results)
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         total=len(ledger),
+        status=_text(status(ledger)),
+        findings="\n".join(_finding(each, figures) for each in findings(records)),
+        first_figure=figures.pop(_FIRST_FIGURE, ""),
+        figures="\n".join(figures.values()),
+        device=f"{cluster.device}, {cluster.memory_gib:g} GiB",
+        presets="\n".join(_presets()),
+        cluster=json.dumps(cluster_rates(cluster)),
+        cost_model=COST_MODEL.read_text(encoding="utf-8"),
         contents="\n".join(f'<a href="#{_anchor(name)}">{name}</a>' for name, *_ in tables),
         kinds="\n".join(_kind(row) for row in kinds(ledger).itertuples()),
         filters="\n".join(_filter(kind) for kind in KINDS),
         ledger=_ledger(ledger),
-        figures="\n".join(_figures(results)),
         tables="\n".join(_section(name, title, note, rows[name]) for name, title, note in tables),
     )
+
+
+def cluster_rates(cluster: Cluster) -> dict[str, float]:
+    """The rates of a cluster that `cost_model.js` reads."""
+    of_cluster = ("memory_gib", "reserved_gib", "memory_bandwidth_gb_s", "latency_us", "devices_per_node")
+    names = ("matmul_share", "elementwise_factor", "layer_overhead_ms", "tensor_bandwidth_gb_s", "data_bandwidth_gb_s")
+    rates = {name: getattr(cluster, name) for name in of_cluster}
+    rates |= {name: getattr(cluster.calibration, name) for name in names}
+    return rates | {"peak_fp16_tflops": cluster.peaks.fp16}
+
+
+def _presets() -> list[str]:
+    """One button per model of Table 1 on its GPUs, and the largest on 512."""
+    shown = [(size, tp_size, 1) for size, tp_size in STUDY_TP_SIZES.items()]
+    buttons = []
+    for size, tp_size, dp_size in [*shown, (shown[-1][0], shown[-1][1], 64)]:
+        num_layers, hidden_size, _ = SIZES[size]
+        choice = {"layers": num_layers, "hidden": hidden_size, "tp": tp_size, "dp": dp_size, "batch": MICRO_BATCH}
+        num_gpus = tp_size * dp_size
+        label = f"{size} on {num_gpus} GPU{'s' * (num_gpus > 1)}"
+        buttons.append(f'<button type="button" data-choice="{html.escape(json.dumps(choice))}">{label}</button>')
+    return buttons
+
+
+def _finding(each: dict[str, str], figures: dict[str, str]) -> str:
+    link = f' <a href="#{each["figure"]}-drawing">Figure</a>' if each["figure"] in figures else ""
+    return f"<li><h3>{_text(each['title'])}</h3><p>{_text(each['text'])}{link}</p></li>"
 
 
 def _anchor(name: str) -> str:
@@ -111,18 +153,16 @@ def _section(name: str, title: str, note: str, rows: pd.DataFrame) -> str:
     )
 
 
-def _figures(results: Path) -> list[str]:
-    """All figures, embedded as data."""
-    figures = []
+def _figures(results: Path) -> dict[str, str]:
+    """All figures by name, embedded as data."""
+    figures = {}
     with tempfile.TemporaryDirectory() as folder:
         for path, title in make_figures.draw_all(results, Path(folder), "svg").items():
-            drawing = path.read_bytes()
-            width, height = map(float, re.search(rb'width="([\d.]+)pt" height="([\d.]+)pt"', drawing).groups())
-            # A wide figure would be illegible on a phone, so it scrolls there.
-            kind = "wide" if width > 1.8 * height else "narrow"
-            image = f"data:image/svg+xml;base64,{base64.b64encode(drawing).decode()}"
-            box = f'<div class="box"><img class="{kind}" alt="{html.escape(title)}" src="{image}"></div>'
-            figures.append(f"<figure>{box}<figcaption>{_text(title)}</figcaption></figure>")
+            image = f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"
+            box = f'<div class="box" tabindex="0"><img alt="{html.escape(title)}" src="{image}"></div>'
+            figures[path.stem] = (
+                f'<figure id="{path.stem}-drawing">{box}<figcaption>{_text(title)}</figcaption></figure>'
+            )
     return figures
 
 

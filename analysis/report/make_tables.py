@@ -3,7 +3,7 @@
     python analysis/report/make_tables.py          # or: make tables
 
 All values come from the records; a test compares the committed files. `ledger.md` has every number of the paper, the
-README six results, and `docs/results.md` the tables of our measurements. To add a table, add its title to `TABLES`
+README the main results, and `docs/results.md` the tables of our measurements. To add a table, add its title to `TABLES`
 and its rows to `all_rows`, with the same columns as the others.
 """
 
@@ -20,7 +20,7 @@ from analysis.benchmarks.tables import cpu_speed, profile
 from analysis.correctness.table import peak_memory
 from analysis.finetuning.table import table_5
 from analysis.ledger.evidence import Context
-from analysis.ledger.rows import heading, kinds, ledger, short_form
+from analysis.ledger.rows import heading, kinds, ledger, short_form, status
 from analysis.norm_order.cells import read_cells
 from analysis.norm_order.summary import order_differences, order_table
 from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
@@ -173,7 +173,7 @@ def fill_page(page: str, rows: dict[str, pd.DataFrame], records: dict[str, dict]
 
 def _ledger_page(rows: pd.DataFrame) -> str:
     """All numbers by place in the paper, with the commands of each place above its rows."""
-    parts = [_page("Ledger", LEDGER_TITLE, LEDGER_NOTE, kinds(rows))]
+    parts = [_page("Ledger", LEDGER_TITLE, f"**{status(rows)}**\n\n{LEDGER_NOTE}", kinds(rows))]
     places = rows["id"].str.split("/").str[0]
     for place in places.unique():
         part = rows[places == place].copy()

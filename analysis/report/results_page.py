@@ -26,13 +26,36 @@ def _row(row: dict[str, str], records: Mapping[str, dict[str, Any]]) -> dict[str
     shown = {"what": row["what"], "measured": None, "unit": "not run", "record": row["record"]}
     if row["record"] not in records:
         return shown
+    value, unit = metric_value(row, records)
+    return shown | {"measured": value, "unit": unit}
+
+
+def metric_value(row: Mapping[str, str], records: Mapping[str, dict[str, Any]]) -> tuple[float, str]:
+    """Value and unit of a row's metric, or of its aggregate.
+
+    Raises:
+        ValueError: the record has no metric that matches, or several without an aggregate.
+    """
     metrics = records[row["record"]]["metrics"]
     found = [entry for name, entry in metrics.items() if re.fullmatch(row["metric"], name)]
     if not found or (len(found) > 1 and "of" not in row):
         raise ValueError(f"`metric` must match metrics of {row['record']}, but {row['metric']!r} matches {len(found)}")
     values = [entry["value"] for entry in found]
     value = _AGGREGATES[row["of"]](values) if "of" in row else values[0]
-    return shown | {"measured": value, "unit": "" if row.get("of") == "number" else found[0]["unit"]}
+    return value, "" if row.get("of") == "number" else found[0]["unit"]
+
+
+def findings(records: Mapping[str, dict[str, Any]]) -> list[dict[str, str]]:
+    """The findings of `findings.yaml` whose records exist: `title`, `text` with its values, `figure`."""
+    described = yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text(encoding="utf-8"))
+    found = []
+    for each in described:
+        rows = each["values"]
+        if all(row["record"] in records for row in rows.values()):
+            values = {name: metric_value(row, records)[0] for name, row in rows.items()}
+            text = each["text"].format(**values)
+            found.append({"title": each["title"], "text": text, "figure": each.get("figure", "")})
+    return found
 
 
 def fill(page: str, tables: Mapping[str, str]) -> str:

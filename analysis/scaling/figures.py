@@ -5,7 +5,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from analysis.report.style import BLUE, COLUMN_WIDTH, ORANGE, PALETTE, column_style
+from analysis.report.style import BLUE, GREY, ORANGE, PALETTE, house_style, label_ends, page_figure
 
 from .study import BASELINE_FLOPS_PER_S
 from .tables import OURS, PAPER
@@ -13,7 +13,6 @@ from .tables import OURS, PAPER
 _LABELS = {"edge": ("black", "black"), "center": ("white", "white")}  # colors legible at that position
 _COLORS = {PAPER: PALETTE["paper"], OURS: PALETTE["ours"]}
 _PARTS = {"layers": BLUE, "embeddings": ORANGE, "other": "0.8"}
-_HATCHES = {"layers": "", "embeddings": "//", "other": ".."}
 
 
 def draw_figure_5(rows: pd.DataFrame) -> Figure:
@@ -22,8 +21,13 @@ def draw_figure_5(rows: pd.DataFrame) -> Figure:
     Args:
         rows: result of `figure_5_rows`.
     """
-    with column_style("whitegrid"):
-        figure = _two_panels(rows, ["% of linear scaling"] * 2, sharey=True, fmt="%.0f")
+    error = (rows[OURS] - rows[PAPER]).abs()
+    worst, outlier = error[rows["role"] == "held out"].max(), error[rows["role"] == "outlier"].max()
+    title = (
+        f"Weak scaling: cells outside the fit are predicted within {worst:.1f} points, one outlier within {outlier:.1f}"
+    )
+    with house_style("whitegrid"):
+        figure = _two_panels(rows, title, ["% of linear scaling"] * 2, sharey=True, fmt="%.0f")
         figure.axes[0].set(ylim=(0, 110))
     return figure
 
@@ -34,37 +38,41 @@ def draw_figure_1(rows: pd.DataFrame) -> Figure:
     Args:
         rows: result of `figure_1_rows`.
     """
+    largest = rows.iloc[-1]
+    title = (
+        f"On {largest['GPUs']} GPUs the cost model sustains {largest[OURS]:.1f} PFLOP/s, the paper {largest[PAPER]:.1f}"
+    )
     rows = rows.assign(linear=rows["GPUs"] * BASELINE_FLOPS_PER_S / 1e15)
     rows.loc[rows["GPUs"] <= 8, [PAPER, OURS, "linear"]] *= 1e3  # the left panel, in TFLOP/s
-    with column_style("whitegrid"):
-        return _two_panels(rows, ["TFLOP/s", "PFLOP/s"], sharey=False, fmt="%.3g", label_type="center")
+    with house_style("whitegrid"):
+        return _two_panels(rows, title, ["TFLOP/s", "PFLOP/s"], sharey=False, fmt="%.3g", label_type="center")
 
 
-def _two_panels(rows: pd.DataFrame, units: list[str], sharey: bool, **numbers: str) -> Figure:
+def _two_panels(rows: pd.DataFrame, title: str, units: list[str], sharey: bool, **numbers: str) -> Figure:
     """Draw bars of both sources over the number of GPUs, without data parallelism (left) and with it (right).
 
     A column `linear` is drawn as markers, a column `role` as hatching; `numbers` goes to `bar_label`.
     """
-    figure = Figure(figsize=(2 * COLUMN_WIDTH, 2.8), layout="constrained")
+    figure = page_figure(title, 3.3)
     axes = figure.subplots(1, 2, sharey=sharey)
     for axis, unit, (panel, part) in zip(axes, units, rows.groupby("panel", sort=False), strict=True):
         tall = part.melt(id_vars=["GPUs"], value_vars=[PAPER, OURS], var_name="source", value_name="value")
         sns.barplot(tall, x="GPUs", y="value", hue="source", ax=axis, palette=_COLORS, saturation=1)
         axis.set(title=f"{panel} (V100)", ylabel=unit)
         for container, color in zip(axis.containers, _LABELS[numbers.get("label_type", "edge")], strict=True):
-            axis.bar_label(container, fontsize=7, color=color, **numbers)
+            axis.bar_label(container, fontsize=8, color=color, **numbers)
         for bar, role in zip(axis.containers[1], part.get("role", []), strict=False):
             bar.set_hatch("//" if role in ("held out", "outlier") else "")
         axis.get_legend().remove()
         if "linear" in part:
-            marks = {"color": "0.4", "marker": "_", "markersize": 22, "linestyle": "none"}
+            marks = {"color": "0.4", "marker": "_", "markersize": 30, "linestyle": "none"}
             axis.plot(range(len(part)), part["linear"], label="linear", **marks)
             axis.margins(y=0.1)
     handles, labels = axes[0].get_legend_handles_labels()
     if "role" in rows:
         handles.append(Patch(facecolor=PALETTE["ours"], edgecolor="white", hatch="//"))
         labels.append("not in the fit")
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, handlelength=3)
     return figure
 
 
@@ -74,21 +82,26 @@ def draw_parts(rows: pd.DataFrame) -> Figure:
     Args:
         rows: result of `parameter_table`.
     """
-    with column_style():
-        figure = Figure(figsize=(COLUMN_WIDTH, 2.8), layout="constrained")
+    large = rows.loc[rows["total"] > 1000]  # million
+    title = f"Above 1 B parameters, the layers hold {_least_share(large)} or more of a model"
+    with house_style():
+        figure = page_figure(title, 3.2)
         axis = figure.subplots()
         left = pd.Series(0.0, index=rows.index)
         for part, color in _PARTS.items():
             share = 100 * rows[part] / rows["total"]
-            axis.barh(rows["model"], share, left=left, color=color, edgecolor="black", linewidth=0.4, label=part)
-            for bar in axis.containers[-1]:
-                bar.set_hatch(_HATCHES[part])
+            axis.barh(rows["model"], share, left=left, color=color, edgecolor="white", linewidth=0.6, label=part)
             left += share
+        axis.bar_label(axis.containers[0], fmt="%.0f %%", label_type="center", color="white", fontsize=8)
         axis.invert_yaxis()
         axis.set(xlabel="% of the parameters", xlim=(0, 100))
-        figure.legend(loc="outside upper center", ncols=3, frameon=False)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
         sns.despine(figure)
     return figure
+
+
+def _least_share(rows: pd.DataFrame) -> str:
+    return f"{(100 * rows['layers'] / rows['total']).min():.0f} %"
 
 
 def draw_memory_wall(rows: pd.DataFrame, devices: dict[str, float]) -> Figure:
@@ -101,21 +114,29 @@ def draw_memory_wall(rows: pd.DataFrame, devices: dict[str, float]) -> Figure:
     rows = rows[(rows["recompute"] == "full") & rows["model"].str.startswith("gpt")]
     tall = rows.melt("model", [column for column in rows if column.startswith("tp ")], "tp", "GiB").dropna()
     tall["tensor ranks"] = tall["tp"].str.removeprefix("tp ").astype(int)
-    with column_style():
-        figure = Figure(figsize=(COLUMN_WIDTH, 3.0), layout="constrained")
+    sizes = sorted(tall["tensor ranks"].unique())
+    with house_style():
+        figure = page_figure("Each GPT fits on V100s at the paper's number of tensor ranks", 3.6)
         axis = figure.subplots()
-        look = {"hue": "model", "style": "model", "markers": True, "palette": "colorblind"}
-        sns.lineplot(tall, x="tensor ranks", y="GiB", ax=axis, **look)
-        for name, gib in devices.items():
-            axis.axhline(gib, color="0.4", linewidth=0.8, linestyle=":")
-            axis.text(8.2, gib, name, fontsize=6.5, va="center")
-        sizes = sorted(tall["tensor ranks"].unique())
-        axis.set(xscale="log", yscale="log", ylabel="GiB per rank")
+        for (model, part), color in zip(
+            tall.groupby("model", sort=False), sns.color_palette("viridis", 8), strict=False
+        ):
+            axis.plot(part["tensor ranks"], part["GiB"], marker="o", markersize=4, color=color)
+            axis.annotate(
+                model,
+                part[["tensor ranks", "GiB"]].iloc[0],
+                (-8, 0),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                color=color,
+            )
+        axis.set(xscale="log", yscale="log", xlabel="tensor ranks", ylabel="GiB per rank", xlim=(0.7, 8.3))
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.set_yticks([4, 8, 16, 32, 64, 128], ["4", "8", "16", "32", "64", "128"])
         axis.minorticks_off()
-        handles, labels = axis.get_legend_handles_labels()
-        axis.get_legend().remove()
-        figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+        for gib in devices.values():
+            axis.hlines(gib, 1, 8.3, color=GREY, linewidth=0.8, linestyle=":")
+        label_ends(axis, {name: (1, gib, GREY) for name, gib in devices.items()})
         sns.despine(figure)
     return figure

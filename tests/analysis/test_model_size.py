@@ -17,6 +17,7 @@ from analysis.model_size import run as model_size
 from analysis.model_size.figure import draw_laws, draw_model_sizes
 from analysis.model_size.power_law import fit_power_law
 from analysis.report import make_figures
+from analysis.report.style import PAGE_WIDTH
 from lmscale.cli.conf_files import look_up
 from lmscale.config.pretrain import RunConfig
 
@@ -182,17 +183,17 @@ def test_a_curve_has_at_most_20_points_and_always_the_last(tmp_path) -> None:
     assert len(curve) == 17 and curve[-1] == {"step": 99, "loss": 9.9} and curve[0]["step"] == 3
 
 
-def test_the_figures_show_the_records_with_units_at_column_width(tmp_path) -> None:
+def test_the_figures_show_the_records_with_units_at_page_width(tmp_path) -> None:
     record = model_size.summarize(model_size.read_cells(make_series(tmp_path / "cells")))
     laws, curves = draw_laws(record), draw_model_sizes(record)
     for figure in (laws, curves):
-        assert figure.get_figwidth() == 3.3
+        assert figure.get_figwidth() == PAGE_WIDTH
         for axis in figure.axes:
-            texts = [axis.xaxis.label, axis.yaxis.label, *axis.get_xticklabels(), *axis.get_legend().get_texts()]
-            assert min(text.get_fontsize() for text in texts) >= 7
-    assert {(a.get_xscale(), a.get_yscale(), a.get_ylabel()) for a in laws.axes} == {
-        ("log", "log", "validation loss (nats/token)")
-    }
+            legend = axis.get_legend().get_texts() if axis.get_legend() else axis.texts
+            texts = [axis.xaxis.label, *axis.get_xticklabels(), *legend]
+            assert legend and min(text.get_fontsize() for text in texts) >= 8
+    assert {(a.get_xscale(), a.get_yscale()) for a in laws.axes} == {("log", "log")}
+    assert laws.axes[0].get_ylabel() == "validation loss (nats/token)"
     points = laws.axes[0].containers[0].lines[0]
     assert list(points.get_ydata()) == [record["metrics"][f"{n}/loss"]["value"] for n in record["config"]["curves"]]
     assert len({line.get_linestyle() for line in laws.axes[0].get_lines() if len(line.get_xdata()) == 100}) == 2

@@ -21,6 +21,7 @@ from analysis.norm_order.summary import (
     start_table,
     summarize,
 )
+from analysis.report.style import PAGE_WIDTH
 
 
 @pytest.fixture
@@ -157,7 +158,7 @@ def test_the_figures_have_one_panel_per_depth_and_units(study) -> None:
     norms = draw_gradient_norms(read_gradient_norms(records_of(study)), cells, 4)
     failures = draw_failures(read_gradient_norms(records_of(study)), cells, 4, (1, 50))
     assert [len(figure.axes) for figure in (curves, norms, draw_rates(cells, 4), failures)] == [2, 2, 2, 2]
-    assert all(figure.get_size_inches()[0] < 4.5 for figure in (norms, failures))  # column width
+    assert all(figure.get_figwidth() == PAGE_WIDTH for figure in (norms, failures))
     runs = at_chosen_rates(cells, cells, 4)
     counts = {order: sum(runs.loc[runs["order"] == order, "state"] == "learned") for order in ("pre", "post")}
     total = len(runs) // 2

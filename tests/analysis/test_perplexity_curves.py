@@ -10,6 +10,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from analysis.model_size import perplexity_curves
+from analysis.report.style import PAGE_WIDTH
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ((2, 24, 4), (3, 32, 4), (5, 40, 8), (7, 48, 8))
@@ -61,11 +62,12 @@ def test_curves_differ_without_colour(figure: Figure) -> None:
     assert len({str(line._dash_pattern) for line in lines}) == 4
 
 
-def test_the_figure_has_column_width_and_seven_point_text(figure: Figure) -> None:
+def test_the_figure_has_page_width_and_names_each_curve_at_its_end(figure: Figure) -> None:
     axis = figure.axes[0]
-    assert figure.get_figwidth() == 3.3
-    texts = [axis.xaxis.label, axis.yaxis.label, *axis.get_xticklabels(), *axis.get_legend().get_texts()]
-    assert min(text.get_fontsize() for text in texts) >= 7
+    assert figure.get_figwidth() == PAGE_WIDTH and axis.get_legend() is None
+    assert len({text.get_text() for text in axis.texts}) == 4
+    texts = [axis.xaxis.label, axis.yaxis.label, *axis.get_xticklabels(), *axis.texts]
+    assert min(text.get_fontsize() for text in texts) >= 8
     assert axis.get_ylabel() == "validation perplexity, log scale" and axis.get_xlabel() == "iterations"
 
 

@@ -1,0 +1,81 @@
+"""Run folders as a table, best first, and curves; labels do not overlap; the committed demo has learned."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from analysis.demo.demo import COMMITTED, MARGIN_NATS, TITLES, summarize
+from analysis.report.style import house_style, label_ends, page_figure
+from analysis.report.your_runs import NEWEST, demo_runs, draw_runs, find_runs, read_runs
+from lmscale.results import new_record, write_record
+
+
+def make_run(folder: Path, loss: float, *overrides: str) -> Path:
+    metrics = {"val/loss": {"value": loss, "unit": "nats/token"}, "tokens_per_s": {"value": 90.0, "unit": "tokens/s"}}
+    write_record(new_record("gpt", "run", {"overrides": list(overrides)}, 1, metrics), folder / "record.json")
+    rows = [f"{step},{9 - step},{'' if step % 2 else loss},80.5" for step in range(1, 5)]
+    (folder / "metrics.csv").write_text("\n".join(["step,train/loss,val/loss,tokens_per_s", *rows]) + "\n")
+    return folder
+
+
+def test_runs_of_a_sweep_are_named_by_what_differs_and_the_best_is_first(tmp_path) -> None:
+    for i, (loss, rate) in enumerate([(5.0, "1e-3"), (4.0, "2e-3")]):
+        make_run(tmp_path / "sweep" / str(i), loss, "model=gpt_tiny", f"optimizer.lr={rate}", f"hydra.run.dir={i}")
+    table, curves = read_runs(find_runs([tmp_path / "sweep"]))
+    assert list(table.index) == ["optimizer.lr=2e-3", "optimizer.lr=1e-3"]
+    assert list(table["validation loss"]) == [4.0, 5.0] and list(table["tokens/s"]) == [90.0, 90.0]
+    figure = draw_runs(table, curves)
+    assert figure.get_suptitle() == "Lowest validation loss: 4.000 nats, optimizer.lr=2e-3"
+    points = [list(line.get_ydata()) for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert points == [[4.0, 4.0], [5.0, 5.0]]
+
+
+def test_equal_or_long_names_are_the_folders_and_stay_different(tmp_path) -> None:
+    long = "model.some_key=a_value_that_is_longer_than_a_label"
+    runs = [make_run(tmp_path / "a", 3.0, long), make_run(tmp_path / "b", 2.0), make_run(tmp_path / "c" / "b", 1.0)]
+    assert list(read_runs(runs)[0].index) == ["b (3)", "b (2)", "a"]
+
+
+def test_the_default_is_the_newest_runs_of_both_folders(tmp_path) -> None:
+    assert find_runs(root=tmp_path) == []
+    places = [tmp_path / ("outputs" if i % 2 else "multirun") / "gpt" / str(i) for i in range(NEWEST + 2)]
+    for i, place in enumerate(places):
+        make_run(place, 1.0)
+        os.utime(place / "record.json", (i, i))
+    assert find_runs(root=tmp_path) == places[:1:-1]
+
+
+def test_a_folder_without_runs_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="`folders` must hold run folders .* but .*empty has none"):
+        find_runs([tmp_path / "empty"])
+
+
+def test_labels_at_the_ends_of_lines_do_not_overlap_and_stay_in_the_axes() -> None:
+    with house_style():
+        axis = page_figure("title", 3).subplots()
+        axis.plot([0, 1], [0, 1])
+        label_ends(axis, {str(i): (1, 0.97 + 0.01 * i, "black") for i in range(5)}, gap=0.1)
+    places = sorted(text.get_position()[1] for text in axis.texts)
+    assert places[-1] <= 1 and min(b - a for a, b in zip(places, places[1:], strict=False)) > 0.0999
+
+
+def test_the_committed_demo_has_learned_and_has_curves() -> None:
+    metrics = {name: entry["value"] for name, entry in json.loads(COMMITTED.read_text())["metrics"].items()}
+    for model, margin in MARGIN_NATS.items():
+        assert metrics[f"{model}/unigram"] - metrics[f"{model}/after"] >= margin
+    assert metrics["gpt/after"] < metrics["gpt/bigram"]
+    table, curves = demo_runs()
+    assert set(table.index) == set(curves) and all(len(curve) >= 8 for curve in curves.values())
+    for model, title in TITLES.items():  # no spike above the untrained loss
+        assert curves[title]["train"].max() < metrics[f"{model}/before"]
+
+
+def test_the_summary_says_what_each_loss_means_and_what_was_expected() -> None:
+    lines = summarize({"bert": {"before": 7.5, "unigram": 6.0, "after": 5.9}}).splitlines()
+    expected = json.loads(COMMITTED.read_text())["metrics"]["bert/after"]["value"]
+    assert [line for line in lines if line.startswith("after")] == [
+        f"after        5.900{expected:10.3f}  the trained model"
+    ]
+    assert lines[-1] == "It HAS NOT LEARNED ENOUGH: 0.100 nats below the unigram (required: 0.2)."
