@@ -14,7 +14,7 @@ from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 from lmscale.partition import assign_owners
 from lmscale.planner.communication import micro_batch_collectives, partial_parameters, step_collectives
-from lmscale.planner.flops import hardware_flops_per_step, recomputes_whole_layer
+from lmscale.planner.flops import hardware_flops_per_step, num_recomputed_whole
 from lmscale.planner.operations import step_operations
 from lmscale.planner.params import count_parameters
 
@@ -46,7 +46,8 @@ def rank_flops(config: TransformerConfig, layout: ParallelConfig, b: int, s: int
     """Of eager layers, whose recomputation may stop before the last product (of the second half, if there are two)."""
     found = step_operations(config, layout, b, 1, s, dtype)
     again = [o for o in found if (o.phase, o.name) == ("recomputation", "MLP down")]
-    left_out = 0 if recomputes_whole_layer(config) else sum(o.count * o.flops for o in again) // layout.batch_parts
+    num_cut_short = config.num_layers - num_recomputed_whole(config)
+    left_out = sum(o.count * o.flops for o in again) * num_cut_short // (config.num_layers * layout.batch_parts)
     return sum(o.count * o.flops for o in found) - left_out
 
 

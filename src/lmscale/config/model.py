@@ -187,6 +187,11 @@ class TransformerConfig:
         return _placements()[self.norm_order]
 
     @property
+    def layer_placements(self) -> list[Any]:
+        """The `NormPlacement` of each layer, which may depend on the depth."""
+        return [self.placement.of_layer(index, self.num_layers) for index in range(self.num_layers)]
+
+    @property
     def norm_eps(self) -> float:
         """LayerNorm's epsilon: 1e-12 in the original BERT (post), 1e-5 in Megatron-LM (pre), unless set."""
         return self.placement.eps if self.layer_norm_eps is None else self.layer_norm_eps

@@ -27,6 +27,10 @@ class NormPlacement(ABC):
     after_stack: bool = False
     eps: float = 1e-5
 
+    def of_layer(self, index: int, num_layers: int) -> "NormPlacement":
+        """The placement of one layer, counted from 0; the same in every layer unless a subclass says otherwise."""
+        return self
+
     def layer(
         self,
         x: Any,
