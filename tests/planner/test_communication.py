@@ -92,6 +92,16 @@ def test_every_switch_of_the_model_changes_formulas_and_trace_alike(
     assert_equal_to_trace(config, ParallelConfig(2, 3, sequence_parallel=True, batch_halves=True), 4, 12, "fp64")
 
 
+@pytest.mark.parametrize("norm_order", ["deepnorm", "peri", "b2t", "mix"])
+def test_formulas_and_trace_agree_for_the_later_placements(norm_order: str) -> None:
+    """Without dropout, recomputation stops early in pre-norm layers; of the five of Mix-LN one is post-norm."""
+    for recompute in ("none", "full"):
+        settings = {"num_layers": 5, "recompute": recompute, "attention": "exact"}
+        config = small_config("bert", norm_order=norm_order, **settings)
+        assert_equal_to_trace(config, ParallelConfig(2, 3), 5, 13, "fp64")
+        assert_equal_to_trace(config, ParallelConfig(2, 3, sequence_parallel=True), 5, 12, "fp64")
+
+
 def test_a_gpt_rank_has_its_share_of_the_flops_of_the_paper() -> None:
     config = paper_model("gpt_8.3b", recompute="full")
     assert 8 * rank_flops(config, ParallelConfig(8), 8, 1024, "bf16") == hardware_flops_per_step(config, 1024, 8)
