@@ -58,7 +58,7 @@ class PeriNorm(PreNorm):
 class BottomToTop(PostNorm):
     """B2T: post-norm with one more connection, from a layer's input to its last addition, past the inner LayerNorm.
 
-    Source: Takase et al. 2022 (arXiv:2206.00330), section 4; takase/b2t_connection.
+    Source: Takase et al. 2022 (arXiv:2206.00330); takase/b2t_connection.
     """
 
     def layer(
