@@ -232,7 +232,7 @@ def test_a_run_that_changes_its_layout_half_way_is_the_run_of_one_process(tmp_pa
     def run(name: str, folder: str, **changes) -> RunConfig:
         return tiny_run("bert", tmp_path / name / folder, model__norm_order=name, **lengths, **changes)
 
-    cut = {"parallel": {"tp_size": 2, "sequence_parallel": True}, "trainer__stop_after_steps": 2}
+    cut = {"parallel": {"tp_size": 2, "dp_size": 1, "sequence_parallel": True}, "trainer__stop_after_steps": 2}
     run_jobs([run(name, "part", **cut) for name in LATER], 2)
     run_jobs([run(name, folder, resume="auto") for name in LATER for folder in ("part", "whole")], 1)
     for name in LATER:
