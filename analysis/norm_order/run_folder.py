@@ -18,7 +18,8 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
     with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
         rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
     for row in rows:
-        row.setdefault("train/lm_loss", row["train/loss"])  # GPT has one term
+        if "train/lm_loss" not in row:  # GPT has one term
+            row["train/lm_loss"] = row["train/loss"]
     return [row for row in rows if math.isfinite(row["train/lm_loss"] + row["grad_norm"])]
 
 
