@@ -17,6 +17,7 @@ DIVERGED_ABOVE, STUCK_WITHIN = 0.25, 0.1
 STATES = ("learned", "stuck", "diverged")
 ARM = ["order", "scaled"]
 CELL = ["layers", *ARM, "lr", "seed"]
+CONDITIONS = ["warmup", "family", "data", "precision"]  # which the cells of the second study have besides
 
 
 def read_cells(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
@@ -36,7 +37,7 @@ def read_cells(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
         rows.append(record["config"]["cell"] | metrics | {"unstable": _was_unstable(record["config"]["curve"])})
     cells = pd.DataFrame(rows)
     if len(cells):
-        again = cells[cells.duplicated(CELL)]
+        again = cells[cells.duplicated([*CELL, *cells.columns.intersection(CONDITIONS)])]
         if len(again):
             raise ValueError(f"a cell must have one record, but {again.iloc[0][CELL].to_dict()} has two")
         cells["lr"] = cells["lr"].astype(float)

@@ -11,11 +11,13 @@ that have a record are skipped. The summary is `records/norm_order.json`; `make 
 """
 
 import argparse
+import ctypes
 import itertools
 import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -30,7 +32,7 @@ from omegaconf import OmegaConf
 
 from analysis.norm_order.cells import ARM, choose_rates, read_cells
 from analysis.norm_order.references import reference_losses
-from analysis.norm_order.run_folder import NATS, describe_losses, read_rows
+from analysis.norm_order.run_folder import NATS, describe_losses, digest, read_rows, read_statistics
 from analysis.norm_order.summary import summarize
 from lmscale.results import new_record, write_record
 
@@ -48,6 +50,7 @@ SEEDS = range(1, 4)
 STAGES = {FACTORIAL: 3, 6: 3, 24: 3, 48: 1}  # layers: seeds; the first stage chooses the rates
 RETRIED = 24  # layers at which runs that do not learn are repeated at lower rates, to separate depth from learning rate
 DIVERGED = 3  # exit code of a run without finite gradients
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,12 @@ def run_cell(cell: Cell, more: Sequence[str], outputs: Path, records: Path) -> N
     command = [sys.executable, str(ROOT / "src" / "train.py"), *cell.overrides(), *more, f"hydra.run.dir={run_dir}"]
     with open(outputs / f"{cell.name}.log", "w", encoding="utf-8") as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_end_with_parent,
         )
         _, status, usage = os.wait4(process.pid, 0)
     code = os.waitstatus_to_exitcode(status)
@@ -158,11 +166,18 @@ def run_cell(cell: Cell, more: Sequence[str], outputs: Path, records: Path) -> N
     write_record(describe_cell(cell, more, run_dir, code == DIVERGED, usage), target)
 
 
+def _end_with_parent() -> None:
+    """Let Linux kill the run with this script: the next start deletes the folder that it would go on writing to."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def describe_cell(
     cell: Cell, more: Sequence[str], run_dir: Path, diverged: bool, usage: resource.struct_rusage
 ) -> dict[str, Any]:
     """Build a cell's record from its run folder: metrics, loss curve and gradient norms per layer."""
-    metrics, curves = describe_losses(read_rows(run_dir), diverged, int(SWEEP.schedule.warmup_steps))
+    rows, values = read_rows(run_dir), json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    metrics, curves = describe_losses(rows, diverged, values["schedule"]["warmup_steps"])
     metrics["cpu_time"] = {"value": usage.ru_utime + usage.ru_stime, "unit": "s"}
     config: dict[str, Any] = {
         "overrides": [*cell.overrides(), *more],
@@ -170,10 +185,11 @@ def describe_cell(
     }
     if not diverged:
         run = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
-        metrics["validation_loss"] = run["metrics"]["val/lm_loss"] | {"unit": NATS}
+        validation = run["metrics"].get("val/lm_loss") or run["metrics"]["val/loss"]  # GPT has one term
+        metrics["validation_loss"] = validation | {"unit": NATS}
         metrics |= {k: {"value": loss, "unit": NATS} for k, loss in reference_losses(run["config"]).items()}
         config["corpus"] = {part: run["config"]["corpus"][part] for part in ("train", "validation")}
-    config |= {"cell": vars(cell)} | curves
+    config |= {"cell": vars(cell), "losses_sha256": digest(rows), "statistics": read_statistics(run_dir)} | curves
     layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
     return new_record("norm_order_cell", "scaled_down", config, cell.seed, metrics, device="cpu", layout=layout)
 

@@ -1,6 +1,8 @@
 """What a run of the norm-order study left in its folder: losses and gradient norms."""
 
 import csv
+import hashlib
+import json
 import math
 import statistics
 from pathlib import Path
@@ -15,7 +17,33 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
     """The rows of metrics.csv with a finite loss and gradient; a run that diverged has others after them."""
     with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
         rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+    for row in rows:
+        if "train/lm_loss" not in row:  # GPT has one term
+            row["train/lm_loss"] = row["train/loss"]
     return [row for row in rows if math.isfinite(row["train/lm_loss"] + row["grad_norm"])]
+
+
+def digest(rows: list[dict[str, float]]) -> str:
+    """sha256 of the loss and the gradient norm of every step, equal only if all are equal in every bit."""
+    text = repr([(row["train/lm_loss"], row["grad_norm"]) for row in rows])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_statistics(run_dir: Path) -> dict[str, dict[str, list[float]]]:
+    """Statistics of the sublayers by step, name and `attention` or `mlp`, one number per layer, to six digits.
+
+    Returns:
+        `{"10": {"variance_ratio/mlp": [...], ...}, ...}`; empty if the run recorded none.
+    """
+    path, found = run_dir / "layer_statistics.jsonl", {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        at_step = json.loads(line)
+        columns = found.setdefault(str(at_step["step"]), {})
+        for entry in at_step["sublayers"]:
+            for name in entry.keys() - {"layer", "sublayer"}:
+                value = entry[name]
+                columns.setdefault(f"{name}/{entry['sublayer']}", []).append(float(f"{value:.6g}"))
+    return {step: dict(sorted(columns.items())) for step, columns in found.items()}
 
 
 def describe_losses(
@@ -46,7 +74,7 @@ def describe_losses(
 
 def steps_of_norms(num_steps: int, warmup_steps: int) -> list[int]:
     """Steps with recorded norms: the first, the end of the warm-up, the middle and the last."""
-    return sorted({1, min(warmup_steps, num_steps), max(num_steps // 2, 1), num_steps})
+    return sorted({1, min(max(warmup_steps, 1), num_steps), max(num_steps // 2, 1), num_steps})
 
 
 def norms_at(rows: list[dict[str, float]], step: int) -> dict[str, float]:

@@ -159,7 +159,7 @@ def test_a_cell_is_trained_once_and_its_record_has_curve_and_gradients(tmp_path,
     least, entropy = (record["metrics"][name]["value"] for name in ("context_free_loss", "scored_entropy"))
     assert 4.2 < least < 4.5 < entropy < 4.9
     norms = record["config"]["gradient_norms"]
-    assert set(norms) == {"1", "15", "30"} and set(norms["1"]) == {"embedding", "layer_0", "layer_1", "output"}
+    assert set(norms) == {"1", "2", "15", "30"} and set(norms["1"]) == {"embedding", "layer_0", "layer_1", "output"}
     assert record["seed"] == 5 and record["kind"] == "scaled_down"
     script.run_cell(cell, ["never=read"], tmp_path / "outputs", tmp_path / "records")
     with pytest.raises(RuntimeError, match="2_post_unscaled_6e-3_6 ended with code 2"):

@@ -73,7 +73,7 @@ def check_layer(guard: Path, case: dict, tolerance: float) -> None:
     sizes = case["hidden_size"], case["heads"], 50257, s
     config = TransformerConfig(case.get("family", "gpt"), 2, *sizes, **case.get("model", {}))
     layout = ParallelConfig(case.get("tp_size", 1), sequence_parallel=case.get("sequence_parallel", False))
-    layer = LayerCounts.of(config, layout, b, s, "fp8" if float8 else "bf16")
+    layer = LayerCounts.of(config, config.placement, layout, b, s, "fp8" if float8 else "bf16")
     for calls, operations in zip(graphs, (layer.forward("forward"), layer.backward()), strict=True):
         passes = [o for o in operations if o.kind == "elementwise"]
         generated = [num_bytes for call, num_bytes in calls if call.startswith("triton_")]

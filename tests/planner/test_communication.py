@@ -14,7 +14,7 @@ from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 from lmscale.partition import assign_owners
 from lmscale.planner.communication import micro_batch_collectives, partial_parameters, step_collectives
-from lmscale.planner.flops import hardware_flops_per_step, recomputes_whole_layer
+from lmscale.planner.flops import hardware_flops_per_step, num_recomputed_whole
 from lmscale.planner.operations import step_operations
 from lmscale.planner.params import count_parameters
 
@@ -46,7 +46,8 @@ def rank_flops(config: TransformerConfig, layout: ParallelConfig, b: int, s: int
     """Of eager layers, whose recomputation may stop before the last product (of the second half, if there are two)."""
     found = step_operations(config, layout, b, 1, s, dtype)
     again = [o for o in found if (o.phase, o.name) == ("recomputation", "MLP down")]
-    left_out = 0 if recomputes_whole_layer(config) else sum(o.count * o.flops for o in again) // layout.batch_parts
+    num_cut_short = config.num_layers - num_recomputed_whole(config)
+    left_out = sum(o.count * o.flops for o in again) * num_cut_short // (config.num_layers * layout.batch_parts)
     return sum(o.count * o.flops for o in found) - left_out
 
 
@@ -89,6 +90,16 @@ def test_every_switch_of_the_model_changes_formulas_and_trace_alike(
     assert_equal_to_trace(config, ParallelConfig(2, 3, sequence_parallel=True), 5, 12, "fp64")
     assert_equal_to_trace(config, ParallelConfig(2, 3, batch_halves=True), 4, 13, "fp64")
     assert_equal_to_trace(config, ParallelConfig(2, 3, sequence_parallel=True, batch_halves=True), 4, 12, "fp64")
+
+
+@pytest.mark.parametrize("norm_order", ["deepnorm", "peri", "b2t", "mix"])
+def test_formulas_and_trace_agree_for_the_later_placements(norm_order: str) -> None:
+    """Without dropout, recomputation stops early in pre-norm layers; of the five of Mix-LN one is post-norm."""
+    for recompute in ("none", "full"):
+        settings = {"num_layers": 5, "recompute": recompute, "attention": "exact"}
+        config = small_config("bert", norm_order=norm_order, **settings)
+        assert_equal_to_trace(config, ParallelConfig(2, 3), 5, 13, "fp64")
+        assert_equal_to_trace(config, ParallelConfig(2, 3, sequence_parallel=True), 5, 12, "fp64")
 
 
 def test_a_gpt_rank_has_its_share_of_the_flops_of_the_paper() -> None:

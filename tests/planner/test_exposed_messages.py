@@ -19,7 +19,7 @@ CLUSTER = load_cluster(Path(__file__).parents[2] / "conf" / "cluster" / "h200.ya
 
 def waits(operations: list[tuple[str, float]], messages: dict, each: float, parts: int) -> float:
     waited, total = Counter(), Counter()
-    _pass(operations, messages, Counter({what: each for what, _ in messages.values()}), parts, waited, total)
+    _pass(operations, messages, Counter({what: each for what, _ in messages.values()}), parts, 1, waited, total)
     return waited.total()
 
 
@@ -40,7 +40,7 @@ def test_a_layer_has_the_messages_of_the_plan(case: str, norm_order: str, sequen
     name, changes = CASES[case]
     config = paper_model(name, norm_order=norm_order, **changes)
     layout = ParallelConfig(4, 1, sequence)
-    layer = LayerCounts.of(config, layout, 8, 512, dtype)
+    layer = LayerCounts.of(config, config.placement, layout, 8, 512, dtype)
     found = Counter()
     for operations in (layer.forward("forward"), layer.backward()):
         names = [o.name for o in operations]
@@ -55,7 +55,7 @@ def test_a_layer_has_the_messages_of_the_plan(case: str, norm_order: str, sequen
 
 def test_the_gradient_of_a_weight_hides_the_sum_of_an_input_gradient() -> None:
     config, layout = paper_model("gpt_8.3b"), ParallelConfig(8)
-    backward = LayerCounts.of(config, layout, 8, 1024, "bf16").backward()
+    backward = LayerCounts.of(config, config.placement, layout, 8, 1024, "bf16").backward()
     seconds = {o.name: operation_s(o, CLUSTER, "bf16") + launch_s(o, CLUSTER) for o in backward}
     behind_mlp = seconds["MLP up, gradient of the weight"] + seconds["MLP LayerNorm, again"]
     behind_attention = seconds["QKV, gradient of the weight"]

@@ -43,7 +43,7 @@ def from_file(model: dict) -> dict:
 
 
 def _placements() -> dict[str, Any]:
-    return load("lmscale.models.norm_placement:PLACEMENTS")
+    return load("lmscale.models.later_placements:PLACEMENTS")
 
 
 def _choose(enum: type[Enum], name: str, value: object) -> Enum:
@@ -71,9 +71,10 @@ class TransformerConfig:
             checkpoints do not depend on `tp_size`. 1,024 gives the paper's 51,200 and 30,720; 1 means no padding.
         max_position_embeddings: longest sequence in tokens.
         ffn_hidden_size: width of the MLP; None means 4 h, the paper's.
-        norm_order: where LayerNorms and residuals stand, a name in `models/norm_placement.py`: `pre` (the paper's,
-            Figure 7 b) or `post` (the original BERT, Figure 7 a).
-        layer_norm_eps: None means the published value of the placement: 1e-5 pre, 1e-12 post.
+        norm_order: where LayerNorms and residuals stand: `pre` (the paper's, Figure 7 b), `post` (the original BERT,
+            Figure 7 a), or a later placement: `deepnorm`, `peri`, `b2t` or `mix`, see `models/later_placements.py`.
+        layer_norm_eps: None means the published value of the placement: 1e-12 where it extends post-norm (`post`,
+            `deepnorm`, `b2t`), 1e-5 elsewhere.
         gelu: `tanh` (GPT-2) or `erf` (BERT); None means that of the family.
         hidden_dropout: probability of dropping an element of a sublayer's output.
         attention_dropout: probability of dropping an attention probability.
@@ -81,7 +82,8 @@ class TransformerConfig:
         initializer: how weights are drawn from the seed: by a `generator` of torch on the host, or by a `counter` on
             their own device, seconds instead of minutes for a large model; both the same at every layout.
         initializer_std: weights are drawn from N(0, std) (section 4.2).
-        scale_residual_init: scale the output weights of sublayers at initialization by 1/sqrt(2 L) (section 4.2).
+        scale_residual_init: scale the output weights of sublayers at initialization by 1/sqrt(2 L) (section 4.2);
+            `deepnorm` scales by its own factor instead.
         attention: `sdpa` (torch's fused kernels where the device has them, in torch's order), or one of them first:
             `flash`, `cudnn` or `efficient`; `exact`: plain softmax(QK^T/sqrt(d))V, whose dropout mask does not depend
             on the layout; or `auto`, the fastest by measurement, which a run resolves before a model is built and its
@@ -185,6 +187,11 @@ class TransformerConfig:
     def placement(self) -> Any:
         """The `NormPlacement` of `norm_order`."""
         return _placements()[self.norm_order]
+
+    @property
+    def layer_placements(self) -> list[Any]:
+        """The `NormPlacement` of each layer, which may depend on the depth."""
+        return [self.placement.of_layer(index, self.num_layers) for index in range(self.num_layers)]
 
     @property
     def norm_eps(self) -> float:

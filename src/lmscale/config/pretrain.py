@@ -35,6 +35,9 @@ class LoggerConfig:
     Args:
         log_every_steps: optimizer steps between rows of metrics.csv.
         layer_grad_norms: also report the gradient norm of the embedding, of each layer and of the output part.
+        layer_statistics: steps at which `layer_statistics.jsonl` gets the statistics of each sublayer: variance of its
+            branch, the share that does not depend on the input, gradient norm and attention entropy; see
+            `training/output/layer_statistics.py`. Each costs one forward pass. [] is none.
         tensorboard: write TensorBoard events.
         wandb: log to Weights & Biases; needs the wandb package.
         project: name of the project on Weights & Biases.
@@ -42,12 +45,16 @@ class LoggerConfig:
 
     log_every_steps: int = 1
     layer_grad_norms: bool = False
+    layer_statistics: list = field(default_factory=list)
     tensorboard: bool = True
     wandb: bool = False
     project: str = "lmscale"
 
     def __post_init__(self) -> None:
         require_positive(self, "log_every_steps")
+        steps = self.layer_statistics
+        if not all(isinstance(step, int) and not isinstance(step, bool) and step >= 1 for step in steps):
+            raise ValueError(f"`layer_statistics` must be a list of whole numbers of at least 1, but is {steps}")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Multi-head self-attention with the heads split over the tensor ranks."""
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,8 @@ class SelfAttention(nn.Module):
         self.dropout = config.attention_dropout
         self.recompute_core = config.recompute is Recompute.SELECTIVE
         self.qkv = ColumnParallelLinear(hidden, 3 * hidden, context, config.initializer_std)
+        gains = (2 * self.head_size, 1.0), (self.head_size, config.placement.value_gain(config))  # Q and K; V
+        self.qkv.weight.shard = replace(self.qkv.weight.shard, row_gains=gains)
         self.output = RowParallelLinear(hidden, hidden, context, config.placement.residual_std(config))
 
     def forward(

@@ -37,7 +37,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, config: TransformerConfig, context: ParallelContext, index: int) -> None:
         super().__init__()
         self.context, self.dropout = context, config.hidden_dropout
-        self.placement = config.placement
+        self.placement = config.placement.of_layer(index, config.num_layers)
         for sublayer, module in (("attention", SelfAttention(config, context, index)), ("mlp", MLP(config, context))):
             for name in self.placement.before + self.placement.after:
                 self.add_module(f"{sublayer}_{name}", LayerNorm(config.hidden_size, config.norm_eps, context))

@@ -26,10 +26,9 @@ class MLP(nn.Module):
         super().__init__()
         self.gelu_approximation = "tanh" if config.gelu_form == "tanh" else "none"
         self.recompute_gelu = config.recompute is Recompute.SELECTIVE
-        self.up = ColumnParallelLinear(config.hidden_size, config.ffn_size, context, config.initializer_std)
-        self.down = RowParallelLinear(
-            config.ffn_size, config.hidden_size, context, config.placement.residual_std(config)
-        )
+        placement, h, f = config.placement, config.hidden_size, config.ffn_size
+        self.up = ColumnParallelLinear(h, f, context, placement.value_gain(config) * config.initializer_std)
+        self.down = RowParallelLinear(f, h, context, placement.residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.up(x)  # [b, s, 4h/p]

@@ -1,7 +1,8 @@
 """Where LayerNorms and residual connections stand (Figure 7): one class per `model.norm_order`.
 
-Torch is not imported: config and planner read the same classes. To add a placement, write a class and add it to
-`PLACEMENTS`. Most define `residual`; override `layer` if connections cross sublayers.
+Torch is not imported: config and planner read the same classes. `later_placements.py` has those that came after the
+paper, and the names of all. To add a placement, write a class and add it to its `PLACEMENTS`. Most define `residual`;
+override `layer` if connections cross sublayers.
 """
 
 import math
@@ -19,6 +20,7 @@ class NormPlacement(ABC):
         after_embedding, after_stack: whether a LayerNorm follows the embeddings (`embedding_norm`) or the last layer
             (`final_norm`).
         eps: LayerNorm's epsilon if `model.layer_norm_eps` is null.
+        residual_scale: factor of what a sublayer's output is added to.
     """
 
     before: tuple[str, ...] = ()
@@ -26,6 +28,11 @@ class NormPlacement(ABC):
     after_embedding: bool = False
     after_stack: bool = False
     eps: float = 1e-5
+    residual_scale: float = 1.0
+
+    def of_layer(self, index: int, num_layers: int) -> "NormPlacement":
+        """The placement of one layer, counted from 0; the same in every layer unless a subclass says otherwise."""
+        return self
 
     def layer(
         self,
@@ -60,6 +67,10 @@ class NormPlacement(ABC):
         std = config.initializer_std
         return std / math.sqrt(2 * config.num_layers) if config.scale_residual_init else std
 
+    def value_gain(self, config: Any) -> float:
+        """Factor on the initial standard deviation of the values' projection and of the MLP's first matrix."""
+        return 1.0
+
     @property
     def num_layer_norms(self) -> int:
         """Number of LayerNorms per layer."""
@@ -92,6 +103,3 @@ class PostNorm(NormPlacement):
     def residual(self, x: Any, sublayer: Callable, norm: Callable) -> Any:
         """norm(x + sublayer(x))."""
         return norm(x + sublayer(x))
-
-
-PLACEMENTS: dict[str, NormPlacement] = {"pre": PreNorm(), "post": PostNorm()}

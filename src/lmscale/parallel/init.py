@@ -43,6 +43,9 @@ def initialize_parameters(
             spec = param.shard
             if spec.init == "normal":
                 draw(param, name, seed, context)
+                if any(gain != 1.0 for _, gain in spec.row_gains):
+                    pattern = torch.cat([torch.full((rows, 1), gain) for rows, gain in spec.row_gains])
+                    param.mul_(pattern.repeat(len(param) // len(pattern), 1).to(param))
             elif spec.init == "ones":
                 param.fill_(1.0)
             else:

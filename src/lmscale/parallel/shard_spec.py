@@ -17,6 +17,7 @@ class ShardSpec:
         shard_dim: dimension cut over the tensor ranks; None if every rank holds the whole tensor.
         init: `normal`, `zeros` or `ones`.
         std: standard deviation of `normal`.
+        row_gains: factors on what `normal` draws: (rows, factor) of consecutive rows, repeated over dimension 0.
         used_rows: rows (dimension 0) that are part of the model; the padding rows after them are zero.
         grad_is_partial: a replicated parameter that each tensor rank uses only on its own positions (sequence
             parallelism), so its gradient must be added over the tensor ranks.
@@ -28,6 +29,7 @@ class ShardSpec:
     std: float = 0.0
     used_rows: int | None = None
     grad_is_partial: bool = False
+    row_gains: tuple[tuple[int, float], ...] = ()
 
     @property
     def replicated(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..partition import assign_owners, buffer_pieces, part_sizes, rows_at_once
 from .buckets import gradient_pieces
-from .flops import recomputes_whole_layer, scored_tokens
+from .flops import num_recomputed_whole, scored_tokens
 from .memory import BYTES, FP32_BYTES
 from .params import parameter_sizes, parameters_in_order
 
@@ -92,13 +92,14 @@ def micro_batch_collectives(
 
 
 def _plain_collectives(config: TransformerConfig, num_bytes: int, parts: int, compiled: bool) -> list[Collective]:
-    def of_layers(what: str, phase: str, per_layer: int) -> Collective:
-        return Collective(what, "all_reduce", "tensor", phase, per_layer * config.num_layers, num_bytes // parts)
+    def of_layers(what: str, phase: str, count: int) -> Collective:
+        return Collective(what, "all_reduce", "tensor", phase, count, num_bytes // parts)
 
+    per_pass = 2 * parts * config.num_layers
     found = [
         Collective("embedding", "all_reduce", "tensor", "forward", 1, num_bytes),
-        of_layers("attention and MLP outputs", "forward", 2 * parts),
-        of_layers("gradients of attention and MLP inputs", "backward", 2 * parts),
+        of_layers("attention and MLP outputs", "forward", per_pass),
+        of_layers("gradients of attention and MLP inputs", "backward", per_pass),
     ]
     if config.recompute is Recompute.FULL:
         found.append(
@@ -108,16 +109,17 @@ def _plain_collectives(config: TransformerConfig, num_bytes: int, parts: int, co
 
 
 def _recomputed_outputs(config: TransformerConfig, parts: int, compiled: bool) -> int:
-    """Per layer; the last one, of the second half if there are two, may not be needed."""
-    return 2 * parts - (not (compiled or recomputes_whole_layer(config)))
+    """Of all layers; the last one of a layer, of the second half if there are two, may not be needed."""
+    num_layers = config.num_layers
+    return 2 * parts * num_layers - (0 if compiled else num_layers - num_recomputed_whole(config))
 
 
 def _sequence_collectives(config: TransformerConfig, num_bytes: int, parts: int, compiled: bool) -> list[Collective]:
     def one(what: str, kind: str, phase: str) -> Collective:
         return Collective(what, kind, "tensor", phase, 1, num_bytes)
 
-    def of_layers(what: str, kind: str, phase: str, per_layer: int = 2 * parts) -> Collective:
-        return Collective(what, kind, "tensor", phase, per_layer * config.num_layers, num_bytes // parts)
+    def of_layers(what: str, kind: str, phase: str, count: int = 2 * parts * config.num_layers) -> Collective:
+        return Collective(what, kind, "tensor", phase, count, num_bytes // parts)
 
     found = [
         one("embedding", "reduce_scatter", "forward"),

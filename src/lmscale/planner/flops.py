@@ -99,13 +99,13 @@ def scored_tokens(config: TransformerConfig, seq_length: int) -> int:
     return max(1, round(family_of(config.family).scored_share * seq_length))
 
 
-def recomputes_whole_layer(config: TransformerConfig) -> bool:
-    """Whether full recomputation repeats an eager layer to its end, as it does a compiled one.
+def num_recomputed_whole(config: TransformerConfig) -> int:
+    """Number of layers that full recomputation repeats to their end if they are eager, as it does all compiled ones.
 
     torch's checkpoint stops once it has what the backward pass needs. Behind the last linear that is the dropout's
     mask, or the input of a LayerNorm that follows; without either the last product and its all-reduce are not repeated.
     """
-    return config.hidden_dropout > 0 or bool(config.placement.after)
+    return sum(config.hidden_dropout > 0 or bool(placement.after) for placement in config.layer_placements)
 
 
 def _forward_flops(config: TransformerConfig, seq_length: int, global_batch_size: int) -> tuple[int, int]:

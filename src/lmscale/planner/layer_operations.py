@@ -5,6 +5,7 @@ b s / p.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..config.family import family_of
@@ -22,6 +23,7 @@ class LayerCounts:
     """Sizes of one layer on one rank; `of` makes it.
 
     Args:
+        placement: the layer's `NormPlacement`.
         tokens: b s.
         own: b s, with sequence parallelism over p.
         width: h.
@@ -33,6 +35,7 @@ class LayerCounts:
     """
 
     config: TransformerConfig
+    placement: Any
     tokens: int
     own: int
     width: int
@@ -46,11 +49,14 @@ class LayerCounts:
     float8: bool
 
     @classmethod
-    def of(cls, config: TransformerConfig, layout: ParallelConfig, b: int, s: int, dtype: str) -> "LayerCounts":
-        """The sizes of a layer of `config`."""
+    def of(
+        cls, config: TransformerConfig, placement: Any, layout: ParallelConfig, b: int, s: int, dtype: str
+    ) -> "LayerCounts":
+        """The sizes of a layer of `config` in one of its `layer_placements`."""
         p, drops, float8 = layout.tp_size, config.hidden_dropout > 0, dtype == "fp8"
         return cls(
             config,
+            placement,
             tokens=b * s,
             own=b * s // p if layout.cuts_sequence else b * s,
             width=config.hidden_size,
@@ -70,7 +76,7 @@ class LayerCounts:
 
     @property
     def _is_pre(self) -> bool:
-        return bool(self.config.placement.before)
+        return bool(self.placement.before)
 
     def forward(self, phase: str) -> list[Operation]:
         """The forward pass, or its recomputation."""
@@ -157,7 +163,7 @@ class LayerCounts:
 
     def _more_norms(self, phase: str, read: int, written: int, launches: int) -> list[Operation]:
         """LayerNorms beyond two per layer."""
-        number = self.config.placement.num_layer_norms - 2
+        number = self.placement.num_layer_norms - 2
         return [elementwise("further LayerNorms", phase, read, written, launches)] * number
 
     def _product(self, name: str, phase: str, m: int, n: int, k: int) -> Operation:

@@ -51,16 +51,17 @@ def step_operations(
     """
     config.check_tensor_parallel(layout.tp_size)
     parts = layout.batch_parts
-    layer = LayerCounts.of(config, layout, micro_batch_size // parts, seq_length, dtype)
-    in_layers = layer.forward("forward") + layer.backward()
-    if config.recompute is Recompute.FULL:
-        in_layers += layer.forward("recomputation")
-    elif config.recompute is Recompute.SELECTIVE:
-        in_layers += layer.core_again()
-    in_layers = [times(parts, operation) for operation in in_layers]
-    if parts > 1:
-        in_layers.append(layer.gradients_read_again())
-    once = [times(config.num_layers, operation) for operation in in_layers]
+    once = []
+    for placement, number in Counter(config.layer_placements).items():
+        layer = LayerCounts.of(config, placement, layout, micro_batch_size // parts, seq_length, dtype)
+        in_layer = layer.forward("forward") + layer.backward()
+        if config.recompute is Recompute.FULL:
+            in_layer += layer.forward("recomputation")
+        elif config.recompute is Recompute.SELECTIVE:
+            in_layer += layer.core_again()
+        once += [times(number * parts, operation) for operation in in_layer]
+        if parts > 1:
+            once.append(times(number, layer.gradients_read_again()))
     once += _embedding(config, layout, micro_batch_size, seq_length, BYTES[dtype])
     once += _head(config, layout, micro_batch_size, seq_length, BYTES[dtype])
     micro_batch = [times(num_micro_batches, operation) for operation in once]

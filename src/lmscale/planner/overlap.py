@@ -52,11 +52,13 @@ def exposed_shares(
         cluster: one with a `roofline`.
         message_s: seconds of one message, by `Collective.what`.
     """
-    layer = LayerCounts.of(config, layout, micro_batch_size // layout.batch_parts, seq_length, dtype)
     waits, total = Counter(), Counter()
-    for operations in (layer.forward("forward"), layer.backward()):
-        timed = [(o.name, operation_s(o, cluster, dtype) + launch_s(o, cluster)) for o in operations]
-        _pass(timed, _SEQUENCE if layout.cuts_sequence else _PLAIN, message_s, layout.batch_parts, waits, total)
+    for placement, number in Counter(config.layer_placements).items():
+        layer = LayerCounts.of(config, placement, layout, micro_batch_size // layout.batch_parts, seq_length, dtype)
+        for operations in (layer.forward("forward"), layer.backward()):
+            timed = [(o.name, operation_s(o, cluster, dtype) + launch_s(o, cluster)) for o in operations]
+            messages = _SEQUENCE if layout.cuts_sequence else _PLAIN
+            _pass(timed, messages, message_s, layout.batch_parts, number, waits, total)
     return {what: waits[what] / seconds for what, seconds in total.items()}
 
 
@@ -65,10 +67,11 @@ def _pass(
     messages: dict[str, tuple[str, str]],
     message_s: dict[str, float],
     parts: int,
+    num_layers: int,
     waits: Counter,
     total: Counter,
 ) -> None:
-    """Go through one pass over a layer, and add the seconds of its messages and of the waits for them.
+    """Go through one pass over a layer, and add, for all such layers, the seconds of its messages and of the waits.
 
     As with `WaitLast` (`models/compiler_options.py`), the first part that can go on does; if all wait, the one whose
     message started first.
@@ -85,7 +88,7 @@ def _pass(
             needed_by, what = starts[name]
             free = max(free, clock) + message_s[what]
             arrivals[part][needed_by] = free
-            total[what] += message_s[what]
+            total[what] += num_layers * message_s[what]
 
     for part in range(parts):
         start_message(part)
@@ -95,7 +98,7 @@ def _pass(
         name, seconds = operations[done[part]]
         if name in arrivals[part]:
             waited = max(0.0, arrivals[part][name] - clock)
-            waits[messages[name][0]] += waited
+            waits[messages[name][0]] += num_layers * waited
             clock += waited
         clock += seconds
         done[part] += 1

@@ -89,10 +89,11 @@ def parameter_sizes(config: TransformerConfig, tp_size: int) -> list[int]:
     up, qkv, norm = [f, f * h], [3 * h // tp_size, 3 * h * h // tp_size], [h, h]
     mlp, attention = [h, f * h, *(up[::-1] if tp_size > 1 else up)], [h, h * h // tp_size]
     attention += qkv[::-1] if tp_size > 1 else qkv
-    family, placement = family_of(config.family), config.placement
+    family, placement, layers = family_of(config.family), config.placement, []
     heads = [size for _, size, _ in family.head.parameters(h, v)]
-    before, after = len(placement.before) * norm, len(placement.after) * norm
-    layers = config.num_layers * [*after, *mlp, *before, *after, *attention, *before]
+    for of_layer in reversed(config.layer_placements):
+        before, after = len(of_layer.before) * norm, len(of_layer.after) * norm
+        layers += [*after, *mlp, *before, *after, *attention, *before]
     around = [*placement.after_stack * norm, *layers, *placement.after_embedding * norm]
     types = [family.num_token_types * h] if family.num_token_types else []
     return [*heads, *around, config.max_position_embeddings * h, *types, v * h]

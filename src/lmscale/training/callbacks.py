@@ -8,6 +8,7 @@ import lightning as L
 from ..parallel import first_difference
 from ..planner.flops import dense_peak_flops_per_s
 from .job import PretrainJob
+from .output.layer_statistics import LayerStatistics
 from .output.profiling import StepProfiler
 from .output.progress import ProgressLine
 from .output.reporting import SampleDigest, StepReport
@@ -29,6 +30,8 @@ def add_callbacks(job: PretrainJob, running: Run) -> StepReport:
     if run.trainer.profiler is not None:
         callbacks.append(StepProfiler(running.folder / "profile"))
     callbacks.append(report)
+    if run.logger.layer_statistics:
+        callbacks.append(LayerStatistics(run.logger.layer_statistics, running.folder))
     if run.trainer.progress_bar:
         callbacks.append(ProgressLine(report))
     folder = running.folder / CHECKPOINTS

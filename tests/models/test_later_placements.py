@@ -1,0 +1,282 @@
+"""DeepNorm, Peri-LN, B2T and Mix-LN: equal to plain torch modules, equal at every layout, planned and initialized."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import make_context, run_ranks
+from runs import read_rows, run_jobs, tiny_run
+from sharding import count_model_parameters, differences_from_plain, random_model, small_config
+from torch import Tensor, nn
+
+from lmscale.config import TransformerConfig
+from lmscale.config.pretrain import RunConfig
+from lmscale.models import build_model, later_placements
+from lmscale.models.hugging_face import model_of
+from lmscale.models.transformer import Transformer
+from lmscale.parallel import ParallelContext
+from lmscale.planner.communication import partial_parameters
+from lmscale.planner.params import count_parameters, parameter_sizes
+
+LATER = ("deepnorm", "peri", "b2t", "mix")
+HIDDEN, HEADS, LAYERS = 24, 4, 5  # a quarter of the layers, rounded down, is one
+
+
+class Layer(nn.Module):
+    """A layer of torch's modules; `norms` are by our names."""
+
+    def __init__(self, names: list[str], eps: float) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(HIDDEN, HEADS, batch_first=True)
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        self.norms = nn.ModuleDict({name: nn.LayerNorm(HIDDEN, eps) for name in names})
+
+    def attend(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+    def transform(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def pre(layer: Layer, x: Tensor) -> Tensor:
+    x = x + layer.attend(layer.norms["attention_norm"](x))
+    return x + layer.transform(layer.norms["mlp_norm"](x))
+
+
+def post(layer: Layer, x: Tensor) -> Tensor:
+    x = layer.norms["attention_norm"](x + layer.attend(x))
+    return layer.norms["mlp_norm"](x + layer.transform(x))
+
+
+def deepnorm(layer: Layer, x: Tensor) -> Tensor:
+    alpha = 10**0.25  # (2 x 5 layers)^(1/4)
+    x = layer.norms["attention_norm"](alpha * x + layer.attend(x))
+    return layer.norms["mlp_norm"](alpha * x + layer.transform(x))
+
+
+def peri(layer: Layer, x: Tensor) -> Tensor:
+    norms = layer.norms
+    x = x + norms["attention_output_norm"](layer.attend(norms["attention_norm"](x)))
+    return x + norms["mlp_output_norm"](layer.transform(norms["mlp_norm"](x)))
+
+
+def b2t(layer: Layer, x: Tensor) -> Tensor:
+    y = layer.norms["attention_norm"](x + layer.attend(x))
+    return layer.norms["mlp_norm"](y + x + layer.transform(y))
+
+
+REFERENCES: dict[str, list[Callable]] = {
+    "pre": [pre] * LAYERS,
+    "post": [post] * LAYERS,
+    "deepnorm": [deepnorm] * LAYERS,
+    "peri": [peri] * LAYERS,
+    "b2t": [b2t] * LAYERS,
+    "mix": [post] + [pre] * (LAYERS - 1),
+}
+OUTER = {  # LayerNorms outside the layers
+    "pre": {"final_norm"},
+    "post": {"embedding_norm"},
+    "deepnorm": {"embedding_norm"},
+    "peri": {"embedding_norm", "final_norm"},
+    "b2t": {"embedding_norm"},
+    "mix": {"final_norm"},
+}
+EPS = {"post": 1e-12, "deepnorm": 1e-12, "b2t": 1e-12, "pre": 1e-5, "peri": 1e-5, "mix": 1e-5}
+
+
+def config_of(name: str, **changes) -> TransformerConfig:
+    return small_config("bert", norm_order=name, num_layers=LAYERS, **{"max_position_embeddings": 12} | changes)
+
+
+def by_part(qkv: Tensor) -> Tensor:
+    """Our rows [head, (q, k, v), d] in torch's order [(q, k, v), head, d]."""
+    return qkv.view(HEADS, 3, HIDDEN // HEADS, -1).transpose(0, 1).reshape(qkv.shape)
+
+
+def pairs(ours: Transformer, layers: list[Layer], outer: dict[str, nn.LayerNorm]) -> list[tuple]:
+    """(our parameter, theirs, the view of ours that has the order of theirs)."""
+    found = []
+    for layer, theirs in zip(ours.layers, layers, strict=True):
+        attention, module = layer.attention, theirs.attention
+        found.append((attention.qkv.weight, module.in_proj_weight, by_part))
+        found.append((attention.qkv.bias, module.in_proj_bias, by_part))
+        same = [(attention.output, module.out_proj), (layer.mlp.up, theirs.up), (layer.mlp.down, theirs.down)]
+        same += [(getattr(layer, name), norm) for name, norm in theirs.norms.items()]
+        found += [(getattr(a, kind), getattr(b, kind), torch.clone) for a, b in same for kind in ("weight", "bias")]
+    for name, norm in outer.items():
+        module = getattr(ours, name)
+        found += [(module.weight, norm.weight, torch.clone), (module.bias, norm.bias, torch.clone)]
+    return found
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_forward_and_gradients_equal_those_of_torchs_modules(name: str) -> None:
+    ours = random_model(config_of(name), ParallelContext()).transformer
+    assert {n for n, _ in ours.named_children() if n.endswith("norm")} == OUTER[name]
+    names = [n for n, _ in ours.layers[0].named_children() if n.endswith("norm")]
+    layers = [Layer(names, EPS[name]).double() for _ in range(LAYERS)]
+    outer = {n: nn.LayerNorm(HIDDEN, EPS[name]).double() for n in OUTER[name]}
+    together = pairs(ours, layers, outer)
+    with torch.no_grad():
+        for mine, theirs, view in together:
+            theirs.copy_(view(mine))
+    tables = [p for n, p in ours.named_parameters() if "embedding" in n and "norm" not in n]
+    assert len(together) + len(tables) == len(list(ours.parameters()))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(99, (3, 7), generator=generator)
+    types = torch.randint(2, (3, 7), generator=generator)
+    direction = torch.randn(3, 7, HIDDEN, dtype=torch.float64, generator=generator)
+
+    found = ours(tokens, types)
+    (found * direction).sum().backward()
+    gradients = [p.grad for p in tables]
+    for p in tables:
+        p.grad = None
+    x = ours.word_embedding.weight[tokens] + ours.position_embedding[:7] + ours.token_type_embedding[types]
+    x = outer["embedding_norm"](x) if "embedding_norm" in outer else x
+    for layer, apply in zip(layers, REFERENCES[name], strict=True):
+        x = apply(layer, x)
+    x = outer["final_norm"](x) if "final_norm" in outer else x
+    (x * direction).sum().backward()
+
+    assert (found - x).abs().max() < 1e-12 * x.abs().max()
+    compared = [(view(mine.grad), theirs.grad) for mine, theirs, view in together]
+    compared += list(zip(gradients, (p.grad for p in tables), strict=True))
+    for mine, theirs in compared:
+        assert (mine - theirs).abs().max() < 1e-12 * max(p.grad.abs().max() for p in ours.parameters())
+
+
+def test_the_placements_give_different_models() -> None:
+    tokens = torch.arange(7)[None]
+    outputs = [random_model(config_of(name), ParallelContext()).transformer(tokens).sum().item() for name in REFERENCES]
+    assert len({round(value, 6) for value in outputs}) == len(REFERENCES)
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+@pytest.mark.parametrize("initializer", ["generator", "counter"])
+def test_deepnorm_scales_values_outputs_and_the_mlp_by_beta(family: str, initializer: str) -> None:
+    """At 32 layers beta is 256^(-1/4) = 1/4, which is exact; encoder and decoder have the same."""
+    settings = {"num_layers": 32, "norm_order": "deepnorm", "initializer": initializer}
+    scaled, plain = (
+        build_model(small_config(family, scale_residual_init=on, **settings), ParallelContext(), seed=3)
+        for on in (True, False)
+    )
+    assert scaled.transformer.layers[31].placement.residual_scale == pytest.approx(64**0.25, rel=1e-15)
+    for ours, other in zip(scaled.transformer.layers, plain.transformer.layers, strict=True):
+        parts = zip(*(by_part(layer.attention.qkv.weight).chunk(3) for layer in (ours, other)), strict=True)
+        for gain, (part, unscaled) in zip((1.0, 1.0, 0.25), parts, strict=True):
+            assert torch.equal(part, gain * unscaled)
+        assert torch.equal(ours.attention.output.weight, 0.25 * other.attention.output.weight)
+        assert torch.equal(ours.mlp.up.weight, 0.25 * other.mlp.up.weight)
+        assert torch.equal(ours.mlp.down.weight, 0.25 * other.mlp.down.weight)
+    assert other.mlp.down.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_shard_of_deepnorms_initial_weights_is_the_slice_of_the_whole() -> None:
+    config = config_of("deepnorm")
+    whole = build_model(config, ParallelContext(), seed=3).transformer.layers[0].attention.qkv.weight
+    parts = [
+        build_model(config, ParallelContext(tp_size=2, tp_rank=rank), seed=3).transformer.layers[0].attention.qkv.weight
+        for rank in range(2)
+    ]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("name", [*LATER, "pre"])
+def test_the_other_placements_scale_only_the_last_matrix_of_a_sublayer(name: str) -> None:
+    layer = build_model(config_of(name), ParallelContext(), seed=None, device="meta").transformer.layers[-1]
+    others = [layer.mlp.up.weight.shard.std, layer.attention.qkv.weight.shard.std]
+    last = {layer.mlp.down.weight.shard.std, layer.attention.output.weight.shard.std}
+    if name == "deepnorm":
+        assert others == [pytest.approx(0.02 * 40**-0.25, rel=1e-15), 0.02] and last == {others[0]}
+    else:
+        assert others == [0.02, 0.02] and last == {0.02 / 10**0.5}
+
+
+LAYOUTS = {
+    "plain": ({}, {}),
+    "dropout": ({"hidden_dropout": 0.2}, {}),
+    "sequence": ({"hidden_dropout": 0.2}, {"sequence_parallel": True}),
+    "sequence-full": ({"recompute": "full"}, {"sequence_parallel": True}),
+    "full": ({"recompute": "full", "hidden_dropout": 0.2}, {}),
+    "selective": ({"recompute": "selective", "attention": "exact"}, {}),
+    "halves": ({}, {"batch_halves": True}),
+}
+
+
+def _differences(rank: int) -> dict[str, dict[str, float]]:
+    found = {}
+    for name, (case, (model, layout)) in itertools.product(LATER, LAYOUTS.items()):
+        context = dataclasses.replace(make_context(tp_size=2), **layout)
+        batch_size = 4 if layout.get("batch_halves") else 5
+        found[f"{name}, {case}"] = differences_from_plain(config_of(name, **model), context, batch_size)
+    return found
+
+
+def test_two_tensor_ranks_equal_one_process() -> None:
+    for found in run_ranks(_differences, 2):
+        for case, differences in found.items():
+            assert max(differences.values()) < 1e-12, (case, differences)
+
+
+def test_a_run_that_changes_its_layout_half_way_is_the_run_of_one_process(tmp_path: Path) -> None:
+    """Two steps on two tensor ranks with sequence parallelism, saved, and the third on one."""
+    lengths = {"data__seq_length": 32, "model__max_position_embeddings": 32, "model__num_layers": LAYERS}
+
+    def run(name: str, folder: str, **changes) -> RunConfig:
+        return tiny_run("bert", tmp_path / name / folder, model__norm_order=name, **lengths, **changes)
+
+    cut = {"parallel": {"tp_size": 2, "dp_size": 1, "sequence_parallel": True}, "trainer__stop_after_steps": 2}
+    run_jobs([run(name, "part", **cut) for name in LATER], 2)
+    run_jobs([run(name, folder, resume="auto") for name in LATER for folder in ("part", "whole")], 1)
+    for name in LATER:
+        part, whole = (read_rows(tmp_path / name / folder) for folder in ("part", "whole"))
+        assert [row["step"] for row in part] == [1, 2, 3]
+        for column in ("train/loss", "grad_norm"):
+            assert [row[column] for row in part] == pytest.approx([row[column] for row in whole], rel=1e-12)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", LATER)
+def test_the_planner_counts_the_real_parameters(name: str, tp_size: int) -> None:
+    config = config_of(name)
+    count = count_parameters(config, tp_size)
+    assert count_model_parameters(config, tp_size) == (count.sharded_per_rank, count.replicated)
+    context = ParallelContext(tp_size=2, sequence_parallel=True)
+    model = build_model(config, context, seed=None, device="meta")
+    assert partial_parameters(config) == sum(p.numel() for p in model.parameters() if p.shard.grad_is_partial)
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_the_planner_has_the_order_in_which_gradients_are_finished(name: str) -> None:
+    for recompute in ("none", "full"):
+        config = dataclasses.replace(config_of(name), recompute=recompute)
+        model, order = random_model(config, ParallelContext()), []
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda param, order=order: order.append(param.numel()))
+        tokens = torch.arange(12)[None]
+        loss, order_of_sentences = model(tokens, tokens % 2, torch.ones(1, 12, dtype=torch.bool), tokens)
+        (loss + order_of_sentences.sum()).backward()
+        assert order == parameter_sizes(config, 1)
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_hugging_face_has_none_of_them(family: str, name: str) -> None:
+    message = f"`norm_order` of a {family.upper()} must be .* for Hugging Face, but is {name}"
+    with pytest.raises(ValueError, match=message):
+        model_of(small_config(family, norm_order=name))
+
+
+def test_the_file_imports_no_torch_and_every_class_names_its_source() -> None:
+    source = inspect.getsource(later_placements)
+    imported = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)]
+    assert {n.module for n in imported} == {"collections.abc", "dataclasses", "typing", "norm_placement"}
+    for name in LATER:
+        assert "Source: " in type(later_placements.PLACEMENTS[name]).__doc__

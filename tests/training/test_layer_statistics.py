@@ -1,0 +1,128 @@
+"""Statistics of each sublayer: against plain formulas, at every layout, and without an effect on training."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import make_context, run_ranks
+from runs import read_rows, run_jobs, tiny_run
+from sharding import random_batch, random_model, small_config, total_loss
+from torch import nn
+
+from lmscale.parallel import ParallelContext
+from lmscale.training.output.layer_statistics import FILE, measure_sublayers
+
+EXACT = {"logger__layer_grad_norms": True, "micro_batch_size": 2}
+LENGTHS = {"data__seq_length": 32, "model__max_position_embeddings": 32}
+
+
+def read_lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / FILE).read_text(encoding="utf-8").splitlines()]
+
+
+def near(entry: dict) -> dict:
+    return {key: value if isinstance(value, str) else pytest.approx(value, rel=1e-10) for key, value in entry.items()}
+
+
+def measure(model: nn.Module, batch: dict) -> list[dict]:
+    return measure_sublayers(model, lambda: total_loss(model, batch))
+
+
+@pytest.mark.parametrize("order", ["pre", "post", "deepnorm", "peri"])
+def test_the_statistics_are_those_of_the_branch_and_the_residual_of_a_layer(order: str) -> None:
+    config = small_config("bert", norm_order=order)
+    model, batch = random_model(config, ParallelContext()), random_batch(config)
+    found = measure(model, batch)
+    assert [(e["layer"], e["sublayer"]) for e in found] == [(i, s) for i in range(2) for s in ("attention", "mlp")]
+    with torch.no_grad():
+        layer, scale = model.transformer.layers[0], 2**0.5 if order == "deepnorm" else 1.0
+        x = model.transformer.embed(batch["tokens"], batch["token_types"], None)
+        mask = batch["attention_mask"][:, None, None, :]
+        first = layer.attention_norm(x) if order in ("pre", "peri") else x
+        branch = layer.attention(first, mask, None)
+        branch = layer.attention_output_norm(branch) if order == "peri" else branch
+        ratio = branch.var(-1, correction=0).mean() / (scale * x).var(-1, correction=0).mean()
+        constant = branch.mean(0).square().mean() / branch.square().mean()
+        qkv = layer.attention.qkv(first).view(5, 13, 4, 3, 6)
+        q, k = qkv[..., 0, :], qkv[..., 1, :]
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(6)
+        p = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        entropy = -(p * p.clamp(min=1e-300).log()).sum(-1).mean()
+    assert found[0]["variance_ratio"] == pytest.approx(ratio.item(), rel=1e-12)
+    assert found[0]["constant_share"] == pytest.approx(constant.item(), rel=1e-12)
+    assert found[0]["attention_entropy"] == pytest.approx(entropy.item(), rel=1e-12)
+    assert "attention_entropy" not in found[1]
+
+
+def test_equal_sequences_have_a_constant_branch_and_equal_keys_the_largest_entropy() -> None:
+    model = random_model(small_config("gpt"), ParallelContext())
+    with torch.no_grad():
+        for layer in model.transformer.layers:
+            layer.attention.qkv.weight.view(4, 3, 6, 24)[:, 1] = 0.0  # keys
+    tokens = torch.arange(11).expand(3, 11)
+    found = measure(model, {"tokens": tokens, "labels": tokens, "sample_numbers": torch.arange(3)})
+    assert [e["constant_share"] for e in found] == pytest.approx([1.0] * 4, rel=1e-12)
+    causal = sum(math.log(n) for n in range(1, 12)) / 11  # a query attends evenly to all positions up to its own
+    assert [e["attention_entropy"] for e in found[::2]] == pytest.approx([causal] * 2, rel=1e-12)
+
+
+def test_measuring_leaves_no_hooks_and_the_mode_as_it_was() -> None:
+    config = small_config("gpt", hidden_dropout=0.3)
+    model = random_model(config, ParallelContext())
+    first, second = (measure(model, random_batch(config)) for _ in range(2))
+    assert first == second and model.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def _measured(rank: int) -> list[list[dict]]:
+    found = []
+    for family, layout in (("bert", {}), ("gpt", {"sequence_parallel": True}), ("gpt", {"batch_halves": True})):
+        config = small_config(family, norm_order="peri", max_position_embeddings=12)
+        batch = random_batch(config, 4)
+        for context in (ParallelContext(), dataclasses.replace(make_context(tp_size=2), **layout)):
+            found.append(measure(random_model(config, context), batch))
+    return found
+
+
+def test_two_tensor_ranks_measure_what_one_process_does() -> None:
+    for found in run_ranks(_measured, 2):
+        for plain, sharded in zip(found[::2], found[1::2], strict=True):
+            for one, two in zip(plain, sharded, strict=True):
+                assert one.keys() == two.keys()
+                assert list(two.values()) == [
+                    v if isinstance(v, str) else pytest.approx(v, rel=1e-11) for v in one.values()
+                ]
+
+
+def test_a_run_writes_its_steps_once_and_trains_as_without(tmp_path: Path) -> None:
+    """2 x 2 with sequence parallelism against one process in fp64; stopped after step 2 and resumed."""
+    chosen = {"logger__layer_statistics": [1, 3], "checkpoint__save_every_steps": 2, "resume": "auto"}
+    cut = {"tp_size": 2, "dp_size": 2, "sequence_parallel": True}
+    run_jobs([tiny_run("bert", tmp_path / "without", **EXACT, **LENGTHS)], 1)
+    for stop in (2, None):
+        more = {"trainer__stop_after_steps": stop}
+        run_jobs([tiny_run("bert", tmp_path / "one", **chosen, **EXACT, **LENGTHS, **more)], 1)
+    run_jobs([tiny_run("bert", tmp_path / "cut", parallel=cut, **chosen, **EXACT, **LENGTHS)], 4)
+    assert not (tmp_path / "without" / FILE).exists()
+    rows, plain = read_rows(tmp_path / "one"), read_rows(tmp_path / "without")
+    assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in plain]
+    lines, others = read_lines(tmp_path / "one"), read_lines(tmp_path / "cut")
+    assert [line["step"] for line in lines] == [line["step"] for line in others] == [1, 3]
+    for line, other in zip(lines, others, strict=True):
+        for index in range(2):
+            norms = [e["gradient_norm"] for e in line["sublayers"] if e["layer"] == index]
+            row = next(row for row in rows if row["step"] == line["step"])
+            assert math.hypot(*norms) == pytest.approx(row[f"grad_norm/layer_{index}"], rel=1e-12)
+        for one, two in zip(line["sublayers"], other["sublayers"], strict=True):
+            assert list(two.values()) == [
+                v if isinstance(v, str) else pytest.approx(v, rel=1e-10) for v in one.values()
+            ]
+
+
+@pytest.mark.parametrize("steps", [[0], [1.5], [True], ["1"]])
+def test_steps_that_are_none_are_refused(tmp_path: Path, steps: list) -> None:
+    with pytest.raises(ValueError, match="`logger.layer_statistics` must be a list of whole numbers of at least 1"):
+        tiny_run("gpt", tmp_path, logger__layer_statistics=steps)
