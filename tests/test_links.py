@@ -44,6 +44,31 @@ def test_every_page_of_docs_is_in_an_index() -> None:
     assert pages - linked == set()
 
 
+def missing_files(page: Path) -> list[str]:
+    """Code and tests that the tables of a page name and that do not exist.
+
+    A name without a folder is in the folder of the name before it.
+    """
+    missing, folder = [], ROOT
+    for name in re.findall(r"`([\w/.]+\.(?:py|yaml|ipynb))`", page.read_text(encoding="utf-8")):
+        found = [base / name for base in (ROOT, ROOT / "src" / "lmscale", ROOT / "tests", folder)]
+        found = [path for path in found if path.exists()]
+        folder = found[0].parent if found else folder
+        missing += [] if found else [name]
+    return missing
+
+
+@pytest.mark.parametrize("page", ["verification.md", "sources.md"])
+def test_the_tables_of_evidence_name_existing_files(page: str) -> None:
+    assert missing_files(ROOT / "docs" / page) == []
+
+
+def test_a_missing_test_is_found(tmp_path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("`models/test_counts.py`, `test_layer.py`, `models/test_gone.py`, `training/test_checkpoint.py`\n")
+    assert missing_files(page) == ["models/test_gone.py"]
+
+
 def test_a_missing_file_and_a_missing_heading_are_found(tmp_path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One title\n[a](gone.md) [b](#one-title) [c](#two) [d](page.md#one-title) [e](https://x.org)\n")

@@ -383,3 +383,18 @@ def test_a_plan_uses_the_model_settings_of_the_fidelity() -> None:
     one = ("model=gpt_355m", "parallel.dp_size=1", "num_devices=1", "model.recompute=none", "cluster=h200")
     plans = [planned(*one, f"fidelity={word}")["rank_memory_bytes"]["none"] for word in ("paper", "modern")]
     assert plans[1]["activations"] < plans[0]["activations"] and plans[1]["weights"] == plans[0]["weights"]
+
+
+def test_a_plan_shows_computing_against_all_messages_and_says_when_messages_bind() -> None:
+    answer = planned(*PAPER)
+    seconds, messages = answer["step_time_s"], sum(answer["messages_s"].values())
+    computing = seconds["matmul"] + seconds["elementwise"] + seconds["overhead"]
+    assert answer["compute_to_communication"] == pytest.approx(computing / messages)
+    assert messages == pytest.approx(seconds["tensor"] + seconds["data"], rel=1e-2)  # on this cluster nothing is hidden
+    assert "compute-bound" in printed(*PAPER)
+    bound = ("model=gpt_355m", "cluster=h100", "global_batch_size=16")
+    assert "communication-bound: messages take" in printed(*bound, "parallel.tp_size=4", "parallel.dp_size=4")
+    ranking = printed(*bound, "num_devices=16", "best=true")
+    assert "R below 1: communication-bound" in ranking and " R " in ranking.splitlines()[1]
+    alone = ("model=gpt_tiny", "parallel.tp_size=1", "parallel.dp_size=1", "cluster=cpu")
+    assert planned(*alone)["compute_to_communication"] is None

@@ -12,6 +12,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 MAKE_FIGURES = FOLDER.parent / "analysis" / "report" / "make_figures.py"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 STORIES = NOTEBOOKS[:-1]  # of the paper; the last one shows the user's runs
+FASTEST = "01_parameter_counts"
 WITHOUT_DRAWING = ("text/html", "text/plain")
 
 
@@ -30,13 +31,14 @@ def printed(notebook: nbformat.NotebookNode) -> list[list[dict[str, str]]]:
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.slow] * (path != NOTEBOOKS[0])) for path in NOTEBOOKS],
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem != FASTEST)) for path in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
 def test_running_a_notebook_reproduces_its_outputs(path: Path, tmp_path) -> None:
     (tmp_path / "notebooks").mkdir()
     for name in ("analysis", "conf"):  # without `outputs/` and `multirun/`, as in a fresh clone
         (tmp_path / name).symlink_to(FOLDER.parent / name)
+    (tmp_path / "notebooks" / "on_ranks.py").symlink_to(FOLDER / "on_ranks.py")
     committed = nbformat.read(path, as_version=4)
     again = nbformat.read(path, as_version=4)
     for cell in again.cells:
@@ -65,6 +67,7 @@ def test_every_figure_of_a_notebook_is_also_a_file() -> None:
 
 def test_all_notebooks_exist() -> None:
     assert [path.stem for path in NOTEBOOKS] == [
+        "00_tensor_parallelism",
         "01_parameter_counts",
         "02_scaling",
         "03_zero_shot",

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ..config import BatchConfig, ParallelConfig, Recompute
 from ..config.cluster import Cluster
+from .balance import Balance, balance_of
 from .communication import Collective, step_collectives
 from .flops import hardware_flops_per_step, model_flops_per_step
 from .job import Job, rank_memory
@@ -71,6 +72,11 @@ class Plan:
     def tokens_per_s(self) -> float:
         """Tokens per second of all devices together."""
         return self.job.global_batch_size * self.job.seq_length / self.time.total
+
+    @property
+    def balance(self) -> Balance:
+        """Computing of a step against its messages."""
+        return balance_of(self.time.compute, self.collectives, self.layout, self.cluster)
 
     @property
     def days(self) -> float:

@@ -38,6 +38,8 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
         "step_flops": {"model": plan.model_flops, "hardware": plan.hardware_flops},
         "collectives": [dataclasses.asdict(c) | {"total_bytes": c.total_bytes} for c in plan.collectives],
         "step_time_s": {name: getattr(time, name) for name in (*time.__dataclass_fields__, "total")},
+        "messages_s": {"latency": plan.balance.latency, "transfer": plan.balance.transfer},
+        "compute_to_communication": plan.balance.ratio,
         "mfu": plan.mfu,
         "tokens_per_s": plan.tokens_per_s,
         "num_steps": plan.job.num_steps,
@@ -96,6 +98,9 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
     energy = "unknown" if plan.energy_mwh is None else f"{plan.energy_mwh:,.3f} MWh"
     lines += [
         "",
+        f"  {'R, computing / all messages':<32}{_ratio(plan):>20}   {plan.balance.describe()}",
+        f"  {'all messages, hidden or not':<32}{plan.balance.messages * 1e3:>17,.1f} ms   "
+        f"latency {plan.balance.latency * 1e3:,.1f}, bytes {plan.balance.transfer * 1e3:,.1f}",
         f"  {'MFU of the dense peak':<32}{plan.mfu:>20.1%}",
         f"  {'tokens/s':<32}{plan.tokens_per_s:>20,.0f}",
         f"  {f'days for {plan.job.num_steps:,} steps':<32}{plan.days:>20,.2f}",
@@ -103,6 +108,10 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         *(f"  note: {note}" for note in notes),
     ]
     return "\n".join(lines)
+
+
+def _ratio(plan: Plan) -> str:
+    return "-" if plan.balance.ratio is None else f"{plan.balance.ratio:.2f}"
 
 
 _EVIDENCE = {
@@ -145,7 +154,7 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
     lines = [
         f"{name} on {first.num_devices:,} of {first.cluster.name} ({first.cluster.device}), "
         f"{len(ranking.fitting):,} layouts fit; step times {_EVIDENCE[first.cluster.calibration.evidence]}",
-        f"{'':>4}{'tp':>5}{'dp':>7}{'micro':>7}{'halves':>8}{'recompute':>11}{'GiB':>9}{'s/step':>13}{'MFU':>8}"
+        f"{'':>4}{'tp':>5}{'dp':>7}{'micro':>7}{'halves':>8}{'recompute':>11}{'GiB':>9}{'s/step':>13}{'R':>8}{'MFU':>8}"
         f"{'tokens/s':>15}{'days':>13}",
     ]
     for number, plan in enumerate(ranking.fitting[:top], start=1):
@@ -153,8 +162,10 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
         lines.append(
             f"{number:>4}{layout.tp_size:>5}{layout.dp_size:>7}{plan.job.micro_batch_size:>7}"
             f"{'yes' if layout.cuts_batch else '':>8}{plan.recompute.value:>11}{plan.needed_bytes / GIB:>9.1f}"
-            f"{plan.time.total:>13,.3f}{plan.mfu:>8.1%}{plan.tokens_per_s:>15,.0f}{plan.days:>13,.2f}"
+            f"{plan.time.total:>13,.3f}{_ratio(plan):>8}{plan.mfu:>8.1%}{plan.tokens_per_s:>15,.0f}{plan.days:>13,.2f}"
         )
+    if any(plan.balance.ratio is not None and plan.balance.ratio < 1 for plan in ranking.fitting[:top]):
+        lines.append("   R below 1: communication-bound")
     for plan in ranking.too_large:
         lines.append(
             f"   refused: tp {plan.layout.tp_size} x dp {plan.layout.dp_size} needs at least "
