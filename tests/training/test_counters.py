@@ -75,3 +75,41 @@ def test_other_types_have_a_constant_loss_scale_of_one() -> None:
     counters = DeviceCounters(PrecisionConfig("bf16"), (0.9, 0.999), torch.device("cpu"))
     advance(counters, overflow=True)
     assert counters.loss_scale == counters.read().loss_scale == 1.0
+
+
+def test_on_a_gpu_the_host_waits_for_the_copy_of_the_counters_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU is a subclass of a CPU tensor; pinned memory and events are replaced by what records their use."""
+    calls = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    class Pinned:
+        def copy_(self, values: torch.Tensor, non_blocking: bool = False) -> None:
+            calls.append(("copy", non_blocking))
+            self.tolist = values.tolist
+
+    class Event:
+        def record(self) -> None:
+            calls.append("record")
+
+        def synchronize(self) -> None:
+            calls.append("wait")
+
+    def to(self: torch.Tensor, target: torch.device | torch.dtype) -> torch.Tensor:
+        return self.as_subclass(OnGpu) if target == torch.device("cuda") else self.type(target)
+
+    def empty_like(values: torch.Tensor, **options: object) -> Pinned:
+        calls.append(options)
+        return Pinned()
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", empty_like)
+        counters = DeviceCounters(PrecisionConfig("bf16"), (0.9, 0.999), torch.device("cuda"))
+    assert counters.read().num_updates == 0 and calls == [{"device": "cpu", "pin_memory": True}]
+    advance(counters, overflow=False)
+    assert counters.known.num_updates == 0  # the host does not know yet, and has not waited
+    assert counters.read().num_updates == counters.read().num_updates == 1
+    assert calls[1:] == [("copy", True), "record", "wait"]
