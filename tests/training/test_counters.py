@@ -33,9 +33,18 @@ def test_growth_of_the_loss_scale_restores_the_hysteresis() -> None:
     history = []
     for overflow in (True, False, False, True, True):
         advance(counters, overflow)
-        history.append((counters.loss_scale.item(), counters.known.loss_scale_overflows_left))
+        known = counters.known
+        history.append((known.loss_scale, known.loss_scale_overflows_left, known.loss_scale_clean_steps))
     # Without growth in between, the second overflow would halve the scale.
-    assert history == [(8, 1), (8, 1), (16, 2), (16, 1), (8, 0)]
+    assert history == [(8, 1, 0), (8, 1, 1), (16, 2, 2), (16, 1, 0), (8, 0, 0)]
+
+
+def test_a_skipped_first_step_has_the_numbers_of_the_first_update() -> None:
+    """With those of update 0 the corrections would be 0, and 0 / 0 would reach the weights."""
+    counters = DeviceCounters(PrecisionConfig("bf16"), (0.9, 0.99), torch.device("cpu"))
+    assert advance(counters, overflow=True)[1:].tolist() == pytest.approx([0.0, 0.1, 0.01, 1.0])
+    assert advance(counters, overflow=False)[1:].tolist() == pytest.approx([1.0, 0.1, 0.01, 1.0])
+    assert advance(counters, overflow=False)[1:].tolist() == pytest.approx([1.0, 0.19, 0.0199, 2.0])
 
 
 @pytest.mark.parametrize("scaled_norm, expected", [(24.0, 0.5 / (3.0 + 1e-6) / 8.0), (3.2, 1.0 / 8.0)])
