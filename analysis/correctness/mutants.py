@@ -6,10 +6,10 @@
 
 `mutation_sites.py` finds the places. `mutants_plan.yaml` says which of them are tried and which test files may detect
 them: a committed map, because line coverage of spawned ranks would need a tracer in each of them. A mutant is tried in
-a copy of the tree, in a process forked from one that has imported the large libraries. First come the tests that have
-detected mutants of the same file, then the others, the fastest file first. A mutant is killed when a test fails or
-exceeds its time. `mutants_equivalent.yaml` gives the reason for each survivor that computes the same. Outcomes are
-appended to `records/mutants.jsonl`; `records/mutants.json` sums up. Two calls with different `--only` can run at once.
+a copy of the tree, in a process forked from one that has imported the large libraries; the tests that have detected
+mutants of the same file come first. It is killed when a test fails, or exceeds its time, that passes without it.
+`mutants_equivalent.yaml` gives the reason for each survivor that computes the same. Outcomes are appended to
+`records/mutants.jsonl`; `records/mutants.json` sums up. Two calls with different `--only` can run at once.
 """
 
 import argparse
@@ -33,7 +33,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -48,7 +48,6 @@ from analysis.correctness.mutation_sites import Mutant, mutants_of  # noqa: E402
 HERE = Path(__file__).parent
 PLAN, EQUIVALENT = HERE / "mutants_plan.yaml", HERE / "mutants_equivalent.yaml"
 ROWS, SUMMARY = HERE / "records" / "mutants.jsonl", HERE / "records" / "mutants.json"
-TIMES = ROOT / "outputs" / "mutants_times.json"  # seconds of each test on this machine
 LIBRARIES = (
     "datasets",
     "hydra.core.hydra_config",
@@ -60,7 +59,10 @@ LIBRARIES = (
 )
 LIBRARIES += ("safetensors.torch", "torch.distributed.device_mesh", "torch.distributed.launcher.api", "transformers")
 DETECTED = (1, 2)  # exit codes of pytest; 2: the tests could not be imported
+CRASHED = (-signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGSEGV, -signal.SIGXCPU)
 LIMIT_FACTOR, LIMIT_S = 5.0, 15.0  # a test may take this many times its usual time, and this long in addition
+UNKNOWN_S = 20.0  # the usual time of a test that has not been run without a mutant
+SESSION_S, SESSION_CPU_S = 1200.0, 400  # all tests of a mutant; what each process may take of a processor
 
 
 def planned() -> dict[str, tuple[Mutant, list[str]]]:
@@ -91,6 +93,16 @@ def import_libraries() -> None:
     gc.freeze()  # garbage collection would touch, and so copy, the shared pages
 
 
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that only this process removes, not forked ones that end as Python does (`TemporaryDirectory`)."""
+    folder = Path(tempfile.mkdtemp(prefix="mutants_"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def copy_tree(tree: Path) -> Path:
     """Copy the files of the checkout that git does not ignore, with byte code that is checked by its source's hash."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -104,46 +116,28 @@ def copy_tree(tree: Path) -> Path:
 
 
 class Order:
-    """A plugin of pytest that orders the tests, limits their time, and measures it.
+    """A plugin of pytest that orders the tests and limits their time.
 
     Args:
-        times: seconds that each test takes without a mutant, as far as they are known.
         killers: how many mutants of the same source file each test has detected.
+        times: seconds that these tests take without a mutant.
     """
 
-    def __init__(self, times: dict[str, float], killers: Counter) -> None:
-        self.times, self.killers, self.took = times, killers, Counter()
+    def __init__(self, killers: Counter, times: dict[str, float]) -> None:
+        self.killers, self.times = killers, times
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Run first what detects most mutants per second, then the others, the fastest file first."""
-        file_times = Counter()
+        """Run first what detects most mutants per second, then the others in the plan's order."""
+        items.sort(key=lambda item: -self.killers[item.nodeid] / (1.0 + self.times.get(item.nodeid, 0.0)))
         for item in items:
-            file_times[item.path] += self.times.get(item.nodeid, 0.0)
-            if item.nodeid in self.times:
-                item.add_marker(pytest.mark.timeout(LIMIT_S + LIMIT_FACTOR * self.times[item.nodeid]))
-
-        def place(item: pytest.Item) -> tuple[float, float]:
-            return -self.killers[item.nodeid] / (1.0 + self.times.get(item.nodeid, 0.0)), file_times[item.path]
-
-        items.sort(key=place)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add the seconds of one phase of a test."""
-        self.took[report.nodeid] = round(self.took[report.nodeid] + report.duration, 3)
-
-    def pytest_sessionfinish(self) -> None:
-        """Leave the times in the working directory."""
-        Path("tmp/times").write_text(json.dumps(self.took), encoding="utf-8")
+            usual_s = self.times.get(item.nodeid, UNKNOWN_S)
+            item.add_marker(pytest.mark.timeout(LIMIT_S + LIMIT_FACTOR * usual_s))
 
 
-def run_tests(tree: Path, tests: list[str], limit_s: float, order: Order | None = None) -> tuple[str, str]:
-    """Run tests of a tree until one fails: `passed`, `failed` or `timed out`, and the test that failed.
-
-    Args:
-        limit_s: CPU seconds that each process may take; all together may take twice as long.
-    """
-    log, deadline = tree / "tmp" / "log", time.monotonic() + 2 * limit_s
-    pid = _fork(_run_pytest, tree, tests, log, limit_s, order or Order({}, Counter()))
+def run_tests(tree: Path, tests: list[str], order: Order | None = None) -> tuple[str, str]:
+    """Run tests of a tree until one fails: `passed`, `failed` or `timed out`, and the test that failed."""
+    log, deadline = tree / "tmp" / "log", time.monotonic() + SESSION_S
+    pid = _fork(_run_pytest, tree, tests, log, order or Order(Counter(), {}))
     try:
         while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -156,7 +150,7 @@ def run_tests(tree: Path, tests: list[str], limit_s: float, order: Order | None 
     code, text = os.waitstatus_to_exitcode(ended[1]), log.read_text(encoding="utf-8", errors="replace")
     if code == 0:
         return "passed", ""
-    if code not in DETECTED and code >= 0:
+    if code not in DETECTED and code not in CRASHED:
         raise RuntimeError(f"pytest ended with code {code} for {tests}:\n{text[-3000:]}")
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)
     outcome = "timed out" if code == -signal.SIGXCPU or "from pytest-timeout" in text else "failed"
@@ -173,17 +167,18 @@ def _fork(function: Callable[..., int], *arguments: object) -> int:
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stdout.flush()
+            with contextlib.suppress(ValueError):  # it may be closed
+                sys.stdout.flush()
             os._exit(code)
     return pid
 
 
-def _run_pytest(tree: Path, tests: list[str], log: Path, limit_s: float, order: Order) -> int:
+def _run_pytest(tree: Path, tests: list[str], log: Path, order: Order) -> int:
     os.setsid()
     os.chdir(tree)
     output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(output, 1), os.dup2(output, 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit_s), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CPU, (SESSION_CPU_S, resource.RLIM_INFINITY))
     os.environ |= {"PYTHONPATH": f"{tree}/src", "TMPDIR": f"{tree}/tmp"}
     tempfile.tempdir = None
     sys.path[:0] = [f"{tree}/src", str(tree)]
@@ -215,43 +210,49 @@ def _fork_python(path: bytes, arguments: list[str], open_files: list[int]) -> in
     return _fork(run)
 
 
-def measure(tree: Path, tests: list[str], times: dict[str, float]) -> None:
-    """Run the tests whose times are not known without a mutant; all must pass."""
-    tests = [test for test in tests if not any(known.startswith(test) for known in times)]
-    if not tests:
-        return
-    outcome, failed = run_tests(tree, tests, 600.0)
-    if outcome != "passed":
-        raise RuntimeError(f"{failed} must pass without a mutant, but {outcome}")
-    times |= json.loads((tree / "tmp" / "times").read_text(encoding="utf-8"))
-    TIMES.parent.mkdir(exist_ok=True)
-    TIMES.write_text(json.dumps(times, indent=1), encoding="utf-8")
-
-
 def try_mutant(tree: Path, mutant: Mutant, tests: list[str], times: dict[str, float]) -> dict:
-    """Plant one mutant in a tree, run its tests until one detects it, and restore the file; returns the row."""
+    """Plant one mutant in a tree, run its tests until one detects it, and restore the file; returns the row.
+
+    Args:
+        times: of the tests that have passed without a mutant; the test that detects this one is added.
+
+    Raises:
+        RuntimeError: that test does not pass without a mutant.
+    """
     path, started = tree / mutant.file, time.monotonic()
     source = path.read_bytes()
     path.write_bytes(mutant.plant(source))
     killers = Counter(row["by"] for key, row in read_rows().items() if key.startswith(f"{mutant.file} "))
-    usual_s = sum(seconds for test, seconds in times.items() if test.startswith(tuple(tests)))
     try:
-        outcome, by = run_tests(tree, tests, LIMIT_S + LIMIT_FACTOR * usual_s, Order(times, killers))
+        found, by = run_tests(tree, tests, Order(killers, times))
     finally:
         path.write_bytes(source)
-    outcome = {"passed": "survived", "failed": "killed"}.get(outcome, outcome)
-    row = {"key": mutant.key, "line": mutant.line, "operator": mutant.operator, "outcome": outcome}
-    return row | {"by": by, "seconds": round(time.monotonic() - started, 1)}
+    row = {"key": mutant.key, "line": mutant.line, "operator": mutant.operator}
+    row |= {"outcome": {"passed": "survived", "failed": "killed"}.get(found, found), "by": by}
+    row["seconds"] = round(time.monotonic() - started, 1)
+    if by and by not in times:
+        started = time.monotonic()
+        if (outcome := run_tests(tree, [by])) != ("passed", ""):
+            log = (tree / "tmp" / "log").read_text(encoding="utf-8", errors="replace")
+            raise RuntimeError(f"{by} must pass without a mutant, but {outcome[0]}:\n{log[-3000:]}")
+        times[by] = round(time.monotonic() - started, 1)
+        if found == "timed out" and times[by] > UNKNOWN_S:
+            raise RuntimeError(f"{by} takes {times[by]} s without a mutant, so its limit proves nothing")
+    return row
 
 
 def try_all(todo: list[tuple[Mutant, list[str]]]) -> None:
     """Try mutants one by one and append their rows."""
-    times = json.loads(TIMES.read_text(encoding="utf-8")) if TIMES.exists() else {}
-    with tempfile.TemporaryDirectory(prefix="mutants_", ignore_cleanup_errors=True) as folder:
-        tree = copy_tree(Path(folder))
-        for mutant, tests in todo:
-            measure(tree, tests, times)
-            row = try_mutant(tree, mutant, tests, times)
+    times: dict[str, float] = {}
+    with temporary_folder() as folder:
+        tree = copy_tree(folder / "0")
+        for number, (mutant, tests) in enumerate(todo, start=1):
+            try:
+                row = try_mutant(tree, mutant, tests, times)
+            except RuntimeError as error:  # no outcome; the next call tries it again
+                print(f"{mutant.key}: {error}", file=sys.stderr, flush=True)
+                tree = copy_tree(folder / str(number))
+                continue
             with open(ROWS, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             print(f"{row['outcome']:9s} {row['seconds']:5.1f} s  {row['key']}", flush=True)
@@ -265,16 +266,16 @@ def try_by_hand(changes: dict[str, tuple[str, str, str, str]]) -> dict[str, str]
     """
     import_libraries()
     found = {}
-    with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
-        tree = copy_tree(Path(folder))
-        outcome, failed = run_tests(tree, [test for *_, test in changes.values()], 120.0)
+    with temporary_folder() as folder:
+        tree = copy_tree(folder / "0")
+        outcome, failed = run_tests(tree, [test for *_, test in changes.values()])
         if outcome != "passed":
             raise RuntimeError(f"{failed} must pass without a change, but {outcome}")
         for name, (file, old, new, test) in changes.items():
             source = (tree / file).read_text(encoding="utf-8")
             assert source.count(old) == 1, f"{file} must have `{old}` once"
             (tree / file).write_text(source.replace(old, new), encoding="utf-8")
-            found[name] = run_tests(tree, [test], 60.0)[0]
+            found[name] = run_tests(tree, [test])[0]
             (tree / file).write_text(source, encoding="utf-8")
     return found
 
@@ -344,13 +345,15 @@ def main() -> None:
     wanted = again if options.survivors else plan.keys() - rows.keys()
     files = options.only or [mutant.file for mutant, _ in plan.values()]
     todo = [entry for key, entry in plan.items() if key in wanted and entry[0].file in files]
-    if todo := todo[: options.limit]:
-        import_libraries()
-        try_all(todo)
-    summary = summarize(read_rows(), plan, reasons)
-    SUMMARY.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    print({key: summary[key] for key in ("planned", "total", "killed", "kill_rate", "interval_95")})
-    print(*(f"survived: {key} (line {line})" for key, line in summary["survived"].items()), sep="\n")
+    try:
+        if todo := todo[: options.limit]:
+            import_libraries()
+            try_all(todo)
+    finally:
+        summary = summarize(read_rows(), plan, reasons)
+        SUMMARY.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        print({key: summary[key] for key in ("planned", "total", "killed", "kill_rate", "interval_95")})
+        print(*(f"survived: {key} (line {line})" for key, line in summary["survived"].items()), sep="\n")
 
 
 if __name__ == "__main__":
