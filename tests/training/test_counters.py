@@ -66,7 +66,8 @@ def test_skipped_steps_in_a_row_count_only_if_the_loss_scale_cannot_decrease(dty
 
 
 def test_a_loaded_loss_scale_is_taken_by_fp16_alone() -> None:
-    saved = {"num_updates": 4, "loss_scale": 32.0, "loss_scale_clean_steps": 1, "loss_scale_overflows_left": 1}
+    updates = 2**24 + 1  # not a number of fp32
+    saved = {"num_updates": updates, "loss_scale": 32.0, "loss_scale_clean_steps": 1, "loss_scale_overflows_left": 1}
     config, found = {"initial_loss_scale": 8.0, "loss_scale_window": 2, "hysteresis": 3}, {}
     for dtype in ("fp16", "bf16"):
         for scale in (32.0, None):
@@ -75,9 +76,9 @@ def test_a_loaded_loss_scale_is_taken_by_fp16_alone() -> None:
             advance(counters, overflow=False)
             known = counters.read()
             found[dtype, scale] = (known.num_updates, known.loss_scale, known.loss_scale_overflows_left)
-    assert found["fp16", 32.0] == (5, 64.0, 3)  # the second clean step doubles it
-    assert found["fp16", None] == (5, 8.0, 3)
-    assert found["bf16", 32.0] == found["bf16", None] == (5, 1.0, 3)
+    assert found["fp16", 32.0] == (updates + 1, 64.0, 3)  # the second clean step doubles it
+    assert found["fp16", None] == (updates + 1, 8.0, 3)
+    assert found["bf16", 32.0] == found["bf16", None] == (updates + 1, 1.0, 3)
 
 
 def test_other_types_have_a_constant_loss_scale_of_one() -> None:
