@@ -177,6 +177,19 @@ def test_keys_masks_and_seeds_are_those_of_runs_on_record() -> None:
         assert torch.initial_seed() == 4684031662437398473
 
 
+def test_a_gpu_has_its_keys_on_the_device_and_its_generator_seeded_once_it_exists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert site_keys(torch.empty(3, dtype=torch.int32, device="meta"), 4).device.type == "meta"
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    with torch.random.fork_rng():
+        for exists in (False, True):
+            monkeypatch.setattr(torch.cuda, "is_initialized", lambda exists=exists: exists)
+            seed_rank_generator(1234, step=3, micro_step=1, dp_rank=2, tp_rank=1)
+            assert seeds == [torch.initial_seed()] * exists
+
+
 def test_dropout_keeps_the_expectation() -> None:
     x = torch.ones(64, 32, 96, dtype=torch.float64)
     dropped = counter_dropout(x, 0.25, site_keys(sample_dropout_keys(9, torch.arange(64)), 4)[3])

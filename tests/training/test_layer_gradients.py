@@ -1,6 +1,7 @@
 """Gradient norms per model part: they combine to the global norm and are equal at every layout."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from sharding import small_config
 
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext
+from lmscale.parallel import ParallelContext, ShardSpec, global_gradient_norm
+from lmscale.parallel.communicator import SingleRankCommunicator
+from lmscale.parallel.grad_norm import gradient_norms_of_parts
 from lmscale.training.output.layer_gradients import layer_gradient_norms, part_of_model
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
@@ -57,3 +60,29 @@ def test_every_layout_reports_the_same_norms(tmp_path, zero1) -> None:
         assert len([key for key in row if key.startswith("grad_norm/")]) == len(PARTS)
         assert math.hypot(*norms) == pytest.approx(row["grad_norm"], rel=1e-12)
         assert [other[f"grad_norm/{part}"] for part in PARTS] == pytest.approx(norms, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "dtype, value, numel, num_tensors", [(torch.float16, 300.0, 10**5, 1), (torch.float32, 1.5e19, 1, 10)]
+)
+def test_the_norm_of_large_gradients_does_not_overflow(
+    dtype: torch.dtype, value: float, numel: int, num_tensors: int
+) -> None:
+    """Norms of tensors are in fp32 at least, the sum of their squares in fp64."""
+    param = SimpleNamespace(shard=ShardSpec((numel,), None, "zeros"), grad=torch.full((numel,), value, dtype=dtype))
+    found = global_gradient_norm([param] * num_tensors, ParallelContext(), torch.device("cpu"))
+    assert found.finite and found.norm.item() == pytest.approx(value * (numel * num_tensors) ** 0.5, rel=1e-3)
+
+
+def test_a_rank_without_gradients_sends_the_same_type_from_its_device() -> None:
+    sent = []
+
+    class Recording(SingleRankCommunicator):
+        def all_reduce(self, x: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+            sent.append((x.dtype, x.device.type, tuple(x.shape)))
+            return torch.zeros_like(x, device="cpu")
+
+    context = ParallelContext(tp_communicator=Recording())
+    global_gradient_norm([], context, torch.device("meta"))
+    assert gradient_norms_of_parts([[], [], []], context, torch.device("meta")) == [0.0] * 3
+    assert sent == [(torch.float64, "meta", (3,)), (torch.float64, "meta", (3, 2))]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -210,6 +211,20 @@ def test_conflicting_options_raise_one_line(tmp_path, name) -> None:
     with pytest.raises(ValueError, match=message) as error:
         trainer(tmp_path, **options).fit(*parts())
     assert "\n" not in str(error.value)
+
+
+def test_another_precision_is_refused_once_the_model_is_built() -> None:
+    module, _ = parts()
+    strategy = SimpleNamespace(parallel=None)
+    module._trainer = SimpleNamespace(
+        strategy=strategy, precision="64-true", gradient_clip_algorithm=None, callbacks=[]
+    )
+    module.setup("fit")
+    module.model = torch.nn.Identity()
+    module.setup("fit")
+    module._trainer.precision = "32-true"
+    with pytest.raises(ValueError, match="`precision` must stay fp64 for this module, but is fp32"):
+        module.setup("fit")
 
 
 def test_a_run_with_another_step_size_is_refused_instead_of_running_out_of_data(tmp_path) -> None:

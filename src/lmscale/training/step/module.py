@@ -169,14 +169,14 @@ class PretrainModule(ValidatedModule):
 
     def dropout_keys(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """One dropout key per sample; with shared seeds, that of the sample at the same place on data rank 0."""
-        dp_rank, num_samples = self.parallel.dp_rank, len(batch["tokens"])
+        num_samples = len(batch["tokens"])
         if "sample_numbers" in batch:
-            numbers = batch["sample_numbers"]
+            samples_per_step = num_samples * self.trainer.accumulate_grad_batches
+            numbers = batch["sample_numbers"] - (self.parallel.dp_rank - self._dropout_rank) * samples_per_step
         else:  # a user-supplied loader: numbers that no other micro-batch has
-            micro_batch = self.trainer.fit_loop.epoch_loop.total_batch_idx * self.parallel.dp_size + dp_rank
+            micro_batch = self.trainer.fit_loop.epoch_loop.total_batch_idx * self.parallel.dp_size + self._dropout_rank
             numbers = torch.arange(num_samples, device=self.device) + micro_batch * num_samples
-        samples_per_step = num_samples * self.trainer.accumulate_grad_batches
-        return sample_dropout_keys(self.seed, numbers - (dp_rank - self._dropout_rank) * samples_per_step)
+        return sample_dropout_keys(self.seed, numbers)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Scale the loss for fp16, and undo two divisions: Lightning's by the micro-batches of a step, and DDP's by the
