@@ -6,8 +6,8 @@ INSTALLED := .venv/.installed
 
 REAL_BERT := .venv/.real_bert
 MKDOCS := .venv/.mkdocs
-# In parallel, whole files at a time.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+# In parallel, whole files at a time. pytest-randomly shuffles the files, and the tests within each, and prints its seed.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo test test-all test-cuda-all check-gpus mutants h200-wheels tables figures report reference docs lint format clean
 

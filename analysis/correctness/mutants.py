@@ -143,7 +143,7 @@ def _run_pytest(tree: Path, tests: list[str], log: Path) -> int:
     os.environ |= {"PYTHONPATH": f"{tree}/src", "TMPDIR": f"{tree}/tmp"}
     tempfile.tempdir = None
     sys.path[:0] = [f"{tree}/src", str(tree)]
-    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
     return int(pytest.main([*options, *tests]))
 
 
