@@ -78,7 +78,7 @@ def test_a_collective_over_the_sequence_copies_it_once_but_not_a_single_one(b: i
 
 
 def _wait_for_a_late_rank(rank: int) -> tuple[int, int]:
-    """Ticks of another thread while rank 0 waits half a second; collectives that torch still holds afterwards."""
+    """Ticks of another thread while rank 0 waits a second; collectives that torch still holds afterwards."""
     communicator, ticks, done = ProcessGroupCommunicator(dist.group.WORLD, 2), [], threading.Event()
 
     def tick() -> None:
@@ -87,8 +87,9 @@ def _wait_for_a_late_rank(rank: int) -> tuple[int, int]:
 
     thread = threading.Thread(target=tick)
     thread.start()
+    dist.barrier()
     if rank == 1:
-        time.sleep(0.5)
+        time.sleep(1.0)
     wait = communicator.begin_all_reduce(_own(rank, torch.float32))
     start = time.monotonic()
     wait()
