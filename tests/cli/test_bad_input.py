@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from entry_points import TINY, train
+from entry_points import REPOSITORY, TINY, forked_too, refuse, train
 
 from lmscale.config import TransformerConfig
 from lmscale.config.layout import ParallelConfig, ParallelRequest
@@ -141,8 +141,9 @@ def only_line(stderr: str) -> str:
     return lines[0]
 
 
+@forked_too
 @pytest.mark.parametrize("case", BAD)
-def test_an_error_is_one_line_and_exit_code_2(case, tmp_path) -> None:
+def test_an_error_is_one_line_and_exit_code_2(case, forked, tmp_path) -> None:
     import torch
 
     if case == "gpu" and torch.cuda.is_available():
@@ -152,7 +153,8 @@ def test_an_error_is_one_line_and_exit_code_2(case, tmp_path) -> None:
     overrides, message = BAD[case]
     groups = tuple(o.split("=")[0] + "." for o in overrides if "." not in o.split("=")[0])  # another choice, other keys
     tiny = [o for o in TINY if not o.startswith(groups)]
-    done = train(*tiny, f"hydra.run.dir={tmp_path}/run", *overrides)
+    script = REPOSITORY / "src" / "train.py"
+    done = refuse(script, *tiny, f"hydra.run.dir={tmp_path}/run", *overrides, forked=forked)
     assert done.returncode == 2, done.stderr
     assert message in only_line(done.stderr)
     assert done.stdout == ""
