@@ -39,7 +39,11 @@ def assert_the_host_never_waits(found: dict) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "moments", "layout"),
-    [("fp16", "fp32", {}), ("bf16", "bf16", CUT), ("fp32", "fp32", ZERO1)],
+    [
+        pytest.param("fp16", "fp32", {}, marks=pytest.mark.slow),
+        ("bf16", "bf16", CUT),
+        pytest.param("fp32", "fp32", ZERO1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_has_no_host_sync(guard, dtype, moments, layout) -> None:
     found = take_steps(guard, dtype=dtype, moments=moments, compiles=False, **layout)
@@ -52,8 +56,8 @@ def test_a_step_has_no_host_sync(guard, dtype, moments, layout) -> None:
     ("dtype", "moments", "layout", "num_bytes"),
     [
         ("bf16", "fp32", ZERO1, 4 + 4 + 8 + 4 + 8 + 2),
-        ("fp16", "bf16", CUT, 4 + 4 + 4 + 4 + 4 + 2),
-        ("fp32", "fp32", {}, 4 + 4 + 8 + 4 + 8),
+        pytest.param("fp16", "bf16", CUT, 4 + 4 + 4 + 4 + 4 + 2, marks=pytest.mark.slow),
+        pytest.param("fp32", "fp32", {}, 4 + 4 + 8 + 4 + 8, marks=pytest.mark.slow),
     ],
 )
 def test_the_update_of_a_tensor_is_one_kernel_that_moves_every_byte_once(
