@@ -28,15 +28,12 @@ def gradients(dtype: torch.dtype, compiled: bool) -> dict[str, Tensor]:
     return {"x": x.grad} | {name: param.grad for name, param in layer.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     # The compiler keeps fp32 between the operations of a half type, so these differ by roundings of those.
-    [
-        pytest.param(torch.float64, 1e-13, id="fp64"),
-        pytest.param(torch.float32, 1e-5, id="fp32", marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, 0.05, id="bf16", marks=pytest.mark.slow),
-        pytest.param(torch.float16, 0.01, id="fp16", marks=pytest.mark.slow),
-    ],
+    [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01)],
+    ids=["fp64", "fp32", "bf16", "fp16"],
 )
 def test_compiled_gradients_equal_eager_ones(dtype, tolerance) -> None:
     eager, compiled = gradients(dtype, False), gradients(dtype, True)
