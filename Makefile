@@ -49,7 +49,8 @@ test-without-torch:
 	$(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	  print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\n")' > $$folder/versions.txt; \
 	$$folder/bin/python -m pip install --quiet --disable-pip-version-check --constraint $$folder/versions.txt \
-	  hydra-core omegaconf numpy pandas seaborn matplotlib tokenizers xxhash hypothesis pytest pytest-randomly pytest-timeout; \
+	  hydra-core hydra-submitit-launcher omegaconf numpy pandas pyarrow datasets seaborn matplotlib tokenizers xxhash \
+	  hypothesis pytest pytest-randomly pytest-timeout; \
 	PYTHONPATH=src $$folder/bin/python -m pytest @tests/without_torch.txt
 
 # Everything that can be tested of the CUDA paths without a GPU, with every compiled layer of the matrix; ten minutes.
