@@ -46,10 +46,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [pytest.param(sizes, id=name, marks=[pytest.mark.slow] * (len(sizes) > 50)) for name, sizes in CASES.items()],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [*CASES.values()], ids=[*CASES])
 def test_long_documents_cost_a_few_times_their_bytes(tmp_path, sizes) -> None:
     plain, peak = peak_bytes(tmp_path / "plain", SHORT), peak_bytes(tmp_path / "long", sizes)
     print(f"{(peak - plain) / 1e6:.0f} MB above {plain / 1e6:.0f} MB")

@@ -37,13 +37,10 @@ def assert_the_host_never_waits(found: dict) -> None:
     assert found["copies"] == {"copy_": 1}  # the counters, to pinned memory, read when the next step has been queued
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "moments", "layout"),
-    [
-        pytest.param("fp16", "fp32", {}, marks=pytest.mark.slow),
-        ("bf16", "bf16", CUT),
-        pytest.param("fp32", "fp32", ZERO1, marks=pytest.mark.slow),
-    ],
+    [("fp16", "fp32", {}), ("bf16", "bf16", CUT), ("fp32", "fp32", ZERO1)],
 )
 def test_a_step_has_no_host_sync(guard, dtype, moments, layout) -> None:
     found = take_steps(guard, dtype=dtype, moments=moments, compiles=False, **layout)

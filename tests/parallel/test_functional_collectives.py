@@ -128,8 +128,15 @@ def _compiled_against_eager(rank: int, backend: str, sequence_parallel: bool, ba
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("batch_halves", [False, True])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "batch_halves"),
+    [
+        (False, False),
+        (True, True),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_compiled_layer_over_gloo_equals_the_eager_one(
     sequence_parallel: bool, batch_halves: bool, backend: str
 ) -> None:
