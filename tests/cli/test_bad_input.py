@@ -71,7 +71,10 @@ BAD = {
         ["data.seq_length=129"],
         "`data.seq_length` must be at most `model.max_position_embeddings` (128), but is 129",
     ),
-    "norm order": (["model.norm_order=middle"], "`model.norm_order` must be one of pre, post, but is 'middle'"),
+    "norm order": (
+        ["model.norm_order=middle"],
+        "`model.norm_order` must be one of pre, post, deepnorm, peri, b2t, mix, but is 'middle'",
+    ),
     "dropout": (["model.hidden_dropout=1.5"], "`model.hidden_dropout` must be at least 0 and below 1, but is 1.5"),
     "not finite": (["optimizer.max_grad_norm=inf"], "`optimizer.max_grad_norm` must be a finite number, but is inf"),
     "no path": (["data=local"], "`data.path` must be given"),
