@@ -1,4 +1,4 @@
-# Targets: setup demo test test-all test-cuda-all check-gpus mutants lint format tables figures report reference docs h200-wheels clean
+# Targets: setup demo test test-all test-without-torch test-cuda-all check-gpus mutants lint format tables figures report reference docs h200-wheels clean
 # To use another Python: make setup PYTHON=python3.12
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,10 +6,10 @@ INSTALLED := .venv/.installed
 
 REAL_BERT := .venv/.real_bert
 MKDOCS := .venv/.mkdocs
-# In parallel, whole files at a time.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+# In parallel, whole files at a time. pytest-randomly shuffles the files, and the tests within each, and prints its seed.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-all test-cuda-all check-gpus mutants h200-wheels tables figures report reference docs lint format clean
+.PHONY: setup demo test test-all test-without-torch test-cuda-all check-gpus mutants h200-wheels tables figures report reference docs lint format clean
 
 setup: $(INSTALLED)
 
@@ -39,6 +39,19 @@ test: setup $(REAL_BERT)
 # Every test that needs no GPU, and which lines and branches of src/ the test processes execute.
 test-all: setup $(REAL_BERT)
 	$(PYTEST) -m "not gpu" --cov=lmscale --cov-branch --cov-report=term:skip-covered
+
+# The files in tests/without_torch.txt on another Python, in an environment of its own: PYTHON=python3.13
+WITHOUT_TORCH := .cache/without_torch
+test-without-torch:
+	@$(PYTHON) -c '' 2>/dev/null || { echo "skipped: \`$(PYTHON)\` cannot be run"; exit 0; }; set -e; \
+	folder=$(WITHOUT_TORCH)/$$($(PYTHON) -c 'import sys; print(sys.version.split()[0])'); \
+	$(PYTHON) -m venv $$folder; \
+	$(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\n")' > $$folder/versions.txt; \
+	$$folder/bin/python -m pip install --quiet --disable-pip-version-check --constraint $$folder/versions.txt \
+	  hydra-core hydra-submitit-launcher omegaconf numpy pandas pyarrow datasets seaborn matplotlib tokenizers xxhash \
+	  hypothesis pytest pytest-randomly pytest-timeout; \
+	PYTHONPATH=src $$folder/bin/python -m pytest @tests/without_torch.txt
 
 # Everything that can be tested of the CUDA paths without a GPU, with every compiled layer of the matrix; ten minutes.
 test-cuda-all: setup

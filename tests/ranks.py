@@ -68,9 +68,13 @@ def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:
 
 
 def free_port() -> int:
-    """A free TCP port below the range that gloo uses for its own connections."""
+    """A free TCP port below the range that gloo uses for its own connections, and out of reach of other test processes.
+
+    It is used later, so that a process that drew the same one could take it.
+    """
+    first = 20000 + 3000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4)
     while True:
-        port = random.SystemRandom().randrange(20000, 32000)  # differs between test processes with the same seed
+        port = random.SystemRandom().randrange(first, first + 3000)
         with socket.socket() as listener:
             try:
                 listener.bind(("127.0.0.1", port))

@@ -1,9 +1,12 @@
 """Compare a sharded model with a plain one that has the same logical weights."""
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import compile_fx
 
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model
@@ -29,6 +32,14 @@ def small_config(family: str, **changes) -> TransformerConfig:
     """A tiny model with odd sizes; no dropout by default."""
     values = {"hidden_dropout": 0.0, "attention_dropout": 0.0} | SMALL | changes
     return TransformerConfig(family=family, **values)
+
+
+def compiler(backend: str) -> AbstractContextManager:
+    """Compile with another backend, which gets the same graphs; Inductor takes 20 s to generate their code."""
+    if backend == "inductor":
+        return nullcontext()
+    compile_graph = torch._dynamo.lookup_backend(backend)
+    return mock.patch.object(compile_fx, "compile_fx", lambda graph, inputs, **_: compile_graph(graph, inputs))
 
 
 def random_model(config: TransformerConfig, context: ParallelContext, seed: int = 7) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -46,6 +47,7 @@ PREPARE_CHOICES = [("tokenizer", choice) for choice in GROUPS["tokenizer"]]
 PREPARE_CHOICES += [(group, choice) for group, choices in OWN_GROUPS["prepare_data"].items() for choice in choices]
 
 
+@functools.cache
 def compose_train(*overrides: str) -> dict:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose("train", list(overrides))
@@ -77,7 +79,14 @@ def test_figure_7_at_full_size_uses_the_papers_recipe_for_both_orders(model: str
 
 
 @pytest.mark.parametrize("model", GROUPS["model"])
-@pytest.mark.parametrize("recipe", ["gpt_tiny", "bert_tiny", "gpt_8.3b", "bert_3.9b"])  # one of each base and size
+@pytest.mark.parametrize(  # one of each base and size
+    "recipe",
+    [
+        *("gpt_tiny", "bert_3.9b"),
+        pytest.param("bert_tiny", marks=pytest.mark.slow),
+        pytest.param("gpt_8.3b", marks=pytest.mark.slow),
+    ],
+)
 def test_every_model_composes_with_every_kind_of_recipe(model: str, recipe: str) -> None:
     run, sizes = build(compose_train(f"model={model}", f"recipe={recipe}"))
     assert run.name == model
@@ -175,7 +184,10 @@ def test_the_command_line_overrides_the_recipe() -> None:
     assert (run.schedule.decay, run.precision.dtype, run.optimizer.lr) == ("linear", "fp16", 3e-4)
 
 
-@pytest.mark.parametrize("model", GROUPS["model"])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(m, marks=[] if m in ("gpt_355m", "bert_336m") else [pytest.mark.slow]) for m in GROUPS["model"]],
+)
 def test_every_fidelity_composes_with_every_model_and_its_recipe(model: str) -> None:
     recipes = set()
     for word in OWN_GROUPS["train"]["fidelity"]:

@@ -1,4 +1,5 @@
 import argparse
+import importlib.util
 import json
 import math
 import subprocess
@@ -117,7 +118,9 @@ def test_the_environment_names_commit_versions_and_hardware(repository: Path) ->
     if (repository / ".git").exists():
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True, check=True)
         assert environment["commit"] == head.stdout.strip() and environment["dirty"] in (True, False)
-    assert environment["versions"]["torch"].startswith("2.") and environment["versions"]["hydra-core"].startswith("1.3")
+    versions = environment["versions"]
+    assert versions["hydra-core"].startswith("1.3")
+    assert versions["torch"].startswith("2.") if importlib.util.find_spec("torch") else versions["torch"] is None
     assert environment["num_cores"] >= 1 and environment["memory_bytes"] > 2**30 and environment["cpu"]
 
 

@@ -11,6 +11,7 @@ import atexit
 import gc
 import multiprocessing
 import os
+import resource
 import runpy
 import signal
 import subprocess
@@ -64,8 +65,7 @@ class WarmProcess(ForkServerProcess):
         """Run the target."""
         for number, duplicate in enumerate(self._files):
             os.dup2(duplicate.detach(), number)
-        os.environ.clear()
-        os.environ.update(self._environment)
+        _take_environment(self._environment)
         forkserver._forkserver.ensure_running = lambda: None  # its address is known, but it is not a child of ours
         gc.freeze()  # garbage collection would touch, and so copy, the shared pages
         threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
@@ -82,15 +82,21 @@ context.Process = WarmProcess
 
 
 def run(
-    command: list[str], cwd: Path, env: dict[str, str], timeout: float, input: bytes = b""
+    command: list[str],
+    cwd: Path,
+    env: dict[str, str],
+    timeout: float,
+    input: bytes = b"",
+    file_limit: int = resource.RLIM_INFINITY,
 ) -> subprocess.CompletedProcess:
     """Like `subprocess.run(["python", *command], capture_output=True)`, with the output as text.
 
-    Ranks that the command starts are forked from the same server. The timeout kills the command and them.
+    Ranks that the command starts are forked from the same server. The timeout kills the command and them. The kernel
+    refuses to write more than `file_limit` bytes into any file of the command's own process, as on a full disk.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "in").write_bytes(input)
-        process = context.Process(target=_become, args=(command, str(cwd), env, folder))
+        process = context.Process(target=_become, args=(command, str(cwd), env, folder, file_limit))
         process.start()
         process.join(timeout)
         if process.exitcode is None:
@@ -100,16 +106,22 @@ def run(
     return subprocess.CompletedProcess(command, process.exitcode, out, err)
 
 
-def _become(command: list[str], cwd: str, env: dict[str, str], folder: str) -> None:
+def _take_environment(env: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    tempfile.tempdir = None  # chosen from TMPDIR again
+
+
+def _become(command: list[str], cwd: str, env: dict[str, str], folder: str, file_limit: int) -> None:
     """Turn this process into the command; never returns."""
     os.setsid()
     os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(env)
+    _take_environment(env)
     os.dup2(os.open(os.path.join(folder, "in"), os.O_RDONLY), 0)
     sys.stdin = open(0, closefd=False)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(os.path.join(folder, name), os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     sys.argv = command
     # Without the folders that pytest added, but with this module's, which spawned processes import.
     own = [path for path in sys.path if path and Path(path) != _HERE.parent and not Path(path).is_relative_to(_HERE)]

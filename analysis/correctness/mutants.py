@@ -191,7 +191,7 @@ def _run_pytest(tree: Path, tests: list[str], log: Path, order: Order) -> int:
     new_python, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, _fork_python
     forkserver.ensure_running()
     multiprocessing.util.spawnv_passfds = new_python
-    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
     return int(pytest.main([*options, *tests], plugins=[order]))
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from entry_points import environment
 
 from analysis.scaling import fit_cost_model, measure, what_if
@@ -163,6 +164,7 @@ def what_if_tables() -> dict[str, list[dict]]:
     return what_if.tables()
 
 
+@pytest.mark.slow
 def test_every_what_if_table_is_marked_as_modelled(what_if_tables) -> None:
     tables = what_if_tables
     assert len(tables) == 8
@@ -170,6 +172,7 @@ def test_every_what_if_table_is_marked_as_modelled(what_if_tables) -> None:
         assert what_if.format_table(title, rows).splitlines()[0] == f"{title} (modelled)"
 
 
+@pytest.mark.slow
 def test_the_committed_what_if_tables_are_what_the_script_computes_now(what_if_tables) -> None:
     record = json.loads((ROOT / "analysis" / "scaling" / "records" / "what_if.json").read_text(encoding="utf-8"))
     assert record["kind"] == "modelled" and record["environment"]["dirty"] is False
@@ -195,6 +198,7 @@ def test_tensor_parallelism_across_nodes_is_slower_with_one_link() -> None:
     assert shares == sorted(shares)
 
 
+@pytest.mark.slow
 def test_a_trillion_parameters_fit_one_h200_cluster_and_no_h100_one(what_if_tables) -> None:
     rows = {
         (row["cluster"], row["model"], row["GPUs"]): row
@@ -259,6 +263,6 @@ def test_scaling_is_relative_to_the_first_row_of_its_study_and_model() -> None:
 
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--ranks", "0"], ["--only", "nonsense"]])
 def test_arguments_without_a_row_are_refused(arguments: list[str]) -> None:
-    command = [sys.executable, str(ROOT / "analysis" / "scaling" / "measure.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    command = [str(ROOT / "analysis" / "scaling" / "measure.py"), *arguments]
+    done = warm.run(command, ROOT, environment(), timeout=100)
     assert done.returncode == 2 and f"{arguments[0]} must" in done.stderr

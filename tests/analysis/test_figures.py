@@ -1,10 +1,10 @@
 """Figure files: each stores a fingerprint of its data, and the README's figure shows the committed records."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import warm
+from entry_points import environment
 from PIL import Image
 
 from analysis.report import make_figures
@@ -34,6 +34,6 @@ def test_a_fingerprint_covers_data_and_text() -> None:
 def test_one_figure_alone_is_drawn_and_an_unknown_one_refused(tmp_path) -> None:
     captions = make_figures.draw_all(make_figures.ANALYSIS, tmp_path / "one", only="figure_5")
     assert [path.name for path in captions] == ["figure_5.png"] == [path.name for path in (tmp_path / "one").iterdir()]
-    script = [sys.executable, str(ROOT / "analysis" / "report" / "make_figures.py")]
-    done = subprocess.run([*script, "--only", "figure_9"], capture_output=True, text=True, timeout=200)
+    script = str(ROOT / "analysis" / "report" / "make_figures.py")
+    done = warm.run([script, "--only", "figure_9"], ROOT, environment(), timeout=200)
     assert done.returncode == 2 and done.stderr.startswith("error: `--only` must be one of parameters,")

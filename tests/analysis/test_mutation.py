@@ -77,6 +77,7 @@ def outcomes() -> dict[str, str]:
         return pool.submit(mutants.try_by_hand, CHANGES).result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_mistake_that_once_passed_all_tests_is_detected(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[name] == "failed"

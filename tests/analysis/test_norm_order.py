@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,14 @@ from analysis.norm_order.summary import (
 from analysis.report.style import PAGE_WIDTH
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    return make_study(tmp_path_factory.mktemp("study"))
+
+
 @pytest.fixture
-def study(tmp_path) -> Path:
-    return make_study(tmp_path)
+def study(made, tmp_path) -> Path:
+    return shutil.copytree(made, tmp_path, dirs_exist_ok=True)
 
 
 def test_differences_are_paired_by_seed_and_have_students_interval(study) -> None:

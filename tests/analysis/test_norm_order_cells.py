@@ -3,12 +3,13 @@
 import collections
 import json
 import math
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
+from entry_points import environment
 from hydra import compose, initialize_config_dir
 from made_cells import make_study, records_of, write_cell
 from omegaconf import OmegaConf
@@ -24,9 +25,14 @@ from lmscale.data.prepare import prepare_corpus
 SCRIPT = Path(script.__file__)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    return make_study(tmp_path_factory.mktemp("study"))
+
+
 @pytest.fixture
-def study(tmp_path) -> Path:
-    return make_study(tmp_path)
+def study(made, tmp_path) -> Path:
+    return shutil.copytree(made, tmp_path, dirs_exist_ok=True)
 
 
 def test_other_records_are_refused_with_their_file_name(study) -> None:
@@ -80,6 +86,7 @@ def test_the_claims_of_notebook_04_about_gradients_and_failures_hold() -> None:
         assert retry.train_loss < cells[same & (cells["order"] == "pre")]["train_loss"].item()
 
 
+@pytest.mark.slow
 def test_the_reference_losses_match_the_scored_tokens() -> None:
     """Against counts of (input token, scored token) pairs in samples of another seed."""
     with initialize_config_dir(str(script.ROOT / "conf"), version_base=None):
@@ -148,6 +155,7 @@ def test_seeds_that_did_not_learn_are_retried_at_lower_rates(tmp_path) -> None:
     assert summarize(found, 12)["metrics"]["24_layers/post_scaled/lr_0.0015/seed_1"]["value"] == 4.2
 
 
+@pytest.mark.slow
 def test_a_cell_is_trained_once_and_its_record_has_curve_and_gradients(tmp_path, capfd) -> None:
     (tmp_path / "outputs").mkdir()
     cell = script.Cell(2, "post", False, "6e-3", 5)
@@ -169,6 +177,6 @@ def test_a_cell_is_trained_once_and_its_record_has_curve_and_gradients(tmp_path,
 
 
 def test_a_missing_factorial_is_one_line(tmp_path) -> None:
-    command = [sys.executable, str(SCRIPT), "--stages", "24", "--records", str(tmp_path), "--outputs", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    command = [str(SCRIPT), "--stages", "24", "--records", str(tmp_path), "--outputs", str(tmp_path)]
+    done = warm.run(command, script.ROOT, environment(), timeout=200)
     assert done.returncode == 2 and done.stderr.startswith("error: the cells at 12 layers must all have records first")

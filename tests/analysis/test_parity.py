@@ -2,10 +2,10 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from entry_points import environment
 
 CARD = Path(__file__).resolve().parents[2] / "analysis" / "correctness" / "parity.py"
@@ -16,14 +16,8 @@ def run_card(folder: Path, *options: str) -> tuple[subprocess.CompletedProcess, 
     """Run the check from another working directory with a record; temporary files are below `folder`."""
     temporary = folder / "temporary"
     temporary.mkdir()
-    done = subprocess.run(
-        [sys.executable, str(CARD), *options, "--record", "card.json"],
-        cwd=folder,
-        env=environment(TMPDIR=str(temporary)),
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    command = [str(CARD), *options, "--record", "card.json"]
+    done = warm.run(command, folder, environment(TMPDIR=str(temporary)), timeout=500)
     assert [path.name for path in temporary.glob("lmscale_*")] == []
     path = folder / "card.json"
     return done, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -69,6 +69,7 @@ def make_run(folder: Path, model: str, order: str, layers: int, last_loss: float
     return folder
 
 
+@pytest.mark.slow
 def test_runs_that_have_ended_become_records_a_comparison_and_a_figure(tmp_path) -> None:
     sizes = {"bert_336m": 2, "bert_752m": 3}
     losses = {"bert_336m_pre": 4.0, "bert_336m_post": 4.2, "bert_752m_pre": 4.1, "bert_752m_post": 5.85}

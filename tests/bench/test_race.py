@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import warm
-from entry_points import REPOSITORY, environment
+from entry_points import REPOSITORY, environment, forked_too, refuse
 
 from analysis.benchmarks.config import BenchConfig
 from analysis.benchmarks.peers.batches import make_batches
@@ -182,6 +182,7 @@ def test_our_step_trains() -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
+@forked_too
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -220,9 +221,8 @@ def test_our_step_trains() -> None:
         ),
     ],
 )
-def test_an_error_is_one_line_and_exit_code_2(changes: list[str], message: str) -> None:
-    script = str(REPOSITORY / "analysis" / "benchmarks" / "bench.py")
-    done = warm.run([script, *changes], REPOSITORY, environment(), timeout=100)
+def test_an_error_is_one_line_and_exit_code_2(changes: list[str], message: str, forked: bool) -> None:
+    done = refuse(REPOSITORY / "analysis" / "benchmarks" / "bench.py", *changes, forked=forked)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
 

@@ -191,7 +191,8 @@ TENSOR_BYTES = 4 * 4 * 768**2  # the largest, of the MLP
 FILE_BYTES = 10**8  # largest file of the export
 
 
-@pytest.mark.parametrize("architecture", [pytest.param("gpt", marks=pytest.mark.slow), "bert"])
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gpt", "bert"])
 def test_a_conversion_needs_the_memory_of_a_few_tensors(tmp_path, architecture: str) -> None:
     """234 MB of weights: less than three layers to convert and compare (one in fp64 is two; measured: 2.8), which is
     also less than one layer and one file; less than two tensors to reshard (measured: 1.5)."""

@@ -1,11 +1,21 @@
-"""Entry scripts in fresh processes, as a user starts them."""
+"""Entry scripts in fresh processes, as a user starts them, and in this one, for commands that are refused."""
 
+import contextlib
+import io
+import logging
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import warm
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+
+from lmscale.cli import hydra_main, literal
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = (
@@ -21,6 +31,12 @@ TINY = (
     "logger.tensorboard=false",
     "micro_batch_size=2",
     "global_batch_size=4",
+)
+
+
+# A refused command is checked in this process, which takes half the time, and in a slow test in a process of its own.
+forked_too = pytest.mark.parametrize(
+    "forked", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["here", "forked"]
 )
 
 
@@ -41,6 +57,35 @@ def train(*overrides: str, launcher: tuple[str, ...] = (), **changes: str) -> su
     return subprocess.run(
         command, cwd=REPOSITORY, env=environment(**changes), capture_output=True, text=True, timeout=300
     )
+
+
+def refuse(script: str | Path, *overrides: str, forked: bool, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess:
+    """Run a command that is refused, in a process of its own or in this one, and capture its output.
+
+    In this process, output of libraries that keep their own reference to standard error is not captured.
+    """
+    if forked:
+        return warm.run([str(script), *overrides], cwd, environment(), timeout=300)
+    out, err, handlers, code = io.StringIO(), io.StringIO(), logging.root.handlers[:], 0
+    with (
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.dict(os.environ, environment(), clear=True),
+        mock.patch.object(sys, "argv", [str(script), *overrides]),
+        mock.patch.object(sys, "path", [str(Path(script).parent), *sys.path]),
+        mock.patch.object(hydra_main, "_task_is_running", False),
+        mock.patch.object(literal, "_texts", {}),
+    ):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+        finally:
+            GlobalHydra.instance().clear()
+            HydraConfig.instance().cfg = None
+            logging.root.handlers[:] = handlers
+    return subprocess.CompletedProcess([str(script), *overrides], code, out.getvalue(), err.getvalue())
 
 
 def start(*overrides: str, **changes: str) -> subprocess.Popen:

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from entry_points import TINY, train
+from entry_points import REPOSITORY, TINY, forked_too, refuse, train
 
 from lmscale.config import TransformerConfig
 from lmscale.config.layout import ParallelConfig, ParallelRequest
@@ -71,7 +71,10 @@ BAD = {
         ["data.seq_length=129"],
         "`data.seq_length` must be at most `model.max_position_embeddings` (128), but is 129",
     ),
-    "norm order": (["model.norm_order=middle"], "`model.norm_order` must be one of pre, post, but is 'middle'"),
+    "norm order": (
+        ["model.norm_order=middle"],
+        "`model.norm_order` must be one of pre, post, deepnorm, peri, b2t, mix, but is 'middle'",
+    ),
     "dropout": (["model.hidden_dropout=1.5"], "`model.hidden_dropout` must be at least 0 and below 1, but is 1.5"),
     "not finite": (["optimizer.max_grad_norm=inf"], "`optimizer.max_grad_norm` must be a finite number, but is inf"),
     "no path": (["data=local"], "`data.path` must be given"),
@@ -141,8 +144,9 @@ def only_line(stderr: str) -> str:
     return lines[0]
 
 
+@forked_too
 @pytest.mark.parametrize("case", BAD)
-def test_an_error_is_one_line_and_exit_code_2(case, tmp_path) -> None:
+def test_an_error_is_one_line_and_exit_code_2(case, forked, tmp_path) -> None:
     import torch
 
     if case == "gpu" and torch.cuda.is_available():
@@ -152,7 +156,8 @@ def test_an_error_is_one_line_and_exit_code_2(case, tmp_path) -> None:
     overrides, message = BAD[case]
     groups = tuple(o.split("=")[0] + "." for o in overrides if "." not in o.split("=")[0])  # another choice, other keys
     tiny = [o for o in TINY if not o.startswith(groups)]
-    done = train(*tiny, f"hydra.run.dir={tmp_path}/run", *overrides)
+    script = REPOSITORY / "src" / "train.py"
+    done = refuse(script, *tiny, f"hydra.run.dir={tmp_path}/run", *overrides, forked=forked)
     assert done.returncode == 2, done.stderr
     assert message in only_line(done.stderr)
     assert done.stdout == ""

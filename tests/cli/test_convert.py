@@ -2,9 +2,7 @@
 
 import os
 import pickle
-import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,14 +17,8 @@ from lmscale.config.convert import ConvertConfig
 SIZES = {"vocab_size": 99, "n_positions": 13, "n_embd": 24, "n_layer": 2, "n_head": 4}
 
 
-def convert(*overrides: str, cwd: Path, preexec_fn=None) -> subprocess.CompletedProcess:
-    if preexec_fn is None:
-        return warm.run([str(REPOSITORY / "src" / "convert.py"), *overrides], cwd, environment(), timeout=300)
-    command = [sys.executable, str(REPOSITORY / "src" / "convert.py"), *overrides]
-    settings = environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    return subprocess.run(
-        command, cwd=cwd, env=settings, capture_output=True, text=True, timeout=300, preexec_fn=preexec_fn
-    )
+def convert(*overrides: str, cwd: Path, **limits: int) -> subprocess.CompletedProcess:
+    return warm.run([str(REPOSITORY / "src" / "convert.py"), *overrides], cwd, environment(), timeout=300, **limits)
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +72,7 @@ def test_a_bert_without_heads_needs_the_key_that_initializes_them(tmp_path) -> N
 
 
 def test_a_failed_write_gives_one_line_and_leaves_no_files(published, tmp_path) -> None:
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # bytes; simulates a full disk
-
-    done = convert(f"source={published}", "target=target", cwd=tmp_path, preexec_fn=limit)
+    done = convert(f"source={published}", "target=target", cwd=tmp_path, file_limit=20_000)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith(
         "error: the conversion was not finished and nothing was kept: [Errno 27] File too large"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from entry_points import REPOSITORY, environment
+from entry_points import REPOSITORY, environment, forked_too, refuse
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -130,6 +130,7 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
         assert len((tmp_path / f"{form}_two/dev/rte.tsv").read_text().splitlines()) == 21
 
 
+@forked_too
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -142,11 +143,10 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
         (("objective=nothing",), "`objective` must be one of qqp/accuracy"),
     ],
 )
-def test_an_error_is_one_line_and_exit_code_2(places, changes, message: str) -> None:
+def test_an_error_is_one_line_and_exit_code_2(places, changes, message: str, forked: bool) -> None:
     folder, overrides = places
-    done = run_script(
-        "run.py", *overrides, *changes, f"hydra.run.dir={folder / 'x'}", f"hydra.sweep.dir={folder / 'y'}"
-    )
+    folders = (f"hydra.run.dir={folder / 'x'}", f"hydra.sweep.dir={folder / 'y'}")
+    done = refuse(REPOSITORY / "finetune" / "run.py", *overrides, *changes, *folders, forked=forked)
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1
     assert not list(folder.glob("[xy]/**/record.json")), "it was refused after the work"

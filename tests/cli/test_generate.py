@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from entry_points import REPOSITORY, environment
+from entry_points import REPOSITORY, environment, forked_too, refuse
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
@@ -176,6 +176,7 @@ def test_prompts_can_be_typed_until_the_input_ends(published, tmp_path, tp_size:
     assert len(errors) == 2
 
 
+@pytest.mark.slow
 def test_interactive_mode_shows_an_input_prompt_and_streams_text(published, tmp_path) -> None:
     main, terminal = pty.openpty()
     settings = [f"ckpt={published}", "interactive=true", "max_new_tokens=40", "temperature=0"]
@@ -194,6 +195,7 @@ def test_interactive_mode_shows_an_input_prompt_and_streams_text(published, tmp_
     assert "some text" + seen.decode().removesuffix("> ") == expected
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_it_quietly(published, tmp_path) -> None:
     command = [sys.executable, SCRIPT, f"ckpt={published}", "prompt=a", "max_new_tokens=60", "num_samples=20"]
     with subprocess.Popen(
@@ -261,14 +263,15 @@ MISTAKES = {
 }
 
 
+@forked_too
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_an_error_is_one_line(published, bert, bare, tmp_path, mistake: str) -> None:
+def test_an_error_is_one_line(published, bert, bare, tmp_path, mistake: str, forked: bool) -> None:
     overrides, message = MISTAKES[mistake]
     names = {"published": published, "bert": bert, "bare": bare}
     for name, path in names.items():
         overrides = [override.replace(f"${{{name}}}", str(path)) for override in overrides]
         message = message.replace(f"${{{name}}}", str(path))
-    done = generate(*overrides, cwd=tmp_path)
+    done = refuse(SCRIPT, *overrides, forked=forked, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
     assert done.stdout == "" and list(tmp_path.iterdir()) == []

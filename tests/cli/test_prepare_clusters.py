@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from preparing import SMALL, digests, passages, prepare, write_lines
 
 # Runs an array job immediately, task by task, and prints what sbatch prints. Dependencies are therefore always met.
@@ -23,6 +24,7 @@ exec "$@"
 SCONTROL = "#!/bin/bash\necho here\n"
 
 
+@pytest.mark.slow
 def test_slurm_gets_one_array_job_per_stage_each_depending_on_the_previous(tmp_path, shared_data, monkeypatch) -> None:
     bin_folder, log = tmp_path / "bin", tmp_path / "log"
     bin_folder.mkdir()

@@ -1,12 +1,9 @@
 """`python src/prepare_data.py` with errors, bad files and full disks: one line, and the same command resumes."""
 
-import resource
 import shutil
-import subprocess
-import sys
 
 import pytest
-from entry_points import REPOSITORY, environment
+from entry_points import REPOSITORY, forked_too, refuse
 from preparing import SMALL, digests, passages, prepare, write_lines
 
 BAD = {
@@ -24,14 +21,15 @@ BAD = {
 }
 
 
+@forked_too
 @pytest.mark.parametrize("name", BAD)
-def test_an_error_is_one_line_and_exit_code_2(name, tmp_path) -> None:
+def test_an_error_is_one_line_and_exit_code_2(name, forked, tmp_path) -> None:
     more, message = BAD[name]
     local = write_lines(tmp_path / "a.jsonl", ["some text"])
     given = {override.split("=")[0] for override in more}
     base = [f"sources.local.path={local}"] if not given & {"corpus", "sources.local.path"} else []
     base += [option for option in SMALL if "tokenizer" not in given or not option.startswith("tokenizer")]
-    done = prepare(*base, f"output={tmp_path / 'out'}", *more)
+    done = refuse(REPOSITORY / "src" / "prepare_data.py", *base, f"output={tmp_path / 'out'}", *more, forked=forked)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
     assert not (tmp_path / "out" / "manifest.json").exists()
@@ -142,21 +140,13 @@ def test_an_attempt_that_ended_between_the_two_files_of_a_part_resumes(shared_da
     assert digests(out) == whole
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_full_disk_stops_it_in_one_line_and_the_same_command_resumes(workers, shared_data, tmp_path) -> None:
     write_lines(tmp_path / "a.jsonl", passages(shared_data, 200))
     options = [*SMALL[:-1], f"sources.local.path={tmp_path / 'a.jsonl'}", "dedup=none", f"launcher.workers={workers}"]
     options += ["shard_mb=1000"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "src" / "prepare_data.py"), *options, f"output={stopped}"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        # The kernel refuses files above this size, as on a full disk.
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
-        timeout=200,
-    )
+    done = prepare(*options, f"output={stopped}", file_limit=50_000)
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ") and "File too large" in last

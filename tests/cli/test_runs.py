@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,16 +57,18 @@ def test_four_ranks_started_by_the_script_give_the_same_losses(plain, tmp_path) 
     assert values == pytest.approx(plain[1], rel=1e-5)
 
 
-def test_torchrun_gives_the_same_losses_and_one_run_folder(plain, tmp_path) -> None:
+@pytest.mark.slow
+def test_torchrun_gives_the_same_losses_and_one_run_folder(plain) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    values = run(tmp_path / "run", "model.attention=exact", "parallel.tp_size=2", launcher=launcher)
-    assert values == pytest.approx(plain[1], rel=1e-5)
-    default = train(*TINY, "parallel.tp_size=2", f"name=torchrun_{os.getpid()}", launcher=launcher)
-    folder = REPOSITORY / "outputs" / f"torchrun_{os.getpid()}"
-    assert default.returncode == 0 and len(list(folder.iterdir())) == 1
-    subprocess.run(["rm", "-r", str(folder)], check=True)
+    name = f"torchrun_{os.getpid()}"
+    done = train(*TINY, "model.attention=exact", "parallel.tp_size=2", f"name={name}", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = (REPOSITORY / "outputs" / name).iterdir()
+    assert losses(run_dir) == pytest.approx(plain[1], rel=1e-5)
+    shutil.rmtree(run_dir.parent)
 
 
+@pytest.mark.slow
 def test_srun_gives_the_same_losses(plain, tmp_path) -> None:
     port = str(free_port())
     ranks = []
@@ -176,6 +179,7 @@ def wait_for_rows(run_dir: Path, process: subprocess.Popen) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process table with ps")
 def test_a_killed_rank_ends_the_whole_job(tmp_path) -> None:
     process = start(*SLOW_RUN, "parallel.tp_size=2", f"hydra.run.dir={tmp_path}")

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from entry_points import TINY, train
+from entry_points import REPOSITORY, TINY, forked_too, refuse, train
 from test_runs import losses
 
 
@@ -34,6 +34,7 @@ def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
     assert "train/order_loss" in (tmp_path / "1" / "metrics.csv").read_text()
 
 
+@forked_too
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [
@@ -61,8 +62,8 @@ def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
     ],
     ids=["size", "model", "key", "schedule", "path", "dataset", "resume", "threads", "type"],
 )
-def test_an_invalid_job_is_reported_before_the_first_one_starts(tmp_path, sweep, message) -> None:
-    done = train("-m", *sweep, f"hydra.sweep.dir={tmp_path}/sweep")
+def test_an_invalid_job_is_reported_before_the_first_one_starts(tmp_path, sweep, message, forked) -> None:
+    done = refuse(REPOSITORY / "src" / "train.py", "-m", *sweep, f"hydra.sweep.dir={tmp_path}/sweep", forked=forked)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"error: {message}") and len(done.stderr.splitlines()) == 1
     assert not Path(tmp_path / "sweep").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from entry_points import REPOSITORY, environment
+from entry_points import REPOSITORY, environment, forked_too, refuse
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
 from lmscale.data.tokenizer import train_tokenizer
@@ -184,6 +184,7 @@ def bad_inputs(folder: Path) -> Path:
     return folder
 
 
+@forked_too
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -228,8 +229,8 @@ def bad_inputs(folder: Path) -> Path:
         (("task=lambada", "ckpt=gpt2"), "`task.path` must be given"),
     ],
 )
-def test_an_error_is_one_line(bad_inputs: Path, overrides: tuple[str, ...], message: str) -> None:
-    run = zero_shot(*overrides, "hydra.run.dir=bad", cwd=bad_inputs)
+def test_an_error_is_one_line(bad_inputs: Path, overrides: tuple[str, ...], message: str, forked: bool) -> None:
+    run = refuse(SCRIPT, *overrides, "hydra.run.dir=bad", forked=forked, cwd=bad_inputs)
     assert run.returncode == 2, run.stderr
     assert run.stderr.startswith("error: ") and run.stderr.count("\n") == 1 and message in run.stderr
     assert run.stdout == "" and not (bad_inputs / "bad" / "record.json").exists()

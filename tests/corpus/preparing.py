@@ -17,9 +17,10 @@ from lmscale.data.tokenizer import read_tokenizer
 SMALL = ("tokenizer.vocab_size=600", "shard_mb=1", "evaluation=none", "launcher.workers=1")
 
 
-def prepare(*overrides: str) -> subprocess.CompletedProcess:
+def prepare(*overrides: str, **limits: int) -> subprocess.CompletedProcess:
     """Run `python src/prepare_data.py OVERRIDES`."""
-    return warm.run([str(REPOSITORY / "src" / "prepare_data.py"), *overrides], REPOSITORY, environment(), timeout=300)
+    command = [str(REPOSITORY / "src" / "prepare_data.py"), *overrides]
+    return warm.run(command, REPOSITORY, environment(), timeout=300, **limits)
 
 
 def passages(shared_data: Path, count: int) -> list[str]:

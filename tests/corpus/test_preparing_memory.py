@@ -46,6 +46,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [*CASES.values()], ids=[*CASES])
 def test_long_documents_cost_a_few_times_their_bytes(tmp_path, sizes) -> None:
     plain, peak = peak_bytes(tmp_path / "plain", SHORT), peak_bytes(tmp_path / "long", sizes)

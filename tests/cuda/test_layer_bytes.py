@@ -16,7 +16,10 @@ from lmscale.config import ParallelConfig, TransformerConfig  # noqa: E402
 from lmscale.planner.layer_operations import LayerCounts  # noqa: E402
 from lmscale.planner.operations import step_operations  # noqa: E402
 
-pytestmark = pytest.mark.skipif(fake_gpu.problem() is not None, reason=str(fake_gpu.problem()))
+pytestmark = [
+    pytest.mark.skipif(fake_gpu.problem() is not None, reason=str(fake_gpu.problem())),
+    pytest.mark.slow,
+]
 # What the planner leaves out: weights and biases that a kernel reads besides, and partial sums.
 TOLERANCE, FLOAT8_TOLERANCE = 0.01, 0.03
 FEW_ROWS_TOLERANCE = 0.05  # of 1,536 positions of a rank Inductor sums LayerNorms' gradients in passes of their own
@@ -33,10 +36,10 @@ def guard(tmp_path_factory) -> Path:
         ("gpt", 1536, 16, 1024, 32, False, {}),
         ("bert", 1024, 16, 512, 128, False, {}),
         ("gpt", 1920, 20, 1024, 8, True, {}),
-        pytest.param("bert", 2560, 40, 512, 24, False, {}, marks=pytest.mark.slow),
-        pytest.param("gpt", 1536, 16, 1024, 16, False, {"norm_order": "post"}, marks=pytest.mark.slow),
-        pytest.param("gpt", 1536, 16, 1024, 16, False, {"recompute": "selective"}, marks=pytest.mark.slow),
-        pytest.param("gpt", 1536, 16, 1024, 16, False, {"hidden_dropout": 0.0}, marks=pytest.mark.slow),
+        ("bert", 2560, 40, 512, 24, False, {}),
+        ("gpt", 1536, 16, 1024, 16, False, {"norm_order": "post"}),
+        ("gpt", 1536, 16, 1024, 16, False, {"recompute": "selective"}),
+        ("gpt", 1536, 16, 1024, 16, False, {"hidden_dropout": 0.0}),
     ],
 )
 def test_a_layer_moves_the_bytes_that_the_planner_counts(
@@ -88,9 +91,9 @@ def check_layer(guard: Path, case: dict, tolerance: float) -> None:
     "family, model",
     [
         ("bert", {}),
-        pytest.param("gpt", {}, marks=pytest.mark.slow),
-        pytest.param("gpt", {"hidden_dropout": 0.0}, marks=pytest.mark.slow),
-        pytest.param("bert", {"norm_order": "post"}, marks=pytest.mark.slow),
+        ("gpt", {}),
+        ("gpt", {"hidden_dropout": 0.0}),
+        ("bert", {"norm_order": "post"}),
     ],
 )
 def test_what_follows_the_embeddings_lookups_is_one_kernel_forward(guard, family, model) -> None:

@@ -37,6 +37,7 @@ def assert_the_host_never_waits(found: dict) -> None:
     assert found["copies"] == {"copy_": 1}  # the counters, to pinned memory, read when the next step has been queued
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "moments", "layout"),
     [("fp16", "fp32", {}), ("bf16", "bf16", CUT), ("fp32", "fp32", ZERO1)],
@@ -52,8 +53,8 @@ def test_a_step_has_no_host_sync(guard, dtype, moments, layout) -> None:
     ("dtype", "moments", "layout", "num_bytes"),
     [
         ("bf16", "fp32", ZERO1, 4 + 4 + 8 + 4 + 8 + 2),
-        ("fp16", "bf16", CUT, 4 + 4 + 4 + 4 + 4 + 2),
-        ("fp32", "fp32", {}, 4 + 4 + 8 + 4 + 8),
+        pytest.param("fp16", "bf16", CUT, 4 + 4 + 4 + 4 + 4 + 2, marks=pytest.mark.slow),
+        pytest.param("fp32", "fp32", {}, 4 + 4 + 8 + 4 + 8, marks=pytest.mark.slow),
     ],
 )
 def test_the_update_of_a_tensor_is_one_kernel_that_moves_every_byte_once(

@@ -8,6 +8,7 @@ from fake_step import FACTORS
 from fake_step import problems_of as problems_of_step
 from interpreted_kernels import TOLERANCES
 
+pytestmark = pytest.mark.slow
 STEP = {factor: values[-1] for factor, values in FACTORS.items()}
 IN_STEPS = {
     "sites on the host": "add mixes devices in models/transformer.py:",

@@ -11,6 +11,7 @@ import pytest
 from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.planner.communication import micro_batch_collectives
 
+pytestmark = pytest.mark.slow
 KINDS = {"all_reduce": "all_reduce", "all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
 LAYERS = {
     "gpt, first of 2": {"tp_size": 2, "tp_rank": 0},

@@ -28,6 +28,7 @@ def gradients(dtype: torch.dtype, compiled: bool) -> dict[str, Tensor]:
     return {"x": x.grad} | {name: param.grad for name, param in layer.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     # The compiler keeps fp32 between the operations of a half type, so these differ by roundings of those.

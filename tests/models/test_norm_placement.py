@@ -37,11 +37,14 @@ class Sandwich(NormPlacement):
         return config.initializer_std
 
 
-PLACEMENTS["sandwich"] = Sandwich()  # as a line in `later_placements.py` would, in every process of the test
-
-
 def register(rank: int) -> None:
-    """Import this file on each rank, by unpickling the function."""
+    """As a line in `later_placements.py` would, on a rank."""
+    PLACEMENTS["sandwich"] = Sandwich()
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch) -> None:
+    monkeypatch.setitem(PLACEMENTS, "sandwich", Sandwich())
 
 
 def sandwich(**changes) -> TransformerConfig:
@@ -77,6 +80,7 @@ def test_the_planner_counts_its_parameters(tp_size: int) -> None:
 
 
 def _differences(rank: int) -> dict[str, float]:
+    register(rank)
     return differences_from_plain(sandwich(hidden_dropout=0.2), make_context(tp_size=2))
 
 

@@ -3,10 +3,10 @@
 import csv
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from entry_points import REPOSITORY, TINY, environment
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
@@ -22,11 +22,7 @@ RUN = (*TINY, "model=bert_tiny", f"model.family={NAME}", "data=embedded", "preci
 
 
 def script(name: str, *overrides: str) -> subprocess.CompletedProcess:
-    path = f"{REPOSITORY / 'src'}:{FOLDER}"
-    command = [sys.executable, str(REPOSITORY / "src" / name), *overrides]
-    return subprocess.run(
-        command, cwd=REPOSITORY, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=300
-    )
+    return warm.run([str(REPOSITORY / "src" / name), *overrides], REPOSITORY, environment(), timeout=300)
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from sharding import random_batch, small_config, total_loss
+from sharding import compiler, random_batch, small_config, total_loss
 from torch._dynamo.utils import counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -50,12 +50,16 @@ def test_a_compiled_layer_is_recomputed_to_its_end(last_of_four, hidden_dropout:
     assert {kind: found[kind] for kind in planned} == planned
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["gpt", "bert"])
-def test_steps_of_a_model_compile_one_layer_and_two_passes_over_the_logits(last_of_four, family: str) -> None:
+def test_steps_of_a_model_compile_one_layer_and_two_passes_over_the_logits(
+    last_of_four, family: str, backend: str
+) -> None:
     config = small_config(family, num_layers=3, hidden_dropout=0.1, max_position_embeddings=16)
     kernels = Kernels(compiles=True)
     model = build_model(config, last_of_four, seed=3, dtype=torch.float32, kernels=kernels)
-    for seed in (3, 4):
-        total_loss(model, random_batch(config, seed=seed)).backward()
+    with compiler(backend):
+        for seed in (3, 4):
+            total_loss(model, random_batch(config, seed=seed)).backward()
     # All three layers are one graph; the embedding and the collectives of the loss stay outside.
     assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (4, 0)

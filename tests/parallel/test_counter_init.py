@@ -111,6 +111,7 @@ def test_a_checkpoint_does_not_depend_on_the_draw() -> None:
         check_model(metadata, dataclasses.replace(config, initializer="generator").to_dict(), "step_1.ckpt")
 
 
+@pytest.mark.slow
 def test_a_compiled_draw_has_the_same_bits() -> None:
     def fill(out: Tensor, keys: Tensor, quantiles: Tensor) -> None:
         out.copy_(counter_normal(keys, *out.shape, 2**20, 5, quantiles) * 0.02)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import make_context, run_ranks
-from sharding import small_config
+from sharding import compiler, small_config
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -78,7 +78,7 @@ def test_a_collective_over_the_sequence_copies_it_once_but_not_a_single_one(b: i
 
 
 def _wait_for_a_late_rank(rank: int) -> tuple[int, int]:
-    """Ticks of another thread while rank 0 waits half a second; collectives that torch still holds afterwards."""
+    """Ticks of another thread while rank 0 waits a second; collectives that torch still holds afterwards."""
     communicator, ticks, done = ProcessGroupCommunicator(dist.group.WORLD, 2), [], threading.Event()
 
     def tick() -> None:
@@ -87,8 +87,9 @@ def _wait_for_a_late_rank(rank: int) -> tuple[int, int]:
 
     thread = threading.Thread(target=tick)
     thread.start()
+    dist.barrier()
     if rank == 1:
-        time.sleep(0.5)
+        time.sleep(1.0)
     wait = communicator.begin_all_reduce(_own(rank, torch.float32))
     start = time.monotonic()
     wait()
@@ -104,7 +105,7 @@ def test_a_wait_blocks_no_other_thread_and_nothing_is_held_after_it() -> None:
     assert (held, held_by_other) == (0, 0)
 
 
-def _compiled_against_eager(rank: int, sequence_parallel: bool, batch_halves: bool) -> tuple[float, int]:
+def _compiled_against_eager(rank: int, backend: str, sequence_parallel: bool, batch_halves: bool) -> tuple[float, int]:
     """Largest difference of output and gradients, and the number of graph breaks; in fp64, over gloo."""
     changes = {"sequence_parallel": sequence_parallel, "batch_halves": batch_halves, "tp_communicator": None}
     context = dataclasses.replace(make_context(tp_size=2), **changes)
@@ -117,16 +118,27 @@ def _compiled_against_eager(rank: int, sequence_parallel: bool, batch_halves: bo
         generator = torch.Generator().manual_seed(5)
         x = torch.randn(4, s, config.hidden_size, dtype=torch.float64, generator=generator).requires_grad_()
         layer = model.transformer.layers[0]
-        y = layer(x, None, torch.arange(12, dtype=torch.int32).view(3, 4))
-        y.square().sum().backward()
+        with compiler(backend):
+            y = layer(x, None, torch.arange(12, dtype=torch.int32).view(3, 4))
+            y.square().sum().backward()
         results.append([y.detach(), x.grad, *(param.grad for param in layer.parameters())])
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     pairs = zip(*results, strict=True)
     return max((a - b).abs().max().item() for a, b in pairs), breaks
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("batch_halves", [False, True])
-def test_a_compiled_layer_over_gloo_equals_the_eager_one(sequence_parallel: bool, batch_halves: bool) -> None:
-    for difference, breaks in run_ranks(_compiled_against_eager, 2, sequence_parallel, batch_halves):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "batch_halves"),
+    [
+        (False, False),
+        (True, True),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_layer_over_gloo_equals_the_eager_one(
+    sequence_parallel: bool, batch_halves: bool, backend: str
+) -> None:
+    for difference, breaks in run_ranks(_compiled_against_eager, 2, backend, sequence_parallel, batch_halves):
         assert difference < 1e-12 and breaks == 0

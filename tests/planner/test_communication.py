@@ -70,8 +70,15 @@ def test_the_formulas_equal_the_trace_of_every_paper_configuration(name: str) ->
     assert_equal_to_trace(config, ParallelConfig(tp_size, dp_size), 8, seq_length, "bf16")
 
 
-@pytest.mark.parametrize("architecture", ["gpt", "bert"])
-@pytest.mark.parametrize("norm_order", ["pre", "post"])
+@pytest.mark.parametrize(
+    ("architecture", "norm_order"),
+    [
+        ("gpt", "pre"),
+        ("bert", "post"),
+        pytest.param("gpt", "post", marks=pytest.mark.slow),
+        pytest.param("bert", "pre", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("hidden_dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_every_switch_of_the_model_changes_formulas_and_trace_alike(

@@ -36,11 +36,12 @@ def test_the_predicted_peak_of_one_rank_is_within_5_percent(name: str) -> None:
     assert_within_5_percent(name, peak_memory.measure(CASES[name], ParallelContext()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
         pytest.param(QUICK_ON_TWO, id="two of the cases"),
-        pytest.param([n for n in TWO_RANKS if n not in QUICK_ON_TWO], id="the rest", marks=pytest.mark.slow),
+        pytest.param([n for n in TWO_RANKS if n not in QUICK_ON_TWO], id="the rest"),
     ],
 )
 def test_the_predicted_peak_of_each_of_two_tensor_ranks_is_within_5_percent(names: list[str]) -> None:

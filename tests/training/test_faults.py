@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from entry_points import TINY, train
+import warm
+from entry_points import REPOSITORY, TINY, environment, train
 from runs import assert_same_run, read_rows, run_jobs, tiny_run
 
 from lmscale.checkpoint import CheckpointError, CheckpointReader, list_checkpoints
@@ -177,13 +178,9 @@ def test_a_full_disk_stops_the_run_if_configured(tmp_path, capfd, monkeypatch) -
 def test_a_failed_write_keeps_the_previous_checkpoint(tmp_path) -> None:
     """A real write error: files are limited to 60 kB, and the shards are larger."""
     assert train(*TINY, f"hydra.run.dir={tmp_path / 'before'}").returncode == 0  # builds the corpus, larger too
-    code = (
-        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000));"
-        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    launcher = ("-c", code)
     folder = tmp_path / "run"
-    done = train(*TINY, "checkpoint.save_every_steps=2", f"hydra.run.dir={folder}", launcher=launcher)
+    command = [str(REPOSITORY / "src" / "train.py"), *TINY, "checkpoint.save_every_steps=2", f"hydra.run.dir={folder}"]
+    done = warm.run(command, REPOSITORY, environment(), timeout=300, file_limit=60_000)
     assert done.returncode == NOT_SAVED, done.stderr
     assert "checkpoint of step 2 not saved: rank 0: [Errno 27] File too large" in done.stderr
     assert not list((folder / "checkpoints").glob("*step*")) and len(read_rows(folder)) == 3

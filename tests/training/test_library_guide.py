@@ -12,12 +12,18 @@ GUIDE = (REPOSITORY / "docs" / "guides" / "library.md").read_text(encoding="utf-
 BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.S)
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=["ten lines", "options of the Trainer"])
+CASES = {"ten lines": [], "options of the Trainer": [pytest.mark.slow]}
+
+
+@pytest.mark.parametrize(
+    "code", [pytest.param(b, id=i, marks=m) for b, (i, m) in zip(BLOCKS, CASES.items(), strict=True)]
+)
 def test_a_block_runs_as_a_script(code: str, tmp_path: Path) -> None:
     run_script(code, tmp_path)
     assert list(tmp_path.rglob("*.ckpt"))
 
 
+@pytest.mark.slow
 def test_the_first_block_has_ten_lines_and_runs_in_a_notebook(tmp_path: Path) -> None:
     lines = [line for line in BLOCKS[0].splitlines() if line and not line.startswith("if __name__")]
     assert len(lines) <= 10

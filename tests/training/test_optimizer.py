@@ -148,10 +148,10 @@ def adamw_in_fp64(master, gradient, moments, number: int, lr: float, decay: floa
 @pytest.mark.parametrize(
     ("dtype", "moments", "compiles"),
     [
-        ("fp32", "fp32", True),
+        pytest.param("fp32", "fp32", True, marks=pytest.mark.slow),
         ("bf16", "fp32", True),
-        ("fp64", "fp32", True),
-        ("bf16", "bf16", True),
+        pytest.param("fp64", "fp32", True, marks=pytest.mark.slow),
+        pytest.param("bf16", "bf16", True, marks=pytest.mark.slow),
         ("bf16", "bf16", False),
     ],
 )
@@ -180,6 +180,7 @@ def test_the_update_is_adamw_of_fp64_within_eight_roundings(dtype, moments, comp
     assert optimizer.counters.read().num_updates == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_a_compiled_step_with_a_non_finite_gradient_changes_nothing(moments) -> None:
     torch.compiler.reset()

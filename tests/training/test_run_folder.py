@@ -1,5 +1,6 @@
-"""The first lines that a run prints."""
+"""The first lines that a run prints, its port, and the lock of its folder."""
 
+import os
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ from runs import tiny_run
 from lmscale.config import ParallelConfig
 from lmscale.training.output.run_folder import describe_options
 from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.runtime import run_lock
 
 
 @pytest.mark.parametrize(
@@ -52,3 +54,15 @@ def test_a_run_of_one_process_opens_no_port(tmp_path, monkeypatch) -> None:
     # The module; torch.distributed.rendezvous is a function.
     monkeypatch.setattr(sys.modules["torch.distributed.rendezvous"], "TCPStore", refuse)
     assert pretrain(prepare_job(tiny_run("gpt", tmp_path))) == 0
+
+
+def test_a_folder_belongs_to_one_job_until_it_ends(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(run_lock, "_PATIENCE_S", 0.2)
+    first, second = run_lock.RunLock(), run_lock.RunLock()
+    assert first.take(tmp_path) is None
+    assert second.take(tmp_path).startswith(
+        f"the run folder {tmp_path} is in use by another job (process {os.getpid()} on "
+    )
+    first.release()
+    assert second.take(tmp_path) is None
+    second.release()

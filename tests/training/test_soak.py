@@ -26,6 +26,7 @@ def assert_nothing_lost(metrics: dict, kills: int) -> None:
 
 
 @linux_only
+@pytest.mark.slow
 @pytest.mark.timeout(660)
 def test_two_kills_lose_nothing(tmp_path) -> None:
     assert_nothing_lost(soak(tmp_path, 2, 10, 600), 2)

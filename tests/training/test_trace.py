@@ -57,6 +57,7 @@ def test_gpt_8_3b_over_512_ranks_with_full_recomputation() -> None:
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before) / 2**20 < 2  # GiB
 
 
+@pytest.mark.slow
 def test_gpt_8_3b_over_512_ranks_without_recomputation() -> None:
     report = trace_step(gpt_8_3b(), LAYOUT, B, S)
     assert WITHOUT_RECOMPUTATION == LAYOUT.tp_size * report.flops
