@@ -49,6 +49,7 @@ def test_the_allocator_is_set_before_a_gpu_is_asked_anything(monkeypatch, cuda_g
     monkeypatch.setattr(preflight, "find_checkpoint", first_question)
     monkeypatch.setattr(preflight, "check_loads", lambda family: None)
     run = SimpleNamespace(
+        run_dir="absent",
         model=SimpleNamespace(family="gpt"),
         trainer=SimpleNamespace(accelerator="gpu"),
         cuda_graphs=cuda_graphs,

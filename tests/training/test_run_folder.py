@@ -63,6 +63,7 @@ def test_a_folder_belongs_to_one_job_until_it_ends(tmp_path, monkeypatch) -> Non
     assert second.take(tmp_path).startswith(
         f"the run folder {tmp_path} is in use by another job (process {os.getpid()} on "
     )
+    (tmp_path / "metrics.csv").touch()  # without it the folder would go with the lock
     first.release()
     assert second.take(tmp_path) is None
     second.release()

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import TransformerConfig
 from ..models import build_model
 from ..models.hugging_face import Row, model_of
 from ..parallel import ParallelContext, initialize_parameters
-from ..parallel.shard_spec import parameter
 from .atomic_folder import atomic_folder, check_target
 from .compare import compare_models
 from .errors import CheckpointError
@@ -228,6 +227,8 @@ def _draw_heads(config: TransformerConfig, names: set[str], seed: int) -> dict[s
     model.transformer = None
     for name, param in list(model.named_parameters()):
         owner, leaf = name.rsplit(".", 1)
-        setattr(model.get_submodule(owner), leaf, parameter(ParallelContext(), **vars(param.shard)))
+        fresh = nn.Parameter(torch.empty_like(param, device="cpu"))
+        fresh.shard = param.shard
+        setattr(model.get_submodule(owner), leaf, fresh)
     initialize_parameters(model, seed, ParallelContext())
     return {name: param.detach() for name, param in model.named_parameters() if name in names}
