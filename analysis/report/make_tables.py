@@ -74,7 +74,7 @@ TABLES = {
         "Models of 6 layers x 512, 8 x 256 tokens, bf16, two threads. A ratio is a peer's time over ours on the same "
         "work, measured in alternation, each in a process of its own: the median of the ratios per round of one run, "
         "here the median, least and most of several runs, on a shared machine. Ours is the step of `train.py`, with "
-        "`model.attention=auto`. (The run of 2026-11-22_1713 had all contenders in one process.) Two ranks have one "
+        "`model.attention=auto`. Two ranks have one "
         "thread each and are compared "
         "with one thread. `bash analysis/benchmarks/bench_cpu.sh` measures all of it. The GPU goals (`bash "
         "analysis/benchmarks/h200.sh`) have not been run.",
