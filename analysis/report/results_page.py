@@ -1,7 +1,9 @@
 """Tables of single metrics, described by `results.yaml`, and their place in the README and `docs/results.md`."""
 
 import re
+import statistics
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,13 @@ import pandas as pd
 import yaml
 
 _PLACE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end of the table -->)", re.S)
-_AGGREGATES = {"sum": sum, "number": len, "largest": lambda values: max(map(abs, values))}
+_AGGREGATES = {
+    "sum": sum,
+    "number": len,
+    "largest": lambda values: max(map(abs, values)),
+    "median": statistics.median,
+    "range": lambda values: f"{min(values):.3f} to {max(values):.3f}",
+}
 
 
 def metric_tables(records: Mapping[str, dict[str, Any]]) -> dict[str, pd.DataFrame]:
@@ -24,20 +32,22 @@ def metric_tables(records: Mapping[str, dict[str, Any]]) -> dict[str, pd.DataFra
 
 def _row(row: dict[str, str], records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     shown = {"what": row["what"], "measured": None, "unit": "not run", "record": row["record"]}
-    if row["record"] not in records:
+    if not any(fnmatch(name, row["record"]) for name in records):
         return shown
     value, unit = metric_value(row, records)
     return shown | {"measured": value, "unit": unit}
 
 
-def metric_value(row: Mapping[str, str], records: Mapping[str, dict[str, Any]]) -> tuple[float, str]:
-    """Value and unit of a row's metric, or of its aggregate.
+def metric_value(row: Mapping[str, str], records: Mapping[str, dict[str, Any]]) -> tuple[float | str, str]:
+    """Value and unit of a row's metric, or of its aggregate over all metrics and records that match.
 
     Raises:
         ValueError: the record has no metric that matches, or several without an aggregate.
     """
-    metrics = records[row["record"]]["metrics"]
-    found = [entry for name, entry in metrics.items() if re.fullmatch(row["metric"], name)]
+    metrics = [
+        entry for name, record in records.items() if fnmatch(name, row["record"]) for entry in record["metrics"].items()
+    ]
+    found = [entry for name, entry in metrics if re.fullmatch(row["metric"], name)]
     if not found or (len(found) > 1 and "of" not in row):
         raise ValueError(f"`metric` must match metrics of {row['record']}, but {row['metric']!r} matches {len(found)}")
     values = [entry["value"] for entry in found]

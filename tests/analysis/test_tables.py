@@ -78,6 +78,17 @@ def test_a_table_of_metrics_shows_sum_count_and_maximum(monkeypatch, tmp_path) -
         metric_tables({"a.json": {"metrics": {}}})
 
 
+def test_a_table_of_metrics_shows_median_and_range_over_the_runs_of_a_record(monkeypatch, tmp_path) -> None:
+    row = "{{what: {0}, record: cpu/*/a.json, metric: ratio, of: {0}}}"
+    described = f"speed:\n  - {row.format('median')}\n  - {row.format('range')}\n"
+    (tmp_path / "results.yaml").write_text(described)
+    monkeypatch.setattr(results_page, "__file__", str(tmp_path / "results_page.py"))
+    runs = {f"cpu/{run}/a.json": {"metrics": {"ratio": {"value": run / 8, "unit": "x"}}} for run in (13, 9, 11)}
+    table = metric_tables(runs | {"a.json": {"metrics": {"ratio": {"value": 99, "unit": "x"}}}})["speed"]
+    assert table["measured"].tolist() == [1.375, "1.125 to 1.625"]
+    assert metric_tables({"a.json": {"metrics": {}}})["speed"]["unit"].tolist() == ["not run"] * 2
+
+
 def test_without_records_every_value_of_table_3_is_listed_as_not_run() -> None:
     table = table_3({})
     assert set(table["evidence"]) == {"not run"} and table["ours"].isna().all()
