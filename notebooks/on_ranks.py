@@ -80,16 +80,15 @@ class CountingCommunicator(ProcessGroupCommunicator):
         self.note("all-reduce", "message", x.shape, x.dtype)
         return super().begin_all_reduce(x)
 
-    def begin_all_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+    def begin_all_gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Note and begin."""
-        whole = [length * self.size if d == dim % x.ndim else length for d, length in enumerate(x.shape)]
-        self.note("all-gather", "message", whole, x.dtype)
-        return super().begin_all_gather(x, dim)
+        self.note("all-gather", "message", (self.size * len(x), *x.shape[1:]), x.dtype)
+        return super().begin_all_gather(x)
 
-    def begin_reduce_scatter(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+    def begin_reduce_scatter(self, x: Tensor) -> Callable[[], Tensor]:
         """Note and begin."""
         self.note("reduce-scatter", "message", x.shape, x.dtype)
-        return super().begin_reduce_scatter(x, dim)
+        return super().begin_reduce_scatter(x)
 
 
 @dataclasses.dataclass(frozen=True)

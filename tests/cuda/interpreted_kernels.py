@@ -44,9 +44,9 @@ def cases() -> dict[str, Callable[[], tuple[Callable, Callable, list]]]:
         chunked_cross_entropy,
         counter_dropout,
         initialize_parameters,
-        sequence_parallel,
     )
     from lmscale.parallel.rng import counter_normal, normal_keys, normal_quantiles
+    from lmscale.parallel.sequence_parallel import keys_of_own_tokens, sequence_shard
 
     class Combine(torch.nn.Module):
         """`Transformer._combine` as a module."""
@@ -67,13 +67,14 @@ def cases() -> dict[str, Callable[[], tuple[Callable, Callable, list]]]:
         return torch.randint(-(2**31), 2**31, shape, generator=torch.Generator().manual_seed(7)).int()
 
     def dropout(dtype: torch.dtype) -> tuple:
-        """Of the second half of the positions, against the whole sequence on one rank."""
+        """Of the second half of the tokens, which begins within a sequence, against all tokens on one rank."""
 
         def on_rank_1(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-            return counter_dropout(x, P, keys, sequence_parallel.first_position(x, rank_1))
+            return counter_dropout(x, P, keys_of_own_tokens(keys.unsqueeze(0), 2 * x.shape[1], slice(0), rank_1)[0])
 
         def whole(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-            return counter_dropout(torch.cat([x, x], dim=1), P, keys)[:, x.shape[1] :]
+            tokens = torch.cat([x, x]).view(len(x), -1, x.shape[2])
+            return sequence_shard(counter_dropout(tokens, P, keys), rank_1)
 
         return on_rank_1, whole, [normal(3, 13, 72, dtype=dtype), keys(3)]
 

@@ -12,6 +12,7 @@ def planted(fault: str | None) -> Iterator[None]:
     if fault is None:
         yield
         return
+    import lmscale.models.attention
     import lmscale.models.layer
     import lmscale.models.transformer
     import lmscale.parallel.rng
@@ -88,13 +89,13 @@ def graph_break() -> Callable[..., Any]:
     return breaking
 
 
-def offset_of_the_first_rank() -> Callable[..., Any]:
-    """Every rank takes its positions for the first ones of the sequence."""
-    return lambda x, context: 0
+def rows_without_their_offset() -> Callable[..., Any]:
+    """A rank takes every part of a sequence for the first one."""
+    return lambda keys, first_row: keys.expand(*keys.shape[:-1], len(first_row))
 
 
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "unwrapped first row": ("lmscale.parallel.rng.counter_keep_mask", unwrapped_first_row),
+    "unwrapped first row": ("lmscale.models.attention.counter_keep_mask", unwrapped_first_row),
     "columns from four": ("lmscale.parallel.rng.counter_keep_mask", columns_from_four),
     "sites on the host": ("lmscale.models.transformer.site_keys", sites_on_the_host),
     "loss checked by the host": (
@@ -102,5 +103,5 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
         loss_checked_by_the_host,
     ),
     "graph break": ("lmscale.models.layer.TransformerLayer._drop", graph_break),
-    "offset of the first rank": ("lmscale.parallel.sequence_parallel.first_position", offset_of_the_first_rank),
+    "rows without their offset": ("lmscale.parallel.sequence_parallel.keys_from_row", rows_without_their_offset),
 }

@@ -14,13 +14,13 @@ IN_STEPS = {
     "sites on the host": "add mixes devices in models/transformer.py:",
     "loss checked by the host": "the host waits for _local_scalar_dense in training/step/module.py:",
 }
-ON_RANK_1 = LAYERS_IN_CI[2]  # of a sequence-parallel layer
+ON_THE_LAST_RANK = LAYERS_IN_CI[3]  # with exact attention, whose mask begins at the row of the rank's first head
 IN_CODE = {
     "unwrapped first row": "Triton refuses triton_",
     "columns from four": "Triton refuses triton_",
     "graph break": " breaks, expected ",
 }
-ON_THE_WRONG_ROWS = "dropout/offset of the first rank"
+ON_THE_WRONG_ROWS = "dropout/rows without their offset"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def steps(guard) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def code(guard) -> dict[str, list[str]]:
-    name, case = name_of(ON_RANK_1), layer_case(ON_RANK_1)
+    name, case = name_of(ON_THE_LAST_RANK), layer_case(ON_THE_LAST_RANK)
     cases = [case | {"fault": fault, "cubins": fault != "graph break"} for fault in IN_CODE]
     found = fake_gpu.run("compiled_layer.py", guard, cases)
     return {fault: problems_of_code(name, one) for fault, one in zip(IN_CODE, found, strict=True)}
@@ -47,7 +47,7 @@ def test_generated_code_with_a_fault_is_reported(code, fault) -> None:
     assert any(IN_CODE[fault] in problem for problem in code[fault]), code[fault]
 
 
-def test_a_rank_that_takes_the_offset_of_another_is_reported(guard) -> None:
+def test_a_mask_of_the_wrong_rows_is_reported(guard) -> None:
     found = fake_gpu.run("interpreted_kernels.py", guard, [ON_THE_WRONG_ROWS], TRITON_INTERPRET="1")
     assert not found[ON_THE_WRONG_ROWS]["same_zeros"]
     assert found[ON_THE_WRONG_ROWS]["error"] > TOLERANCES["dropout"]

@@ -86,7 +86,7 @@ def fast_against_plain(kind: type, context: ParallelContext) -> float:
 
 
 def sequence_parallel_against_plain(kind: type, context: ParallelContext) -> float:
-    """With sequence parallelism, against the plain layer between a gather and a scatter of the sequence."""
+    """With sequence parallelism, against the plain layer between a gather and a cut of the tokens."""
     cut = dataclasses.replace(context, sequence_parallel=True)
     layer, (x, d_y) = make_layer(kind, context), inputs_of_a_rank(kind, context)
     if kind is ColumnParallelLinear:
@@ -97,7 +97,7 @@ def sequence_parallel_against_plain(kind: type, context: ParallelContext) -> flo
     expected = run(layer, layer, x, d_y)
     expected["output"] = sequence_shard(expected["output"], cut)
     found = run(lambda x: row_linear(x, layer.weight, layer.bias, cut), layer, x, sequence_shard(d_y, cut))
-    found["bias"] = context.tp_communicator.all_reduce(found["bias"])  # of this rank's positions (`grad_is_partial`)
+    found["bias"] = context.tp_communicator.all_reduce(found["bias"])  # of this rank's tokens (`grad_is_partial`)
     return largest_difference(found, expected)
 
 

@@ -14,7 +14,7 @@ class ParallelConfig:
     Args:
         tp_size: tensor-parallel ranks.
         dp_size: data-parallel ranks.
-        sequence_parallel: the tensor ranks share the work outside the parallel region too, each on its own positions
+        sequence_parallel: the tensor ranks share the work outside the parallel region too, each on its own tokens
             (Korthikanti et al. 2022); no effect with one tensor rank.
         zero1: each data rank keeps the optimizer state of only the parameters it owns (ZeRO stage 1, Rajbhandari et
             al. 2020); no effect with one data rank.
@@ -36,7 +36,7 @@ class ParallelConfig:
 
     @property
     def cuts_sequence(self) -> bool:
-        """Whether tensors outside the parallel region are cut over the sequence."""
+        """Whether the tokens of tensors outside the parallel region are cut over the tensor ranks."""
         return self.sequence_parallel and self.tp_size > 1
 
     @property

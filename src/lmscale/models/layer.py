@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
-from ..parallel import LayerNorm, ParallelContext, counter_dropout, first_position
+from ..parallel import LayerNorm, ParallelContext, counter_dropout
 from .attention import SelfAttention
 from .key_value_cache import KeyValueCache
 from .mlp import MLP
@@ -23,8 +23,8 @@ class TransformerLayer(nn.Module):
 
     Shapes:
         x [b, s, h], with sequence parallelism [b, s/p, h]; attention_mask bool [b, 1, 1 or s, s] or None; dropout_keys
-        int32 [3, b], this layer's rows of `site_keys`, or None if nothing is dropped; returns the shape of x. With a
-        cache the s tokens are appended to its rows.
+        int32 [3, b], this layer's rows of `site_keys`, with sequence parallelism the last two of `keys_of_own_tokens`,
+        or None if nothing is dropped; returns the shape of x. With a cache the s tokens are appended to its rows.
 
     Communicates:
         over the tensor group, all-reduces of [b, s, h]: two forward (g), two backward (f); with sequence parallelism
@@ -50,7 +50,7 @@ class TransformerLayer(nn.Module):
         dropout_keys: Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        if not self.context.batch_halves or cache is not None or len(x) % 2:
+        if self.context.batch_parts(len(x)) == 1 or cache is not None:
             return self._compute(x, attention_mask, dropout_keys, cache)
         masks = (None, None) if attention_mask is None else attention_mask.chunk(2)
         keys = (None, None) if dropout_keys is None else dropout_keys.chunk(2, dim=1)
@@ -73,4 +73,4 @@ class TransformerLayer(nn.Module):
     def _drop(self, x: Tensor, keys: Tensor | None) -> Tensor:
         if not self.training or self.dropout == 0.0:
             return x
-        return counter_dropout(x, self.dropout, keys, first_position(x, self.context))
+        return counter_dropout(x, self.dropout, keys)

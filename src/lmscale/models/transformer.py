@@ -13,9 +13,10 @@ from ..parallel import (
     counter_dropout,
     describe_parameters,
     embedding_lookup,
-    first_position,
     gather_sequence,
+    keys_of_own_tokens,
     parameter,
+    positions_of_own_tokens,
     sequence_shard,
     site_keys,
 )
@@ -94,6 +95,8 @@ class Transformer(nn.Module):
         embedding_key, layer_keys = None, [None] * config.num_layers
         if drops:
             keys = site_keys(sample_keys, 1 + DROPOUTS_OF_A_LAYER * config.num_layers)
+            in_region = slice(1, None, DROPOUTS_OF_A_LAYER)  # the sites of attention probabilities
+            keys = keys_of_own_tokens(keys, tokens.shape[1], in_region, self.context)
             embedding_key, layer_keys = keys[0], keys[1:].unflatten(0, (-1, DROPOUTS_OF_A_LAYER))
         x = self.embed(tokens, token_types, embedding_key, positions)
         for layer, keys in zip(self.layers, layer_keys, strict=True):
@@ -148,11 +151,6 @@ class Transformer(nn.Module):
                 f"a sequence must be at most `max_position_embeddings` ({self.config.max_position_embeddings}) "
                 f"tokens long, but is {s}"
             )
-        if self.context.sequence_parallel and s % self.context.tp_size:
-            raise ValueError(
-                f"a sequence must be a multiple of `tp_size` ({self.context.tp_size}) tokens long with "
-                f"`sequence_parallel`, but is {s}"
-            )
         words, types = self.word_embedding(tokens), None
         if token_types is not None:
             types = embedding_lookup(sequence_shard(token_types, self.context), self.token_type_embedding)
@@ -162,14 +160,14 @@ class Transformer(nn.Module):
         self, words: Tensor, token_types: Tensor | None, dropout_keys: Tensor | None, positions: Tensor | None
     ) -> Tensor:
         """What follows the lookups of `embed`, compiled with the layers; both tensors [b, s, h] or [b, s/p, h]."""
-        first = first_position(words, self.context)
-        x = words + self.position_embedding[slice(first, first + words.shape[1]) if positions is None else positions]
+        table = self.position_embedding
+        x = words + (positions_of_own_tokens(table, words, self.context) if positions is None else table[positions])
         if token_types is not None:
             x = x + token_types
         if self.placement.after_embedding:
             x = self.embedding_norm(x)
         if self.training and self.config.input_dropout > 0.0:
-            x = counter_dropout(x, self.config.input_dropout, dropout_keys, first)
+            x = counter_dropout(x, self.config.input_dropout, dropout_keys)
         return x
 
     def compile_layers(self, cuda_graphs: bool = False) -> None:

@@ -17,7 +17,13 @@ from .init import initialize_parameters
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .replicated_layers import LayerNorm, ReplicatedLinear, embedding_lookup
 from .rng import counter_dropout, counter_keep_mask, sample_dropout_keys, seed_rank_generator, site_keys
-from .sequence_parallel import first_position, gather_sequence, sequence_shard
+from .sequence_parallel import (
+    gather_sequence,
+    gather_tokens,
+    keys_of_own_tokens,
+    positions_of_own_tokens,
+    sequence_shard,
+)
 from .shard_spec import ShardSpec, describe_parameters, parameter
 from .shared_memory import SharedMemoryChannel, open_channel
 
@@ -45,14 +51,16 @@ __all__ = [
     "embedding_lookup",
     "fingerprint",
     "first_difference",
-    "first_position",
     "gather_sequence",
+    "gather_tokens",
     "global_gradient_norm",
     "gradient_norms_of_parts",
     "initialize_parameters",
+    "keys_of_own_tokens",
     "linear_cross_entropy",
     "open_channel",
     "parameter",
+    "positions_of_own_tokens",
     "reduce_from_tensor_parallel_region",
     "sample_dropout_keys",
     "seed_rank_generator",

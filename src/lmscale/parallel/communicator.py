@@ -26,7 +26,7 @@ class Communicator(ABC):
     overwrite it. Unless overridden, a `begin_` form completes the collective at once.
 
     Shapes:
-        x [..., n, ...], the same shape and dtype on all ranks, n at dimension `dim`.
+        x [n, ...], the same shape and dtype on all ranks.
 
     Attributes:
         backend: name of the transport, for the log.
@@ -36,29 +36,29 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
-        """The sum, or with `max` the maximum, of `x` over the ranks, [..., n, ...]."""
+        """The sum, or with `max` the maximum, of `x` over the ranks, [n, ...]."""
 
     @abstractmethod
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """The concatenation of every rank's `x` along `dim`, [..., p n, ...]."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The concatenation of every rank's `x`, [p n, ...]."""
 
     @abstractmethod
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part along `dim` of the sum of `x` over the ranks, [..., n/p, ...]."""
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum of `x` over the ranks, [n/p, ...]."""
 
     def begin_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin `all_reduce` (sum)."""
         result = self.all_reduce(x)
         return lambda: result
 
-    def begin_all_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+    def begin_all_gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin `all_gather`."""
-        result = self.all_gather(x, dim)
+        result = self.all_gather(x)
         return lambda: result
 
-    def begin_reduce_scatter(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+    def begin_reduce_scatter(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin `reduce_scatter`."""
-        result = self.reduce_scatter(x, dim)
+        result = self.reduce_scatter(x)
         return lambda: result
 
 
@@ -70,10 +70,10 @@ class SingleRankCommunicator(Communicator):
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
         return x
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         return x
 
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         return x
 
 
@@ -94,21 +94,20 @@ class ProcessGroupCommunicator(Communicator):
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
         return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), operation, self._name))
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return self.begin_all_gather(x, dim)()
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self.begin_all_gather(x)()
 
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return self.begin_reduce_scatter(x, dim)()
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self.begin_reduce_scatter(x)()
 
     def begin_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
         total = _ops.all_reduce(x.contiguous(), "sum", self._name)
         return lambda: _ops.wait_tensor(total)
 
-    def begin_all_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
-        parts = _ops.all_gather_into_tensor(x.contiguous(), self.size, self._name)  # [p n_0, ...], rank by rank
-        return lambda: _ops.wait_tensor(parts).unflatten(0, (self.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+    def begin_all_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        parts = _ops.all_gather_into_tensor(x.contiguous(), self.size, self._name)
+        return lambda: _ops.wait_tensor(parts)
 
-    def begin_reduce_scatter(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
-        parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).flatten(0, 1)  # the part that each rank receives
-        total = _ops.reduce_scatter_tensor(parts.contiguous(), "sum", self.size, self._name)
+    def begin_reduce_scatter(self, x: Tensor) -> Callable[[], Tensor]:
+        total = _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self._name)
         return lambda: _ops.wait_tensor(total)

@@ -23,7 +23,7 @@ class ParallelContext:
     Args:
         tp_communicator: performs the collectives of the tensor group (`choose_communicator`); by default through
             `tp_group`, or nothing for one rank.
-        sequence_parallel: outside the parallel region the tensors are cut over the sequence; needs tp_size > 1.
+        sequence_parallel: outside the parallel region the tokens are cut over the tensor ranks; needs tp_size > 1.
         zero1: each data rank holds the optimizer state of only the parameters it owns; needs dp_size > 1.
         batch_halves: layers compute attention and MLP on one half of the samples after the other; needs tp_size > 1.
 
@@ -46,6 +46,10 @@ class ParallelContext:
             alone = self.tp_size == 1
             default = SingleRankCommunicator() if alone else ProcessGroupCommunicator(self.tp_group, self.tp_size)
             object.__setattr__(self, "tp_communicator", default)
+
+    def batch_parts(self, num_samples: int) -> int:
+        """In how many parts layers compute a batch; an odd one, which occurs only in validation, as a whole."""
+        return 2 if self.batch_halves and num_samples % 2 == 0 else 1
 
     def shard(self, size: int) -> int:
         """Length of this rank's part of a dimension of `size`.

@@ -2,7 +2,7 @@
 
 `tests/parallel/test_layers.py` holds them equal to the plain forms in `layers.py`. What differs:
 - tp_size > 1: f's all-reduce runs while the weight's gradient is computed.
-- Sequence parallelism: an all-gather and a reduce-scatter replace f's all-reduce, and only this rank's positions of the
+- Sequence parallelism: an all-gather and a reduce-scatter replace f's all-reduce, and only this rank's tokens of the
   input are kept for the backward pass.
 - float8: the operands of the products are rounded (`float8.py`), which changes results within the error of float8.
 """
@@ -18,7 +18,7 @@ from .bias import add_bias, sum_rows
 from .collectives import reduce_from_tensor_parallel_region
 from .context import ParallelContext
 from .float8 import Float8Products, float8_linear
-from .sequence_parallel import reduce_scatter_to_sequence_shard
+from .sequence_parallel import gather_tokens, reduce_scatter_to_sequence_shard
 
 Linear = Callable[[Tensor, Tensor, Tensor, ParallelContext], Tensor]  # x, weight, bias, context
 
@@ -81,7 +81,7 @@ class _SequenceParallelColumnLinear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, context: ParallelContext, products: type) -> Tensor:
         ctx.context, ctx.products = context, products
         ctx.save_for_backward(x, weight)
-        return products.linear(context.tp_communicator.all_gather(x, dim=1), weight, bias)
+        return products.linear(gather_tokens(x, context), weight, bias)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
@@ -91,14 +91,13 @@ class _SequenceParallelColumnLinear(torch.autograd.Function):
             # The compiler merges equal collectives: it would keep the forward pass's [b, s, in] instead of x. This
             # copy of x depends on the gradient, so its collective cannot be merged with one of the forward pass.
             x = torch.where(grad_output.flatten()[0] == 0, x, x)
-        wait_for_x = communicator.begin_all_gather(x, dim=1)
+        wait_for_x = communicator.begin_all_gather(x.flatten(0, -2))
         rows = grad_output.flatten(0, -2)
         grad = ctx.products.prepare_gradient(rows)
-        d_x = ctx.products.input_gradient(grad, weight).unflatten(0, grad_output.shape[:-1])  # [b, s, in]
-        wait_for_d_x = communicator.begin_reduce_scatter(d_x, dim=1)
-        d_weight = ctx.products.weight_gradient(grad, wait_for_x().flatten(0, -2))
+        wait_for_d_x = communicator.begin_reduce_scatter(ctx.products.input_gradient(grad, weight))
+        d_weight = ctx.products.weight_gradient(grad, wait_for_x())
         d_bias = sum_rows(grad_output)
-        return wait_for_d_x(), d_weight, d_bias, None, None
+        return wait_for_d_x().view_as(x), d_weight, d_bias, None, None
 
 
 def overlapped_column_linear(
@@ -126,7 +125,7 @@ def sequence_parallel_column_linear(
     """f of sequence parallelism and the linear layer after it.
 
     Shapes:
-        x [b, s/p, in], this rank's positions; weight [out/p, in]; bias [out/p]; returns [b, s, out/p].
+        x [b, s/p, in], this rank's tokens; weight [out/p, in]; bias [out/p]; returns [b, s, out/p].
 
     Args:
         products: `FullProducts` or `Float8Products`; what is communicated keeps its type.

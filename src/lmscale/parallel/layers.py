@@ -11,7 +11,7 @@ from .collectives import copy_to_tensor_parallel_region, reduce_from_tensor_para
 from .context import ParallelContext
 from .fast_linear import choose_column_linear, choose_row_linear
 from .replicated_layers import embedding_lookup
-from .sequence_parallel import reduce_scatter_to_sequence_shard
+from .sequence_parallel import in_rank_order, reduce_scatter_to_sequence_shard
 from .shard_spec import describe_parameters, parameter
 
 
@@ -114,7 +114,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = parameter(context, shape, shard_dim=0, init="normal", std=init_std, used_rows=vocab_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        ids, elsewhere = self.context.local_ids(tokens, len(self.weight))
+        ids, elsewhere = self.context.local_ids(in_rank_order(tokens, self.context), len(self.weight))
         vectors = embedding_lookup(ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.context.sequence_parallel:
             return reduce_scatter_to_sequence_shard(vectors, self.context)

@@ -39,7 +39,7 @@ class LayerNorm(nn.Module):
         half types.
 
     Args:
-        grad_is_partial: with sequence parallelism it sees only this rank's positions, so its gradients are partial.
+        grad_is_partial: with sequence parallelism it sees only this rank's tokens, so its gradients are partial.
 
     Attributes:
         kernel: computes it from x, weight, bias and eps; `layer_norm` unless replaced (`models.build_model`).

@@ -102,19 +102,26 @@ def counter_bits(keys: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return _mix(row_keys.unsqueeze(-1) ^ _codes(columns, _COLUMN))
 
 
-def counter_dropout(x: Tensor, probability: float, keys: Tensor, first_position: int = 0) -> Tensor:
+def keys_from_row(keys: Tensor, first_row: Tensor) -> Tensor:
+    """Keys that give the masks of `keys` from a row on: their row 0 is row `first_row` of `keys`.
+
+    Shapes:
+        keys int32 [..., 1]; first_row int32 [r], not negative; returns int32 [..., r].
+    """
+    return keys + _codes(first_row, _GOLDEN)
+
+
+def counter_dropout(x: Tensor, probability: float, keys: Tensor) -> Tensor:
     """Dropout outside the parallel region: the same elements on every tensor rank and at every layout.
 
     Shapes:
-        x [b, s, h]; keys int32 [b], a row of `site_keys`; returns [b, s, h], scaled by 1 / (1 - probability).
-
-    Args:
-        first_position: position of `x` in its sequences, if this rank holds a part of them.
+        x [b, s, h]; keys int32 [b], a row of `site_keys` or, with sequence parallelism, of `keys_of_own_tokens`;
+        returns [b, s, h], scaled by 1 / (1 - probability).
 
     Source: appendix B.2, with a counter in place of the paper's shared generator state: stateless masks survive
     activation checkpointing, restarts and changes of layout.
     """
-    keep = counter_keep_mask(keys, x.shape[1], x.shape[2], probability, first_position)
+    keep = counter_keep_mask(keys, x.shape[1], x.shape[2], probability)
     return torch.where(keep, x * (1.0 / (1.0 - probability)), 0.0)
 
 

@@ -19,7 +19,7 @@ class ShardSpec:
         std: standard deviation of `normal`.
         row_gains: factors on what `normal` draws: (rows, factor) of consecutive rows, repeated over dimension 0.
         used_rows: rows (dimension 0) that are part of the model; the padding rows after them are zero.
-        grad_is_partial: a replicated parameter that each tensor rank uses only on its own positions (sequence
+        grad_is_partial: a replicated parameter that each tensor rank uses only on its own tokens (sequence
             parallelism), so its gradient must be added over the tensor ranks.
     """
 

@@ -1,7 +1,5 @@
 """Collectives of tensor ranks on one host, through memory that they share instead of gloo's TCP over loopback."""
 
-import itertools
-import math
 import os
 import socket
 import struct
@@ -60,11 +58,11 @@ class SharedMemoryChannel(Communicator):
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
         return torch.ops.lmscale.all_reduce(x, operation, self.name)
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.ops.lmscale.all_gather(x, dim, self._memory.shape[1], self.name)
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.ops.lmscale.all_gather(x, self._memory.shape[1], self.name)
 
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return torch.ops.lmscale.reduce_scatter(x, dim, self._memory.shape[1], self.name)
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return torch.ops.lmscale.reduce_scatter(x, self._memory.shape[1], self.name)
 
     def _all_reduce(self, x: Tensor, operation: str) -> Tensor:
         total = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -73,20 +71,18 @@ class SharedMemoryChannel(Communicator):
             _combine(self._share(own[piece], operation), operation, out[piece])
         return total
 
-    def _all_gather(self, x: Tensor, dim: int, size: int) -> Tensor:
-        everybody = x.new_empty(_scaled(x.shape, dim, size, 1))
-        rows, columns = _rows_and_columns(x.shape, dim)
-        own, out = x.reshape(rows, columns), everybody.view(rows, size, columns)
-        for some, part in _slabs(rows, columns, SLOT_BYTES // x.itemsize):
-            out[some, :, part] = self._share(own[some, part], "all-gather").transpose(0, 1)
+    def _all_gather(self, x: Tensor, size: int) -> Tensor:
+        everybody = _gathered(x, size)
+        own, out = x.reshape(-1), everybody.view(size, x.numel())
+        for piece in _pieces(len(own), SLOT_BYTES // x.itemsize):
+            out[:, piece] = self._share(own[piece], "all-gather")
         return everybody
 
-    def _reduce_scatter(self, x: Tensor, dim: int, size: int) -> Tensor:
-        total = x.new_empty(_scaled(x.shape, dim, 1, size))
-        rows, columns = _rows_and_columns(total.shape, dim)
-        own, out = x.reshape(rows, size, columns), total.view(rows, columns)
-        for some, part in _slabs(rows, columns, SLOT_BYTES // (x.itemsize * size)):
-            _combine(self._share(own[some, :, part], "reduce-scatter")[:, :, self._rank], "sum", out[some, part])
+    def _reduce_scatter(self, x: Tensor, size: int) -> Tensor:
+        total = _scattered(x, size)
+        own, out = x.reshape(size, total.numel()), total.view(-1)
+        for piece in _pieces(len(out), SLOT_BYTES // (x.itemsize * size)):
+            _combine(self._share(own[:, piece], "reduce-scatter")[:, self._rank], "sum", out[piece])
         return total
 
     def _share(self, own: Tensor, purpose: str) -> Tensor:
@@ -133,39 +129,31 @@ def _all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
 
 
 @torch.library.custom_op("lmscale::all_gather", mutates_args=(), device_types="cpu")
-def _all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
-    return _channels[group]._all_gather(x, dim, size)
+def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    return _channels[group]._all_gather(x, size)
 
 
 @torch.library.custom_op("lmscale::reduce_scatter", mutates_args=(), device_types="cpu")
-def _reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
-    return _channels[group]._reduce_scatter(x, dim, size)
+def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
+    return _channels[group]._reduce_scatter(x, size)
+
+
+def _gathered(x: Tensor, size: int) -> Tensor:
+    return x.new_empty((size * len(x), *x.shape[1:]))
+
+
+def _scattered(x: Tensor, size: int) -> Tensor:
+    return x.new_empty((len(x) // size, *x.shape[1:]))
 
 
 # Shapes of the results, for the compiler.
 _all_reduce.register_fake(lambda x, operation, group: torch.empty_like(x, memory_format=torch.contiguous_format))
-_all_gather.register_fake(lambda x, dim, size, group: x.new_empty(_scaled(x.shape, dim, size, 1)))
-_reduce_scatter.register_fake(lambda x, dim, size, group: x.new_empty(_scaled(x.shape, dim, 1, size)))
+_all_gather.register_fake(lambda x, size, group: _gathered(x, size))
+_reduce_scatter.register_fake(lambda x, size, group: _scattered(x, size))
 
 
 def _pieces(length: int, at_once: int) -> list[slice]:
     return [slice(start, start + at_once) for start in range(0, length, at_once)]
-
-
-def _scaled(shape: torch.Size, dim: int, factor: int, divisor: int) -> list[int]:
-    """The shape with dimension `dim` times a ratio."""
-    return [n * factor // divisor if number == dim else n for number, n in enumerate(shape)]
-
-
-def _rows_and_columns(shape: torch.Size, dim: int) -> tuple[int, int]:
-    """Number of elements in the dimensions before `dim`, and in `dim` and the dimensions after it."""
-    return math.prod(shape[:dim]), math.prod(shape[dim:])
-
-
-def _slabs(rows: int, columns: int, at_once: int) -> list[tuple[slice, slice]]:
-    """Pieces of [rows, columns] of at most `at_once` elements; whole rows where they fit."""
-    some = _pieces(rows, max(1, at_once // max(1, columns)))
-    return list(itertools.product(some, _pieces(columns, at_once)))
 
 
 def _combine(slots: Tensor, operation: str, out: Tensor) -> None:

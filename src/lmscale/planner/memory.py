@@ -148,7 +148,7 @@ def estimate_memory(
     e, b, s, h = BYTES[dtype], micro_batch_size, seq_length, config.hidden_size
     num_parameters = count_parameters(config, tp_size).per_rank
     is_half = e < FP32_BYTES
-    own = b * s // tp_size if cuts_sequence else b * s  # positions of a rank outside the parallel region
+    own = b * s // tp_size if cuts_sequence else b * s  # tokens of a rank outside the parallel region
     layer = _layer_bytes(config, tp_size, b, s, own, e, on_gpu)
     mask = own * h if config.input_dropout > 0 else 0
     num_scored, head = b * scored_tokens(config, s), family_of(config.family).head

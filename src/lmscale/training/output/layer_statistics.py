@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...models.attention import SelfAttention
 from ...models.layer import TransformerLayer
+from ...parallel import gather_tokens
 from .layer_gradients import layer_gradient_norms
 
 FILE = "layer_statistics.jsonl"
@@ -40,8 +41,8 @@ class LayerStatistics(L.Callback):
         folder: of the run.
 
     Communicates:
-        at such a step over the tensor group: the forward pass, and one all-reduce of 5 numbers per sublayer; and as
-        `gradient_norms_of_parts`.
+        at such a step over the tensor group: the forward pass, one all-reduce of 5 numbers per sublayer, and with
+        sequence parallelism two all-gathers of [b, s, h] each; and as `gradient_norms_of_parts`.
     """
 
     def __init__(self, steps: list[int], folder: Path) -> None:
@@ -94,7 +95,8 @@ def measure_sublayers(model: nn.Module, forward: Callable[[], Any]) -> list[dict
         forward: computes `model` once.
 
     Communicates:
-        what `forward` does, and one all-reduce of 5 numbers per sublayer over the tensor group.
+        what `forward` does, and over the tensor group one all-reduce of 5 numbers per sublayer and, with sequence
+        parallelism, two all-gathers of [b, s, h] each.
     """
     observed = {
         (index, name): _Sublayer(layer, name)
@@ -109,7 +111,7 @@ def measure_sublayers(model: nn.Module, forward: Callable[[], Any]) -> list[dict
         model.train(was_training)
         for sublayer in observed.values():
             sublayer.remove()
-    # With sequence parallelism each rank has its positions, otherwise all ranks have the same: the ratios are the same.
+    # All ranks have the same sums, except that of the entropies of their heads.
     totals = model.context.tp_communicator.all_reduce(torch.stack([each.sums() for each in observed.values()]))
     heads, found = model.config.num_attention_heads, []
     for (index, name), (branch, residual, constant, square, entropy) in zip(observed, totals.tolist(), strict=True):
@@ -127,7 +129,7 @@ class _Sublayer:
         sublayer, placement = getattr(layer, name), layer.placement
         entry = getattr(layer, f"{name}_{placement.before[0]}") if placement.before else sublayer
         exit_ = getattr(layer, f"{name}_{placement.after[0]}") if placement.before and placement.after else sublayer
-        self.scale = placement.residual_scale
+        self.context, self.scale = layer.context, placement.residual_scale
         self.residual = self.branch = self.square = self.mean = self.entropy = 0.0
         self.num_sequences = 0
         self.hooks = [
@@ -139,10 +141,11 @@ class _Sublayer:
             self.hooks.append(sublayer.register_forward_hook(self._see_attention))
 
     def _see_residual(self, module: nn.Module, args: tuple) -> None:
-        self.residual += (self.scale * args[0].double()).var(-1, correction=0).sum()
+        residual = gather_tokens(args[0], self.context)
+        self.residual += (self.scale * residual.double()).var(-1, correction=0).sum()
 
     def _see_branch(self, module: nn.Module, args: tuple, output: Tensor) -> None:
-        output = output.double()  # [b, s, h], with sequence parallelism [b, s/p, h]
+        output = gather_tokens(output, self.context).double()  # [b, s, h]
         self.branch += output.var(-1, correction=0).sum()
         self.square += output.square().sum()
         self.mean += output.sum(0)
