@@ -13,7 +13,8 @@ sys.path.insert(0, str(HERE))
 import fake_gpu  # noqa: E402
 
 from lmscale.config import ParallelConfig, TransformerConfig  # noqa: E402
-from lmscale.planner.layer_operations import LayerCounts  # noqa: E402
+from lmscale.planner.layer_operations import NORM_INPUT_BYTES, LayerCounts  # noqa: E402
+from lmscale.planner.memory import BYTES  # noqa: E402
 from lmscale.planner.operations import step_operations  # noqa: E402
 
 pytestmark = [
@@ -22,7 +23,9 @@ pytestmark = [
 ]
 # What the planner leaves out: weights and biases that a kernel reads besides, and partial sums.
 TOLERANCE, FLOAT8_TOLERANCE = 0.01, 0.03
-FEW_ROWS_TOLERANCE = 0.05  # of 1,536 positions of a rank Inductor sums LayerNorms' gradients in passes of their own
+# With fewer than 4,096 rows, or than twice the columns, Inductor sums the gradients of each LayerNorm in a pass of its
+# own (`MixOrderReduction` in torch/_inductor/scheduler.py). It reads gradient and input again: bytes per element.
+SUMS_APART = (BYTES["bf16"] + NORM_INPUT_BYTES) + 2 * BYTES["bf16"]
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +65,19 @@ BERT = {"family": "bert", "hidden_size": 2560, "heads": 40, "s": 512, "b": 24, "
             GPT | {"sequence_parallel": True, "model": {"norm_order": "post"}}, TOLERANCE, marks=pytest.mark.slow
         ),
         pytest.param(GPT | {"sequence_parallel": True, "float8": True}, FLOAT8_TOLERANCE, marks=pytest.mark.slow),
-        pytest.param(BERT | {"sequence_parallel": True}, FEW_ROWS_TOLERANCE, marks=pytest.mark.slow),
     ],
 )
 def test_a_layer_of_a_tensor_rank_moves_the_bytes_that_the_planner_counts(guard, case, tolerance) -> None:
     check_layer(guard, case, tolerance)
 
 
-def check_layer(guard: Path, case: dict, tolerance: float) -> None:
+@pytest.mark.parametrize("case", [BERT, GPT | {"tp_size": 8, "b": 8}])
+def test_with_few_rows_the_planner_leaves_out_the_passes_that_sum_layer_norms_gradients(guard, case) -> None:
+    check_layer(guard, case | {"sequence_parallel": True}, TOLERANCE, SUMS_APART)
+
+
+def check_layer(guard: Path, case: dict, tolerance: float, left_out: int = 0) -> None:
+    """`left_out`: bytes of the backward pass, per element of a rank's tokens, that the planner does not count."""
     graphs = fake_gpu.run("layer_bytes.py", guard, case)
     assert len(graphs) == 2
     s, b, float8 = case["s"], case["b"], case.get("float8", False)
@@ -77,10 +85,11 @@ def check_layer(guard: Path, case: dict, tolerance: float) -> None:
     config = TransformerConfig(case.get("family", "gpt"), 2, *sizes, **case.get("model", {}))
     layout = ParallelConfig(case.get("tp_size", 1), sequence_parallel=case.get("sequence_parallel", False))
     layer = LayerCounts.of(config, config.placement, layout, b, s, "fp8" if float8 else "bf16")
-    for calls, operations in zip(graphs, (layer.forward("forward"), layer.backward()), strict=True):
+    more = 0, left_out * layer.own * layer.width
+    for calls, operations, extra in zip(graphs, (layer.forward("forward"), layer.backward()), more, strict=True):
         passes = [o for o in operations if o.kind == "elementwise"]
         generated = [num_bytes for call, num_bytes in calls if call.startswith("triton_")]
-        assert sum(o.num_bytes for o in passes) == pytest.approx(sum(generated), rel=tolerance)
+        assert sum(o.num_bytes for o in passes) + extra == pytest.approx(sum(generated), rel=tolerance)
         assert abs(sum(o.launches for o in passes) - len(generated)) <= 2
         assert sum(o.kind == "product" for o in operations) == sum(
             "mm" in call for call, _ in calls if "extern" in call

@@ -12,7 +12,7 @@ from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner.communication import step_collectives
 from lmscale.planner.flops import hardware_flops_per_step
 from lmscale.planner.job import Job
-from lmscale.planner.layer_operations import GATHERED, TO_SCATTER
+from lmscale.planner.layer_operations import MAGNITUDE
 from lmscale.planner.operation import Operation, product
 from lmscale.planner.operations import OPTIMIZER_LAUNCHES, step_operations
 from lmscale.planner.operations_table import format_operations, operation_rows
@@ -89,27 +89,28 @@ def test_the_update_writes_a_second_weight_only_for_half_types(
     assert (update.read, update.written) == (n * read, n * written)
 
 
-@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("name, recompute", [("gpt_8.3b", "none"), ("bert_3.9b", "full")])
-def test_sequence_parallelism_copies_what_it_gathers_and_scatters(name: str, recompute: str, halves: bool) -> None:
-    config, layout = paper_model(name, recompute=recompute), ParallelConfig(8, 1, True, batch_halves=halves)
+def test_float8_reads_what_sequence_parallelism_gathers_once_more(name: str, recompute: str) -> None:
+    config, layout = paper_model(name, recompute=recompute), ParallelConfig(8, 1, True)
     s, b = config.max_position_embeddings, 4
-    copies = [o for o in step_operations(config, layout, b, 3, s, "bf16") if o.name.endswith((GATHERED, TO_SCATTER))]
-    sent = [
+    again = [o for o in step_operations(config, layout, b, 3, s, "fp8") if o.name.endswith(MAGNITUDE)]
+    gathered = [
         c
-        for c in step_collectives(config, layout, b, 3, s, "bf16", on_gpu=True)
-        if c.kind in ("all_gather", "reduce_scatter")
+        for c in step_collectives(config, layout, b, 3, s, "fp8", on_gpu=True)
+        if c.kind == "all_gather" and "attention and MLP" in c.what
     ]
-    moved = {kind: sum(c.total_bytes for c in sent if c.kind == kind) for kind in ("all_gather", "reduce_scatter")}
-    for kind, end in (("all_gather", GATHERED), ("reduce_scatter", TO_SCATTER)):
-        same = [o for o in copies if o.name.endswith(end)]
-        assert sum(o.count for o in same) == sum(c.count for c in sent if c.kind == kind)
-        assert sum(o.count * o.read for o in same) == sum(o.count * o.written for o in same) == moved[kind]
-    # A single sequence is in order as it travels, and so is a half of two; the embedding sends both at once.
-    found = step_operations(config, layout, 1 + halves, 3, s, "bf16")
-    left = {o.name for o in found if o.name.endswith((GATHERED, TO_SCATTER)) and o.num_bytes}
-    around = {"embedding" + TO_SCATTER, "embedding gradient" + GATHERED, "output of the last layer" + GATHERED}
-    assert left == (around if halves else set())
+    assert sum(o.count for o in again) == sum(c.count for c in gathered)
+    assert sum(o.count * o.read for o in again) == sum(c.total_bytes for c in gathered)
+    assert not any(o.name.endswith(MAGNITUDE) for o in step_operations(config, layout, b, 3, s, "bf16"))
+
+
+def test_sequence_parallelism_copies_only_the_output_of_halves() -> None:
+    config, found = paper_model("gpt_8.3b"), []
+    for halves in (False, True):
+        plain, cut = (ParallelConfig(8, 1, cuts, batch_halves=halves) for cuts in (False, True))
+        names = [{o.name for o in step_operations(config, layout, 4, 1, 1024, "bf16")} for layout in (plain, cut)]
+        found.append(names[1] - names[0] - {"MLP input, again", "attention input, again"})
+    assert found == [set(), {"output of the last layer, gathered", "gradient of this rank's tokens"}]
 
 
 def test_with_zero1_a_rank_updates_only_its_own_tensors() -> None:

@@ -1,6 +1,6 @@
 """Operations of one transformer layer, compiled for a GPU: each row is a kernel, or a kernel and its small reductions.
 
-Legend: as in `operations.py`; own positions of a rank outside the parallel region, b s or with sequence parallelism
+Legend: as in `operations.py`; own tokens of a rank outside the parallel region, b s or with sequence parallelism
 b s / p.
 """
 
@@ -12,8 +12,7 @@ from ..config.family import family_of
 from .memory import BYTES
 from .operation import Core, Operation, elementwise, product
 
-# Passes of sequence parallelism over [b, s, h] after an all-gather and before a reduce-scatter, see `_gathered`.
-GATHERED, TO_SCATTER = ", gathered", ", to be scattered"
+MAGNITUDE = ", largest magnitude"  # of what float8 gathers for a product, see `_magnitude`
 NORM_INPUT_BYTES = 4  # per element: the normalized input of the MLP's LayerNorm, recomputed in fp32
 FLOAT8_LAUNCHES = 21, 13  # forward and backward, besides those in bf16
 
@@ -83,17 +82,15 @@ class LayerCounts:
         t, h, a, f, e = self.tokens, self.width, self.inner, self.mlp, self.e
         row = self.own * h
         found = [elementwise("attention LayerNorm", phase, row * e, row * e)] if self._is_pre else []
-        found += self._gathered("attention input", phase)
+        found += self._magnitude("QKV", phase)
         found += [self._product("QKV", phase, t, 3 * a, h), *self._core(phase)]
         found.append(self._product("attention projection", phase, t, h, a))
-        found += self._to_scatter("attention output", phase)
         small = 2 if self.mask else 1
         name = "attention dropout, residual, LayerNorm"
         found.append(elementwise(name, phase, row * 2 * e, row * (e + self.rounded_mask), small))
-        found += self._gathered("MLP input", phase)
+        found += self._magnitude("MLP up", phase)
         found += [self._product("MLP up", phase, t, f, h), elementwise("GELU", phase, t * f * e, t * f * e)]
         found.append(self._product("MLP down", phase, t, h, f))
-        found += self._to_scatter("MLP output", phase)
         if self._is_pre:
             found.append(
                 elementwise("MLP dropout, residual", phase, row * (3 * e + self.rounded_mask), row * (e + self.mask))
@@ -110,7 +107,8 @@ class LayerCounts:
         t, h, a, f, e = self.tokens, self.width, self.inner, self.mlp, self.e
         row, inner_gradient = self.own * h, 3 * t * a * e
         found = self._end_backward(row)
-        found += [*self._gathered("MLP output gradient", "backward"), *self._gradients("MLP down", t, h, f)]
+        found += self._magnitude("MLP down, gradient of the input", "backward")
+        found += self._gradients("MLP down", t, h, f)
         again = t * f * e if self.config.recompute is Recompute.SELECTIVE else 0
         found.append(elementwise("GELU", "backward", 2 * t * f * e, t * f * e + again))
         # Its first sum is in the kernel of the GELU's gradient, but not in float8, which rounds in between.
@@ -124,7 +122,7 @@ class LayerCounts:
         name = "MLP LayerNorm, residual, dropout"
         found.append(elementwise(name, "backward", row * (2 * e + wide + self.rounded_mask + kept), row * written, 3))
         found.append(elementwise("attention projection, bias", "backward", row * (e + self.rounded_mask), 0, 2))
-        found += self._gathered("attention output gradient", "backward")
+        found += self._magnitude("attention projection, gradient of the input", "backward")
         found += [*self._gradients("attention projection", t, h, a), *self._core("backward")]
         if not self.float8:  # which rounds the three gradients from where the core left them
             found.append(elementwise("QKV gradient, packing", "backward", inner_gradient, inner_gradient))
@@ -184,27 +182,14 @@ class LayerCounts:
         if not self._cuts_sequence:
             return [of_input, of_weight]
         copied = elementwise(f"{x}, again", "backward", *again)
-        sent = self._to_scatter(f"{x} gradient", "backward")
-        return [copied, of_input, *sent, *self._gathered(f"{x} again", "backward"), of_weight]
+        return [copied, of_input, *self._magnitude(of_weight.name, "backward"), of_weight]
 
-    def _gathered(self, name: str, phase: str) -> list[Operation]:
-        """After an all-gather over the sequence a copy: from the order of the ranks, in which the parts of [b, s, h]
-        travel, to that of the sequence. They are the same for a single sequence. In float8 the kernel that rounds reads
-        either order, but finds the largest magnitude in a pass of its own."""
-        num_bytes = self.tokens * self.width * self.e
-        if self._cuts_sequence and self.float8:
-            return [elementwise(name + GATHERED, phase, num_bytes, 0, 2)]
-        return self._copied(name + GATHERED, phase)
-
-    def _to_scatter(self, name: str, phase: str) -> list[Operation]:
-        """Before a reduce-scatter over the sequence the opposite copy."""
-        return self._copied(name + TO_SCATTER, phase)
-
-    def _copied(self, name: str, phase: str) -> list[Operation]:
-        if not self._cuts_sequence:
+    def _magnitude(self, product: str, phase: str) -> list[Operation]:
+        """With sequence parallelism float8 reads what was gathered for a product once more: without an all-gather in
+        between, the kernel that computes it finds the largest magnitude."""
+        if not (self._cuts_sequence and self.float8):
             return []
-        num_bytes = self.tokens * self.width * self.e if self.tokens > self.seq_length else 0
-        return [elementwise(name, phase, num_bytes, num_bytes, 1 if num_bytes else 0)]
+        return [elementwise(product + MAGNITUDE, phase, self.tokens * self.width * self.e, 0, 2)]
 
     def _core(self, phase: str) -> list[Operation]:
         s, d, number, e = self.seq_length, self.config.head_size, self.batch_heads, self.e

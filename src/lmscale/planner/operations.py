@@ -14,7 +14,7 @@ from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..config.family import family_of
 from ..partition import assign_owners, rows_at_once
 from .flops import scored_tokens
-from .layer_operations import GATHERED, TO_SCATTER, LayerCounts
+from .layer_operations import LayerCounts
 from .memory import BYTES, FP32_BYTES, HALF_BYTES
 from .operation import Operation, elementwise, product, times
 from .params import parameter_sizes
@@ -79,11 +79,9 @@ def _embedding(config: TransformerConfig, layout: ParallelConfig, b: int, s: int
         # the lookup's gradient is added to that of the output projection
         elementwise("embedding", "backward", 2 * whole * e + 2 * table, whole * e + 2 * table, 4),
     ]
-    if layout.cuts_sequence and b > 1:  # the parts of a single sequence are in order
-        found.append(elementwise("embedding" + TO_SCATTER, "forward", whole * e, whole * e))
-        found.append(elementwise("embedding gradient" + GATHERED, "backward", whole * e, whole * e))
-        found.append(elementwise("output of the last layer" + GATHERED, "forward", whole * e, whole * e))
-        found.append(elementwise("gradient of this rank's positions", "backward", own * e, own * e))
+    if layout.cuts_sequence and layout.batch_parts > 1:  # gathered rank by rank, each with tokens of both halves
+        found.append(elementwise("output of the last layer, gathered", "forward", whole * e, whole * e))
+        found.append(elementwise("gradient of this rank's tokens", "backward", own * e, own * e))
     if has_types:
         found.append(elementwise("token types", "forward", own * e, own * e))
         found.append(elementwise("token types", "backward", own * e, 0))

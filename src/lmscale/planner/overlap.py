@@ -6,10 +6,11 @@ micro-batch. Messages travel one at a time, beside kernels that keep their full 
 """
 
 from collections import Counter
+from itertools import groupby
 
 from ..config import ParallelConfig, TransformerConfig
 from ..config.cluster import Cluster
-from .layer_operations import GATHERED, LayerCounts
+from .layer_operations import MAGNITUDE, LayerCounts
 from .roofline import launch_s, operation_s
 
 _OUTPUTS, _INPUT_GRADIENTS = "attention and MLP outputs", "gradients of attention and MLP inputs"
@@ -25,15 +26,12 @@ _PLAIN = {
     "residual": (_INPUT_GRADIENTS, "QKV, gradient of the weight"),  # post
 }
 _SEQUENCE = _PLAIN | {
-    "attention input" + GATHERED: (_INPUTS, "attention input" + GATHERED),
-    "MLP input" + GATHERED: (_INPUTS, "MLP input" + GATHERED),
-    "MLP output gradient" + GATHERED: (_OUTPUT_GRADIENTS, "MLP output gradient" + GATHERED),
-    "attention output gradient" + GATHERED: (_OUTPUT_GRADIENTS, "attention output gradient" + GATHERED),
-    "MLP input again" + GATHERED: (_AGAIN, "MLP up, gradient of the input"),
-    "attention input again" + GATHERED: (_AGAIN, "QKV, gradient of the input"),
-    "MLP LayerNorm, residual, dropout": (_INPUT_GRADIENTS, "MLP input again" + GATHERED),
-    "attention LayerNorm, residual": (_INPUT_GRADIENTS, "attention input again" + GATHERED),  # pre
-    "residual": (_INPUT_GRADIENTS, "attention input again" + GATHERED),  # post
+    "QKV": (_INPUTS, "QKV"),
+    "MLP up": (_INPUTS, "MLP up"),
+    "MLP down, gradient of the input": (_OUTPUT_GRADIENTS, "MLP down, gradient of the input"),
+    "attention projection, gradient of the input": (_OUTPUT_GRADIENTS, "attention projection, gradient of the input"),
+    "MLP up, gradient of the weight": (_AGAIN, "MLP up, gradient of the input"),
+    "QKV, gradient of the weight": (_AGAIN, "QKV, gradient of the input"),
 }
 
 
@@ -56,7 +54,11 @@ def exposed_shares(
     for placement, number in Counter(config.layer_placements).items():
         layer = LayerCounts.of(config, placement, layout, micro_batch_size // layout.batch_parts, seq_length, dtype)
         for operations in (layer.forward("forward"), layer.backward()):
-            timed = [(o.name, operation_s(o, cluster, dtype) + launch_s(o, cluster)) for o in operations]
+            by_product = groupby(operations, key=lambda o: o.name.removesuffix(MAGNITUDE))  # which needs the message
+            timed = [
+                (name, sum(operation_s(o, cluster, dtype) + launch_s(o, cluster) for o in group))
+                for name, group in by_product
+            ]
             messages = _SEQUENCE if layout.cuts_sequence else _PLAIN
             _pass(timed, messages, message_s, layout.batch_parts, number, waits, total)
     return {what: waits[what] / seconds for what, seconds in total.items()}
