@@ -46,6 +46,7 @@ GOALS = {
     "gpt_8.3b": (8, 8, "bf16", 0.55),
     FLOAT8: (1, 16, "fp8", 640e12 / PEAK),
 }
+OPTIONS = "sequence_parallel", "batch_halves"  # of the layout, with several tensor ranks
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,11 @@ def binds(plan: Plan) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
+def options_of(name: str) -> dict[str, bool]:
+    """The layout's options for one of `GOALS`."""
+    return dict.fromkeys(OPTIONS, True) if GOALS[name][0] > 1 else {}
+
+
 def goal_plan(name: str, cluster: Cluster, **options: bool) -> Plan:
     """The plan of one of `GOALS`, with options of its layout."""
     tp_size, b, dtype, _ = GOALS[name]
@@ -150,14 +156,15 @@ def goal_plan(name: str, cluster: Cluster, **options: bool) -> Plan:
 
 
 def goals() -> dict[str, dict[str, float]]:
-    """The share of the peak of each goal's model as it is, with `batch_halves` where there are several tensor ranks,
-    and with another attention kernel: each change is added to those before it."""
+    """The share of the peak of each goal's model as it is, with `OPTIONS` where there are several tensor ranks, and
+    with another attention kernel: each change is added to those before it."""
     found: dict[str, dict[str, float]] = {}
-    for name, (tp_size, *_, goal) in GOALS.items():
-        options = {"batch_halves": True} if tp_size > 1 else {}
+    for name, (*_, goal) in GOALS.items():
         found[name] = {"goal": goal, "as it is": share_of(goal_plan(name, h200()))}
-        if options:
-            found[name]["with batch_halves"] = share_of(goal_plan(name, h200(), **options))
+        options = {}
+        for option in options_of(name):
+            options[option] = True
+            found[name][f"with {option}"] = share_of(goal_plan(name, h200(), **options))
         found[name]["attention core of cuDNN"] = share_of(goal_plan(name, h200(**CUDNN_TFLOPS), **options))
     return found
 
@@ -168,7 +175,7 @@ def forecast() -> dict:
     for row in found:
         metrics |= metrics_of(row.name, row.plan)
     for name in GOALS:
-        metrics |= metrics_of(f"goal {name}", goal_plan(name, h200()))
+        metrics |= metrics_of(f"goal {name}", goal_plan(name, h200(), **options_of(name)))
     fp8, bf16 = (metrics[f"fp8/{name}/step"]["value"] for name in ("ours", "ours_bf16"))
     metrics["fp8/ours_bf16/ratio_paired"] = {"value": bf16 / fp8, "unit": "their time / ours"}
     config = {
