@@ -90,8 +90,8 @@ def exponent(rows: pd.DataFrame) -> dict[str, float]:
     degrees = len(rows) - 2
     half = student_quantile(1 - LEVEL / 2, degrees) * (max(squares / degrees, ROUNDING) / spread) ** 0.5
     deepest = rows["layers"] == rows["layers"].max()
-    moved = [-_fit(rows["layers"], rows["place"] + step * deepest)[0] for step in (1, -1)]
-    found = {"k": -slope, "low": -slope - half, "high": -slope + half, "n": len(rows)}
+    moved = [0.0 - _fit(rows["layers"], rows["place"] + step * deepest)[0] for step in (1, -1)]
+    found = {"k": 0.0 - slope, "low": -slope - half, "high": -slope + half, "n": len(rows)}
     return found | {"k_deepest_higher": moved[0], "k_deepest_lower": moved[1]}
 
 

@@ -56,12 +56,12 @@ def fix_rule(cells: pd.DataFrame, statistics: Sequence[str]) -> Rule:
     Thresholds lie halfway between neighbouring values. Of equal rules the first is taken: by the order of the
     statistics, then the lower threshold, then `above`.
     """
-    rules = []
+    rules, stuck = [], cells["stuck"].to_numpy()
     for statistic in statistics:
-        values = np.unique(cells[statistic])
+        found, values = cells[statistic].to_numpy(), np.unique(cells[statistic])
         for threshold in (values[1:] + values[:-1]) / 2:
             for above in (True, False):
-                right = ((cells[statistic] > threshold) == above) == cells["stuck"]
+                right = ((found > threshold) == above) == stuck
                 rules.append(Rule(statistic, float(threshold), above, float(right.mean())))
     return max(rules, key=lambda rule: rule.accuracy)  # the first of the best
 
@@ -69,9 +69,12 @@ def fix_rule(cells: pd.DataFrame, statistics: Sequence[str]) -> Rule:
 def mechanism_cells(cells: pd.DataFrame) -> pd.DataFrame:
     """The post-norm cells of `GROUPS` that have statistics at step 100, sorted by ID, with `stuck` and `judges`.
 
-    Counted from one, the even cells fix the rule and the odd ones judge it.
+    Those of `deep` are left out until all of them have run. Counted from one, the even cells fix the rule and the odd
+    ones judge it.
     """
-    some = cells[cells["group"].isin(GROUPS) & (cells["order"] == "post") & cells["state"].notna()]
+    some = cells[cells["group"].isin(GROUPS) & (cells["order"] == "post")]
+    deep = some["group"] == "deep"
+    some = some[some["state"].notna() & ~(deep & some[deep]["state"].isna().any())]
     some = some.dropna(subset=[*CANDIDATES, LOSS]).sort_values("id", ignore_index=True)
     return some.assign(stuck=some["state"] == "stuck", judges=some.index % 2 == 0)
 

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 import pandas as pd
 
-from analysis.norm_order.limits import CONDITION, cells_to_add, exponent, observations, rate, read_limits
-from analysis.norm_order.mechanism import GROUPS, judge, mechanism_cells
+from analysis.norm_order.limits import CONDITION, GRID, cells_to_add, exponent, observations, rate, read_limits
+from analysis.norm_order.mechanism import GROUPS, LOSS, judge, mechanism_cells
 from analysis.norm_order.study import RECORDS
 from analysis.norm_order.study_tests import has_run, read_study, run_tests
 from analysis.norm_order.summary import count_states
@@ -96,7 +96,8 @@ def refuted(
         row = tests[test - 1]
         return None if row["p"] is None else row["decision"] == "rejects, the opposite" and row["method"] == "paired t"
 
-    fails_at_24 = recovered["b2t, 24 layers: recovers"]
+    recovers = recovered["b2t, 24 layers: recovers"]
+    stuck = bool(stuck_b2t(cells)) or (False if has_run(cells[cells["order"].isin(["post", "b2t"])]) else None)
     mechanism = None
     if rule is not None:
         share = rule["constant_share"]
@@ -108,7 +109,7 @@ def refuted(
     return {
         "question 1": None if decisions[6] is None else decisions[6] != "rejects",
         "question 2": not_any([opposite(1), opposite(2)]),
-        "question 3": not_any([bool(stuck_b2t(cells)) or None, None if fails_at_24 is None else not fails_at_24]),
+        "question 3": not_any([stuck, None if recovers is None else not recovers]),
         "question 4": mechanism,
         "question 5": not_any([opposite(11), opposite(12)]),
     }
@@ -134,16 +135,11 @@ def pilot(cells: pd.DataFrame) -> bool | None:
 
 
 def study_mechanism(cells: pd.DataFrame) -> tuple[dict[str, Any] | None, int]:
-    """The outcome of question 4's rule, and how many cells had no statistics at step 100.
-
-    It runs once all its groups but `deep` have, and with `deep` if that has run too.
-    """
-    deep = cells["group"] == "deep"
-    used = cells if has_run(cells[deep & (cells["order"] == "post")]) else cells[~deep]
-    complete = all(has_run(cells[cells["group"] == group]) for group in GROUPS if group != "deep")
-    some = mechanism_cells(used)
-    recorded = used["group"].isin(GROUPS) & (used["order"] == "post") & used["state"].notna()
-    return judge(some) if complete else None, int(recorded.sum()) - len(some)
+    """The outcome of question 4's rule once its groups but `deep` have run, and how many cells have no statistics."""
+    some = mechanism_cells(cells)
+    post = cells[cells["group"].isin(GROUPS) & (cells["order"] == "post")]
+    complete = has_run(post[post["group"] != "deep"])
+    return judge(some) if complete else None, int((post["state"].notna() & post[LOSS].isna()).sum())
 
 
 def summarize(cells: pd.DataFrame) -> dict[str, Any]:
@@ -201,10 +197,12 @@ def _stage(groups: dict[str, dict[str, int]]) -> str:
 
 
 def _limit(row: dict[str, Any]) -> dict[str, Any]:
-    """A limit in rates; `final` if it is at no end of its list, or at an end of the grid."""
+    """A limit in rates, `below` the grid as one step below; `final` if the grid's rule adds no rate."""
     seeds = {str(seed): rate(at) for seed, at in row["seeds"].items()}
     found = {key: row[key] for key in CONDITION[1:]} | {"limit": rate(row["limit"]), "seeds": seeds}
-    return found | {"final": not row["added"], "lowest": rate(row["lowest"]), "highest": rate(row["highest"])}
+    bound = {len(GRID) - 1: "at least", -1: "below"}.get(row["limit"], "")  # where the grid ends
+    tried = {"lowest": rate(row["lowest"]), "highest": rate(row["highest"])}
+    return found | {"bound": bound, "final": not row["added"]} | tried
 
 
 def describe(cells: pd.DataFrame) -> list[dict[str, Any]]:

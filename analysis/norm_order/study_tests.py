@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from .cells import read_cells
-from .limits import observations, slope_test
+from .limits import GRID, observations, slope_test
 from .mechanism import CANDIDATES, LOSS, early_statistics
 from .run_folder import NATS
 from .significance import LEVEL, clopper_pearson, holm, mcnemar, paired_t, sign_test
@@ -156,9 +156,11 @@ def compare_limits(limits: pd.DataFrame) -> dict[str, Any] | None:
     depths = set(post["layers"]) & set(pre["layers"])
     if not depths >= DEPTHS:
         return None
-    result = slope_test(*(rows[rows["layers"].isin(depths)] for rows in (post, pre)))
-    note = f"{', '.join(map(str, sorted(depths)))} layers; p at the least favourable deepest limits "
-    note += f"{result.pop('p_unfavourable'):.2g}"
+    post, pre = (rows[rows["layers"].isin(depths)] for rows in (post, pre))
+    result = slope_test(post, pre)
+    at_end = sum(int((~rows["place"].between(0, len(GRID) - 2)).sum()) for rows in (post, pre))
+    note = f"{', '.join(map(str, sorted(depths)))} layers; {at_end} limits at an end of the grid; "
+    note += f"p at the least favourable deepest limits {result.pop('p_unfavourable'):.2g}"
     more = {"method": "one-sided t of slopes", "unit": SLOPE, "note": note, "expected": result["effect"] < 0}
     return more | result
 
