@@ -15,7 +15,7 @@ QUESTIONS = (
 )
 
 
-def tests_table(record: dict[str, Any]) -> pd.DataFrame:
+def table_of_tests(record: dict[str, Any]) -> pd.DataFrame:
     """The twelve tests: hypothesis, method, n, effect with its 95 % interval and unit, p, Holm's p, decision, note."""
     rows = record["config"]["tests"]
     return pd.DataFrame(
