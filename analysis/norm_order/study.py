@@ -6,7 +6,7 @@
 
 A cell is one run of `src/train.py` on one thread. It may be killed at any time: without a record it starts afresh.
 Cells run only from a clean checkout, whose commit is in the record. `lr: [chosen]` waits for the group `selection` (of
-GPT: `gpt_selection`).
+GPT: `gpt_selection`) and for the cells that the grid's rule adds to it, which `outcome.py` prints.
 """
 
 import argparse
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 from omegaconf import OmegaConf
 
 from analysis.norm_order.cells import read_cells
+from analysis.norm_order.limits import read_limits
 from analysis.norm_order.run import ROOT, run_cell
 
 CELLS = Path(__file__).with_name("cells.yaml")
@@ -82,10 +83,10 @@ def read_groups(path: Path = CELLS) -> Iterator[tuple[str, StudyCell]]:
 
 
 def resolve(cell: StudyCell, records: Path) -> StudyCell | None:
-    """The cell with its chosen rate, or None while a cell that decides it has no record.
+    """The cell with its chosen rate, or None while a cell that decides it has no record or the grid's rule adds one.
 
     Raises:
-        ValueError: no rate of the selection has only seeds that learned.
+        ValueError: no rate of the selection has only seeds that learned, and the grid has no further rates.
     """
     if cell.lr != CHOSEN:
         return cell
@@ -95,6 +96,9 @@ def resolve(cell: StudyCell, records: Path) -> StudyCell | None:
     if not all(path.is_file() for path in paths):
         return None
     found = read_cells(json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    arm = {"group": source, "family": cell.family, "warmup": cell.warmup, "precision": cell.precision}
+    if read_limits(found.assign(**arm))["added"].map(len).any():
+        return None
     learned = found.groupby("lr").filter(lambda rows: (rows["state"] == "learned").all())
     if learned.empty:
         raise ValueError(f"a rate of {source} must have only seeds that learned, but none has for {cell.name}")

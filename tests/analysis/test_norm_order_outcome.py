@@ -237,7 +237,6 @@ def test_added_cells_are_groups_for_the_file(planted) -> None:
     low = planted.assign(train_loss=planted["train_loss"].where(~(gpt & (planted["lr"] == 1.5e-3)), 3.0))
     texts = list(cells_to_add(read_limits(low)))
     assert len(texts) == 2 and all("family: [gpt], lr: [0.75e-3]" in text and "scored: false" in text for text in texts)
-    assert decisions(summarize(low)["config"])[11] == "not run"  # its rate may change
 
 
 def test_no_learned_seed_gives_a_limit_below_the_grid() -> None:

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from analysis.norm_order import study
 from analysis.norm_order.cells import read_cells
+from analysis.norm_order.limits import read_limits
 from analysis.norm_order.power import spread
 from analysis.norm_order.run import run_cell
 from lmscale.config.pretrain import RunConfig
@@ -72,7 +73,7 @@ def write(folder: Path, cell: study.StudyCell, loss: float) -> None:
     (folder / f"{cell.layers}_{cell.order}_True_{cell.lr}_{cell.seed}.json").rename(folder / f"{cell.name}.json")
 
 
-def test_the_rate_is_the_best_of_those_at_which_all_seeds_of_the_selection_learned(tmp_path) -> None:
+def test_the_rate_is_the_best_at_which_all_seeds_of_the_complete_selection_learned(tmp_path, monkeypatch) -> None:
     losses = {"0.00075": 4.3, "0.0015": 4.2, "0.003": 4.1, "0.006": 3.5, "0.012": 6.4}
     selection = [cell for cell in cells_of("selection") if (cell.layers, cell.order) == (12, "post")]
     for cell in selection[:-1]:
@@ -82,8 +83,15 @@ def test_the_rate_is_the_best_of_those_at_which_all_seeds_of_the_selection_learn
     write(tmp_path, selection[-1], 6.4)
     assert study.resolve(waiting, tmp_path) == replace(waiting, lr="0.003")
     assert study.next_cell(tmp_path) == cells_of("pilot")[0]
+    for cell in selection[8:]:  # both seeds learn at the highest rate: the grid's rule adds the next one
+        write(tmp_path, cell, 4.5)
+    for cell in selection[6:8]:
+        write(tmp_path, cell, 4.4)
+    assert study.resolve(waiting, tmp_path) is None
     for cell in selection:
         write(tmp_path, cell, 6.4)
+    assert study.resolve(waiting, tmp_path) is None  # lower rates are added
+    monkeypatch.setattr(study, "read_limits", lambda cells: read_limits(cells).assign(added=[[]]))
     with pytest.raises(ValueError, match="a rate of selection must have only seeds that learned, but none has"):
         study.resolve(waiting, tmp_path)
 
