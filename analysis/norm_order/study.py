@@ -24,12 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 from omegaconf import OmegaConf
 
+import lmscale
 from analysis.norm_order.cells import read_cells
 from analysis.norm_order.limits import read_limits
 from analysis.norm_order.run import ROOT, run_cell
 
 CELLS = Path(__file__).with_name("cells.yaml")
 RECORDS = ROOT / "analysis" / "norm_order" / "records" / "study"
+PACKAGE = Path(lmscale.__file__).resolve().parent
 CHOSEN = "chosen"
 CPU_SECONDS = {6: 137, 12: 256, 24: 465, 48: 927}  # of a cell in fp32, measured in the first study
 RACE = ("data=local", "data.path='${oc.env:LMSCALE_DATA}/race/race_train.jsonl.gz'", "data.text_field=article")
@@ -118,11 +120,13 @@ def next_cell(records: Path) -> StudyCell | None:
 
 
 def require_clean() -> None:
-    """Refuse a checkout with changed tracked files.
+    """Refuse a checkout with changed tracked files, and a `lmscale` of another one, whose commit records would name.
 
     Raises:
-        ValueError: there are some.
+        ValueError: there are some, or it is.
     """
+    if PACKAGE != ROOT / "src" / "lmscale":
+        raise ValueError(f"`lmscale` must be that of {ROOT} (PYTHONPATH=src), but is {PACKAGE}")
     command = ["git", "status", "--porcelain", "--untracked-files=no"]
     changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")[0]
     if changed:

@@ -125,6 +125,9 @@ def test_cells_run_only_from_a_clean_checkout(tmp_path, monkeypatch) -> None:
     for command in (["init", "-q"], ["add", "file"], ["commit", "-qm", "one"]):
         subprocess.run([*git, *command], check=True)
     monkeypatch.setattr(study, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match=f"`lmscale` must be that of {tmp_path} .*, but is .*/src/lmscale"):
+        study.require_clean()
+    monkeypatch.setattr(study, "PACKAGE", tmp_path / "src" / "lmscale")
     (tmp_path / "record.json").write_text("new files do not count")
     study.require_clean()
     (tmp_path / "file").write_text("2")
