@@ -26,10 +26,10 @@ def early_statistics(config: dict[str, Any]) -> dict[str, float]:
     """The candidates at step 100 and the mean loss of steps 76 to 100, from a record's configuration.
 
     Candidates are means over the layers; `gradient_norm/mlp` is the smallest over the largest of a layer. A run that
-    ended before has none.
+    ended before has none, nor has one with a number that is not finite there.
     """
     columns, window = config.get("statistics", {}).get(str(STEP)), STEP // WINDOW - 1
-    if columns is None or len(config["curve"]) <= window:
+    if columns is None or len(config["curve"]) <= window or any(None in columns[name] for name in CANDIDATES):
         return {}
     found = {name: float(np.mean(columns[name])) for name in CANDIDATES[:-1]}
     norms = columns[CANDIDATES[-1]]

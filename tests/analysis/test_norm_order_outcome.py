@@ -293,6 +293,8 @@ def test_statistics_are_of_step_100() -> None:
     assert early_statistics(config) == pytest.approx(wanted)
     assert early_statistics({"statistics": {"50": columns}, "curve": [5.0] * 5}) == {}
     assert early_statistics({"curve": [5.0]}) == {}
+    columns["gradient_norm/mlp"] = [1.0, None]
+    assert early_statistics(config) == {}
 
 
 def test_the_pilot_decides_whether_bf16_may_be_used(planted) -> None:

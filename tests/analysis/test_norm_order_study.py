@@ -17,7 +17,9 @@ from analysis.norm_order.cells import read_cells
 from analysis.norm_order.limits import read_limits
 from analysis.norm_order.power import spread
 from analysis.norm_order.run import run_cell
+from analysis.norm_order.run_folder import read_statistics
 from lmscale.config.pretrain import RunConfig
+from lmscale.results import new_record, write_record
 
 PLAN = Path(study.__file__).with_name("plan.md")
 TINY = ["model.num_layers=2", "trainer.max_steps=30", "trainer.validate_every_steps=15", "micro_batch_size=16"]
@@ -117,6 +119,15 @@ def test_a_cell_killed_half_way_starts_afresh_and_its_repetition_is_equal(tmp_pa
     assert f"{cell.name}: differs in losses_sha256" in capsys.readouterr().out
     with pytest.raises(ValueError, match="`--only` must name cells with a record, but is 12_mid"):
         study.repeat(["12_mid"], records, outputs, TINY)
+
+
+def test_statistics_that_are_not_finite_can_be_recorded(tmp_path) -> None:
+    sublayers = [{"layer": i, "sublayer": "mlp", "gradient_norm": norm} for i, norm in enumerate((2.0, float("nan")))]
+    line = json.dumps({"step": 5, "sublayers": sublayers})
+    (tmp_path / "layer_statistics.jsonl").write_text(line + "\n")
+    found = read_statistics(tmp_path)
+    assert found == {"5": {"gradient_norm/mlp": [2.0, None]}}
+    write_record(new_record("cell", "scaled_down", {"statistics": found}, 1, {}), tmp_path / "record.json")
 
 
 def test_cells_run_only_from_a_clean_checkout(tmp_path, monkeypatch) -> None:
