@@ -90,10 +90,10 @@ def test_limits_on_a_line_have_the_variance_of_rounding() -> None:
     assert slope_test(flat, flat)["p"] == 0.5 and slope_test(flat, steep)["p"] > 0.99
 
 
-def test_planted_effects_are_found(found) -> None:
+def test_planted_effects_are_found(planted, found) -> None:
     wanted = ["rejects"] * 12
     wanted[2] = wanted[3] = "does not reject"  # B2T and post-norm differ by less than the noise
-    assert decisions(found) == wanted and found["stage"].startswith("306 of 306")
+    assert decisions(found) == wanted and found["stage"] == f"{len(planted)} of {len(planted)} cells have run"
     first, third, seventh, eighth = (found["tests"][test - 1] for test in (1, 3, 7, 8))
     assert first["effect"] == pytest.approx(-0.15, abs=0.02) and first["low"] < first["effect"] < first["high"] < 0
     assert (first["method"], first["n"]) == ("paired t", 8) and "post 8 of 8 learned" in first["note"]
@@ -308,7 +308,8 @@ def test_the_pilot_decides_whether_bf16_may_be_used(planted) -> None:
 
 def test_records_are_read_into_planned_cells(tmp_path) -> None:
     cells = read_study(tmp_path)
-    assert len(cells) == 292 and cells["state"].isna().all() and cells["lr"].isna().sum() == 48 + 12 + 8
+    assert len(cells) == len(list(read_groups())) and cells["state"].isna().all()
+    assert cells["lr"].isna().sum() == 48 + 12 + 8  # to be chosen
     cell = next(cell for group, cell in read_groups() if group == "selection")
     write_cell(tmp_path, cell.layers, cell.order, True, cell.lr, cell.seed, 3.5)
     (path,) = tmp_path.glob("*.json")
@@ -318,7 +319,7 @@ def test_records_are_read_into_planned_cells(tmp_path) -> None:
     path.write_text(json.dumps(record))
     row = read_study(tmp_path).set_index("id").loc[cell.name]
     assert (row["state"], row["train_loss"], row["variance_ratio/mlp"], row[LOSS]) == ("learned", 3.5, 2.0, 4.7)
-    assert summarize(read_study(tmp_path))["config"]["groups"]["selection"] == {"recorded": 1, "planned": 60}
+    assert summarize(read_study(tmp_path))["config"]["groups"]["selection"]["recorded"] == 1
     record["config"]["cell"] = vars(replace(cell, lr="0.1"))
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match="records of the study must be of its cells, but 12_pre_0.1_w100_s101 is not"):
