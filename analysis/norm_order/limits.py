@@ -42,7 +42,9 @@ def read_limits(cells: pd.DataFrame) -> pd.DataFrame:
             continue
         lowest, highest = place(some["lr"].min()), place(some["lr"].max())
         # Rates are a factor of two apart: a seed's limit is as many steps above the lowest as rates in a row learned.
-        learned = {seed: each.sort_values("lr")["state"].eq("learned") for seed, each in some.groupby("seed")}
+        learned = {
+            seed: each.sort_values("lr")["state"].eq("learned").astype(int) for seed, each in some.groupby("seed")
+        }
         seeds = {int(seed): lowest - 1 + int(each.cummin().sum()) for seed, each in learned.items()}
         best = _best(some) if some["group"].isin(CHOOSING).any() else None
         used = {*(seeds.values() if some["group"].isin(GROUPS).any() else ()), *([] if best is None else [best])}

@@ -8,6 +8,7 @@ refuted. What needs a cell without a record is `not run`, or null.
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -75,43 +76,47 @@ def _limit_above(
     return bool(found[0] >= found[1] + steps)
 
 
-def _all(values: Any) -> bool | None:
+def _all(values: Iterable[bool | None]) -> bool | None:
     """True if all are, False if one is, otherwise None."""
     values = list(values)
     return False if False in values else None if None in values else True
+
+
+def _any(values: Iterable[bool | None]) -> bool | None:
+    """True if one is, False if all are, otherwise None."""
+    values = list(values)
+    return True if True in values else None if None in values else False
 
 
 def refuted(
     cells: pd.DataFrame, tests: list[dict[str, Any]], recovered: dict[str, bool | None], rule: dict[str, Any] | None
 ) -> dict[str, bool | None]:
     """What the plan says would refute us, by question; None while it cannot be told."""
-
-    def not_any(values: list[bool | None]) -> bool | None:
-        held = _all(None if value is None else not value for value in values)
-        return None if held is None else not held
-
-    decisions = [None if row["decision"] == "not run" else row["decision"] for row in tests]
+    decisions = {row["test"]: row["decision"] for row in tests}
 
     def opposite(test: int) -> bool | None:
-        row = tests[test - 1]
-        return None if row["p"] is None else row["decision"] == "rejects, the opposite" and row["method"] == "paired t"
+        """Whether post-norm ends higher, with all seeds learned."""
+        higher = decisions[test] == "rejects, the opposite" and tests[test - 1]["method"] == "paired t"
+        return None if decisions[test] == "not run" else higher
 
     recovers = recovered["b2t, 24 layers: recovers"]
-    stuck = bool(stuck_b2t(cells)) or (False if has_run(cells[cells["order"].isin(["post", "b2t"])]) else None)
+    tried = has_run(cells[cells["group"].isin(["selection", "losses", "six"])])
     mechanism = None
     if rule is not None:
         share = rule["constant_share"]
-        mechanism = not (
-            decisions[8] == "rejects"
-            and rule["accuracy"] > rule["loss_accuracy"]
-            and share.get("stuck", 0.0) > share.get("learned", 1.0)
+        mechanism = (
+            decisions[9] != "rejects"
+            or rule["accuracy"] <= rule["loss_accuracy"]
+            or share.get("stuck", 0.0) <= share.get("learned", 1.0)
         )
     return {
-        "question 1": None if decisions[6] is None else decisions[6] != "rejects",
-        "question 2": not_any([opposite(1), opposite(2)]),
-        "question 3": not_any([stuck, None if recovers is None else not recovers]),
+        "question 1": None if decisions[7] == "not run" else decisions[7] != "rejects",
+        "question 2": _any([opposite(1), opposite(2)]),
+        "question 3": _any(
+            [bool(stuck_b2t(cells)) or (False if tried else None), None if recovers is None else not recovers]
+        ),
         "question 4": mechanism,
-        "question 5": not_any([opposite(11), opposite(12)]),
+        "question 5": _any([opposite(11), opposite(12)]),
     }
 
 

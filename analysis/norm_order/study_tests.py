@@ -64,8 +64,8 @@ def read_study(folder: Path) -> pd.DataFrame:
     """All planned cells, one row each; what is measured is missing while a cell has no record.
 
     Returns:
-        group, id, the fields of `StudyCell` (lr is nan while it is not chosen), the columns of `read_cells`, of which
-        state is None without a record, and `early_statistics`.
+        group, id, the fields of `StudyCell` (lr is nan while it is not chosen), and, missing without a record, state,
+        train_loss, validation_loss, cpu_time and `early_statistics`.
 
     Raises:
         ValueError: a record's cell is not in `cells.yaml`, or has another rate than the chosen one.
@@ -76,13 +76,12 @@ def read_study(folder: Path) -> pd.DataFrame:
     if unknown := set(names) - set(planned):
         raise ValueError(f"records of the study must be of its cells, but {min(unknown)} is not in cells.yaml")
     cells = pd.DataFrame(planned.values())
-    cells["lr"] = pd.to_numeric(cells["lr"].replace(CHOSEN, None))
+    cells["lr"] = pd.to_numeric(cells["lr"], errors="coerce")  # nan for `chosen`
     measured = ["state", "train_loss", "validation_loss", "cpu_time"]
     found = read_cells(records).reindex(columns=measured).assign(id=names)
     early = pd.DataFrame([early_statistics(record["config"]) for record in records], index=found.index)
     early = early.reindex(columns=[*CANDIDATES, LOSS])
-    cells = cells.merge(pd.concat([found, early], axis=1), on="id", how="left")
-    return cells.assign(state=cells["state"].astype(object).where(cells["state"].notna(), None))
+    return cells.merge(pd.concat([found, early], axis=1), on="id", how="left")
 
 
 def has_run(cells: pd.DataFrame) -> bool:
