@@ -82,10 +82,12 @@ def _decided(row: dict[str, Any]) -> str:
 
 def _depth(config: dict[str, Any]) -> str:
     fits = [
-        f"{NAMES[o]} {fit['k']:.2f} [{fit['low']:.2f}, {fit['high']:.2f}]" for o, fit in config["exponents"].items()
+        f"{NAMES[order]} {fit['k']:.2f} [{fit['low']:.2f}, {fit['high']:.2f}] ({fit['k_deepest_higher']:.2f} to "
+        f"{fit['k_deepest_lower']:.2f} with the deepest limits a step higher or lower)"
+        for order, fit in config["exponents"].items()
     ]
     known = f"As depth^-k, with k of {', '.join(fits)}. " if fits else ""
-    return f"{known}Post-norm's faster fall (test 7): {config['tests'][6]['decision']}."
+    return f"{known}Post-norm's faster fall (test 7): {_decided(config['tests'][6])}."
 
 
 def _who_ends_lower(config: dict[str, Any]) -> str:

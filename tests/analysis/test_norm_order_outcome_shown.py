@@ -35,7 +35,8 @@ def test_the_tables_have_the_records_words(outcome) -> None:
     assert rows.loc["8", "effect, 95 %"] == "1.00 [0.63, 1.00]" and rows.loc["8", "p"] == "0.0039"
     assert rows.loc["4", "decision"] == "does not reject" and rows.loc["7", "unit"] == "log2 rate per log2 depth"
     found = questions_table(outcome).set_index(questions_table(outcome)["question"].str[0])["found"]
-    assert "post-norm 1.00 [0.78, 1.22]" in found["1"] and found["1"].endswith("(test 7): rejects.")
+    assert "post-norm 1.00 [0.78, 1.22] (0.70 to 1.30 with" in found["1"]
+    assert found["1"].endswith("(test 7): -1.000 [-1.281, -0.719] (rejects).")
     assert f"At 12 layers: post-norm minus pre-norm {first['effect']:+.3f} [" in found["2"]
     assert found["3"].startswith("B2T: no at 12 layers, yes at 24 layers.")
     assert "constant_share/mlp above 0.6" in found["4"] and "(test 9: rejects)" in found["4"]
