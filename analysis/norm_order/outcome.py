@@ -139,12 +139,17 @@ def pilot(cells: pd.DataFrame) -> bool | None:
     return bool((same & (close | (pairs["state"]["fp32"] != "learned"))).all())
 
 
-def study_mechanism(cells: pd.DataFrame) -> tuple[dict[str, Any] | None, int]:
-    """The outcome of question 4's rule once its groups but `deep` have run, and how many cells have no statistics."""
-    some = mechanism_cells(cells)
+def study_mechanism(cells: pd.DataFrame, limits: pd.DataFrame) -> tuple[dict[str, Any] | None, int]:
+    """The outcome of question 4's rule, and how many cells have no statistics.
+
+    None until all cells of its groups have run, with those that the grid's rule adds; `deep` is not waited for.
+    """
     post = cells[cells["group"].isin(GROUPS) & (cells["order"] == "post")]
-    complete = has_run(post[post["group"] != "deep"])
-    return judge(some) if complete else None, int((post["state"].notna() & post[LOSS].isna()).sum())
+    awaited = set(GROUPS) - {"deep"}
+    added = limits[limits["group"].isin(awaited) & (limits["order"] == "post")]["added"].map(len).any()
+    complete = has_run(post[post["group"].isin(awaited)]) and not added
+    without = int((post["state"].notna() & post[LOSS].isna()).sum())
+    return judge(mechanism_cells(cells)) if complete else None, without
 
 
 def summarize(cells: pd.DataFrame) -> dict[str, Any]:
@@ -154,7 +159,7 @@ def summarize(cells: pd.DataFrame) -> dict[str, Any]:
         cells: result of `read_study`.
     """
     limits = read_limits(cells)
-    rule, left_out = study_mechanism(cells)
+    rule, left_out = study_mechanism(cells, limits)
     tests = run_tests(cells, limits, rule)
     recovered = recovery(cells, limits, tests)
     fits = {order: observations(limits, order) for order in LIMITED}
