@@ -13,10 +13,7 @@ from analysis.norm_order import outcome
 from analysis.norm_order.limits import GRID, cells_to_add, observations, place, read_limits
 from analysis.norm_order.mechanism import CANDIDATES, LOSS, early_statistics, fix_rule, mechanism_cells
 from analysis.norm_order.outcome import summarize
-from analysis.norm_order.significance import (
-    holm,
-    sign_test,
-)
+from analysis.norm_order.significance import holm, sign_test
 from analysis.norm_order.study import RECORDS, StudyCell, read_groups
 from analysis.norm_order.study_tests import read_study
 
