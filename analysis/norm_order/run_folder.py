@@ -29,8 +29,10 @@ def digest(rows: list[dict[str, float]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_statistics(run_dir: Path) -> dict[str, dict[str, list[float]]]:
+def read_statistics(run_dir: Path) -> dict[str, dict[str, list[float | None]]]:
     """Statistics of the sublayers by step, name and `attention` or `mlp`, one number per layer, to six digits.
+
+    A number that is not finite is None.
 
     Returns:
         `{"10": {"variance_ratio/mlp": [...], ...}, ...}`; empty if the run recorded none.
@@ -42,7 +44,8 @@ def read_statistics(run_dir: Path) -> dict[str, dict[str, list[float]]]:
         for entry in at_step["sublayers"]:
             for name in entry.keys() - {"layer", "sublayer"}:
                 value = entry[name]
-                columns.setdefault(f"{name}/{entry['sublayer']}", []).append(float(f"{value:.6g}"))
+                shown = float(f"{value:.6g}") if math.isfinite(value) else None
+                columns.setdefault(f"{name}/{entry['sublayer']}", []).append(shown)
     return {step: dict(sorted(columns.items())) for step, columns in found.items()}
 
 

@@ -6,7 +6,7 @@
 
 A cell is one run of `src/train.py` on one thread. It may be killed at any time: without a record it starts afresh.
 Cells run only from a clean checkout, whose commit is in the record. `lr: [chosen]` waits for the group `selection` (of
-GPT: `gpt_selection`).
+GPT: `gpt_selection`) and for the cells that the grid's rule adds to it, which `outcome.py` prints.
 """
 
 import argparse
@@ -24,11 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 from omegaconf import OmegaConf
 
+import lmscale
 from analysis.norm_order.cells import read_cells
+from analysis.norm_order.limits import read_limits
 from analysis.norm_order.run import ROOT, run_cell
 
 CELLS = Path(__file__).with_name("cells.yaml")
 RECORDS = ROOT / "analysis" / "norm_order" / "records" / "study"
+PACKAGE = Path(lmscale.__file__).resolve().parent
 CHOSEN = "chosen"
 CPU_SECONDS = {6: 137, 12: 256, 24: 465, 48: 927}  # of a cell in fp32, measured in the first study
 RACE = ("data=local", "data.path='${oc.env:LMSCALE_DATA}/race/race_train.jsonl.gz'", "data.text_field=article")
@@ -82,10 +85,10 @@ def read_groups(path: Path = CELLS) -> Iterator[tuple[str, StudyCell]]:
 
 
 def resolve(cell: StudyCell, records: Path) -> StudyCell | None:
-    """The cell with its chosen rate, or None while a cell that decides it has no record.
+    """The cell with its chosen rate, or None while a cell that decides it has no record or the grid's rule adds one.
 
     Raises:
-        ValueError: no rate of the selection has only seeds that learned.
+        ValueError: no rate of the selection has only seeds that learned, and the grid has no further rates.
     """
     if cell.lr != CHOSEN:
         return cell
@@ -95,6 +98,9 @@ def resolve(cell: StudyCell, records: Path) -> StudyCell | None:
     if not all(path.is_file() for path in paths):
         return None
     found = read_cells(json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    arm = {"group": source, "family": cell.family, "warmup": cell.warmup, "precision": cell.precision}
+    if read_limits(found.assign(**arm))["added"].map(len).any():
+        return None
     learned = found.groupby("lr").filter(lambda rows: (rows["state"] == "learned").all())
     if learned.empty:
         raise ValueError(f"a rate of {source} must have only seeds that learned, but none has for {cell.name}")
@@ -114,11 +120,13 @@ def next_cell(records: Path) -> StudyCell | None:
 
 
 def require_clean() -> None:
-    """Refuse a checkout with changed tracked files.
+    """Refuse a checkout with changed tracked files, and a `lmscale` of another one, whose commit records would name.
 
     Raises:
-        ValueError: there are some.
+        ValueError: there are some, or it is.
     """
+    if PACKAGE != ROOT / "src" / "lmscale":
+        raise ValueError(f"`lmscale` must be that of {ROOT} (PYTHONPATH=src), but is {PACKAGE}")
     command = ["git", "status", "--porcelain", "--untracked-files=no"]
     changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")[0]
     if changed:

@@ -34,6 +34,14 @@ from analysis.norm_order.figure import (
     draw_rates,
     draw_true_widths,
 )
+from analysis.norm_order.study_figure import (
+    draw_final_losses,
+    draw_limits,
+    draw_mechanism,
+    draw_paired_losses,
+    draw_recovery,
+)
+from analysis.norm_order.study_tests import read_study
 from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
 from analysis.report.style import DPI
 from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_wall, draw_parts
@@ -118,6 +126,32 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
                 draw_failures(norms, rows, factorial, (1, MIDDLE)),
             ),
         }
+    if "norm_order_study.json" in records:
+        study, outcome = read_study(results / "norm_order" / "records" / "study"), records["norm_order_study.json"]
+        of = "Layer-norm placement, second study."
+        drawn = {
+            "placement_rates": (
+                f"{of} Final training loss over learning rate by depth, one mark per seed",
+                draw_final_losses(study, outcome),
+            ),
+            "placement_limits": (
+                f"{of} Largest rate at which a seed learned, with all lower ones, over depth",
+                draw_limits(study, outcome),
+            ),
+            "placement_losses": (
+                f"{of} Final training loss of eight seeds, each placement at its own rate",
+                draw_paired_losses(study, outcome),
+            ),
+            "placement_mechanism": (
+                f"{of} The statistic of step 100 that tells stuck runs, its threshold and its errors on held-out cells",
+                draw_mechanism(study, outcome),
+            ),
+            "placement_recovery": (
+                f"{of} Post-norm's rate limit by warm-up, and cells that learn with an intervention",
+                draw_recovery(study, outcome),
+            ),
+        }
+        found |= {name: (caption, figure) for name, (caption, figure) in drawn.items() if figure is not None}
     return found
 
 

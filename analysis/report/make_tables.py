@@ -22,6 +22,7 @@ from analysis.finetuning.table import table_5
 from analysis.ledger.evidence import Context
 from analysis.ledger.rows import heading, kinds, ledger, short_form, status
 from analysis.norm_order.cells import read_cells
+from analysis.norm_order.outcome_table import table_of_tests
 from analysis.norm_order.summary import order_differences, order_table
 from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
 from analysis.report.results_page import fill, metric_tables
@@ -107,6 +108,13 @@ TABLES = {
         "the lowest loss possible without context. `diverged`: the gradient became non-finite, or the final loss is "
         "more than 0.25 nats above the run's lowest.",
     ),
+    "Placement": (
+        "of layer norm: the twelve tests of the second study",
+        "Planned before the runs in `analysis/norm_order/plan.md`. Effects are differences of the final training loss, "
+        "the first placement's minus the second's, or of slopes, or the share of differing pairs that agree with the "
+        "hypothesis. Holm's correction is over all twelve tests. A test is `not run` while one of its cells has no "
+        "record, and then counts with p = 1.",
+    ),
     "Table 7": ("effect of the number of attention heads on scaling", _MODELLED),
     "Table 8": ("strong scaling of the 1.2 B model", _MODELLED),
 }
@@ -146,6 +154,8 @@ def all_rows(records: dict[str, dict]) -> dict[str, pd.DataFrame]:
         rows["Figure 7"] = order_table(
             order_differences(read_cells(cells), records["norm_order.json"]["config"]["factorial"])
         )
+    if "norm_order_study.json" in records:
+        rows["Placement"] = table_of_tests(records["norm_order_study.json"])
     return rows | {"Ledger": ledger(Context(records, rows, read_settings(), cluster))}
 
 

@@ -1,6 +1,7 @@
 """`analysis/norm_order/study.py`: the cells of the plan, the chosen rates, a tiny cell run and repeated."""
 
 import json
+import math
 import re
 import subprocess
 from collections import Counter
@@ -14,9 +15,12 @@ from omegaconf import OmegaConf
 
 from analysis.norm_order import study
 from analysis.norm_order.cells import read_cells
+from analysis.norm_order.limits import read_limits
 from analysis.norm_order.power import spread
 from analysis.norm_order.run import run_cell
+from analysis.norm_order.run_folder import read_statistics
 from lmscale.config.pretrain import RunConfig
+from lmscale.results import new_record, write_record
 
 PLAN = Path(study.__file__).with_name("plan.md")
 TINY = ["model.num_layers=2", "trainer.max_steps=30", "trainer.validate_every_steps=15", "micro_batch_size=16"]
@@ -41,7 +45,16 @@ def test_the_cells_are_those_that_the_plan_requires() -> None:
         for group in ("mechanism", "rescaled", "slow_start")
     ]
     assert pairs[0] == pairs[1] == pairs[2] and len(pairs[0]) == 8
-    seconds = sum(study.CPU_SECONDS[cell.layers] for cell in cells)
+    planned: dict[
+        str, dict
+    ] = {}  # without the rates that the grid's rule added: groups of a name that is there already
+    for group in OmegaConf.to_container(OmegaConf.load(study.CELLS))["groups"]:
+        planned.setdefault(group["name"], group["cells"])
+    seconds = sum(
+        study.CPU_SECONDS[layers] * math.prod(len(values) for key, values in lists.items() if key != "layers")
+        for lists in planned.values()
+        for layers in lists["layers"]
+    )
     plan = PLAN.read_text(encoding="utf-8")
     assert float(re.search(r"are expected to take ([\d.]+) in fp32", plan)[1]) == round(seconds / 3600, 1) < 30
 
@@ -72,7 +85,7 @@ def write(folder: Path, cell: study.StudyCell, loss: float) -> None:
     (folder / f"{cell.layers}_{cell.order}_True_{cell.lr}_{cell.seed}.json").rename(folder / f"{cell.name}.json")
 
 
-def test_the_rate_is_the_best_of_those_at_which_all_seeds_of_the_selection_learned(tmp_path) -> None:
+def test_the_rate_is_the_best_at_which_all_seeds_of_the_complete_selection_learned(tmp_path, monkeypatch) -> None:
     losses = {"0.00075": 4.3, "0.0015": 4.2, "0.003": 4.1, "0.006": 3.5, "0.012": 6.4}
     selection = [cell for cell in cells_of("selection") if (cell.layers, cell.order) == (12, "post")]
     for cell in selection[:-1]:
@@ -82,8 +95,15 @@ def test_the_rate_is_the_best_of_those_at_which_all_seeds_of_the_selection_learn
     write(tmp_path, selection[-1], 6.4)
     assert study.resolve(waiting, tmp_path) == replace(waiting, lr="0.003")
     assert study.next_cell(tmp_path) == cells_of("pilot")[0]
+    for cell in selection[8:]:  # both seeds learn at the highest rate: the grid's rule adds the next one
+        write(tmp_path, cell, 4.5)
+    for cell in selection[6:8]:
+        write(tmp_path, cell, 4.4)
+    assert study.resolve(waiting, tmp_path) is None
     for cell in selection:
         write(tmp_path, cell, 6.4)
+    assert study.resolve(waiting, tmp_path) is None  # lower rates are added
+    monkeypatch.setattr(study, "read_limits", lambda cells: read_limits(cells).assign(added=[[]]))
     with pytest.raises(ValueError, match="a rate of selection must have only seeds that learned, but none has"):
         study.resolve(waiting, tmp_path)
 
@@ -111,12 +131,24 @@ def test_a_cell_killed_half_way_starts_afresh_and_its_repetition_is_equal(tmp_pa
         study.repeat(["12_mid"], records, outputs, TINY)
 
 
+def test_statistics_that_are_not_finite_can_be_recorded(tmp_path) -> None:
+    sublayers = [{"layer": i, "sublayer": "mlp", "gradient_norm": norm} for i, norm in enumerate((2.0, float("nan")))]
+    line = json.dumps({"step": 5, "sublayers": sublayers})
+    (tmp_path / "layer_statistics.jsonl").write_text(line + "\n")
+    found = read_statistics(tmp_path)
+    assert found == {"5": {"gradient_norm/mlp": [2.0, None]}}
+    write_record(new_record("cell", "scaled_down", {"statistics": found}, 1, {}), tmp_path / "record.json")
+
+
 def test_cells_run_only_from_a_clean_checkout(tmp_path, monkeypatch) -> None:
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a"]
     (tmp_path / "file").write_text("1")
     for command in (["init", "-q"], ["add", "file"], ["commit", "-qm", "one"]):
         subprocess.run([*git, *command], check=True)
     monkeypatch.setattr(study, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match=f"`lmscale` must be that of {tmp_path} .*, but is .*/src/lmscale"):
+        study.require_clean()
+    monkeypatch.setattr(study, "PACKAGE", tmp_path / "src" / "lmscale")
     (tmp_path / "record.json").write_text("new files do not count")
     study.require_clean()
     (tmp_path / "file").write_text("2")

@@ -1,0 +1,129 @@
+"""The outcome of the second norm-order study as tables: every word that a test decides comes from its record."""
+
+from typing import Any
+
+import pandas as pd
+
+NAMES = {"pre": "pre-norm", "post": "post-norm", "b2t": "B2T"}
+ANSWERS = {True: "yes", False: "no", None: "not run"}
+QUESTIONS = (
+    "1. How does the largest rate that trains fall with depth?",
+    "2. Which placement ends lower, each at its best rate?",
+    "3. Does B2T, or a longer warm-up, recover post-norm's loss without its fragility?",
+    "4. What distinguishes a stuck run early?",
+    "5. Does it hold on a second corpus and for GPT?",
+)
+
+
+def table_of_tests(record: dict[str, Any]) -> pd.DataFrame:
+    """The twelve tests: hypothesis, method, n, effect with its 95 % interval and unit, p, Holm's p, decision, note."""
+    rows = record["config"]["tests"]
+    return pd.DataFrame(
+        {
+            "test": [str(row["test"]) for row in rows],
+            "hypothesis": [row["hypothesis"] for row in rows],
+            "method": [row["method"] for row in rows],
+            "n": ["" if row["n"] is None else str(row["n"]) for row in rows],
+            "effect, 95 %": [_effect(row) for row in rows],
+            "unit": [row["unit"] for row in rows],
+            "p": [_p(row["p"]) for row in rows],
+            "p, Holm": [_p(row["p_holm"]) for row in rows],
+            "decision": [row["decision"] for row in rows],
+            "note": [row["note"] for row in rows],
+        }
+    )
+
+
+def questions_table(record: dict[str, Any]) -> pd.DataFrame:
+    """The five questions of the plan: what was found, and whether the plan's conditions refute us."""
+    found = (_depth, _who_ends_lower, _recovery, _mechanism, _elsewhere)
+    refuted = record["config"]["refuted"]
+    rows = [
+        {"question": question, "found": words(record["config"]), "refuted": ANSWERS[refuted[f"question {number}"]]}
+        for number, (question, words) in enumerate(zip(QUESTIONS, found, strict=True), 1)
+    ]
+    return pd.DataFrame(rows)
+
+
+def limits_table(record: dict[str, Any]) -> pd.DataFrame:
+    """The largest rate at which both seeds learned, with all lower ones: a row per placement and warm-up, by depth."""
+    rows = record["config"]["limits"]
+    if not rows:
+        return pd.DataFrame()
+    shown = [
+        {
+            "placement": NAMES[row["order"]],
+            "warm-up": row["warmup"],
+            "layers": row["layers"],
+            "limit": f"{row['bound']} {row['limit']:.2g}".strip() + ("" if row["final"] else " (not final)"),
+        }
+        for row in rows
+    ]
+    return pd.DataFrame(shown).pivot(index=["placement", "warm-up"], columns="layers", values="limit").fillna("")
+
+
+def _effect(row: dict[str, Any]) -> str:
+    if row["effect"] is None:
+        return ""
+    form = "+.3f" if row["unit"] != "share of pairs" else ".2f"
+    return f"{row['effect']:{form}} [{row['low']:{form}}, {row['high']:{form}}]"
+
+
+def _p(p: float | None) -> str:
+    return "" if p is None else f"{p:.2g}"
+
+
+def _decided(row: dict[str, Any]) -> str:
+    effect = _effect(row)
+    if row["method"] == "exact sign test":
+        effect = f"lower in a share of {effect} of the pairs"
+    return f"{effect} ({row['decision']})" if effect else row["decision"]
+
+
+def _depth(config: dict[str, Any]) -> str:
+    fits = [
+        f"{NAMES[order]} {fit['k']:.2f} [{fit['low']:.2f}, {fit['high']:.2f}] ({fit['k_deepest_higher']:.2f} to "
+        f"{fit['k_deepest_lower']:.2f} with the deepest limits a step higher or lower)"
+        for order, fit in config["exponents"].items()
+    ]
+    known = f"As depth^-k, with k of {', '.join(fits)}. " if fits else ""
+    return f"{known}Post-norm's faster fall (test 7): {_decided(config['tests'][6])}."
+
+
+def _who_ends_lower(config: dict[str, Any]) -> str:
+    return " ".join(
+        f"At {layers} layers: post-norm minus pre-norm {_decided(config['tests'][first])}, "
+        f"B2T minus post-norm {_decided(config['tests'][first + 2])}, "
+        f"B2T minus pre-norm {_decided(config['tests'][first + 4])}."
+        for layers, first in ((12, 0), (24, 1))
+    )
+
+
+def _recovery(config: dict[str, Any]) -> str:
+    answers = {name: ANSWERS[value] for name, value in config["recovery"].items()}
+    b2t = ", ".join(f"{answers[f'b2t, {layers} layers: recovers']} at {layers} layers" for layers in (12, 24))
+    longer = ", ".join(f"{answers[f'warm-up of 400, {n} layers: recovers']} at {n} layers" for n in (12, 24))
+    deep = answers["b2t, 48 layers: limit at least twice post-norm's"]
+    return (
+        f"B2T: {b2t}. Its limit is at least twice post-norm's at 48 layers: {deep}. A warm-up of 400 steps: {longer}."
+    )
+
+
+def _mechanism(config: dict[str, Any]) -> str:
+    tests, rule = config["tests"], config["mechanism"]
+    words = "The first 100 steps: not run."
+    if rule is not None:
+        chosen = rule["rule"]
+        side = "above" if chosen["above"] else "below"
+        words = (
+            f"{chosen['statistic']} {side} {chosen['threshold']:.3g} at step 100 is right for {rule['accuracy']:.0%} "
+            f"[{rule['low']:.0%}, {rule['high']:.0%}] of {rule['n']} held-out cells; the loss alone "
+            f"{rule['loss_accuracy']:.0%}, the majority {rule['majority_accuracy']:.0%} "
+            f"(test 9: {tests[8]['decision']})."
+        )
+    return f"{words} Warm-up (test 8): {_decided(tests[7])}. DeepNorm (test 10): {_decided(tests[9])}."
+
+
+def _elsewhere(config: dict[str, Any]) -> str:
+    race, gpt = (_decided(config["tests"][test - 1]) for test in (11, 12))
+    return f"Post-norm minus pre-norm at 12 layers: on RACE {race}, for GPT {gpt}."

@@ -1,0 +1,103 @@
+"""Tables and figures of the second norm-order study: what they say comes from its record, at every stage."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from made_study import learns, make_cells, without
+
+from analysis.norm_order import study_figure
+from analysis.norm_order.outcome import summarize
+from analysis.norm_order.outcome_table import limits_table, questions_table, table_of_tests
+from analysis.report.style import PAGE_WIDTH
+
+DRAWN = ("final_losses", "limits", "paired_losses", "mechanism", "recovery")
+
+
+@pytest.fixture(scope="module")
+def planted() -> pd.DataFrame:
+    return make_cells()
+
+
+@pytest.fixture(scope="module")
+def outcome(planted) -> dict:
+    return summarize(planted)
+
+
+def draw(cells: pd.DataFrame) -> dict:
+    record = summarize(cells)
+    return {name: getattr(study_figure, f"draw_{name}")(cells, record) for name in DRAWN}
+
+
+def test_the_tables_have_the_records_words(outcome) -> None:
+    rows = table_of_tests(outcome).set_index("test")
+    first = outcome["config"]["tests"][0]
+    assert rows.loc["1", "effect, 95 %"] == f"{first['effect']:+.3f} [{first['low']:+.3f}, {first['high']:+.3f}]"
+    assert rows.loc["8", "effect, 95 %"] == "1.00 [0.63, 1.00]" and rows.loc["8", "p"] == "0.0039"
+    assert rows.loc["4", "decision"] == "does not reject" and rows.loc["7", "unit"] == "log2 rate per log2 depth"
+    found = questions_table(outcome).set_index(questions_table(outcome)["question"].str[0])["found"]
+    assert "post-norm 1.00 [0.78, 1.22] (0.70 to 1.30 with" in found["1"]
+    assert found["1"].endswith("(test 7): -1.000 [-1.281, -0.719] (rejects).")
+    assert f"At 12 layers: post-norm minus pre-norm {first['effect']:+.3f} [" in found["2"]
+    assert found["3"].startswith("B2T: no at 12 layers, yes at 24 layers.")
+    assert "constant_share/mlp above 0.6" in found["4"] and "(test 9: rejects)" in found["4"]
+    assert set(questions_table(outcome)["refuted"]) == {"no"}
+    assert limits_table(outcome).loc[("post-norm", 100)].tolist() == ["0.012", "0.006", "0.003", "0.0015"]
+
+
+def test_without_runs_every_answer_is_not_run(planted) -> None:
+    none = without(planted, planted["group"] != "")
+    record = summarize(none)
+    assert set(table_of_tests(record)["decision"]) == {"not run"} and set(table_of_tests(record)["p"]) == {""}
+    questions = questions_table(record)
+    assert set(questions["refuted"]) == {"not run"}
+    assert all("not run" in found and not any(c in found for c in "+%[") for found in questions["found"])
+    assert limits_table(record).empty and set(draw(none).values()) == {None}
+
+
+def test_signs_are_told_as_a_share_of_pairs() -> None:
+    record = summarize(make_cells(learns=lambda cell: learns(cell) and (cell.order, cell.seed) != ("post", 11)))
+    assert (
+        "post-norm minus pre-norm lower in a share of 0.88 [0.47, 1.00] of the pairs ("
+        in questions_table(record)["found"][1]
+    )
+
+
+def test_the_figures_show_every_cell_and_the_rules(planted) -> None:
+    figures = draw(planted)
+    assert all(figure.get_figwidth() == PAGE_WIDTH for figure in figures.values())
+    rates, pairs = figures["final_losses"].axes, figures["paired_losses"].axes
+    assert [axis.get_title() for axis in rates] == ["6 layers", "12 layers", "24 layers", "48 layers"]
+    shown = sum(len(points.get_offsets()) for axis in rates for points in axis.collections)
+    at_100 = planted["group"].isin(["selection", "six", "deep", "deep_pre"])
+    assert shown == at_100.sum()
+    assert (
+        figures["final_losses"].get_suptitle()
+        == "Rate limits at 48 layers: pre-norm 0.006, post-norm 0.0015, B2T 0.006"
+    )
+    assert len(pairs) == 2 and all(len(axis.lines) == 8 for axis in pairs)
+    assert "8 of 8 learned" in pairs[0].get_xticklabels()[1].get_text()
+    assert figures["limits"].get_suptitle() == "Post-norm's rate limit falls faster with depth than pre-norm's"
+    steep = next(
+        line.get_xydata() for line in figures["limits"].axes[0].lines if line.get_color() == study_figure.ORANGE
+    )
+    assert np.diff(np.log2(steep[:, 1])) == pytest.approx(-1)
+    assert figures["mechanism"].axes[0].lines[0].get_ydata()[0] == pytest.approx(0.6, abs=0.05)
+    assert {text.get_text() for text in figures["mechanism"].axes[1].texts} >= {"0"}
+    assert "post-norm 0 of 8, warm-up 400 8 of 8, DeepNorm 8 of 8" in figures["recovery"].get_suptitle()
+
+
+def test_an_incomplete_figure_says_what_is_missing(planted) -> None:
+    early = planted["group"].isin(["pilot", "selection"]) | ((planted["group"] == "losses") & (planted["seed"] < 14))
+    figures = draw(without(planted, ~early))
+    listed = planted["group"].isin(["selection", "six", "deep", "deep_pre"]).sum()
+    selected = (planted["group"] == "selection").sum()
+    assert figures["final_losses"].get_suptitle().endswith(f"({selected} of {listed} cells have run)")
+    assert figures["paired_losses"].get_suptitle() == "Final loss of the scored seeds (18 of 48 cells have run)"
+    assert figures["limits"].get_suptitle() == "Rate limit by depth (test 7 not run)"
+    assert not any(axis.get_legend_handles_labels()[1][0].count("k ") for axis in figures["limits"].axes)
+    assert figures["mechanism"] is figures["recovery"] is None
+
+
+def test_no_faster_fall_is_not_drawn_as_one() -> None:
+    figures = draw(make_cells(learns=lambda cell: cell.order == "deepnorm" or float(cell.lr) < 0.007))
+    assert figures["limits"].get_suptitle() == "Rate limit by depth: no faster fall is shown"
