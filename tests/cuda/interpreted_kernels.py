@@ -69,14 +69,17 @@ def cases() -> dict[str, Callable[[], tuple[Callable, Callable, list]]]:
     def dropout(dtype: torch.dtype) -> tuple:
         """Of the second half of the tokens, which begins within a sequence, against all tokens on one rank."""
 
+        of_samples = keys(3)
+        own = keys_of_own_tokens(of_samples.unsqueeze(0), 26, slice(0), rank_1)[0]  # as in a model, not compiled
+
         def on_rank_1(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-            return counter_dropout(x, P, keys_of_own_tokens(keys.unsqueeze(0), 2 * x.shape[1], slice(0), rank_1)[0])
+            return counter_dropout(x, P, keys)
 
         def whole(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
             tokens = torch.cat([x, x]).view(len(x), -1, x.shape[2])
-            return sequence_shard(counter_dropout(tokens, P, keys), rank_1)
+            return sequence_shard(counter_dropout(tokens, P, of_samples), rank_1)
 
-        return on_rank_1, whole, [normal(3, 13, 72, dtype=dtype), keys(3)]
+        return on_rank_1, whole, [normal(3, 13, 72, dtype=dtype), own]
 
     def embedding() -> tuple:
         """What follows the lookups of BERT's embeddings, with post-norm's LayerNorm."""
