@@ -2,8 +2,8 @@
 
     python analysis/correctness/loss_curves.py          # 300 steps; some minutes
 
-The parity check bounds every tensor of a few steps. This one shows how rounding errors grow over a longer run, which
-Adam amplifies: it divides the gradients near zero by their own size. The runs have hidden dropout. Writes a record.
+The parity check bounds every tensor of a few steps; this one shows whether rounding errors grow over a longer run. The
+runs have hidden dropout. Writes a record with the largest difference up to some steps.
 """
 
 import argparse
