@@ -33,6 +33,14 @@ def test_what_was_measured_started_with_the_process_unless_a_time_is_given() -> 
     assert measured["started"] <= measured["finished"] and modelled["started"] is None
 
 
+def test_a_record_has_the_command_that_wrote_it(monkeypatch) -> None:
+    script = Path(__file__).resolve().parents[1] / "analysis" / "demo" / "demo.py"
+    monkeypatch.setattr("sys.argv", [str(script), "--text", "/nowhere/two words.txt", "--seed=3"])
+    assert make_record()["command"] == "python analysis/demo/demo.py --text '.../two words.txt' --seed=3"
+    monkeypatch.setattr("sys.argv", ["/elsewhere/train.py"])
+    assert make_record()["command"] == "python train.py"
+
+
 def test_records_become_a_table_with_units(tmp_path: Path) -> None:
     write_record(make_record(), tmp_path / "a.json")
     write_record(make_record(name="bert_tiny", kind="modelled", seed=None), tmp_path / "sub" / "b.json")

@@ -87,7 +87,9 @@ def _presets() -> list[str]:
 
 def _finding(each: dict[str, str], figures: dict[str, str]) -> str:
     link = f' <a href="#{each["figure"]}-drawing">Figure</a>' if each["figure"] in figures else ""
-    return f"<li><h3>{_text(each['title'])}</h3><p>{_text(each['text'])}{link}</p></li>"
+    return (
+        f"<li><h3>{_text(each['title'])}</h3><p>{_text(each['text'])} <small>{each['records']}</small>{link}</p></li>"
+    )
 
 
 def _anchor(name: str) -> str:
@@ -180,7 +182,9 @@ def main() -> int:
     """Render and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--records", type=Path, default=make_tables.ANALYSIS, help="folder of records")
-    parser.add_argument("--output", type=Path, default=make_tables.ROOT / "outputs" / "report" / "index.html")
+    parser.add_argument(
+        "--output", type=Path, default=make_tables.ROOT / "outputs" / "report" / "index.html", help="file"
+    )
     options = parser.parse_args()
     try:
         page = render(options.records)

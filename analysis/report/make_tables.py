@@ -24,6 +24,7 @@ from analysis.ledger.rows import heading, kinds, ledger, short_form, status
 from analysis.norm_order.cells import read_cells
 from analysis.norm_order.outcome_table import table_of_tests
 from analysis.norm_order.summary import order_differences, order_table
+from analysis.report.record_list import link_to_record, record_list
 from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
 from analysis.report.results_page import fill, metric_tables
 from analysis.scaling.sizes import communication_table, memory_table, parameter_table
@@ -80,6 +81,13 @@ TABLES = {
         "with one thread. `bash analysis/benchmarks/bench_cpu.sh` measures all of it. The GPU goals (`bash "
         "analysis/benchmarks/h200.sh`) have not been run.",
     ),
+    "Records": (
+        "every committed record, with the command that wrote it",
+        "A record in `analysis/*/records/` holds configuration, seed, versions, hardware and metrics. `commits` is the "
+        "code it was measured on, and `changed` how many files were written with uncommitted changes. Records from "
+        "before 2026-11-23 do not hold their command, which `analysis/report/records.yaml` gives. A pattern stands for "
+        "a folder of records.",
+    ),
     "Table 1": ("parameters of the scaling study", _MODELLED),
     "Table 2": (
         "GPT-2 models and their days per epoch",
@@ -124,7 +132,8 @@ LEDGER_TITLE = "every number of the paper, with ours"
 LEDGER_NOTE = (
     "The id of a number gives its place in the paper. `from` is the record in `analysis/*/records/`, the code that "
     "counts, the key that sets it, or the reason why we have none. `origin` is how the paper's value was obtained. "
-    "`command` (by its number above the table) would reproduce it on the paper's machines and data. `scaled down` "
+    "`command` (by its number above the table) is for the paper's run, on its machines and data; `records.md` has the "
+    "commands of our records. `scaled down` "
     "measurements are listed with the smallest of the paper's models and are not comparable with it. Rounded "
     "repetitions in the abstract and points of curves that are drawn but not printed are not listed. A record provides "
     "an entry's value by a metric named like its id."
@@ -156,6 +165,7 @@ def all_rows(records: dict[str, dict]) -> dict[str, pd.DataFrame]:
         )
     if "norm_order_study.json" in records:
         rows["Placement"] = table_of_tests(records["norm_order_study.json"])
+    rows["Records"] = record_list(records)
     return rows | {"Ledger": ledger(Context(records, rows, read_settings(), cluster))}
 
 
@@ -171,13 +181,13 @@ def short_ledger(rows: pd.DataFrame) -> str:
     return f"Of {len(rows)} numbers of the paper: {counts}.\n\n{_table(short_form(rows))}\n"
 
 
-def fill_page(page: str, rows: dict[str, pd.DataFrame], records: dict[str, dict]) -> str:
-    """Fill the tables of a page from the records.
+def fill_page(page: str, rows: dict[str, pd.DataFrame], records: dict[str, dict], folder: Path) -> str:
+    """Fill the tables of a page in `folder` from the records.
 
     Raises:
         ValueError: the page has no marker for a table.
     """
-    tables = {name: _table(table) for name, table in (rows | metric_tables(records)).items()}
+    tables = {name: _table(table, folder) for name, table in (rows | metric_tables(records)).items()}
     return fill(page, tables | {"ledger": short_ledger(rows["Ledger"]).rstrip()})
 
 
@@ -199,8 +209,10 @@ def _page(name: str, title: str, note: str, rows: pd.DataFrame) -> str:
     return f"# {name}: {title}\n\n<!-- made by analysis/report/make_tables.py -->\n\n{note}\n\n{_table(rows)}\n"
 
 
-def _table(rows: pd.DataFrame) -> str:
-    """A Markdown table; cells without a value are empty."""
+def _table(rows: pd.DataFrame, folder: Path = TABLES_FOLDER) -> str:
+    """A Markdown table of a page in `folder`; cells without a value are empty, and records are linked."""
+    if "record" in rows:
+        rows = rows.assign(record=[link_to_record(name, folder) for name in rows["record"]])
     numbers = [column for column in rows.columns if pd.api.types.is_numeric_dtype(rows[column])]
     numbers += [column for column in ("paper", "ours", "measured") if column in rows.columns and column not in numbers]
     lines = [" | ".join(rows.columns), " | ".join("---:" if column in numbers else "---" for column in rows.columns)]
@@ -227,7 +239,9 @@ def main() -> int:
     try:
         records = read_records(options.records)
         rows = all_rows(records)
-        pages = {path: fill_page(path.read_text(encoding="utf-8"), rows, records) for path in options.pages}
+        pages = {
+            path: fill_page(path.read_text(encoding="utf-8"), rows, records, path.parent) for path in options.pages
+        }
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -14,7 +14,7 @@ _PLACE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end of the table -->)", 
 _AGGREGATES = {
     "sum": sum,
     "number": len,
-    "largest": lambda values: max(map(abs, values)),
+    "largest": lambda values: max(values, key=abs),
     "median": statistics.median,
     "range": lambda values: f"{min(values):.3f} to {max(values):.3f}",
 }
@@ -52,11 +52,11 @@ def metric_value(row: Mapping[str, str], records: Mapping[str, dict[str, Any]]) 
         raise ValueError(f"`metric` must match metrics of {row['record']}, but {row['metric']!r} matches {len(found)}")
     values = [entry["value"] for entry in found]
     value = _AGGREGATES[row["of"]](values) if "of" in row else values[0]
-    return value, "" if row.get("of") == "number" else found[0]["unit"]
+    return value, row.get("unit", "" if row.get("of") == "number" else found[0]["unit"])
 
 
 def findings(records: Mapping[str, dict[str, Any]]) -> list[dict[str, str]]:
-    """The findings of `findings.yaml` whose records exist: `title`, `text` with its values, `figure`."""
+    """The findings of `findings.yaml` whose records exist: `title`, `text` with its values, `figure`, `records`."""
     described = yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text(encoding="utf-8"))
     found = []
     for each in described:
@@ -64,7 +64,8 @@ def findings(records: Mapping[str, dict[str, Any]]) -> list[dict[str, str]]:
         if all(row["record"] in records for row in rows.values()):
             values = {name: metric_value(row, records)[0] for name, row in rows.items()}
             text = each["text"].format(**values)
-            found.append({"title": each["title"], "text": text, "figure": each.get("figure", "")})
+            names = ", ".join(dict.fromkeys(row["record"] for row in rows.values()))
+            found.append({"title": each["title"], "text": text, "figure": each.get("figure", ""), "records": names})
     return found
 
 

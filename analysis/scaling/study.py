@@ -1,7 +1,8 @@
 """The paper's scaling study as data, and the cost model's prediction of each cell.
 
-Percentages are of linear scaling as the paper defines it: parameters per second and GPU, relative to the 1.2 B model on
-one GPU, (N_n / N_1) / n x t_1 / t_n. The paper's baseline of 39 TFLOP/s, 30 % of the peak, anchors the cost model.
+Percentages are of linear scaling in our reading of the paper: parameters per second and GPU, relative to the 1.2 B
+model on one GPU, (N_n / N_1) / n x t_1 / t_n. The paper's baseline of 39 TFLOP/s, 30 % of the peak, anchors the cost
+model.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ class Cell:
         tp_size, dp_size: layout; 8 sequences per data rank.
         entry: the id of the paper's value.
         certainty: `text` if the paper prints the value, `figure` if it was read off Figure 5.
-        role: `fit`, `held out`, or `outlier` (held out, and declared in advance as not predictable by a smooth model).
+        role: `fit`, `held out`, or `outlier` (held out, and reported apart: see the comment at the cell).
     """
 
     table: str

@@ -1,4 +1,4 @@
-"""One run, one JSON record: configuration, seed, commit, versions, hardware, and every metric with its unit.
+"""One run, one JSON record: command, configuration, seed, commit, versions, hardware, and every metric with its unit.
 
 Records are committed and read on other machines: paths are relative, and a metric that is not finite is valid JSON,
 `{"value": null, "non_finite": "nan", "unit": ...}`. All tables are generated from records.
@@ -8,7 +8,9 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
+import sys
 import time
 from argparse import ArgumentTypeError
 from datetime import UTC, datetime
@@ -53,7 +55,8 @@ def new_record(
 
     Args:
         name: short name of the run.
-        kind: `run` as described in the paper, `scaled_down`, or `modelled` (computed, nothing was run).
+        kind: `run` (a run as described in the paper, or a measurement of our own such as a benchmark), `scaled_down` (a
+            smaller form of one of the paper's), or `modelled` (computed, nothing was run).
         config: the run's whole configuration as plain values.
         seed: None for `modelled`.
         metrics: name -> {"value": number, "unit": text}.
@@ -75,6 +78,7 @@ def new_record(
         "record_version": RECORD_VERSION,
         "name": name,
         "kind": kind,
+        "command": _command(),
         "seed": seed,
         "started": None if started is None else datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         "finished": now.isoformat(timespec="seconds"),
@@ -237,6 +241,13 @@ def _flat(values: dict, prefix: str) -> dict[str, Any]:
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
+
+
+def _command() -> str:
+    """Return the command of this process: its script, relative to the checkout if it is in one, and its arguments."""
+    script, checkout = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
+    name = script.relative_to(checkout).as_posix() if script.is_relative_to(checkout) else script.name
+    return shlex.join(["python", name, *_portable(sys.argv[1:])])
 
 
 def _commit() -> tuple[str | None, bool | None]:

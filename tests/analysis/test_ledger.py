@@ -16,6 +16,7 @@ from analysis.report.results_page import fill
 from lmscale import paper
 from lmscale.config.cluster import Cluster
 from lmscale.config.from_dict import build
+from lmscale.results import new_record
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = read_records(make_tables.ANALYSIS)
@@ -43,8 +44,7 @@ def rows():
 
 
 def made_record(kind: str, metric: str, value: float, unit: str) -> dict:
-    record = {"record_version": 1, "name": "made", "kind": kind, "config": {"factorial": 12}}
-    return record | {"metrics": {metric: {"value": value, "unit": unit}}}
+    return new_record("made", kind, {"factorial": 12}, None, {metric: {"value": value, "unit": unit}})
 
 
 def test_every_entry_has_its_own_id_and_a_known_kind(rows) -> None:

@@ -8,6 +8,8 @@ import pytest
 import warm
 from entry_points import environment
 
+from analysis.correctness import loss_curves
+
 CARD = Path(__file__).resolve().parents[2] / "analysis" / "correctness" / "parity.py"
 SMALL = ("--architecture", "gpt", "--dtype", "fp64", "--tp", "1", "2", "--dp", "1", "2", "--max-world", "2")
 
@@ -21,6 +23,10 @@ def run_card(folder: Path, *options: str) -> tuple[subprocess.CompletedProcess, 
     assert [path.name for path in temporary.glob("lmscale_*")] == []
     path = folder / "card.json"
     return done, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def test_the_difference_of_two_loss_curves_is_the_largest_up_to_a_step() -> None:
+    assert loss_curves.compare([2.0, 4.0, 8.0, 1.0], [2.0, 5.0, 8.0, 1.0]) == {1: 0.0, 3: 0.25, 4: 0.25}
 
 
 def verdicts(record: dict) -> dict[str, str]:

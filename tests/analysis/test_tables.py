@@ -1,6 +1,7 @@
 """The committed tables match the committed records, and Table 3 states the evidence for each value."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pandas as pd
 import pytest
 
 from analysis.report import make_tables, results_page
+from analysis.report.record_list import described, link_to_record, record_list
 from analysis.report.records import read_records
 from analysis.report.results_page import metric_tables
 from analysis.zero_shot.table import table_3
@@ -48,10 +50,37 @@ def test_the_committed_tables_match_the_committed_records() -> None:
     committed = {path.name: path.read_text(encoding="utf-8") for path in make_tables.TABLES_FOLDER.glob("*.md")}
     assert committed == {f"{name.lower().replace(' ', '_')}.md": page for name, page in pages.items()}
     pages = [path.read_text(encoding="utf-8") for path in make_tables.PAGES]
-    assert pages == [make_tables.fill_page(page, rows, records) for page in pages]
+    folders = [path.parent for path in make_tables.PAGES]
+    assert pages == [
+        make_tables.fill_page(page, rows, records, folder) for page, folder in zip(pages, folders, strict=True)
+    ]
     named = re.findall(r"<!-- table: (.*?) -->", "".join(pages))
     assert set(named) >= set(metric_tables(records))
     assert "".join(pages).count("<!-- end of the table -->") == len(named)
+
+
+def test_every_record_has_a_command_and_a_commit_of_this_history() -> None:
+    records = read_records(make_tables.ANALYSIS)
+    table = record_list(records)
+    assert [row.record for row in table.itertuples() if row.command == "``"] == []
+    if git("rev-parse", "--is-shallow-repository") != (0, "false"):
+        pytest.skip("this is not a whole clone")
+    commits = {name: str(record["environment"]["commit"]) for name, record in records.items()}
+    inside = {commit: git("merge-base", "--is-ancestor", commit, "HEAD")[0] == 0 for commit in set(commits.values())}
+    missing = {name for name, commit in commits.items() if not inside[commit]}
+    assert missing <= described()["elsewhere"].keys()
+
+
+def test_a_record_is_linked_from_the_folder_of_a_page() -> None:
+    assert link_to_record("demo.json", ROOT) == "[demo.json](analysis/demo/records/demo.json)"
+    link = "[cpu/*/a.json](../analysis/benchmarks/records/cpu)"
+    assert link_to_record("cpu/*/a.json", ROOT / "docs") == link
+    assert link_to_record("no_such.json", ROOT) == "no_such.json" and link_to_record(None, ROOT) is None
+
+
+def git(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=30)
+    return done.returncode, done.stdout.strip()
 
 
 def test_a_record_is_found_by_its_name_in_the_folder_of_its_study(tmp_path) -> None:
@@ -72,7 +101,7 @@ def test_a_table_of_metrics_shows_sum_count_and_maximum(monkeypatch, tmp_path) -
     monkeypatch.setattr(results_page, "__file__", str(tmp_path / "results_page.py"))
     metrics = {"kills/0": {"value": 7, "unit": "kills"}, "kills/1": {"value": -9, "unit": "kills"}}
     table = metric_tables({"a.json": {"metrics": metrics}})["kills"]
-    assert table["measured"].tolist() == [-2, 2, 9, None]
+    assert table["measured"].tolist() == [-2, 2, -9, None]
     assert table["unit"].tolist() == ["kills", "", "kills", "not run"]
     with pytest.raises(ValueError, match=r"must match metrics of a.json, but 'kills/.\*' matches 0"):
         metric_tables({"a.json": {"metrics": {}}})

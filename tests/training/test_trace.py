@@ -1,4 +1,4 @@
-"""512 ranks traced in one process, against the paper's formulas and against real processes."""
+"""512 ranks traced in one process, against published formulas (Narayanan et al. 2021) and real processes."""
 
 import dataclasses
 import resource
