@@ -43,6 +43,14 @@ BAD = {
     "appended key": (["+wings=2"], "`wings` is not a known key"),
     "appended key of the model": (["+model.wings=2"], "`model.wings` is not a known key; known here: family"),
     "nested key": (["++trainer.wings.left=2"], "`trainer.wings` is not a known key"),
+    "a key of other choices": (
+        ["data.path=docs"],
+        "`data.path` needs data=indexed or data=local, but `data` is another",
+    ),
+    "a sweep without -m": (
+        ["optimizer.lr=1e-3,3e-3"],
+        "`optimizer.lr` must be one value without -m, which sweeps over",
+    ),
     "unknown group": (["modle=gpt_tiny"], "did you mean `model`?"),
     "grammar": (
         ["trainer.max_steps=[1"],
