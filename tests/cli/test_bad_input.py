@@ -1,13 +1,16 @@
 """Invalid configurations: one line, exit code 2, nothing started, nothing written."""
 
 import importlib.util
+import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from entry_points import REPOSITORY, TINY, forked_too, refuse, train
+from entry_points import REPOSITORY, TINY, environment, forked_too, refuse, train
 
 from lmscale.config import TransformerConfig
 from lmscale.config.layout import ParallelConfig, ParallelRequest
@@ -309,6 +312,28 @@ def test_a_run_stopped_before_its_first_checkpoint_continues_only_with_resume(fi
     assert refused.returncode == 2 and "has the metrics.csv of an earlier one" in only_line(refused.stderr)
     done = train(*TINY, f"hydra.run.dir={folder}", "resume=auto")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("src/train.py", "data=local", "data.path=no/such"),
+        ("src/train.py", "resume=no/such"),
+        ("finetune/run.py", "task=qqp", "ckpt=no/such"),
+    ],
+)
+def test_a_missing_path_is_refused_before_torch_is_imported(command) -> None:
+    """In a second of processor time instead of six."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *command],
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    (error,) = (line for line in done.stderr.splitlines() if not line.startswith("import time:"))
+    assert done.returncode == 2 and error.startswith("error: ") and "no/such" in error
+    assert not re.search(r"\| +(torch|lightning)$", done.stderr, re.M)
 
 
 @pytest.mark.parametrize("dp_size", ["auto", 2])
