@@ -28,8 +28,10 @@ def finetune(values: dict, files: dict[str, str]) -> None:
         files: texts by path, written into the run folder when training starts.
     """
     from lmscale.config.finetune import FinetuneConfig
+    from lmscale.finetune.sources import check_places
 
     run = FinetuneConfig.from_dict(values)
+    check_places(run)
     # torch and Lightning take seconds to import, so the cheap checks above come first.
     from lmscale.finetune import finetuning
     from lmscale.training.runtime.launch import launch

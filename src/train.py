@@ -20,9 +20,9 @@ def train(values: dict, files: dict[str, str]) -> None:
     Args:
         files: texts by path, written into the run folder when training starts.
     """
-    from lmscale.config.pretrain import RunConfig
+    from lmscale.training.runtime.paths import read_run
 
-    run = RunConfig.from_dict(values)
+    run = read_run(values)
     # torch and Lightning take seconds to import, so the cheap checks above come first.
     from lmscale.training.pretrain import prepare_job, pretrain
     from lmscale.training.runtime.launch import launch

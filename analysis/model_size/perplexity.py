@@ -22,6 +22,7 @@ def draw_perplexity(
     """
     rows = pd.concat([points.assign(run=label) for label, points in curves.items()], ignore_index=True)
     colors = [colormaps["viridis"](0.6 - 0.6 * i / max(len(curves) - 1, 1)) for i in range(len(curves))]
+    shortest = min(map(len, curves.values()))
     with house_style():
         figure = page_figure(title, 3.6)
         axis = figure.subplots()
@@ -35,7 +36,7 @@ def draw_perplexity(
             palette=colors,
             errorbar=None,
             markersize=5,
-            markevery=0.1,  # as a fraction of the curve's length
+            markevery=0.1 if shortest > 10 else 1,  # as a fraction of the curve's length; of one point it shows none
             legend=False,
             ax=axis,
         )

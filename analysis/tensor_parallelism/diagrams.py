@@ -21,7 +21,7 @@ _LABELS = {
 
 
 def architecture(events: Iterable[Any], num_layers: int) -> Figure:
-    """Figure 2: what a forward pass of a GPT computes, from bottom to top; linear layers are orange."""
+    """Figure 2: what a forward pass of a GPT computes, from bottom to top; what is cut is orange."""
     shown = [event for event in events if event.kind in _SHOWN]
     rows = [event for event in shown if "layers." not in event.what or "layers.0." in event.what]  # one layer
     with house_style("white"):
@@ -29,13 +29,15 @@ def architecture(events: Iterable[Any], num_layers: int) -> Figure:
         axes = _empty(figure.subplots(), (-6, 16), (0, len(rows) + 0.5))
         in_layer = [i for i, event in enumerate(rows) if "layers." in event.what]
         _box(axes, 0.2, in_layer[0] + 0.05, 9.6, len(in_layer) - 0.05, "", BLUE, alpha=0.1)
-        axes.text(9.9, in_layer[-1] + 0.9, f"x {num_layers}", ha="right", va="top")
+        axes.text(10.1, in_layer[len(in_layer) // 2] + 0.5, f"x {num_layers}", va="center")
         for i, event in enumerate(rows):
-            color = ORANGE if event.kind.endswith("Linear") else BLUE
+            color = BLUE if event.kind == "LayerNorm" else ORANGE
             name = event.what.split(".")[-1].replace("_", " ")
             label = _LABELS.get(event.kind, event.kind)
             text = label if name == label else f"{name}: {label}"
             _box(axes, 1.2, i + 0.2, 7.6, 0.7, f"{text}  {_shape(event.shape)}", color)
+            if i:
+                axes.annotate("", (5, i + 0.25), (5, i - 0.15), arrowprops=_ARROW)
     return figure
 
 

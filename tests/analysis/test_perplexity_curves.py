@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -52,6 +53,14 @@ def test_curves_show_the_values_of_the_files(figure: Figure) -> None:
     lines = [line for line in figure.axes[0].get_lines() if len(line.get_xdata())]
     assert [list(line.get_xdata()) for line in lines] == [[10, 20, 30]] * 4
     assert [list(line.get_ydata()) for line in lines] == [[90 - i, 50 - i, 30 - i] for i in range(4)]
+
+
+def test_a_curve_of_one_point_has_a_marker() -> None:
+    table = pd.DataFrame({"steps": [40], "tokens": [960], "perplexity": [83.0]})
+    (line,) = (
+        line for line in perplexity_curves.draw_perplexity({"a": table}).axes[0].get_lines() if len(line.get_xdata())
+    )
+    assert line.get_marker() not in ("None", None) and line.get_markevery() == 1  # a fraction of one point shows none
 
 
 def test_curves_differ_without_colour(figure: Figure) -> None:

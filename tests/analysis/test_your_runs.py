@@ -2,11 +2,13 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from analysis.demo.demo import COMMITTED, MARGIN_NATS, TITLES, summarize
+from analysis.report import your_runs
 from analysis.report.style import house_style, label_ends, page_figure
 from analysis.report.your_runs import NEWEST, demo_runs, draw_runs, find_runs, read_runs
 from lmscale.results import new_record, write_record
@@ -30,6 +32,21 @@ def test_runs_of_a_sweep_are_named_by_what_differs_and_the_best_is_first(tmp_pat
     assert figure.get_suptitle() == "Lowest validation loss: 4.000 nats, optimizer.lr=2e-3"
     points = [list(line.get_ydata()) for line in figure.axes[0].lines if line.get_marker() == "o"]
     assert points == [[4.0, 4.0], [5.0, 5.0]]
+
+
+def test_the_figure_of_a_short_run_shows_validation_before_and_after_it(tmp_path, monkeypatch, capsys) -> None:
+    metrics = {name: {"value": loss, "unit": "nats"} for name, loss in (("val_start/loss", 9.0), ("val/loss", 6.0))}
+    write_record(new_record("bert", "run", {"overrides": []}, 1, metrics), tmp_path / "record.json")
+    (tmp_path / "metrics.csv").write_text("step,train/loss,val/loss,tokens_per_s\n1,8.5,,70.5\n2,7.5,6.0,80.5\n")
+    table, curves = read_runs([tmp_path])
+    training, validation = draw_runs(table, curves).axes[0].lines
+    assert [list(validation.get_xdata()), list(validation.get_ydata())] == [[0, 2], [9.0, 6.0]]
+    assert list(training.get_ydata())[1:] == [8.5, 8.0]
+    monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path), "--output", str(tmp_path / "curves.png")])
+    assert your_runs.main() == 0 and (tmp_path / "curves.png").stat().st_size > 10_000
+    assert capsys.readouterr().out.endswith(f"figure: {tmp_path / 'curves.png'}\n")
+    monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path / "none")])
+    assert your_runs.main() == 2 and capsys.readouterr().err.startswith("error: `folders` must hold run folders")
 
 
 def test_equal_or_long_names_are_the_folders_and_stay_different(tmp_path) -> None:

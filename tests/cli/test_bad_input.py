@@ -1,13 +1,16 @@
 """Invalid configurations: one line, exit code 2, nothing started, nothing written."""
 
 import importlib.util
+import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from entry_points import REPOSITORY, TINY, forked_too, refuse, train
+from entry_points import REPOSITORY, TINY, environment, forked_too, refuse, train
 
 from lmscale.config import TransformerConfig
 from lmscale.config.layout import ParallelConfig, ParallelRequest
@@ -43,6 +46,14 @@ BAD = {
     "appended key": (["+wings=2"], "`wings` is not a known key"),
     "appended key of the model": (["+model.wings=2"], "`model.wings` is not a known key; known here: family"),
     "nested key": (["++trainer.wings.left=2"], "`trainer.wings` is not a known key"),
+    "a key of other choices": (
+        ["data.path=docs"],
+        "`data.path` needs data=indexed or data=local, but `data` is another",
+    ),
+    "a sweep without -m": (
+        ["optimizer.lr=1e-3,3e-3"],
+        "`optimizer.lr` must be one value without -m, which sweeps over",
+    ),
     "unknown group": (["modle=gpt_tiny"], "did you mean `model`?"),
     "grammar": (
         ["trainer.max_steps=[1"],
@@ -301,6 +312,28 @@ def test_a_run_stopped_before_its_first_checkpoint_continues_only_with_resume(fi
     assert refused.returncode == 2 and "has the metrics.csv of an earlier one" in only_line(refused.stderr)
     done = train(*TINY, f"hydra.run.dir={folder}", "resume=auto")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("src/train.py", "data=local", "data.path=no/such"),
+        ("src/train.py", "resume=no/such"),
+        ("finetune/run.py", "task=qqp", "ckpt=no/such"),
+    ],
+)
+def test_a_missing_path_is_refused_before_torch_is_imported(command) -> None:
+    """In a second of processor time instead of six."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *command],
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    (error,) = (line for line in done.stderr.splitlines() if not line.startswith("import time:"))
+    assert done.returncode == 2 and error.startswith("error: ") and "no/such" in error
+    assert not re.search(r"\| +(torch|lightning)$", done.stderr, re.M)
 
 
 @pytest.mark.parametrize("dp_size", ["auto", 2])

@@ -1,5 +1,6 @@
 """A run ends with the commands that follow it, and they run as they are printed."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -56,6 +57,33 @@ def test_the_printed_commands_run(finished, tmp_path) -> None:
         assert done.returncode == 0, (lines[name], done.stderr)
         for line in printed(done.stdout).values():  # `load` after the export
             assert run_line(line).returncode == 0, line
+
+
+@pytest.mark.slow
+def test_the_commands_after_a_bert_its_finetuning_a_preparation_and_an_evaluation_run(finished, tmp_path) -> None:
+    done = train(*TINY, "model=bert_tiny", f"hydra.run.dir={tmp_path / 'bert'}")
+    assert done.returncode == 0, done.stderr
+    tuned = run_line(printed(done.stdout)["use"], "trainer.num_epochs=1", f"hydra.run.dir={tmp_path / 'tuned'}")
+    assert tuned.returncode == 0, tuned.stderr
+    scored = run_line(printed(tuned.stdout)["score"], f"hydra.run.dir={tmp_path / 'scored'}")
+    assert scored.returncode == 0 and (tmp_path / "scored" / "record.json").is_file(), scored.stderr
+
+    documents = [{"text": f"The lighthouse number {i} stands on the {i}th rock of the bay. " * 20} for i in range(60)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents), encoding="utf-8")
+    source, output = f"sources.local.path={tmp_path / 'text.jsonl'}", f"output={tmp_path / 'corpus'}"
+    kept = ("evaluation=none", "dedup=none", "cleaning=none", "tokenizer.vocab_size=400")
+    prepared = run_line(next_command.command("src/prepare_data.py", source, output, *kept))
+    assert prepared.returncode == 0, prepared.stderr
+    short = (o for o in TINY if "tokenizer" not in o)
+    trained = run_line(printed(prepared.stdout)["train"], *short, f"hydra.run.dir={tmp_path / 'gpt'}")
+    assert trained.returncode == 0, trained.stderr
+
+    (tmp_path / "lambada.jsonl").write_text(json.dumps({"text": "The lighthouse stands on the rock"}) + "\n")
+    task = ("task=lambada", f"task.path={tmp_path / 'lambada.jsonl'}", f"hydra.run.dir={tmp_path / 'lambada'}")
+    evaluated = run_line(next_command.command("src/zero_shot.py", *task, ckpt=finished[0]))
+    assert evaluated.returncode == 0, evaluated.stderr
+    used = run_line(printed(evaluated.stdout)["use"])
+    assert used.returncode == 0, used.stderr
 
 
 @pytest.mark.slow

@@ -156,6 +156,8 @@ def test_differences_from_the_request_are_reported() -> None:
         "a V100 has no bf16: planned with precision=fp16",
         "step times on dgx2h_v100 are of software whose attention passes its scores through memory, bytes and FLOPs "
         "of model.attention=sdpa",
+        "num_devices is not given: planned on 2, the most that the batch (16 in micro-batches of 8) and dgx2h_v100 "
+        "(512 devices) allow",
     ]
     assert planned(*PAPER)["layout"]["recompute"] == "none"
     larger = planned(*PAPER, "model.attention=exact")

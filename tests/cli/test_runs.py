@@ -30,7 +30,7 @@ def losses(run_dir: Path) -> list[float]:
 
 def run(run_dir: Path, *overrides: str, **kwargs) -> list[float]:
     done = train(*TINY, *overrides, f"hydra.run.dir={run_dir}", **kwargs)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "deprecated" not in done.stderr, done.stderr
     return losses(run_dir)
 
 

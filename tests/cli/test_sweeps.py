@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,16 @@ def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
     assert [r["name"] for r in records] == ["gpt_tiny", "bert_tiny"]
     assert [r["config"]["schedule"]["decay"] for r in records] == ["cosine", "linear"]
     assert "train/order_loss" in (tmp_path / "1" / "metrics.csv").read_text()
+    losses = ("val/loss", "val_start/loss", "train/loss", "val/lm_loss", "val_start/order_loss")
+    units = [{name: r["metrics"][name]["unit"] for name in losses if name in r["metrics"]} for r in records]
+    assert units[0] == dict.fromkeys(losses[:3], "nats/token")
+    assert units[1] == dict.fromkeys(losses[:3], "nats") | {losses[3]: "nats/masked token", losses[4]: "nats/sequence"}
+    number = r"(\d+\.\d{4})"
+    change = rf"{number} -> {number}"
+    assert re.search(rf"^validation loss {change} nats per token after 3 steps; a unigram has ", done.stdout, re.M)
+    bert = rf"^validation loss {change} nats \({change} per masked token \+ {change} per sequence\) after 3 steps"
+    before, after, *parts = map(float, re.search(bert, done.stdout, re.M).groups())
+    assert [before, after] == pytest.approx([parts[0] + parts[2], parts[1] + parts[3]], abs=2e-4)
 
 
 @forked_too

@@ -208,7 +208,10 @@ def bad_inputs(folder: Path) -> Path:
         ((*LAMBADA, "ckpt=gpt2", "parallel.dp_size=0"), "`parallel.dp_size` must be a whole number of at least 1"),
         ((*LAMBADA, "ckpt=gpt2", "accelerator=tpu"), "`accelerator` must be one of auto, cpu, gpu"),
         ((*LAMBADA, "ckpt=gpt2", "micro_batch_tokens=0"), "`micro_batch_tokens` must be a whole number of at least 1"),
-        ((*LAMBADA, "ckpt=gpt2", "task.stride=3"), "`task.stride` is not a known key"),
+        (
+            (*LAMBADA, "ckpt=gpt2", "task.stride=3"),
+            "`task.stride` needs task=wikitext103, but `task` is another choice",
+        ),
         ((*WIKITEXT, "ckpt=gpt2", "task.stride=17"), "`task.stride` must be at most `task.window` (16), but is 17"),
         ((*WIKITEXT, "ckpt=gpt2", "task.window=65"), "`task.window` must be at most the model's positions (64)"),
         ((*WIKITEXT, "ckpt=gpt2", "task.path=empty.tokens"), "must be a file with text, but empty.tokens is empty"),

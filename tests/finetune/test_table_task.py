@@ -13,8 +13,8 @@ from lmscale.finetune.tasks import read_examples
 
 def own_task(**changes) -> TaskConfig:
     columns = {"id": "n", "first": "text", "second": None, "label": "class"}
-    values = {"columns": columns, "labels": ["bad", "good"], "max_seq_length": 32, "hub_name": "none"}
-    return TaskConfig(**{"name": "mine", "train": None, "validation": {}, "test": {}} | values | changes)
+    values = {"columns": columns, "labels": ["bad", "good"], "max_seq_length": 32}
+    return TaskConfig(**{"name": "mine", "train": None, "validation": {}} | values | changes)
 
 
 def test_a_table_gives_texts_and_classes_by_name_or_number(tmp_path) -> None:
@@ -69,6 +69,7 @@ def test_an_invalid_row_of_a_table_raises(tmp_path, row: dict, message: str) -> 
         ({"labels": ["one"]}, "`labels` must be at least two texts"),
         ({"labels": ["one", "one"]}, "`labels` must be at least two texts"),
         ({"labels": [0, 1]}, "`labels` must be at least two texts"),
+        ({"hub_name": None, "validation": {"dev": "hub:dev"}}, "`hub_name` must be given for hub:dev, but is null"),
     ],
 )
 def test_a_wrongly_described_table_raises(changes: dict, message: str) -> None:

@@ -20,7 +20,7 @@ def report(**metrics: float) -> SimpleNamespace:
     known = {"train/loss": 10.1234, "lr": 1.5e-4, "grad_norm": 12.3, "tokens_per_s": 1234567.0}
     known |= {"tflops_per_s_per_device": 123.4, "mfu": 0.412, "memory_gib": 70.12, "loss_scale": 4294967296.0}
     run = SimpleNamespace(precision=SimpleNamespace(dtype="fp16"))
-    return SimpleNamespace(metrics=known | metrics, validation={"val/loss": 10.2}, run=run)
+    return SimpleNamespace(metrics=known | metrics, validation={"val/loss": 10.2}, validated_at=100, run=run)
 
 
 @pytest.mark.parametrize("columns", [40, 80, 132, 400])
@@ -33,6 +33,10 @@ def test_as_many_fields_as_fit_are_shown_and_the_loss_comes_first(columns) -> No
     if len(shown) < len(parts):
         assert len(line) + 2 + len(parts[len(shown)]) > columns
     assert ("scale 4.29e+09" in line) == (columns == 400)
+
+
+def test_the_validation_loss_is_shown_with_the_step_it_belongs_to() -> None:
+    assert "val 10.200 (step 100)" in fields(report(), 12345)
 
 
 def test_times_are_read_as_a_clock() -> None:

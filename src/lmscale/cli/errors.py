@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..config.checks import did_you_mean
@@ -34,7 +35,7 @@ def _one_line(error: Exception) -> str:
         meant = did_you_mean(choice, choices) + _own_file(group, choice)
         return f"`{group}` must be one of {', '.join(choices)}, but is {choice!r}{meant}"
     if isinstance(error, MissingMandatoryValue):
-        return f"`{error.full_key}` must be given"
+        return f"`{error.full_key}` must be given{_how_to_make(error.full_key)}"
     if isinstance(error, OverrideParseException):
         return (
             f"an argument must be of the form key=value, with quotes around what is special, but is {error.override!r}"
@@ -46,8 +47,16 @@ def _one_line(error: Exception) -> str:
     ungiven = re.search(r"You must specify '([^']+)'.*Available options:(.*)", text, re.S)
     if ungiven:
         return f"`{ungiven.group(1)}` must be one of {', '.join(ungiven.group(2).split())}, but is not given"
+    swept = re.search(r"Ambiguous value for argument '([^'=]+)=([^']*)'", text)
+    if swept:
+        return f"`{swept[1]}` must be one value without -m, which sweeps over several, but is {swept[2]}"
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
+        choices = _choices_with(unknown[1])
+        if choices:
+            return (
+                f"`{unknown[1]}` needs {' or '.join(choices)}, but `{choices[0].partition('=')[0]}` is another choice"
+            )
         return f"`{unknown.group(1)}` is not a known key or group of the configuration{_closest(unknown.group(1))}"
     if text.startswith(("Config group override must be", "Error resolving interpolation '${model}'")):
         text = _wrong_choice(sys.argv[1:]) or text
@@ -67,6 +76,8 @@ def _closest(key: str) -> str:
     name = f"{script.parent.name}/{script.name}"
     known = known_keys(name) if name in ENTRY_POINTS else []
     known += [folder.name for root in (CONF, CONF / entry_point()) for folder in root.glob("*/")]
+    if key in known:
+        return f"; conf/ has no default for it: type +{key}="
     by_last_word = {other.rpartition(".")[2]: other for other in reversed(known)}
     last_word = key.rpartition(".")[2]
     if last_word in by_last_word:
@@ -75,6 +86,20 @@ def _closest(key: str) -> str:
         return did_you_mean(key, known)
     close = difflib.get_close_matches(key, by_last_word, n=1, cutoff=0.7)
     return f"; did you mean `{by_last_word[close[0]]}`?" if close else ""
+
+
+def _choices_with(key: str) -> list[str]:
+    """The choices of the key's group whose files have the key, as they are typed: `data=local`."""
+    group, _, rest = key.partition(".")
+    return [f"{group}={path.stem}" for path in files_of(group) if rest in list(OmegaConf.load(path))]
+
+
+def _how_to_make(key: str) -> str:
+    """Where the checkpoint comes from that an entry point needs."""
+    if key != "ckpt":
+        return ""
+    model = "bert_tiny" if entry_point() == "finetune" else "gpt_tiny"
+    return f": a checkpoint or a run folder, such as that of `python src/train.py model={model}`"
 
 
 def _own_file(group: str, choice: str) -> str:

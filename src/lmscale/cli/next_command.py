@@ -43,7 +43,7 @@ def after_training(values: Mapping) -> str:
         return f"continue: {_resume(run, values['overrides'], mode)}" if has_checkpoint else ""
     if mode == RunMode.MULTIRUN:
         return ""
-    lines = [f"plot:     {command('analysis/model_size/perplexity_curves.py', _from_here(run))}"]
+    lines = [f"plot:     {command('analysis/report/your_runs.py', _from_here(run))}"]
     if has_checkpoint:
         exported = command("src/convert.py", source=run, target=run / "hugging_face", format="hugging_face")
         lines = [f"use:      {use_model(run, values['model']['family'])}", f"export:   {exported}", *lines]
@@ -51,10 +51,12 @@ def after_training(values: Mapping) -> str:
 
 
 def use_model(checkpoint: str | Path, family: str) -> str:
-    """Generate from a GPT, or finetune a BERT."""
+    """Generate from a GPT, or finetune a BERT on the table of this clone, which needs no network."""
     if family_of(family).is_causal:  # its `ckpt` is taken literally
         return command("src/generate.py", f"ckpt={_from_here(checkpoint)}", "prompt=The")
-    return command("finetune/run.py", task="mnli", ckpt=checkpoint)
+    table = ROOT / "finetune" / "example_qqp.tsv"
+    data = {"task__train": table, "task__validation__dev": table, "task__max_seq_length": "64"}
+    return command("finetune/run.py", task="qqp", ckpt=checkpoint, **data)
 
 
 def load_published(folder: Path) -> str:

@@ -62,8 +62,8 @@ class Family:
 
     Args:
         model: a class of `(config, context)` whose `transformer` is a `Transformer`.
-        loss: a module with `TERMS`, `loss_counts(batch)`, `loss_sums(model, batch, sample_keys)` and
-            `token_logits(model, batch)`.
+        loss: a module with `TERMS` (by name, of what each loss is a mean), `loss_counts(batch)`,
+            `loss_sums(model, batch, sample_keys)` and `token_logits(model, batch)`.
         samples: a function of (prepared corpus, split, part, data config, seed, number, number of samples).
         corpus: the token files it trains on.
         is_causal: a position attends to itself and those before it, and the model predicts the next token.

@@ -38,7 +38,7 @@ class TaskConfig:
         train: file or folder in the official layout, or `hub:<split>`; None if nothing is trained.
         validation: sets to score by name, each such a place or null; they choose thresholds and checkpoints.
         test: further sets to score by name, which need no labels and choose nothing.
-        hub_name: data set on the Hugging Face hub, for places that begin with `hub:`.
+        hub_name: data set on the Hugging Face hub, for places that begin with `hub:`; None: no place does.
         hub_subset: its configuration.
         max_seq_length: tokens of an input, [CLS] and [SEP] included; longer inputs lose the tail of their second text
             (SQuAD: continue in further windows).
@@ -61,9 +61,9 @@ class TaskConfig:
     name: str
     train: str | None
     validation: dict
-    test: dict
-    hub_name: str
-    max_seq_length: int
+    test: dict = field(default_factory=dict)
+    hub_name: str | None = None
+    max_seq_length: int = 512
     hub_subset: str | None = None
     max_qa_length: int | None = None
     doc_stride: int | None = None
@@ -103,6 +103,9 @@ class TaskConfig:
             wrong = [place for place in sets.values() if place is not None and not isinstance(place, str)]
             if wrong:
                 raise ValueError(f"`validation` and `test` must be paths by name, but hold {wrong[0]!r}")
+        on_hub = [p for p in (self.train, *self.scored_sets().values()) if p is not None and p.startswith("hub:")]
+        if on_hub and self.hub_name is None:
+            raise ValueError(f"`hub_name` must be given for {on_hub[0]}, but is null")
         twice = sorted(set(self.validation) & set(self.test))
         if twice:
             raise ValueError(f"`test` must have other names than `validation`, but both have {twice[0]!r}")

@@ -26,7 +26,7 @@ from .outputs import write_outputs
 from .preparing import FinetuneJob, prepare_features
 from .run_folder import announce, prepare_folder, report_divergence, write_run_record
 from .scoring import metric_names
-from .sources import check_place
+from .sources import check_places
 
 
 def prepare_job(run: FinetuneConfig) -> FinetuneJob:
@@ -41,11 +41,8 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     check_no_record(run.run_dir)
     if is_first_rank():
         check_not_in_use(Path(run.run_dir))
-    places = dict(task.scored_sets())
-    if run.trainer.num_epochs:
-        check_place(task.train, "task.train")
-    for name, place in places.items():
-        check_place(place, f"task.{'validation' if name in task.validation else 'test'}.{name}")
+    check_places(run)
+    places = task.scored_sets()
     start, tokenizer = check_initial_checkpoint(run)
     layout = _layout(run, accelerator)
     start.config.check_tensor_parallel(layout.tp_size)

@@ -40,8 +40,6 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
             pooler and there is none, or a new one is requested although there is one; the tokenizer is missing or not
             the checkpoint's; or there is nothing to train and no head.
     """
-    if not Path(run.ckpt).exists():
-        raise ValueError(f"`ckpt` must be a checkpoint or a run folder, but {run.ckpt} does not exist")
     path, metadata, config = open_source(run.ckpt, needs_heads=False)
     task = run.task
     if not family_of(config.family).has_pooler:

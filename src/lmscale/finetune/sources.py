@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..config.finetune import FROM_HUB, TaskConfig
+from ..config.finetune import FROM_HUB, FinetuneConfig, TaskConfig
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
 
@@ -18,14 +18,20 @@ def is_on_hub(place: str) -> bool:
     return place.startswith(FROM_HUB)
 
 
-def check_place(place: str, key: str) -> None:
-    """Check that a path exists.
+def check_places(run: FinetuneConfig) -> None:
+    """Check that the checkpoint and the data of a finetuning exist, without torch.
 
     Raises:
-        ValueError: it does not exist; the message names the key.
+        ValueError: one does not exist; the message names the key.
     """
-    if not is_on_hub(place) and not Path(place).exists():
-        raise ValueError(f"`{key}` must be a file or folder, or hub:<split>, but {place} does not exist")
+    places = {"task.train": run.task.train} if run.trainer.num_epochs else {}
+    for name, place in run.task.scored_sets().items():
+        places[f"task.{'validation' if name in run.task.validation else 'test'}.{name}"] = place
+    for key, place in places.items():
+        if not is_on_hub(place) and not Path(place).exists():
+            raise ValueError(f"`{key}` must be a file or folder, or hub:<split>, but {place} does not exist")
+    if not Path(run.ckpt).exists():
+        raise ValueError(f"`ckpt` must be a checkpoint or a run folder, but {run.ckpt} does not exist")
 
 
 def read_text(path: Path) -> str:

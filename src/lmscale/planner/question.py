@@ -56,6 +56,12 @@ def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
     """
     job, notes = make_job(question)
     cluster, layout = question.machine, _resolve_layout(question, job)
+    if question.parallel.dp_size == "auto" and question.num_devices is None and layout.dp_size > 1:
+        notes.append(
+            f"num_devices is not given: planned on {layout.world_size:,}, the most that the batch "
+            f"({job.global_batch_size:,} in micro-batches of {job.micro_batch_size}) and {cluster.name} "
+            f"({cluster.num_devices:,} devices) allow"
+        )
     try:
         with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
             plan = make_plan(job, layout, cluster)

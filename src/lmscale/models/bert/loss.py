@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...parallel import IGNORE_LABEL
 
-TERMS = ("lm", "order")  # equally weighted
+TERMS = {"lm": "masked token", "order": "sequence"}  # of what each loss is a mean; equally weighted
 
 
 def loss_counts(batch: dict[str, Tensor]) -> Tensor:

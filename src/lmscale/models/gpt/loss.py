@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ...parallel import IGNORE_LABEL
 
-TERMS = ("lm",)
+TERMS = {"lm": "token"}  # of what each loss is a mean
 
 
 def loss_counts(batch: dict[str, Tensor]) -> Tensor:

@@ -65,7 +65,7 @@ def fields(report: StepReport, seconds_left: float) -> list[str]:
     metrics = report.metrics
     found = [
         f"loss {metrics['train/loss']:.3f}",
-        f"val {report.validation['val/loss']:.3f}" if report.validation else "",
+        f"val {report.validation['val/loss']:.3f} (step {report.validated_at})" if report.validation else "",
         f"lr {metrics['lr']:.2e}",
         f"{metrics['tokens_per_s']:,.0f} tok/s",
         f"{_clock(seconds_left)} left",

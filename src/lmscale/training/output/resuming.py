@@ -1,7 +1,6 @@
 """Where a run starts: which checkpoint, whether it is intact, whether it fits the run, and under which schedule."""
 
 import dataclasses
-import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from ...config.pretrain import RunConfig
 from ...data.data_digest import digest_text, expected_digest
 from ...data.datamodule import PretrainDataModule
 from ..job import PretrainJob
+from ..runtime.paths import is_restart
 from ..strategy import TensorParallelStrategy
 
 CHECKPOINTS = "checkpoints"  # folder of a run folder
@@ -262,11 +262,6 @@ def check_data_digest(path: str, data: PretrainDataModule, strategy: TensorParal
             f"checkpoint {Path(path).name}: the data digest must be {expected} after step {metadata.step}, "
             f"but is {found}: that run saw other samples, or in another order, than this run would have"
         )
-
-
-def is_restart() -> bool:
-    """Whether an elastic agent (ours or torchrun's) has restarted this process after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def _problem_of_metadata(path: Path) -> str | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished, write_atomically
 from ...config import ParallelConfig, Recompute, TransformerConfig
+from ...config.family import family_of, load
 from ...config.pretrain import RunConfig
 from ...data.prepare import corpus_unigram_cross_entropy
 from ...parallel import ParallelContext
@@ -127,6 +128,7 @@ def announce(
         f"{describe_options(run, config, layout, job.kernels.compiles)}"
         f"kernels: {job.kernels.describe()}, attention by {config.attention} "
         f"({job.compile_choice}, kernels={run.kernels})\n"
+        f"{describe_attention_dropout(config)}"
         f"steps {start.step} to {last_step} of {run.trainer.max_steps}"
         + (f", resumed from {resume_from}" if resume_from else "")
         + f"\nrun folder: {run_dir}",
@@ -153,6 +155,16 @@ def describe_channel(context: ParallelContext, accelerator: str) -> str:
     return f", communicating through {context.tp_communicator.backend}"
 
 
+def describe_attention_dropout(config: TransformerConfig) -> str:
+    """Return a line if the loss curve depends on the layout; empty if it does not."""
+    if config.attention == "exact" or not config.attention_dropout:
+        return ""
+    return (
+        f"attention dropout {config.attention_dropout:g}: its masks by {config.attention} depend on the layout; with "
+        "model.attention=exact the loss curve is the same at any layout\n"
+    )
+
+
 def describe_options(run: RunConfig, config: TransformerConfig, layout: ParallelConfig, compiles: bool = True) -> str:
     """Return a line of the options set besides the layout, and whether they have an effect; empty if none is set."""
     options = [f"fidelity {run.fidelity}"] if run.fidelity != "paper" else []
@@ -168,6 +180,23 @@ def describe_options(run: RunConfig, config: TransformerConfig, layout: Parallel
     if run.optimizer.moments == "bf16":
         options.append("moments in bf16")
     return f"options: {', '.join(options)}\n" if options else ""
+
+
+def describe_validation(losses: dict[str, float], start: dict[str, float] | None, terms: dict[str, str]) -> str:
+    """The validation loss before and after a run; a sum with each of its terms.
+
+    Args:
+        losses, start: after the last step and before the first one, by metric.
+        terms: of what each term is a mean, by its name.
+    """
+
+    def change(name: str) -> str:
+        return (f"{start[name]:.4f} -> " if start else "") + f"{losses[name]:.4f}"
+
+    if len(terms) == 1:
+        return f"{change('val/loss')} nats per {next(iter(terms.values()))}"
+    parts = [f"{change(f'val/{term}_loss')} per {what}" for term, what in terms.items()]
+    return f"{change('val/loss')} nats ({' + '.join(parts)})"
 
 
 def write_run_record(
@@ -188,14 +217,19 @@ def write_run_record(
         started: when this start began, seconds since the epoch.
         seconds: of training alone.
     """
-    nats, metrics = "nats/token", {}
+    terms, metrics = load(family_of(job.config.family).loss).TERMS, {}
+    units = {f"val/{term}_loss": f"nats/{what}" for term, what in terms.items()}
+    # The sum of a mean over masked tokens and a mean over sequences is neither: nats.
+    total = "nats" if len(terms) > 1 else next(iter(units.values()))
+    units |= {"val/loss": total, "val/perplexity": "perplexity"}
     for name, value in report.validation.items():
-        metrics[name] = {"value": value, "unit": "perplexity" if name.endswith("perplexity") else nats}
+        metrics[name] = {"value": value, "unit": units[name]}
     for name, value in (start or {}).items():
         if not name.endswith("perplexity"):
-            metrics[name.replace("val/", "val_start/")] = {"value": value, "unit": nats}
-    metrics["val/unigram_cross_entropy"] = {"value": corpus_unigram_cross_entropy(job.corpus), "unit": nats}
-    for name, unit in (("train/loss", nats), ("tokens_per_s", "tokens/s")):
+            metrics[name.replace("val/", "val_start/")] = {"value": value, "unit": units[name]}
+    unigram = corpus_unigram_cross_entropy(job.corpus)
+    metrics["val/unigram_cross_entropy"] = {"value": unigram, "unit": "nats/token"}
+    for name, unit in (("train/loss", total), ("tokens_per_s", "tokens/s")):
         if name in report.metrics:  # absent if all steps were done before
             metrics[name] = {"value": report.metrics[name], "unit": unit}
     metrics["train_time"] = {"value": seconds, "unit": "s"}
@@ -214,6 +248,6 @@ def write_run_record(
         started=started,
     )
     write_record(run_record | {"kernels": asdict(job.kernels)}, run_dir / RECORD)
-    before = f"{start['val/loss']:.4f} -> " if start else ""
-    print(f"validation loss {before}{report.validation['val/loss']:.4f} nats after {steps[1]} steps")
+    loss = describe_validation(report.validation, start, terms)
+    print(f"validation loss {loss} after {steps[1]} steps; a unigram has {unigram:.4f} per token")
     print(f"record: {run_dir / RECORD}", flush=True)

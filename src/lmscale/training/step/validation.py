@@ -39,8 +39,8 @@ class ValidatedModule(L.LightningModule):
         return load(family_of(self.config.family).loss)
 
     @property
-    def loss_terms(self) -> tuple[str, ...]:
-        """Names of the loss terms."""
+    def loss_terms(self) -> dict[str, str]:
+        """Names of the loss terms, and of what each is a mean."""
         return self.loss.TERMS
 
     @property
