@@ -1,4 +1,4 @@
-# Targets: setup demo test test-all test-without-torch test-cuda-all check-gpus mutants lint format tables figures report reference docs h200-wheels clean
+# Targets: setup demo test test-all coverage test-without-torch test-cuda-all check-gpus mutants lint format tables figures report reference docs h200-wheels clean
 # To use another Python: make setup PYTHON=python3.12
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,7 +9,7 @@ MKDOCS := .venv/.mkdocs
 # In parallel, whole files at a time. pytest-randomly shuffles the files, and the tests within each, and prints its seed.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-all test-without-torch test-cuda-all check-gpus mutants h200-wheels tables figures report reference docs lint format clean
+.PHONY: setup demo test test-all coverage test-without-torch test-cuda-all check-gpus mutants h200-wheels tables figures report reference docs lint format clean
 
 setup: $(INSTALLED)
 
@@ -36,8 +36,12 @@ demo: setup
 test: setup $(REAL_BERT)
 	$(PYTEST)
 
-# Every test that needs no GPU, and which lines and branches of src/ the test processes execute.
+# Every test that needs no GPU.
 test-all: setup $(REAL_BERT)
+	$(PYTEST) -m "not gpu"
+
+# The same, with the lines and branches of src/ that the test processes execute; forked ranks are not counted.
+coverage: setup $(REAL_BERT)
 	$(PYTEST) -m "not gpu" --cov=lmscale --cov-branch --cov-report=term:skip-covered
 
 # The files in tests/without_torch.txt on another Python, in an environment of its own: PYTHON=python3.13

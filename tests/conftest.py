@@ -1,5 +1,6 @@
 """Settings for all tests: fast fp32, no network, the location of real data."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,20 @@ for folder in (".", "corpus", "data", "cli", "training"):  # support modules: ra
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 import lmscale.cli  # noqa: E402, F401  the resolvers of conf/, for tests that compose it
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import and collect without garbage collection, and let no later one look at the libraries and collected tests.
+
+    Importing takes a quarter less, and so does a tiny run in the test process, because each fit ends with a collection.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,7 @@ _LIBRARIES = (
     "pandas",
     "pytest",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.elastic.multiprocessing.errors",
     "transformers",
     "lmscale.training.pretrain",

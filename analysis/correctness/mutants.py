@@ -56,6 +56,7 @@ LIBRARIES = (
     "pyarrow.parquet",
     "pytest",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
 )
 LIBRARIES += ("safetensors.torch", "torch.distributed.device_mesh", "torch.distributed.launcher.api", "transformers")
 DETECTED = (1, 2)  # exit codes of pytest; 2: the tests could not be imported

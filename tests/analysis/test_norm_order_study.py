@@ -108,6 +108,7 @@ def test_the_rate_is_the_best_at_which_all_seeds_of_the_complete_selection_learn
         study.resolve(waiting, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, least", [("bert", 4.2), ("gpt", 2.5)])
 def test_a_cell_killed_half_way_starts_afresh_and_its_repetition_is_equal(tmp_path, capsys, family, least) -> None:
     cell = next(c for _, c in study.read_groups() if (c.family, c.lr) == (family, "0.003"))

@@ -35,6 +35,7 @@ NASTY = [
     "naïve 漢字 👩‍👩‍👧\t",
     "prompt=x",
 ]
+QUICK = (NASTY[1], NASTY[2], NASTY[3], "two\nlines\n", "", "choice(1,2),range(1,3)")
 
 
 def generate(*overrides: str, cwd: Path) -> subprocess.CompletedProcess:
@@ -72,7 +73,7 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("prompt", NASTY)
+@pytest.mark.parametrize("prompt", [pytest.param(p, marks=[pytest.mark.slow] * (p not in QUICK)) for p in NASTY])
 def test_a_prompt_may_be_any_text(published, tmp_path, prompt: str) -> None:
     done = generate(f"ckpt={published}", f"prompt={prompt}", "out=o.jsonl", "max_new_tokens=3", "seed=5", cwd=tmp_path)
     assert said_only_that_it_compared(done), done.stderr

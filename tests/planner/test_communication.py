@@ -1,6 +1,7 @@
 """Communication and FLOPs formulas of a rank against traces: the paper's configurations exactly, and every switch."""
 
 import dataclasses
+import itertools
 from collections import Counter
 
 import pytest
@@ -70,17 +71,14 @@ def test_the_formulas_equal_the_trace_of_every_paper_configuration(name: str) ->
     assert_equal_to_trace(config, ParallelConfig(tp_size, dp_size), 8, seq_length, "bf16")
 
 
+SWITCHES = list(itertools.product(("gpt", "bert"), ("pre", "post"), ("none", "selective", "full"), (0.0, 0.2)))
+QUICK = [("gpt", "pre", "none", 0.2), ("bert", "post", "selective", 0.2), ("gpt", "pre", "full", 0.0)]
+
+
 @pytest.mark.parametrize(
-    ("architecture", "norm_order"),
-    [
-        ("gpt", "pre"),
-        ("bert", "post"),
-        pytest.param("gpt", "post", marks=pytest.mark.slow),
-        pytest.param("bert", "pre", marks=pytest.mark.slow),
-    ],
+    ("architecture", "norm_order", "recompute", "hidden_dropout"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in SWITCHES],
 )
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("hidden_dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_every_switch_of_the_model_changes_formulas_and_trace_alike(
     architecture: str, norm_order: str, recompute: str, hidden_dropout: float
 ) -> None:

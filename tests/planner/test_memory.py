@@ -68,7 +68,13 @@ def scored_places(config: TransformerConfig) -> torch.Tensor:
         )
     ],
 )
-@pytest.mark.parametrize("hidden_dropout, norm_order", [(0.0, "pre"), (0.1, "post"), (0.0, "peri"), (0.1, "b2t")])
+@pytest.mark.parametrize(
+    "hidden_dropout, norm_order",
+    [
+        *[(0.0, "pre"), (0.1, "post")],
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in [(0.0, "peri"), (0.1, "b2t")]],
+    ],
+)
 def test_activations_equal_those_saved_by_a_real_forward_pass(
     architecture, attention, dtype, attention_dropout, recompute, hidden_dropout, norm_order
 ) -> None:

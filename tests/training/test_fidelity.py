@@ -1,6 +1,5 @@
 """Every setting of `fidelity=` changes a run and is listed in its record."""
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -63,10 +62,8 @@ def folder(tmp_path_factory) -> Path:
             value = value.get(key)
         back = "null" if value is None else value
         runs.append(composed(folder / f"{word}_without_{point}", f"fidelity={word}", model, f"{point}={back}"))
-    gc.freeze()  # garbage collection at the Trainer's end would take half the time of a tiny run
     for run in runs:
         pretrain(prepare_job(run))
-    gc.unfreeze()
     return folder
 
 

@@ -33,6 +33,7 @@ def test_the_watchdog_ends_a_hung_rank_and_names_its_phase() -> None:
     assert done.stderr.startswith("error: rank 3 has not moved for ") and "in step 17, backward pass" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_watchdog_ends_a_rank_that_hangs_as_it_leaves_the_process_group(tmp_path) -> None:
     code = (
         "import runpy, sys, time; import torch.distributed as dist;"
@@ -157,7 +158,8 @@ def test_a_scheduler_signal_saves_at_the_next_step_and_the_resumed_run_is_bitwis
 
 
 @linux_only
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_every_process_leaves_the_loaders_running_until_the_ranks_have_saved(tmp_path, number) -> None:
     process = start(*LONG_RUN, "data.num_workers=2", f"hydra.run.dir={tmp_path}")
     try:
