@@ -64,7 +64,7 @@ def test_long_documents_cost_a_few_times_their_bytes(tmp_path, sizes) -> None:
     plain, peak = peak_bytes(tmp_path / "plain", SHORT), peak_bytes(tmp_path / "long", sizes)
     assert plain > 50e6  # it was measured
     print(f"{(peak - plain) / 1e6:.0f} MB above {plain / 1e6:.0f} MB")
-    assert peak - plain < 300e6
+    assert peak - plain < 450e6
 
 
 @pytest.mark.slow
