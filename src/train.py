@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 from lmscale.cli.next_command import after_training
+from lmscale.training.runtime.interruption import stop_before_training
 
 
 def train(values: dict, files: dict[str, str]) -> None:
@@ -38,6 +39,7 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    stop_before_training()
     # `resume=X` is short for `resume.path=X`; plain Hydra would replace the whole group by the text.
     sys.argv = [re.sub("^resume=", "resume.path=", arg) for arg in sys.argv]
     run_hydra_main(main)
