@@ -327,7 +327,9 @@ def test_a_search_compares_halves_where_the_time_counts_what_they_hide() -> None
     eight = next(one for one in on_h200 if one["tp_size"] == 8)
     assert eight["batch_halves"] and not any(one["batch_halves"] for one in found("dgx2h_v100"))
     table = printed(*sizes, "cluster=h200")
-    assert " halves  recompute" in table and "      8     yes" in table and "parallel.batch_halves=true" in table
+    assert (
+        " halves  recompute" in table and f"{8:>7}{'':>8}{'yes':>8}" in table and "parallel.batch_halves=true" in table
+    )
     table = printed(*sizes, "cluster=h200", "parallel.batch_halves=true")
     assert " halves  recompute" not in table and "batch_halves=true" in table.splitlines()[1]
 
