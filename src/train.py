@@ -1,7 +1,6 @@
 """Pretrain BERT or GPT: `python src/train.py model=bert_3.9b parallel.tp_size=2`; every key: conf/train.yaml."""
 
 import dataclasses
-import re
 import sys
 from functools import partial
 
@@ -10,6 +9,7 @@ from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 from lmscale.cli.next_command import after_training
+from lmscale.training.runtime.interruption import stop_before_training
 
 
 def train(values: dict, files: dict[str, str]) -> None:
@@ -38,6 +38,7 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    stop_before_training()
     # `resume=X` is short for `resume.path=X`; plain Hydra would replace the whole group by the text.
-    sys.argv = [re.sub("^resume=", "resume.path=", arg) for arg in sys.argv]
+    sys.argv = [arg.replace("resume=", "resume.path=", 1) if arg.startswith("resume=") else arg for arg in sys.argv]
     run_hydra_main(main)

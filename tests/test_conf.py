@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
@@ -300,7 +301,7 @@ def test_every_command_for_other_machines_composes(entry_point: str, words: list
     for override in overrides:
         key, _, value = override.partition("=")
         if key.startswith(("hydra.", "model.", "parallel.", "task.columns.")) and not value.startswith("$"):
-            assert str(OmegaConf.select(composed, key)) == value, override
+            assert OmegaConf.select(composed, key) == yaml.safe_load(value), override
 
 
 def written_values(node: dict, prefix: str = "") -> dict[str, object]:

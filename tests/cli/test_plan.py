@@ -317,7 +317,7 @@ def test_a_search_compares_halves_where_the_time_counts_what_they_hide() -> None
     def found(cluster: str) -> list[dict]:
         return [plan["layout"] for plan in planned(*sizes, f"cluster={cluster}")["fitting"]]
 
-    on_h200 = found("h200")
+    on_h200 = [one for one in found("h200") if not one["zero1"]]
     kept = ("tp_size", "micro_batch_size", "recompute")
     whole, halves = (
         {tuple(one[key] for key in kept) for one in on_h200 if one["batch_halves"] == on} for on in (False, True)
@@ -326,8 +326,39 @@ def test_a_search_compares_halves_where_the_time_counts_what_they_hide() -> None
     assert len(halves) + len(whole) == len(on_h200)
     eight = next(one for one in on_h200 if one["tp_size"] == 8)
     assert eight["batch_halves"] and not any(one["batch_halves"] for one in found("dgx2h_v100"))
+    table = printed(*sizes, "cluster=h200")
+    assert (
+        " halves  recompute" in table and f"{8:>7}{'':>8}{'yes':>8}" in table and "parallel.batch_halves=true" in table
+    )
     table = printed(*sizes, "cluster=h200", "parallel.batch_halves=true")
-    assert " halves  recompute" in table and "      8     yes" in table and "parallel.batch_halves=true" in table
+    assert " halves  recompute" not in table and "batch_halves=true" in table.splitlines()[1]
+
+
+def test_a_search_compares_zero1_and_says_what_it_compares() -> None:
+    job = ["model=gpt_8.3b", "cluster=h100", "num_devices=512", "best=true"]
+    answer, whole = planned(*job), planned("cluster=dgx2h_v100", *(o for o in job if "h100" not in o))
+    assert answer["compared"][4:] == ["zero1", "batch_halves"] and whole["compared"][4:] == []
+    assert answer["fitting"][0]["layout"]["zero1"]
+    fixed = planned(*job, "parallel.zero1=true")
+    assert fixed["fitting"][0] == answer["fitting"][0] and fixed["compared"][4:] == ["batch_halves"]
+    title, compared, columns, *_ = printed(*job).splitlines()
+    assert "zero1, batch_halves; the same in all: sequence_parallel=false" in compared
+    assert "   zero1  halves  recompute" in columns and columns.endswith("days of 300,000 steps")
+
+
+@pytest.mark.parametrize("given, near", [(500, "256;"), (200, "128 and 256;"), (3, "2 and 4;")])
+def test_devices_that_a_layout_would_leave_unused_are_refused(given: int, near: str) -> None:
+    job = ["model=gpt_8.3b", "cluster=h100", "parallel.tp_size=2", "model.recompute=full", "micro_batch_size=4"]
+    message = refusal(*job, f"num_devices={given}")
+    assert f"the 128 micro-batches of a step, but is {given}; such numbers near it: {near}" in message
+    assert planned(*job, f"num_devices={given}", "parallel.dp_size=1")["layout"]["num_devices"] == 2  # as given
+
+
+def test_a_plan_says_that_it_counts_all_data_parallel_messages() -> None:
+    remark = "all: what the backward pass hides was not measured"
+    job = ["model=gpt_355m", "cluster=h100"]
+    assert remark in printed(*job, "num_devices=2")
+    assert remark not in printed(*job, "num_devices=1")
 
 
 def test_halves_send_twice_as_many_messages_of_half_the_size_and_wait_less() -> None:
@@ -397,6 +428,6 @@ def test_a_plan_shows_computing_against_all_messages_and_says_when_messages_bind
     bound = ("model=gpt_355m", "cluster=h100", "global_batch_size=16")
     assert "communication-bound: messages take" in printed(*bound, "parallel.tp_size=4", "parallel.dp_size=4")
     ranking = printed(*bound, "num_devices=16", "best=true")
-    assert "R below 1: communication-bound" in ranking and " R " in ranking.splitlines()[1]
+    assert "R below 1: communication-bound" in ranking and " R " in ranking.splitlines()[2]
     alone = ("model=gpt_tiny", "parallel.tp_size=1", "parallel.dp_size=1", "cluster=cpu")
     assert planned(*alone)["compute_to_communication"] is None

@@ -1,6 +1,7 @@
 """Collectives through shared memory: equal to gloo for all sizes, and an error if a rank is missing."""
 
 import dataclasses
+import errno
 import itertools
 import os
 import signal
@@ -162,6 +163,23 @@ def _open_apart(rank: int) -> None:
     shared_memory._gather = lambda item, group: [f"{x} there" if isinstance(x, str) else x for x in gather(item, group)]
     assert open_channel(dist.group.WORLD, MINUTE) is None
     shared_memory._gather = gather
+    assert open_channel(dist.group.WORLD, MINUTE) is not None
+
+
+def test_memory_that_cannot_be_made_is_refused_on_all_ranks() -> None:
+    run_ranks(_open_without_memory, 2)
+
+
+def _open_without_memory(rank: int) -> None:
+    truncate = os.ftruncate
+
+    def refuse(descriptor: int, length: int) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    os.ftruncate = refuse
+    with pytest.raises(shared_memory.SharedMemoryError, match=r"^`parallel.shared_memory` must be false .*too large"):
+        open_channel(dist.group.WORLD, MINUTE)
+    os.ftruncate = truncate
     assert open_channel(dist.group.WORLD, MINUTE) is not None
 
 

@@ -158,6 +158,36 @@ def test_a_scheduler_signal_saves_at_the_next_step_and_the_resumed_run_is_bitwis
 
 
 @linux_only
+@pytest.mark.parametrize(
+    ("number", "tp_size"),
+    [
+        (signal.SIGUSR1, 1),
+        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_while_torch_is_imported_ends_with_the_code_that_requeues_the_job(tmp_path, number, tp_size) -> None:
+    process = start(*LONG_RUN, f"parallel.tp_size={tp_size}", f"hydra.run.dir={tmp_path}")
+
+    def loads_torch() -> bool:
+        return any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in pids())
+
+    def pids() -> list[int]:  # with several ranks, those: the process that starts them has its handlers by then
+        return [process.pid] if tp_size == 1 else ranks_of(process)
+
+    try:
+        wait_until(loads_torch, process)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        end(process)
+    assert process.returncode == INTERRUPTED, stderr
+    assert stderr == f"stopped by {number.name} outside training: nothing to save\n"
+    assert not list_checkpoints(tmp_path / "checkpoints")
+
+
+@linux_only
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_every_process_leaves_the_loaders_running_until_the_ranks_have_saved(tmp_path, number) -> None:

@@ -40,6 +40,9 @@ def after_training(values: Mapping) -> str:
     run, mode = Path(values["run_dir"]), HydraConfig.get().mode
     has_checkpoint = any((run / "checkpoints").glob("step_*.ckpt"))
     if not (run / "record.json").is_file():
+        if has_checkpoint and _has_a_launcher():
+            keys = f"resume=auto hydra.run.dir={_for_hydra(run)}"
+            return f"continue: start the same ranks by the same launcher, with {keys}"
         return f"continue: {_resume(run, values['overrides'], mode)}" if has_checkpoint else ""
     if mode == RunMode.MULTIRUN:
         return ""
@@ -72,6 +75,12 @@ def after_finetuning(values: Mapping) -> str:
         return ""
     kept = [o for o in values["overrides"] if not o.startswith(("ckpt=", "trainer.num_epochs=", "from_scratch="))]
     return f"score:    {command('finetune/run.py', *_config_dir(), *kept, ckpt=run, trainer__num_epochs='0')}"
+
+
+def _has_a_launcher() -> bool:
+    """Whether torchrun or an `srun` with several tasks has started the ranks."""
+    env = os.environ
+    return "TORCHELASTIC_RUN_ID" in env or ("SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1)
 
 
 def _resume(run: Path, overrides: list[str], mode: RunMode) -> str:

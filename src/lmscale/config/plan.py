@@ -42,10 +42,10 @@ class PlanConfig:
         cluster: that it would run on.
         micro_batch_size: sequences per rank and forward pass.
         global_batch_size: sequences of one optimizer step.
-        num_devices: largest number of devices for the job; None: all of the cluster. A search uses exactly this number;
-            None: the largest number that some layout can use.
+        num_devices: devices of the job, all used unless `parallel.dp_size` is given; None: up to all of the cluster, in
+            a search the largest number that some layout can use.
         best: rank all layouts instead of planning one, on a cluster with a `roofline` without and with
-            `parallel.batch_halves`.
+            `parallel.zero1` and `parallel.batch_halves`.
         top: number of layouts that a ranking shows.
         find_recompute: if the model does not fit, use the first mode that recomputes more and fits.
         operations: also show every operation of a step with its counts and its time, slowest first; needs

@@ -23,6 +23,10 @@ _SIGNAL = struct.Struct("qq")  # the piece just written: its number of bytes, an
 _channels: "weakref.WeakValueDictionary[str, SharedMemoryChannel]" = weakref.WeakValueDictionary()
 
 
+class SharedMemoryError(RuntimeError):
+    """The memory of a channel cannot be made."""
+
+
 class SharedMemoryChannel(Communicator):
     """Collectives on CPU tensors between the ranks of one group on one host; made by `open_channel`.
 
@@ -173,6 +177,9 @@ def open_channel(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemoryCh
 
     Communicates:
         two small objects per rank over the group.
+
+    Raises:
+        SharedMemoryError: the memory cannot be made; on all ranks.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     # Only Linux has memory and sockets outside any file system.
@@ -182,12 +189,24 @@ def open_channel(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemoryCh
     if peers is None:
         return None
     if rank == 0:
-        descriptor = os.memfd_create("lmscale")
-        os.ftruncate(descriptor, 2 * size * SLOT_BYTES)  # a page takes memory when it is first written
+        descriptors, reason = [os.memfd_create("lmscale")], "none"
+        try:
+            os.ftruncate(descriptors[0], 2 * size * SLOT_BYTES)  # a page takes memory when it is first written
+        except OSError as error:  # such as a limit on the size of files
+            os.close(descriptors.pop())
+            reason = str(error.strerror)
         for peer in peers.values():
-            socket.send_fds(peer, [b"memory"], [descriptor])
+            socket.send_fds(peer, [reason.encode()], descriptors)
     else:
-        _, (descriptor,), _, _ = socket.recv_fds(peers[0], len(b"memory"), 1)
+        message, descriptors, _, _ = socket.recv_fds(peers[0], 256, 1)
+        reason = message.decode()
+    if not descriptors:
+        _close(peers.values())
+        raise SharedMemoryError(
+            f"`parallel.shared_memory` must be false where {2 * size * SLOT_BYTES:,} bytes of shared memory cannot be "
+            f"made ({reason}; see `ulimit -f`), but is true"
+        )
+    descriptor = descriptors[0]
     memory = torch.frombuffer(mmap(descriptor, 2 * size * SLOT_BYTES), dtype=torch.uint8)
     os.close(descriptor)  # the mapping remains
     return SharedMemoryChannel(group.group_name, rank, peers, memory.view(2, size, SLOT_BYTES), timeout)

@@ -7,6 +7,7 @@ from .memory import GIB, PARTS
 from .plan import Plan
 from .search import Ranking
 
+_OPTIONS = {"zero1": "zero1", "batch_halves": "halves", "sequence_parallel": "sequence"}  # heads of their columns
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -90,9 +91,11 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         "optimizer": time.optimizer,
         "step": time.total,
     }
-    of_all = f" of {(time.tensor + time.tensor_hidden) * 1e3:,.1f} ms"
+    remarks = {"tensor-parallel messages, not hidden": f" of {(time.tensor + time.tensor_hidden) * 1e3:,.1f} ms"}
+    if plan.layout.dp_size > 1:
+        remarks["data-parallel messages, not hidden"] = " all: what the backward pass hides was not measured"
     lines += [
-        f"    {row:<38}{seconds * 1e3:>12,.1f} ms {seconds / time.total:>8.1%}" + of_all * row.startswith("tensor")
+        f"    {row:<38}{seconds * 1e3:>12,.1f} ms {seconds / time.total:>8.1%}" + remarks.get(row, "")
         for row, seconds in rows.items()
     ]
     energy = "unknown" if plan.energy_mwh is None else f"{plan.energy_mwh:,.3f} MWh"
@@ -140,6 +143,7 @@ def ranking_to_dict(ranking: Ranking, top: int, notes: list[str]) -> dict:
     return {
         "fitting": [plan_to_dict(plan, []) for plan in ranking.fitting[:top]],
         "num_fitting": len(ranking.fitting),
+        "compared": ["tp_size", "dp_size", "micro_batch_size", "recompute", *_varied(ranking)],
         "too_large": [
             {"layout": plan_to_dict(plan, [])["layout"], "missing_bytes": plan.missing_bytes}
             for plan in ranking.too_large
@@ -148,20 +152,31 @@ def ranking_to_dict(ranking: Ranking, top: int, notes: list[str]) -> dict:
     }
 
 
+def _varied(ranking: Ranking) -> list[str]:
+    """The options in which layouts that fit differ."""
+    return [name for name in _OPTIONS if len({getattr(plan.layout, name) for plan in ranking.fitting}) > 1]
+
+
 def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> str:
     """The fastest layouts that fit, and for the others how much memory is missing."""
-    first = (ranking.fitting or ranking.too_large)[0]
+    first, varied = (ranking.fitting or ranking.too_large)[0], _varied(ranking)
+    same = [f"{name}={str(getattr(first.layout, name)).lower()}" for name in _OPTIONS if name not in varied]
     lines = [
         f"{name} on {first.num_devices:,} of {first.cluster.name} ({first.cluster.device}), "
         f"{len(ranking.fitting):,} layouts fit; step times {_EVIDENCE[first.cluster.calibration.evidence]}",
-        f"{'':>4}{'tp':>5}{'dp':>7}{'micro':>7}{'halves':>8}{'recompute':>11}{'GiB':>9}{'s/step':>13}{'R':>8}{'MFU':>8}"
-        f"{'tokens/s':>15}{'days':>13}",
+        f"  compared: {', '.join(('tp_size', 'dp_size', 'micro_batch_size', 'recompute', *varied))}"
+        + f"; the same in all: {', '.join(same)}" * bool(same),
+        f"{'':>4}{'tp':>5}{'dp':>7}{'micro':>7}"
+        + "".join(f"{_OPTIONS[name]:>8}" for name in varied)
+        + f"{'recompute':>11}{'GiB':>9}{'s/step':>13}{'R':>8}{'MFU':>8}"
+        f"{'tokens/s':>15}{'days':>13} of {first.job.num_steps:,} steps",
     ]
     for number, plan in enumerate(ranking.fitting[:top], start=1):
         layout = plan.layout
         lines.append(
             f"{number:>4}{layout.tp_size:>5}{layout.dp_size:>7}{plan.job.micro_batch_size:>7}"
-            f"{'yes' if layout.cuts_batch else '':>8}{plan.recompute.value:>11}{plan.needed_bytes / GIB:>9.1f}"
+            + "".join(f"{'yes' if getattr(layout, name) else '':>8}" for name in varied)
+            + f"{plan.recompute.value:>11}{plan.needed_bytes / GIB:>9.1f}"
             f"{plan.time.total:>13,.3f}{_ratio(plan):>8}{plan.mfu:>8.1%}{plan.tokens_per_s:>15,.0f}{plan.days:>13,.2f}"
         )
     if any(plan.balance.ratio is not None and plan.balance.ratio < 1 for plan in ranking.fitting[:top]):
@@ -170,8 +185,7 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
         lines.append(
             f"   refused: tp {plan.layout.tp_size} x dp {plan.layout.dp_size} needs at least "
             f"{plan.needed_bytes / GIB:.1f} GiB per rank, {plan.missing_bytes / GIB:.1f} more than the "
-            f"{plan.usable_bytes / GIB:.1f} there are (micro_batch_size={plan.job.micro_batch_size}, "
-            f"recompute={plan.recompute.value})"
+            f"{plan.usable_bytes / GIB:.1f} there are ({plan.overrides})"
         )
     if ranking.fitting:
         lines.append(f"best: {ranking.fitting[0].overrides}")

@@ -52,10 +52,12 @@ def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
     """The plan of the requested layout, with notes.
 
     Raises:
-        ValueError: the layout is impossible or does not fit; names the nearest one that works.
+        ValueError: the layout is impossible, does not fit, or leaves some of `num_devices` unused; names the nearest
+            one that works.
     """
     job, notes = make_job(question)
     cluster, layout = question.machine, _resolve_layout(question, job)
+    _check_all_are_used(question, layout)
     if question.parallel.dp_size == "auto" and question.num_devices is None and layout.dp_size > 1:
         notes.append(
             f"num_devices is not given: planned on {layout.world_size:,}, the most that the batch "
@@ -84,14 +86,14 @@ def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
 
 
 def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
-    """All layouts of the job, with and without `batch_halves` where these can help, with notes.
+    """All layouts of the job, with and without `zero1` and `batch_halves` where these can help, with notes.
 
     Raises:
         ValueError: none fits; names the nearest one that does.
     """
     job, notes = make_job(question)
     num_devices = question.num_devices or largest_number(job, question.cluster, question.parallel)
-    ranking = rank_layouts(job, question.cluster, num_devices, question.parallel, also_in_halves=True)
+    ranking = rank_layouts(job, question.cluster, num_devices, question.parallel, compares_options=True)
     if not ranking.fitting:
         closest = min(ranking.too_large, key=lambda plan: plan.missing_bytes)
         wanted = question.parallel.resolve(1, num_devices)
@@ -134,6 +136,22 @@ def _resolve_layout(question: PlanConfig, job: Job) -> ParallelConfig:
     raise ValueError(
         "no tp_size fits (`parallel.tp_size`=auto): no power of two that divides the model suits the batch and fits; "
         f"{suggest_layout(job, resolved(1), machine)}"
+    )
+
+
+def _check_all_are_used(question: PlanConfig, layout: ParallelConfig) -> None:
+    """Refuse a given number of devices that the layout cannot use; a given `dp_size` says how many it is to use."""
+    if question.num_devices in (None, layout.world_size) or question.parallel.dp_size != "auto":
+        return
+    whole = question.global_batch_size // question.micro_batch_size
+    usable = [layout.tp_size * dp for dp in range(1, whole + 1) if whole % dp == 0]
+    usable = [number for number in usable if number <= question.cluster.num_devices]
+    near = [max((n for n in usable if n < question.num_devices), default=None)]
+    near += [min((n for n in usable if n > question.num_devices), default=None)]
+    raise ValueError(
+        f"`num_devices` must be `parallel.tp_size` ({layout.tp_size}) times a `parallel.dp_size` that divides the "
+        f"{whole:,} micro-batches of a step, but is {question.num_devices:,}; such numbers near it: "
+        f"{' and '.join(f'{n:,}' for n in near if n is not None)}; best=true ranks the layouts that use all devices"
     )
 
 

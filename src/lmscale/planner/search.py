@@ -60,15 +60,15 @@ def rank_layouts(
     cluster: Cluster,
     num_devices: int,
     request: ParallelRequest = _NO_OPTIONS,
-    also_in_halves: bool = False,
+    compares_options: bool = False,
 ) -> Ranking:
     """Plan every tp x dp = `num_devices`, micro-batch and recomputation mode.
 
     Args:
         request: its options hold for all layouts. With `sequence_parallel` a `tp_size` that does not divide the
             sequence is left out, and with `batch_halves` an odd micro-batch on several tensor ranks.
-        also_in_halves: plan every layout without and with `batch_halves` on a cluster with a `roofline`, on which the
-            time counts what they hide.
+        compares_options: on a cluster with a `roofline`, plan every layout also with `zero1`, with
+            `batch_halves` and with both. The times of other clusters were fitted to software that has neither.
 
     Raises:
         ValueError: no grid of `num_devices` divides model and batch; names the nearest number that does.
@@ -78,8 +78,8 @@ def rank_layouts(
         if num_devices % tp_size:
             continue
         layouts = [request.resolve(tp_size, num_devices // tp_size)]
-        if also_in_halves and tp_size > 1 and cluster.roofline is not None and not request.batch_halves:
-            layouts.append(dataclasses.replace(layouts[0], batch_halves=True))
+        if compares_options and cluster.roofline is not None:
+            layouts = _with_options(layouts[0])
         plans = [
             make_plan(job.change(b, mode), layout, cluster)
             for layout in layouts
@@ -101,6 +101,15 @@ def rank_layouts(
             f"{near:,}"
         )
     return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), tuple(too_large))
+
+
+def _with_options(layout: ParallelConfig) -> list[ParallelConfig]:
+    """The layout and those with `zero1`, `batch_halves` or both besides, where these have an effect."""
+    layouts = [layout]
+    for name, has_effect in (("zero1", layout.dp_size > 1), ("batch_halves", layout.tp_size > 1)):
+        if has_effect and not getattr(layout, name):
+            layouts += [dataclasses.replace(each, **{name: True}) for each in layouts]
+    return layouts
 
 
 def largest_number(job: Job, cluster: Cluster, request: ParallelRequest = _NO_OPTIONS) -> int:

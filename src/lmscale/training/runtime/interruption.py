@@ -8,9 +8,27 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from .exit_codes import INTERRUPTED
+
 PASSED_ON = "LMSCALE_INTERRUPTED"  # set by the launcher for the ranks it starts after the signal
 SIGNALS = (signal.SIGINT, signal.SIGTERM) + ((signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else ())
 _SAVES = b"\nCtrl-C: saving at the end of this step; a second Ctrl-C stops at once\n"  # below the line of progress
+
+
+def stop_before_training() -> None:
+    """Until the training records signals, let SIGTERM and SIGUSR1 end this process with the code that requeues a job.
+
+    torch and Lightning take seconds to import. Nothing is saved then, and nothing is lost.
+    """
+    for number in SIGNALS[1:]:
+        signal.signal(number, _end_unsaved)
+
+
+def _end_unsaved(number: int, frame: FrameType | None) -> None:
+    if multiprocessing.parent_process() is not None:  # a worker of a library, which has inherited the handler
+        os._exit(128 + number)
+    os.write(2, f"stopped by {signal.Signals(number).name} outside training: nothing to save\n".encode())
+    os._exit(INTERRUPTED)  # an exception could be caught by what is just being imported
 
 
 class Interruption:

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from .exit_codes import STALLED
+from .exit_codes import INTERRUPTED, STALLED
 from .interruption import PASSED_ON, Interruption
 
 
@@ -138,9 +138,9 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any, sav
     try:
         return max(elastic_launch(config, worker)(job).values())
     except ChildFailedError as error:
-        if interruption.received is not None:  # before the ranks handled it
-            _stop(interruption.received)
         rank, failure = error.get_first_failure()
+        if interruption.received is not None:  # before the ranks handled it
+            _stop(interruption.received, unsaved=saves and failure.exitcode == -interruption.received != -signal.SIGINT)
         message = failure.message
         if isinstance(message, dict):  # an exception; a signal leaves a sentence
             print(message["extraInfo"]["py_callstack"].rstrip(), file=sys.stderr)
@@ -167,9 +167,11 @@ def _kill_ranks() -> None:
     raise SignalException("a second SIGINT", sigval=signal.SIGINT)
 
 
-def _stop(number: signal.Signals) -> None:
-    print(f"stopped by {number.name}", file=sys.stderr, flush=True)
-    raise SystemExit(128 + number) from None
+def _stop(number: signal.Signals, unsaved: bool = False) -> None:
+    """End with 128 + n, or, for a signal that met ranks which were starting, with the code for requeueing."""
+    reason = " outside training: nothing to save" if unsaved else ""
+    print(f"stopped by {number.name}{reason}", file=sys.stderr, flush=True)
+    raise SystemExit(INTERRUPTED if unsaved else 128 + number) from None
 
 
 def resolve_accelerator(requested: str) -> str:

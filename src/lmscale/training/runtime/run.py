@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...checkpoint import CheckpointError
+from ...parallel.shared_memory import SharedMemoryError
 from ...threads import share_cores
 from ..job import Job
 from ..output.resuming import ScheduleDiffersError
@@ -114,8 +115,8 @@ def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], 
         stops_on_signal: SIGTERM and SIGUSR1 are recorded for `train` instead of ending the process.
 
     Returns:
-        the exit code, the same on all ranks; `USER_ERROR`, after one line from rank 0, if a checkpoint or the run
-        folder cannot be used.
+        the exit code, the same on all ranks; `USER_ERROR`, after one line from rank 0, if a checkpoint, the run
+        folder or shared memory cannot be used.
     """
     run, strategy = job.run, trainer.strategy
     interruption, lock = Interruption(), RunLock()
@@ -132,7 +133,7 @@ def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], 
         if trainer.is_global_zero:
             print(f"CPU threads per rank: {num_threads} ({reason})", flush=True)
         return train(Run(trainer, folder, watchdog, interruption, Ending(), num_threads))
-    except (CheckpointError, ScheduleDiffersError) as error:  # the same on every rank
+    except (CheckpointError, ScheduleDiffersError, SharedMemoryError) as error:  # the same on every rank
         if trainer.is_global_zero:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
