@@ -292,7 +292,7 @@ def test_every_command_for_other_machines_composes(entry_point: str, words: list
     if "--config-dir" in words:
         text = (ROOT / "docs" / "guides" / "finetune.md").read_text(encoding="utf-8")
         for name, fence in re.findall(r"^```yaml (\S+)\n(.*?)^```$", text, re.S | re.M):
-            (tmp_path / name).parent.mkdir(parents=True)
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(fence, encoding="utf-8")
         folders = f"{groups_of(entry_point)},file://{tmp_path / words[words.index('--config-dir') + 1]}"
         own = [f"hydra.searchpath=[{folders}]"]

@@ -47,8 +47,10 @@ def read_limits(cells: pd.DataFrame) -> pd.DataFrame:
         }
         seeds = {int(seed): lowest - 1 + int(each.cummin().sum()) for seed, each in learned.items()}
         best = _best(some) if some["group"].isin(CHOOSING).any() else None
-        used = {*(seeds.values() if some["group"].isin(GROUPS).any() else ()), *([] if best is None else [best])}
-        added = [lowest - 1] * (min(used, default=lowest) <= lowest) + [highest + 1] * (highest in used)
+        found = list(seeds.values()) if some["group"].isin(GROUPS).any() else []
+        # A limit at the lowest rate is known, because the next rate failed; no rate below it is needed.
+        lower = best == lowest or min(found, default=lowest) < lowest or (best is None and not found)
+        added = [lowest - 1] * lower + [highest + 1] * (highest in (*found, best))
         row = dict(zip(CONDITION, condition, strict=True)) | {"group": some["group"].iloc[0]}
         row |= {"precision": some["precision"].iloc[0], "seeds": seeds, "limit": min(seeds.values()), "best": best}
         rows.append(row | {"lowest": lowest, "highest": highest, "added": [a for a in added if 0 <= a < len(GRID)]})

@@ -149,7 +149,7 @@ def test_a_limit_needs_every_lower_rate(planted) -> None:
     again.loc[keys & (again["lr"] == 1.5e-3) & (again["seed"] == 102), ["state", "train_loss"]] = "stuck", 4.74
     row = read_limits(again).query("layers == 12 and order == 'pre' and warmup == 100 and family == 'bert'").iloc[0]
     assert row["seeds"] == {101: place(6e-3), 102: place(0.75e-3)} and row["limit"] == place(0.75e-3)
-    assert row["added"] == [place(0.375e-3)]  # a limit at an end of its list
+    assert row["added"] == []  # the limit is known: the rate above it failed
     assert read_limits(planted)["added"].map(len).sum() == 0
 
 
@@ -159,7 +159,8 @@ def test_the_grid_is_extended_until_no_limit_or_best_rate_is_at_an_end() -> None
     rates = cells[cells["seed"].isin([101, 102]) & (cells["warmup"] == 100) & (cells["family"] == "bert")]
     for layers in (6, 12, 24, 48):
         lists = rates[rates["layers"] == layers].groupby("order")["lr"]
-        assert lists.max()["pre"] == GRID[8] and lists.min()["post"] == GRID[0]
+        assert lists.max()["pre"] == GRID[8]
+        assert lists.min()["post"] == GRID[1]  # the highest at which it learns
     assert rates.groupby(["layers", "order", "lr"])["seed"].nunique().eq(2).all()
     config = summarize(cells)["config"]
     limits = {(row["layers"], row["order"], row["warmup"]): row for row in config["limits"]}
