@@ -271,7 +271,8 @@ def enumerate_crashes(scenario: Scenario, folder: Path, every: int, offset: int 
     """Crash after every `every`-th operation of each rank, alone and with all ranks.
 
     Returns:
-        file operations by rank, crashes, and states checked.
+        file operations by rank, crashes, and states checked. With several ranks the number of states varies a little:
+        the others may be anywhere when one crashes.
     """
     prepared, whole = folder / "prepared", folder / "whole"
     prepared.mkdir()
