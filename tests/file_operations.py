@@ -2,9 +2,9 @@
 
 `FileOperations` replaces the functions by which Python changes files (opening for writing, write, fsync, rename,
 unlink, mkdir, rmdir, link) in the process that calls `install`. Each completed operation below the root is one line of
-a log shared by all processes; after a given number of them the process exits at once, without flushing or cleaning up.
-fsync is logged instead of executed: `lose_unsynced` then removes from the tree what no fsync had secured. Linux only
-(/proc).
+a log shared by all processes, and so is each attempt to create what already exists. After a given number of them the
+process exits at once, without flushing or cleaning up. fsync is logged instead of executed: `lose_unsynced` then
+removes from the tree what no fsync had secured. Linux only (/proc).
 """
 
 import builtins
@@ -133,7 +133,17 @@ class FileOperations:
                 return function(*args, **kwargs)
             path = args[-1] if kind == "link" else args[0]
             entry = {"op": kind, "name": os.path.basename(path)}
-            self._do(lambda: function(*args, **kwargs), lambda _: entry | _parent(path))
+
+            def attempt() -> FileExistsError | None:
+                try:
+                    return function(*args, **kwargs)
+                except FileExistsError as error:
+                    return error
+
+            # An attempt counts even if another rank was faster, so that the count of a rank does not depend on timing.
+            error = self._do(attempt, lambda error: (entry | {"new": error is None}) | _parent(path))
+            if error is not None:
+                raise error
 
         return create
 

@@ -6,7 +6,8 @@ An input is a tree of JSON values that a target turns into files: the fields of 
 corrected, a safetensors header with its length corrected, the entries of an `.idx`, the cells of a table. Mutations
 change the tree, sometimes also the written bytes. Inputs that reach new branches of `lmscale` are kept and mutated
 further; they are stored in the folder, and a later start continues from them. A reader may accept an input or raise our
-one-line `ValueError`. Every other exception, more than 256 MB of new address space and more than 10 s are findings.
+one-line `ValueError`. Every other exception, more than 256 MB of new address space and more than 10 s of processor time
+are findings.
 Prints the seed, one line per finding and a table, and writes a record; exit code 1 if there are findings.
 """
 
@@ -181,8 +182,8 @@ def run_traced(read: Callable[[], None]) -> tuple[set[tuple], str | None, str | 
     def too_slow(*_: Any) -> None:
         raise TooSlowError
 
-    old = signal.signal(signal.SIGALRM, too_slow)
-    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
+    old = signal.signal(signal.SIGPROF, too_slow)
+    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # of the processor: others on the machine must not make a finding
     limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, limits[1]))
@@ -197,8 +198,8 @@ def run_traced(read: Callable[[], None]) -> tuple[set[tuple], str | None, str | 
         refusal, finding = str(error), judge(error)
     finally:
         sys.settrace(None)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, old)
         resource.setrlimit(resource.RLIMIT_AS, limits)
     return reached, refusal, finding
 

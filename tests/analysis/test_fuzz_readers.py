@@ -2,6 +2,7 @@
 
 import random
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -41,6 +42,7 @@ def test_memory_and_time_are_bounded(monkeypatch, tmp_path) -> None:
             pass
 
     assert run_traced(endless)[2] == "more than 0 s"
+    assert run_traced(lambda: time.sleep(0.5))[2] is None  # as if the machine were busy with something else
     _, refusal, finding = run_traced(lambda: TensorFileReader(tmp_path / "missing"))
     assert refusal.startswith("missing cannot be read") and finding is None
     assert judge(KeyError("x").with_traceback(None)).startswith("KeyError")

@@ -7,9 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import (
     BERT,
     FAMILIES,
@@ -24,13 +26,16 @@ from checkpoints import (
     without_layout,
 )
 
-from lmscale.checkpoint import CheckpointError, find_damage, read_metadata
+from lmscale.checkpoint import CheckpointError, TensorEntry, find_damage, read_metadata, write_offline
 from lmscale.checkpoint import reshard as module
 from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.checkpoint.model_tensors import model_shapes
 from lmscale.checkpoint.reshard import find_checkpoint, reshard
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
+
+KINDS = ("model", "exp_avg", "exp_avg_sq")
+ENCODER = ("transformer.", "pooler.")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -148,6 +153,39 @@ def test_metadata_of_another_model_is_refused_though_its_checksum_is_right(tmp_p
             convert()
         assert message in str(caught.value) and "\n" not in str(caught.value)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "source"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda shapes: None, None),
+        (lambda shapes: shapes.pop("head.weight"), "lacks exp_avg/head.weight"),
+        (lambda shapes: shapes.pop("head.bias"), "lacks exp_avg/head.bias"),
+        (lambda shapes: shapes.update({"head.scale": (3,)}), "is of a model without exp_avg/head.scale"),
+        (lambda shapes: shapes.update({"head.weight": (3, 23)}), "head.weight must be (3, 24), sharded along None"),
+        (lambda shapes: shapes.update({"head.weight": (2, 24)}), "head.weight must be (3, 24), sharded along None"),
+        (lambda shapes: shapes.update({"head.bias": (3, 1)}), "head.bias must be (3,), sharded along None"),
+    ],
+)
+def test_the_head_of_a_finetuned_checkpoint_has_the_width_of_its_model(tmp_path, change, message) -> None:
+    config = family_config(BERT)
+    _, tensors = save_random(tmp_path / "source", config)
+    metadata = read_metadata(find_checkpoint(tmp_path / "source"))
+    shapes = {"head.weight": (3, 24), "head.bias": (3,)}
+    change(shapes)
+    heads = {f"{kind}/{name}": torch.randn(shapes[name]) for kind in KINDS for name in shapes}
+    tensors = {key: value for key, value in tensors.items() if key.split("/")[1].startswith(ENCODER)} | heads
+    entries = {key: TensorEntry(tuple(value.shape), value.dtype, None) for key, value in heads.items()}
+    entries |= {key: replace(metadata.tensors[key], pieces=()) for key in tensors.keys() - heads.keys()}
+    metadata = replace(metadata, tensors=entries, state={"finetune": {"task": "mnli", "metrics": {}}})
+    finetuned = write_offline(tmp_path / "finetuned", metadata, 2, sorted(tensors.items()))
+    if message is None:
+        assert equal_tensors(read_all(reshard(finetuned, tmp_path / "target", 1)), tensors)
+        return
+    with pytest.raises(CheckpointError) as caught:
+        reshard(finetuned, tmp_path / "target", 1)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "target").exists()
 
 
 def test_the_shapes_of_a_deep_model_are_those_of_the_built_one() -> None:

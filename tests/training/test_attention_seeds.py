@@ -1,6 +1,7 @@
-"""A micro-batch on one of several ranks: masks of attention dropout, keys of the others, and what divides its loss."""
+"""A micro-batch on one of several ranks: masks of attention dropout, other keys, what divides its loss; an update."""
 
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -120,3 +121,24 @@ def test_a_loss_is_divided_by_the_counts_of_all_data_ranks_or_by_its_own(monkeyp
     module._start_step({"step_counts": torch.ones(1), "labels": labels})
     assert module._denominators({"labels": labels}).tolist() == [2 * MICRO_STEPS * 2]
     assert module._denominators({"labels": labels.fill_(-100)}).tolist() == [1 * MICRO_STEPS * 2]
+
+
+def test_the_rate_is_set_after_the_last_steps_counters_are_known_and_before_the_update() -> None:
+    calls = []
+
+    class Recording(GPTModule):
+        optimizer = SimpleNamespace(
+            reduce_gradients=lambda: calls.append("reduce"),
+            counters=SimpleNamespace(read=lambda: calls.append("read")),  # on a GPU the host knows them only then
+        )
+
+        def lr_schedulers(self) -> SimpleNamespace:
+            return SimpleNamespace(step=lambda: calls.append("schedule"))
+
+    def step(closure: Callable[[], None]) -> None:
+        closure()
+        calls.append("update")
+
+    module = Recording(small_config("gpt"))
+    module.optimizer_step(0, 0, SimpleNamespace(step=step), lambda: calls.append("backward"))
+    assert calls == ["backward", "reduce", "read", "schedule", "update"] and module.completed_steps == 1

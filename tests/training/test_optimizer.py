@@ -8,6 +8,7 @@ from sharding import random_batch, small_config, total_loss
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
+from lmscale.training.step.adamw import update_by_torch
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 
@@ -196,3 +197,15 @@ def test_a_compiled_step_with_a_non_finite_gradient_changes_nothing(moments) -> 
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     counters = optimizer.counters.read()
     assert (counters.num_updates, counters.num_skipped, counters.loss_scale) == (1, 2, 512.0)
+
+
+def test_torchs_kernel_is_told_0_for_an_update_and_1_for_a_skipped_step(monkeypatch) -> None:
+    told = []
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, found_inf, **kwargs: told.append(found_inf.item()))
+    master = torch.nn.Parameter(torch.ones(3))
+    master.grad = torch.ones(3)
+    group = {"params": [master], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    state = {master: {"exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}}
+    for finite in (1.0, 0.0):
+        update_by_torch(group, state, {}, torch.tensor([1.0, finite, 0.1, 0.01, 1.0]))
+    assert told == [0.0, 1.0]  # any number but 1 is an update for it, so results alone do not show this

@@ -1,6 +1,7 @@
 """A stock Lightning Trainer with our strategy, module and data: every feature works as Lightning documents it."""
 
 import csv
+import math
 import os
 import subprocess
 import sys
@@ -20,12 +21,14 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from runs import REPOSITORY, read_rows, run_jobs, tiny_run
+from sharding import small_config
 from torch.utils.data import DataLoader
 
 from lmscale.checkpoint import CheckpointReader
 from lmscale.config import TransformerConfig
 from lmscale.config.training import OptimizerConfig, ScheduleConfig
 from lmscale.data.datamodule import TextDataModule
+from lmscale.parallel import ParallelContext
 from lmscale.training.module import BERTModule, GPTModule
 from lmscale.training.strategy import TensorParallelStrategy
 
@@ -254,3 +257,10 @@ def test_a_users_loader_resumes_with_another_accumulation(tmp_path) -> None:
     again = trainer(tmp_path / "resumed", max_steps=4, accumulate_grad_batches=3)
     again.fit(resumed, loader, ckpt_path=tmp_path / "kept" / "last.ckpt")
     assert resumed.completed_steps == 4
+
+
+def test_a_perplexity_beyond_fp32_is_finite() -> None:
+    module = GPTModule(small_config("gpt"), logs=False)
+    module._trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=ParallelContext()))
+    module._validation_sums = torch.tensor([[200.0], [2.0]], dtype=torch.float64)
+    assert module._reduce_validation("val") == {"val/loss": 100.0, "val/perplexity": pytest.approx(math.exp(100))}

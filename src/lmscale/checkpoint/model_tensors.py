@@ -36,8 +36,8 @@ def model_shapes(config: TransformerConfig) -> dict[str, Shape]:
 def config_of(path: Path, metadata: CheckpointMetadata, needs_heads: bool = True) -> TransformerConfig:
     """The model's configuration, once the checkpoint's tensors are known to be those of that model.
 
-    A finetuned checkpoint has a head of its own and none or some of the model's; its encoder must be complete. The same
-    holds without `needs_heads`.
+    Of a finetuned checkpoint, and without `needs_heads`, the encoder must be complete, and the model's heads may be
+    missing. A finetuned one has its task's head instead, a linear layer of the model's width.
 
     Raises:
         CheckpointError: the configuration is invalid; a tensor is missing, unknown, or has another shape or shard
@@ -57,11 +57,12 @@ def config_of(path: Path, metadata: CheckpointMetadata, needs_heads: bool = True
     if "finetune" in metadata.state or not needs_heads:
         kept = {"transformer"} | {name.split(".")[0] for name in weights}
         shapes = {name: shape for name, shape in shapes.items() if name.split(".")[0] in kept}
-        names = shapes.keys() | {name for name in weights if name.startswith("head.")}
-    else:
-        names = shapes.keys()
+    if "finetune" in metadata.state:
+        bias = metadata.tensors.get("model/head.bias")
+        outputs = bias.shape[:1] if bias else ()  # how many there are, the task says
+        shapes |= {"head.weight": ((*outputs, config.hidden_size), None), "head.bias": (outputs, None)}
     kinds = ("model", "exp_avg", "exp_avg_sq") if metadata.optimizer else ("model",)
-    expected = {f"{kind}/{name}" for kind in kinds for name in names}
+    expected = {f"{kind}/{name}" for kind in kinds for name in shapes}
     for problem, keys in (
         ("lacks", expected - metadata.tensors.keys()),
         ("is of a model without", metadata.tensors.keys() - expected),
@@ -69,9 +70,8 @@ def config_of(path: Path, metadata: CheckpointMetadata, needs_heads: bool = True
         if keys:
             raise CheckpointError(f"checkpoint {path.name} {problem} {list_names(sorted(keys))}")
     for key, entry in metadata.tensors.items():
-        found = entry.shape, entry.shard_dim
-        shape, shard_dim = shapes.get(key.split("/", 1)[1], found)
-        if found != (shape, shard_dim):
+        shape, shard_dim = shapes[key.split("/", 1)[1]]
+        if (entry.shape, entry.shard_dim) != (shape, shard_dim):
             raise CheckpointError(
                 f"checkpoint {path.name}: {key} must be {shape}, sharded along {shard_dim}, "
                 f"but is {entry.shape}, sharded along {entry.shard_dim}"
