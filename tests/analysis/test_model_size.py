@@ -68,6 +68,7 @@ def test_a_width_without_a_depth_is_refused() -> None:
         look_up("model.hidden_size", {32: 2, 48: 3}, _root_=config)
 
 
+@pytest.mark.slow
 def test_a_miniature_runs_and_finished_cells_are_not_repeated(tmp_path, monkeypatch, trained, capsys) -> None:
     records, outputs = tmp_path / "records", tmp_path / "outputs"
     where = ("--records", records, "--outputs", outputs, "--sizes", 32, 48, 64)

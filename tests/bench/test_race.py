@@ -141,6 +141,7 @@ def test_a_contender_ends_by_itself_when_its_pipe_is_closed() -> None:
     assert racer.process.exitcode == 0
 
 
+@pytest.mark.slow
 def test_peers_of_float8_compute_in_bf16() -> None:
     peers = ["hf_eager", "lightning"]  # the first by autocast; fp32 would differ in the fourth digit
     found = values_of(race(bench_of(peers=peers, precision={"dtype": "fp8"}, micro_batch_size=4)))

@@ -161,7 +161,7 @@ def test_two_ranks_print_once_and_give_the_samples_of_one(published, tmp_path) -
     assert alone.returncode == 0 and rows_of(tmp_path / "alone.jsonl") == rows[2:4]
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_prompts_can_be_typed_until_the_input_ends(published, tmp_path, tp_size: int) -> None:
     settings = [f"ckpt={published}", "interactive=true", "max_new_tokens=5", "temperature=0", "out=o.jsonl"]
     text = "one\n\xff\n".encode("latin-1") + ("x, " * 99 + "\ntwo, three").encode()

@@ -85,6 +85,7 @@ def test_an_output_inside_the_input_is_refused(tmp_path) -> None:
     assert not (tmp_path / "in" / "out").exists()
 
 
+@pytest.mark.slow
 def test_skipped_rows_are_reported_and_a_higher_limit_of_bad_rows_resumes(shared_data, tmp_path) -> None:
     folder = tmp_path / "in"
     write_lines(folder / "a.jsonl", passages(shared_data, 60))
@@ -123,6 +124,7 @@ def test_files_that_change_between_two_attempts_are_detected(shared_data, tmp_pa
     assert done.returncode == 2 and "was started with another tokenizer" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_attempt_that_ended_between_the_two_files_of_a_part_resumes(shared_data, tmp_path) -> None:
     local = write_lines(tmp_path / "a.jsonl", passages(shared_data, 60))
     given = ["sources.local.path", "output", "validation_every"]

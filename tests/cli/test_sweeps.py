@@ -80,6 +80,7 @@ def test_an_invalid_job_is_reported_before_the_first_one_starts(tmp_path, sweep,
     assert not Path(tmp_path / "sweep").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_does_not_change_a_folder_with_a_run(tmp_path) -> None:
     """Each job is checked in its own folder."""
     (tmp_path / "1").mkdir()

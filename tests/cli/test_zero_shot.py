@@ -109,7 +109,11 @@ def test_the_answers_are_written_one_per_line(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "task, layout", [(WIKITEXT, "parallel.tp_size=2"), (LAMBADA + ("micro_batch_tokens=20",), "parallel.dp_size=3")]
+    "task, layout",
+    [
+        (WIKITEXT, "parallel.tp_size=2"),
+        pytest.param(LAMBADA + ("micro_batch_tokens=20",), "parallel.dp_size=3", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_started_by_the_script_give_the_same_numbers(folder: Path, task: tuple[str, ...], layout: str) -> None:
     alone, shared = f"plain_{layout}", f"ranks_{layout}"

@@ -133,7 +133,7 @@ def test_a_rank_that_hangs_ends_the_job_within_the_time_limit(tmp_path) -> None:
     [
         pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.slow),
-        (signal.SIGUSR1, 1),
+        pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_scheduler_signal_saves_at_the_next_step_and_the_resumed_run_is_bitwise_equal(

@@ -34,6 +34,7 @@ def gpt_8_3b(num_layers: int = L, **changes) -> TransformerConfig:
     )
 
 
+@pytest.mark.slow
 def test_gpt_8_3b_over_512_ranks_with_full_recomputation() -> None:
     peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     report = trace_step(gpt_8_3b(recompute="full"), LAYOUT, B, S)
