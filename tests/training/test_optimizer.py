@@ -42,6 +42,16 @@ def test_biases_and_layer_norms_are_not_decayed() -> None:
     assert "transformer.word_embedding.weight" in decayed
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_tensors_to_be_saved_are_no_copies_and_need_no_gradient(dtype: str) -> None:
+    model, optimizer = make(dtype)
+    weights = optimizer.tensors()
+    for (name, param), master in zip(model.named_parameters(), optimizer.masters, strict=True):
+        saved = weights[f"model/{name}"]
+        assert saved.data_ptr() == master.data_ptr() and (dtype == "bf16" or master is param)
+        assert not saved.requires_grad
+
+
 def test_fp32_without_clipping_is_torchs_adamw() -> None:
     model, optimizer = make(max_grad_norm=None)
     reference_model, _ = make()
