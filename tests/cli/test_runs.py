@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from entry_points import REPOSITORY, TINY, environment, start, train
+from entry_points import REPOSITORY, TINY, environment, slurm_task, start, train
 from ranks import free_port
 
 from lmscale.checkpoint import list_checkpoints
@@ -71,22 +71,8 @@ def test_torchrun_gives_the_same_losses_and_one_run_folder(plain) -> None:
 @pytest.mark.slow
 def test_srun_gives_the_same_losses(plain, tmp_path) -> None:
     port = str(free_port())
-    ranks = []
-    for rank in range(2):
-        slurm = {
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank),
-            "SLURM_NODEID": "0",
-            "SLURM_NTASKS": "2",
-            "SLURM_NTASKS_PER_NODE": "2",
-            "SLURM_NNODES": "1",
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NAME": "study",
-            "SLURM_NODELIST": "localhost",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        ranks.append(start(*TINY, "model.attention=exact", "parallel.tp_size=2", f"hydra.run.dir={tmp_path}", **slurm))
+    overrides = (*TINY, "model.attention=exact", "parallel.tp_size=2", f"hydra.run.dir={tmp_path}")
+    ranks = [start(*overrides, **slurm_task(rank, port)) for rank in range(2)]
     for process in ranks:
         _, stderr = process.communicate(timeout=200)
         assert process.returncode == 0, stderr
