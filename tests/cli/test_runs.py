@@ -94,7 +94,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(plain) -
 
 
 def test_tp_size_auto_takes_one_rank_if_the_model_fits(tmp_path) -> None:
-    run(tmp_path, "parallel.tp_size=auto")
+    done = train(*TINY, "parallel.tp_size=auto", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 0 and "; tp_size=auto: the smallest that fits, not the fastest; " in done.stdout
     assert json.loads((tmp_path / "record.json").read_text())["layout"]["tp_size"] == 1
 
 
@@ -148,7 +149,9 @@ def test_a_changed_schedule_is_refused_kept_or_overridden(plain, tmp_path, polic
 def test_a_run_resumes_at_another_layout_with_each_step_once(plain, tmp_path) -> None:
     longer = ("model.attention=exact", "trainer.max_steps=3", "resume=auto")
     run(tmp_path, *longer, "trainer.stop_after_steps=2", "parallel.tp_size=2", "parallel.dp_size=1")
-    assert run(tmp_path, *longer) == pytest.approx(plain[1], rel=1e-5)
+    done = train(*TINY, *longer, f"hydra.run.dir={tmp_path}")
+    assert "layout: changed from the checkpoint's 1 data x 2 tensor to 1 data x 1 tensor\n" in done.stdout, done.stderr
+    assert losses(tmp_path) == pytest.approx(plain[1], rel=1e-5)
 
 
 def children_of(process: subprocess.Popen) -> list[int]:
