@@ -88,6 +88,23 @@ def refuse(script: str | Path, *overrides: str, forked: bool, cwd: Path = REPOSI
     return subprocess.CompletedProcess([str(script), *overrides], code, out.getvalue(), err.getvalue())
 
 
+def slurm_task(rank: int, port: str) -> dict[str, str]:
+    """The environment of one of two tasks of `srun`."""
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "study",
+        "SLURM_NODELIST": "localhost",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
 def start(*overrides: str, **changes: str) -> subprocess.Popen:
     """Start the same in its own process group without waiting."""
     return subprocess.Popen(

@@ -267,6 +267,10 @@ def test_an_impossible_plan_is_refused_with_the_limit_and_an_alternative(overrid
     [
         (["cluster=dgx3"], "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, but is 'dgx3'"),
         (
+            ["cluster=a100"],
+            "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, but is 'a100'; did you mean `dgx_a100`?",
+        ),
+        (
             ["cluster=conf/cluster/h100.yaml"],
             "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, or cluster.path=FILE for a file of your "
             "own, but is conf/cluster/h100.yaml",

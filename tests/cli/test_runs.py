@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from entry_points import REPOSITORY, TINY, environment, start, train
+from entry_points import REPOSITORY, TINY, environment, slurm_task, start, train
 from ranks import free_port
 
 from lmscale.checkpoint import list_checkpoints
@@ -71,22 +71,8 @@ def test_torchrun_gives_the_same_losses_and_one_run_folder(plain) -> None:
 @pytest.mark.slow
 def test_srun_gives_the_same_losses(plain, tmp_path) -> None:
     port = str(free_port())
-    ranks = []
-    for rank in range(2):
-        slurm = {
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank),
-            "SLURM_NODEID": "0",
-            "SLURM_NTASKS": "2",
-            "SLURM_NTASKS_PER_NODE": "2",
-            "SLURM_NNODES": "1",
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NAME": "study",
-            "SLURM_NODELIST": "localhost",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        ranks.append(start(*TINY, "model.attention=exact", "parallel.tp_size=2", f"hydra.run.dir={tmp_path}", **slurm))
+    overrides = (*TINY, "model.attention=exact", "parallel.tp_size=2", f"hydra.run.dir={tmp_path}")
+    ranks = [start(*overrides, **slurm_task(rank, port)) for rank in range(2)]
     for process in ranks:
         _, stderr = process.communicate(timeout=200)
         assert process.returncode == 0, stderr
@@ -108,7 +94,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(plain) -
 
 
 def test_tp_size_auto_takes_one_rank_if_the_model_fits(tmp_path) -> None:
-    run(tmp_path, "parallel.tp_size=auto")
+    done = train(*TINY, "parallel.tp_size=auto", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 0 and "; tp_size=auto: the smallest that fits, not the fastest; " in done.stdout
     assert json.loads((tmp_path / "record.json").read_text())["layout"]["tp_size"] == 1
 
 
@@ -162,7 +149,9 @@ def test_a_changed_schedule_is_refused_kept_or_overridden(plain, tmp_path, polic
 def test_a_run_resumes_at_another_layout_with_each_step_once(plain, tmp_path) -> None:
     longer = ("model.attention=exact", "trainer.max_steps=3", "resume=auto")
     run(tmp_path, *longer, "trainer.stop_after_steps=2", "parallel.tp_size=2", "parallel.dp_size=1")
-    assert run(tmp_path, *longer) == pytest.approx(plain[1], rel=1e-5)
+    done = train(*TINY, *longer, f"hydra.run.dir={tmp_path}")
+    assert "layout: changed from the checkpoint's 1 data x 2 tensor to 1 data x 1 tensor\n" in done.stdout, done.stderr
+    assert losses(tmp_path) == pytest.approx(plain[1], rel=1e-5)
 
 
 def children_of(process: subprocess.Popen) -> list[int]:

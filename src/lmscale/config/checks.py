@@ -56,8 +56,11 @@ def require_one_of(owner: object, name: str, choices: tuple) -> None:
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """The end of a message: a question that names the known word most like `word`; empty if none is like it."""
-    close = difflib.get_close_matches(str(word), known, n=1, cutoff=0.7)
+    """The end of a message: a question that names the only known word that contains `word`, or else the one most like
+    it; empty if there is none."""
+    known, word = list(known), str(word)
+    containing = [name for name in known if len(word) > 2 and word in name]
+    close = containing if len(containing) == 1 else difflib.get_close_matches(word, known, n=1, cutoff=0.7)
     return f"; did you mean `{close[0]}`?" if close else ""
 
 

@@ -27,6 +27,18 @@ class SharedMemoryError(RuntimeError):
     """The memory of a channel cannot be made."""
 
 
+class RankGoneError(RuntimeError):
+    """A rank has ended while others communicate with it.
+
+    Args:
+        rank: in the channel's group.
+    """
+
+    def __init__(self, message: str, rank: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class SharedMemoryChannel(Communicator):
     """Collectives on CPU tensors between the ranks of one group on one host; made by `open_channel`.
 
@@ -44,8 +56,8 @@ class SharedMemoryChannel(Communicator):
         timeout: how long a rank may keep the others waiting; the sockets enforce it.
 
     Raises:
-        RuntimeError: from any collective, if a rank is gone, does not come within the time limit, or sends another size
-            or type. The channel cannot be used afterwards.
+        RankGoneError: from any collective, if a rank is gone. The channel cannot be used afterwards.
+        RuntimeError: likewise, if a rank does not come within the time limit, or sends another size or type.
     """
 
     backend = "shared memory"
@@ -104,7 +116,7 @@ class SharedMemoryChannel(Communicator):
             try:
                 peer.send(signal)
             except ConnectionError:
-                raise RuntimeError(f"rank {rank} of the group is gone") from None
+                raise RankGoneError(f"rank {rank} of the group is gone", rank) from None
         for rank, peer in self._peers.items():
             answer = self._receive(rank, peer)
             if answer != signal:
@@ -123,7 +135,7 @@ class SharedMemoryChannel(Communicator):
         except ConnectionError:
             answer = b""
         if len(answer) < _SIGNAL.size:
-            raise RuntimeError(f"rank {rank} of the group is gone")
+            raise RankGoneError(f"rank {rank} of the group is gone", rank)
         return answer
 
 

@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from ...checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished, write_atomically
+from ...checkpoint import TOKENIZER_FOLDER, CheckpointError, read_metadata, remove_unfinished, write_atomically
 from ...config import ParallelConfig, Recompute, TransformerConfig
 from ...config.family import family_of, load
 from ...config.pretrain import RunConfig
@@ -118,11 +118,12 @@ def announce(
     """Print the run's model, layout, options, steps and folder in a few lines."""
     run, resume_from, config, layout, batch = job.run, start.checkpoint, job.config, job.layout, job.batch
     parameters = count_parameters(config, layout.tp_size)
+    chosen = "; tp_size=auto: the smallest that fits, not the fastest" if run.parallel.tp_size == "auto" else ""
     print(
         f"{run.name}: {parameters.total:,} parameters, {parameters.per_rank:,} per rank; {config.num_layers} layers, "
         f"hidden {config.hidden_size}, {config.num_attention_heads} heads, norm order {config.norm_order}\n"
         f"ranks: {layout.world_size} = {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}"
-        f"{describe_channel(context, job.accelerator)}; "
+        f"{describe_channel(context, job.accelerator)}{chosen}; "
         f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x "
         f"{batch.num_micro_batches} micro-steps x {run.micro_batch_size}; {run.data.seq_length} tokens per sequence\n"
         f"{describe_options(run, config, layout, job.kernels.compiles)}"
@@ -134,6 +135,13 @@ def announce(
         + f"\nrun folder: {run_dir}",
         flush=True,
     )
+    then = read_metadata(resume_from).layout if resume_from else {}
+    if then and (then["dp_size"], then["tp_size"]) != (layout.dp_size, layout.tp_size):
+        print(
+            f"layout: changed from the checkpoint's {then['dp_size']} data x {then['tp_size']} tensor to "
+            f"{layout.dp_size} data x {layout.tp_size} tensor",
+            flush=True,
+        )
     if resume_from and not run.resume.weights_only:
         schedule = run.schedule
         print(

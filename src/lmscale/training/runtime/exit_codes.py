@@ -4,6 +4,7 @@
 """
 
 DONE = 0
+FAILED = 1  # a rank died, or has lost another one
 USER_ERROR = 2  # an invalid configuration, or a checkpoint that cannot be used
 DIVERGED = 3  # too many steps in a row without a finite gradient
 REPLICAS_DIFFER = 4  # ranks that must hold equal numbers do not

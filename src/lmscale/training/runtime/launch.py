@@ -1,6 +1,7 @@
 """Start the ranks with one elastic agent, unless torchrun or srun has started them; the accelerator and its threads."""
 
 import contextlib
+import json
 import logging
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +24,11 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from .exit_codes import INTERRUPTED, STALLED
+from ...parallel.shared_memory import RankGoneError
+from .exit_codes import FAILED, INTERRUPTED, STALLED
 from .interruption import PASSED_ON, Interruption
+from .lost_rank import LostRank
+from .watchdog import StalledError
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,8 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
     if world_size == 1 or world_from_outside() is not None:
         try:
             code = worker(job)
+        except LostRank:
+            raise
         except SystemExit:  # raised by Lightning after Ctrl-C
             _stop(signal.SIGINT)
         if code:
@@ -141,17 +148,39 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any, sav
         rank, failure = error.get_first_failure()
         if interruption.received is not None:  # before the ranks handled it
             _stop(interruption.received, unsaved=saves and failure.exitcode == -interruption.received != -signal.SIGINT)
-        message = failure.message
-        if isinstance(message, dict):  # an exception; a signal leaves a sentence
-            print(message["extraInfo"]["py_callstack"].rstrip(), file=sys.stderr)
-            message = message["message"]
-        print(f"error: rank {rank} failed (exit code {failure.exitcode}): {message}", file=sys.stderr, flush=True)
-        raise SystemExit(STALLED if failure.exitcode == STALLED else 1) from None
+        reports = _reports(Path(config.logs_specs.root_log_dir))
+        code = STALLED if any(_is_of(report, StalledError) for report in reports.values()) else FAILED
+        text = f"rank {rank} failed (exit code {failure.exitcode}): "
+        if not isinstance(failure.message, dict):  # a signal leaves a sentence
+            text += failure.message
+        elif not _is_of(failure.message, StalledError, RankGoneError):
+            print(failure.message["extraInfo"]["py_callstack"].rstrip(), file=sys.stderr)
+            text += failure.message["message"]
+        else:  # it has printed a line, but the cause is a rank that has not, if the agent's SIGTERM did not end it
+            silent = [str(number) for number in range(config.nproc_per_node) if number not in reports]
+            whom = f"no report from rank {', '.join(silent)}, which is stuck or gone (exit code {code})"
+            text = whom if silent and saves else text + failure.message["message"]
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        raise SystemExit(code) from None
     except SignalException as error:  # the agent has stopped the ranks
         _stop(error.sigval)
     finally:
         interruption.restore()
         os.environ.pop(PASSED_ON, None)
+
+
+def _reports(log_folder: Path) -> dict[int, dict]:
+    """The errors that the ranks of the last start have left for this process, by rank."""
+    starts = sorted(log_folder.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    reports = {}
+    for path in starts[-1].glob("*/error.json") if starts else []:
+        with contextlib.suppress(ValueError):  # its rank was killed as it wrote
+            reports[int(path.parent.name)] = json.loads(path.read_text())["message"]
+    return reports
+
+
+def _is_of(report: dict, *kinds: type[Exception]) -> bool:
+    return report["message"].startswith(tuple(f"{kind.__name__}: " for kind in kinds))
 
 
 def _pass_on_to_ranks(number: signal.Signals) -> None:

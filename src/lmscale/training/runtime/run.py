@@ -25,6 +25,7 @@ from .exit_codes import USER_ERROR
 from .gpu_settings import keep_partial_sums_in_fp32
 from .interruption import Interruption
 from .launch import cluster_environment
+from .lost_rank import end_without, who_is_gone
 from .run_lock import RunLock
 from .watchdog import Watchdog
 
@@ -117,6 +118,9 @@ def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], 
     Returns:
         the exit code, the same on all ranks; `USER_ERROR`, after one line from rank 0, if a checkpoint, the run
         folder or shared memory cannot be used.
+
+    Raises:
+        LostRank: another rank has died; this one has printed a line.
     """
     run, strategy = job.run, trainer.strategy
     interruption, lock = Interruption(), RunLock()
@@ -129,7 +133,7 @@ def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], 
         num_threads, reason = share_cores(trainer.num_devices, run.trainer.num_threads)  # after Lightning's own
         if job.accelerator == "cpu":
             keep_heap()
-        folder = _lock_folder(strategy, Path(run.run_dir), lock)
+        folder = watchdog.folder = _lock_folder(strategy, Path(run.run_dir), lock)
         if trainer.is_global_zero:
             print(f"CPU threads per rank: {num_threads} ({reason})", flush=True)
         return train(Run(trainer, folder, watchdog, interruption, Ending(), num_threads))
@@ -137,6 +141,13 @@ def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], 
         if trainer.is_global_zero:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
+    except RuntimeError as error:
+        rank, tp_size = trainer.global_rank, job.layout.tp_size
+        first = rank // tp_size * tp_size
+        gone = who_is_gone(error, range(first, first + tp_size))
+        if gone is None:
+            raise
+        raise end_without(gone, rank, watchdog.where) from None
     finally:
         interruption.restore()
         lock.release()

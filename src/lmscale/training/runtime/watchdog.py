@@ -1,15 +1,19 @@
 """A thread that ends a rank without progress, and reports what it was doing."""
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from .exit_codes import STALLED
+
+_WRITING_S = 10.0  # a file system that does not answer may be why the rank is stuck
 
 
 class StalledError(RuntimeError):
@@ -21,27 +25,33 @@ class Watchdog:
 
     If another rank has died or hangs, this rank waits inside a collective. There, neither a signal handler nor an
     exception reaches it (NCCL), or only an exception that does not name the step (gloo). So another thread watches the
-    time since the last `mark`. Its message goes to stderr, with the stack, and to the launcher. If our launcher has
-    been killed, the ranks end themselves within a second; otherwise they would still train when the job is restarted.
+    time since the last `mark`. Its message goes to stderr and to the launcher, and the stacks into the run folder. If
+    our launcher has been killed, the ranks end themselves within a second; otherwise they would still train when the
+    job is restarted.
 
     Args:
         rank: for the message.
         timeout_s: longest time between two marks.
+
+    Attributes:
+        where: what the rank is doing.
+        folder: for `stacks_rank_<rank>.txt`; None, until the ranks have agreed on it: stderr.
     """
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self.rank, self.timeout_s = rank, timeout_s
-        self._where, self._since = "the start", time.monotonic()
+        self.where, self._since = "the start", time.monotonic()
+        self.folder: Path | None = None
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def mark(self, where: str) -> None:
         """Record progress: the training is now at `where`, e.g. "step 17, backward pass"."""
-        self._where, self._since = where, time.monotonic()
+        self.where, self._since = where, time.monotonic()
 
     def start(self) -> None:
         """Start the watchdog."""
-        self.mark(self._where)
+        self.mark(self.where)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -57,7 +67,7 @@ class Watchdog:
             if launcher is not None and not launcher.is_alive():
                 print(f"error: rank {self.rank} ends because its launcher is gone", file=sys.stderr, flush=True)
                 os._exit(1)
-            where, seconds = self._where, time.monotonic() - self._since
+            where, seconds = self.where, time.monotonic() - self._since
             if seconds > self.timeout_s:
                 self._end(where, seconds)
 
@@ -66,10 +76,34 @@ class Watchdog:
             f"rank {self.rank} has not moved for {seconds:.0f} s in {where}: a collective waits for a rank that is "
             "gone or stuck, or the step takes longer than `parallel.timeout_minutes`"
         )
+        stacks = self._write_stacks()
+        message += f"; stacks: {stacks}" if stacks is not None else ""
         print(f"error: {message}", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(sys.stderr)
-        try:
-            raise StalledError(message)
-        except StalledError as error:
-            get_error_handler().record_exception(error)
+        if stacks is None:
+            faulthandler.dump_traceback(sys.stderr)
+        leave_for_launcher(StalledError(message))
         os._exit(STALLED)
+
+    def _write_stacks(self) -> Path | None:
+        """Write the stacks of all threads into the run folder; None if they cannot be written there."""
+        if self.folder is None:
+            return None
+        path, written = self.folder / f"stacks_rank_{self.rank}.txt", []
+
+        def write() -> None:
+            with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file)
+                written.append(path)
+
+        thread = threading.Thread(target=write, daemon=True)
+        thread.start()
+        thread.join(_WRITING_S)
+        return path if written else None
+
+
+def leave_for_launcher(error: Exception) -> None:
+    """Keep an error that this rank has printed for the launcher, without the traceback of what led to it."""
+    try:
+        raise error from None
+    except type(error):
+        get_error_handler().record_exception(error)
