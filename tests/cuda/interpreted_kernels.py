@@ -153,7 +153,8 @@ def compare(name: str, runs: list, sources: list[str]) -> dict[str, Any]:
     from planted_faults import planted
 
     name, _, fault = name.partition("/")
-    compiled, eager, inputs = cases()[name]()
+    with planted(fault or None):  # inputs too may come from the package: dropout keys
+        compiled, eager, inputs = cases()[name]()
     expected = eager(*(x.clone() if not x.requires_grad else x for x in inputs))
     expected = list(expected) if isinstance(expected, tuple) else [expected]
     with planted(fault or None):
