@@ -46,6 +46,7 @@ def test_the_allocator_is_set_before_a_gpu_is_asked_anything(monkeypatch, cuda_g
         raise InterruptedError
 
     monkeypatch.setattr(preflight, "resolve_accelerator", lambda requested: "gpu")
+    monkeypatch.setattr(preflight, "check_paths", lambda run: None)
     monkeypatch.setattr(preflight, "find_checkpoint", first_question)
     monkeypatch.setattr(preflight, "check_loads", lambda family: None)
     run = SimpleNamespace(

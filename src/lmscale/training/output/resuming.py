@@ -122,8 +122,6 @@ def find_checkpoint(run: RunConfig) -> str | None:
         if own and not readable:
             raise CheckpointError(f"no checkpoint in {folder} can be read; {_problem_of_metadata(own[-1])}")
         return str(readable[-1]) if readable else None
-    if not Path(path).exists():
-        raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but {path!r} does not exist")
     absolute = Path(path).absolute()
     found = list_checkpoints(absolute / CHECKPOINTS) or list_checkpoints(absolute)
     chosen = found[-1] if found else absolute

@@ -15,12 +15,21 @@ def read_run(values: dict) -> RunConfig:
         ValueError: anything invalid in the values; a path is missing.
     """
     run = RunConfig.from_dict(values)
+    check_paths(run)
+    return run
+
+
+def check_paths(run: RunConfig) -> None:
+    """Check that the corpus and the checkpoint of a run exist.
+
+    Raises:
+        ValueError: one is missing.
+    """
     check_corpus(run.data)
     check_indexed(run.data)
     path = run.resume.path
     if not is_restart() and path not in ("none", "auto") and not Path(path).exists():
         raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but {path!r} does not exist")
-    return run
 
 
 def is_restart() -> bool:

@@ -11,8 +11,6 @@ from ...config import ParallelConfig, Recompute
 from ...config.family import check_loads, family_of
 from ...config.layout import ParallelRequest
 from ...config.pretrain import RunConfig
-from ...data.indexed_corpus import check_indexed
-from ...data.sources import check_corpus
 from ...data.tokenizer import check_tokenizer
 from ...kernels import Kernels, check_cuda_graphs, choose_kernels
 from ...planner.job import (
@@ -29,6 +27,7 @@ from ..output.resuming import find_checkpoint
 from .gpu_settings import set_allocator
 from .kernel_choice import compiling_pays, kept_compile, resolve_attention
 from .launch import World, is_first_rank, resolve_accelerator, world_from_outside
+from .paths import check_paths
 from .run_lock import check_not_in_use
 
 WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
@@ -60,6 +59,7 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
         raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
     if is_first_rank():
         check_not_in_use(Path(run.run_dir))
+    check_paths(run)
     on_gpu, resume_from = accelerator == "gpu", find_checkpoint(run)
     kernels = choose_kernels(
         on_gpu=on_gpu,
@@ -82,8 +82,6 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
     check_host(run, layout, world)
     check_memory(run, layout, world, accelerator)
     check_background_saves(run, layout, world, accelerator)
-    check_corpus(run.data)
-    check_indexed(run.data)
     check_tokenizer(run.tokenizer, run.model.family)
     return run, accelerator, layout, kernels, resume_from
 
