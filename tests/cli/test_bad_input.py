@@ -66,6 +66,10 @@ BAD = {
         ["hydra.run.dir=README.md"],
         "`hydra.run.dir` must be a folder that can be made and written, but README.md: File exists",
     ),
+    "a new folder to resume from": (
+        ["resume=auto", "hydra.run.dir=outputs/${now:%Y-%m-%d_%H-%M-%S}"],  # as by default
+        "`hydra.run.dir` must be given with resume=auto, which continues the run in it, but is outputs/",
+    ),
     "a run folder nowhere": (["hydra.run.dir=/proc/none/run"], "made and written, but /proc/none"),
     "type": (["trainer.max_steps=many"], "`trainer.max_steps` must be a whole number, but is 'many'"),
     "type of a size": (["model.hidden_size=1e9x"], "`model.hidden_size` must be a whole number, but is '1e9x'"),

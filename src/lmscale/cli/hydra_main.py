@@ -120,6 +120,18 @@ def hydra_files(cfg: DictConfig) -> dict[str, str]:
     return {f".hydra/{name}.yaml": OmegaConf.to_yaml(content) for name, content in contents.items()}
 
 
+def require_named_folder(reason: str) -> None:
+    """Refuse a run folder whose name has the time of the start, as it has by default: no earlier run can be in it.
+
+    Raises:
+        ValueError: neither the command nor a recipe names the folder; ends with `reason`.
+    """
+    key = "sweep" if HydraConfig.get().mode == RunMode.MULTIRUN else "run"
+    folder = OmegaConf.to_container(HydraConfig.instance().cfg.hydra[key], resolve=False)["dir"]
+    if "${now:" in folder:
+        raise ValueError(f"`hydra.{key}.dir` must be given {reason}, but is {folder}: a new folder at every start")
+
+
 def _print_help() -> None:
     print(help_text(), flush=True)
 
