@@ -24,7 +24,6 @@ from analysis.norm_order.summary import count_states
 from lmscale.results import new_record, write_record
 
 ABOVE_POST = 0.03  # nats that B2T's mean loss may be above post-norm's
-CLOSE = 0.02  # nats between learned cells of the pilot in fp32 and bf16
 LIMITED = ("pre", "post", "b2t")
 
 
@@ -128,17 +127,6 @@ def stuck_b2t(cells: pd.DataFrame) -> list[str]:
     return sorted(stuck.merge(post[keys].drop_duplicates(), on=keys)["id"])
 
 
-def pilot(cells: pd.DataFrame) -> bool | None:
-    """Whether bf16 may be used: pairs with fp32 have the same state, and losses of learned ones differ by less."""
-    some = cells[cells["group"] == "pilot"]
-    if not has_run(some):
-        return None
-    pairs = some.pivot(index=["order", "lr"], columns="precision", values=["state", "train_loss"])
-    same = pairs["state"]["fp32"] == pairs["state"]["bf16"]
-    close = (pairs["train_loss"]["fp32"] - pairs["train_loss"]["bf16"]).abs() < CLOSE
-    return bool((same & (close | (pairs["state"]["fp32"] != "learned"))).all())
-
-
 def study_mechanism(cells: pd.DataFrame, limits: pd.DataFrame) -> tuple[dict[str, Any] | None, int]:
     """The outcome of question 4's rule, and how many cells have no statistics.
 
@@ -186,7 +174,6 @@ def summarize(cells: pd.DataFrame) -> dict[str, Any]:
         "mechanism": rule,
         "without_statistics": left_out,
         "refuted": refuted(cells, tests, recovered, rule),
-        "bf16_may_be_used": pilot(cells),
         "described": describe(cells),
         "cells_to_add": list(cells_to_add(limits)),
     }

@@ -50,7 +50,7 @@ def test_planted_effects_are_found(planted, found) -> None:
     recovered = found["recovery"]
     assert recovered["b2t, 24 layers: recovers"] and recovered["b2t, 48 layers: limit at least twice post-norm's"]
     assert recovered["b2t, 12 layers: recovers"] is False and recovered["warm-up of 400, 24 layers: recovers"]
-    assert set(found["refuted"].values()) == {False} and found["bf16_may_be_used"] and not found["cells_to_add"]
+    assert set(found["refuted"].values()) == {False} and not found["cells_to_add"]
     assert len(found["described"]) == 12 + 12 and found["described"][0]["states"] == "2 learned"
 
 
@@ -246,15 +246,6 @@ def test_statistics_are_of_step_100() -> None:
     assert early_statistics({"curve": [5.0]}) == {}
     columns["gradient_norm/mlp"] = [1.0, None]
     assert early_statistics(config) == {}
-
-
-def test_the_pilot_decides_whether_bf16_may_be_used(planted) -> None:
-    half = (planted["precision"] == "bf16") & (planted["order"] == "pre")
-    for change, allowed in ((0.019, True), (0.021, False)):
-        moved = planted.assign(train_loss=planted["train_loss"] + change * half)
-        assert summarize(moved)["config"]["bf16_may_be_used"] is allowed
-    moved = planted.assign(state=planted["state"].mask(half, "diverged"))
-    assert summarize(moved)["config"]["bf16_may_be_used"] is False
 
 
 def test_records_are_read_into_planned_cells(tmp_path) -> None:

@@ -94,7 +94,7 @@ def test_the_rate_is_the_best_at_which_all_seeds_of_the_complete_selection_learn
     assert study.resolve(waiting, tmp_path) is None
     write(tmp_path, selection[-1], 6.4)
     assert study.resolve(waiting, tmp_path) == replace(waiting, lr="0.003")
-    assert study.next_cell(tmp_path) == cells_of("pilot")[0]
+    assert study.next_cell(tmp_path) == cells_of("selection")[0]
     for cell in selection[8:]:  # both seeds learn at the highest rate: the grid's rule adds the next one
         write(tmp_path, cell, 4.5)
     for cell in selection[6:8]:
