@@ -7,7 +7,7 @@ from functools import partial
 import hydra
 from omegaconf import DictConfig
 
-from lmscale.cli.hydra_main import hydra_files, require_named_folder, run_hydra_main, run_task
+from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 from lmscale.cli.next_command import after_training
 from lmscale.training.runtime.interruption import stop_before_training
 
@@ -23,8 +23,6 @@ def train(values: dict, files: dict[str, str]) -> None:
     from lmscale.training.runtime.paths import read_run
 
     run = read_run(values)
-    if run.resume.path == "auto":
-        require_named_folder("with resume=auto, which continues the run in it")
     # torch and Lightning take seconds to import, so the cheap checks above come first.
     from lmscale.training.pretrain import prepare_job, pretrain
     from lmscale.training.runtime.launch import launch

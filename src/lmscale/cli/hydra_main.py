@@ -75,6 +75,8 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
         values["run_dir"] = str(Path(hydra_config.runtime.output_dir).absolute())
         values["overrides"] = list(hydra_config.overrides.task)
         values = literal_values.put_back(values)
+        if values.get("resume", {}).get("path") == "auto":
+            _require_named_folder(hydra_config)
         _task_is_running = True
         try:
             task(values)
@@ -120,16 +122,15 @@ def hydra_files(cfg: DictConfig) -> dict[str, str]:
     return {f".hydra/{name}.yaml": OmegaConf.to_yaml(content) for name, content in contents.items()}
 
 
-def require_named_folder(reason: str) -> None:
-    """Refuse a run folder whose name has the time of the start, as it has by default: no earlier run can be in it.
-
-    Raises:
-        ValueError: neither the command nor a recipe names the folder; ends with `reason`.
-    """
-    key = "sweep" if HydraConfig.get().mode == RunMode.MULTIRUN else "run"
+def _require_named_folder(hydra_config: DictConfig) -> None:
+    """Refuse a run folder whose name has the time of the start, as it has by default: no earlier run can be in it."""
+    key = "sweep" if hydra_config.mode == RunMode.MULTIRUN else "run"
     folder = OmegaConf.to_container(HydraConfig.instance().cfg.hydra[key], resolve=False)["dir"]
     if "${now:" in folder:
-        raise ValueError(f"`hydra.{key}.dir` must be given {reason}, but is {folder}: a new folder at every start")
+        raise ValueError(
+            f"`hydra.{key}.dir` must be given with resume=auto, which continues the run in it, but is {folder}: a new "
+            "folder at every start"
+        )
 
 
 def _print_help() -> None:
