@@ -129,7 +129,8 @@ PROBE = """<script>addEventListener("load", () => {
 });</script></body>"""
 
 
-@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 390])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
 def test_in_chromium_nothing_overflows_and_every_control_takes_the_focus(tmp_path, width) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:

@@ -144,7 +144,8 @@ def save_large(folder: Path, config: TransformerConfig, tp_size: int) -> Checkpo
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
-@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size", [1, 2])
 def test_loading_a_shard_needs_little_more_memory_than_the_shard(tmp_path, tp_size) -> None:
     """Rank 0 of 2 reads its weights and moments from a checkpoint of `tp_size`: peak below 1.3 shards and a tensor."""
     sizes = {"family": "gpt", "num_layers": 6, "hidden_size": 768, "num_attention_heads": 12}

@@ -72,6 +72,7 @@ def test_outside_a_clone_one_line_says_so(tmp_path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_lmscale_train_starts_two_ranks_from_another_folder(tmp_path) -> None:
     done = lmscale("train", *TINY, "parallel.tp_size=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

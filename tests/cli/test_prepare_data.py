@@ -107,6 +107,7 @@ def test_reports_name_the_files_and_rows(prepared) -> None:
     assert leakage["items"] == 2 and leakage["items_not_checkable"] == 1 and leakage["percent"] < 5
 
 
+@pytest.mark.slow
 def test_two_workers_and_shuffled_files_give_the_same_bytes(prepared, options, corpus, tmp_path) -> None:
     output, _ = prepared
     folder, _ = corpus

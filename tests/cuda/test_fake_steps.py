@@ -23,6 +23,7 @@ def test_every_two_settings_meet_in_a_case() -> None:
     assert len(CASES) <= 60
 
 
+@pytest.mark.slow
 def test_a_few_steps_stay_on_the_device(guard) -> None:
     assert {case["family"] for case in FEW} == {"gpt", "bert"}
     assert [problems_of(step) for step in fake_gpu.run("fake_step.py", guard, FEW)] == [[]] * len(FEW)

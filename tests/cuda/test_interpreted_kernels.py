@@ -7,8 +7,7 @@ import fake_gpu
 import pytest
 from interpreted_kernels import TOLERANCES
 
-QUICK = ("dropout", "LayerNorm in bf16", "GELU tanh")
-PARAMS = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in TOLERANCES]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +18,11 @@ def compared(guard, request) -> dict[str, dict]:
     return fake_gpu.run("interpreted_kernels.py", guard, names, TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("name", TOLERANCES)
 def test_a_kernel_computes_what_eager_torch_computes(compared, name) -> None:
     assert compared[name]["error"] <= TOLERANCES[name]
 
 
-@pytest.mark.parametrize("name", [param for param in PARAMS if param.values[0].startswith("dropout")])
+@pytest.mark.parametrize("name", [name for name in TOLERANCES if name.startswith("dropout")])
 def test_dropout_on_the_second_rank_drops_the_elements_that_one_rank_drops(compared, name) -> None:
     assert compared[name]["same_zeros"]

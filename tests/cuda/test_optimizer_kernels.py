@@ -49,12 +49,13 @@ def test_a_step_has_no_host_sync(guard, dtype, moments, layout) -> None:
 
 # Bytes per parameter: gradient, master and moments are read, master, moments and half-type weight written. The norm
 # reads the gradient once more.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "moments", "layout", "num_bytes"),
     [
         ("bf16", "fp32", ZERO1, 4 + 4 + 8 + 4 + 8 + 2),
-        pytest.param("fp16", "bf16", CUT, 4 + 4 + 4 + 4 + 4 + 2, marks=pytest.mark.slow),
-        pytest.param("fp32", "fp32", {}, 4 + 4 + 8 + 4 + 8, marks=pytest.mark.slow),
+        ("fp16", "bf16", CUT, 4 + 4 + 4 + 4 + 4 + 2),
+        ("fp32", "fp32", {}, 4 + 4 + 8 + 4 + 8),
     ],
 )
 def test_the_update_of_a_tensor_is_one_kernel_that_moves_every_byte_once(

@@ -135,6 +135,7 @@ def test_a_float8_model_is_close_to_bf16(architecture: str) -> None:
     assert 0.01 < relative(by_float8, plain) < FROM_BF16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture, sequence_parallel", [("gpt", False), ("gpt", True), ("bert", False)])
 def test_two_tensor_ranks_agree_with_one_within_float8_error(architecture: str, sequence_parallel: bool) -> None:
     found = run_ranks(compare_with_one, 2, architecture, sequence_parallel)

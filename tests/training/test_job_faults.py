@@ -140,12 +140,13 @@ def test_a_rank_that_hangs_ends_the_job_within_the_time_limit(tmp_path) -> None:
 
 
 @linux_only
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         ("parallel.tp_size=2",),
-        pytest.param(("parallel.tp_size=2", "parallel.shared_memory=false"), marks=pytest.mark.slow),
-        pytest.param(("parallel.tp_size=1", "parallel.dp_size=2"), marks=pytest.mark.slow),
+        ("parallel.tp_size=2", "parallel.shared_memory=false"),
+        ("parallel.tp_size=1", "parallel.dp_size=2"),
     ],
 )
 def test_a_rank_of_srun_whose_peer_is_killed_prints_one_line(tmp_path, layout) -> None:

@@ -12,12 +12,8 @@ GUIDE = (REPOSITORY / "docs" / "guides" / "library.md").read_text(encoding="utf-
 BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.S)
 
 
-CASES = {"ten lines": [], "options of the Trainer": [pytest.mark.slow]}
-
-
-@pytest.mark.parametrize(
-    "code", [pytest.param(b, id=i, marks=m) for b, (i, m) in zip(BLOCKS, CASES.items(), strict=True)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("code", BLOCKS, ids=["ten lines", "options of the Trainer"])
 def test_a_block_runs_as_a_script(code: str, tmp_path: Path) -> None:
     run_script(code, tmp_path)
     assert list(tmp_path.rglob("*.ckpt"))

@@ -56,6 +56,7 @@ def test_without_a_terminal_first_and_last_step_have_a_line_that_counts_on_after
     assert "\r" not in first.stdout + second.stdout
 
 
+@pytest.mark.slow
 def test_a_terminal_of_80_columns_gets_one_line_that_is_rewritten() -> None:
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))

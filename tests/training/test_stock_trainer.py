@@ -110,6 +110,7 @@ def run_script(text: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_same_losses_and_their_checkpoint_resumes_in_one(tmp_path) -> None:
     tests = str(REPOSITORY / "tests")
     run_script(SCRIPT.format(paths=[tests, tests + "/training"], folder=str(tmp_path)), tmp_path)
