@@ -25,6 +25,8 @@ TOLERANCES = {  # relative
     "GELU erf": FP32,
     "loss: maximum and sum": FP32,
     "loss: softmax": BF16,
+    "AdamW": FP32,
+    "AdamW with bf16 moments": FP32,
     "layer": FP32,
     "weights drawn by counter": 0.0,
     "weights drawn by counter in fp16": 0.0,
@@ -47,6 +49,7 @@ def cases() -> dict[str, Callable[[], tuple[Callable, Callable, list]]]:
     )
     from lmscale.parallel.rng import counter_normal, normal_keys, normal_quantiles
     from lmscale.parallel.sequence_parallel import keys_of_own_tokens, sequence_shard
+    from lmscale.training.step.adamw import adamw
 
     class Combine(torch.nn.Module):
         """`Transformer._combine` as a module."""
@@ -120,6 +123,22 @@ def cases() -> dict[str, Callable[[], tuple[Callable, Callable, list]]]:
         parameters = [param.detach().requires_grad_() for param in module.parameters()]
         return forward, forward, [normal(2, 12, 48), keys(3, 2), *parameters]
 
+    def update(dtype: torch.dtype) -> tuple:
+        """A step of the optimizer, number 7, with moments of a type; bf16 ones are rounded stochastically."""
+        rates = 1 - 0.9, 1 - 0.999, 1e-3, 1e-5, 1e-8
+        step = torch.tensor([0.5, 1.0, 1 - 0.9**7, 1 - 0.999**7, 7.0])
+        place = torch.tensor([12345, 3, 40], dtype=torch.int32)
+
+        def updated(step: torch.Tensor, place: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            new = [tensor.clone() for tensor in tensors]
+            adamw(None, *new, step, rates, place if dtype == bf16 else None)
+            return new[0], *new[2:]
+
+        master, gradient, first, second = (normal(31, n).detach() for n in range(70, 74))
+        second = second[:, :70].square()
+        tensors = master, gradient[:, :70], first[:, :70].to(dtype), second.to(dtype)
+        return updated, updated, [step, place, *(tensor.contiguous() for tensor in tensors)]
+
     def weights(dtype: torch.dtype) -> tuple:
         """A part of a large weight, as a rank draws it."""
 
@@ -140,6 +159,8 @@ def cases() -> dict[str, Callable[[], tuple[Callable, Callable, list]]]:
         "GELU erf": lambda: gelu("none"),
         "loss: maximum and sum": lambda: (maximum_and_sum, maximum_and_sum, [logits.to(bf16)]),
         "loss: softmax": lambda: (softmax, softmax, [logits.to(bf16), logits.logsumexp(dim=-1)]),
+        "AdamW": lambda: update(torch.float32),
+        "AdamW with bf16 moments": lambda: update(bf16),
         "layer": layer,
         "weights drawn by counter": lambda: weights(torch.float32),
         "weights drawn by counter in fp16": lambda: weights(torch.float16),
