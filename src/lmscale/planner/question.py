@@ -8,7 +8,7 @@ from ..config.layout import ParallelRequest
 from ..config.plan import PlanConfig
 from .job import STAND_IN_VOCAB_SIZE, Job, smallest_layout
 from .plan import Plan, describe_shortage, make_plan
-from .search import Ranking, largest_number, rank_layouts, suggest_layout
+from .search import Ranking, divides, largest_number, rank_layouts, suggest_layout
 
 _HALF = ("bf16", "fp16")
 
@@ -121,10 +121,7 @@ def _resolve_layout(question: PlanConfig, job: Job) -> ParallelConfig:
 
     def possible(tp_size: int) -> ParallelConfig | None:
         layout = resolved(tp_size)
-        divides = job.global_batch_size % (job.micro_batch_size * layout.dp_size) == 0
-        divides = divides and job.micro_batch_size % layout.batch_parts == 0
-        divides = divides and not (layout.cuts_sequence and job.seq_length % tp_size)
-        return layout if divides and layout.world_size <= machine.num_devices else None
+        return layout if divides(job, layout) and layout.world_size <= machine.num_devices else None
 
     if request.tp_size != "auto":
         return resolved(request.tp_size)

@@ -55,6 +55,13 @@ def micro_batch_sizes(job: Job, layout: ParallelConfig) -> list[int]:
     return [b for b in sizes if b % layout.batch_parts == 0]
 
 
+def divides(job: Job, layout: ParallelConfig) -> bool:
+    """Whether a layout divides the batch into whole micro-batches and these, where it cuts them, into equal parts."""
+    whole = job.global_batch_size % (job.micro_batch_size * layout.dp_size) == 0
+    halves = job.micro_batch_size % layout.batch_parts == 0
+    return whole and halves and not (layout.cuts_sequence and job.seq_length % layout.tp_size)
+
+
 def rank_layouts(
     job: Job,
     cluster: Cluster,
@@ -79,7 +86,7 @@ def rank_layouts(
             continue
         layouts = [request.resolve(tp_size, num_devices // tp_size)]
         if compares_options and cluster.roofline is not None:
-            layouts = _with_options(layouts[0])
+            layouts = _with_options(layouts[0], ("zero1", "batch_halves"))
         plans = [
             make_plan(job.change(b, mode), layout, cluster)
             for layout in layouts
@@ -103,11 +110,11 @@ def rank_layouts(
     return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), tuple(too_large))
 
 
-def _with_options(layout: ParallelConfig) -> list[ParallelConfig]:
-    """The layout and those with `zero1`, `batch_halves` or both besides, where these have an effect."""
-    layouts = [layout]
-    for name, has_effect in (("zero1", layout.dp_size > 1), ("batch_halves", layout.tp_size > 1)):
-        if has_effect and not getattr(layout, name):
+def _with_options(layout: ParallelConfig, options: tuple[str, ...]) -> list[ParallelConfig]:
+    """The layout and those with some or all of the options besides, where these have an effect."""
+    layouts, has_effect = [layout], {"zero1": layout.dp_size > 1, "batch_halves": layout.tp_size > 1}
+    for name in options:
+        if has_effect[name] and not getattr(layout, name):
             layouts += [dataclasses.replace(each, **{name: True}) for each in layouts]
     return layouts
 
