@@ -1,11 +1,13 @@
 """Search the layouts of a job on a cluster: all possible ones ranked by step time, and the nearest that works."""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute
-from ..config.cluster import Cluster
+from ..config.cluster import Cluster, Peaks
 from ..config.layout import ParallelRequest
 from .job import Job, rank_memory
 from .memory import GIB
@@ -117,6 +119,46 @@ def _with_options(layout: ParallelConfig, options: tuple[str, ...]) -> list[Para
         if has_effect[name] and not getattr(layout, name):
             layouts += [dataclasses.replace(each, **{name: True}) for each in layouts]
     return layouts
+
+
+def rank_on_machine(
+    job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest, modes: Sequence[Recompute]
+) -> list[Plan]:
+    """Plan `job`, with the micro-batch that it has, in every layout of one machine; those that fit, fastest first.
+
+    Each layout without and with `zero1`, and on GPUs, where layers are compiled, `batch_halves`. On CPUs a layout may
+    have fewer ranks than there are cores: each has an equal share of the cores, and is modelled as if its threads
+    divided all work without loss. So two cores have four layouts: one rank of two threads, two tensor ranks, and two
+    data ranks without and with `zero1`.
+
+    Args:
+        num_devices: GPUs or cores of the machine, all used.
+        request: its options hold for all layouts.
+        modes: of recomputation; each layout has the first with which it fits.
+    """
+    counts = [num_devices] if cluster.is_gpu else [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    options, plans = (("zero1", "batch_halves") if cluster.is_gpu else ("zero1",)), []
+    for num_ranks in counts:
+        device = _join_devices(cluster, num_devices // num_ranks, num_ranks)
+        sizes = [tp_size for tp_size in tensor_sizes(job, num_ranks) if num_ranks % tp_size == 0]
+        for layout in (each for p in sizes for each in _with_options(request.resolve(p, num_ranks // p), options)):
+            if not divides(job, layout):
+                continue
+            tried = (make_plan(job.change(recompute=mode), layout, device) for mode in modes)
+            plans += itertools.islice((plan for plan in tried if plan.missing_bytes <= 0), 1)
+    return sorted(plans, key=lambda plan: plan.time.total)
+
+
+def _join_devices(cluster: Cluster, num_joined: int, num_devices: int) -> Cluster:
+    """The cluster with `num_joined` of its devices taken as one, and `num_devices` of these."""
+    peaks = {name: rate and num_joined * rate for name, rate in dataclasses.asdict(cluster.peaks).items()}
+    return dataclasses.replace(
+        cluster,
+        num_devices=num_devices,
+        memory_gib=num_joined * cluster.memory_gib,
+        memory_bandwidth_gb_s=num_joined * cluster.memory_bandwidth_gb_s,
+        peaks=Peaks(**peaks),
+    )
 
 
 def largest_number(job: Job, cluster: Cluster, request: ParallelRequest = _NO_OPTIONS) -> int:
