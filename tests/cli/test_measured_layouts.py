@@ -2,6 +2,7 @@
 
 import csv
 import json
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -93,6 +94,22 @@ def test_the_four_layouts_of_two_cores_are_ranked_by_their_time_beside_the_model
     rows = [line.split() for line in table.splitlines()[2:5]]
     assert [row[:3] for row in rows] == [["1", "1", "2"], ["2", "1", "2"], ["3", "1", "1"]]
     assert "   failed: parallel.tp_size=2 parallel.dp_size=1 trainer.num_threads=1: two is too many" in table
+
+
+def test_the_answer_ends_with_the_command_to_train_with_or_is_json(record, monkeypatch, capsys) -> None:
+    written, words = json.loads(record.read_text()), []
+    monkeypatch.setattr(next_command, "_config_dir", list)
+    monkeypatch.setattr(measuring, "measure_layouts", lambda question, train: words.extend(train) or written)
+    asked = ["cluster=cpu", "measure=4", f"record={record}", "parallel.tp_size=2"]
+    plan = runpy.run_path(str(REPOSITORY / "src" / "plan.py"))["plan"]
+    plan(composed("plan", *asked) | {"overrides": [*TINY, *asked]})
+    assert words == [sys.executable, str(REPOSITORY / "src" / "train.py"), *TINY]
+    *_, where, command = capsys.readouterr().out.splitlines()
+    assert where == f"record: {record}"
+    fastest = ["parallel.tp_size=1", "parallel.dp_size=2", "trainer.num_threads=1"]
+    assert command.startswith("train:  ") and shlex.split(command)[3:] == [*TINY, *fastest]
+    plan(composed("plan", *asked, "json=true") | {"overrides": [*TINY, *asked]})
+    assert json.loads(capsys.readouterr().out) == written
 
 
 @pytest.mark.parametrize(
