@@ -51,16 +51,16 @@ OPTIONS = "sequence_parallel", "batch_halves"  # of the layout, with several ten
 
 @dataclass(frozen=True)
 class Row:
-    """One measured step of the script: the name of its record, which contender, and its plan."""
+    """One measured step of the script: the name of its record, how its metrics' names begin there, and its plan."""
 
     record: str
-    contender: str
+    prefix: str
     plan: Plan
 
     @property
     def name(self) -> str:
-        """Of its metrics."""
-        return f"{self.record.removeprefix('h200_')}/{self.contender}"
+        """How the names of its forecast metrics begin: the record, then the names in the record."""
+        return f"{self.record.removeprefix('h200_')}/{self.prefix}"
 
 
 def h200(graphs: bool = False, **rates: float) -> Cluster:
@@ -110,11 +110,15 @@ def rows() -> list[Row]:
             for contender, dtype in contenders.items():
                 cluster = h200(keys.get("cuda_graphs") == "true")
                 plan = plan_of(keys["model"], int(keys["micro_batch_size"]), dtype, cluster)
-                found.append(Row(Path(keys["record"]).stem, contender, plan))
-        elif any(word.endswith("train.py") for word in words) and keys["model"] == "gpt_8.3b":
+                found.append(Row(Path(keys["record"]).stem, f"{contender}/", plan))
+        elif any(word.endswith("gpu_trace.py") for word in words):
+            plan = plan_of(keys["model"], int(keys["micro_batch_size"]), keys["precision"], h200())
+            found.append(Row(Path(keys["record"]).stem, "", plan))
+        elif any(word.endswith("train.py") for word in words):
             b, batch = int(keys["micro_batch_size"]), int(keys["global_batch_size"])
-            plan = plan_of("gpt_8.3b", b, "bf16", h200(), batch // b, half_moments=True)
-            found.append(Row(keys["name"], "train", plan))
+            dtype, halves = keys.get("precision", "bf16"), keys.get("optimizer.moments") == "bf16"
+            plan = plan_of(keys["model"], b, dtype, h200(), batch // b, half_moments=halves)
+            found.append(Row(keys["name"], "train/", plan))
     return found
 
 
@@ -123,14 +127,16 @@ def share_of(plan: Plan) -> float:
     return plan.model_flops / plan.num_devices / plan.time.total / PEAK
 
 
-def metrics_of(name: str, plan: Plan) -> dict[str, dict]:
-    """The figures of one step."""
-    return {
-        f"{name}/step": {"value": plan.time.total, "unit": "s"},
-        f"{name}/share_of_given_peak": {"value": share_of(plan), "unit": "of 790 TFLOP/s"},
-        f"{name}/memory_peak": {"value": plan.needed_bytes / GIB, "unit": "GiB"},
-        f"{name}/launches": {"value": sum(row.launches for row in operation_rows(plan)), "unit": "kernels/step"},
-        f"{name}/host_syncs": {"value": operations.HOST_SYNCS, "unit": "per step"},
+def metrics_of(name: str, plan: Plan, traced: bool = False) -> dict[str, dict]:
+    """The figures of one step; `name` is how their names begin. A traced step is not timed: tracing slows it."""
+    timed = {
+        f"{name}step": {"value": plan.time.total, "unit": "s"},
+        f"{name}share_of_given_peak": {"value": share_of(plan), "unit": "of 790 TFLOP/s"},
+    }
+    return ({} if traced else timed) | {
+        f"{name}memory_peak": {"value": plan.needed_bytes / GIB, "unit": "GiB"},
+        f"{name}launches": {"value": sum(row.launches for row in operation_rows(plan)), "unit": "kernels/step"},
+        f"{name}host_syncs": {"value": operations.HOST_SYNCS, "unit": "per step"},
     }
 
 
@@ -173,14 +179,14 @@ def forecast() -> dict:
     """The record."""
     found, metrics = rows(), {}
     for row in found:
-        metrics |= metrics_of(row.name, row.plan)
+        metrics |= metrics_of(row.name, row.plan, traced=not row.prefix)
     for name in GOALS:
-        metrics |= metrics_of(f"goal {name}", goal_plan(name, h200(), **options_of(name)))
+        metrics |= metrics_of(f"goal {name}/", goal_plan(name, h200(), **options_of(name)))
     fp8, bf16 = (metrics[f"fp8/{name}/step"]["value"] for name in ("ours", "ours_bf16"))
     metrics["fp8/ours_bf16/ratio_paired"] = {"value": bf16 / fp8, "unit": "their time / ours"}
     config = {
         "cluster": dataclasses.asdict(h200()),
-        "binds": {row.name: binds(row.plan) for row in found},
+        "binds": {row.name.rstrip("/"): binds(row.plan) for row in found},
         "goals": goals(),
         "model": "planner/operations.py at planner/roofline.py; constants: analysis/scaling/records/roofline.json",
     }
@@ -189,18 +195,17 @@ def forecast() -> dict:
 
 def compare(forecasts: dict, folder: Path) -> str:
     """Forecast and measurement of every row that was run, and their ratio."""
-    lines = [f"{'row':<34}{'':<22}{'forecast':>12}{'measured':>12}{'ratio':>8}"]
+    lines = [f"{'row':<28}{'':<28}{'forecast':>12}{'measured':>12}{'ratio':>8}"]
     for name, entry in forecasts["metrics"].items():
         if name.startswith("goal "):
             continue
-        record, contender, metric = name.split("/")
+        record, _, metric = name.partition("/")
         path = folder / f"h200_{record}.json"
         found = json.loads(path.read_text(encoding="utf-8"))["metrics"] if path.exists() else {}
-        measured = found.get(f"{contender}/{metric}", {}).get("value")
+        measured = found.get(metric, {}).get("value")
         if measured is not None:
-            ratio = measured / entry["value"]
-            numbers = f"{entry['value']:>12.4g}{measured:>12.4g}{ratio:>8.3f}"
-            lines.append(f"{record + ' ' + contender:<34}{metric:<22}{numbers}")
+            ratio = f"{measured / entry['value']:.3f}" if entry["value"] else ""
+            lines.append(f"{record:<28}{metric:<28}{entry['value']:>12.4g}{measured:>12.4g}{ratio:>8}")
     return "\n".join(lines if len(lines) > 1 else [*lines, "no row was run yet"])
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every figure that the project promises of one H200, in parts of less than nine minutes.
 #
-#   bash analysis/benchmarks/h200.sh a1 a2           some parts; `a` or `b` is a whole list; without a name this text
+#   bash analysis/benchmarks/h200.sh a1 a2           some parts; `a`, `b` or `c` is a whole list; without a name this text
 #   DRY_RUN=1 bash analysis/benchmarks/h200.sh a     the commands of a part, a list or all, without running them
 #   REHEARSE=1 bash analysis/benchmarks/h200.sh a    the same commands on a CPU with tiny models; records in outputs/h200_rehearsal
 #

@@ -45,13 +45,14 @@ def row(title: str, record: Path, metric: str, least: float) -> str:
 
 
 def keep(folder: Path, path: Path) -> str:
-    """Write a run's record with its first and last losses and what the loss fell by; returns its path.
+    """Write a run's record with its losses, median step of the second half and peak memory; returns its path.
 
     Raises:
         ValueError: the run has no losses.
     """
     with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
-        losses = [float(line["train/loss"]) for line in csv.DictReader(file) if line["train/loss"]]
+        lines = [line for line in csv.DictReader(file) if line["train/loss"]]
+    losses = [float(line["train/loss"]) for line in lines]
     if not losses:
         raise ValueError(f"{folder / 'metrics.csv'} must have a loss, but has none")
     record = read(folder / "record.json")
@@ -61,7 +62,13 @@ def keep(folder: Path, path: Path) -> str:
         "train/loss_fall": losses[0] - losses[-1],
         "train/loss_mean_of_last": last,
     }
-    record["metrics"] |= {name: metric_of(value) for name, value in figures.items()}
+    later = lines[len(lines) // 2 :]  # the first steps compile and warm up
+    step = statistics.median(float(line["time/step_s"]) for line in later)
+    memory = max(float(line["memory_gib"]) for line in lines)
+    record["metrics"] |= {name: metric_of(value) for name, value in figures.items()} | {
+        "train/step": {"value": step, "unit": "s"},
+        "train/memory_peak": {"value": memory, "unit": "GiB"},
+    }
     record["train_losses"] = [loss if math.isfinite(loss) else None for loss in losses]
     write_record(record, path)
     return f"record: {path}"

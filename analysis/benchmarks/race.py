@@ -18,6 +18,7 @@ import torch
 
 from analysis.benchmarks.config import FILE_PEERS, BenchConfig
 from lmscale.planner.flops import TERA, dense_peak_flops_per_s, model_flops_per_step
+from lmscale.planner.memory import GIB
 from lmscale.results import new_record
 from lmscale.training.runtime.launch import resolve_accelerator
 
@@ -55,6 +56,7 @@ def race(bench: BenchConfig) -> dict:
     names = ["ours", *bench.peers]
     times: dict[str, list[list[float]]] = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
+    memory: dict[str, float | None] = {}
     racers: dict[str, Racer] = {}
     try:
         for name in names:
@@ -64,13 +66,13 @@ def race(bench: BenchConfig) -> dict:
             print(f"{name}: warm after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
         for _ in range(bench.rounds):
             for name, racer in racers.items():
-                taken, found = racer.run(bench.steps_per_round)
+                taken, found, memory[name] = racer.run(bench.steps_per_round)
                 times[name].append(taken)
                 losses[name] += found
     finally:
         for racer in racers.values():
             racer.close()
-    record = _record(bench, device, times, losses)
+    record = _record(bench, device, times, losses, memory)
     problem = _compare_losses(losses, bench.max_loss_difference)
     if problem is not None:
         raise LossesDifferError(problem, record)
@@ -113,8 +115,8 @@ class Racer:
         self.process.start()
         theirs.close()
 
-    def run(self, num_steps: int) -> tuple[list[float], list[float]]:
-        """Seconds and loss of each of the next steps."""
+    def run(self, num_steps: int) -> tuple[list[float], list[float], float | None]:
+        """Seconds and loss of each of the next steps, and the peak memory of a GPU in GiB so far."""
         try:
             self.pipe.send(num_steps)
             found = self.pipe.recv()
@@ -150,7 +152,8 @@ def _serve(name: str, bench: BenchConfig, pipe: Connection) -> None:
                 times.append(time.perf_counter() - started)
                 losses.append(float(loss))
             num_done += len(times)
-            pipe.send((times, losses))
+            peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
+            pipe.send((times, losses, peak))
     except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         return  # the other process has closed the pipe, is gone or gets the Ctrl-C too
     except Exception as error:  # every other error must reach it
@@ -205,7 +208,11 @@ def _compare_losses(losses: dict[str, list[float]], bound: float) -> str | None:
 
 
 def _record(
-    bench: BenchConfig, device: torch.device, times: dict[str, list[list[float]]], losses: dict[str, list[float]]
+    bench: BenchConfig,
+    device: torch.device,
+    times: dict[str, list[list[float]]],
+    losses: dict[str, list[float]],
+    memory: dict[str, float | None],
 ) -> dict:
     config = bench.transformer_config()
     name_of_device = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
@@ -224,6 +231,8 @@ def _record(
             f"{name}/model_flops_per_s": {"value": flops / median, "unit": "FLOP/s"},
             f"{name}/loss": {"value": statistics.mean(losses[name]), "unit": "nats"},
         }
+        if memory[name] is not None:
+            metrics[f"{name}/memory_peak"] = {"value": memory[name], "unit": "GiB"}
         if peak is not None:
             metrics[f"{name}/mfu"] = {"value": flops / median / peak, "unit": "of the sheet's peak"}
         if bench.peak_tflops_per_s is not None:

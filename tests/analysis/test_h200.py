@@ -254,6 +254,18 @@ def test_list_a_is_rehearsed_end_to_end_on_a_cpu(tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_trained_and_float8_rows_of_list_b_are_rehearsed_on_a_cpu(tmp_path) -> None:
+    folders = {"LOGS": str(tmp_path / "logs"), "RESULTS": str(tmp_path)}
+    done = run_script("b5", "b6", "b7", "b8", "b9", "b10", REHEARSE="1", **folders)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not measured" not in done.stdout + done.stderr and "over 3 seeds" in done.stdout
+    records = {path.stem: json.loads(path.read_text())["metrics"] for path in tmp_path.glob("*.json")}
+    runs = [f"rehearsal_2.5b_{run}" for run in ("fp8_seed_1234", *(f"bf16_seed_{seed}" for seed in (1234, 1235, 1236)))]
+    assert set(records) == {"rehearsal_gpt_8.3b_20_steps", "rehearsal_fp8", *runs}
+    assert all(records[name]["train/step"]["value"] > 0 for name in ("rehearsal_gpt_8.3b_20_steps", *runs))
+
+
+@pytest.mark.slow
 def test_list_c_is_rehearsed_end_to_end_on_a_cpu_and_continues_a_run_that_was_stopped(tmp_path) -> None:
     folders = {"LOGS": str(tmp_path / "logs"), "RESULTS": str(tmp_path), "OUT": str(tmp_path / "out")}
     _, stopped = commands("c3", REHEARSE="1", **folders)[0]

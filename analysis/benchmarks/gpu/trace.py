@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from analysis.benchmarks.config import BenchConfig
 from analysis.benchmarks.peers.batches import make_batches
 from analysis.benchmarks.peers.ours import Ours
+from lmscale.planner.memory import GIB
 from lmscale.results import new_record
 from lmscale.training.runtime.launch import resolve_accelerator
 
@@ -90,7 +91,7 @@ def _record(bench: BenchConfig, device_name: str, profiler: profile, places: dic
         "graph_breaks": {"value": sum(breaks.values()), "unit": "while compiling"},
     }
     if torch.cuda.is_available():
-        metrics["peak_memory"] = {"value": torch.cuda.max_memory_allocated(), "unit": "bytes"}
+        metrics["memory_peak"] = {"value": torch.cuda.max_memory_allocated() / GIB, "unit": "GiB"}
     record = new_record(
         f"trace_{bench.model.get('name')}", "run", bench.to_dict(), bench.seed, metrics, device=device_name
     )

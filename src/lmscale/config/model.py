@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from .checks import did_you_mean, require_above_zero, require_fraction, require_one_of, require_positive
+from .checks import require_above_zero, require_fraction, require_one_of, require_positive
 from .family import family_of, load
 
 FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
@@ -44,15 +44,6 @@ def from_file(model: dict) -> dict:
 
 def _placements() -> dict[str, Any]:
     return load("lmscale.models.later_placements:PLACEMENTS")
-
-
-def _choose(enum: type[Enum], name: str, value: object) -> Enum:
-    try:
-        return enum(value)
-    except ValueError:
-        choices = ", ".join(member.value for member in enum)
-        meant = did_you_mean(value, [member.value for member in enum])
-        raise ValueError(f"`{name}` must be one of {choices}, but is {value!r}{meant}") from None
 
 
 @dataclass(frozen=True)
@@ -122,8 +113,9 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         family_of(self.family)
         require_one_of(self, "norm_order", tuple(_placements()))
+        require_one_of(self, "recompute", (*(member.value for member in Recompute), "auto"))
         if self.recompute != "auto":
-            object.__setattr__(self, "recompute", _choose(Recompute, "recompute", self.recompute))
+            object.__setattr__(self, "recompute", Recompute(self.recompute))
         require_positive(self, "num_layers", "hidden_size", "num_attention_heads")
         require_positive(self, "max_position_embeddings", "vocab_multiple")
         for name in ("vocab_size", "ffn_hidden_size"):

@@ -37,7 +37,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _wrapped(number: int) -> int:
-    """A number modulo 2^32 as a signed one: Triton accepts no constant beyond int32."""
+    """A number modulo 2^32 as a signed one, to be added to int32 tensors."""
     return (number + 2**31) % 2**32 - 2**31
 
 
