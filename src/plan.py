@@ -8,6 +8,7 @@ import hydra
 from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import run_hydra_main, run_task
+from lmscale.cli.next_command import ROOT, command, of_training
 from lmscale.config.plan import PlanConfig
 from lmscale.planner.operations_table import format_operations, operation_rows
 from lmscale.planner.plan_table import format_plan, format_ranking, plan_to_dict, ranking_to_dict
@@ -15,8 +16,11 @@ from lmscale.planner.question import plan_layout, rank
 
 
 def plan(values: dict) -> None:
-    """Plan the requested layout, rank all layouts, or with `parallel=auto` do both, and print the result."""
+    """Plan the requested layout, rank all layouts, with `parallel=auto` do both, or measure; print the result."""
     question = PlanConfig.from_dict(values)
+    if question.measure:
+        measure(question, of_training(values["overrides"]))
+        return
     answers, text = {"name": question.name}, []
     if not question.best:
         found = plan_layout(question)
@@ -32,6 +36,15 @@ def plan(values: dict) -> None:
         answers |= answer if question.best else {"ranking": answer}
         text.append(format_ranking(question.name, ranking, question.top, notes if question.best else []))
     print(json.dumps(answers, indent=1) if question.json else "\n\n".join(text))
+
+
+def measure(question: PlanConfig, overrides: list[str]) -> None:
+    """Train the best modelled layouts for a few steps, and print them beside the model."""
+    from lmscale.training.measuring import format_measured, layout_overrides, measure_layouts  # imports torch
+
+    record = measure_layouts(question, [sys.executable, str(ROOT / "src" / "train.py"), *overrides])
+    best = command("src/train.py", *overrides, *layout_overrides(record["layouts"][0]))
+    print(json.dumps(record, indent=1) if question.json else format_measured(record, question.record, best))
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="plan")

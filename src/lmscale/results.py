@@ -108,8 +108,8 @@ def collect_environment(device: str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {package: _version(package) for package in PACKAGES},
         "platform": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_model(),
-        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": cpu_model(),
+        "num_cores": count_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "device": device,
     }
@@ -274,7 +274,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu_model() -> str:
+def count_cores() -> int:
+    """Cores of this host that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """Name of this host's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -2,25 +2,30 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 from paper_models import paper_model
 from test_step_time import CLUSTER
 
 from lmscale.config import ParallelConfig, Recompute
+from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.config.layout import ParallelRequest
-from lmscale.planner.job import Job
-from lmscale.planner.memory import estimate_memory
-from lmscale.planner.plan import make_plan
+from lmscale.planner.job import Job, rank_memory
+from lmscale.planner.memory import GIB, estimate_memory
+from lmscale.planner.plan import Plan, make_plan
 from lmscale.planner.search import (
     largest_number,
     micro_batch_sizes,
     nearest_plan,
     rank_layouts,
+    rank_on_machine,
     smallest_need,
     suggest_layout,
     tensor_sizes,
 )
+
+CLUSTERS = Path(__file__).resolve().parents[2] / "conf" / "cluster"
 
 
 def job(name: str = "gpt_2.5b", batch: int = 48, **changes: object) -> Job:
@@ -182,3 +187,36 @@ def test_days_tokens_and_energy_follow_from_the_step() -> None:
     assert plan.days * 86400 == pytest.approx(1000 * plan.time.total)
     assert plan.energy_mwh is None
     assert plan.mfu * plan.time.total * 8 * 200e12 == pytest.approx(plan.model_flops)
+
+
+def machine_layouts(cluster: Cluster) -> dict[tuple, Plan]:
+    a_job = dataclasses.replace(job("gpt_355m", 16, num_layers=4), dtype="bf16", micro_batch_size=2)
+    plans = rank_on_machine(a_job, cluster, 2, ParallelRequest(), [Recompute.NONE])
+    assert [plan.time.total for plan in plans] == sorted(plan.time.total for plan in plans)
+    assert all(plan.job == a_job for plan in plans)
+    return {(p.layout.tp_size, p.layout.dp_size, p.layout.zero1, p.layout.batch_halves): p for p in plans}
+
+
+def test_two_cores_have_four_layouts_and_two_gpus_too() -> None:
+    cpu, gpu = (load_cluster(CLUSTERS / f"{name}.yaml") for name in ("cpu", "h100"))
+    no, yes = False, True
+    on_cores, data = machine_layouts(cpu), {(1, 2, no, no), (1, 2, yes, no)}
+    assert on_cores.keys() == data | {(2, 1, no, no), (1, 1, no, no)}
+    assert machine_layouts(gpu).keys() == data | {(2, 1, no, no), (2, 1, no, yes)}
+    # A rank of two threads: the work of one thread in half the time, and the memory of both.
+    alone, one = on_cores[1, 1, no, no], make_plan(on_cores[1, 1, no, no].job, ParallelConfig(), cpu)
+    assert alone.time.matmul == pytest.approx(one.time.matmul / 2) and alone.time.overhead == one.time.overhead
+    assert alone.usable_bytes == pytest.approx(2 * 12 * GIB - GIB / 2) and alone.needed_bytes == one.needed_bytes
+
+
+def test_layouts_of_a_machine_divide_the_batch_and_fit() -> None:
+    cpu = load_cluster(CLUSTERS / "cpu.yaml")
+    request, modes = ParallelRequest(), [Recompute.NONE, Recompute.FULL]
+    a_job = dataclasses.replace(job("gpt_355m", 6), dtype="fp32", micro_batch_size=6)
+    assert {p.layout for p in rank_on_machine(a_job, cpu, 2, request, modes)} == {ParallelConfig(), ParallelConfig(2)}
+    needed = rank_memory(a_job.change(recompute=Recompute.NONE), ParallelConfig(2), False).total
+    small = dataclasses.replace(cpu, memory_gib=0.5 + (needed - 1) / GIB)
+    assert {(p.layout.tp_size, p.recompute) for p in rank_on_machine(a_job, small, 2, request, modes)} == {
+        (1, Recompute.NONE),  # with the memory of both cores
+        (2, Recompute.FULL),
+    }

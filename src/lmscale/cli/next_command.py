@@ -6,15 +6,19 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from ..config.family import family_of
+from ..config.plan import PlanConfig
+from ..config.pretrain import RunConfig
 from .conf_files import CONF
 
 ROOT = CONF.parent
+GRID = ("parallel", *(f"parallel.{name}" for name in ("tp_size", "dp_size", "zero1", "batch_halves")))
 _PLAIN = re.compile(r"[\w./\-+:@%?*]+")  # what the grammar of Hydra takes without quotes
 
 
@@ -51,6 +55,13 @@ def after_training(values: Mapping) -> str:
         exported = command("src/convert.py", source=run, target=run / "hugging_face", format="hugging_face")
         lines = [f"use:      {use_model(run, values['model']['family'])}", f"export:   {exported}", *lines]
     return "\n".join(lines)
+
+
+def of_training(overrides: list[str]) -> list[str]:
+    """The words of a plan's command that a training takes, without its grid of ranks."""
+    own = {field.name for field in fields(PlanConfig)} - {field.name for field in fields(RunConfig)}
+    names = [(override, override.lstrip("+~").partition("=")[0]) for override in overrides]
+    return _config_dir() + [o for o, name in names if name not in GRID and name.partition(".")[0] not in own]
 
 
 def use_model(checkpoint: str | Path, family: str) -> str:

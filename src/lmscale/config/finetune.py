@@ -250,6 +250,7 @@ class FinetuneConfig:
         require_positive(self, "micro_batch_size", "global_batch_size")
         require_path(self, "ckpt")
         self.precision.refuse_float8()
+        self.parallel.refuse_record()
         require_moments_fit(self.optimizer.moments, self.precision.dtype)
         require_loss_scale_halves(self.precision, self.trainer.max_skipped_steps)
         if self.parallel.sequence_parallel:  # batches are as long as their longest input

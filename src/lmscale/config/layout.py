@@ -83,6 +83,7 @@ class ParallelRequest:
         zero1: see `ParallelConfig`.
         batch_halves: see `ParallelConfig`; needs an even `micro_batch_size`.
         shared_memory: tensor ranks on one host without a GPU reduce through shared memory instead of gloo's TCP.
+        record: what `src/plan.py measure=N` has written: the run takes its fastest layout; both sizes are then `auto`.
     """
 
     tp_size: int | str = 1
@@ -92,6 +93,7 @@ class ParallelRequest:
     zero1: bool = False
     batch_halves: bool = False
     shared_memory: bool = True
+    record: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "dp_size"):
@@ -103,6 +105,20 @@ class ParallelRequest:
                 f"`parallel.timeout_minutes` must be at least {A_SECOND_IN_MINUTES:.4f} (a second) and at most "
                 f"{A_WEEK_IN_MINUTES} (a week), but is {self.timeout_minutes!r}"
             )
+        if self.record is not None and (self.tp_size, self.dp_size) != ("auto", "auto"):
+            raise ValueError(
+                "`tp_size` and `dp_size` must be auto with `parallel.record`, which has the layout, but are "
+                f"{self.tp_size} and {self.dp_size}"
+            )
+
+    def refuse_record(self) -> None:
+        """Refuse a measured layout outside pretraining, which is what was measured.
+
+        Raises:
+            ValueError: `record` is set.
+        """
+        if self.record is not None:
+            raise ValueError(f"`parallel.record` must be null outside src/train.py, but is {self.record}")
 
     def resolve(self, tp_size: int, dp_size: int) -> ParallelConfig:
         """The grid of these sizes, with the requested `sequence_parallel`, `zero1` and `batch_halves`."""

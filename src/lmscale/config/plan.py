@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checks import require_positive
+from .checks import require_not_negative, require_path, require_positive
 from .cluster import Cluster, read_cluster
 from .from_dict import build
 from .layout import ParallelRequest
@@ -42,6 +42,7 @@ class PlanConfig:
         cluster: that it would run on.
         micro_batch_size: sequences per rank and forward pass.
         global_batch_size: sequences of one optimizer step.
+        record: where `measure` writes its record, which `parallel=measured` reads.
         num_devices: devices of the job, all used unless `parallel.dp_size` is given; None: up to all of the cluster, in
             a search the largest number that some layout can use.
         best: rank all layouts instead of planning one, on a cluster with a `roofline` without and with
@@ -51,6 +52,8 @@ class PlanConfig:
         operations: also show every operation of a step with its counts and its time, slowest first; needs
             `cluster.roofline` and one layout.
         json: print JSON instead of a table.
+        measure: train this many of the best modelled layouts for a few steps on this machine, which `cluster` must
+            describe, with `micro_batch_size` as given; 0: none.
     """
 
     name: str
@@ -63,15 +66,22 @@ class PlanConfig:
     optimizer: OptimizerConfig
     micro_batch_size: int
     global_batch_size: int
+    record: str
     num_devices: int | None = None
     best: bool = False
     top: int = 10
     find_recompute: bool = True
     operations: bool = False
     json: bool = False
+    measure: int = 0
 
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "global_batch_size", "top")
+        require_not_negative(self, "measure")
+        require_path(self, "record")
+        self.parallel.refuse_record()
+        if self.measure and (self.best or self.operations):
+            raise ValueError(f"`measure` must be 0 with `best` or `operations`, but is {self.measure}")
         if self.data.seq_length > self.model.max_position_embeddings:
             raise ValueError(
                 f"`data.seq_length` must be at most `model.max_position_embeddings` "

@@ -8,7 +8,7 @@ from ..config.layout import ParallelRequest
 from ..config.plan import PlanConfig
 from .job import STAND_IN_VOCAB_SIZE, Job, smallest_layout
 from .plan import Plan, describe_shortage, make_plan
-from .search import Ranking, largest_number, rank_layouts, suggest_layout
+from .search import Ranking, divides, largest_number, rank_layouts, rank_on_machine, suggest_layout
 
 _HALF = ("bf16", "fp16")
 
@@ -105,6 +105,30 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
     return ranking, notes
 
 
+def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:
+    """The best `measure` layouts of a machine with `num_devices` devices, fastest first; see `rank_on_machine`.
+
+    Raises:
+        ValueError: none divides model and batch and fits; more `num_devices` are requested than there are.
+    """
+    job, _ = make_job(question)
+    if (question.num_devices or 0) > num_devices:
+        raise ValueError(
+            f"`num_devices` must be at most the {num_devices} of this machine with `measure`, "
+            f"but is {question.num_devices}"
+        )
+    used, is_free = question.num_devices or num_devices, question.model.recompute == "auto" and question.cluster.is_gpu
+    modes = list(Recompute) if is_free else [job.config.recompute]
+    plans = rank_on_machine(job, question.cluster, used, question.parallel, modes)
+    if not plans:
+        raise ValueError(
+            f"`measure` needs a layout of {used} devices that divides the model and the batch "
+            f"(`micro_batch_size` {job.micro_batch_size}, `global_batch_size` {job.global_batch_size}) and fits, "
+            "but there is none; best=true ranks other micro-batches"
+        )
+    return plans[: question.measure]
+
+
 def _modes_to_try(question: PlanConfig, job: Job) -> list[Recompute]:
     """The requested recomputation mode, then those that recompute more if the planner may choose them."""
     modes = list(Recompute)
@@ -121,10 +145,7 @@ def _resolve_layout(question: PlanConfig, job: Job) -> ParallelConfig:
 
     def possible(tp_size: int) -> ParallelConfig | None:
         layout = resolved(tp_size)
-        divides = job.global_batch_size % (job.micro_batch_size * layout.dp_size) == 0
-        divides = divides and job.micro_batch_size % layout.batch_parts == 0
-        divides = divides and not (layout.cuts_sequence and job.seq_length % tp_size)
-        return layout if divides and layout.world_size <= machine.num_devices else None
+        return layout if divides(job, layout) and layout.world_size <= machine.num_devices else None
 
     if request.tp_size != "auto":
         return resolved(request.tp_size)

@@ -1,11 +1,13 @@
 """Search the layouts of a job on a cluster: all possible ones ranked by step time, and the nearest that works."""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute
-from ..config.cluster import Cluster
+from ..config.cluster import Cluster, Peaks
 from ..config.layout import ParallelRequest
 from .job import Job, rank_memory
 from .memory import GIB
@@ -55,6 +57,13 @@ def micro_batch_sizes(job: Job, layout: ParallelConfig) -> list[int]:
     return [b for b in sizes if b % layout.batch_parts == 0]
 
 
+def divides(job: Job, layout: ParallelConfig) -> bool:
+    """Whether a layout divides the batch into whole micro-batches and these, where it cuts them, into equal parts."""
+    whole = job.global_batch_size % (job.micro_batch_size * layout.dp_size) == 0
+    halves = job.micro_batch_size % layout.batch_parts == 0
+    return whole and halves and not (layout.cuts_sequence and job.seq_length % layout.tp_size)
+
+
 def rank_layouts(
     job: Job,
     cluster: Cluster,
@@ -79,7 +88,7 @@ def rank_layouts(
             continue
         layouts = [request.resolve(tp_size, num_devices // tp_size)]
         if compares_options and cluster.roofline is not None:
-            layouts = _with_options(layouts[0])
+            layouts = _with_options(layouts[0], ("zero1", "batch_halves"))
         plans = [
             make_plan(job.change(b, mode), layout, cluster)
             for layout in layouts
@@ -103,13 +112,53 @@ def rank_layouts(
     return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), tuple(too_large))
 
 
-def _with_options(layout: ParallelConfig) -> list[ParallelConfig]:
-    """The layout and those with `zero1`, `batch_halves` or both besides, where these have an effect."""
-    layouts = [layout]
-    for name, has_effect in (("zero1", layout.dp_size > 1), ("batch_halves", layout.tp_size > 1)):
-        if has_effect and not getattr(layout, name):
+def _with_options(layout: ParallelConfig, options: tuple[str, ...]) -> list[ParallelConfig]:
+    """The layout and those with some or all of the options besides, where these have an effect."""
+    layouts, has_effect = [layout], {"zero1": layout.dp_size > 1, "batch_halves": layout.tp_size > 1}
+    for name in options:
+        if has_effect[name] and not getattr(layout, name):
             layouts += [dataclasses.replace(each, **{name: True}) for each in layouts]
     return layouts
+
+
+def rank_on_machine(
+    job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest, modes: Sequence[Recompute]
+) -> list[Plan]:
+    """Plan `job`, with the micro-batch that it has, in every layout of one machine; those that fit, fastest first.
+
+    Each layout without and with `zero1`, and on GPUs, where layers are compiled, `batch_halves`. On CPUs a layout may
+    have fewer ranks than there are cores: each has an equal share of the cores, and is modelled as if its threads
+    divided all work without loss. So two cores have four layouts: one rank of two threads, two tensor ranks, and two
+    data ranks without and with `zero1`.
+
+    Args:
+        num_devices: GPUs or cores of the machine, all used.
+        request: its options hold for all layouts.
+        modes: of recomputation; each layout has the first with which it fits.
+    """
+    counts = [num_devices] if cluster.is_gpu else [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    options, plans = (("zero1", "batch_halves") if cluster.is_gpu else ("zero1",)), []
+    for num_ranks in counts:
+        device = _join_devices(cluster, num_devices // num_ranks, num_ranks)
+        sizes = [tp_size for tp_size in tensor_sizes(job, num_ranks) if num_ranks % tp_size == 0]
+        for layout in (each for p in sizes for each in _with_options(request.resolve(p, num_ranks // p), options)):
+            if not divides(job, layout):
+                continue
+            tried = (make_plan(job.change(recompute=mode), layout, device) for mode in modes)
+            plans += itertools.islice((plan for plan in tried if plan.missing_bytes <= 0), 1)
+    return sorted(plans, key=lambda plan: plan.time.total)
+
+
+def _join_devices(cluster: Cluster, num_joined: int, num_devices: int) -> Cluster:
+    """The cluster with `num_joined` of its devices taken as one, and `num_devices` of these."""
+    peaks = {name: rate and num_joined * rate for name, rate in dataclasses.asdict(cluster.peaks).items()}
+    return dataclasses.replace(
+        cluster,
+        num_devices=num_devices,
+        memory_gib=num_joined * cluster.memory_gib,
+        memory_bandwidth_gb_s=num_joined * cluster.memory_bandwidth_gb_s,
+        peaks=Peaks(**peaks),
+    )
 
 
 def largest_number(job: Job, cluster: Cluster, request: ParallelRequest = _NO_OPTIONS) -> int:

@@ -119,6 +119,8 @@ def announce(
     run, resume_from, config, layout, batch = job.run, start.checkpoint, job.config, job.layout, job.batch
     parameters = count_parameters(config, layout.tp_size)
     chosen = "; tp_size=auto: the smallest that fits, not the fastest" if run.parallel.tp_size == "auto" else ""
+    if run.parallel.record is not None:
+        chosen = f"; the fastest of {run.parallel.record}"
     print(
         f"{run.name}: {parameters.total:,} parameters, {parameters.per_rank:,} per rank; {config.num_layers} layers, "
         f"hidden {config.hidden_size}, {config.num_attention_heads} heads, norm order {config.norm_order}\n"

@@ -27,6 +27,7 @@ from ..output.resuming import find_checkpoint
 from .gpu_settings import set_allocator
 from .kernel_choice import compiling_pays, kept_compile, resolve_attention
 from .launch import World, is_first_rank, resolve_accelerator, world_from_outside
+from .measured_layout import take_measured_layout
 from .paths import check_paths
 from .run_lock import check_not_in_use
 
@@ -71,9 +72,12 @@ def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, 
     )
     trainer = dataclasses.replace(run.trainer, accelerator=accelerator)
     run = dataclasses.replace(run, trainer=trainer, compile=kernels.compiles)
+    request = run.parallel
+    if request.record is not None:
+        request, run = take_measured_layout(run, on_gpu)
     run = resolve_attention(run, on_gpu, kernels.compiles, resume_from)
     # The memory of a rank depends on the kernels, and these on neither the layout nor the recomputation.
-    layout = resolve_layout(run.parallel, job_of(run), world, accelerator)
+    layout = resolve_layout(request, job_of(run), world, accelerator)
     run.check_layout(layout.tp_size, layout.dp_size)
     run = resolve_recompute(run, layout, accelerator)
     check_cuda_graphs(kernels, on_gpu, run.precision.dtype, run.model.recompute.value, layout.tp_size)

@@ -1,0 +1,64 @@
+"""The committed record of measured layouts: its metrics follow from its rows, and the guide shows its numbers."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from analysis.scaling.measured_layouts import RECORD, compare
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_short_runs_and_the_model_are_compared_with_long_runs() -> None:
+    times = {"a": (1.0, 2.2, 2.0), "b": (3.0, 1.0, 1.0), "c": (4.0, 3.0, 4.0)}  # modelled, short, long
+    rows = [
+        {"layout": name, "modelled_s": m, "short_s": s, "long_s": t, "modelled_bytes": 1, "bytes": 2}
+        for name, (m, s, t) in times.items()
+    ]
+    metrics = {name: entry["value"] for name, entry in compare(rows).items()}
+    assert (metrics["short/pairs_in_order"], metrics["modelled/pairs_in_order"]) == (3, 2)
+    assert metrics["short/largest_difference"] == pytest.approx(-0.25)
+    assert metrics["modelled/largest_difference"] == 2.0
+    assert metrics["b/short_s"] == 1.0 and metrics["c/bytes"] == 2
+
+
+def test_the_metrics_of_the_committed_record_follow_from_its_steps() -> None:
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    rows = record["config"]["rows"]
+    assert {row["layout"]: row["threads_per_rank"] for row in rows} == {
+        "tp1_dp1": 2,
+        "tp2_dp1": 1,
+        "tp1_dp2": 1,
+        "tp1_dp2_zero1": 1,
+    }
+    for row in rows:
+        for name, count in {"short": 7, "long": 60}.items():
+            assert len(row[f"{name}_steps_s"]) == count
+            assert statistics.median(row[f"{name}_steps_s"]) == row[f"{name}_s"]
+    assert compare(rows).items() <= record["metrics"].items()
+
+
+def test_the_guide_shows_the_committed_record() -> None:
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    rows, metrics = record["config"]["rows"], record["metrics"]
+    page = " ".join((ROOT / "docs" / "guides" / "plan.md").read_text(encoding="utf-8").split())
+    for row in rows:
+        times = " | ".join(f"{row[name]:.3f}" for name in ("short_s", "long_s", "modelled_s"))
+        memory = " | ".join(f"{row[name] / 2**30:.2f}" for name in ("bytes", "modelled_bytes"))
+        assert f"| `{row['layout']}` | {row['threads_per_rank']} | {times} | {memory} |" in page
+    fastest = [min(rows, key=lambda row: row[f"{name}_s"])["layout"] for name in ("long", "short", "modelled")]
+    assert fastest == ["tp1_dp1"] * 3
+    in_order = {name: metrics[f"{name}/pairs_in_order"]["value"] for name in ("short", "modelled")}
+    worst = {name: metrics[f"{name}/largest_difference"]["value"] for name in ("short", "modelled")}
+    reversed_pair = metrics["tp2_dp1/long_s"]["value"] / metrics["tp1_dp2_zero1/long_s"]["value"] - 1
+    excess = [row["bytes"] / row["modelled_bytes"] - 1 for row in rows]
+    assert worst["modelled"] < 0  # too low
+    for said in (
+        f"are within {abs(worst['short']):.1%} of the long ones",
+        f"They order {in_order['short']} of the 6 pairs alike; the other pair differs by {reversed_pair:.1%} in",
+        f"orders only {in_order['modelled']} of them alike, and its times are up to {-worst['modelled']:.1%} too low",
+        f"{100 * min(excess):.0f} to {max(excess):.0%} above the model",
+    ):
+        assert said.replace("%", " %") in page
