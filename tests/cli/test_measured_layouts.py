@@ -263,7 +263,8 @@ def test_a_training_takes_the_words_of_the_plan_without_its_grid(monkeypatch) ->
     assert next_command.of_training(plan + kept + grid) == ["--config-dir", "mine", *kept]
 
 
-@pytest.mark.parametrize("cores, number", [(1, 1), pytest.param(2, 4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cores, number", [(1, 1), (2, 4)])
 def test_a_measured_layout_trains_as_the_printed_command_does(tmp_path, cores: int, number: int) -> None:
     """Real runs; idle threads wait without spinning, so that a busy machine measures them too."""
     path, shown = tmp_path / "layouts.json", environment(OMP_WAIT_POLICY="PASSIVE")
