@@ -5,6 +5,7 @@ reads the output has closed it (SIGPIPE); those of training are in `training/run
 """
 
 import atexit
+import multiprocessing
 import os
 import select
 import shutil
@@ -26,6 +27,12 @@ from .errors import USER_ERROR, WANTS_TRACEBACK, exit_with
 from .help import help_text
 
 _task_is_running = False
+
+# A rank that lmscale starts imports its entry point, and so this module, before torch, which takes seconds. Until the
+# training records signals, Ctrl-C ends the rank without a traceback, and the launcher prints the one line.
+if multiprocessing.parent_process() is not None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it
 
 
 def run_hydra_main(main: Callable[[], None], literal: Collection[str] = ()) -> None:

@@ -61,6 +61,7 @@ class Interruption:
             in_background = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # a shell has made it ignore Ctrl-C
             signals = SIGNALS if self.ctrl_c and not in_background else SIGNALS[1:]
             self._previous = {number: signal.signal(number, self._record) for number in signals}
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # blocked while a launcher starts its ranks
 
     def restore(self) -> None:
         """Restore the previous handlers."""

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,10 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any, sav
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     interruption = Interruption(_pass_on_to_ranks, _kill_ranks, ctrl_c=saves)
     interruption.install()
+    # A rank that is being started cannot handle Ctrl-C yet. It inherits the block, and its entry point removes it. Here
+    # the signal comes to another thread; Python runs its handler in this one.
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return max(elastic_launch(config, worker)(job).values())
     except ChildFailedError as error:
@@ -165,6 +170,7 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any, sav
     except SignalException as error:  # the agent has stopped the ranks
         _stop(error.sigval)
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         interruption.restore()
         os.environ.pop(PASSED_ON, None)
 
