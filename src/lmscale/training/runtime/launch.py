@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ...parallel.shared_memory import RankGoneError
 from .exit_codes import FAILED, INTERRUPTED, STALLED
 from .interruption import PASSED_ON, Interruption
-from .lost_rank import LostRank
+from .lost_rank import CollectiveError, LostRank
 from .watchdog import StalledError
 
 
@@ -158,6 +158,8 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any, sav
         text = f"rank {rank} failed (exit code {failure.exitcode}): "
         if not isinstance(failure.message, dict):  # a signal leaves a sentence
             text += failure.message
+        elif _is_of(failure.message, CollectiveError):
+            text += failure.message["message"]
         elif not _is_of(failure.message, StalledError, RankGoneError):
             print(failure.message["extraInfo"]["py_callstack"].rstrip(), file=sys.stderr)
             text += failure.message["message"]
