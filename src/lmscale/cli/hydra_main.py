@@ -5,7 +5,6 @@ reads the output has closed it (SIGPIPE); those of training are in `training/run
 """
 
 import atexit
-import multiprocessing
 import os
 import select
 import shutil
@@ -30,7 +29,7 @@ _task_is_running = False
 
 # A rank that lmscale starts imports its entry point, and so this module, before torch, which takes seconds. Until the
 # training records signals, Ctrl-C ends the rank without a traceback, and the launcher prints the one line.
-if multiprocessing.parent_process() is not None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if "__mp_main__" in sys.modules and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it
 

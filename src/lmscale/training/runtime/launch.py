@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,7 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any, sav
     # A rank that is being started cannot handle Ctrl-C yet. It inherits the block, and its entry point removes it. Here
     # the signal comes to another thread; Python runs its handler in this one.
     threading.Thread(target=threading.Event().wait, daemon=True).start()
+    resource_tracker.ensure_running()  # it would start with the first rank, and remove the block
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return max(elastic_launch(config, worker)(job).values())
