@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from entry_points import TINY, slurm_task, start, train
+from entry_points import TINY, environment, slurm_task, start, train
 from ranks import free_port
 from runs import assert_same_run
 
@@ -210,6 +210,14 @@ def test_a_failed_collective_ends_a_run_with_one_line_and_keeps_the_traceback_in
     line = f"error: rank 0: communication failed in {where}: {NCCL_LINE}; traceback: {path}\n"
     assert (done.returncode, done.stderr) == (FAILED, line)
     assert "in fail" in path.read_text() and "frame #0" in path.read_text()
+
+
+def test_a_rank_that_starts_after_ctrl_c_ends_without_a_step() -> None:
+    code = "from lmscale.training.runtime.interruption import Interruption; Interruption().install()"
+    for name, status in (("SIGINT", 130), ("SIGTERM", 0)):  # after SIGTERM it saves its first step
+        assert (
+            subprocess.run([sys.executable, "-c", code], env=environment(LMSCALE_INTERRUPTED=name)).returncode == status
+        )
 
 
 def test_errors_of_lost_connections_are_told_from_others() -> None:
