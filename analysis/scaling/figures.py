@@ -39,10 +39,7 @@ def draw_figure_1(rows: pd.DataFrame) -> Figure:
         rows: result of `figure_1_rows`.
     """
     largest = rows.iloc[-1]
-    title = (
-        f"{largest['GPUs']} GPUs: modelled {largest[OURS]:.1f} PFLOP/s, paper {largest[PAPER]:.1f}. "
-        "The paper's bars from 2 to 256 GPUs are its Figure 5 x 39 TFLOP/s"
-    )
+    title = f"{largest['GPUs']} GPUs: modelled {largest[OURS]:.1f} PFLOP/s, paper {largest[PAPER]:.1f}"
     rows = rows.assign(linear=rows["GPUs"] * BASELINE_FLOPS_PER_S / 1e15)
     rows.loc[rows["GPUs"] <= 8, [PAPER, OURS, "linear"]] *= 1e3  # the left panel, in TFLOP/s
     with house_style("whitegrid"):

@@ -31,6 +31,14 @@ def test_a_fingerprint_covers_data_and_text() -> None:
     assert len({drawn(4.0, "nats"), drawn(4.01, "nats"), drawn(4.0, "bits")}) == 3
 
 
+def test_no_title_is_wider_than_its_figure() -> None:
+    """The report would cut it off."""
+    for name, (_, figure) in make_figures.figures(make_figures.ANALYSIS).items():
+        figure.canvas.draw()
+        title = figure._suptitle.get_window_extent()
+        assert title.x0 >= 0 and title.x1 <= figure.bbox.width, name
+
+
 def test_one_figure_alone_is_drawn_and_an_unknown_one_refused(tmp_path) -> None:
     captions = make_figures.draw_all(make_figures.ANALYSIS, tmp_path / "one", only="figure_5")
     assert [path.name for path in captions] == ["figure_5.png"] == [path.name for path in (tmp_path / "one").iterdir()]

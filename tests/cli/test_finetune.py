@@ -118,6 +118,7 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
             assert done.returncode == 0, done.stderr
             record = json.loads((run / "record.json").read_text())
             assert record["kind"] == "scaled_down" and record["metrics"]["steps"]["value"] == 3
+            assert "by_size" in record["config"]["task"] and "table_6" not in json.dumps(record)  # not the paper's task
             predicted = [line.split("\t") for line in (run / "predictions/dev/rte.tsv").read_text().splitlines()[1:]]
             assert [name for name, _ in predicted] == [str(n) for n in range(20)]
             right = sum(label == row[3] for (_, label), row in zip(predicted, rows, strict=True))
@@ -174,7 +175,7 @@ def test_every_task_composes_with_every_row_of_table_6(task: str, size: str) -> 
     }[task]
     row = table[["336m", "1.3b", "3.9b"].index(size)]
     assert (run.global_batch_size, run.optimizer.lr, run.trainer.num_epochs) == (*row, table[3])
-    assert run.task.name == task and run.to_dict()["task"]["table_6"][size]["lr"] == row[1]
+    assert run.task.name == task and run.to_dict()["task"]["by_size"][size]["lr"] == row[1]
 
 
 @pytest.mark.parametrize("sweep, jobs", [("finetune_search", 25), ("five_seeds", 5)])

@@ -422,6 +422,15 @@ def test_a_plan_uses_the_model_settings_of_the_fidelity() -> None:
     assert plans[1]["activations"] < plans[0]["activations"] and plans[1]["weights"] == plans[0]["weights"]
 
 
+@pytest.mark.parametrize(
+    ("cluster", "attention", "kept"), [("h100", "sdpa", "no"), ("cpu", "sdpa", "its"), ("h100", "exact", "its")]
+)
+def test_a_plan_says_whether_its_attention_keeps_the_scores(cluster: str, attention: str, kept: str) -> None:
+    """The memory of gpt_8.3b on a CPU is not that on a GPU."""
+    text = printed("model=gpt_355m", "parallel.tp_size=1", f"cluster={cluster}", f"model.attention={attention}")
+    assert f"\n    activations (attention keeps {kept} scores) " in text
+
+
 def test_a_plan_shows_computing_against_all_messages_and_says_when_messages_bind() -> None:
     answer = planned(*PAPER)
     seconds, messages = answer["step_time_s"], sum(answer["messages_s"].values())

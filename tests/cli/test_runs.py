@@ -228,6 +228,29 @@ def test_ctrl_c_saves_at_the_next_step_and_a_second_one_stops_at_once(tmp_path, 
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the process table with ps")
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0, 1])
+def test_ctrl_c_while_the_ranks_start_ends_them_with_one_line(tmp_path, seconds) -> None:
+    """They cannot handle signals yet: first they start Python, then they import torch."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = start(*SLOW_RUN, "parallel.tp_size=2", f"hydra.run.dir={tmp_path / 'run'}")
+    signal.signal(signal.SIGINT, before)
+    try:
+        while len(ranks := children_of(process)) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+        assert (process.returncode, stdout, stderr) == (130, "", "stopped by SIGINT\n")
+        assert not [pid for pid in ranks if os.path.exists(f"/proc/{pid}")]
+        assert not (tmp_path / "run").exists()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.mark.slow
 def test_every_python_command_of_the_documents_runs(tmp_path) -> None:
     """In order, with a tiny model, few steps and `outputs/` elsewhere; each script is started cold once. Scripts of

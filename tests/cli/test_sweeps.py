@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 from entry_points import REPOSITORY, TINY, forked_too, refuse, train
+from omegaconf import OmegaConf
 from test_runs import losses
+
+from lmscale.cli.sweep_summary import SweepSummary
 
 
 def test_a_sweep_over_layouts_and_norm_orders_makes_four_runs(tmp_path) -> None:
@@ -114,5 +117,40 @@ def test_a_sweep_ends_with_a_table_best_first_and_a_figure(tmp_path) -> None:
         ["val/loss", "run", "optimizer.lr"],
         [f"{losses[1]:.4f}", "1", "0.01"],
         [f"{losses[0]:.4f}", "0", "1e-05"],
+    ]
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_over_tasks_is_ranked_within_each_task(tmp_path, capsys) -> None:
+    """An accuracy of one task and an F1 of another are not in one list."""
+    scores = {"mnli": {1e-5: 71.0, 5e-5: 74.0}, "squad_v1": {1e-5: 88.0, 5e-5: 81.0}}
+    metrics = {"mnli": "mnli/accuracy", "squad_v1": "squad_v1/f1"}
+    jobs = [(task, lr, score) for task, of_rates in scores.items() for lr, score in of_rates.items()]
+    for number, (task, lr, score) in enumerate(jobs):
+        config = {"task": {"name": task}, "overrides": [f"task={task}", f"optimizer.lr={lr}", "seed=1"]}
+        (tmp_path / str(number)).mkdir()
+        record = {"config": config, "metrics": {metrics[task]: {"value": score}}}
+        (tmp_path / str(number) / "record.json").write_text(json.dumps(record))
+        (tmp_path / str(number) / "metrics.csv").write_text("step,train/loss\n1,0.7\n2,0.6\n")
+    sweep = {"objective": None, "task": {"name": "mnli"}, "hydra": {"sweep": {"dir": str(tmp_path)}}}
+    SweepSummary("lmscale.finetune.tasks.objective_of").on_multirun_end(OmegaConf.create(sweep))
+    lines = [line.split() for line in capsys.readouterr().out.strip().splitlines()]
+    assert lines[:8] == [
+        ["2", "runs,", "best", "mnli/accuracy", "first"],
+        ["mnli/accuracy", "run", "optimizer.lr"],
+        ["74.0000", "1", "5e-05"],
+        ["71.0000", "0", "1e-05"],
+        [],
+        ["2", "runs,", "best", "squad_v1/f1", "first"],
+        ["squad_v1/f1", "run", "optimizer.lr"],
+        ["88.0000", "2", "1e-05"],
+    ]
+    with open(tmp_path / "sweep.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["run"], row["mnli/accuracy"], row["squad_v1/f1"], row["task"]) for row in rows] == [
+        ("1", "74.0", "", "mnli"),
+        ("0", "71.0", "", "mnli"),
+        ("2", "", "88.0", "squad_v1"),
+        ("3", "", "81.0", "squad_v1"),
     ]
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")

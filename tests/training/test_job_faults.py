@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from entry_points import TINY, slurm_task, start, train
+from entry_points import TINY, environment, slurm_task, start, train
 from ranks import free_port
 from runs import assert_same_run
 
@@ -19,7 +19,7 @@ from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.parallel.shared_memory import RankGoneError
 from lmscale.training.runtime import watchdog as watchdog_module
 from lmscale.training.runtime.exit_codes import FAILED, INTERRUPTED, STALLED, USER_ERROR
-from lmscale.training.runtime.lost_rank import who_is_gone
+from lmscale.training.runtime.lost_rank import what_failed, who_is_gone
 from lmscale.training.runtime.run import _end_process_group
 from lmscale.training.runtime.watchdog import Watchdog
 
@@ -178,6 +178,46 @@ def test_the_launcher_blames_the_killed_rank(tmp_path) -> None:
     assert re.fullmatch(LINE_OF_RANK_0, of_rank + "\n"), stderr
     # Either rank may be the first that the launcher sees ended.
     assert summary.startswith(("error: rank 1 failed (exit code -9): Signal 9", "error: no report from rank 1, "))
+
+
+NCCL = """NCCL error in: ProcessGroupNCCL.cpp:2251, unhandled cuda error (run with NCCL_DEBUG=INFO for details)
+ncclUnhandledCudaError: Call to CUDA function failed.
+Exception raised from checkForNCCLErrors at NCCLUtils.cpp:7 (most recent call first):
+frame #0: c10::Error::Error"""
+NCCL_LINE = (
+    "NCCL error in: ProcessGroupNCCL.cpp:2251, unhandled cuda error (run with NCCL_DEBUG=INFO for details) "
+    "ncclUnhandledCudaError: Call to CUDA function failed."
+)
+
+
+def test_errors_of_collectives_are_told_in_one_line_and_from_others() -> None:
+    assert what_failed(dist.DistBackendError(NCCL)) == what_failed(RuntimeError(NCCL)) == NCCL_LINE
+    assert what_failed(dist.DistNetworkError("The client socket has timed out")) == "The client socket has timed out"
+    assert what_failed(dist.DistBackendError("NCCL aborted")) == "NCCL aborted; NCCL_DEBUG=INFO shows more"
+    assert what_failed(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+
+
+def test_a_failed_collective_ends_a_run_with_one_line_and_keeps_the_traceback_in_its_folder(tmp_path) -> None:
+    code = (
+        "import runpy, sys; import torch.distributed as dist; from lmscale.training.module import PretrainModule\n"
+        f"def fail(*_): raise dist.DistBackendError({NCCL!r})\n"
+        "PretrainModule.training_step = fail\n"
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    done = train(*TINY, f"hydra.run.dir={tmp_path}", launcher=("-c", code))
+    path = tmp_path / "traceback_rank_0.txt"
+    where = "step 1, forward pass of micro-batch 1"
+    line = f"error: rank 0: communication failed in {where}: {NCCL_LINE}; traceback: {path}\n"
+    assert (done.returncode, done.stderr) == (FAILED, line)
+    assert "in fail" in path.read_text() and "frame #0" in path.read_text()
+
+
+def test_a_rank_that_starts_after_ctrl_c_ends_without_a_step() -> None:
+    code = "from lmscale.training.runtime.interruption import Interruption; Interruption().install()"
+    for name, status in (("SIGINT", 130), ("SIGTERM", 0)):  # after SIGTERM it saves its first step
+        assert (
+            subprocess.run([sys.executable, "-c", code], env=environment(LMSCALE_INTERRUPTED=name)).returncode == status
+        )
 
 
 def test_errors_of_lost_connections_are_told_from_others() -> None:

@@ -1,6 +1,7 @@
 """The line of progress: it fits the terminal, counts right after a resume, and is a log line without a terminal."""
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from entry_points import REPOSITORY, TINY, environment, train
 
-from lmscale.training.output.progress import _clock, fields, fit
+from lmscale.training.output.progress import ProgressLine, _clock, fields, fit
 
 
 def report(**metrics: float) -> SimpleNamespace:
@@ -80,3 +81,28 @@ def test_a_terminal_of_80_columns_gets_one_line_that_is_rewritten() -> None:
     versions = [part.removesuffix("\x1b[K") for part in line.split("\r")[1:]]
     assert versions[0].startswith("step 1/3") and versions[-1].startswith("step 3/3")
     assert max(map(len, versions)) < 80 and text.count(b"step 3/3") <= 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_other_text_erases_the_line_of_progress_and_the_next_step_shows_it_below(monkeypatch) -> None:
+    """A warning on stderr, as a library prints it between two steps."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", "60")
+    trainer = SimpleNamespace(is_global_zero=True, max_steps=2)
+    module = SimpleNamespace(completed_steps=0, is_last_micro_batch=True)
+    progress = ProgressLine(report())
+    progress.on_train_start(trainer, module)
+    for step in (1, 2):
+        print("too hot", file=sys.stderr)
+        module.completed_steps = step
+        progress.on_train_batch_end(trainer, module)
+    progress.on_train_end(trainer, module)
+    assert sys.stdout is sys.stderr is screen
+    shown = re.sub(r"  loss[^\x1b]*", "", screen.getvalue())
+    assert shown == "too hot\n\rstep 1/2\x1b[K\r\x1b[Ktoo hot\n\rstep 2/2\x1b[K\rstep 2/2\x1b[K\n"

@@ -27,6 +27,12 @@ from .help import help_text
 
 _task_is_running = False
 
+# A rank that lmscale starts imports its entry point, and so this module, before torch, which takes seconds. Until the
+# training records signals, Ctrl-C ends the rank without a traceback, and the launcher prints the one line.
+if "__mp_main__" in sys.modules and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it
+
 
 def run_hydra_main(main: Callable[[], None], literal: Collection[str] = ()) -> None:
     """Run a `@hydra.main` function; mistakes in overrides and configuration become `error: ...` and exit code 2.

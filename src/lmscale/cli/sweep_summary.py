@@ -17,7 +17,7 @@ class SweepSummary(Callback):
 
     Args:
         metric: of the runs' records, the lowest is best: `val/loss`. Or the dotted path of a function that names it for
-            a task, the highest is best; `objective` precedes it.
+            a task, the highest is best; `objective` precedes it. Runs of several tasks are ranked within each.
     """
 
     def __init__(self, metric: str) -> None:
@@ -25,37 +25,51 @@ class SweepSummary(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Read the records below the sweep's folder; a sweep without any leaves nothing."""
-        folder, metric, sign = Path(config.hydra.sweep.dir), self.metric, 1
-        if "/" not in metric:
-            metric, sign = config.objective or hydra.utils.get_method(metric)(config.task.name), -1
-        runs = [run for path in sorted(folder.rglob("record.json")) if (run := _read(path, folder, metric)) is not None]
-        if not runs:
-            return
-        runs.sort(key=lambda run: sign * run[metric])
-        constant = {key for key in runs[0] if len({str(run.get(key)) for run in runs}) == 1} - {metric, "run"}
-        columns = [key for key in dict.fromkeys(key for run in runs for key in run) if key not in constant]
-        print(f"\n{len(runs)} runs, best {metric} first")
-        print("\n".join(_aligned(runs, columns)))
+        folder = Path(config.hydra.sweep.dir)
+        groups: dict[str, list[dict[str, Any]]] = {}  # runs by the metric that ranks them
+        for path in sorted(folder.rglob("record.json")):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            metric, run = self._metric_of(record, config), path.parent.relative_to(folder).as_posix()
+            if (value := record["metrics"].get(metric, {}).get("value")) is not None:
+                groups.setdefault(metric, []).append({metric: value, "run": run} | _overrides(record))
+        for metric, runs in groups.items():
+            runs.sort(key=lambda run: run[metric], reverse="/" not in self.metric)
+            print(f"\n{len(runs)} runs, best {metric} first")
+            print("\n".join(_aligned(runs, _columns(runs, [metric]))))
+        if groups:
+            self._write(folder, groups)
+
+    def _metric_of(self, record: dict[str, Any], config: DictConfig) -> str:
+        if "/" in self.metric:
+            return self.metric
+        return config.objective or hydra.utils.get_method(self.metric)(record["config"]["task"]["name"])
+
+    def _write(self, folder: Path, groups: dict[str, list[dict[str, Any]]]) -> None:
+        """One table and one figure of all runs."""
         with open(folder / TABLE, "w", encoding="utf-8", newline="") as file:
-            table = csv.DictWriter(file, columns, extrasaction="ignore")
+            runs = [run for group in groups.values() for run in group]
+            table = csv.DictWriter(file, _columns(runs, list(groups)), extrasaction="ignore")
             table.writeheader()
             table.writerows(runs)
         print(f"table: {folder / TABLE}", flush=True)
-        trained = [run for run in runs if (folder / run["run"] / "metrics.csv").is_file()]
-        if trained:
-            _draw(folder, trained, columns[2:])
+        trained = {
+            metric: [run for run in runs if (folder / run["run"] / "metrics.csv").is_file()]
+            for metric, runs in groups.items()
+        }
+        if any(trained.values()):
+            _draw(folder, {metric: runs for metric, runs in trained.items() if runs})
             print(f"figure: {folder / FIGURE}", flush=True)
 
 
-def _read(path: Path, folder: Path, metric: str) -> dict[str, Any] | None:
-    """The metric, the folder and the overrides of one run; None if its record lacks the metric."""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    value = record["metrics"].get(metric, {}).get("value")
-    if value is None:
-        return None
-    overrides = (override.partition("=") for override in record["config"]["overrides"])
-    found = {metric: value, "run": path.parent.relative_to(folder).as_posix()}
-    return found | {key.lstrip("+"): choice for key, _, choice in overrides}
+def _overrides(record: dict[str, Any]) -> dict[str, str]:
+    parts = (override.partition("=") for override in record["config"]["overrides"])
+    return {key.lstrip("+"): choice for key, _, choice in parts}
+
+
+def _columns(runs: list[dict[str, Any]], metrics: list[str]) -> list[str]:
+    """The metrics, the run and the keys in which the runs differ."""
+    keys = dict.fromkeys(key for run in runs for key in run if key not in (*metrics, "run"))
+    return [*metrics, "run", *(key for key in keys if len({str(run.get(key)) for run in runs}) > 1)]
 
 
 def _aligned(runs: list[dict[str, Any]], columns: list[str]) -> list[str]:
@@ -68,8 +82,8 @@ def _shown(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def _draw(folder: Path, runs: list[dict[str, Any]], keys: list[str]) -> None:
-    """The training losses, one curve per run, the best one first in the legend."""
+def _draw(folder: Path, groups: dict[str, list[dict[str, Any]]]) -> None:
+    """The training losses, one curve per run, the best one first in the legend; one panel per metric."""
     import matplotlib  # with seaborn and pandas it takes seconds
 
     matplotlib.use("Agg")
@@ -77,16 +91,18 @@ def _draw(folder: Path, runs: list[dict[str, Any]], keys: list[str]) -> None:
     import pandas
     import seaborn
 
-    tables = []
-    for run in runs:
-        label = ", ".join(f"{key}={run.get(key, '')}" for key in keys) or run["run"]
-        tables.append(pandas.read_csv(folder / run["run"] / "metrics.csv").assign(run=label))
     seaborn.set_theme(style="whitegrid")
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    palette = "colorblind" if len(runs) <= 10 else "viridis"
-    rows = pandas.concat(tables, ignore_index=True)
-    seaborn.lineplot(rows, x="step", y="train/loss", hue="run", palette=palette, errorbar=None, ax=axes)
-    axes.set(xlabel="optimizer step", ylabel="training loss (nats)", title=f"{len(runs)} runs, the best one first")
-    axes.legend(fontsize="x-small")
+    figure, panels = plt.subplots(len(groups), figsize=(8, 5 * len(groups)), layout="constrained", squeeze=False)
+    for (metric, runs), axes in zip(groups.items(), panels[:, 0], strict=True):
+        tables, (_, _, *keys) = [], _columns(runs, [metric])
+        for run in runs:
+            label = ", ".join(f"{key}={run.get(key, '')}" for key in keys) or run["run"]
+            tables.append(pandas.read_csv(folder / run["run"] / "metrics.csv").assign(run=label))
+        palette = "colorblind" if len(runs) <= 10 else "viridis"
+        rows = pandas.concat(tables, ignore_index=True)
+        seaborn.lineplot(rows, x="step", y="train/loss", hue="run", palette=palette, errorbar=None, ax=axes)
+        title = f"{len(runs)} runs, best {metric} first"
+        axes.set(xlabel="optimizer step", ylabel="training loss (nats)", title=title)
+        axes.legend(fontsize="x-small")
     figure.savefig(folder / FIGURE, dpi=200)
     plt.close(figure)

@@ -52,7 +52,8 @@ class TaskConfig:
         columns: a user's own task: the table's names of the columns `id` (null: the number of the row), `first` and
             `second` text (null: only one text) and `label`, which a test set may lack.
         labels: a user's own task: names of the classes; a label is a name or an index into this list, from 0.
-        table_6: the values of Table 6 for this task, by size of the model; conf/finetune.yaml uses those of `size`.
+        by_size: batch size, learning rate and epochs by size of the model, for the paper's tasks those of Table 6;
+            conf/finetune.yaml uses those of `size`.
 
     Raises:
         ValueError: an unknown name, lengths that leave no space for the text, a stride that would leave tokens out.
@@ -73,7 +74,7 @@ class TaskConfig:
     null_threshold: float | None = None
     columns: dict | None = None
     labels: list | None = None
-    table_6: dict = field(default_factory=dict)
+    by_size: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.name in TASKS:

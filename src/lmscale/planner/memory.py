@@ -206,12 +206,17 @@ def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: i
     return num_bytes + kept
 
 
+def keeps_scores(config: TransformerConfig, on_gpu: bool) -> bool:
+    """Whether the attention core keeps its scores for the backward pass; a flash kernel does not."""
+    return config.attention == "exact" or not (on_gpu or config.attention_dropout == 0)
+
+
 def _core_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int, on_gpu: bool) -> int:
     """Bytes that the attention core of a layer keeps for its backward pass; none with a flash kernel."""
     h, n, wide = config.hidden_size, config.num_attention_heads, max(e, FP32_BYTES)
+    if not keeps_scores(config, on_gpu):
+        return 0
     if config.attention != "exact":
-        if on_gpu or config.attention_dropout == 0:
-            return 0
         return (b * n * s * s * 3 * wide + 3 * b * s * h * (wide - e)) // tp_size  # half types are widened, Q, K, V too
     if config.attention_dropout > 0:
         return b * n * s * s * (wide + 1 + e) // tp_size
@@ -226,7 +231,7 @@ def _in_flight_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, ow
     """
     h, f, wide = config.hidden_size, config.ffn_size, max(e, FP32_BYTES)
     of_mlp = b * s * f * e // tp_size
-    if config.attention != "exact" and (on_gpu or config.attention_dropout == 0):
+    if not keeps_scores(config, on_gpu):
         return of_mlp
     kind = "sdpa" if config.attention != "exact" else "fp32" if e == wide else "half"
     scores = SCORES_IN_FLIGHT[kind, config.attention_dropout > 0] * b * config.num_attention_heads * s * s * wide

@@ -3,7 +3,7 @@
 import dataclasses
 
 from ..config import Recompute
-from .memory import GIB, PARTS
+from .memory import GIB, PARTS, keeps_scores
 from .plan import Plan
 from .search import Ranking
 
@@ -130,9 +130,11 @@ def _memory_lines(plan: Plan) -> list[str]:
     heads = [mode.value + ("*" if mode is plan.recompute else "") for mode in Recompute]
     lines = [f"  {title:<44}" + "".join(f"{head:>12}" for head in heads)]
     estimates = [plan.memory[mode] for mode in Recompute]
+    scores = "its" if keeps_scores(plan.job.config, plan.cluster.is_gpu) else "no"
     for part in (*PARTS, "total"):
+        name = part.replace("_", " ") + f" (attention keeps {scores} scores)" * (part == "activations")
         values = "".join(f"{getattr(estimate, part) / GIB:>12.3f}" for estimate in estimates)
-        lines.append(f"    {part.replace('_', ' '):<42}{values}")
+        lines.append(f"    {name:<42}{values}")
     verdicts = [plan.usable_bytes - estimate.total for estimate in estimates]
     words = [f"{spare / GIB:.1f} spare" if spare >= 0 else f"{-spare / GIB:.1f} short" for spare in verdicts]
     return [*lines, "    " + " " * 42 + "".join(f"{word:>12}" for word in words)]

@@ -4,7 +4,7 @@ import math
 import shutil
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 import lightning as L
 
@@ -24,6 +24,8 @@ class ProgressLine(L.Callback):
     def __init__(self, report: StepReport, every_steps: int = 100) -> None:
         self.report, self.every_steps = report, every_steps
         self.live = sys.stdout.isatty()
+        self._is_shown = False
+        self._streams = (sys.stdout, sys.stderr)
         self._first_step = self._last_step = 0
         self._began = self._shown_at = 0.0
 
@@ -31,6 +33,9 @@ class ProgressLine(L.Callback):
         """Count the time that is left from this start of the run."""
         self._first_step, self._last_step = pl_module.completed_steps, trainer.max_steps  # which a stop changes
         self._began = time.monotonic()
+        if self.live and trainer.is_global_zero:
+            self._streams = (sys.stdout, sys.stderr)
+            sys.stdout, sys.stderr = (_OtherText(stream, self) for stream in self._streams)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Show a completed step on rank 0, if a line is due."""
@@ -46,9 +51,23 @@ class ProgressLine(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """End the line of a terminal, with the last step."""
-        if self.live and trainer.is_global_zero and self.report.metrics:
-            self._show(pl_module.completed_steps)
-            print(flush=True)
+        if self.live and trainer.is_global_zero:
+            sys.stdout, sys.stderr = self._streams
+            if self.report.metrics:
+                self._show(pl_module.completed_steps)
+                print(flush=True)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Leave the last step on the terminal; what is said of the error comes below it."""
+        if self.live and trainer.is_global_zero:
+            sys.stdout, sys.stderr = self._streams
+            print(end="\n" if self._is_shown else "", flush=True)
+
+    def erase(self) -> None:
+        """Make place for other text; the next step shows the line again, below it."""
+        if self._is_shown:
+            print("\r\x1b[K", end="", file=self._streams[0], flush=True)
+            self._is_shown = False
 
     def _show(self, step: int) -> None:
         columns = shutil.get_terminal_size().columns
@@ -56,8 +75,23 @@ class ProgressLine(L.Callback):
         seconds *= self._last_step - step
         text = fit([f"step {step}/{self._last_step}", *fields(self.report, seconds)], columns - self.live)
         # A terminal wraps a line that fills its last column, and keeps the rest of a longer line before it.
-        print(f"\r{text}\x1b[K" if self.live else text, end="" if self.live else "\n", flush=True)
-        self._shown_at = time.monotonic()
+        line, end = (f"\r{text}\x1b[K", "") if self.live else (text, "\n")
+        print(line, end=end, file=self._streams[0] if self.live else None, flush=True)
+        self._is_shown, self._shown_at = self.live, time.monotonic()
+
+
+class _OtherText:
+    """A stream of the terminal that erases the line of progress before it writes, for example a warning."""
+
+    def __init__(self, stream: TextIO, progress: ProgressLine) -> None:
+        self._stream, self._progress = stream, progress
+
+    def write(self, text: str) -> int:
+        self._progress.erase()
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def fields(report: StepReport, seconds_left: float) -> list[str]:

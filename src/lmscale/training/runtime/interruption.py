@@ -57,15 +57,19 @@ class Interruption:
         """Install the handlers; does nothing outside the main thread, where Python allows no handlers."""
         if PASSED_ON in os.environ:  # before this rank was started or restarted
             self.received = signal.Signals[os.environ[PASSED_ON]]
+            if self.received == signal.SIGINT:  # a step of this rank would make the user wait
+                os._exit(128 + signal.SIGINT)
         if threading.current_thread() is threading.main_thread():
             in_background = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # a shell has made it ignore Ctrl-C
             signals = SIGNALS if self.ctrl_c and not in_background else SIGNALS[1:]
             self._previous = {number: signal.signal(number, self._record) for number in signals}
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # blocked while a launcher starts its ranks
 
     def restore(self) -> None:
-        """Restore the previous handlers."""
+        """Restore the previous handlers; a rank goes on to record Ctrl-C, which its launcher may pass on late."""
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            if number != signal.SIGINT or multiprocessing.parent_process() is None:
+                signal.signal(number, handler)
         self._previous = {}
 
     def _record(self, number: int, frame: FrameType | None) -> None:

@@ -8,8 +8,10 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ...parallel.shared_memory import RankGoneError
 from .exit_codes import FAILED, INTERRUPTED, STALLED
 from .interruption import PASSED_ON, Interruption
-from .lost_rank import LostRank
+from .lost_rank import CollectiveError, LostRank
 from .watchdog import StalledError
 
 
@@ -142,6 +144,11 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any, sav
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     interruption = Interruption(_pass_on_to_ranks, _kill_ranks, ctrl_c=saves)
     interruption.install()
+    # A rank that is being started cannot handle Ctrl-C yet. It inherits the block, and its entry point removes it. Here
+    # the signal comes to another thread; Python runs its handler in this one.
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    resource_tracker.ensure_running()  # it would start with the first rank, and remove the block
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return max(elastic_launch(config, worker)(job).values())
     except ChildFailedError as error:
@@ -153,6 +160,8 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any, sav
         text = f"rank {rank} failed (exit code {failure.exitcode}): "
         if not isinstance(failure.message, dict):  # a signal leaves a sentence
             text += failure.message
+        elif _is_of(failure.message, CollectiveError):
+            text += failure.message["message"]
         elif not _is_of(failure.message, StalledError, RankGoneError):
             print(failure.message["extraInfo"]["py_callstack"].rstrip(), file=sys.stderr)
             text += failure.message["message"]
@@ -165,6 +174,7 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any, sav
     except SignalException as error:  # the agent has stopped the ranks
         _stop(error.sigval)
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         interruption.restore()
         os.environ.pop(PASSED_ON, None)
 

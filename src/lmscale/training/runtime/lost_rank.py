@@ -1,7 +1,9 @@
-"""One line and exit code 1, in place of a traceback, for a rank that has lost another rank of its group."""
+"""One line and exit code 1, in place of a traceback, for a rank whose communication with others has failed."""
 
 import re
 import sys
+import traceback
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -14,7 +16,35 @@ _CLOSED = re.compile(r"(Connection closed by peer|Connection reset by peer|Broke
 
 
 class LostRank(SystemExit):
-    """Ends a rank that has lost another one, with exit code 1."""
+    """Ends a rank that cannot communicate with another one, with exit code 1."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed on this rank; the message says where, what the backend says, and what to look at."""
+
+
+def end_rank(error: Exception, rank: int, tp_size: int, where: str, folder: Path | None) -> LostRank | None:
+    """Print one line on a failed communication and leave it for the launcher; the traceback goes into the run folder.
+
+    Args:
+        where: what this rank was doing.
+        folder: of the run; None, until the ranks have agreed on it: the traceback goes to stderr.
+
+    Returns:
+        the exception that ends this rank; None for an error of anything but communication.
+    """
+    first = rank // tp_size * tp_size
+    gone, failed = who_is_gone(error, range(first, first + tp_size)), what_failed(error)
+    if gone is not None:
+        error = RankGoneError(f"rank {rank}: {gone}; it was in {where}, and ends with exit code {FAILED}")
+    elif failed is not None:
+        written = _write_traceback(folder, rank)
+        error = CollectiveError(f"rank {rank}: communication failed in {where}: {failed}; traceback: {written}")
+    else:
+        return None
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    leave_for_launcher(error)
+    return LostRank(FAILED)
 
 
 def who_is_gone(error: BaseException, tensor_ranks: range) -> str | None:
@@ -32,9 +62,23 @@ def who_is_gone(error: BaseException, tensor_ranks: range) -> str | None:
     return f"a rank that it communicates with is gone ({closed[0]})"
 
 
-def end_without(gone: str, rank: int, where: str) -> LostRank:
-    """Print the line, leave it for the launcher, and return the exception that ends this rank."""
-    error = RankGoneError(f"rank {rank}: {gone}; it was in {where}, and ends with exit code {FAILED}")
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    leave_for_launcher(error)
-    return LostRank(FAILED)
+def what_failed(error: BaseException) -> str | None:
+    """What NCCL or torch.distributed says of a failure, in one line; None for any other error."""
+    text = str(error)
+    if not (isinstance(error, dist.DistError) or "NCCL error" in text):
+        return None
+    said = " ".join(text.partition("Exception raised from")[0].split())  # without the stack of C++
+    return f"{said}; NCCL_DEBUG=INFO shows more" if "NCCL" in said and "NCCL_DEBUG" not in said else said
+
+
+def _write_traceback(folder: Path | None, rank: int) -> str:
+    """Write the traceback of the error that is being handled, and say where it is."""
+    try:
+        if folder is not None:
+            path = folder / f"traceback_rank_{rank}.txt"
+            path.write_text(traceback.format_exc(), encoding="utf-8")
+            return str(path)
+    except OSError:
+        pass
+    traceback.print_exc()
+    return "above"

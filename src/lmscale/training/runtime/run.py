@@ -25,7 +25,7 @@ from .exit_codes import USER_ERROR
 from .gpu_settings import keep_partial_sums_in_fp32
 from .interruption import Interruption
 from .launch import cluster_environment
-from .lost_rank import end_without, who_is_gone
+from .lost_rank import end_rank
 from .run_lock import RunLock
 from .watchdog import Watchdog
 
@@ -120,7 +120,7 @@ def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], 
         folder or shared memory cannot be used.
 
     Raises:
-        LostRank: another rank has died; this one has printed a line.
+        LostRank: another rank has died or a collective has failed; this one has printed a line.
     """
     run, strategy = job.run, trainer.strategy
     interruption, lock = Interruption(), RunLock()
@@ -142,12 +142,10 @@ def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], 
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
     except RuntimeError as error:
-        rank, tp_size = trainer.global_rank, job.layout.tp_size
-        first = rank // tp_size * tp_size
-        gone = who_is_gone(error, range(first, first + tp_size))
-        if gone is None:
+        lost = end_rank(error, trainer.global_rank, job.layout.tp_size, watchdog.where, watchdog.folder)
+        if lost is None:
             raise
-        raise end_without(gone, rank, watchdog.where) from None
+        raise lost from None
     finally:
         interruption.restore()
         lock.release()
