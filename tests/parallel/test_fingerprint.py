@@ -34,6 +34,11 @@ def test_a_change_and_a_swap_of_two_values_are_seen(dtype, first: int, second: i
     assert len({int(fingerprint(each)) for each in (x, changed, swapped)}) == 3
 
 
+def test_a_change_that_is_lost_in_products_with_even_numbers_is_seen() -> None:
+    # x ^ (x >> 32) of the second differs from that of the first in the highest bit alone.
+    assert fingerprint(torch.tensor([0])) != fingerprint(torch.tensor([-(2**63) + 2**31]))
+
+
 def test_zeros_of_different_sign_differ_and_nan_equals_itself() -> None:
     assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
     assert fingerprint(torch.tensor([float("nan")])) == fingerprint(torch.tensor([float("nan")]))
