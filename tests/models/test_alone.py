@@ -34,6 +34,12 @@ def test_a_model_needs_only_its_config_and_has_the_weights_of_the_default_seed(f
     assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
+def test_a_model_of_the_other_family_is_refused(family: str) -> None:
+    (other,) = set(MODELS) - {family}
+    with pytest.raises(ValueError, match=f"`family` must be that of a {MODELS[family].__name__}, but is '{other}'"):
+        MODELS[family](small_config(other))
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "exact"])
 def test_in_training_the_dropout_keys_are_drawn_from_torchs_generator(family: str, tokens: Tensor, attention) -> None:
     model = MODELS[family](small_config(family, hidden_dropout=0.2, attention_dropout=0.2, attention=attention))
