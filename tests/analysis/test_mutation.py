@@ -1,10 +1,10 @@
 """Mistakes planted in the source: those that once passed every test are detected, and the driver finds its places."""
 
+import json
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
-import yaml
 
 from analysis.correctness import mutants
 from analysis.correctness.mutation_sites import mutants_of
@@ -149,7 +149,7 @@ def test_the_summary_counts_and_gives_wilsons_interval() -> None:
 
 
 def test_the_committed_summary_agrees_with_its_rows() -> None:
-    rows, summary = mutants.read_rows(), yaml.safe_load(mutants.SUMMARY.read_text(encoding="utf-8"))
+    rows, summary = mutants.read_rows(), json.loads(mutants.SUMMARY.read_text(encoding="utf-8"))
     survived = {key for key, row in rows.items() if row["outcome"] == "survived"}
     assert survived == summary["survived"].keys() | summary["equivalent"].keys()
     assert (summary["total"], summary["killed"]) == (len(rows), len(rows) - len(survived))

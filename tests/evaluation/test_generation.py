@@ -83,6 +83,11 @@ def test_the_cache_equals_full_recomputation(norm_order: str, attention: str) ->
     assert worst < 1e-12
 
 
+def test_a_cache_is_on_its_device() -> None:
+    cache = KeyValueCache(small_config("gpt"), PLAIN, 2, 3, torch.float64, "meta")
+    assert {tensor.device.type for tensor in (*cache.keys, *cache.values, cache.lengths)} == {"meta"}
+
+
 def test_a_cache_never_exceeds_its_capacity() -> None:
     model = varied_model(longer(), PLAIN)
     with pytest.raises(ValueError, match=r"`capacity` must be at most `max_position_embeddings` \(24\), but is 25"):

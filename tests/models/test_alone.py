@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from sharding import small_config
+from sharding import random_batch, random_model, small_config
 from torch import Tensor
 
+from lmscale.config.family import family_of, load
 from lmscale.models import BERT, GPT, build_model
 from lmscale.parallel import ParallelContext
 
@@ -32,6 +33,20 @@ def test_a_model_needs_only_its_config_and_has_the_weights_of_the_default_seed(f
     assert logits_of(model, tokens).shape == (3, 7, 104)
     pairs = zip(model.parameters(), built.parameters(), strict=True)
     assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def test_the_logits_for_the_accuracy_are_those_of_the_model(family: str) -> None:
+    config = small_config(family)
+    model, batch = random_model(config, ParallelContext()).eval(), random_batch(config)
+    names = ["token_types", "attention_mask"] if family == "bert" else []
+    expected = logits_of(model, batch["tokens"], **{name: batch[name] for name in names})
+    assert torch.equal(load(family_of(family).loss).token_logits(model, batch), expected)
+
+
+def test_a_model_of_the_other_family_is_refused(family: str) -> None:
+    (other,) = set(MODELS) - {family}
+    with pytest.raises(ValueError, match=f"`family` must be that of a {MODELS[family].__name__}, but is '{other}'"):
+        MODELS[family](small_config(other))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "exact"])

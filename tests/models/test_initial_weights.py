@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from sharding import local_part, random_batch, small_config, total_loss
 
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext, vocab_parallel_logits
+from lmscale.parallel import ParallelContext, initialize_parameters, vocab_parallel_logits
 
 ONE = ParallelContext()
 ARCHITECTURES = ["gpt", "bert"]
@@ -68,6 +68,20 @@ def test_initial_weights_differ_by_seed_and_by_name() -> None:
     assert abs(F.cosine_similarity(first.flatten(), second.flatten(), dim=0).item()) < 4 / math.sqrt(first.numel())
 
 
+def test_the_weights_are_those_of_runs_on_record() -> None:
+    weights = dict(build_model(small_config("gpt"), ONE, seed=5).named_parameters())
+    up, down = (weights[f"transformer.layers.1.mlp.{name}.weight"] for name in ("up", "down"))
+    assert [up[50, 7].item(), down[7, 50].item()] == pytest.approx([2.347115e-4, 3.275840e-3], rel=1e-5)
+
+
+def test_a_default_device_does_not_change_the_weights() -> None:
+    model = build_model(small_config("gpt"), ONE, seed=5)
+    before = [param.detach().clone() for param in model.parameters()]
+    with torch.device("meta"):
+        initialize_parameters(model, 5, ONE)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_padded_rows_start_at_zero_and_have_zero_gradient(architecture: str) -> None:
     config = small_config(architecture)  # 99 ids, 104 rows
@@ -89,8 +103,9 @@ def test_padding_does_not_shift_the_initial_rows() -> None:
     assert all(torch.equal(weights[0], weight[:99]) for weight in weights)
 
 
-def test_a_rank_with_only_padded_rows_predicts_nothing() -> None:
-    config = small_config("gpt", vocab_size=50, vocab_multiple=104)
+@pytest.mark.parametrize("initializer", ["generator", "counter"])
+def test_a_rank_with_only_padded_rows_predicts_nothing(initializer: str) -> None:
+    config = small_config("gpt", vocab_size=50, vocab_multiple=104, initializer=initializer)
     context = ParallelContext(tp_rank=1, tp_size=2)  # rows 52 to 103
     weight = build_model(config, context, seed=5).transformer.word_embedding.weight
     assert weight.shape == (52, 24) and (weight == 0).all()

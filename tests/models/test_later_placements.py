@@ -152,6 +152,13 @@ def test_forward_and_gradients_equal_those_of_torchs_modules(name: str) -> None:
         assert (mine - theirs).abs().max() < 1e-12 * max(p.grad.abs().max() for p in ours.parameters())
 
 
+def test_a_quarter_of_the_layers_of_mix_is_post_norm() -> None:
+    for num_layers, num_post in ((3, 0), (4, 1), (12, 3), (15, 3)):
+        config = small_config("bert", norm_order="mix", num_layers=num_layers)
+        kinds = [type(placement).__name__ for placement in config.layer_placements]
+        assert kinds == ["PostNorm"] * num_post + ["PreNorm"] * (num_layers - num_post)
+
+
 def test_the_placements_give_different_models() -> None:
     tokens = torch.arange(7)[None]
     outputs = [random_model(config_of(name), ParallelContext()).transformer(tokens).sum().item() for name in REFERENCES]

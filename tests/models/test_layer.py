@@ -1,5 +1,6 @@
 """Properties of a layer and the stack: norm order, GELU, attention scaling and masking."""
 
+import dataclasses
 import math
 
 import pytest
@@ -140,6 +141,17 @@ def test_later_tokens_do_not_influence_earlier_ones_in_gpt(attention: str, norm_
     before, after = model(tokens)[..., :99], model(changed)[..., :99]
     assert torch.equal(before[:, :8], after[:, :8])
     assert ((before[:, 8:] - after[:, 8:]).abs().amax(dim=(0, 2)) > 1e-6).all()
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_layers_have_the_gradients_of_kept_ones(recompute: str) -> None:
+    config = small_config("gpt", attention="exact", hidden_dropout=0.1, attention_dropout=0.1)
+    batch, found = random_batch(config), []
+    for mode in ("none", recompute):
+        model = random_model(dataclasses.replace(config, recompute=mode), ONE)
+        # torch.autograd.grad, because torch's reentrant checkpoints refuse it
+        found.append(torch.autograd.grad(total_loss(model, batch), list(model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_every_real_token_influences_every_position_in_bert() -> None:

@@ -77,6 +77,15 @@ def test_two_ranks_with_half_the_vocabulary_each_equal_one_process(loss_function
     assert max(run_ranks(_on_a_rank, 2, loss_function)) < 1e-13
 
 
+def test_rows_far_below_the_others_keep_their_loss() -> None:
+    rows, weight, bias, labels = make_inputs()
+    # One more hidden dimension of weight 1 moves all logits of a row alike, which changes no loss.
+    moved = torch.cat([rows, torch.linspace(-1e4, 1e4, N, dtype=rows.dtype).unsqueeze(1)], dim=1)
+    weight = torch.cat([weight, torch.ones(V, 1, dtype=weight.dtype)], dim=1)
+    loss = linear_cross_entropy(moved, weight, bias, labels, USED, ParallelContext())
+    assert loss.item() == pytest.approx(expected()[0].item(), rel=1e-9)
+
+
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
 def test_half_types_are_as_accurate_as_their_products(dtype: torch.dtype, bound: float, monkeypatch) -> None:
     monkeypatch.setattr(partition, "LOGITS_AT_ONCE", 5 * V)

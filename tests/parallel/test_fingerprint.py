@@ -4,8 +4,9 @@ import sys
 
 import pytest
 import torch
+from ranks import make_context, run_ranks
 
-from lmscale.parallel import fingerprint
+from lmscale.parallel import fingerprint, first_difference
 
 fingerprints = sys.modules[fingerprint.__module__]
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
@@ -32,6 +33,21 @@ def test_a_change_and_a_swap_of_two_values_are_seen(dtype, first: int, second: i
     changed[5] = x[5 + distance]
     swapped[5], swapped[5 + distance] = x[5 + distance].clone(), x[5].clone()
     assert len({int(fingerprint(each)) for each in (x, changed, swapped)}) == 3
+
+
+def test_a_change_that_is_lost_in_products_with_even_numbers_is_seen() -> None:
+    # x ^ (x >> 32) of the second differs from that of the first in the highest bit alone.
+    assert fingerprint(torch.tensor([0])) != fingerprint(torch.tensor([-(2**63) + 2**31]))
+
+
+def _differ_on_rank_1(rank: int) -> list[str | None]:
+    group = make_context(tp_size=2).tp_group
+    tensors = {"equal": torch.ones(3), "other": torch.tensor([1.0, float(rank)])}
+    return [first_difference(named, group) for named in ({"equal": tensors["equal"]}, tensors, {})]
+
+
+def test_the_first_tensor_that_differs_between_ranks_is_named_on_all_of_them() -> None:
+    assert run_ranks(_differ_on_rank_1, 2) == [[None, "other", None]] * 2
 
 
 def test_zeros_of_different_sign_differ_and_nan_equals_itself() -> None:

@@ -64,6 +64,12 @@ def test_the_products_are_within_the_error_of_float8() -> None:
         assert 0.02 < distance(mine.grad, theirs.grad) < 0.08
 
 
+@pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
+def test_a_half_type_is_rounded_once(dtype: torch.dtype) -> None:
+    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(3)).bfloat16()
+    assert torch.equal(to_float8(x, dtype).data.float(), to_float8(x.float(), dtype).data.float())
+
+
 def test_scaling_uses_the_full_range_and_zeros_stay_zero() -> None:
     x = torch.tensor([[1e-5, -3e-5], [0.0, 2e-5]])
     data, factor = to_float8(x, FORWARD)

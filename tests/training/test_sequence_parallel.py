@@ -5,6 +5,7 @@ from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
 from lmscale.config import ParallelConfig
 from lmscale.config.zero_shot import LambadaConfig, ZeroShotConfig
+from lmscale.parallel import ParallelContext
 
 LAYOUTS = ((1, 1), (2, 2))  # (tp_size, dp_size)
 BOUND = 1e-12
@@ -79,3 +80,8 @@ def test_a_micro_batch_without_equal_halves_is_refused(tmp_path) -> None:
 def test_halves_are_refused_for_an_evaluation(tmp_path) -> None:
     with pytest.raises(ValueError, match="`parallel.batch_halves` must be false for an evaluation, but is true"):
         ZeroShotConfig(str(tmp_path), LambadaConfig("lambada", "x"), "y", parallel=ParallelConfig(2, batch_halves=True))
+
+
+def test_an_odd_batch_is_computed_as_a_whole_and_an_even_one_in_halves() -> None:
+    context = ParallelContext(batch_halves=True)
+    assert [context.batch_parts(num_samples) for num_samples in range(1, 7)] == [1, 2, 1, 2, 1, 2]

@@ -25,6 +25,9 @@ class KeyValueCache:
         ValueError: more positions than the model has.
     """
 
+    positions: Tensor  # both are set by `reserve`
+    mask: Tensor
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -44,7 +47,6 @@ class KeyValueCache:
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.positions = self.mask = torch.empty(0)
 
     def reserve(self, num_tokens: int) -> Tensor:
         """Positions of the next `num_tokens` of each row, int64 [b, num_tokens]; also sets `mask` for their queries.
@@ -57,9 +59,8 @@ class KeyValueCache:
             raise ValueError(f"a row must be at most `capacity` ({self.capacity}) tokens long, but would be {stop}")
         self.positions = self.lengths[:, None] + torch.arange(num_tokens, device=self.lengths.device)
         slots = torch.arange(stop, device=self.lengths.device)
-        self.mask = (slots <= self.positions[:, :, None]).unsqueeze(
-            1
-        )  # [b, 1, s, stop]: a query attends up to its own position
+        # [b, 1, s, stop]: a query attends up to its own position
+        self.mask = (slots <= self.positions[:, :, None]).unsqueeze(1)
         return self.positions
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

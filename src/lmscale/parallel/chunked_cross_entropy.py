@@ -178,7 +178,7 @@ def _logits_to_gradient(
 
 
 def _softmax_in_place(logits: Tensor, log_total: Tensor) -> Tensor:
-    wide = logits.to(log_total.dtype, copy=True).sub_(log_total.unsqueeze(-1)).exp_()
+    wide = logits.to(log_total.dtype).sub_(log_total.unsqueeze(-1)).exp_()  # the logits themselves if they are wide
     return logits.copy_(wide)
 
 
