@@ -86,7 +86,6 @@ class SelfAttention(nn.Module):
         probabilities = scores.softmax(dim=-1, dtype=dtype).to(v.dtype)
         if self.training and self.dropout > 0.0:
             # Keyed by the head's number in the whole model, so that the mask does not depend on tp_size.
-            rows = self.num_local_heads * s
-            keep = counter_keep_mask(dropout_keys, rows, s, self.dropout, self.first_head * s)
+            keep = counter_keep_mask(dropout_keys, self.num_local_heads * s, s, self.dropout, self.first_head * s)
             probabilities = torch.where(keep.view_as(probabilities), probabilities * (1.0 / (1.0 - self.dropout)), 0.0)
         return probabilities @ v

@@ -124,9 +124,8 @@ class Transformer(nn.Module):
             return visible
         s = attention_mask.shape[1]
         before = torch.ones(s, s, dtype=torch.bool, device=visible.device).tril()
-        return visible & before | torch.eye(
-            s, dtype=torch.bool, device=visible.device
-        )  # padding attends to itself, so that no row is empty (nan)
+        # Padding attends to itself, so that no row is empty (nan).
+        return visible & before | torch.eye(s, dtype=torch.bool, device=visible.device)
 
     def embed(
         self,

@@ -57,7 +57,7 @@ def _draw_by_generator(param: Tensor, name: str, seed: int, context: ParallelCon
     dim = 0 if spec.shard_dim is None else spec.shard_dim
     length = spec.full_shape[dim]
     drawn = spec.used_rows if dim == 0 and spec.used_rows is not None else length
-    first = 0 if spec.shard_dim is None else context.start(length)
+    first = 0 if spec.shard_dim is None else context.tp_rank * param.shape[dim]
     last = first + param.shape[dim]
     if drawn < last:
         param.zero_()
@@ -81,7 +81,7 @@ def _draw_by_counter(param: Tensor, name: str, seed: int, context: ParallelConte
     spec, keys = param.shard, normal_keys(seed, name).to(param.device)
     first = [0, 0]
     if spec.shard_dim is not None:
-        first[spec.shard_dim] = context.start(spec.full_shape[spec.shard_dim])
+        first[spec.shard_dim] = context.tp_rank * param.shape[spec.shard_dim]
     num_rows, num_columns = param.shape
     if spec.used_rows is not None:
         num_rows = min(max(spec.used_rows - first[0], 0), num_rows)
