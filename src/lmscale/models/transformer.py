@@ -58,7 +58,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: TransformerConfig, context: ParallelContext) -> None:
         super().__init__()
-        config.check_tensor_parallel(context.tp_size)
+        config.check_tensor_parallel(context.tp_size, context.pad_heads)
         std, hidden = config.initializer_std, config.hidden_size
         self.config, self.context, self.uses_cuda_graphs = config, context, False
         self.placement = config.placement  # torch.compile cannot trace how the config finds it

@@ -31,7 +31,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
 
     Args:
         tp_size: tensor-parallel ranks; the number of data ranks is world size / tp_size.
-        sequence_parallel, zero1, batch_halves: see `ParallelConfig`.
+        sequence_parallel, zero1, batch_halves, pad_heads: see `ParallelConfig`.
         timeout_minutes: how long a collective may wait before the run fails.
         shared_memory: tensor ranks on one host without GPUs communicate through shared memory.
 
@@ -48,6 +48,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         sequence_parallel: bool = False,
         zero1: bool = False,
         batch_halves: bool = False,
+        pad_heads: bool = False,
         timeout_minutes: float = 30.0,
         shared_memory: bool = True,
         **kwargs: Any,
@@ -56,7 +57,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         super().__init__(
             timeout=self.collective_timeout, gradient_as_bucket_view=True, broadcast_buffers=False, **kwargs
         )
-        self.layout = ParallelConfig(tp_size, 1, sequence_parallel, zero1, batch_halves)
+        self.layout = ParallelConfig(tp_size, 1, sequence_parallel, zero1, batch_halves, pad_heads)
         self.shared_memory = shared_memory
         self.parallel = ParallelContext()
         self.save_timeout_s = 60 * timeout_minutes
@@ -103,6 +104,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
             sequence_parallel=self.layout.cuts_sequence,
             zero1=self.layout.cuts_optimizer,
             batch_halves=self.layout.cuts_batch,
+            pad_heads=self.layout.pad_heads,
         )
         # Without its own group DDP would overwrite every shard with rank 0's.
         self._ddp_kwargs["process_group"] = self.parallel.dp_group
