@@ -164,11 +164,25 @@ def test_the_least_memory_does_not_depend_on_an_option_that_the_batch_forbids() 
 def test_only_sizes_that_divide_are_tried() -> None:
     assert tensor_sizes(job(), 4096) == [1, 2, 4, 5, 10, 20]
     assert tensor_sizes(job(), 4) == [1, 2, 4]
+    assert tensor_sizes(job(), 4096, pad_heads=True) == [1, 2, 4, 5, 8, 10, 16, 20]  # not 6 for the MLP
     assert micro_batch_sizes(job(), ParallelConfig(1, 4)) == [1, 2, 4, 12]
     assert micro_batch_sizes(job(), ParallelConfig(1, 7)) == []
     assert micro_batch_sizes(job(), ParallelConfig(2, 4, batch_halves=True)) == [2, 4, 12]
     assert micro_batch_sizes(job(), ParallelConfig(5, 4, sequence_parallel=True)) == []  # of 1,024 tokens
     assert largest_number(job(), CLUSTER) == 960  # 20 x 48
+
+
+def test_only_a_request_for_padded_heads_is_answered_with_them() -> None:
+    without, padded = (
+        {plan.layout.tp_size: plan for plan in rank_layouts(job(), CLUSTER, 16, ParallelRequest(pad_heads=on)).fitting}
+        for on in (False, True)
+    )
+    assert without.keys() == {2, 4} and padded.keys() == {2, 4, 8, 16}
+    assert all(without[tp_size].time == padded[tp_size].time for tp_size in without)
+    assert "pad_heads" not in without[4].overrides + padded[4].overrides
+    assert padded[8].overrides.endswith(" parallel.pad_heads=true")
+    for wanted, sizes in ((ParallelConfig(8), (1, 2, 4, 5, 10, 20)), (ParallelConfig(8, pad_heads=True), (8,))):
+        assert nearest_plan(job(), wanted, CLUSTER).layout.tp_size in sizes
 
 
 def test_an_unusable_number_of_devices_is_refused_with_the_nearest_usable_one() -> None:
