@@ -85,7 +85,7 @@ def test_initial_shards_are_slices_of_the_whole_and_zeros(tp_size: int, heads: i
 # type, of the moments, ZeRO stage 1, sequence parallelism, backend of torch.compile
 VARIANTS = [
     ("fp64", "fp32", False, False, None),
-    ("fp32", "fp32", False, True, "aot_eager"),
+    pytest.param(("fp32", "fp32", False, True, "aot_eager"), marks=pytest.mark.slow),
     ("fp16", "fp32", True, False, None),
     ("bf16", "bf16", True, True, None),
     ("fp8", "fp32", False, True, None),  # whose scales are of a rank's largest weight: on the last rank there is none

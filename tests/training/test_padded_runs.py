@@ -87,7 +87,7 @@ def test_a_checkpoint_has_no_dummy_heads(root: Path) -> None:
     assert [(piece.start, piece.stop) for piece in pieces] == [(0, 48), (48, 72)]  # 2 heads of 8 and 1
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp64", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_run_resumes_with_and_without_padding(tmp_path: Path, dtype: str) -> None:
     """One process, then padded at tp 3, then one process equal an uninterrupted run; in bf16 with masters."""
     family, changes, layout = CASES["gpt"]
