@@ -223,6 +223,14 @@ def test_two_cores_have_four_layouts_and_two_gpus_too() -> None:
     assert alone.usable_bytes == pytest.approx(2 * 12 * GIB - GIB / 2) and alone.needed_bytes == one.needed_bytes
 
 
+def test_a_machine_has_layouts_with_padded_heads_only_on_request() -> None:
+    odd = job("gpt_355m", 6, num_layers=1, hidden_size=960, num_attention_heads=15)
+    a_job, cpu = dataclasses.replace(odd, dtype="fp32", micro_batch_size=6), load_cluster(CLUSTERS / "cpu.yaml")
+    for pad_heads, sizes in ((False, {1}), (True, {1, 2})):
+        plans = rank_on_machine(a_job, cpu, 2, ParallelRequest(pad_heads=pad_heads), [Recompute.NONE])
+        assert {plan.layout.tp_size for plan in plans} == sizes
+
+
 def test_layouts_of_a_machine_divide_the_batch_and_fit() -> None:
     cpu = load_cluster(CLUSTERS / "cpu.yaml")
     request, modes = ParallelRequest(), [Recompute.NONE, Recompute.FULL]

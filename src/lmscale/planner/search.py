@@ -140,7 +140,7 @@ def rank_on_machine(
     options, plans = (("zero1", "batch_halves") if cluster.is_gpu else ("zero1",)), []
     for num_ranks in counts:
         device = _join_devices(cluster, num_devices // num_ranks, num_ranks)
-        sizes = [tp_size for tp_size in tensor_sizes(job, num_ranks) if num_ranks % tp_size == 0]
+        sizes = [tp_size for tp_size in tensor_sizes(job, num_ranks, request.pad_heads) if num_ranks % tp_size == 0]
         for layout in (each for p in sizes for each in _with_options(request.resolve(p, num_ranks // p), options)):
             if not divides(job, layout):
                 continue
