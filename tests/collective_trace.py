@@ -161,7 +161,7 @@ def trace_step(
 
     Source: section 5.1 for the configurations; the counting is ours.
     """
-    config.check_tensor_parallel(layout.tp_size)
+    config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
     for name, size in (("micro_batch_size", micro_batch_size), ("seq_length", seq_length)):
         if size < 1:
             raise ValueError(f"`{name}` must be at least 1, but is {size}")
@@ -178,6 +178,7 @@ def trace_step(
             dp_group=mesh.get_group("data"),
             sequence_parallel=layout.cuts_sequence,
             batch_halves=layout.cuts_batch,
+            pad_heads=layout.pad_heads,
         )
         # The counter sees the matrix products of plain attention, not those inside torch's fused kernel for CPUs.
         with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH):

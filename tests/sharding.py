@@ -12,6 +12,7 @@ from lmscale.config import TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import (
     ParallelContext,
+    ShardSpec,
     global_gradient_norm,
     initialize_parameters,
     sample_dropout_keys,
@@ -78,11 +79,23 @@ def total_loss(model: nn.Module, batch: dict[str, Tensor], seed: int = 11) -> Te
 
 
 def local_part(full: Tensor, param: Tensor, context: ParallelContext) -> Tensor:
-    """This rank's slice of a full tensor."""
+    """This rank's slice of a full tensor, after whose end come the zeros of dummy heads."""
     dim = param.shard.shard_dim
     if dim is None:
         return full
-    return full.narrow(dim, context.tp_rank * param.shape[dim], param.shape[dim])
+    shape = list(full.shape)
+    shape[dim] = param.shard.padding
+    whole = torch.cat([full, full.new_zeros(shape)], dim)
+    return whole.narrow(dim, context.tp_rank * param.shape[dim], param.shape[dim])
+
+
+def dummy_part(tensor: Tensor, shard: ShardSpec, context: ParallelContext) -> Tensor:
+    """What a rank's tensor, of the shape of a parameter, has after the end of the full one: dummy heads."""
+    if shard.shard_dim is None:
+        return tensor[:0]
+    length = tensor.shape[shard.shard_dim]
+    own = min(max(shard.full_shape[shard.shard_dim] - context.tp_rank * length, 0), length)
+    return tensor.narrow(shard.shard_dim, own, length - own)
 
 
 def differences_from_plain(

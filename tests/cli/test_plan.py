@@ -299,6 +299,23 @@ def test_auto_layouts_are_a_choice_of_the_group() -> None:
     assert "best: parallel.tp_size=8" in printed("model=gpt_8.3b", "parallel=auto")
 
 
+def test_a_plan_says_how_many_heads_are_computed_for_how_many_and_what_the_dummies_cost() -> None:
+    command = ["model=gpt_2.5b", "parallel.tp_size=8", "cluster=h100", "num_devices=8"]
+    plan, whole = planned(*command, "parallel.pad_heads=true"), planned(*command[:1], *command[2:])
+    assert plan["parameters"]["model"] == whole["parameters"]["model"] == 2_490_408_960
+    assert plan["step_flops"]["model"] == whole["step_flops"]["model"] < plan["step_flops"]["hardware"]
+    assert plan["layout"]["pad_heads"] and not whole["layout"]["pad_heads"]
+    share = 1 - whole["step_flops"]["hardware"] / plan["step_flops"]["hardware"]
+    assert f"24 heads are computed for 20, 3 per rank; the 4 dummy heads are {share:.1%} of the" in plan["notes"][-1]
+    num_bytes = 54 * 4 * 96 * (4 * 1920 + 3) / 8 * 18  # per rank: weights 2, gradients 4, master and moments 12
+    assert f" {num_bytes / 2**30:.3f} GiB of a rank's weights" in plan["notes"][-1]
+    assert plan["notes"][-1].endswith("; ranks with dummy heads only: 1")
+    assert "parallel.pad_heads=true" in printed(*command, "parallel.pad_heads=true").splitlines()[1]
+    assert not any("dummy" in note for note in planned(*command[:1], "parallel.pad_heads=true", *command[2:])["notes"])
+    message = refusal(*command)
+    assert "(8), but is 20, which a run with `parallel.pad_heads=true` pads to 24; valid sizes: 1, 2, 4, 5" in message
+
+
 def test_a_search_uses_the_largest_possible_number_of_devices() -> None:
     best = planned("model=gpt_8.3b", "best=true", "global_batch_size=511")["fitting"][0]["layout"]
     assert (best["tp_size"], best["dp_size"]) == (32, 7)  # no layout of 511 devices fits

@@ -102,6 +102,21 @@ def test_losses_and_scores_do_not_depend_on_the_layout(tmp_path, ckpt) -> None:
         assert same == {k: v for k, v in read_metrics(plain).items() if k.startswith(name)}
 
 
+@pytest.mark.parametrize("dtype, bound", [("fp64", 1e-12), pytest.param("bf16", 2e-2, marks=pytest.mark.slow)])
+def test_heads_that_tp_size_does_not_divide_change_nothing(tmp_path, dtype: str, bound: float) -> None:
+    """In bf16 the masters are read too."""
+    ckpt = make_checkpoint(tmp_path / "ckpt", hidden_size=24, num_attention_heads=3)
+    padded = {"parallel__tp_size": 2, "parallel__pad_heads": True}
+    here, split = (
+        make_run("mnli", tmp_path, ckpt, run=name, precision__dtype=dtype, **changes)
+        for name, changes in (("here", {}), ("padded", padded))
+    )
+    assert run_here(here) == 0
+    run_finetunings([split], 2)
+    for row, expected in zip(read_rows(split), read_rows(here), strict=True):
+        assert row["train/loss"] == pytest.approx(expected["train/loss"], rel=bound)
+
+
 def test_a_step_announces_its_last_micro_batch_and_only_that(tmp_path, ckpt, monkeypatch) -> None:
     line = []
     for owner, name in ((MixedPrecisionAdamW, "start_grad_sync"), (FinetuneModule, "manual_backward")):

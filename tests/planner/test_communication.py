@@ -54,7 +54,7 @@ def rank_flops(config: TransformerConfig, layout: ParallelConfig, b: int, s: int
 
 def assert_equal_to_trace(config: TransformerConfig, layout: ParallelConfig, b: int, s: int, dtype: str) -> None:
     report = trace_step(config, layout, b, s, {"bf16": torch.bfloat16, "fp64": torch.float64}[dtype])
-    parameters = count_parameters(config, layout.tp_size)
+    parameters = count_parameters(config, layout.tp_size, layout.pad_heads)
     assert (report.model_parameters, report.rank_parameters) == (parameters.total, parameters.per_rank)
     assert report.flops == rank_flops(config, layout, b, s, dtype)
     predicted = Counter()
@@ -105,6 +105,29 @@ def test_formulas_and_trace_agree_for_the_later_placements(norm_order: str) -> N
         config = small_config("bert", norm_order=norm_order, **settings)
         assert_equal_to_trace(config, ParallelConfig(2, 3), 5, 13, "fp64")
         assert_equal_to_trace(config, ParallelConfig(2, 3, sequence_parallel=True), 5, 12, "fp64")
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_formulas_and_trace_agree_for_padded_heads(family: str, recompute: str) -> None:
+    sizes = {"hidden_size": 40, "num_attention_heads": 5, "ffn_hidden_size": 96, "vocab_multiple": 9}
+    config = small_config(family, recompute=recompute, attention="exact", hidden_dropout=0.1, **sizes)
+    for sequence_parallel in (False, True):
+        assert_equal_to_trace(config, ParallelConfig(3, 2, sequence_parallel, pad_heads=True), 5, 12, "fp64")
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_flops_of_dummy_heads_count_for_the_devices_and_not_for_the_model(recompute: str) -> None:
+    config, layout = paper_model("gpt_2.5b", recompute=recompute), ParallelConfig(8, pad_heads=True)
+    config = dataclasses.replace(config, attention="exact")
+    hardware = hardware_flops_per_step(config, 1024, 8, tp_size=8)
+    assert 8 * rank_flops(config, layout, 8, 1024, "bf16") == hardware
+    wide = dataclasses.replace(config, num_attention_heads=20)
+    assert hardware > hardware_flops_per_step(wide, 1024, 8) == hardware_flops_per_step(wide, 1024, 8, tp_size=5)
+    h, s, num_tokens = 1920, 1024, 8 * 1024
+    passes = {"none": 3, "selective": 3, "full": 4}[recompute]
+    of_dummies = (passes * (8 * h + 4 * s) + (2 * s if recompute == "selective" else 0)) * 4 * 96 * num_tokens * 54
+    assert hardware - hardware_flops_per_step(config, 1024, 8) == of_dummies
 
 
 def test_a_gpt_rank_has_its_share_of_the_flops_of_the_paper() -> None:

@@ -7,7 +7,7 @@ from paper_models import paper_model
 from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext, sample_dropout_keys
+from lmscale.parallel import ParallelContext, SingleRankCommunicator, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
 from lmscale.planner.job import Job, rank_memory, smallest_layout, usable_bytes
 from lmscale.planner.memory import GIB, estimate_memory
@@ -16,6 +16,7 @@ from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BATCH, SEQUENCE, VOCAB = 5, 80, 500
+ALONE = ParallelContext()
 
 
 def small_model(architecture: str, **changes: object) -> TransformerConfig:
@@ -31,9 +32,9 @@ def small_model(architecture: str, **changes: object) -> TransformerConfig:
     return TransformerConfig(family=architecture, **(fields | changes))
 
 
-def saved_bytes(config: TransformerConfig, dtype: str) -> int:
+def saved_bytes(config: TransformerConfig, dtype: str, context: ParallelContext = ALONE) -> int:
     """Bytes of the distinct storages that a real forward pass saves for the backward pass, without weights."""
-    model = build_model(config, ParallelContext(), seed=1, dtype=DTYPES[dtype])
+    model = build_model(config, context, seed=1, dtype=DTYPES[dtype])
     weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
     storages, alive = {}, []
 
@@ -91,6 +92,25 @@ def test_activations_equal_those_saved_by_a_real_forward_pass(
     estimated = estimate_memory(config, 1, BATCH, SEQUENCE, dtype, on_gpu=False).activations
     # A lower bound within 1 %: LayerNorm statistics, token ids and label indices are not counted.
     assert estimated <= measured <= 1.01 * estimated
+
+
+class Echo(SingleRankCommunicator):
+    """Gives a rank of many its own numbers as the sum over the ranks."""
+
+    def all_reduce(self, x: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+        return x.clone()
+
+
+DUMMY_CASES = [("sdpa", "fp32", 0.0), ("exact", "fp32", 0.1), ("sdpa", "bf16", 0.1)]
+
+
+@pytest.mark.parametrize("attention, dtype, dropout", DUMMY_CASES)
+def test_activations_of_dummy_heads_equal_those_saved_by_a_real_forward_pass(attention, dtype, dropout) -> None:
+    config = small_model("gpt", attention=attention, attention_dropout=dropout)
+    context = ParallelContext(1, 2, tp_communicator=Echo(), pad_heads=True)  # 2 and 1 of 3 heads
+    estimate = estimate_memory(config, 2, BATCH, SEQUENCE, dtype, on_gpu=False, pad_heads=True).activations
+    gradient_of_rows = BATCH * SEQUENCE * 192 * DTYPES[dtype].itemsize  # which the loss keeps by itself
+    assert estimate <= saved_bytes(config, dtype, context) + gradient_of_rows <= 1.01 * estimate
 
 
 @pytest.mark.parametrize(
@@ -202,6 +222,10 @@ def test_an_indivisible_layout_is_never_proposed() -> None:
     needs = estimate_memory(config, 4, 4, 1024, "bf16", accumulates=False).total
     assert smallest(config, 4, "bf16", needs) == 4
     assert smallest(config, 4, "bf16", needs - 1) is None
+    found = smallest_layout(
+        Job(config, 4, 4, 1024, "bf16", 1), lambda tp: ParallelConfig(tp, pad_heads=True), needs - 1, on_gpu=True
+    )
+    assert found.tp_size == 8
 
 
 def test_ranks_that_share_a_device_split_its_memory_and_each_hold_a_framework() -> None:

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from paper_models import SIZES, paper_model
@@ -63,6 +65,21 @@ def test_the_shards_sum_to_the_model_counting_replicated_parameters_once(name: s
 def test_twenty_heads_over_eight_ranks_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"`num_attention_heads` must be a multiple of `tp_size` \(8\), but is 20"):
         count_parameters(paper_model(name), 8)
+
+
+@pytest.mark.parametrize("name", ["gpt_2.5b", "bert_752m"])
+def test_dummy_heads_are_in_every_rank_and_not_in_the_model(name: str) -> None:
+    config, count = paper_model(name), count_parameters(paper_model(name), 8, pad_heads=True)
+    assert count.total == PADDED[name] and count.parts == count_parameters(config).parts
+    sizes = sorted(parameter_sizes(config, 8, pad_heads=True))
+    assert sum(sizes) == count.per_rank
+    for rank in (0, 7):  # with 3 heads each, of which those of the last are dummies
+        context = ParallelContext(rank, 8, pad_heads=True)
+        parameters = list(build_model(config, context, seed=None, device="meta").parameters())
+        assert sorted(param.numel() for param in parameters) == sizes
+        assert sum(math.prod(param.shard.full_shape) for param in parameters) == count.total
+    with pytest.raises(ValueError, match=r"but is 20, which a run with `parallel.pad_heads=true` pads to 24"):
+        parameter_sizes(config, 8)
 
 
 @pytest.mark.parametrize("name", SIZES)

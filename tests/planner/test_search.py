@@ -164,11 +164,25 @@ def test_the_least_memory_does_not_depend_on_an_option_that_the_batch_forbids() 
 def test_only_sizes_that_divide_are_tried() -> None:
     assert tensor_sizes(job(), 4096) == [1, 2, 4, 5, 10, 20]
     assert tensor_sizes(job(), 4) == [1, 2, 4]
+    assert tensor_sizes(job(), 4096, pad_heads=True) == [1, 2, 4, 5, 8, 10, 16, 20]  # not 6 for the MLP
     assert micro_batch_sizes(job(), ParallelConfig(1, 4)) == [1, 2, 4, 12]
     assert micro_batch_sizes(job(), ParallelConfig(1, 7)) == []
     assert micro_batch_sizes(job(), ParallelConfig(2, 4, batch_halves=True)) == [2, 4, 12]
     assert micro_batch_sizes(job(), ParallelConfig(5, 4, sequence_parallel=True)) == []  # of 1,024 tokens
     assert largest_number(job(), CLUSTER) == 960  # 20 x 48
+
+
+def test_only_a_request_for_padded_heads_is_answered_with_them() -> None:
+    without, padded = (
+        {plan.layout.tp_size: plan for plan in rank_layouts(job(), CLUSTER, 16, ParallelRequest(pad_heads=on)).fitting}
+        for on in (False, True)
+    )
+    assert without.keys() == {2, 4} and padded.keys() == {2, 4, 8, 16}
+    assert all(without[tp_size].time == padded[tp_size].time for tp_size in without)
+    assert "pad_heads" not in without[4].overrides + padded[4].overrides
+    assert padded[8].overrides.endswith(" parallel.pad_heads=true")
+    for wanted, sizes in ((ParallelConfig(8), (1, 2, 4, 5, 10, 20)), (ParallelConfig(8, pad_heads=True), (8,))):
+        assert nearest_plan(job(), wanted, CLUSTER).layout.tp_size in sizes
 
 
 def test_an_unusable_number_of_devices_is_refused_with_the_nearest_usable_one() -> None:
@@ -207,6 +221,14 @@ def test_two_cores_have_four_layouts_and_two_gpus_too() -> None:
     alone, one = on_cores[1, 1, no, no], make_plan(on_cores[1, 1, no, no].job, ParallelConfig(), cpu)
     assert alone.time.matmul == pytest.approx(one.time.matmul / 2) and alone.time.overhead == one.time.overhead
     assert alone.usable_bytes == pytest.approx(2 * 12 * GIB - GIB / 2) and alone.needed_bytes == one.needed_bytes
+
+
+def test_a_machine_has_layouts_with_padded_heads_only_on_request() -> None:
+    odd = job("gpt_355m", 6, num_layers=1, hidden_size=960, num_attention_heads=15)
+    a_job, cpu = dataclasses.replace(odd, dtype="fp32", micro_batch_size=6), load_cluster(CLUSTERS / "cpu.yaml")
+    for pad_heads, sizes in ((False, {1}), (True, {1, 2})):
+        plans = rank_on_machine(a_job, cpu, 2, ParallelRequest(pad_heads=pad_heads), [Recompute.NONE])
+        assert {plan.layout.tp_size for plan in plans} == sizes
 
 
 def test_layouts_of_a_machine_divide_the_batch_and_fit() -> None:

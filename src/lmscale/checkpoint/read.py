@@ -1,5 +1,6 @@
 """Read a checkpoint at any layout, and verify its bytes against the checksums."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,16 @@ class CheckpointReader:
     Whole rows (shard dimension 0, or not sharded) are read directly into a CPU tensor of the same dtype; other shard
     dimensions, dtypes and devices need a temporary buffer of one piece. Files are opened on first use and never mapped.
 
+    Args:
+        padding: by parameter name, how many indices the ranks hold after a tensor's last one (`padding_of`); they are
+            set to zero.
+
     Raises:
         CheckpointError: see `read_metadata`; or a file contradicts the metadata.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, padding: Mapping[str, int] | None = None) -> None:
+        self.path, self.padding = Path(path), padding or {}
         self.metadata: CheckpointMetadata = read_metadata(path)
         self._files: dict[str, TensorFileReader] = {}
 
@@ -45,16 +50,18 @@ class CheckpointReader:
             CheckpointError: the checkpoint has no such tensor, or its shape does not match.
         """
         entry = self._entry(key)
-        dim = entry.shard_dim
+        dim, padding = entry.shard_dim, self.padding.get(key.partition("/")[2], 0)
         expected = list(entry.shape)
         length = 1 if dim is None else out.shape[dim] if dim < out.ndim else 0
         if dim is not None:
             expected[dim] = length
-        if list(out.shape) != expected or (dim is not None and (tp_rank + 1) * length > entry.shape[dim]):
+        if list(out.shape) != expected or (dim is not None and (tp_rank + 1) * length > entry.shape[dim] + padding):
             raise CheckpointError(
                 f"checkpoint {self.path.name}: {key} has shape {entry.shape}, which has no shard of {tuple(out.shape)}"
             )
         first = 0 if dim is None else tp_rank * length
+        if padding:
+            out.zero_()  # what is read replaces the rest
         for piece in entry.pieces:
             low, high = max(piece.start, first), min(piece.stop, first + length)
             if low < high:

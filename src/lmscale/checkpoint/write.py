@@ -42,6 +42,7 @@ def divide_tensors(
     dp_rank: int = 0,
     dp_size: int = 1,
     owners: Mapping[str, int | None] | None = None,
+    padding: Mapping[str, int] | None = None,
 ) -> Share:
     """Return this rank's share of a checkpoint.
 
@@ -51,6 +52,7 @@ def divide_tensors(
     Args:
         entries: every tensor of the checkpoint by key, equal on all ranks; pieces are ignored.
         owners: by key, the only data rank that holds a tensor, or None if all do; None if all hold all tensors.
+        padding: by parameter name, what the shards hold after the last index (`padding_of`), which nobody writes.
     """
     load = [[0] * tp_size for _ in range(dp_size)]
     places: dict[str, tuple[int, int]] = {}
@@ -66,8 +68,10 @@ def divide_tensors(
             d = min(data_ranks, key=lambda d: max(load[d]))
             load[d] = [bytes_so_far + entry.num_bytes // tp_size for bytes_so_far in load[d]]
             if d == dp_rank:
-                length = entry.shape[entry.shard_dim] // tp_size
-                places[key] = (tp_rank * length, (tp_rank + 1) * length)
+                size = entry.shape[entry.shard_dim]
+                length = (size + (padding or {}).get(key.partition("/")[2], 0)) // tp_size
+                if tp_rank * length < size:
+                    places[key] = (tp_rank * length, min((tp_rank + 1) * length, size))
     file = f"rank_{dp_rank * tp_size + tp_rank}_of_{tp_size * dp_size}.safetensors"
     return Share(file, dict(sorted(places.items())))
 
@@ -111,7 +115,11 @@ class CheckpointWriter:
         assert self._thread is None
         self._error = None
         self._attempts += 1
-        mine = {key: tensors[key].detach() for key in share.places}
+        mine = {}
+        for key, (start, stop) in share.places.items():
+            dim, mine[key] = metadata.tensors[key].shard_dim, tensors[key].detach()
+            if dim is not None:
+                mine[key] = mine[key].narrow(dim, 0, stop - start)  # without the padding
         if not in_background:
             self._save(path, mine, metadata, share, on_complete)
             return

@@ -49,9 +49,11 @@ class GenerateParallel:
 
     Args:
         tp_size: tensor-parallel ranks.
+        pad_heads: see `ParallelConfig`.
     """
 
     tp_size: int = 1
+    pad_heads: bool = False
 
     def __post_init__(self) -> None:
         require_positive(self, "tp_size")

@@ -20,6 +20,8 @@ class ParallelConfig:
             al. 2020); no effect with one data rank.
         batch_halves: compiled layers compute one half of a micro-batch while the other half's messages travel (Wang et
             al. 2024); no effect with one tensor rank.
+        pad_heads: a `tp_size` that does not divide the attention heads is allowed. The last ranks then compute dummy
+            heads of zeros, which change no result and are in no checkpoint; no effect where it divides them.
 
     Raises:
         ValueError: a size below 1.
@@ -30,6 +32,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     zero1: bool = False
     batch_halves: bool = False
+    pad_heads: bool = False
 
     def __post_init__(self) -> None:
         require_positive(self, "tp_size", "dp_size")
@@ -82,6 +85,7 @@ class ParallelRequest:
         sequence_parallel: see `ParallelConfig`.
         zero1: see `ParallelConfig`.
         batch_halves: see `ParallelConfig`; needs an even `micro_batch_size`.
+        pad_heads: see `ParallelConfig`.
         shared_memory: tensor ranks on one host without a GPU reduce through shared memory instead of gloo's TCP.
         record: what `src/plan.py measure=N` has written: the run takes its fastest layout; both sizes are then `auto`.
     """
@@ -92,6 +96,7 @@ class ParallelRequest:
     sequence_parallel: bool = False
     zero1: bool = False
     batch_halves: bool = False
+    pad_heads: bool = False
     shared_memory: bool = True
     record: str | None = None
 
@@ -121,8 +126,8 @@ class ParallelRequest:
             raise ValueError(f"`parallel.record` must be null outside src/train.py, but is {self.record}")
 
     def resolve(self, tp_size: int, dp_size: int) -> ParallelConfig:
-        """The grid of these sizes, with the requested `sequence_parallel`, `zero1` and `batch_halves`."""
-        return ParallelConfig(tp_size, dp_size, self.sequence_parallel, self.zero1, self.batch_halves)
+        """The grid of these sizes, with the requested options."""
+        return ParallelConfig(tp_size, dp_size, self.sequence_parallel, self.zero1, self.batch_halves, self.pad_heads)
 
 
 @dataclass(frozen=True)

@@ -200,24 +200,37 @@ class TransformerConfig:
         """Dropout of the embedding sum: `embedding_dropout`, or `hidden_dropout` if that is None."""
         return self.hidden_dropout if self.embedding_dropout is None else self.embedding_dropout
 
-    def check_tensor_parallel(self, tp_size: int) -> None:
+    def padded_heads(self, tp_size: int) -> int:
+        """Heads that `tp_size` ranks compute together: n rounded up to a multiple; those beyond n are dummies."""
+        return -(-self.num_attention_heads // tp_size) * tp_size
+
+    def padded_width(self, tp_size: int) -> int:
+        """Width of all `padded_heads`: h, and d for each dummy."""
+        return self.padded_heads(tp_size) * self.head_size
+
+    def check_tensor_parallel(self, tp_size: int, pad_heads: bool = False) -> None:
         """Refuse a `tp_size` that cannot cut this model into equal shards.
 
+        Args:
+            pad_heads: see `ParallelConfig`; then any `tp_size` divides the `padded_heads`.
+
         Raises:
-            ValueError: names the first of heads, hidden size, MLP width and (if known) vocabulary rows that `tp_size`
-                does not divide, and the sizes that divide all.
+            ValueError: names the first of heads, MLP width and (if known) vocabulary rows that `tp_size` does not
+                divide, and the sizes that divide all.
         """
         rows = self.vocab_multiple if self.vocab_size is None else self.padded_vocab_size
-        common = math.gcd(self.num_attention_heads, self.hidden_size, self.ffn_size, rows)
+        heads = self.padded_heads(tp_size) if pad_heads else self.num_attention_heads
+        common = math.gcd(0 if pad_heads else heads, self.ffn_size, rows)
         valid = f"valid sizes: {', '.join(str(n) for n in range(1, common + 1) if common % n == 0)}"
-        sizes = {
-            "num_attention_heads": self.num_attention_heads,
-            "hidden_size": self.hidden_size,
-            "ffn_hidden_size": self.ffn_size,
-        }
-        for name, value in sizes.items():
-            if value % tp_size:
-                raise ValueError(f"`{name}` must be a multiple of `tp_size` ({tp_size}), but is {value}; {valid}")
+        if heads % tp_size:
+            raise ValueError(
+                f"`num_attention_heads` must be a multiple of `tp_size` ({tp_size}), but is {heads}, which a run with "
+                f"`parallel.pad_heads=true` pads to {self.padded_heads(tp_size)}; {valid}"
+            )
+        if self.ffn_size % tp_size:
+            raise ValueError(
+                f"`ffn_hidden_size` must be a multiple of `tp_size` ({tp_size}), but is {self.ffn_size}; {valid}"
+            )
         if self.vocab_size is not None and self.padded_vocab_size % tp_size:
             raise ValueError(
                 f"`vocab_multiple` must pad the vocabulary to a multiple of `tp_size` ({tp_size}) rows, "
@@ -230,10 +243,15 @@ class TransformerConfig:
         Raises:
             ValueError: names hidden size or MLP width.
         """
-        for name, size in {"hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_size}.items():
-            if size // tp_size % FLOAT8_MULTIPLE:
+        of_heads = self.padded_width(tp_size)
+        padded = f" ({of_heads} with dummy heads)" if of_heads > self.hidden_size else ""
+        for name, text, sides in (
+            ("hidden_size", f"{self.hidden_size}{padded}", (self.hidden_size, of_heads // tp_size)),
+            ("ffn_hidden_size", str(self.ffn_size), (self.ffn_size // tp_size,)),
+        ):
+            if any(side % FLOAT8_MULTIPLE for side in sides):
                 multiple = f"{FLOAT8_MULTIPLE} x tp_size ({tp_size})"
-                raise ValueError(f"`{name}` must be a multiple of {multiple} with precision=fp8, but is {size}")
+                raise ValueError(f"`{name}` must be a multiple of {multiple} with precision=fp8, but is {text}")
 
     def to_dict(self) -> dict:
         """Plain values without the name, ready for JSON (`to_file`); `from_dict` gives an equal config back."""

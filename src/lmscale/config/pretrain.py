@@ -152,8 +152,8 @@ class RunConfig:
         """
         config = self.model if tokenizer_vocab_size is None else self.model.with_vocab_size(tokenizer_vocab_size)
         with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
-            config.check_tensor_parallel(tp_size)
             layout = self.parallel.resolve(tp_size, dp_size)
+            config.check_tensor_parallel(tp_size, layout.pad_heads)
             layout.check_micro_batch(self.micro_batch_size)
             if self.precision.dtype == "fp8":
                 config.check_float8(tp_size)

@@ -52,7 +52,7 @@ def prepare(config: GenerateConfig) -> GenerateJob:
     if not family_of(model.family).is_causal:
         kind = model.family.upper()
         raise ValueError(f"`ckpt` must be a GPT, which generates from left to right, but {config.ckpt} is a {kind}")
-    model.check_tensor_parallel(config.parallel.tp_size)
+    model.check_tensor_parallel(config.parallel.tp_size, config.parallel.pad_heads)
     if config.accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("`accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
     tokenizer = choose_tokenizer(requested, load_saved_tokenizer(folder, model), model, config.ckpt)
@@ -87,7 +87,7 @@ def generate(job: GenerateJob) -> int:
     config = job.config
     share_cores(config.parallel.tp_size)
     device = _device(config)
-    context = evaluation_groups(config.parallel.tp_size, 1, device.type)
+    context = evaluation_groups(config.parallel.tp_size, 1, device.type, config.parallel.pad_heads)
     try:
         _generate(job, context, device)
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does

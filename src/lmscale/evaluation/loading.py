@@ -39,7 +39,7 @@ from ..config.data import TokenizerConfig
 from ..config.family import family_of
 from ..data.tokenizer import Tokenizer, load_published_tokenizer
 from ..models import build_model
-from ..parallel import ParallelContext, choose_communicator
+from ..parallel import ParallelContext, choose_communicator, padding_of
 
 USER_ERROR = 2  # exit code of a rank for an error that the user must correct, as in cli/entry_point.py
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,11 +69,12 @@ class LoadedModel:
     step: int
 
 
-def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu") -> ParallelContext:
+def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_heads: bool = False) -> ParallelContext:
     """Create this rank's parallel context; with several ranks, join the process group of the environment.
 
     Args:
         device_type: `cuda` uses the GPU of the local rank and nccl, `cpu` uses gloo.
+        pad_heads: see `ParallelConfig`.
 
     Raises:
         ValueError: the world size of the environment (`WORLD_SIZE`) is not tp_size x dp_size.
@@ -103,6 +104,7 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu") -> P
         tp_group=mesh.get_group("tensor"),
         dp_group=mesh.get_group("data"),
         tp_communicator=choose_communicator(mesh.get_group("tensor"), TIMEOUT),
+        pad_heads=pad_heads,
     )
 
 
@@ -164,7 +166,7 @@ def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer |
 
 def _load_ours(path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
     metadata, config = _agree(lambda: _check(path, context), context)
-    config.check_tensor_parallel(context.tp_size)
+    config.check_tensor_parallel(context.tp_size, context.pad_heads)
     model = build_model(config, context, seed=None, dtype=dtype, device=device)
     _agree(lambda: _load_weights(model, path, context), context)
     tokenizer = load_saved_tokenizer(path.parent / TOKENIZER_FOLDER, config)
@@ -210,7 +212,7 @@ def _check(path: Path, context: ParallelContext) -> tuple[CheckpointMetadata, Tr
 
 def _load_weights(model: nn.Module, path: Path, context: ParallelContext) -> None:
     """Read every parameter; raises an error for a finetuned checkpoint, which lacks the model's heads."""
-    with CheckpointReader(path) as reader:
+    with CheckpointReader(path, padding_of(model)) as reader:
         for name, param in model.named_parameters():
             reader.read_into(f"model/{name}", param.data, context.tp_rank)
 

@@ -65,7 +65,7 @@ def prepare(config: ZeroShotConfig) -> ZeroShotJob:
     requested = load_requested_tokenizer(config.tokenizer)
     model, folder = describe_checkpoint(config.ckpt)
     _check_family(model, config.ckpt)
-    model.check_tensor_parallel(config.parallel.tp_size)
+    model.check_tensor_parallel(config.parallel.tp_size, config.parallel.pad_heads)
     if config.accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("`accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
     tokenizer = choose_tokenizer(requested, load_saved_tokenizer(folder, model), model, config.ckpt)
@@ -124,7 +124,7 @@ def evaluate(job: ZeroShotJob) -> int:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if layout.world_size > 1 else 1
     share_cores(local_size)
     use_gpu = job.config.accelerator != "cpu" and torch.cuda.is_available()
-    context = evaluation_groups(layout.tp_size, layout.dp_size, "cuda" if use_gpu else "cpu")
+    context = evaluation_groups(layout.tp_size, layout.dp_size, "cuda" if use_gpu else "cpu", layout.pad_heads)
     device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
     if layout.world_size == 1:
         _evaluate(job, context, device)

@@ -45,7 +45,7 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     places = task.scored_sets()
     start, tokenizer = check_initial_checkpoint(run)
     layout = _layout(run, accelerator)
-    start.config.check_tensor_parallel(layout.tp_size)
+    start.config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
     cache = Path(run.cache_dir)
     train = prepare_features(task, task.train, tokenizer, cache) if run.trainer.num_epochs else None
     sets = {name: prepare_features(task, place, tokenizer, cache) for name, place in places.items()}
@@ -73,7 +73,7 @@ def _layout(run: FinetuneConfig, accelerator: str) -> ParallelConfig:
     if dp_size == "auto":
         size = world.size if world is not None else devices or tp_size
         dp_size = max(1, size // tp_size)
-    layout = ParallelConfig(tp_size, dp_size, zero1=run.parallel.zero1)
+    layout = ParallelConfig(tp_size, dp_size, zero1=run.parallel.zero1, pad_heads=run.parallel.pad_heads)
     if world is not None and layout.world_size != world.size:
         raise ValueError(
             f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..checkpoint import CheckpointError, CheckpointReader, checkpoint_name
 from ..config.finetune import FinetuneConfig
-from ..parallel import ParallelContext, sample_dropout_keys, seed_rank_generator
+from ..parallel import ParallelContext, padding_of, sample_dropout_keys, seed_rank_generator
 from ..parallel.data_collectives import sum_over_data_ranks
 from ..training.runtime.ending import Ending
 from ..training.runtime.exit_codes import DIVERGED, DONE
@@ -129,7 +129,7 @@ class FinetuneModule(L.LightningModule):
             return
         drawn = ("pooler.",) if self.run.new_pooler else ()
         drawn += () if self.start.has_head else ("head.",)
-        with CheckpointReader(self.start.path) as reader:
+        with CheckpointReader(self.start.path, padding_of(self.model)) as reader:
             for name, param in self.model.named_parameters():
                 if not name.startswith(drawn):
                     self.watchdog.mark(f"reading {name}")

@@ -19,6 +19,10 @@ class SelfAttention(nn.Module):
 
     The fused QKV weight has rows in the order [head, (q, k, v), d]; a contiguous cut is then whole heads.
 
+    Every rank computes equally many heads, n/p rounded up (`context.pad_heads`). The last ones of the last ranks may be
+    dummies, whose weights are zero. As V is zero, so are their result and the output projection's gradient for them. As
+    the projection's weights for them are zero, so are the gradients of that result and of Q, K and V: they stay zero.
+
     Shapes:
         x [b, s, h], with sequence parallelism [b, s/p, h]; attention_mask bool [b, 1, 1 or s, s], True where a query
         attends to a key, or None: all keys, or in a causal model those up to its own position; dropout_keys int32 [b]
@@ -35,17 +39,18 @@ class SelfAttention(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         self.layer = layer
-        self.num_local_heads = context.shard(config.num_attention_heads)
+        self.num_local_heads = context.shard(config.padded_heads(context.tp_size))
         self.first_head = context.tp_rank * self.num_local_heads
         self.head_size = config.head_size
         self.causal = family_of(config.family).is_causal
         self.exact = config.attention == "exact"
         self.dropout = config.attention_dropout
         self.recompute_core = config.recompute is Recompute.SELECTIVE
-        self.qkv = ColumnParallelLinear(hidden, 3 * hidden, context, config.initializer_std)
+        padding = config.padded_width(context.tp_size) - hidden
+        self.qkv = ColumnParallelLinear(hidden, 3 * hidden, context, config.initializer_std, 3 * padding)
         gains = (2 * self.head_size, 1.0), (self.head_size, config.placement.value_gain(config))  # Q and K; V
         self.qkv.weight.shard = replace(self.qkv.weight.shard, row_gains=gains)
-        self.output = RowParallelLinear(hidden, hidden, context, config.placement.residual_std(config))
+        self.output = RowParallelLinear(hidden, hidden, context, config.placement.residual_std(config), padding)
 
     def forward(
         self,
@@ -86,7 +91,6 @@ class SelfAttention(nn.Module):
         probabilities = scores.softmax(dim=-1, dtype=dtype).to(v.dtype)
         if self.training and self.dropout > 0.0:
             # Keyed by the head's number in the whole model, so that the mask does not depend on tp_size.
-            rows = self.num_local_heads * s
-            keep = counter_keep_mask(dropout_keys, rows, s, self.dropout, self.first_head * s)
+            keep = counter_keep_mask(dropout_keys, self.num_local_heads * s, s, self.dropout, self.first_head * s)
             probabilities = torch.where(keep.view_as(probabilities), probabilities * (1.0 / (1.0 - self.dropout)), 0.0)
         return probabilities @ v

@@ -43,7 +43,7 @@ class KeyValueCache:
                 f"but is {capacity}"
             )
         self.capacity = capacity
-        shape = (num_rows, context.shard(config.num_attention_heads), capacity, config.head_size)
+        shape = (num_rows, context.shard(config.padded_heads(context.tp_size)), capacity, config.head_size)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)

@@ -58,7 +58,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: TransformerConfig, context: ParallelContext) -> None:
         super().__init__()
-        config.check_tensor_parallel(context.tp_size)
+        config.check_tensor_parallel(context.tp_size, context.pad_heads)
         std, hidden = config.initializer_std, config.hidden_size
         self.config, self.context, self.uses_cuda_graphs = config, context, False
         self.placement = config.placement  # torch.compile cannot trace how the config finds it
@@ -124,9 +124,8 @@ class Transformer(nn.Module):
             return visible
         s = attention_mask.shape[1]
         before = torch.ones(s, s, dtype=torch.bool, device=visible.device).tril()
-        return visible & before | torch.eye(
-            s, dtype=torch.bool, device=visible.device
-        )  # padding attends to itself, so that no row is empty (nan)
+        # Padding attends to itself, so that no row is empty (nan).
+        return visible & before | torch.eye(s, dtype=torch.bool, device=visible.device)
 
     def embed(
         self,

@@ -24,7 +24,7 @@ from .sequence_parallel import (
     positions_of_own_tokens,
     sequence_shard,
 )
-from .shard_spec import ShardSpec, describe_parameters, parameter
+from .shard_spec import ShardSpec, describe_parameters, padding_of, parameter
 from .shared_memory import SharedMemoryChannel, open_channel
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "keys_of_own_tokens",
     "linear_cross_entropy",
     "open_channel",
+    "padding_of",
     "parameter",
     "positions_of_own_tokens",
     "reduce_from_tensor_parallel_region",

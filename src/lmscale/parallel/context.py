@@ -26,6 +26,7 @@ class ParallelContext:
         sequence_parallel: outside the parallel region the tokens are cut over the tensor ranks; needs tp_size > 1.
         zero1: each data rank holds the optimizer state of only the parameters it owns; needs dp_size > 1.
         batch_halves: layers compute attention and MLP on one half of the samples after the other; needs tp_size > 1.
+        pad_heads: a tp_size that does not divide the attention heads is allowed, see `ShardSpec.padding`.
 
     Source: section 3 and appendix B.1.
     """
@@ -40,6 +41,7 @@ class ParallelContext:
     sequence_parallel: bool = False
     zero1: bool = False
     batch_halves: bool = False
+    pad_heads: bool = False
 
     def __post_init__(self) -> None:
         if self.tp_communicator is None:

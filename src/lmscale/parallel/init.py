@@ -21,7 +21,7 @@ def initialize_parameters(
     """Initialize every parameter as a pure function of (seed, name), independent of the layout.
 
     The shard at tp_size 8 is exactly the slice of the tensor at tp_size 1, and no rank draws the whole tensor. Padding
-    rows of the vocabulary are zero and do not shift the other rows' numbers.
+    rows of the vocabulary and dummy heads are zero and do not shift the other rows' numbers.
 
     `generator`: a logical tensor is cut into 64 blocks along its shard dimension. Each block is drawn in fp32 by a CPU
     generator seeded with a hash of (seed, parameter name, block). A rank draws the blocks that overlap its shard.
@@ -57,7 +57,7 @@ def _draw_by_generator(param: Tensor, name: str, seed: int, context: ParallelCon
     dim = 0 if spec.shard_dim is None else spec.shard_dim
     length = spec.full_shape[dim]
     drawn = spec.used_rows if dim == 0 and spec.used_rows is not None else length
-    first = 0 if spec.shard_dim is None else context.start(length)
+    first = 0 if spec.shard_dim is None else context.tp_rank * param.shape[dim]
     last = first + param.shape[dim]
     if drawn < last:
         param.zero_()
@@ -79,15 +79,15 @@ def _draw_by_generator(param: Tensor, name: str, seed: int, context: ParallelCon
 
 def _draw_by_counter(param: Tensor, name: str, seed: int, context: ParallelContext) -> None:
     spec, keys = param.shard, normal_keys(seed, name).to(param.device)
-    first = [0, 0]
+    first, (num_rows, num_columns) = [0, 0], spec.full_shape
     if spec.shard_dim is not None:
-        first[spec.shard_dim] = context.start(spec.full_shape[spec.shard_dim])
-    num_rows, num_columns = param.shape
-    if spec.used_rows is not None:
-        num_rows = min(max(spec.used_rows - first[0], 0), num_rows)
-        param[num_rows:] = 0.0
-    rows_at_once = max(1, NUMBERS_AT_ONCE // num_columns)
-    for part in param[:num_rows].split(rows_at_once):
-        numbers = counter_normal(keys, len(part), num_columns, *first, normal_quantiles(param.device))
+        first[spec.shard_dim] = context.tp_rank * param.shape[spec.shard_dim]
+    num_rows = num_rows if spec.used_rows is None else spec.used_rows
+    drawn = param[: max(num_rows - first[0], 0), : max(num_columns - first[1], 0)]
+    if drawn.shape != param.shape:
+        param.zero_()
+    rows_at_once = max(1, NUMBERS_AT_ONCE // param.shape[1])
+    for part in drawn.split(rows_at_once):
+        numbers = counter_normal(keys, *part.shape, *first, normal_quantiles(param.device))
         part.copy_(numbers.mul_(spec.std))
         first[0] += len(part)

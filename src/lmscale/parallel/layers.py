@@ -20,7 +20,10 @@ class ColumnParallelLinear(nn.Module):
 
     Shapes:
         weight [out/p, in] and bias [out/p] (torch stores A transposed); x [..., in], with sequence parallelism
-        [b, s/p, in]; returns [..., out/p], with sequence parallelism [b, s, out/p].
+        [b, s/p, in]; returns [..., out/p], with sequence parallelism [b, s, out/p]; out with its `padding`.
+
+    Args:
+        padding: zero columns after those of A, see `ShardSpec`.
 
     Communicates:
         as f: backward one all-reduce of [..., in] over the tensor group; or as `sequence_parallel_column_linear`.
@@ -34,12 +37,15 @@ class ColumnParallelLinear(nn.Module):
 
     extra_repr = describe_parameters
 
-    def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, context: ParallelContext, init_std: float, padding: int = 0
+    ) -> None:
         super().__init__()
         self.context = context
         self.implementation = choose_column_linear(context)
-        self.weight = parameter(context, (out_features, in_features), shard_dim=0, init="normal", std=init_std)
-        self.bias = parameter(context, (out_features,), shard_dim=0)
+        shape = (out_features, in_features)
+        self.weight = parameter(context, shape, shard_dim=0, init="normal", std=init_std, padding=padding)
+        self.bias = parameter(context, (out_features,), shard_dim=0, padding=padding)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.implementation is not None:
@@ -58,7 +64,11 @@ class RowParallelLinear(nn.Module):
     The bias is replicated and added once, after g; before g it would count p times.
 
     Shapes:
-        weight [out, in/p], bias [out]; x [..., in/p]; returns [..., out], with sequence parallelism [b, s/p, out].
+        weight [out, in/p], bias [out]; x [..., in/p]; returns [..., out], with sequence parallelism [b, s/p, out]; in
+        with its `padding`.
+
+    Args:
+        padding: zero rows after those of A, see `ShardSpec`.
 
     Communicates:
         as g: forward one all-reduce of [..., out] over the tensor group; or as `reduce_scatter_to_sequence_shard`.
@@ -72,11 +82,14 @@ class RowParallelLinear(nn.Module):
 
     extra_repr = describe_parameters
 
-    def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, context: ParallelContext, init_std: float, padding: int = 0
+    ) -> None:
         super().__init__()
         self.context = context
         self.implementation = choose_row_linear(context)
-        self.weight = parameter(context, (out_features, in_features), shard_dim=1, init="normal", std=init_std)
+        shape = (out_features, in_features)
+        self.weight = parameter(context, shape, shard_dim=1, init="normal", std=init_std, padding=padding)
         self.bias = parameter(context, (out_features,), grad_is_partial=context.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ class ShardSpec:
         std: standard deviation of `normal`.
         row_gains: factors on what `normal` draws: (rows, factor) of consecutive rows, repeated over dimension 0.
         used_rows: rows (dimension 0) that are part of the model; the padding rows after them are zero.
+        padding: indices that the ranks hold after the last one of the sharded dimension, so that their shards are
+            equal: weights of dummy heads. They are zero, like their gradients, and in no checkpoint.
         grad_is_partial: a replicated parameter that each tensor rank uses only on its own tokens (sequence
             parallelism), so its gradient must be added over the tensor ranks.
     """
@@ -30,6 +32,7 @@ class ShardSpec:
     used_rows: int | None = None
     grad_is_partial: bool = False
     row_gains: tuple[tuple[int, float], ...] = ()
+    padding: int = 0
 
     @property
     def replicated(self) -> bool:
@@ -46,22 +49,28 @@ def parameter(
     std: float = 0.0,
     used_rows: int | None = None,
     grad_is_partial: bool = False,
+    padding: int = 0,
 ) -> nn.Parameter:
     """An uninitialized parameter of this rank's shape, with the current default device and dtype.
 
     Args:
         full_shape: shape of the logical tensor.
-        shard_dim, init, std, used_rows, grad_is_partial: see `ShardSpec`.
+        shard_dim, init, std, used_rows, grad_is_partial, padding: see `ShardSpec`.
 
     Raises:
-        ValueError: `tp_size` does not divide the sharded dimension.
+        ValueError: `tp_size` does not divide the sharded dimension with its padding.
     """
     shape = list(full_shape)
     if shard_dim is not None:
-        shape[shard_dim] = context.shard(shape[shard_dim])
+        shape[shard_dim] = context.shard(shape[shard_dim] + padding)
     param = nn.Parameter(torch.empty(shape))
-    param.shard = ShardSpec(tuple(full_shape), shard_dim, init, std, used_rows, grad_is_partial)
+    param.shard = ShardSpec(tuple(full_shape), shard_dim, init, std, used_rows, grad_is_partial, padding=padding)
     return param
+
+
+def padding_of(module: nn.Module) -> dict[str, int]:
+    """`ShardSpec.padding` by the names of the parameters that have some."""
+    return {name: param.shard.padding for name, param in module.named_parameters() if param.shard.padding}
 
 
 def describe_parameters(module: nn.Module) -> str:

@@ -11,7 +11,7 @@ from .params import count_parameters, parameter_sizes
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # torch's defaults
 
 
-def gradient_pieces(config: TransformerConfig, tp_size: int, dtype: str) -> list[int]:
+def gradient_pieces(config: TransformerConfig, tp_size: int, dtype: str, pad_heads: bool = False) -> list[int]:
     """Bytes of each all-reduce of the gradients, in order, from the second step on.
 
     Half types: 4 N bytes in `buffer_pieces`. fp32 and fp64: N e in DDP's buckets, which are filled in the order
@@ -24,9 +24,9 @@ def gradient_pieces(config: TransformerConfig, tp_size: int, dtype: str) -> list
     Source: torch/csrc/distributed/c10d/reducer.cpp, `compute_bucket_assignment_by_size` and `rebuild_buckets`.
     """
     if BYTES[dtype] < FP32_BYTES:
-        return [FP32_BYTES * size for size in buffer_pieces(count_parameters(config, tp_size).per_rank)]
+        return [FP32_BYTES * size for size in buffer_pieces(count_parameters(config, tp_size, pad_heads).per_rank)]
     buckets, held, limit = [], 0, FIRST_BUCKET_BYTES
-    for size in parameter_sizes(config, tp_size):
+    for size in parameter_sizes(config, tp_size, pad_heads):
         held += size * BYTES[dtype]
         if held >= limit:
             buckets.append(held)

@@ -75,7 +75,7 @@ def micro_batch_collectives(
     Source: section 3, Figures 3 and 4; Korthikanti et al. 2022, section 4.2.2; those of the recomputation were counted
     in a traced run.
     """
-    config.check_tensor_parallel(layout.tp_size)
+    config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
     if layout.tp_size == 1:
         return ()
     large = micro_batch_size * seq_length * config.hidden_size * BYTES[dtype]
@@ -168,7 +168,7 @@ def step_collectives(
     if layout.cuts_optimizer:
         found += _to_owners_and_back(config, layout, dtype)
     elif layout.dp_size > 1:
-        pieces = Counter(gradient_pieces(config, layout.tp_size, dtype))
+        pieces = Counter(gradient_pieces(config, layout.tp_size, dtype, layout.pad_heads))
         what = (
             "gradients, pieces of DDP" if BYTES[dtype] >= FP32_BYTES else "gradients in fp32, pieces of the optimizer"
         )
@@ -197,7 +197,8 @@ def small_collectives(
 
 def _to_owners_and_back(config: TransformerConfig, layout: ParallelConfig, dtype: str) -> list[Collective]:
     """ZeRO stage 1: gradients to their owners, in fp32 at least and in pieces; weights from each owner, at once."""
-    parts = [size for size in part_sizes(parameter_sizes(config, layout.tp_size), layout.dp_size) if size]
+    sizes = parameter_sizes(config, layout.tp_size, layout.pad_heads)
+    parts = [size for size in part_sizes(sizes, layout.dp_size) if size]
     pieces = [piece for size in parts for piece in buffer_pieces(size)]
     ways = (
         ("gradients to their owners", "reduce", "gradients", pieces, max(FP32_BYTES, BYTES[dtype])),

@@ -64,12 +64,15 @@ def model_flops_per_step(config: TransformerConfig, seq_length: int, global_batc
 
     Source: section 5.1 counts so; the closed form is Narayanan et al. 2021, equation 3, without its recomputation.
     """
-    layers, logits = _forward_flops(config, seq_length, global_batch_size)
+    layers, logits = _forward_flops(config, seq_length, global_batch_size, config.hidden_size)
     return 3 * (layers + logits)  # backward costs twice the forward: gradients of input and of weight
 
 
-def hardware_flops_per_step(config: TransformerConfig, seq_length: int, global_batch_size: int) -> int:
-    """FLOPs that the devices execute in one optimizer step, including the recomputation of `config.recompute`.
+def hardware_flops_per_step(
+    config: TransformerConfig, seq_length: int, global_batch_size: int, tp_size: int = 1
+) -> int:
+    """FLOPs that the devices execute in one optimizer step, including the recomputation of `config.recompute` and the
+    dummy heads of a `tp_size` that does not divide the heads.
 
     Full: one more forward pass of the layers, not of the logits; with f = 4h, 96 B s L h^2 (1 + s / 6h + V / 16 L h).
     Selective: the matrix products of the attention core, 4 B s^2 L h (none of them on a GPU, whose fused core is left
@@ -80,12 +83,14 @@ def hardware_flops_per_step(config: TransformerConfig, seq_length: int, global_b
 
     Source: section 4.2; Narayanan et al. 2021, equation 3; Korthikanti et al. 2022 (selective).
     """
-    flops = model_flops_per_step(config, seq_length, global_batch_size)
+    width = config.padded_width(tp_size)
+    layers, logits = _forward_flops(config, seq_length, global_batch_size, width)
+    flops = 3 * (layers + logits)
     if config.recompute is Recompute.FULL:
-        return flops + _forward_flops(config, seq_length, global_batch_size)[0]
+        return flops + layers
     if config.recompute is Recompute.SELECTIVE:
         num_products = 1 if config.attention == "exact" else 2
-        return flops + num_products * 2 * global_batch_size * seq_length**2 * config.num_layers * config.hidden_size
+        return flops + num_products * 2 * global_batch_size * seq_length**2 * config.num_layers * width
     return flops
 
 
@@ -108,11 +113,11 @@ def num_recomputed_whole(config: TransformerConfig) -> int:
     return sum(config.hidden_dropout > 0 or bool(placement.after) for placement in config.layer_placements)
 
 
-def _forward_flops(config: TransformerConfig, seq_length: int, global_batch_size: int) -> tuple[int, int]:
-    """FLOPs of one forward pass: of the layers, of the logits."""
+def _forward_flops(config: TransformerConfig, seq_length: int, global_batch_size: int, width: int) -> tuple[int, int]:
+    """FLOPs of one forward pass, whose heads are `width` wide together: of the layers, of the logits."""
     h, num_tokens = config.hidden_size, global_batch_size * seq_length
-    linears = 8 * h * h + 4 * h * config.ffn_size  # QKV 6 h^2, attention output 2 h^2, both MLP linears
-    scores = 4 * seq_length * h  # QK^T and its product with V
+    linears = 8 * h * width + 4 * h * config.ffn_size  # QKV 6 h^2, attention output 2 h^2, both MLP linears
+    scores = 4 * seq_length * width  # QK^T and its product with V
     num_scored = global_batch_size * scored_tokens(config, seq_length)
     return num_tokens * config.num_layers * (linears + scores), num_scored * 2 * h * config.padded_vocab_size
 

@@ -52,6 +52,7 @@ class Job:
             + (" parallel.sequence_parallel=true" if layout.sequence_parallel else "")
             + (" parallel.zero1=true" if layout.zero1 else "")
             + (" parallel.batch_halves=true" if layout.batch_halves else "")
+            + (" parallel.pad_heads=true" if self.config.num_attention_heads % layout.tp_size else "")
         )
 
 
@@ -74,6 +75,7 @@ def rank_memory(job: Job, layout: ParallelConfig, on_gpu: bool) -> MemoryEstimat
         zero1=layout.cuts_optimizer,
         half_moments=job.half_moments,
         compiles=job.compiles,
+        pad_heads=layout.pad_heads,
     )
 
 
@@ -85,7 +87,7 @@ def checkpoint_bytes(job: Job, layout: ParallelConfig) -> int:
     """
     weight = max(BYTES[job.dtype], FP32_BYTES)
     moment = HALF_BYTES if job.half_moments else weight
-    largest = max(part_sizes(parameter_sizes(job.config, layout.tp_size), layout.dp_size))
+    largest = max(part_sizes(parameter_sizes(job.config, layout.tp_size, layout.pad_heads), layout.dp_size))
     return largest * (weight + 2 * moment)
 
 

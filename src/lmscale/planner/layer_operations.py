@@ -26,7 +26,7 @@ class LayerCounts:
         tokens: b s.
         own: b s, with sequence parallelism over p.
         width: h.
-        inner: h / p.
+        inner: h / p, with the dummy heads; so is `batch_heads`.
         mlp: f / p.
         e: bytes of an activation.
         mask: bytes of a kept dropout mask per element; 0 without dropout.
@@ -59,9 +59,9 @@ class LayerCounts:
             tokens=b * s,
             own=b * s // p if layout.cuts_sequence else b * s,
             width=config.hidden_size,
-            inner=config.hidden_size // p,
+            inner=config.padded_width(p) // p,
             mlp=config.ffn_size // p,
-            batch_heads=b * config.num_attention_heads // p,
+            batch_heads=b * config.padded_heads(p) // p,
             seq_length=s,
             e=BYTES[dtype],
             mask=1 if drops else 0,

@@ -105,6 +105,7 @@ def estimate_memory(
     zero1: bool = False,
     half_moments: bool = False,
     compiles: bool = False,
+    pad_heads: bool = False,
 ) -> MemoryEstimate:
     """Memory of a rank in one training step, in bytes: within 5 % of the peak of all its tensors.
 
@@ -139,6 +140,7 @@ def estimate_memory(
             a buffer.
         half_moments: the moments are bf16, converted to fp32 tensor by tensor.
         compiles: the update of a tensor is one kernel, which converts them without temporaries.
+        pad_heads: see `ParallelConfig`; dummy heads take memory as others do.
 
     Raises:
         ValueError: `tp_size` does not divide the model.
@@ -146,7 +148,7 @@ def estimate_memory(
     Source: Korthikanti et al. 2022, section 4.1, for the shape of the formula; the terms are those of this code.
     """
     e, b, s, h = BYTES[dtype], micro_batch_size, seq_length, config.hidden_size
-    num_parameters = count_parameters(config, tp_size).per_rank
+    num_parameters = count_parameters(config, tp_size, pad_heads).per_rank
     is_half = e < FP32_BYTES
     own = b * s // tp_size if cuts_sequence else b * s  # tokens of a rank outside the parallel region
     layer = _layer_bytes(config, tp_size, b, s, own, e, on_gpu)
@@ -162,7 +164,7 @@ def estimate_memory(
         recomputed = _core_bytes(config, tp_size, b, s, e, on_gpu)
     gradients = num_parameters * max(e, FP32_BYTES)
     columns = config.padded_vocab_size // tp_size
-    sizes = parameter_sizes(config, tp_size)
+    sizes = parameter_sizes(config, tp_size, pad_heads)
     num_owned = max(part_sizes(sizes, dp_size)) if zero1 else num_parameters
     moment = HALF_BYTES if half_moments else max(e, FP32_BYTES)
     has_buffer = is_half or zero1
@@ -197,7 +199,7 @@ def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: i
     h, f = config.hidden_size, config.ffn_size
     mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
     num_norms = config.placement.num_layer_norms
-    num_bytes = (2 + num_norms) * own * h * e + (4 * h + mlp_width) * b * s * e // tp_size
+    num_bytes = (2 + num_norms) * own * h * e + (4 * config.padded_width(tp_size) + mlp_width) * b * s * e // tp_size
     if e < FP32_BYTES and not on_gpu:
         num_bytes += num_norms * own * h * (FP32_BYTES - e)
     if config.hidden_dropout > 0:
@@ -213,11 +215,12 @@ def keeps_scores(config: TransformerConfig, on_gpu: bool) -> bool:
 
 def _core_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int, on_gpu: bool) -> int:
     """Bytes that the attention core of a layer keeps for its backward pass; none with a flash kernel."""
-    h, n, wide = config.hidden_size, config.num_attention_heads, max(e, FP32_BYTES)
+    width, n, wide = config.padded_width(tp_size), config.padded_heads(tp_size), max(e, FP32_BYTES)
     if not keeps_scores(config, on_gpu):
         return 0
     if config.attention != "exact":
-        return (b * n * s * s * 3 * wide + 3 * b * s * h * (wide - e)) // tp_size  # half types are widened, Q, K, V too
+        scores = b * n * s * s * 3 * wide
+        return (scores + 3 * b * s * width * (wide - e)) // tp_size  # half types are widened, Q, K, V too
     if config.attention_dropout > 0:
         return b * n * s * s * (wide + 1 + e) // tp_size
     return b * n * s * s * (wide if e == wide else wide + e) // tp_size
@@ -234,7 +237,7 @@ def _in_flight_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, ow
     if not keeps_scores(config, on_gpu):
         return of_mlp
     kind = "sdpa" if config.attention != "exact" else "fp32" if e == wide else "half"
-    scores = SCORES_IN_FLIGHT[kind, config.attention_dropout > 0] * b * config.num_attention_heads * s * s * wide
+    scores = SCORES_IN_FLIGHT[kind, config.attention_dropout > 0] * b * config.padded_heads(tp_size) * s * s * wide
     mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
     freed = 2 * own * h * e + mlp_width * b * s * e // tp_size + (own * h if config.hidden_dropout > 0 else 0)
     return max(of_mlp, int(scores / tp_size) - freed)

@@ -49,7 +49,7 @@ def step_operations(
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
     """
-    config.check_tensor_parallel(layout.tp_size)
+    config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
     parts = layout.batch_parts
     once = []
     for placement, number in Counter(config.layer_placements).items():
@@ -138,7 +138,7 @@ def _update(
     config: TransformerConfig, layout: ParallelConfig, num_micro_batches: int, dtype: str, half_moments: bool
 ) -> list[Operation]:
     """The gradient buffer, once per micro-batch, and the optimizer."""
-    e, sizes = BYTES[dtype], parameter_sizes(config, layout.tp_size)
+    e, sizes = BYTES[dtype], parameter_sizes(config, layout.tp_size, layout.pad_heads)
     n, wide = sum(sizes), max(BYTES[dtype], FP32_BYTES)
     found = []
     if e < FP32_BYTES or layout.cuts_optimizer:

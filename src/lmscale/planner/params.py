@@ -12,7 +12,8 @@ class ParameterCount:
 
     Args:
         total: of the whole model, everything counted once.
-        sharded_per_rank: one rank's part of the tensors cut over the tensor ranks.
+        sharded_per_rank: one rank's part of the tensors cut over the tensor ranks, in which the last ranks may have
+            dummy heads; the first has none.
         replicated: of the tensors that every tensor rank holds whole.
         parts: of the whole model, by part; they sum to `total`.
     """
@@ -28,7 +29,7 @@ class ParameterCount:
         return self.sharded_per_rank + self.replicated
 
 
-def count_parameters(config: TransformerConfig, tp_size: int = 1) -> ParameterCount:
+def count_parameters(config: TransformerConfig, tp_size: int = 1, pad_heads: bool = False) -> ParameterCount:
     """Count a model exactly, by formula.
 
     With f = 4h a layer has 12 h^2 + 13 h. GPT: v h + S h + L (12 h^2 + 13 h) + 2 h. BERT adds token types 2 h,
@@ -43,6 +44,7 @@ def count_parameters(config: TransformerConfig, tp_size: int = 1) -> ParameterCo
     Args:
         config: sizes; v is `padded_vocab_size`.
         tp_size: tensor ranks.
+        pad_heads: see `ParallelConfig`.
 
     Raises:
         ValueError: `tp_size` does not divide the model.
@@ -50,7 +52,7 @@ def count_parameters(config: TransformerConfig, tp_size: int = 1) -> ParameterCo
     Source: section 3; Tables 1, 2 and 4.
     """
     if tp_size != 1:
-        config.check_tensor_parallel(tp_size)
+        config.check_tensor_parallel(tp_size, pad_heads)
     h, f, v, num_layers = config.hidden_size, config.ffn_size, config.padded_vocab_size, config.num_layers
     sharded = {
         "word embedding": v * h,
@@ -71,10 +73,12 @@ def count_parameters(config: TransformerConfig, tp_size: int = 1) -> ParameterCo
         counts[part] = counts.get(part, 0) + size
     parts = {name: sharded.get(name, 0) + replicated.get(name, 0) for name in sharded | replicated}
     num_sharded, num_replicated = sum(sharded.values()), sum(replicated.values())
-    return ParameterCount(num_sharded + num_replicated, num_sharded // tp_size, num_replicated, parts)
+    of_dummies = num_layers * (4 * h + 3) * (config.padded_width(tp_size) - h)
+    per_rank = (num_sharded + of_dummies) // tp_size
+    return ParameterCount(num_sharded + num_replicated, per_rank, num_replicated, parts)
 
 
-def parameter_sizes(config: TransformerConfig, tp_size: int) -> list[int]:
+def parameter_sizes(config: TransformerConfig, tp_size: int, pad_heads: bool = False) -> list[int]:
     """Elements of each parameter of a rank, in the order in which the backward pass finishes their gradients.
 
     From the heads to the embeddings; the bias of a linear layer before its weight, except in column-parallel layers at
@@ -84,10 +88,11 @@ def parameter_sizes(config: TransformerConfig, tp_size: int) -> list[int]:
     Raises:
         ValueError: `tp_size` does not divide the model.
     """
-    config.check_tensor_parallel(tp_size)
+    config.check_tensor_parallel(tp_size, pad_heads)
     h, f, v = config.hidden_size, config.ffn_size // tp_size, config.padded_vocab_size // tp_size
-    up, qkv, norm = [f, f * h], [3 * h // tp_size, 3 * h * h // tp_size], [h, h]
-    mlp, attention = [h, f * h, *(up[::-1] if tp_size > 1 else up)], [h, h * h // tp_size]
+    a = config.padded_width(tp_size) // tp_size
+    up, qkv, norm = [f, f * h], [3 * a, 3 * a * h], [h, h]
+    mlp, attention = [h, f * h, *(up[::-1] if tp_size > 1 else up)], [h, h * a]
     attention += qkv[::-1] if tp_size > 1 else qkv
     family, placement, layers = family_of(config.family), config.placement, []
     heads = [size for _, size, _ in family.head.parameters(h, v)]
@@ -107,10 +112,10 @@ def parameters_in_order(config: TransformerConfig, tp_size: int) -> list[tuple[i
         within the heads, whose gradients never are, is that of the backward pass.
     """
     h, f, v = config.hidden_size, config.ffn_size // tp_size, config.padded_vocab_size // tp_size
-    family, placement = family_of(config.family), config.placement
+    a, family, placement = config.padded_width(tp_size) // tp_size, family_of(config.family), config.placement
     norm = [(h, True), (h, True)]
     norms = len(placement.before + placement.after) * norm
-    attention = [(3 * h * h // tp_size, False), (3 * h // tp_size, False), (h * h // tp_size, False), (h, True)]
+    attention = [(3 * a * h, False), (3 * a, False), (h * a, False), (h, True)]
     mlp = [(f * h, False), (f, False), (f * h, False), (h, True)]
     types = [(family.num_token_types * h, True)] if family.num_token_types else []
     embeddings = [(config.max_position_embeddings * h, True), *types, (v * h, False)]

@@ -125,7 +125,7 @@ def make_plan(job: Job, layout: ParallelConfig, cluster: Cluster, techniques: Te
         techniques,
         job.half_moments,
     )
-    parameters = count_parameters(config, layout.tp_size)
+    parameters = count_parameters(config, layout.tp_size, layout.pad_heads)
     model_flops = model_flops_per_step(config, job.seq_length, job.global_batch_size)
     return Plan(
         job=job,
@@ -137,7 +137,7 @@ def make_plan(job: Job, layout: ParallelConfig, cluster: Cluster, techniques: Te
         memory=memory,
         usable_bytes=cluster.usable_bytes,
         model_flops=model_flops,
-        hardware_flops=hardware_flops_per_step(config, job.seq_length, job.global_batch_size),
+        hardware_flops=hardware_flops_per_step(config, job.seq_length, job.global_batch_size, layout.tp_size),
         collectives=step_collectives(
             config,
             layout,
@@ -150,6 +150,26 @@ def make_plan(job: Job, layout: ParallelConfig, cluster: Cluster, techniques: Te
         time=time,
         mfu=model_flops / (time.total * layout.world_size * cluster.peak_flops_per_s(job.dtype)),
     )
+
+
+def describe_padding(plan: Plan) -> list[str]:
+    """Describe the dummy heads of `parallel.pad_heads` and what they cost; nothing if there are none."""
+    job, config, tp_size = plan.job, plan.job.config, plan.layout.tp_size
+    heads, computed = config.num_attention_heads, config.padded_heads(tp_size)
+    if computed == heads:
+        return []
+    without = hardware_flops_per_step(config, job.seq_length, job.global_batch_size)
+    of_model = count_parameters(config)
+    padding = plan.rank_parameters - of_model.replicated - of_model.sharded_per_rank / tp_size
+    each, memory = computed // tp_size, plan.memory[plan.recompute]
+    num_bytes = padding / plan.rank_parameters * (memory.weights + memory.gradients + memory.optimizer_state)
+    idle = tp_size - -(-heads // each)
+    only = f"; ranks with dummy heads only: {idle}" if idle else ""
+    return [
+        f"parallel.pad_heads=true: {computed} heads are computed for {heads}, {each} per rank; the {computed - heads} "
+        f"dummy heads are {1 - without / plan.hardware_flops:.1%} of the hardware FLOPs and on average "
+        f"{num_bytes / GIB:.3f} GiB of a rank's weights, gradients and optimizer state{only}"
+    ]
 
 
 def describe_shortage(plan: Plan) -> str:

@@ -21,6 +21,7 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
             "sequence_parallel": plan.layout.sequence_parallel,
             "zero1": plan.layout.zero1,
             "batch_halves": plan.layout.batch_halves,
+            "pad_heads": plan.layout.pad_heads,
             "num_devices": plan.num_devices,
             "micro_batch_size": plan.job.micro_batch_size,
             "num_micro_batches": plan.num_micro_batches,

@@ -7,7 +7,7 @@ from ..config.from_dict import keys_of
 from ..config.layout import ParallelRequest
 from ..config.plan import PlanConfig
 from .job import STAND_IN_VOCAB_SIZE, Job, smallest_layout
-from .plan import Plan, describe_shortage, make_plan
+from .plan import Plan, describe_padding, describe_shortage, make_plan
 from .search import Ranking, divides, largest_number, rank_layouts, rank_on_machine, suggest_layout
 
 _HALF = ("bf16", "fp16")
@@ -69,6 +69,7 @@ def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
             plan = make_plan(job, layout, cluster)
     except ValueError as error:
         raise ValueError(f"{error}; {suggest_layout(job, layout, cluster)}") from None
+    notes += describe_padding(plan)
     if plan.missing_bytes <= 0:
         return plan, notes
     for mode in _modes_to_try(question, job)[1:]:
@@ -102,7 +103,7 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
             f"`num_devices` must be a number of devices on which some layout fits, but on {num_devices:,} even "
             f"{closest.overrides} does not: {describe_shortage(closest)}; {way_out}"
         )
-    return ranking, notes
+    return ranking, notes + describe_padding(ranking.fitting[0])
 
 
 def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:

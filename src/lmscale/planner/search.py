@@ -32,12 +32,12 @@ class Ranking:
     too_large: tuple[Plan, ...]
 
 
-def tensor_sizes(job: Job, largest: int) -> list[int]:
-    """Every `tp_size` up to `largest` that cuts the model into equal shards, ascending."""
+def tensor_sizes(job: Job, largest: int, pad_heads: bool = False) -> list[int]:
+    """Every `tp_size` up to `largest` and the number of heads that cuts the model into equal shards, ascending."""
     sizes = []
     for tp_size in range(1, min(largest, job.config.num_attention_heads) + 1):
         try:
-            job.config.check_tensor_parallel(tp_size)
+            job.config.check_tensor_parallel(tp_size, pad_heads)
         except ValueError:
             continue
         sizes.append(tp_size)
@@ -83,7 +83,7 @@ def rank_layouts(
         ValueError: no grid of `num_devices` divides model and batch; names the nearest number that does.
     """
     fitting, too_large = [], []
-    for tp_size in tensor_sizes(job, num_devices):
+    for tp_size in tensor_sizes(job, num_devices, request.pad_heads):
         if num_devices % tp_size:
             continue
         layouts = [request.resolve(tp_size, num_devices // tp_size)]
@@ -140,7 +140,7 @@ def rank_on_machine(
     options, plans = (("zero1", "batch_halves") if cluster.is_gpu else ("zero1",)), []
     for num_ranks in counts:
         device = _join_devices(cluster, num_devices // num_ranks, num_ranks)
-        sizes = [tp_size for tp_size in tensor_sizes(job, num_ranks) if num_ranks % tp_size == 0]
+        sizes = [tp_size for tp_size in tensor_sizes(job, num_ranks, request.pad_heads) if num_ranks % tp_size == 0]
         for layout in (each for p in sizes for each in _with_options(request.resolve(p, num_ranks // p), options)):
             if not divides(job, layout):
                 continue
@@ -169,7 +169,7 @@ def largest_number(job: Job, cluster: Cluster, request: ParallelRequest = _NO_OP
 
 def _fits_on(job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest) -> bool:
     """Whether some layout fits, tried with the settings that need least memory."""
-    for tp_size in tensor_sizes(job, num_devices):
+    for tp_size in tensor_sizes(job, num_devices, request.pad_heads):
         if num_devices % tp_size:
             continue
         layout = request.resolve(tp_size, num_devices // tp_size)
@@ -181,7 +181,7 @@ def _fits_on(job: Job, cluster: Cluster, num_devices: int, request: ParallelRequ
 
 def _possible_numbers(job: Job, cluster: Cluster, request: ParallelRequest) -> set[int]:
     """Numbers of devices that some grid uses fully; always contains 1."""
-    sizes = tensor_sizes(job, cluster.num_devices)
+    sizes = tensor_sizes(job, cluster.num_devices, request.pad_heads)
     divisors = [
         d for d in range(1, min(job.global_batch_size, cluster.num_devices) + 1) if job.global_batch_size % d == 0
     ]
@@ -215,7 +215,7 @@ def _candidates(job: Job, wanted: ParallelConfig, cluster: Cluster) -> list[tupl
     """Every grid that divides model, batch and cluster, with every micro-batch size and recomputation mode."""
     layouts = [
         dataclasses.replace(wanted, tp_size=tp_size, dp_size=dp_size)
-        for tp_size in tensor_sizes(job, cluster.num_devices)
+        for tp_size in tensor_sizes(job, cluster.num_devices, wanted.pad_heads)
         for dp_size in range(1, cluster.num_devices // tp_size + 1)
     ]
     return [(layout, b, mode) for layout in layouts for b in micro_batch_sizes(job, layout) for mode in _MODES]

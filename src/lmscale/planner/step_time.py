@@ -147,7 +147,7 @@ def predict_step_time(
         local = _roofline_time(step_operations(*counted, half_moments), cluster, dtype)
     else:
         local = _passes_time(config, layout, micro_batch_size, num_micro_batches, seq_length, dtype, cluster)
-    num_parameters = count_parameters(config, tp_size).per_rank
+    num_parameters = count_parameters(config, tp_size, layout.pad_heads).per_rank
     each_gradient = techniques.gradient_bytes or max(BYTES[dtype], FP32_BYTES)
     d, span = layout.dp_size, layout.world_size
     if layout.cuts_optimizer:
@@ -190,9 +190,9 @@ def _passes_time(
     num_bytes = _elementwise_bytes(config, layout, b, s, dtype, constants)
     memory_rate = MEMORY_SHARE * cluster.memory_bandwidth_gb_s * 1e9
     repeats = 1.0 if config.recompute is Recompute.FULL else 0.75  # forward, forward again, backward twice as long
-    num_owned = count_parameters(config, tp_size).per_rank
+    num_owned = count_parameters(config, tp_size, layout.pad_heads).per_rank
     if layout.cuts_optimizer:
-        num_owned = max(part_sizes(parameter_sizes(config, tp_size), layout.dp_size))
+        num_owned = max(part_sizes(parameter_sizes(config, tp_size, layout.pad_heads), layout.dp_size))
     is_half = BYTES[dtype] < FP32_BYTES
     optimizer_bytes = HALF_OPTIMIZER_BYTES if is_half else FULL_OPTIMIZER_PASSES * BYTES[dtype]
     return StepTime(
@@ -248,9 +248,9 @@ def _tiled_flops(config: TransformerConfig, tp_size: int, b: int, s: int) -> tup
     """FLOPs of a rank's micro-batch in whole tiles, recomputation included: of the layers' linear layers, of all other
     products."""
     num_tokens, h = b * s, config.hidden_size
-    width, mlp = _tiles(h / tp_size), _tiles(config.ffn_size / tp_size)
-    linears = 2 * num_tokens * h * (_tiles(3 * h / tp_size) + width + 2 * mlp)
-    scores = 4 * b * s * s * (h / tp_size) * (1 + HEAD_PENALTY / config.head_size)
+    inner, mlp = config.padded_width(tp_size) / tp_size, _tiles(config.ffn_size / tp_size)
+    linears = 2 * num_tokens * h * (_tiles(3 * inner) + _tiles(inner) + 2 * mlp)
+    scores = 4 * b * s * s * inner * (1 + HEAD_PENALTY / config.head_size)
     num_scored = b * scored_tokens(config, s)
     logits = 2 * num_scored * h * _tiles(config.padded_vocab_size / tp_size)
     core_again = 0.5 if config.attention == "exact" else 1.0  # see `hardware_flops_per_step`
@@ -279,7 +279,7 @@ def _elementwise_bytes(
     stays_on_chip = constants.fused_attention and config.attention != "exact"
     scores = 0 if stays_on_chip else passes(SCORE_PASSES, scores_again)
     whole_ranks = tp_size if layout.cuts_sequence else 1
-    layer = scores * b * config.num_attention_heads * s * s / tp_size
+    layer = scores * b * config.padded_heads(tp_size) * s * s / tp_size
     layer += passes(WHOLE_PASSES, runs_again) * b * s * h / whole_ranks
     layer += passes(SPLIT_PASSES, runs_again) * b * s * h / tp_size
     logits = LOGIT_PASSES * b * scored_tokens(config, s) * config.padded_vocab_size / tp_size

@@ -21,7 +21,7 @@ from ..checkpoint import (
     read_metadata,
     remove_checkpoint,
 )
-from ..parallel import ParallelContext
+from ..parallel import ParallelContext, padding_of
 from .output.lightning_state import at_last_update, from_json, loops_after, to_json
 
 
@@ -130,7 +130,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
             state=state,
         )
         place = context.tp_rank, context.tp_size, context.dp_rank, context.dp_size
-        return metadata, divide_tensors(entries, *place, owner_of)
+        return metadata, divide_tensors(entries, *place, owner_of, padding_of(module.model))
 
     def finish_save(self) -> str | None:
         """Wait for the save in progress, on all ranks; returns None, or on every rank why it failed.
@@ -216,7 +216,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         """Read masters and moments in place."""
         state, optimizer = checkpoint["optimizer_states"][0], self.optimizers[0]
-        with CheckpointReader(state["path"]) as reader:
+        with CheckpointReader(state["path"], padding_of(self.lightning_module.model)) as reader:
 
             def read(key: str, out: Tensor) -> None:
                 reader.read_into(key, out, self.parallel.tp_rank)

@@ -31,7 +31,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
 
     Args:
         tp_size: tensor-parallel ranks; the number of data ranks is world size / tp_size.
-        sequence_parallel, zero1, batch_halves: see `ParallelConfig`.
+        sequence_parallel, zero1, batch_halves, pad_heads: see `ParallelConfig`.
         timeout_minutes: how long a collective may wait before the run fails.
         shared_memory: tensor ranks on one host without GPUs communicate through shared memory.
 
@@ -48,22 +48,19 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         sequence_parallel: bool = False,
         zero1: bool = False,
         batch_halves: bool = False,
+        pad_heads: bool = False,
         timeout_minutes: float = 30.0,
         shared_memory: bool = True,
         **kwargs: Any,
     ) -> None:
         self.collective_timeout = timedelta(minutes=timeout_minutes) + _GRACE
         super().__init__(
-            timeout=self.collective_timeout,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,
-            **kwargs,
+            timeout=self.collective_timeout, gradient_as_bucket_view=True, broadcast_buffers=False, **kwargs
         )
-        self.layout = ParallelConfig(tp_size, 1, sequence_parallel, zero1, batch_halves)
+        self.layout = ParallelConfig(tp_size, 1, sequence_parallel, zero1, batch_halves, pad_heads)
         self.shared_memory = shared_memory
         self.parallel = ParallelContext()
         self.save_timeout_s = 60 * timeout_minutes
-        self.control_group: dist.ProcessGroup | None = None
 
     def _configure_launcher(self) -> None:
         """Use no launcher for one process, so that a notebook works too."""
@@ -92,11 +89,8 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         if self.world_size % tp_size:
             raise ValueError(f"`tp_size` must divide the {self.world_size} ranks, but is {tp_size}")
         self.layout = replace(self.layout, dp_size=self.world_size // tp_size)
-        mesh = init_device_mesh(
-            self.root_device.type,
-            (self.layout.dp_size, self.layout.tp_size),
-            mesh_dim_names=("data", "tensor"),
-        )
+        grid = self.layout.dp_size, self.layout.tp_size
+        mesh = init_device_mesh(self.root_device.type, grid, mesh_dim_names=("data", "tensor"))
         for group in mesh.get_all_groups():  # a mesh gives its groups torch's own time limit
             dist.distributed_c10d._set_pg_timeout(self.collective_timeout, group)
         self.parallel = ParallelContext(
@@ -110,6 +104,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
             sequence_parallel=self.layout.cuts_sequence,
             zero1=self.layout.cuts_optimizer,
             batch_halves=self.layout.cuts_batch,
+            pad_heads=self.layout.pad_heads,
         )
         # Without its own group DDP would overwrite every shard with rank 0's.
         self._ddp_kwargs["process_group"] = self.parallel.dp_group

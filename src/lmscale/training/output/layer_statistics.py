@@ -99,7 +99,7 @@ def measure_sublayers(model: nn.Module, forward: Callable[[], Any]) -> list[dict
         parallelism, two all-gathers of [b, s, h] each.
     """
     observed = {
-        (index, name): _Sublayer(layer, name)
+        (index, name): _Sublayer(layer, name, model.config.num_attention_heads)
         for index, layer in enumerate(model.transformer.layers)
         for name in ("attention", "mlp")
     }
@@ -125,7 +125,8 @@ def measure_sublayers(model: nn.Module, forward: Callable[[], Any]) -> list[dict
 class _Sublayer:
     """Hooks on one sublayer that add up what its statistics need; a batch may come in halves."""
 
-    def __init__(self, layer: TransformerLayer, name: str) -> None:
+    def __init__(self, layer: TransformerLayer, name: str, num_heads: int) -> None:
+        self.num_heads = num_heads
         sublayer, placement = getattr(layer, name), layer.placement
         entry = getattr(layer, f"{name}_{placement.before[0]}") if placement.before else sublayer
         exit_ = getattr(layer, f"{name}_{placement.after[0]}") if placement.before and placement.after else sublayer
@@ -157,11 +158,11 @@ class _Sublayer:
     def _see_attention(self, module: SelfAttention, args: tuple, output: Tensor) -> None:
         qkv = self.qkv.unflatten(-1, (module.num_local_heads, 3, module.head_size))
         qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
-        s, mask = qkv.shape[1], args[1]
+        s, mask, own = qkv.shape[1], args[1], max(self.num_heads - module.first_head, 0)  # the others are dummies
         if mask is None and module.causal:
             mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=qkv.device).tril()
         for i, (q, k, _) in enumerate(qkv.permute(0, 3, 2, 1, 4)):  # of one sequence: [n/p, s, d]
-            scores = q @ k.mT / math.sqrt(module.head_size)
+            scores = q[:own] @ k[:own].mT / math.sqrt(module.head_size)
             if mask is not None:
                 scores = scores.masked_fill(~mask[i % len(mask)], float("-inf"))
             self.entropy += torch.special.entr(scores.softmax(-1).double()).sum() / s

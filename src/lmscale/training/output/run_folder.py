@@ -117,7 +117,7 @@ def announce(
 ) -> None:
     """Print the run's model, layout, options, steps and folder in a few lines."""
     run, resume_from, config, layout, batch = job.run, start.checkpoint, job.config, job.layout, job.batch
-    parameters = count_parameters(config, layout.tp_size)
+    parameters = count_parameters(config, layout.tp_size, layout.pad_heads)
     chosen = "; tp_size=auto: the smallest that fits, not the fastest" if run.parallel.tp_size == "auto" else ""
     if run.parallel.record is not None:
         chosen = f"; the fastest of {run.parallel.record}"
@@ -185,6 +185,10 @@ def describe_options(run: RunConfig, config: TransformerConfig, layout: Parallel
     if layout.batch_halves:
         reason = "tp_size is 1" if layout.tp_size == 1 else "" if compiles else "layers are not compiled"
         options.append("batch halves" + (f" (hides nothing: {reason})" if reason else ""))
+    if layout.pad_heads:
+        heads, computed = config.num_attention_heads, config.padded_heads(layout.tp_size)
+        effect = f"{computed} computed for {heads}" if computed > heads else "without effect: tp_size divides them"
+        options.append(f"padded heads ({effect})")
     if config.recompute is not Recompute.NONE:
         options.append(f"recompute {config.recompute.value}")
     if run.optimizer.moments == "bf16":

@@ -81,6 +81,7 @@ def new_trainer(job: Job, **options: Any) -> L.Trainer:
         sequence_parallel=job.layout.sequence_parallel,
         zero1=job.layout.zero1,
         batch_halves=job.layout.batch_halves,
+        pad_heads=job.layout.pad_heads,
         timeout_minutes=run.parallel.timeout_minutes,
         shared_memory=run.parallel.shared_memory,
     )

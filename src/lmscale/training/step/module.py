@@ -12,7 +12,7 @@ from ...config import TransformerConfig
 from ...config.training import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from ...kernels import PLAIN, Kernels
 from ...models import build_model
-from ...parallel import sample_dropout_keys, seed_rank_generator
+from ...parallel import padding_of, sample_dropout_keys, seed_rank_generator
 from ...parallel.data_collectives import sum_over_data_ranks
 from .optimizer import MixedPrecisionAdamW
 from .schedule import UpdateSchedule
@@ -115,7 +115,7 @@ class PretrainModule(ValidatedModule):
 
     def read_weights(self, path: str) -> None:
         """Read this rank's shard from a checkpoint of any layout."""
-        with CheckpointReader(path) as reader:
+        with CheckpointReader(path, padding_of(self.model)) as reader:
             for name, param in self.model.named_parameters():
                 self.progress(f"reading {name}")
                 reader.read_into(f"model/{name}", param.detach(), self.parallel.tp_rank)
@@ -126,7 +126,7 @@ class PretrainModule(ValidatedModule):
             self.model.named_parameters(), self.optimizer_config, self.precision, self.parallel, self.kernels.compiles
         )
         if self.weights_from:
-            with CheckpointReader(self.weights_from) as reader:
+            with CheckpointReader(self.weights_from, padding_of(self.model)) as reader:
                 optimizer.load_masters(lambda key, out: reader.read_into(key, out, self.parallel.tp_rank))
         schedule = UpdateSchedule(optimizer, self.schedule, self.optimizer_config.lr)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}

@@ -1,0 +1,139 @@
+"""Runs with dummy heads equal those of one process (fp64, 1e-12); their checkpoints know nothing of the padding."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import make_context, run_ranks
+from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
+
+from lmscale.checkpoint import CheckpointReader, find_damage, list_checkpoints, read_metadata
+from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
+from lmscale.config import ParallelConfig
+from lmscale.config.pretrain import RunConfig
+from lmscale.evaluation.loading import load_model
+from lmscale.parallel import ParallelContext
+from lmscale.training.output.run_folder import describe_options
+from lmscale.training.pretrain import prepare_job, pretrain
+
+BOUND = 1e-12
+DROPPING = {"model__hidden_dropout": 0.2, "model__attention_dropout": 0.2, "model__attention": "exact"}
+FOUR_HEADS = {"model__hidden_size": 96, "model__vocab_multiple": 96}  # 2, 2 and 0 of them on three ranks
+THREE_HEADS = {"model__num_attention_heads": 3}  # 2 and 1 on two ranks
+CASES = {  # the family, what it changes, tp_size and dp_size
+    "gpt": ("gpt", FOUR_HEADS | DROPPING | {"optimizer__weight_decay": 0.1, "micro_batch_size": 2}, (3, 1)),
+    "bert sequence": (
+        "bert",
+        FOUR_HEADS | DROPPING | {"parallel__sequence_parallel": True, "model__recompute": "full"},
+        (3, 1),
+    ),
+    "gpt zero1": ("gpt", THREE_HEADS | {"parallel__zero1": True, "model__recompute": "selective"}, (2, 2)),
+}
+
+
+def make_run(folder: Path, family: str, changes: dict, layout: tuple[int, int], **more) -> RunConfig:
+    sizes = dict(zip(("parallel__tp_size", "parallel__dp_size"), layout, strict=True))
+    return tiny_run(family, folder, parallel__pad_heads=True, **changes, **sizes, **more)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """Every case on one process and on its ranks."""
+    root = tmp_path_factory.mktemp("padded")
+    runs: dict[int, list[RunConfig]] = {}
+    for name, (family, changes, layout) in CASES.items():
+        for each in ((1, 1), layout):
+            folder = root / name / ("one" if each == (1, 1) else "padded")
+            runs.setdefault(each[0] * each[1], []).append(make_run(folder, family, changes, each))
+    for world_size, those in runs.items():
+        run_jobs(those, world_size)
+    return root
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_norms_weights_and_moments_equal_those_of_one_process(root: Path, case: str) -> None:
+    one, padded = root / case / "one", root / case / "padded"
+    for row, other in zip(read_rows(one), read_rows(padded), strict=True):
+        for column in ("train/loss", "grad_norm"):
+            assert abs(other[column] / row[column] - 1) < BOUND, (column, row["step"])
+    values = [read_record(path)["metrics"]["val/loss"]["value"] for path in (one, padded)]
+    assert abs(values[1] / values[0] - 1) < BOUND
+    tensors, others = read_tensors(one), read_tensors(padded)
+    assert tensors.keys() == others.keys()
+    for key, tensor in tensors.items():
+        bound = BOUND if key.startswith("model/") else 10 * BOUND * tensor.abs().max()
+        assert (others[key] - tensor).abs().max() <= bound, key
+
+
+def test_a_checkpoint_has_no_dummy_heads(root: Path) -> None:
+    path = list_checkpoints(root / "gpt" / "padded" / "checkpoints")[-1]
+    metadata, plain = (
+        read_metadata(list_checkpoints(root / "gpt" / name / "checkpoints")[-1]) for name in ("padded", "one")
+    )
+    assert find_damage(path, metadata) is None and metadata.layout == {"tp_size": 3, "dp_size": 1}
+    assert metadata.model == plain.model
+    shapes = [{key: (e.shape, e.shard_dim) for key, e in each.tensors.items()} for each in (metadata, plain)]
+    assert shapes[0] == shapes[1]
+    attention = "transformer.layers.1.attention."
+    cuts = {
+        name: [(piece.start, piece.stop) for piece in metadata.tensors[f"exp_avg/{attention}{name}"].pieces]
+        for name in ("qkv.weight", "qkv.bias", "output.weight")
+    }
+    heads = [(0, 144), (144, 288)]  # 2 heads of Q, K and V with 24 each; the third rank writes nothing
+    assert cuts == {"qkv.weight": heads, "qkv.bias": heads, "output.weight": [(0, 48), (48, 96)]}
+    uneven = read_metadata(list_checkpoints(root / "gpt zero1" / "padded" / "checkpoints")[-1])
+    pieces = uneven.tensors[f"model/{attention}qkv.weight"].pieces
+    assert [(piece.start, piece.stop) for piece in pieces] == [(0, 48), (48, 72)]  # 2 heads of 8 and 1
+
+
+@pytest.mark.parametrize("dtype", ["fp64", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_a_run_resumes_with_and_without_padding(tmp_path: Path, dtype: str) -> None:
+    """One process, then padded at tp 3, then one process equal an uninterrupted run; in bf16 with masters."""
+    family, changes, layout = CASES["gpt"]
+    settings = changes | {"trainer__max_steps": 6, "precision__dtype": dtype, "resume": "auto"}
+    assert pretrain(prepare_job(make_run(tmp_path / "whole", family, settings, (1, 1)))) == 0
+    part = tmp_path / "part"
+    run_jobs([make_run(part, family, settings, (1, 1), trainer__stop_after_steps=2)], 1)
+    run_jobs([make_run(part, family, settings, layout, trainer__stop_after_steps=4)], 3)
+    assert pretrain(prepare_job(make_run(part, family, settings, (1, 1)))) == 0
+    bound = BOUND if dtype == "fp64" else 2e-2
+    for row, other in zip(read_rows(tmp_path / "whole"), read_rows(part), strict=True):
+        assert other["train/loss"] == pytest.approx(row["train/loss"], rel=bound)
+
+
+def _logits(rank: int, path: Path, tp_size: int) -> torch.Tensor:
+    context = dataclasses.replace(make_context(tp_size), pad_heads=True) if tp_size > 1 else ParallelContext()
+    model = load_model(path, context, torch.float64).model
+    return model(torch.arange(20).view(2, 10))
+
+
+def test_the_model_goes_to_hugging_face_and_back_bit_for_bit(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "gpt", FOUR_HEADS | {"precision__dtype": "fp32"}, (3, 1))
+    run_jobs([run], 3)
+    path = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    back = import_hugging_face(export_hugging_face(path, tmp_path / "theirs"), tmp_path / "back", 1, 96)
+    ours = read_tensors(tmp_path / "run")
+    with CheckpointReader(back) as reader:
+        again = {key: reader.read(key) for key in reader.metadata.tensors}
+    assert {key for key in ours if key.startswith("model/")} == again.keys()
+    assert all(torch.equal(tensor, ours[key]) for key, tensor in again.items())
+    whole, found = (torch.cat(run_ranks(_logits, tp_size, back, tp_size), -1) for tp_size in (1, 3))
+    real = whole.isfinite()  # not those of padding rows of the vocabulary
+    assert (found - whole)[real].abs().max() < BOUND * whole[real].abs().max()
+
+
+def test_a_run_without_the_key_is_refused_and_told_of_it(tmp_path: Path) -> None:
+    message = (
+        r"`model.num_attention_heads` must be a multiple of `parallel.tp_size` \(3\), but is 4, which a run with "
+        r"`parallel.pad_heads=true` pads to 6; valid sizes: 1, 2, 4$"
+    )
+    with pytest.raises(ValueError, match=message):
+        tiny_run("gpt", tmp_path, parallel__tp_size=3, **FOUR_HEADS)
+
+
+@pytest.mark.parametrize(("tp_size", "line"), [(3, "6 computed for 4"), (2, "without effect: tp_size divides them")])
+def test_the_first_lines_say_what_is_padded(tmp_path: Path, tp_size: int, line: str) -> None:
+    run = make_run(tmp_path, "gpt", FOUR_HEADS, (1, 1))
+    layout = ParallelConfig(tp_size, pad_heads=True)
+    assert describe_options(run, run.model.with_vocab_size(100), layout) == f"options: padded heads ({line})\n"
