@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from sharding import count_model_parameters
 
 from lmscale.config import Recompute, TransformerConfig
+from lmscale.config.family import family_of
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 
@@ -104,3 +105,13 @@ def test_the_replicated_parameters_are_norms_row_biases_positions_and_heads() ->
         layer + "mlp.down.weight",
         "lm_head.bias",
     }
+
+
+def test_the_products_that_the_planner_counts_for_the_heads_are_those_of_their_weights() -> None:
+    config = TransformerConfig("bert", 1, 48, 4, 96, 16)
+    sizes = {
+        name: param.numel() for name, param in build_model(config, ParallelContext(), seed=None).named_parameters()
+    }
+    per_token, per_sequence = family_of("bert").head.multiply_adds(48)
+    assert per_token == sizes["lm_head.dense.weight"]
+    assert per_sequence == sizes["pooler.weight"] + sizes["order_head.weight"]

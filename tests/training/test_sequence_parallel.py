@@ -14,7 +14,7 @@ CASES = {
     "gpt-pre": ("gpt", {"micro_batch_size": 2, **DROPPING}),
     "gpt-post-full": ("gpt", {"model__norm_order": "post", "model__recompute": "full"}),
     "bert-pre-selective": ("bert", {"model__recompute": "selective"}),
-    "gpt-pre-halves": ("gpt", {"micro_batch_size": 2, "parallel__batch_halves": True, **DROPPING}),
+    "gpt-pre-halves": ("gpt", {"micro_batch_size": 4, "parallel__batch_halves": True, **DROPPING}),
     "bert-post": ("bert", {"model__norm_order": "post", "micro_batch_size": 2, **DROPPING}),
 }
 
