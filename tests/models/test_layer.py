@@ -143,6 +143,13 @@ def test_later_tokens_do_not_influence_earlier_ones_in_gpt(attention: str, norm_
     assert ((before[:, 8:] - after[:, 8:]).abs().amax(dim=(0, 2)) > 1e-6).all()
 
 
+def test_six_samples_in_halves_equal_the_whole() -> None:
+    config = small_config("gpt", attention="exact", hidden_dropout=0.1, attention_dropout=0.1)
+    batch = random_batch(config, 6)
+    whole, halves = (random_model(config, ParallelContext(batch_halves=halved)) for halved in (False, True))
+    torch.testing.assert_close(total_loss(halves, batch), total_loss(whole, batch), rtol=1e-14, atol=0.0)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_layers_have_the_gradients_of_kept_ones(recompute: str) -> None:
     config = small_config("gpt", attention="exact", hidden_dropout=0.1, attention_dropout=0.1)
