@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmscale.parallel import collectives
+from lmscale.parallel import communicator
 
 
 class Clock:
@@ -17,11 +17,9 @@ class Clock:
     For an asynchronous collective, the time of starting it and of waiting for it counts.
     """
 
-    PLACES = ((dist, "all_reduce"), (collectives, "_all_gather_tensor"), (collectives, "_reduce_scatter_tensor"))
-
     def __init__(self, device: torch.device) -> None:
         self.device, self.communication = device, 0.0
-        self._originals = [getattr(module, name) for module, name in self.PLACES]
+        self._all_reduce, self._functional = dist.all_reduce, communicator._ops
 
     def now(self) -> float:
         """Current time in seconds, after synchronizing the device."""
@@ -30,22 +28,34 @@ class Clock:
         return time.perf_counter()
 
     def __enter__(self) -> "Clock":
-        for (module, name), original in zip(self.PLACES, self._originals, strict=True):
-            setattr(module, name, self._timed(original))
+        dist.all_reduce, communicator._ops = self.timed(self._all_reduce), TimedOps(self._functional, self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for (module, name), original in zip(self.PLACES, self._originals, strict=True):
-            setattr(module, name, original)
+        dist.all_reduce, communicator._ops = self._all_reduce, self._functional
 
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose time counts as communication."""
+
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = self.now()
             result = function(*args, **kwargs)
             self.communication += self.now() - start
-            return None if result is None else TimedWork(result, self)
+            return TimedWork(result, self) if isinstance(result, dist.Work) else result
 
         return timed
+
+
+@dataclasses.dataclass
+class TimedOps:
+    """Torch's functional collectives, each of which is timed, and so is the wait for it."""
+
+    ops: Any
+    clock: Clock
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """The collective of this name, timed."""
+        return self.clock.timed(getattr(self.ops, name))
 
 
 @dataclasses.dataclass

@@ -27,10 +27,11 @@ def test_a_row_has_the_required_value_and_whether_it_is_reached(tmp_path) -> Non
 
 def test_the_loss_of_a_run_is_stored_and_compared_with_seeds(tmp_path) -> None:
     write(tmp_path / "record.json")
-    (tmp_path / "metrics.csv").write_text("step,train/loss,val/loss\n0,,9\n1,8.0,\n2,7.0,\n3,6.5,\n")
+    (tmp_path / "metrics.csv").write_text("train/loss,time/step_s,memory_gib\n,,\n8.0,9,1\n7.0,2,3\n6.5,4,2\n")
     rows.keep(tmp_path, tmp_path / "kept.json")
     kept = rows.read(tmp_path / "kept.json")
     assert kept["metrics"]["train/loss_fall"]["value"] == 1.5 and kept["train_losses"] == [8.0, 7.0, 6.5]
+    assert (kept["metrics"]["train/step"]["value"], kept["metrics"]["train/memory_peak"]["value"]) == (3.0, 3.0)
     name = "train__loss_mean_of_last"
     bf16 = [write(tmp_path / f"{i}.json", **{name: loss}) for i, loss in enumerate((3.0, 3.1, 3.2))]
     assert rows.seeds(write(tmp_path / "near.json", **{name: 3.25}), bf16).endswith("reached")
@@ -39,7 +40,7 @@ def test_the_loss_of_a_run_is_stored_and_compared_with_seeds(tmp_path) -> None:
 
 def test_a_non_finite_loss_is_stored_and_not_reached(tmp_path) -> None:
     write(tmp_path / "record.json")
-    (tmp_path / "metrics.csv").write_text("step,train/loss\n1,8.0\n2,nan\n")
+    (tmp_path / "metrics.csv").write_text("train/loss,time/step_s,memory_gib\n8.0,9,1\nnan,2,3\n")
     kept = tmp_path / "kept.json"
     rows.keep(tmp_path, kept)
     assert rows.read(kept)["train_losses"] == [8.0, None]
