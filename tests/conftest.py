@@ -32,6 +32,12 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than the cores, since tests wait for processes that they have started."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(autouse=True)
 def exact_products() -> Iterator[None]:
     """Reset the fp32 matmul precision, which a run sets for its process."""
