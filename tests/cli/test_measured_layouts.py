@@ -2,6 +2,7 @@
 
 import csv
 import json
+import resource
 import runpy
 import shlex
 import sys
@@ -89,7 +90,9 @@ def test_the_four_layouts_of_two_cores_are_ranked_by_their_time_beside_the_model
     for layout in written["layouts"]:
         assert layout["step_times_s"][0] < 100  # without the warm-up
         assert layout["tokens_per_s"] == 4 * 32 / layout["step_time_s"]
-        assert 2**20 < layout["memory_bytes"] < 2**30  # of a Python without torch
+        # Of a Python without torch; Linux counts at least what this process had when it started it.
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert 2**20 < layout["memory_bytes"] <= max(2**30, peak)
     table = measuring.format_measured(written, str(record), "python src/train.py")
     rows = [line.split() for line in table.splitlines()[2:5]]
     assert [row[:3] for row in rows] == [["1", "1", "2"], ["2", "1", "2"], ["3", "1", "1"]]

@@ -157,7 +157,8 @@ def time_training(command: list[str], num_steps: int, is_gpu: bool) -> dict[str,
         with output.open("w") as stderr:
             process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=stderr, env=environment)
             try:
-                _, status, usage = os.wait4(process.pid, 0)  # the largest peak of the process and those it has started
+                # The largest peak of the process and those it has started; on Linux at least that of this one.
+                _, status, usage = os.wait4(process.pid, 0)
             except BaseException:
                 process.terminate()
                 process.wait()
