@@ -1,12 +1,16 @@
 """Run a function on several real processes with gloo, and always clean up."""
 
+import contextlib
+import faulthandler
 import os
 import random
+import signal
 import socket
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,8 @@ def run_ranks(worker: Callable, world_size: int, *args: Any, timeout_s: float = 
     """Run `worker(rank, *args)` on `world_size` new processes with a gloo group; returns the results by rank.
 
     Raises:
-        RuntimeError: a rank failed (with its traceback) or timed out; the processes are ended in both cases.
+        RuntimeError: a rank failed (with its traceback) or timed out (with every rank's stack); the processes are ended
+            in both cases.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes = mp.start_processes(
@@ -33,7 +38,10 @@ def run_ranks(worker: Callable, world_size: int, *args: Any, timeout_s: float = 
         try:
             while not processes.join(timeout=1.0):
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"{worker.__name__} on {world_size} ranks took longer than {timeout_s} s")
+                    stacks = _stacks(processes.processes, Path(folder))
+                    raise RuntimeError(
+                        f"{worker.__name__} on {world_size} ranks took longer than {timeout_s} s\n{stacks}"
+                    )
         finally:
             for process in processes.processes:
                 if process.is_alive():
@@ -42,8 +50,24 @@ def run_ranks(worker: Callable, world_size: int, *args: Any, timeout_s: float = 
         return [torch.load(Path(folder) / f"result_{rank}", weights_only=False) for rank in range(world_size)]
 
 
+def _stacks(processes: list[BaseProcess], folder: Path) -> str:
+    """What each rank that still runs is doing."""
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR2)
+    time.sleep(2.0)
+    return "\n".join(f"rank {path.name[-1]}:\n{path.read_text()}" for path in sorted(folder.glob("stack_*")))
+
+
 def _enter(rank: int, world_size: int, folder: str, worker: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
+    with open(Path(folder) / f"stack_{rank}", "w") as stack:
+        faulthandler.register(signal.SIGUSR2, stack)
+        _join(rank, world_size, folder, worker, args)
+        faulthandler.unregister(signal.SIGUSR2)
+
+
+def _join(rank: int, world_size: int, folder: str, worker: Callable, args: tuple) -> None:
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=60))
     try:
@@ -67,17 +91,39 @@ def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:
     )
 
 
-def free_port() -> int:
-    """A free TCP port below the range that gloo uses for its own connections, and out of reach of other test processes.
+def run_in_turn(rank: int, run: Callable, jobs: list) -> list[Any]:
+    """Call `run` with each job on all ranks, in the environment of torchrun, without this module's process group.
 
-    It is used later, so that a process that drew the same one could take it.
+    Each job starts and ends a process group of its own, at a port that no other one uses: a rank that began the next
+    job while rank 0 ended the last one would otherwise meet the old store, and wait for ever.
+    """
+    world_size, ports = dist.get_world_size(), [free_ports(len(jobs) + 1)]
+    dist.broadcast_object_list(ports, src=0)
+    dist.barrier()
+    dist.destroy_process_group()
+    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size}
+    names |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    results = []
+    for job, port in zip(jobs, ports[0][1:], strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        results.append(run(job))
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0][0]}", rank=rank, world_size=world_size)
+    return results
+
+
+def free_ports(count: int = 1) -> list[int]:
+    """Different free TCP ports below the range that gloo uses for its own connections, and out of reach of other test
+    processes.
+
+    They are used later, so that a process that drew the same one could take it.
     """
     first = 20000 + 3000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4)
-    while True:
-        port = random.SystemRandom().randrange(first, first + 3000)
-        with socket.socket() as listener:
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+    ports = []
+    for port in random.SystemRandom().sample(range(first, first + 3000), 3000):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            break
+    return ports

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import warm
 from entry_points import REPOSITORY, TINY, environment, slurm_task, start, train
-from ranks import free_port
+from ranks import free_ports
 
 from lmscale.checkpoint import list_checkpoints
 
@@ -70,7 +70,7 @@ def test_torchrun_gives_the_same_losses_and_one_run_folder(plain) -> None:
 
 @pytest.mark.slow
 def test_srun_gives_the_same_losses(plain, tmp_path) -> None:
-    port = str(free_port())
+    port = str(free_ports()[0])
     overrides = (*TINY, "model.attention=exact", "parallel.tp_size=2", f"hydra.run.dir={tmp_path}")
     ranks = [start(*overrides, **slurm_task(rank, port)) for rank in range(2)]
     for process in ranks:

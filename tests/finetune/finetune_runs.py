@@ -3,13 +3,12 @@
 import csv
 import gc
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import torch
 from finetuning import LENGTHS, make_tokenizer, write_task
-from ranks import free_port, run_ranks
+from ranks import run_in_turn, run_ranks
 
 from lmscale.checkpoint import CheckpointMetadata, TensorEntry, write_offline
 from lmscale.config import TransformerConfig
@@ -98,21 +97,8 @@ def run_here(run: FinetuneConfig) -> int:
 
 
 def _finetune_all(rank: int, jobs: list[FinetuneJob]) -> None:
-    import torch.distributed as dist
-
     gc.freeze()
-    world_size = dist.get_world_size()
-    ports = [[free_port() for _ in range(len(jobs) + 1)]]
-    dist.broadcast_object_list(ports, src=0)
-    dist.barrier()
-    dist.destroy_process_group()
-    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size}
-    names |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"}
-    os.environ |= {name: str(value) for name, value in names.items()}
-    for job, port in zip(jobs, ports[0][:-1], strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        assert finetune(job) == 0
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0][-1]}", rank=rank, world_size=world_size)
+    assert run_in_turn(rank, finetune, jobs) == [0] * len(jobs)
 
 
 def read_rows(run: FinetuneConfig) -> list[dict[str, float]]:

@@ -3,12 +3,11 @@
 import csv
 import gc
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from ranks import run_ranks
+from ranks import run_in_turn, run_ranks
 
 from lmscale.checkpoint import CheckpointReader, list_checkpoints
 from lmscale.config.pretrain import RunConfig
@@ -81,30 +80,10 @@ def run_jobs(
 
 
 def _train_all(rank: int, jobs: list[PretrainJob], expected: int, fault: Callable[[int], None] | None) -> None:
-    import torch.distributed as dist
-    from ranks import free_port
-
     if fault is not None:
         fault(rank)
     gc.freeze()  # garbage collection at the Trainer's end would take half the time of a tiny run
-    world_size = dist.get_world_size()
-    ports = [[free_port() for _ in range(len(jobs) + 1)]]
-    dist.broadcast_object_list(ports, src=0)
-    dist.barrier()
-    dist.destroy_process_group()
-    os.environ |= {
-        "TORCHELASTIC_RUN_ID": "test",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    for job, port in zip(jobs, ports[0][:-1], strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        assert pretrain(job) == expected
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0][-1]}", rank=rank, world_size=world_size)
+    assert run_in_turn(rank, pretrain, jobs) == [expected] * len(jobs)
 
 
 def read_rows(run_dir: str | Path) -> list[dict[str, float]]:

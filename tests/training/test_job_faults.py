@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 from entry_points import TINY, environment, slurm_task, start, train
-from ranks import free_port
+from ranks import free_ports
 from runs import assert_same_run
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
@@ -150,7 +150,7 @@ def test_a_rank_that_hangs_ends_the_job_within_the_time_limit(tmp_path) -> None:
     ],
 )
 def test_a_rank_of_srun_whose_peer_is_killed_prints_one_line(tmp_path, layout) -> None:
-    port = str(free_port())
+    port = str(free_ports()[0])
     ranks = [start(*LONG_RUN, *layout, f"hydra.run.dir={tmp_path}", **slurm_task(rank, port)) for rank in range(2)]
     try:
         wait_until(lambda: rows_on_disk(tmp_path) > 2, ranks[0])
