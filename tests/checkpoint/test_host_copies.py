@@ -1,6 +1,7 @@
 """Host copies of a rank's tensors; a stand-in for CUDA's runtime shows which memory is locked."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -76,6 +77,20 @@ def test_a_larger_checkpoint_and_the_end_unlock_the_memory(runtime) -> None:
     del copies
     gc.collect()
     assert runtime.locked == {}
+
+
+def test_a_smaller_buffer_is_freed_before_a_larger_one_is_made(monkeypatch) -> None:
+    copies, empty = HostCopies(), torch.empty
+    copies.copy({"a": TENSORS["a"]})
+    small = weakref.ref(copies._buffer)
+
+    def make(*shape, **options):
+        assert small() is None
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", make)
+    copies.copy(TENSORS)
+    assert copies._buffer.nbytes > TENSORS["b"].nbytes
 
 
 def test_memory_of_a_cpu_is_not_locked(monkeypatch) -> None:

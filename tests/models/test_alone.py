@@ -4,6 +4,7 @@ import pytest
 import torch
 from sharding import random_batch, random_model, small_config
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from lmscale.config.family import family_of, load
 from lmscale.models import BERT, GPT, build_model
@@ -41,6 +42,19 @@ def test_the_logits_for_the_accuracy_are_those_of_the_model(family: str) -> None
     names = ["token_types", "attention_mask"] if family == "bert" else []
     expected = logits_of(model, batch["tokens"], **{name: batch[name] for name in names})
     assert torch.equal(load(family_of(family).loss).token_logits(model, batch), expected)
+
+
+def test_the_losses_are_those_of_torch_on_the_model_s_logits(family: str) -> None:
+    config = small_config(family)
+    model, batch = random_model(config, ParallelContext()).eval(), random_batch(config)
+    loss = load(family_of(family).loss)
+    logits = loss.token_logits(model, batch)[..., : config.vocab_size]
+    expected = [cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum", ignore_index=-100)]
+    if family == "bert":
+        batch["scored"] = (batch["labels"].flatten() != -100).nonzero().flatten()
+        order_logits = model(batch["tokens"], batch["token_types"], batch["attention_mask"])[1]
+        expected.append(cross_entropy(order_logits, batch["sop_labels"], reduction="sum"))
+    torch.testing.assert_close(loss.loss_sums(model, batch, None), torch.stack(expected))
 
 
 def test_a_model_of_the_other_family_is_refused(family: str) -> None:
