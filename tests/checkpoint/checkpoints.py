@@ -90,7 +90,7 @@ def padded(tensors: dict[str, Tensor], old: TransformerConfig, new: TransformerC
     result = {}
     for key, value in tensors.items():
         if value.shape[0] == old.padded_vocab_size:
-            result[key] = torch.zeros(new.padded_vocab_size, *value.shape[1:])
+            result[key] = torch.zeros(new.padded_vocab_size, *value.shape[1:], dtype=value.dtype)
             result[key][: old.vocab_size] = value[: old.vocab_size]
         else:
             result[key] = value

@@ -20,9 +20,10 @@ from lmscale.checkpoint import (
     find_damage,
     list_checkpoints,
     read_metadata,
+    tensor_file,
     write_offline,
 )
-from lmscale.checkpoint.tensor_file import TensorFileReader, TensorFileWriter
+from lmscale.checkpoint.tensor_file import TensorFileReader, TensorFileWriter, is_shape
 
 
 def logical_tensors() -> dict[str, tuple[torch.Tensor, int | None]]:
@@ -301,6 +302,52 @@ def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(tmp_path, monkeyp
     assert "rank 1" in ranks[1].finish()
     assert ranks[0].finish() == "rank 1: [Errno 28] No space left on device"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_closes_the_unfinished_files(tmp_path) -> None:
+    tensors = logical_tensors()
+
+    def one_tensor():
+        yield "exp_avg/rows", tensors["exp_avg/rows"][0]
+        raise CheckpointError("no more")
+
+    before = len(os.listdir("/dev/fd"))
+    with pytest.raises(CheckpointError, match="no more") as caught:
+        write_offline(tmp_path, metadata_of(tensors), 2, one_tensor())
+    assert len(os.listdir("/dev/fd")) == before
+    assert caught.tb is not None  # which would keep open files open
+
+
+def test_parts_of_an_earlier_start_are_not_taken_for_those_of_this_one(tmp_path) -> None:
+    tensors = logical_tensors()
+    metadata = metadata_of(tensors)
+
+    def begin(token: str, rank: int) -> CheckpointWriter:
+        writer = CheckpointWriter(token, rank, 2, timeout_s=0.1)
+        mine = {key: part_of(t, dim, rank, 2) for key, (t, dim) in tensors.items()}
+        writer.begin(tmp_path / "step_5.ckpt", mine, metadata, divide_tensors(metadata.tensors, rank, 2))
+        return writer
+
+    assert begin("killed", 1).finish() is None
+    assert begin("new", 0).finish() == "rank 1 has not written its part within 0 s"
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_a_tensor_longer_than_what_is_read_at_once_has_its_own_checksum(tmp_path, monkeypatch) -> None:
+    tensors = {"long": torch.arange(50), "next": torch.ones(50)}
+    with TensorFileWriter(tmp_path / "file", {key: (tuple(t.shape), t.dtype) for key, t in tensors.items()}) as file:
+        written = {key: file.write(key, tensor) for key, tensor in tensors.items()}
+    monkeypatch.setattr(tensor_file, "_CHUNK", 96)
+    with TensorFileReader(tmp_path / "file") as file:
+        assert {key: file.checksum(key) for key in tensors} == written
+
+
+@pytest.mark.parametrize(
+    ("lengths", "possible"),
+    [((1,) * 64, True), ((1,) * 65, False), ((2**59 - 1,), True), ((2**59, 0), False), ((), True), ((-1,), False)],
+)
+def test_lengths_are_possible_if_torch_can_make_the_tensor(lengths, possible) -> None:
+    assert is_shape(lengths) is possible
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path) -> None:

@@ -68,6 +68,17 @@ def test_another_padding_changes_only_zero_rows_and_is_invertible(tmp_path, name
     assert read_metadata(natural).tensors["exp_avg_sq/transformer.word_embedding.weight"].shape[0] == config.vocab_size
 
 
+def test_another_padding_keeps_half_moments(tmp_path) -> None:
+    config = family_config(GPT)
+    source, tensors = save_random(tmp_path / "source", config)
+    metadata, name = read_metadata(source), "exp_avg/transformer.word_embedding.weight"
+    tensors[name] = tensors[name].bfloat16()
+    entries = metadata.tensors | {name: replace(metadata.tensors[name], dtype=torch.bfloat16)}
+    half = write_offline(tmp_path / "half", replace(metadata, tensors=entries, files={}), 2, sorted(tensors.items()))
+    written = reshard(half, tmp_path / "wide", 1, 1024)
+    assert equal_tensors(read_all(written), padded(tensors, config, with_multiple(config, 1024)))
+
+
 def test_a_run_folder_denotes_its_latest_checkpoint(tmp_path) -> None:
     config = family_config(GPT)
     for step in (9, 12):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model
+from lmscale.models.compiler_options import compiler_options
 from lmscale.models.layer import TransformerLayer
 from lmscale.parallel import LayerNorm, ParallelContext
 
@@ -195,6 +196,20 @@ def test_compiled_layers_give_the_same_loss_and_gradients(architecture: str, nor
     assert list(models[1].state_dict()) == list(models[0].state_dict())
     gradients = [nn.utils.parameters_to_vector(p.grad for p in model.parameters()) for model in models]
     assert (gradients[1] - gradients[0]).norm() < 1e-5 * gradients[0].norm()
+
+
+def test_layers_and_embeddings_are_compiled_with_the_options_of_the_layout(monkeypatch) -> None:
+    context, calls = ParallelContext(tp_size=2, batch_halves=True), []
+    model = build_model(small_config("gpt", num_layers=3), context, seed=None, device="meta")
+
+    def record(*_, **options):
+        calls.append(options)
+
+    monkeypatch.setattr(torch, "compile", record)
+    monkeypatch.setattr(nn.Module, "compile", record)
+    model.transformer.compile_layers()
+    assert calls == [{"dynamic": False, "options": compiler_options(context, on_gpu=False)}] * 4
+    assert len(calls[0]["options"]) > len(compiler_options(ONE, on_gpu=False))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "exact"])
