@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import pytest
 import warm
 from entry_points import environment
 from PIL import Image
@@ -39,6 +40,7 @@ def test_no_title_is_wider_than_its_figure() -> None:
         assert title.x0 >= 0 and title.x1 <= figure.bbox.width, name
 
 
+@pytest.mark.slow
 def test_one_figure_alone_is_drawn_and_an_unknown_one_refused(tmp_path) -> None:
     captions = make_figures.draw_all(make_figures.ANALYSIS, tmp_path / "one", only="figure_5")
     assert [path.name for path in captions] == ["figure_5.png"] == [path.name for path in (tmp_path / "one").iterdir()]

@@ -168,6 +168,7 @@ def test_the_summary_adds_up_and_is_short(rows) -> None:
     assert len(short) <= 20 and set(short["evidence"].str.split(":").str[0]) >= {"counted", "modelled", "not run"}
 
 
+@pytest.mark.slow
 def test_every_command_composes() -> None:
     """One command of each kind; the settings test that every model has its file."""
     forms = {re.sub(r"[\d.]+[mb]\b|=\d+", "", entry.command): entry.command for entry in ENTRIES if entry.command}

@@ -202,6 +202,7 @@ def test_the_figures_show_the_records_with_units_at_page_width(tmp_path) -> None
     plt.close("all")
 
 
+@pytest.mark.slow
 def test_the_figures_are_made_if_there_is_a_record(tmp_path) -> None:
     shutil.copy(ROOT / "analysis" / "scaling" / "records" / "cost_model.json", tmp_path)
     assert not [name for name in make_figures.figures(tmp_path) if name.startswith("model_size")]

@@ -64,6 +64,7 @@ def test_the_plan_has_the_spread_of_the_first_study() -> None:
     assert f"{std:.4f} nats with {degrees} degrees of freedom" in PLAN.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_every_kind_of_cell_is_a_run_with_fixed_attention_compilation_threads_and_precision(monkeypatch) -> None:
     monkeypatch.setenv("LMSCALE_DATA", "/texts")
     kinds = {(cell.family, cell.data, cell.order, cell.precision): cell for _, cell in study.read_groups()}
@@ -85,6 +86,7 @@ def write(folder: Path, cell: study.StudyCell, loss: float) -> None:
     (folder / f"{cell.layers}_{cell.order}_True_{cell.lr}_{cell.seed}.json").rename(folder / f"{cell.name}.json")
 
 
+@pytest.mark.slow
 def test_the_rate_is_the_best_at_which_all_seeds_of_the_complete_selection_learned(tmp_path, monkeypatch) -> None:
     losses = {"0.00075": 4.3, "0.0015": 4.2, "0.003": 4.1, "0.006": 3.5, "0.012": 6.4}
     selection = [cell for cell in cells_of("selection") if (cell.layers, cell.order) == (12, "post")]

@@ -33,6 +33,7 @@ def verdicts(record: dict) -> dict[str, str]:
     return {name: comparison["verdict"] for name, comparison in record["comparisons"].items()}
 
 
+@pytest.mark.slow
 def test_two_ranks_of_either_kind_train_as_one_process(tmp_path) -> None:
     dropouts = ("none", "attention_sdpa")
     done, record = run_card(tmp_path, *SMALL, "--steps", "2", "--dropout", *dropouts, "--every-parameter")

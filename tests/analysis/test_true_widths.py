@@ -91,6 +91,7 @@ def test_runs_that_have_ended_become_records_a_comparison_and_a_figure(tmp_path)
     assert {losses["bert_752m_pre"], losses["bert_752m_post"]} < set(drawn[1])
 
 
+@pytest.mark.slow
 def test_a_run_that_diverged_has_a_record_and_one_that_was_stopped_has_none(tmp_path, monkeypatch, capsys) -> None:
     diverged = make_run(tmp_path / "diverged", "bert_752m", "post", 2, 5.0, num_steps=2_000)
     (diverged / "record.json").unlink()

@@ -60,6 +60,7 @@ def test_a_command_trains_scores_and_saves_at_two_tensor_ranks(places) -> None:
     assert again["metrics"]["qqp/accuracy"] == record["metrics"]["qqp/accuracy"]
 
 
+@pytest.mark.slow
 def test_five_seeds_have_a_median_and_make_an_ensemble(places) -> None:
     folder, overrides = places
     sweep = folder / "seeds"

@@ -124,6 +124,7 @@ def test_two_workers_and_shuffled_files_give_the_same_bytes(prepared, options, c
     assert {name: mine[name] for name in data} == {name: theirs[name] for name in data} and len(data) == 5
 
 
+@pytest.mark.slow
 def test_a_killed_and_repeated_command_gives_the_same_bytes(prepared, options, tmp_path) -> None:
     output, _ = prepared
     other = tmp_path / "data"
@@ -171,7 +172,8 @@ def test_a_finished_or_unrelated_output_folder_is_refused(prepared, options, tmp
     assert (tmp_path / "mine.txt").read_text() == "notes"
 
 
-@pytest.mark.parametrize("megabytes", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("megabytes", [3, 50])
 def test_one_line_of_many_megabytes_is_one_document(megabytes, shared_data, tmp_path) -> None:
     texts = passages(shared_data, 60)
     size = sum(map(len, texts))

@@ -101,6 +101,7 @@ def test_skipped_rows_are_reported_and_a_higher_limit_of_bad_rows_resumes(shared
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_files_that_change_between_two_attempts_are_detected(shared_data, tmp_path) -> None:
     local = write_lines(tmp_path / "a.jsonl", passages(shared_data, 40))
     test_set = tmp_path / "test.tokens"
@@ -142,7 +143,8 @@ def test_an_attempt_that_ended_between_the_two_files_of_a_part_resumes(shared_da
     assert digests(out) == whole
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_a_full_disk_stops_it_in_one_line_and_the_same_command_resumes(workers, shared_data, tmp_path) -> None:
     write_lines(tmp_path / "a.jsonl", passages(shared_data, 200))
     options = [*SMALL[:-1], f"sources.local.path={tmp_path / 'a.jsonl'}", "dedup=none", f"launcher.workers={workers}"]

@@ -52,6 +52,7 @@ def test_the_run_folder_has_everything(plain) -> None:
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_3.ckpt", "tokenizer"]
 
 
+@pytest.mark.slow
 def test_four_ranks_started_by_the_script_give_the_same_losses(plain, tmp_path) -> None:
     values = run(tmp_path, "model.attention=exact", "parallel.tp_size=2", "parallel.dp_size=2", "micro_batch_size=1")
     assert values == pytest.approx(plain[1], rel=1e-5)

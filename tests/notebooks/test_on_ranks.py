@@ -92,6 +92,7 @@ def test_ranks_that_take_too_long_are_ended(monkeypatch: pytest.MonkeyPatch) -> 
     assert wait_for_the_end(before)
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_notebook_that_is_killed() -> None:
     code = (
         "import on_ranks\n"

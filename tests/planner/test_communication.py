@@ -97,7 +97,9 @@ def test_every_switch_of_the_model_changes_formulas_and_trace_alike(
     assert_equal_to_trace(config, ParallelConfig(2, 3, sequence_parallel=True, batch_halves=True), 4, 12, "fp64")
 
 
-@pytest.mark.parametrize("norm_order", ["deepnorm", "peri", "b2t", "mix"])
+@pytest.mark.parametrize(
+    "norm_order", ["b2t", *(pytest.param(order, marks=pytest.mark.slow) for order in ("deepnorm", "peri", "mix"))]
+)
 def test_formulas_and_trace_agree_for_the_later_placements(norm_order: str) -> None:
     """Without dropout, recomputation stops early in pre-norm layers; of the five of Mix-LN one is post-norm."""
     for recompute in ("none", "full"):
