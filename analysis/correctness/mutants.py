@@ -153,7 +153,7 @@ def run_tests(tree: Path, tests: list[str], order: Order | None = None) -> tuple
         return "passed", ""
     if code not in DETECTED and code not in CRASHED:
         raise RuntimeError(f"pytest ended with code {code} for {tests}:\n{text[-3000:]}")
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.M)  # identifiers may have spaces
     outcome = "timed out" if code == -signal.SIGXCPU or "from pytest-timeout" in text else "failed"
     return outcome, failed[0] if failed else tests[0]
 
