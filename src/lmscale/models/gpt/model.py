@@ -33,9 +33,8 @@ class GPT(LanguageModel):
         hidden = self.transformer(tokens, attention_mask=attention_mask, sample_keys=sample_keys)
         if labels is None:
             return self.logits(hidden)
-        rows, weight = hidden.flatten(0, 1), self.transformer.word_embedding.weight
-        vocab_size = self.config.vocab_size
-        return linear_cross_entropy(rows, weight, None, labels.flatten(), vocab_size, self.context, self.compiles)
+        rows, labels, weight = hidden.flatten(0, 1), labels.flatten(), self.transformer.word_embedding.weight
+        return linear_cross_entropy(rows, weight, None, labels, self.config.vocab_size, self.context, self.compiles)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every word, [..., h] to [..., v/p]."""
