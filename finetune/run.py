@@ -1,5 +1,8 @@
 """Finetune a BERT: `python finetune/run.py task=mnli ckpt=...`; see conf/finetune.yaml for every key."""
 
+import lmscale.cli.ctrl_c  # noqa: F401
+
+# isort: split
 import dataclasses
 import json
 import os

@@ -1,5 +1,8 @@
 """Convert checkpoints: other layouts, other padding, Hugging Face both ways; every key: conf/convert.yaml."""
 
+import lmscale.cli.ctrl_c  # noqa: F401
+
+# isort: split
 from pathlib import Path
 
 import hydra

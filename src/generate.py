@@ -1,5 +1,8 @@
 """Text from a GPT: `python src/generate.py ckpt=... prompt="Once upon a time"`; every key: conf/generate.yaml."""
 
+import lmscale.cli.ctrl_c  # noqa: F401
+
+# isort: split
 import sys
 
 import hydra

@@ -1,5 +1,8 @@
 """What a training job costs: `python src/plan.py model=gpt_8.3b parallel.tp_size=8`; every key: conf/plan.yaml."""
 
+import lmscale.cli.ctrl_c  # noqa: F401
+
+# isort: split
 import dataclasses
 import json
 import sys

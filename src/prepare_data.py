@@ -1,5 +1,8 @@
 """Prepare a corpus: clean, deduplicate, remove test sets, tokenize; every key: conf/prepare_data.yaml."""
 
+import lmscale.cli.ctrl_c  # noqa: F401
+
+# isort: split
 import shutil
 
 import hydra

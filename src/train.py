@@ -1,5 +1,8 @@
 """Pretrain BERT or GPT: `python src/train.py model=bert_3.9b parallel.tp_size=2`; every key: conf/train.yaml."""
 
+import lmscale.cli.ctrl_c  # noqa: F401
+
+# isort: split
 import dataclasses
 import sys
 from functools import partial

@@ -1,5 +1,8 @@
 """Zero-shot evaluation (Table 3): `python src/zero_shot.py task=lambada ckpt=...`; every key: conf/zero_shot.yaml."""
 
+import lmscale.cli.ctrl_c  # noqa: F401
+
+# isort: split
 import hydra
 from omegaconf import DictConfig
 

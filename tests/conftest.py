@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 for folder in (".", "corpus", "data", "cli", "training"):  # support modules: ranks, sharding, warm, corpora, runs
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
-import lmscale.cli  # noqa: E402, F401  the resolvers of conf/, for tests that compose it
+import lmscale.cli.conf_files  # noqa: E402, F401  the resolvers of conf/, for tests that compose it
 
 
 @pytest.hookimpl(wrapper=True)

@@ -21,7 +21,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-import lmscale.cli  # noqa: F401  the resolvers of conf/
+import lmscale.cli.conf_files  # noqa: F401  the resolvers of conf/
 from analysis.benchmarks.config import BenchConfig
 from analysis.benchmarks.peers.batches import make_batches
 from analysis.benchmarks.peers.ours import Ours

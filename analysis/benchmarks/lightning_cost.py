@@ -19,7 +19,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-import lmscale.cli  # noqa: F401  the resolvers of conf/
+import lmscale.cli.conf_files  # noqa: F401  the resolvers of conf/
 from lmscale.config.pretrain import RunConfig
 from lmscale.models import build_model
 from lmscale.parallel import sample_dropout_keys

@@ -1,6 +1,7 @@
 """`lmscale COMMAND ...` runs the script of the command."""
 
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -53,6 +54,22 @@ def test_a_command_takes_the_keys_of_its_script_in_any_folder(command, tmp_path)
     expected = "`task` must be one of" if command == "evaluate" else "`trainer.nothing` is not a known key or group"
     assert done.stderr.startswith(f"error: {expected}")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "library"), [*((script, "hydra") for script in ENTRY_POINTS), ("src/train.py", "torch")]
+)
+def test_ctrl_c_while_a_library_is_imported_prints_one_line(script, library, tmp_path) -> None:
+    code = "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException: pass\n"
+    (tmp_path / f"{library}.py").write_text(code)  # some modules of torch catch every exception
+    command = [sys.executable, str(REPOSITORY / script)]
+    path = environment(PYTHONPATH=f"{tmp_path}:{REPOSITORY / 'src'}")
+    # A shell that starts the tests in the background makes them, and their child processes, ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=120)
+    signal.signal(signal.SIGINT, before)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped by SIGINT\n")
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_a_refused_run_leaves_no_folder(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""The files of `conf/`, and the resolvers that they use."""
+"""The files of `conf/`, and the resolvers that they use, which the import registers."""
 
 import sys
 from pathlib import Path

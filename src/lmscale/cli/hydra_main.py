@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -21,17 +22,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from . import ctrl_c
 from . import literal as literal_values
 from .errors import USER_ERROR, WANTS_TRACEBACK, exit_with
 from .help import help_text
 
 _task_is_running = False
-
-# A rank that lmscale starts imports its entry point, and so this module, before torch, which takes seconds. Until the
-# training records signals, Ctrl-C ends the rank without a traceback, and the launcher prints the one line.
-if "__mp_main__" in sys.modules and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it
 
 
 def run_hydra_main(main: Callable[[], None], literal: Collection[str] = ()) -> None:
@@ -76,6 +72,7 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
     """
     global _task_is_running
     hydra_config = HydraConfig.get()
+    ctrl_c.before_exit[:] = [partial(_remove_if_empty, Path(hydra_config.runtime.output_dir))]
     try:
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         values["run_dir"] = str(Path(hydra_config.runtime.output_dir).absolute())
