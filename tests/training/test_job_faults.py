@@ -220,6 +220,19 @@ def test_a_rank_that_starts_after_ctrl_c_ends_without_a_step() -> None:
         )
 
 
+def test_a_rank_that_ends_before_it_reads_a_large_job_does_not_block_the_launcher(tmp_path) -> None:
+    """It does at Ctrl-C."""
+    (tmp_path / "script.py").write_text(
+        "import os\n"
+        "if __name__ == '__mp_main__': os._exit(3)\n"
+        "from lmscale.training.runtime.launch import launch\n"
+        "launch(len, bytes(10**6), 2)\n"
+    )
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=90)
+    assert done.returncode == FAILED and re.match(r"error: rank [01] failed \(exit code 3\)", done.stderr), done.stderr
+
+
 def test_errors_of_lost_connections_are_told_from_others() -> None:
     closed = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3456."
     assert who_is_gone(RuntimeError(closed), range(2, 4)) == (

@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -127,12 +128,20 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             signals_to_handle="SIGHUP,SIGQUIT" if saves else "SIGINT,SIGHUP,SIGQUIT",
         )
-        code = _run_agent(config, worker, job, saves)
+        # A pipe to a rank holds 64 KiB: beyond, Python would wait until the rank has imported its entry point, and
+        # for ever if the rank ends before.
+        path = Path(folder) / "job.pickle"
+        path.write_bytes(pickle.dumps(job))
+        code = _run_agent(config, worker, path, saves)
     if code:
         raise SystemExit(code)
 
 
-def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any, saves: bool) -> int:
+def _run_worker(worker: Callable[[Any], int], job: Path) -> int:
+    return worker(pickle.loads(job.read_bytes()))
+
+
+def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Path, saves: bool) -> int:
     # Silence the agent's warnings about ending ranks and its copy of the traceback, which is printed below.
     for name in (
         "distributed.elastic.agent.server.api",
@@ -150,7 +159,7 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Any, sav
     resource_tracker.ensure_running()  # it would start with the first rank, and remove the block
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return max(elastic_launch(config, worker)(job).values())
+        return max(elastic_launch(config, _run_worker)(worker, job).values())
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if interruption.received is not None:  # before the ranks handled it
