@@ -133,6 +133,18 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
 
 
 @forked_too
+def test_a_size_that_a_task_has_no_row_for_is_refused(tmp_path, forked) -> None:
+    text = (REPOSITORY / "docs/guides/finetune.md").read_text(encoding="utf-8")
+    (tmp_path / "task").mkdir()
+    example = text.split("```yaml outputs/conf/task/pairs.yaml\n")[1].split("```")[0]
+    (tmp_path / "task/pairs.yaml").write_text(example, encoding="utf-8")
+    task = ("--config-dir", str(tmp_path), "task=pairs", "size=1.3b", "ckpt=x")
+    done = refuse(REPOSITORY / "finetune" / "run.py", *task, forked=forked, cwd=tmp_path)
+    expected = "error: `size` must be one of the rows that the task's file has in `by_size`, but is 1.3b\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+
+
+@forked_too
 @pytest.mark.parametrize(
     "changes, message",
     [

@@ -60,6 +60,9 @@ def _one_line(error: Exception) -> str:
         return f"`{unknown.group(1)}` is not a known key or group of the configuration{_closest(unknown.group(1))}"
     if text.startswith(("Config group override must be", "Error resolving interpolation '${model}'")):
         text = _wrong_choice(sys.argv[1:]) or text
+    no_row = re.search(r"Interpolation key 'task\.by_size\[([^]]+)\]", text)
+    if no_row:
+        return f"`size` must be one of the rows that the task's file has in `by_size`, but is {no_row[1]}"
     if isinstance(error, OSError):  # Hydra makes the folder
         key = "hydra.sweep.dir" if sys.argv[1:2] in (["-m"], ["--multirun"]) else "hydra.run.dir"
         return f"`{key}` must be a folder that can be made and written, but {error.filename}: {error.strerror}"
