@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 from entry_points import REPOSITORY, TINY, forked_too, refuse, train
 from omegaconf import OmegaConf
@@ -119,6 +120,20 @@ def test_a_sweep_ends_with_a_table_best_first_and_a_figure(tmp_path) -> None:
         [f"{losses[0]:.4f}", "0", "1e-05"],
     ]
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_of_runs_with_one_row_shows_points(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "metrics.csv").write_text("step,train/loss\n2,0.7\n")
+        record = {"config": {"overrides": [f"seed={number}"]}, "metrics": {"val/loss": {"value": number}}}
+        (tmp_path / str(number) / "record.json").write_text(json.dumps(record))
+    sweep = {"hydra": {"sweep": {"dir": str(tmp_path)}}}
+    SweepSummary("val/loss").on_multirun_end(OmegaConf.create(sweep))
+    drawn = [line for line in plt.gcf().axes[0].get_lines() if len(line.get_xdata())]
+    plt.close("all")
+    assert [line.get_marker() for line in drawn] == ["o", "o"]
 
 
 def test_a_sweep_over_tasks_is_ranked_within_each_task(tmp_path, capsys) -> None:

@@ -100,7 +100,9 @@ def _draw(folder: Path, groups: dict[str, list[dict[str, Any]]]) -> None:
             tables.append(pandas.read_csv(folder / run["run"] / "metrics.csv").assign(run=label))
         palette = "colorblind" if len(runs) <= 10 else "viridis"
         rows = pandas.concat(tables, ignore_index=True)
-        seaborn.lineplot(rows, x="step", y="train/loss", hue="run", palette=palette, errorbar=None, ax=axes)
+        single = len(rows) == len(runs)  # a line through one point is not visible
+        look = {"palette": palette, "errorbar": None, "marker": "o" if single else None}
+        seaborn.lineplot(rows, x="step", y="train/loss", hue="run", ax=axes, **look)
         title = f"{len(runs)} runs, best {metric} first"
         axes.set(xlabel="optimizer step", ylabel="training loss (nats)", title=title)
         axes.legend(fontsize="x-small")
