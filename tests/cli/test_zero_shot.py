@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from entry_points import REPOSITORY, environment, forked_too, refuse
+from entry_points import REPOSITORY, TINY, environment, forked_too, refuse, train
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
 from lmscale.data.tokenizer import train_tokenizer
@@ -125,6 +125,21 @@ def test_ranks_started_by_the_script_give_the_same_numbers(folder: Path, task: t
     expected, found = metrics_of(folder / alone), metrics_of(folder / shared)
     for name in expected.keys() - {"evaluation_time"}:
         assert found[name] == pytest.approx(expected[name], rel=1e-12), name
+
+
+@pytest.mark.slow
+def test_a_model_trained_with_padded_heads_is_evaluated_at_any_layout(folder: Path) -> None:
+    """One head over two ranks, from `src/train.py` to the record."""
+    padded = ("parallel.tp_size=2", "parallel.pad_heads=true")
+    trained = train(*TINY, *padded, "model.num_attention_heads=1", f"hydra.run.dir={folder / 'one_head'}")
+    assert trained.returncode == 0, trained.stderr
+    found = []
+    for name, layout in (("one_head_plain", ()), ("one_head_padded", padded)):
+        run = zero_shot(*WIKITEXT, "ckpt=one_head", f"hydra.run.dir={name}", *layout, cwd=folder)
+        assert run.returncode == 0, run.stderr
+        found.append(metrics_of(folder / name))
+    for name in found[0].keys() - {"evaluation_time"}:
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-12), name
 
 
 def test_the_record_of_another_run_is_kept(folder: Path) -> None:
