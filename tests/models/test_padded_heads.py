@@ -177,9 +177,19 @@ def test_statistics_and_cached_logits_are_those_of_one_process() -> None:
     ],
 )
 def test_the_refusal_names_the_sizes_that_divide_and_the_key(heads: int, tp_size: int, message: str) -> None:
-    config = small_config("gpt", hidden_size=8 * heads, num_attention_heads=heads, vocab_multiple=960)
+    sizes = {"hidden_size": 8 * heads, "num_attention_heads": heads, "ffn_hidden_size": 960, "vocab_multiple": 960}
+    config = small_config("gpt", **sizes)
     with pytest.raises(ValueError, match=rf"`num_attention_heads` must be .* but {re.escape(message)}$"):
         count_model_parameters(config, tp_size)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"ffn_hidden_size": 100}, {"vocab_multiple": 8}, {"vocab_size": None, "vocab_multiple": 8}]
+)
+def test_the_refusal_does_not_name_the_key_where_padding_does_not_help(changes: dict) -> None:
+    config = small_config("gpt", **{"ffn_hidden_size": 96, "vocab_multiple": 96} | changes)
+    with pytest.raises(ValueError, match=r"`num_attention_heads` must be .* but is 4; valid sizes: 1, 2, 4$"):
+        config.check_tensor_parallel(3)
 
 
 def test_padding_does_not_help_where_the_mlp_or_the_vocabulary_is_not_divided() -> None:

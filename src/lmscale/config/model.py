@@ -216,16 +216,18 @@ class TransformerConfig:
 
         Raises:
             ValueError: names the first of heads, MLP width and (if known) vocabulary rows that `tp_size` does not
-                divide, and the sizes that divide all.
+                divide, and the sizes that divide all; for heads also the key, where padding them is enough.
         """
         rows = self.vocab_multiple if self.vocab_size is None else self.padded_vocab_size
         heads = self.padded_heads(tp_size) if pad_heads else self.num_attention_heads
         common = math.gcd(0 if pad_heads else heads, self.ffn_size, rows)
         valid = f"valid sizes: {', '.join(str(n) for n in range(1, common + 1) if common % n == 0)}"
         if heads % tp_size:
+            way_out = f", which a run with `parallel.pad_heads=true` pads to {self.padded_heads(tp_size)}"
+            helps = self.ffn_size % tp_size == rows % tp_size == 0
             raise ValueError(
-                f"`num_attention_heads` must be a multiple of `tp_size` ({tp_size}), but is {heads}, which a run with "
-                f"`parallel.pad_heads=true` pads to {self.padded_heads(tp_size)}; {valid}"
+                f"`num_attention_heads` must be a multiple of `tp_size` ({tp_size}), but is {heads}"
+                f"{way_out * helps}; {valid}"
             )
         if self.ffn_size % tp_size:
             raise ValueError(
