@@ -178,6 +178,7 @@ def test_a_run_takes_the_options_of_the_fastest_layout(record) -> None:
         ("compile=true", "compile False instead of True"),
         ("parallel.zero1=true", "parallel.zero1 False instead of True"),
         ("parallel.sequence_parallel=true", "parallel.sequence_parallel False instead of True"),
+        ("parallel.pad_heads=true", "parallel.pad_heads False instead of True"),
         ("trainer.num_threads=2", "trainer.num_threads 1 instead of 2"),
     ],
 )

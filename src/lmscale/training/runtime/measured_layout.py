@@ -14,7 +14,7 @@ from ...config.pretrain import RunConfig
 from ...results import count_cores, cpu_model
 
 LAYOUT = ("tp_size", "dp_size", "zero1", "batch_halves")  # what is compared; threads follow from it
-_OPTIONS = ("sequence_parallel", "zero1", "batch_halves", "shared_memory")  # as they were requested
+_OPTIONS = ("sequence_parallel", "zero1", "batch_halves", "pad_heads", "shared_memory")  # as they were requested
 
 
 def count_devices(is_gpu: bool) -> int:
