@@ -11,6 +11,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from argparse import ArgumentTypeError
 from datetime import UTC, datetime
@@ -119,15 +120,16 @@ def record_path(path: str | Path) -> Path:
     """Check the path of a record before anything is measured, and create its folder.
 
     Raises:
-        ValueError: the path is a folder, or its folder cannot be created.
+        ValueError: the path is a folder, or its folder cannot be created or written.
     """
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"`record` must be a file, but {path} is a folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise ValueError(f"`record` must be in a folder that can be made, but {path} is not: {error}") from None
+        raise ValueError(f"`record` must be in a folder that can be made and written, but {path}: {error}") from None
     return path
 
 

@@ -229,7 +229,14 @@ def test_a_missing_a_foreign_and_an_edited_record_are_refused(record) -> None:
         (["trainer.max_steps=9"], "`trainer.max_steps` must be at least 10 with `measure`, but is 9"),
         (["cluster.num_devices=3", "num_devices=3"], "`num_devices` must be at most the 2 of this machine"),
         (["num_devices=2", "global_batch_size=3"], "divides the model and the batch (`micro_batch_size` 2, `global"),
-        (["cluster.memory_gib=1e-4", "cluster.reserved_gib=9e-5"], "and fits, but there is none; best=true ranks"),
+        (
+            ["cluster.memory_gib=1e-4", "cluster.reserved_gib=9e-5"],
+            "fits, but even with parallel.tp_size=2 parallel.dp_size=1",
+        ),
+        (
+            ["record=/proc/record.json"],
+            "`record` must be in a folder that can be made and written, but /proc/record.json",
+        ),
         (["parallel=measured"], "`parallel.record` must be null outside src/train.py, but is outputs/measured_layouts"),
     ],
 )

@@ -110,7 +110,7 @@ def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:
     """The best `measure` layouts of a machine with `num_devices` devices, fastest first; see `rank_on_machine`.
 
     Raises:
-        ValueError: none divides model and batch and fits; more `num_devices` are requested than there are.
+        ValueError: none divides model and batch, or of those none fits; more `num_devices` are requested than exist.
     """
     job, _ = make_job(question)
     if (question.num_devices or 0) > num_devices:
@@ -124,10 +124,17 @@ def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:
     if not plans:
         raise ValueError(
             f"`measure` needs a layout of {used} devices that divides the model and the batch "
-            f"(`micro_batch_size` {job.micro_batch_size}, `global_batch_size` {job.global_batch_size}) and fits, "
+            f"(`micro_batch_size` {job.micro_batch_size}, `global_batch_size` {job.global_batch_size}), "
             "but there is none; best=true ranks other micro-batches"
         )
-    return plans[: question.measure]
+    fitting = [plan for plan in plans if plan.missing_bytes <= 0]
+    if not fitting:
+        closest = min(plans, key=lambda plan: plan.missing_bytes)
+        raise ValueError(
+            f"`measure` needs a layout of {used} devices that fits, but even with {closest.overrides} "
+            f"{describe_shortage(closest)}"
+        )
+    return fitting[: question.measure]
 
 
 def _modes_to_try(question: PlanConfig, job: Job) -> list[Recompute]:

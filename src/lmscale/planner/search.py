@@ -1,7 +1,6 @@
 """Search the layouts of a job on a cluster: all possible ones ranked by step time, and the nearest that works."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,7 +123,7 @@ def _with_options(layout: ParallelConfig, options: tuple[str, ...]) -> list[Para
 def rank_on_machine(
     job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest, modes: Sequence[Recompute]
 ) -> list[Plan]:
-    """Plan `job`, with the micro-batch that it has, in every layout of one machine; those that fit, fastest first.
+    """Plan `job`, with the micro-batch that it has, in every layout of one machine, fastest first.
 
     Each layout without and with `zero1`, and on GPUs, where layers are compiled, `batch_halves`. On CPUs a layout may
     have fewer ranks than there are cores: each has an equal share of the cores, and is modelled as if its threads
@@ -134,7 +133,7 @@ def rank_on_machine(
     Args:
         num_devices: GPUs or cores of the machine, all used.
         request: its options hold for all layouts.
-        modes: of recomputation; each layout has the first with which it fits.
+        modes: of recomputation; each layout has the first with which it fits, or the last.
     """
     counts = [num_devices] if cluster.is_gpu else [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     options, plans = (("zero1", "batch_halves") if cluster.is_gpu else ("zero1",)), []
@@ -144,8 +143,8 @@ def rank_on_machine(
         for layout in (each for p in sizes for each in _with_options(request.resolve(p, num_ranks // p), options)):
             if not divides(job, layout):
                 continue
-            tried = (make_plan(job.change(recompute=mode), layout, device) for mode in modes)
-            plans += itertools.islice((plan for plan in tried if plan.missing_bytes <= 0), 1)
+            tried = [make_plan(job.change(recompute=mode), layout, device) for mode in modes]
+            plans.append(next((plan for plan in tried if plan.missing_bytes <= 0), tried[-1]))
     return sorted(plans, key=lambda plan: plan.time.total)
 
 
