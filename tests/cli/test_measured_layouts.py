@@ -2,10 +2,13 @@
 
 import csv
 import json
+import os
 import resource
 import runpy
 import shlex
+import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -126,6 +129,36 @@ def test_the_answer_ends_with_the_command_to_train_with_or_is_json(record, monke
 def test_a_failed_layout_is_listed_with_its_reason(tmp_path, two_cores, failure: str, reason: str) -> None:
     written = measuring.measure_layouts(question(tmp_path / "layouts.json"), trainer(failure))
     assert [layout["reason"] for layout in written["failed"]] == [reason] and len(written["layouts"]) == 3
+
+
+def _refuse(number: int, frame: object) -> None:
+    raise AssertionError("the handler of this process was called")
+
+
+@pytest.mark.parametrize("number, error", [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_ends_the_running_training_and_removes_its_folder(tmp_path, monkeypatch, number, error) -> None:
+    """Also one that does not stop at SIGTERM, as in a long step."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(measuring, "_GRACE_S", 0.5, raising=False)
+    started = tmp_path / "pid"
+    code = f"""
+import os, pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path({str(started)!r}).write_text(str(os.getpid()))
+os.kill(os.getppid(), {int(number)})
+time.sleep(20)
+"""
+    handlers = {signal.SIGTERM: _refuse, signal.SIGINT: signal.default_int_handler}
+    previous = {each: signal.signal(each, handler) for each, handler in handlers.items()}
+    try:
+        with pytest.raises(error):
+            measuring.time_training([sys.executable, "-c", code], 10, False)
+    finally:
+        left = {each: signal.signal(each, handler) for each, handler in previous.items()}
+    assert left == handlers
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+    assert list(tmp_path.iterdir()) == [started]
 
 
 def test_if_every_layout_fails_there_is_no_record(tmp_path, two_cores) -> None:

@@ -1,15 +1,18 @@
 """Short trainings of the best modelled layouts on this machine: step time and memory measured, beside the model."""
 
+import contextlib
 import csv
 import json
 import os
+import resource
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn, TextIO
 
 import torch
 
@@ -21,6 +24,7 @@ from ..results import new_record, record_path, write_record
 from .runtime.measured_layout import LAYOUT, count_devices, digest, measured_for
 
 WARM_UP_STEPS, TIMED_STEPS = 3, 7
+_GRACE_S = 5.0  # for a training to end by itself, when the measurement is stopped
 _TIMED_ONLY = (  # one row per step, and no checkpoint
     "trainer.validate_every_steps=0",
     "trainer.num_validation_samples=1",
@@ -150,22 +154,14 @@ def time_training(command: list[str], num_steps: int, is_gpu: bool) -> dict[str,
         the seconds of each step and their median, the largest memory of a rank in bytes (on a GPU the peak of the
         allocator, on a CPU the peak of the process), and whether layers were compiled; or the reason why it failed.
     """
-    with tempfile.TemporaryDirectory(prefix="lmscale_measure_") as folder:
+    with tempfile.TemporaryDirectory(prefix="lmscale_measure_", ignore_cleanup_errors=True) as folder:
         run, output = Path(folder) / "run", Path(folder) / "stderr"
         words = [*command, f"trainer.stop_after_steps={num_steps}", *_TIMED_ONLY, f"hydra.run.dir={run}"]
         environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}  # set by ourselves
         with output.open("w") as stderr:
-            process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=stderr, env=environment)
-            try:
-                # The largest peak of the process and those it has started; on Linux at least that of this one.
-                _, status, usage = os.wait4(process.pid, 0)
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            return {"reason": _reason(process.returncode, output.read_text(encoding="utf-8", errors="replace"))}
+            code, usage = _run(words, stderr, environment)
+        if code:
+            return {"reason": _reason(code, output.read_text(encoding="utf-8", errors="replace"))}
         with (run / "metrics.csv").open(encoding="utf-8", newline="") as file:
             rows = [row for row in csv.DictReader(file) if row["time/step_s"]][WARM_UP_STEPS:]
         compiled = json.loads((run / "config.json").read_text(encoding="utf-8"))["compile"]
@@ -177,6 +173,35 @@ def time_training(command: list[str], num_steps: int, is_gpu: bool) -> dict[str,
         "memory_bytes": int(max(float(row["memory_gib"]) for row in rows) * GIB) if is_gpu else resident,
         "compiled": compiled,
     }
+
+
+def _run(words: list[str], stderr: TextIO, environment: dict[str, str]) -> tuple[int, resource.struct_rusage]:
+    """Run a command to its end; Ctrl-C or SIGTERM to this process ends it first.
+
+    Returns:
+        its exit code; and the resources of it and of all processes that it has started, of which the peak memory is
+        that of the largest one, on Linux at least that of this process.
+    """
+    previous = signal.signal(signal.SIGTERM, _end)
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=stderr, env=environment)
+    try:
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        return process.returncode, usage
+    except BaseException:
+        process.terminate()  # it stops after the step, and would then save
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+        raise
+    finally:
+        process.kill()  # its ranks end when their launcher is gone
+        process.wait()
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
+    raise SystemExit(128 + number)
 
 
 def _reason(code: int, stderr: str) -> str:
