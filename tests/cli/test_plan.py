@@ -312,6 +312,9 @@ def test_a_plan_says_how_many_heads_are_computed_for_how_many_and_what_the_dummi
     assert plan["notes"][-1].endswith("; ranks with dummy heads only: 1")
     assert "parallel.pad_heads=true" in printed(*command, "parallel.pad_heads=true").splitlines()[1]
     assert not any("dummy" in note for note in planned(*command[:1], "parallel.pad_heads=true", *command[2:])["notes"])
+    textbook = ["model=gpt_8.3b", "model.vocab_multiple=1536", "parallel.tp_size=6", "cluster=h100", "num_devices=6"]
+    note = planned(*textbook, "parallel.pad_heads=true")["notes"][-1]
+    assert "36 heads are computed for 32, 6 per rank; the 4 dummy heads are 4.3% of the hardware FLOPs" in note
     message = refusal(*command)
     assert "(8), but is 20, which a run with `parallel.pad_heads=true` pads to 24; valid sizes: 1, 2, 4, 5" in message
 
