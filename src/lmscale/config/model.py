@@ -223,11 +223,11 @@ class TransformerConfig:
         common = math.gcd(0 if pad_heads else heads, self.ffn_size, rows)
         valid = f"valid sizes: {', '.join(str(n) for n in range(1, common + 1) if common % n == 0)}"
         if heads % tp_size:
-            way_out = f", which a run with `parallel.pad_heads=true` pads to {self.padded_heads(tp_size)}"
-            helps = self.ffn_size % tp_size == rows % tp_size == 0
+            way_out = ""
+            if self.ffn_size % tp_size == rows % tp_size == 0:
+                way_out = f", which a run with `parallel.pad_heads=true` pads to {self.padded_heads(tp_size)}"
             raise ValueError(
-                f"`num_attention_heads` must be a multiple of `tp_size` ({tp_size}), but is {heads}"
-                f"{way_out * helps}; {valid}"
+                f"`num_attention_heads` must be a multiple of `tp_size` ({tp_size}), but is {heads}{way_out}; {valid}"
             )
         if self.ffn_size % tp_size:
             raise ValueError(
