@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sharding import random_batch, random_model, small_config
+from sharding import random_batch, random_model, small_config, total_loss
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -75,11 +75,22 @@ def test_in_training_the_dropout_keys_are_drawn_from_torchs_generator(family: st
     assert torch.equal(logits_of(model.eval(), tokens), logits_of(model, tokens))
 
 
+def test_a_model_of_torchs_default_half_type_trains(family: str) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = MODELS[family](small_config(family))
+        total_loss(model, random_batch(model.config)).backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(param.grad.dtype == torch.bfloat16 for param in model.parameters())
+
+
 def test_printing_shows_the_shape_of_every_parameter(family: str) -> None:
     model = MODELS[family](small_config(family), ParallelContext(tp_size=2))
     shown = repr(model)
     assert "ColumnParallelLinear(weight [36, 24] of [72, 24], bias [36] of [72])" in shown
     assert "LayerNorm(weight [24], bias [24])" in shown and "weight [52, 24] of [104, 24]" in shown
+    assert "layers.0" not in shown  # each module shows its own parameters
     assert "position_embedding [13, 24]" in shown
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from ranks import make_context, run_ranks
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lmscale import partition
 from lmscale.parallel import (
@@ -132,6 +133,13 @@ def test_a_gpu_projects_four_times_as_many_rows_at_a_time() -> None:
         4096,
         808,
     ]
+
+
+@pytest.mark.parametrize(("num_chunks", "dtype"), [(1, torch.bfloat16), (2, torch.float32)])
+def test_a_gpu_sums_the_weight_s_gradient_in_fp32_only_over_several_chunks(num_chunks, dtype) -> None:
+    with FakeTensorMode():  # without a GPU
+        d_logits, rows = (torch.empty(8, size, dtype=torch.bfloat16, device="cuda") for size in (6, 4))
+        assert chunked_cross_entropy._add_product(None, d_logits, rows, num_chunks, False).dtype == dtype
 
 
 def test_no_gradients_are_computed_under_no_grad(monkeypatch) -> None:
