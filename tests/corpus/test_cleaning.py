@@ -239,11 +239,11 @@ def test_a_tokenizer_with_truncation_or_padding_counts_whole_texts(tokenizer_fil
 
 
 def test_a_long_line_without_spaces_is_not_tokenized(tokenizer_files) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert token_test(128, tokenizer_files["gpt2"])("x" * 50_000_000)
     assert token_test(128, None)("word. " * 10_000_000)
     assert not token_test(128, None)("x" * 50_000_000)
-    assert time.perf_counter() - start < 5.0  # tokenizing the first would take minutes
+    assert time.process_time() - start < 5.0  # tokenizing the first would take minutes
 
 
 def test_without_a_tokenizer_words_and_punctuation_are_counted() -> None:

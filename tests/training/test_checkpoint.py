@@ -33,7 +33,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, architecture, 
     assert [row["step"] for row in parts] == [1, 2, 3, 4, 5, 6]
     for row, other in zip(whole, parts, strict=True):
         for column in ("train/loss", "grad_norm", "lr", "loss_scale", "num_skipped"):
-            assert row[column] == other[column], (column, row["step"])
+            assert repr(row[column]) == repr(other[column]), (column, row["step"])  # also nan, of a skipped step
         if row["step"] % 2 == 0:
             assert row["val/loss"] == other["val/loss"]
     tensors, others = read_tensors(tmp_path / "whole"), read_tensors(tmp_path / "parts")
@@ -123,8 +123,8 @@ def test_a_run_continues_with_the_initial_weights_that_its_record_names(finished
 
 
 def test_the_best_checkpoints_are_kept_also_after_a_resume(tmp_path) -> None:
-    """The learning rate soon becomes too high, so the first steps are the best."""
-    settings = {"trainer__validate_every_steps": 1, "trainer__max_steps": 8, "optimizer__lr": 0.3, "resume": "auto"}
+    """The learning rate is too high from the second step on, so the first step is the best."""
+    settings = {"trainer__validate_every_steps": 1, "trainer__max_steps": 8, "optimizer__lr": 1.0, "resume": "auto"}
     settings |= {"schedule__decay": "constant", "checkpoint__keep_last": 1, "checkpoint__keep_best": 2}
     settings |= {"schedule__warmup_steps": 8, "trainer__num_validation_samples": 40}
     for stop in (5, None):
