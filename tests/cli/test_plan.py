@@ -1,9 +1,5 @@
 """`python src/plan.py` as a user runs it: output, speed and errors."""
 
-import contextlib
-import importlib.util
-import io
-import json
 import signal
 import subprocess
 import sys
@@ -11,18 +7,13 @@ import time
 
 import pytest
 from entry_points import REPOSITORY, environment
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from plan_output import PAPER, planned, printed, refusal
 
 import lmscale.planner.flops as flops
 from analysis.scaling.study import SIZES, study_model
 from lmscale.cli.hydra_main import run_task
 from lmscale.planner.params import count_parameters
-
-PAPER = ("model=gpt_8.3b", "parallel.tp_size=8", "parallel.dp_size=64", "cluster=dgx2h_v100")
-_spec = importlib.util.spec_from_file_location("plan_script", REPOSITORY / "src" / "plan.py")
-plan_script = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(plan_script)
 
 
 def cold(*command: str) -> subprocess.CompletedProcess:
@@ -52,27 +43,6 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch) -> None:
 
     with pytest.raises(BrokenPipeError):
         run_task(lose_a_process, OmegaConf.create({}))
-
-
-def printed(*overrides: str) -> str:
-    """The script's output, without the second that a process takes to start."""
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        composed = compose("plan", list(overrides))
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-        plan_script.plan(values | {"overrides": list(overrides)})
-    return output.getvalue()
-
-
-def planned(*overrides: str) -> dict:
-    return json.loads(printed("json=true", *overrides))
-
-
-def refusal(*overrides: str) -> str:
-    with pytest.raises(ValueError) as caught:
-        printed(*overrides)
-    return str(caught.value)
 
 
 def test_the_papers_largest_configuration_is_planned_within_seconds() -> None:
@@ -120,18 +90,6 @@ def test_json_has_the_exact_counts_of_the_paper_configuration() -> None:
         "memory": "counted, within 5 % of tracked tensors",
         "time": "fitted",
     }
-
-
-def test_the_search_finds_the_papers_layout_for_its_largest_model_on_its_cluster() -> None:
-    answer = planned("model=gpt_8.3b", "best=true", "cluster=dgx2h_v100")
-    first = answer["fitting"][0]["layout"]
-    assert (first["tp_size"], first["dp_size"]) == (8, 64)
-    times = [entry["step_time_s"]["total"] for entry in answer["fitting"]]
-    assert times == sorted(times) and len(times) == 10
-    assert {entry["layout"]["tp_size"] for entry in answer["too_large"]} == {1, 2, 4}
-    assert all(entry["missing_bytes"] > 0 for entry in answer["too_large"])
-    table = printed("model=gpt_8.3b", "best=true", "top=2")
-    assert "best: parallel.tp_size=8 parallel.dp_size=64" in table and "refused: tp 4 x dp 128" in table
 
 
 @pytest.mark.parametrize("cluster", ["dgx2h_v100", "dgx_a100", "h100", "h200", "cpu"])
@@ -206,65 +164,6 @@ def test_the_operations_of_a_step_are_printed_on_request() -> None:
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (
-            ["parallel.tp_size=3"],
-            [
-                "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (3), but is 32",
-                "parallel.tp_size=8",
-            ],
-        ),
-        (
-            ["parallel.tp_size=16", "parallel.dp_size=64"],
-            [
-                "at most the 512 devices of dgx2h_v100, but is 16 x 64",
-                "nearest layout that works is parallel.tp_size=16",
-            ],
-        ),
-        (
-            ["parallel.tp_size=4", "parallel.dp_size=128", "micro_batch_size=1"],
-            ["a rank needs", "more than the 30.0 a V100 leaves", "parallel.tp_size=8 parallel.dp_size=64"],
-        ),
-        (
-            ["parallel.tp_size=8", "micro_batch_size=3"],
-            ["`global_batch_size` must be a multiple", "micro_batch_size=4"],
-        ),
-        (
-            ["model.hidden_size=25600", "model.num_layers=128", "model.num_attention_heads=160"],
-            ["no layout works", "needs least memory, parallel.tp_size=160 parallel.dp_size=1", "GiB"],
-        ),
-        (["best=true", "num_devices=7"], ["`num_devices` must be", "but is 7", "the nearest number that is one is 8"]),
-        (["best=true", "num_devices=2"], ["`num_devices` must be", "GiB", "parallel.tp_size=8 parallel.dp_size=1"]),
-        (["num_devices=1024"], ["`num_devices` must be at most the 512 of dgx2h_v100, but is 1,024"]),
-        (["num_devices=4", "parallel.tp_size=8", "parallel.dp_size=1"], ["at most the 4 devices", "but is 8 x 1"]),
-        (
-            ["global_batch_size=1", "parallel.tp_size=auto"],
-            ["no tp_size fits", "parallel.tp_size=8 parallel.dp_size=1"],
-        ),
-        (
-            ["find_recompute=false", "model.attention=exact", *PAPER],
-            ["6.5 more than the 30.0", "model.recompute=selective"],
-        ),
-        (["precision=fp32", "cluster.peaks.fp32=null"], ["`precision.dtype` must be one of fp64, fp16 on dgx2h_v100"]),
-        (["data.seq_length=2048"], ["`data.seq_length` must be at most `model.max_position_embeddings` (1024)"]),
-        (
-            ["cluster=h200", "parallel.tp_size=2", "parallel.batch_halves=true", "micro_batch_size=1"],
-            ["must be even with `parallel.batch_halves`, but is 1", "micro_batch_size=2", "parallel.batch_halves=true"],
-        ),
-        (["top=0"], ["`top` must be a whole number of at least 1, but is 0"]),
-        (["cluster.watts=-3"], ["`cluster.watts` must be above 0, but is -3"]),
-        (["cluster.peaks.fp16=-1"], ["`cluster.peaks.fp16` must be above 0, but is -1"]),
-        (["cluster.calibration.matmul_share=2"], ["`cluster.calibration.matmul_share` must be above 0"]),
-    ],
-)
-def test_an_impossible_plan_is_refused_with_the_limit_and_an_alternative(overrides, words) -> None:
-    message = refusal(*overrides)
-    for word in words:
-        assert word in message
-
-
-@pytest.mark.parametrize(
-    "overrides, words",
-    [
         (["cluster=dgx3"], "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, but is 'dgx3'"),
         (
             ["cluster=a100"],
@@ -291,14 +190,6 @@ def test_an_error_is_one_line_and_exit_code_2(overrides, words, tmp_path) -> Non
     assert done.stderr.startswith(f"error: {words}") and done.stderr.count("\n") == 1
 
 
-def test_auto_layouts_are_a_choice_of_the_group() -> None:
-    answer = planned("model=gpt_8.3b", "parallel=auto")
-    layout = answer["layout"]
-    assert (layout["tp_size"], layout["dp_size"]) == (8, 64)
-    assert answer["ranking"] == {k: v for k, v in planned("model=gpt_8.3b", "best=true").items() if k != "name"}
-    assert "best: parallel.tp_size=8" in printed("model=gpt_8.3b", "parallel=auto")
-
-
 def test_a_plan_says_how_many_heads_are_computed_for_how_many_and_what_the_dummies_cost() -> None:
     command = ["model=gpt_2.5b", "parallel.tp_size=8", "cluster=h100", "num_devices=8"]
     plan, whole = planned(*command, "parallel.pad_heads=true"), planned(*command[:1], *command[2:])
@@ -317,65 +208,6 @@ def test_a_plan_says_how_many_heads_are_computed_for_how_many_and_what_the_dummi
     assert "36 heads are computed for 32, 6 per rank; the 4 dummy heads are 4.3% of the hardware FLOPs" in note
     message = refusal(*command)
     assert "(8), but is 20, which a run with `parallel.pad_heads=true` pads to 24; valid sizes: 1, 2, 4, 5" in message
-
-
-def test_a_search_uses_the_largest_possible_number_of_devices() -> None:
-    best = planned("model=gpt_8.3b", "best=true", "global_batch_size=511")["fitting"][0]["layout"]
-    assert (best["tp_size"], best["dp_size"]) == (32, 7)  # no layout of 511 devices fits
-
-
-def test_a_search_keeps_sequence_parallelism() -> None:
-    options = ["model=gpt_2.5b", "cluster=h100", "num_devices=12", "global_batch_size=12", "data.seq_length=1000"]
-    assert "parallel.sequence_parallel=true" in printed(*options, "best=true", "parallel.sequence_parallel=true")
-
-
-def test_a_search_in_halves_leaves_odd_micro_batches_to_one_tensor_rank() -> None:
-    options = ["model=gpt_2.5b", "cluster=h100", "num_devices=2", "global_batch_size=2", "parallel.batch_halves=true"]
-    layouts = [plan["layout"] for plan in planned(*options, "best=true", "top=100")["fitting"]]
-    assert {(layout["tp_size"], layout["micro_batch_size"]) for layout in layouts} == {(1, 1), (2, 2)}
-
-
-def test_a_search_compares_halves_where_the_time_counts_what_they_hide() -> None:
-    sizes = ["model=gpt_8.3b", "num_devices=8", "global_batch_size=8", "best=true", "top=500"]
-
-    def found(cluster: str) -> list[dict]:
-        return [plan["layout"] for plan in planned(*sizes, f"cluster={cluster}")["fitting"]]
-
-    on_h200 = [one for one in found("h200") if not one["zero1"]]
-    kept = ("tp_size", "micro_batch_size", "recompute")
-    whole, halves = (
-        {tuple(one[key] for key in kept) for one in on_h200 if one["batch_halves"] == on} for on in (False, True)
-    )
-    assert halves == {one for one in whole if one[0] > 1 and one[1] % 2 == 0} != set()
-    assert len(halves) + len(whole) == len(on_h200)
-    eight = next(one for one in on_h200 if one["tp_size"] == 8)
-    assert eight["batch_halves"] and not any(one["batch_halves"] for one in found("dgx2h_v100"))
-    table = printed(*sizes, "cluster=h200")
-    assert (
-        " halves  recompute" in table and f"{8:>7}{'':>8}{'yes':>8}" in table and "parallel.batch_halves=true" in table
-    )
-    table = printed(*sizes, "cluster=h200", "parallel.batch_halves=true")
-    assert " halves  recompute" not in table and "batch_halves=true" in table.splitlines()[1]
-
-
-def test_a_search_compares_zero1_and_says_what_it_compares() -> None:
-    job = ["model=gpt_8.3b", "cluster=h100", "num_devices=512", "best=true"]
-    answer, whole = planned(*job), planned("cluster=dgx2h_v100", *(o for o in job if "h100" not in o))
-    assert answer["compared"][4:] == ["zero1", "batch_halves"] and whole["compared"][4:] == []
-    assert answer["fitting"][0]["layout"]["zero1"]
-    fixed = planned(*job, "parallel.zero1=true")
-    assert fixed["fitting"][0] == answer["fitting"][0] and fixed["compared"][4:] == ["batch_halves"]
-    title, compared, columns, *_ = printed(*job).splitlines()
-    assert "zero1, batch_halves; the same in all: sequence_parallel=false" in compared
-    assert "   zero1  halves  recompute" in columns and columns.endswith("days of 300,000 steps")
-
-
-@pytest.mark.parametrize("given, near", [(500, "256;"), (200, "128 and 256;"), (3, "2 and 4;")])
-def test_devices_that_a_layout_would_leave_unused_are_refused(given: int, near: str) -> None:
-    job = ["model=gpt_8.3b", "cluster=h100", "parallel.tp_size=2", "model.recompute=full", "micro_batch_size=4"]
-    message = refusal(*job, f"num_devices={given}")
-    assert f"the 128 micro-batches of a step, but is {given}; such numbers near it: {near}" in message
-    assert planned(*job, f"num_devices={given}", "parallel.dp_size=1")["layout"]["num_devices"] == 2  # as given
 
 
 def test_a_plan_says_that_it_counts_all_data_parallel_messages() -> None:
@@ -426,13 +258,6 @@ def test_the_table_names_the_time_of_messages_that_nothing_hides() -> None:
 )
 def test_ignored_keys_are_refused(overrides: list[str], message: str) -> None:
     assert message in refusal("model=gpt_2.5b", *overrides)
-
-
-def test_auto_chooses_no_tensor_ranks_for_an_odd_micro_batch_in_halves() -> None:
-    options = ["model=gpt_4.2b", "cluster=h100", "precision=bf16", "num_devices=8", "parallel.batch_halves=true"]
-    sizes = ["parallel.tp_size=auto", "parallel.dp_size=1", "micro_batch_size=7", "global_batch_size=7"]
-    layout = planned(*options, *sizes)["layout"]
-    assert (layout["tp_size"], layout["recompute"]) == (1, "full")
 
 
 def test_a_plan_uses_the_model_settings_of_the_fidelity() -> None:

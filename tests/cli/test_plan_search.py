@@ -1,0 +1,149 @@
+"""`python src/plan.py` where it chooses the layout, the devices or an alternative."""
+
+import pytest
+from plan_output import PAPER, planned, printed, refusal
+
+
+def test_the_search_finds_the_papers_layout_for_its_largest_model_on_its_cluster() -> None:
+    answer = planned("model=gpt_8.3b", "best=true", "cluster=dgx2h_v100")
+    first = answer["fitting"][0]["layout"]
+    assert (first["tp_size"], first["dp_size"]) == (8, 64)
+    times = [entry["step_time_s"]["total"] for entry in answer["fitting"]]
+    assert times == sorted(times) and len(times) == 10
+    assert {entry["layout"]["tp_size"] for entry in answer["too_large"]} == {1, 2, 4}
+    assert all(entry["missing_bytes"] > 0 for entry in answer["too_large"])
+    table = printed("model=gpt_8.3b", "best=true", "top=2")
+    assert "best: parallel.tp_size=8 parallel.dp_size=64" in table and "refused: tp 4 x dp 128" in table
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (
+            ["parallel.tp_size=3"],
+            [
+                "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (3), but is 32",
+                "parallel.tp_size=8",
+            ],
+        ),
+        (
+            ["parallel.tp_size=16", "parallel.dp_size=64"],
+            [
+                "at most the 512 devices of dgx2h_v100, but is 16 x 64",
+                "nearest layout that works is parallel.tp_size=16",
+            ],
+        ),
+        (
+            ["parallel.tp_size=4", "parallel.dp_size=128", "micro_batch_size=1"],
+            ["a rank needs", "more than the 30.0 a V100 leaves", "parallel.tp_size=8 parallel.dp_size=64"],
+        ),
+        (
+            ["parallel.tp_size=8", "micro_batch_size=3"],
+            ["`global_batch_size` must be a multiple", "micro_batch_size=4"],
+        ),
+        (
+            ["model.hidden_size=25600", "model.num_layers=128", "model.num_attention_heads=160"],
+            ["no layout works", "needs least memory, parallel.tp_size=160 parallel.dp_size=1", "GiB"],
+        ),
+        (["best=true", "num_devices=7"], ["`num_devices` must be", "but is 7", "the nearest number that is one is 8"]),
+        (["best=true", "num_devices=2"], ["`num_devices` must be", "GiB", "parallel.tp_size=8 parallel.dp_size=1"]),
+        (["num_devices=1024"], ["`num_devices` must be at most the 512 of dgx2h_v100, but is 1,024"]),
+        (["num_devices=4", "parallel.tp_size=8", "parallel.dp_size=1"], ["at most the 4 devices", "but is 8 x 1"]),
+        (
+            ["global_batch_size=1", "parallel.tp_size=auto"],
+            ["no tp_size fits", "parallel.tp_size=8 parallel.dp_size=1"],
+        ),
+        (
+            ["find_recompute=false", "model.attention=exact", *PAPER],
+            ["6.5 more than the 30.0", "model.recompute=selective"],
+        ),
+        (["precision=fp32", "cluster.peaks.fp32=null"], ["`precision.dtype` must be one of fp64, fp16 on dgx2h_v100"]),
+        (["data.seq_length=2048"], ["`data.seq_length` must be at most `model.max_position_embeddings` (1024)"]),
+        (
+            ["cluster=h200", "parallel.tp_size=2", "parallel.batch_halves=true", "micro_batch_size=1"],
+            ["must be even with `parallel.batch_halves`, but is 1", "micro_batch_size=2", "parallel.batch_halves=true"],
+        ),
+        (["top=0"], ["`top` must be a whole number of at least 1, but is 0"]),
+        (["cluster.watts=-3"], ["`cluster.watts` must be above 0, but is -3"]),
+        (["cluster.peaks.fp16=-1"], ["`cluster.peaks.fp16` must be above 0, but is -1"]),
+        (["cluster.calibration.matmul_share=2"], ["`cluster.calibration.matmul_share` must be above 0"]),
+    ],
+)
+def test_an_impossible_plan_is_refused_with_the_limit_and_an_alternative(overrides, words) -> None:
+    message = refusal(*overrides)
+    for word in words:
+        assert word in message
+
+
+def test_auto_layouts_are_a_choice_of_the_group() -> None:
+    answer = planned("model=gpt_8.3b", "parallel=auto")
+    layout = answer["layout"]
+    assert (layout["tp_size"], layout["dp_size"]) == (8, 64)
+    assert answer["ranking"] == {k: v for k, v in planned("model=gpt_8.3b", "best=true").items() if k != "name"}
+    assert "best: parallel.tp_size=8" in printed("model=gpt_8.3b", "parallel=auto")
+
+
+def test_a_search_uses_the_largest_possible_number_of_devices() -> None:
+    best = planned("model=gpt_8.3b", "best=true", "global_batch_size=511")["fitting"][0]["layout"]
+    assert (best["tp_size"], best["dp_size"]) == (32, 7)  # no layout of 511 devices fits
+
+
+def test_a_search_keeps_sequence_parallelism() -> None:
+    options = ["model=gpt_2.5b", "cluster=h100", "num_devices=12", "global_batch_size=12", "data.seq_length=1000"]
+    assert "parallel.sequence_parallel=true" in printed(*options, "best=true", "parallel.sequence_parallel=true")
+
+
+def test_a_search_in_halves_leaves_odd_micro_batches_to_one_tensor_rank() -> None:
+    options = ["model=gpt_2.5b", "cluster=h100", "num_devices=2", "global_batch_size=2", "parallel.batch_halves=true"]
+    layouts = [plan["layout"] for plan in planned(*options, "best=true", "top=100")["fitting"]]
+    assert {(layout["tp_size"], layout["micro_batch_size"]) for layout in layouts} == {(1, 1), (2, 2)}
+
+
+def test_a_search_compares_halves_where_the_time_counts_what_they_hide() -> None:
+    sizes = ["model=gpt_8.3b", "num_devices=8", "global_batch_size=8", "best=true", "top=500"]
+
+    def found(cluster: str) -> list[dict]:
+        return [plan["layout"] for plan in planned(*sizes, f"cluster={cluster}")["fitting"]]
+
+    on_h200 = [one for one in found("h200") if not one["zero1"]]
+    kept = ("tp_size", "micro_batch_size", "recompute")
+    whole, halves = (
+        {tuple(one[key] for key in kept) for one in on_h200 if one["batch_halves"] == on} for on in (False, True)
+    )
+    assert halves == {one for one in whole if one[0] > 1 and one[1] % 2 == 0} != set()
+    assert len(halves) + len(whole) == len(on_h200)
+    eight = next(one for one in on_h200 if one["tp_size"] == 8)
+    assert eight["batch_halves"] and not any(one["batch_halves"] for one in found("dgx2h_v100"))
+    table = printed(*sizes, "cluster=h200")
+    assert (
+        " halves  recompute" in table and f"{8:>7}{'':>8}{'yes':>8}" in table and "parallel.batch_halves=true" in table
+    )
+    table = printed(*sizes, "cluster=h200", "parallel.batch_halves=true")
+    assert " halves  recompute" not in table and "batch_halves=true" in table.splitlines()[1]
+
+
+def test_a_search_compares_zero1_and_says_what_it_compares() -> None:
+    job = ["model=gpt_8.3b", "cluster=h100", "num_devices=512", "best=true"]
+    answer, whole = planned(*job), planned("cluster=dgx2h_v100", *(o for o in job if "h100" not in o))
+    assert answer["compared"][4:] == ["zero1", "batch_halves"] and whole["compared"][4:] == []
+    assert answer["fitting"][0]["layout"]["zero1"]
+    fixed = planned(*job, "parallel.zero1=true")
+    assert fixed["fitting"][0] == answer["fitting"][0] and fixed["compared"][4:] == ["batch_halves"]
+    title, compared, columns, *_ = printed(*job).splitlines()
+    assert "zero1, batch_halves; the same in all: sequence_parallel=false" in compared
+    assert "   zero1  halves  recompute" in columns and columns.endswith("days of 300,000 steps")
+
+
+@pytest.mark.parametrize("given, near", [(500, "256;"), (200, "128 and 256;"), (3, "2 and 4;")])
+def test_devices_that_a_layout_would_leave_unused_are_refused(given: int, near: str) -> None:
+    job = ["model=gpt_8.3b", "cluster=h100", "parallel.tp_size=2", "model.recompute=full", "micro_batch_size=4"]
+    message = refusal(*job, f"num_devices={given}")
+    assert f"the 128 micro-batches of a step, but is {given}; such numbers near it: {near}" in message
+    assert planned(*job, f"num_devices={given}", "parallel.dp_size=1")["layout"]["num_devices"] == 2  # as given
+
+
+def test_auto_chooses_no_tensor_ranks_for_an_odd_micro_batch_in_halves() -> None:
+    options = ["model=gpt_4.2b", "cluster=h100", "precision=bf16", "num_devices=8", "parallel.batch_halves=true"]
+    sizes = ["parallel.tp_size=auto", "parallel.dp_size=1", "micro_batch_size=7", "global_batch_size=7"]
+    layout = planned(*options, *sizes)["layout"]
+    assert (layout["tp_size"], layout["recompute"]) == (1, "full")
