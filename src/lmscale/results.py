@@ -151,7 +151,8 @@ def write_record(record: dict[str, Any], path: str | Path) -> None:
     Raises:
         ValueError: a number outside the metrics is not finite, which JSON cannot represent.
     """
-    path = record_path(path)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:

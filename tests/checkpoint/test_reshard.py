@@ -256,4 +256,4 @@ def test_a_conversion_needs_the_memory_of_a_few_tensors(tmp_path, architecture: 
     print(architecture, {name: f"{peak / 1e6:.1f} MB" for name, peak in peaks.items()})
     assert max(peaks["export"], peaks["import"]) < 3 * LAYER_BYTES < LAYER_BYTES + FILE_BYTES
     assert peaks["reshard"] < 2 * TENSOR_BYTES
-    assert min(peaks.values()) > TENSOR_BYTES  # it was measured at all
+    assert min(peaks.values()) > TENSOR_BYTES / 2  # it was measured at all
