@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,8 +248,6 @@ def capture_generated_code(runs: list | None = None) -> list[str]:
         written = self.codegen_with_cpp_wrapper() if self.cpp_wrapper else self.codegen()
         source = getattr(written[0], "value", written[0])
         sources.append(source)
-        with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
-            file.write(source)
         inputs, outputs = list(self.graph_inputs.values()), [_layout_of(output) for output in self.graph_outputs]
 
         def call(arguments: list) -> list:
@@ -260,10 +257,8 @@ def capture_generated_code(runs: list | None = None) -> list[str]:
             arguments.clear()
             return [layout and _empty(*layout, sizes) for layout in outputs]
 
-        self.cache_key, self.cache_path, self.cache_linemap = "none", file.name, []
-        return SimpleNamespace(
-            __file__=file.name, __name__="none", key="none", cache_key="none", call=call, value=source
-        )
+        self.cache_key, self.cache_path, self.cache_linemap = "none", os.devnull, []  # Inductor opens this path
+        return SimpleNamespace(__file__="none", __name__="none", key="none", cache_key="none", call=call, value=source)
 
     GraphLowering.compile_to_module = GraphLowering._compile_to_module = compile_to_module
     return sources

@@ -126,10 +126,12 @@ def load_kernel(source: str) -> Kernel:
 
     tuned, triton_heuristics.cached_autotune = triton_heuristics.cached_autotune, take
     try:
-        with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
+        # Triton reads a function's source from its file while the module is imported.
+        with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
             file.write(source)
-        spec = importlib.util.spec_from_file_location("generated_kernel", file.name)
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+            file.flush()
+            spec = importlib.util.spec_from_file_location("generated_kernel", file.name)
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
     finally:
         triton_heuristics.cached_autotune = tuned
     return loaded[0]
