@@ -64,6 +64,7 @@ def test_an_option_that_is_none_gets_one_line_of_ours(option, message) -> None:
         (("src/train.py", "sweep=norm_ordr"), "norm_order"),
         (("finetune/run.py", "swep=five_seeds"), "sweep"),
         (("finetune/run.py", "task=mnly"), "mnli"),
+        (("finetune/run.py", "task=qpq"), "qqp"),
         (("src/convert.py", "source=a", "target=b", "format=huggingface"), "hugging_face"),
         (("src/prepare_data.py", "dedup=papr"), "paper"),
         (("src/plan.py", "cluster=h10"), "h100"),
@@ -74,6 +75,12 @@ def test_a_misspelled_key_group_or_choice_is_answered_with_the_one_meant(command
     done = script(*command)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert f"did you mean `{meant}`?" in done.stderr
+
+
+def test_a_group_of_another_entry_point_is_not_offered() -> None:
+    done = script("finetune/run.py", "model=bert_tiny")  # the model is the checkpoint's
+    assert done.returncode == 2
+    assert done.stderr == "error: `model` is not a known key or group of the configuration\n"
 
 
 def test_a_model_of_one_s_own_without_files_is_told_what_it_needs(tmp_path) -> None:

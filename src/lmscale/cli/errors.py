@@ -78,7 +78,8 @@ def _closest(key: str) -> str:
     script = Path(sys.argv[0]).resolve()
     name = f"{script.parent.name}/{script.name}"
     known = known_keys(name) if name in ENTRY_POINTS else []
-    known += [folder.name for root in (CONF, CONF / entry_point()) for folder in root.glob("*/")]
+    known += {key.partition(".")[0] for key in known}
+    known += [folder.name for folder in (CONF / entry_point()).glob("*/")]
     if key in known:
         return f"; conf/ has no default for it: type +{key}="
     by_last_word = {other.rpartition(".")[2]: other for other in reversed(known)}
@@ -87,7 +88,7 @@ def _closest(key: str) -> str:
         return f"; did you mean `{by_last_word[last_word]}`?"
     if "." in key:
         return did_you_mean(key, known)
-    close = difflib.get_close_matches(key, by_last_word, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(key, by_last_word, n=1)
     return f"; did you mean `{by_last_word[close[0]]}`?" if close else ""
 
 

@@ -60,7 +60,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     it; empty if there is none."""
     known, word = list(known), str(word)
     containing = [name for name in known if len(word) > 2 and word in name]
-    close = containing if len(containing) == 1 else difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    close = containing if len(containing) == 1 else difflib.get_close_matches(word, known, n=1)
     return f"; did you mean `{close[0]}`?" if close else ""
 
 
