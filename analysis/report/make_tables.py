@@ -106,7 +106,8 @@ TABLES = {
         "finetuned BERT models",
         "`reproduced`: a size of Table 4 on the whole published set. `scaled down`: a published post-norm BERT of "
         "22.7 M parameters on parts of the sets (`analysis/finetuning/small.py`), which the printed values do not "
-        "apply to. RACE scores are on the test set, the others on the development sets.",
+        "apply to. The paper's RACE scores are on the test set. All other scores, ours on RACE too, are on development "
+        "sets or parts of them.",
     ),
     "Figure 7": (
         "layer-norm placement as a controlled experiment",
