@@ -69,10 +69,13 @@ def draw_final_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | N
 
 
 def draw_limits(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
-    """Rate limit of each seed over depth, with the fitted depth^-k where three depths have run."""
+    """Rate limit of each seed over depth, with the fitted depth^-k where three depths have run.
+
+    None while fewer than two depths have limits.
+    """
     limits, fits = read_limits(cells), record["config"]["exponents"]
     found = {order: observations(limits, order) for order in COLORS}
-    if all(rows.empty for rows in found.values()):
+    if pd.concat(found.values())["layers"].nunique() < 2:
         return None
     decision = record["config"]["tests"][6]["decision"]
     title = {"rejects": "Post-norm's rate limit falls faster with depth than pre-norm's"}.get(

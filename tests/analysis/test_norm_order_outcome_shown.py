@@ -104,6 +104,12 @@ def test_an_incomplete_figure_says_what_is_missing(planted) -> None:
     assert figures["mechanism"] is figures["recovery"] is None
 
 
+def test_limits_at_one_depth_are_not_drawn_over_depth(planted) -> None:
+    cells = without(planted, (planted["group"] != "selection") | (planted["layers"] != 12))
+    record = summarize(cells)
+    assert len(limits_table(record)) == 3 and study_figure.draw_limits(cells, record) is None
+
+
 def test_no_faster_fall_is_not_drawn_as_one() -> None:
     figures = draw(make_cells(learns=lambda cell: cell.order == "deepnorm" or float(cell.lr) < 0.007))
     assert figures["limits"].get_suptitle() == "Rate limit by depth: no faster fall is shown"
