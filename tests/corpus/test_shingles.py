@@ -141,6 +141,7 @@ def test_hashes_are_the_same_in_every_process() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_one_text_of_50_mb_takes_bounded_memory() -> None:
     text = "".join(f"word{k} and more, " for k in range(2_800_000))
     assert len(text) > 50e6

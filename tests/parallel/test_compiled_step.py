@@ -51,7 +51,7 @@ def test_a_compiled_layer_is_recomputed_to_its_end(last_of_four, hidden_dropout:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["gpt", "bert"])
+@pytest.mark.parametrize("family", [pytest.param("gpt", marks=pytest.mark.slow), "bert"])
 def test_steps_of_a_model_compile_one_layer_and_two_passes_over_the_logits(
     last_of_four, family: str, backend: str
 ) -> None:

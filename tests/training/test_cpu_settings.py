@@ -24,7 +24,9 @@ for num_mib in (24, 64):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-@pytest.mark.parametrize("mode, bounds", [("keep", (120, 160)), ("default", (-16, 40))])
+@pytest.mark.parametrize(
+    "mode, bounds", [("keep", (120, 160)), pytest.param("default", (-16, 40), marks=pytest.mark.slow)]
+)
 def test_the_heap_keeps_tensors_of_24_mib_and_returns_those_of_64(mode: str, bounds: tuple[int, int]) -> None:
     """MiB of 6 x 24 and of 6 x 64 that stay after they are freed."""
     done = subprocess.run([sys.executable, "-c", MEASURE, mode], capture_output=True, text=True, check=True)

@@ -135,7 +135,7 @@ def scored_as_counted(batch: dict, config: TransformerConfig) -> dict:
     return batch
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_fake_world_issues_the_collectives_of_two_real_processes(sequence_parallel: bool) -> None:
     layout = ParallelConfig(tp_size=2, sequence_parallel=sequence_parallel)
     traced = [trace_step(small_config(**c), layout, 5, 12, torch.float64).collectives for c in CASES]
