@@ -44,6 +44,7 @@ from lmscale.training.output.saving import Checkpointing
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="follows file descriptors through /proc")
 RUN = SimpleNamespace(resume=SimpleNamespace(path="auto"), checkpoint=SimpleNamespace(keep_last=2, keep_best=None))
+GPT_CONFIG = family_config(GPT, num_layers=1)
 ROWS = "step,train/loss\n1,3.0\n2,2.0\n"
 TOKENIZER = '{"version": "1.0"}'
 
@@ -56,12 +57,14 @@ class Scenario:
         prepare: fills the empty folder.
         act: the action of one rank.
         check: asserts what must hold after a crash anywhere.
+        result: what the finished action has made, which a crash of the machine after it must not lose.
         restart: what a new start does before its ranks act.
     """
 
     prepare: Callable[[Path], object]
     act: Callable[[Path, int], None]
     check: Callable[[Path], None]
+    result: str
     num_ranks: int = 1
     restart: Callable[[Path], None] = lambda folder: None
 
@@ -117,6 +120,7 @@ def save_scenario(num_ranks: int, background: bool, step: int = 3, seed: int = 0
         prepare_saves,
         lambda folder, rank: save(folder, step, rank, num_ranks, background, seed),
         lambda folder: check_saved(folder, step, seed),
+        f"step_{step}.ckpt",
         num_ranks,
         restart=remove_unfinished,
     )
@@ -164,13 +168,13 @@ def check_resumed(folder: Path) -> None:
 
 
 def prepare_source(folder: Path) -> None:
-    save_random(folder / "source", family_config(GPT, num_layers=1), tp_size=1)
+    save_random(folder / "source", GPT_CONFIG, tp_size=1)
 
 
-def convert(function: Callable, **options) -> Callable[[Path, int], None]:
+def convert(function: Callable, source: str = "source", **options) -> Callable[[Path, int], None]:
     def act(folder: Path, rank: int) -> None:
         if not (folder / "target").exists():
-            function(folder / "source", folder / "target", **options)
+            function(folder / source, folder / "target", **options)
 
     return act
 
@@ -184,6 +188,19 @@ def check_converted(read: Callable[[Path], object]) -> Callable[[Path], None]:
             assert read(folder / "target") == source
 
     return check
+
+
+def prepare_published(folder: Path) -> None:
+    prepare_source(folder)
+    hugging_face.export_hugging_face(folder / "source", folder / "published")
+
+
+def read_imported(target: Path) -> dict[str, list]:
+    """The weights are the source's, to the bit; moments and state are not in a published model."""
+    source, found = (read_content(*list_checkpoints(folder)) for folder in (target.parent / "source", target))
+    weights = {key: value for key, value in source.items() if key.startswith("model/")}
+    assert found == weights | {"state": [{}]}
+    return source
 
 
 def read_exported(target: Path) -> dict[str, list]:
@@ -201,16 +218,24 @@ SCENARIOS = {
     "save, 2 ranks, in the background": save_scenario(2, True),
     "replace a step, 1 rank": save_scenario(1, False, step=2, seed=7),
     "replace a step, 2 ranks, in the background": save_scenario(2, True, step=2, seed=7),
-    "resume": Scenario(prepare_resume, resume, check_resumed),
+    "resume": Scenario(prepare_resume, resume, check_resumed, "checkpoints/step_2.ckpt"),
     "reshard": Scenario(
         prepare_source,
         convert(reshard_module.reshard, tp_size=2),
         check_converted(lambda target: read_content(*list_checkpoints(target))),
+        "target",
     ),
     "export": Scenario(
         prepare_source,
         convert(hugging_face.export_hugging_face, max_file_bytes=20_000),
         check_converted(read_exported),
+        "target",
+    ),
+    "import": Scenario(
+        prepare_published,
+        convert(hugging_face.import_hugging_face, "published", tp_size=2, vocab_multiple=GPT_CONFIG.vocab_multiple),
+        check_converted(read_imported),
+        "target",
     ),
 }
 
@@ -280,6 +305,9 @@ def enumerate_crashes(scenario: Scenario, folder: Path, every: int, offset: int 
     shutil.copytree(prepared, whole)
     run_forked(scenario, whole, folder / "log", None, False)
     scenario.check(whole)
+    lose_unsynced(whole, folder / "kept", folder / "log", len(unsynced(folder / "log")[1]))
+    scenario.check(folder / "kept")
+    assert (folder / "kept" / scenario.result).exists(), "the finished action was lost"
     counts = count_operations(folder / "log", scenario.num_ranks)
     assert min(counts) >= 3
     crashes = states = 0
