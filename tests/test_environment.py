@@ -1,4 +1,4 @@
-"""environment.yml (conda) and pyproject.toml (pip) require the same versions."""
+"""environment.yml (conda) and pyproject.toml (pip) require the same versions; CI installs every Python it tests on."""
 
 import re
 import tomllib
@@ -62,3 +62,11 @@ def test_apex_comes_from_conda_forge_and_never_from_pip() -> None:
     assert not [name for name in names if "apex" in name]
     environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
     assert environment["dependencies"][-1] == {"pip": ["-e ."]}
+
+
+def test_ci_installs_every_python_that_its_checks_run_on() -> None:
+    versions = re.search(r"for version in (.+); do", (ROOT / ".ci" / "run").read_text(encoding="utf-8")).group(1)
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    (setup,) = [step for step in workflow["jobs"]["check"]["steps"] if "setup-python" in step.get("uses", "")]
+    # The last one is `python`, on which everything runs; the CPU build of torch is for it alone.
+    assert setup["with"]["python-version"].split() == [*versions.split(), "3.11"]
