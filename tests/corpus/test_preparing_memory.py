@@ -7,8 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from entry_points import REPOSITORY, environment
+
+from lmscale.corpus import collecting
+from lmscale.data import sentences
 
 WORDS = "the of and to in a is that for it as was with be by on not he his but at are this have from or had an".split()
 
@@ -70,3 +75,23 @@ def test_long_documents_cost_a_few_times_their_bytes(tmp_path, sizes) -> None:
 @pytest.mark.slow
 def test_a_document_of_30_mb_needs_less_than_a_gigabyte(tmp_path) -> None:
     assert peak_bytes(tmp_path / "long", [*SHORT, 30_000_000]) < 1e9
+
+
+def test_batches_and_row_groups_end_by_bytes_long_before_they_have_many_documents(tmp_path, monkeypatch) -> None:
+    # The peaks above do not show it: 16 documents that are all held at once cost 46 MB more than two batches of them.
+    monkeypatch.setattr(collecting, "BATCH_BYTES", 1000)
+    texts = [article(size, seed) for seed, size in enumerate([300] * 20 + [5000] + [300] * 20)]
+    table = pa.table({"text": texts})
+    found = list(collecting.batches(table["text"]))
+    assert [text for batch in found for text in batch] == texts
+    collecting._write_groups(table, tmp_path / "shard")
+    groups = pq.ParquetFile(tmp_path / "shard")
+    found += [groups.read_row_group(n)["text"].to_pylist() for n in range(groups.num_row_groups)]
+    assert pq.read_table(tmp_path / "shard")["text"].to_pylist() == texts
+    for batch in found:
+        assert sum(map(len, batch[:-1])) < 1000  # the last one, of any length, ends it
+
+
+def test_the_bounds_on_batches_are_a_few_megabytes() -> None:
+    assert collecting.BATCH_BYTES <= 8 * 2**20 and collecting.BUFFER_BYTES <= 64 * 2**20
+    assert sentences.PIECE_CHARACTERS <= sentences.GROUP_CHARACTERS <= 2**20
