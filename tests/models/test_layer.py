@@ -81,16 +81,23 @@ def test_a_layer_equals_the_papers_figure_7(norm_order: str) -> None:
     ],
 )
 def test_gelu_is_tanh_in_gpt_and_erf_in_bert_unless_set(architecture: str, gelu: str | None, expected: str) -> None:
-    mlp = random_model(small_config(architecture, gelu=gelu), ONE).transformer.layers[0].mlp
-    x = torch.linspace(-3, 3, 48, dtype=torch.float64).view(2, 24)
-    inner = x @ mlp.up.weight.T + mlp.up.bias
-    forms = {
-        "tanh": 0.5 * inner * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3))),
-        "none": 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2))),
-    }
-    results = {form: value @ mlp.down.weight.T + mlp.down.bias for form, value in forms.items()}
+    model = random_model(small_config(architecture, gelu=gelu), ONE)
+    mlp, x = model.transformer.layers[0].mlp, torch.linspace(-3, 3, 48, dtype=torch.float64).view(2, 24)
+    results = gelu_forms(x @ mlp.up.weight.T + mlp.up.bias)
+    results = {form: value @ mlp.down.weight.T + mlp.down.bias for form, value in results.items()}
     torch.testing.assert_close(mlp(x), results[expected], rtol=1e-12, atol=1e-12)
     assert (results["tanh"] - results["none"]).abs().max() > 1e-5
+    if architecture == "bert":  # its masked-LM head has a GELU of its own
+        head = model.lm_head
+        wanted = gelu_forms(x @ head.dense.weight.T + head.dense.bias)[expected]
+        torch.testing.assert_close(head.transform(x), head.norm(wanted), rtol=1e-12, atol=1e-12)
+
+
+def gelu_forms(x: Tensor) -> dict[str, Tensor]:
+    return {
+        "tanh": 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        "none": 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
+    }
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "exact"])
