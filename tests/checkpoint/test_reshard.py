@@ -26,7 +26,7 @@ from checkpoints import (
     without_layout,
 )
 
-from lmscale.checkpoint import CheckpointError, TensorEntry, find_damage, read_metadata, write_offline
+from lmscale.checkpoint import CheckpointError, CheckpointReader, TensorEntry, find_damage, read_metadata, write_offline
 from lmscale.checkpoint import reshard as module
 from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.checkpoint.model_tensors import model_shapes
@@ -164,6 +164,14 @@ def test_metadata_of_another_model_is_refused_though_its_checksum_is_right(tmp_p
             convert()
         assert message in str(caught.value) and "\n" not in str(caught.value)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "source"]
+
+
+def test_a_reader_compares_metadata_and_file_itself_when_nothing_has_been_verified(tmp_path) -> None:
+    source, _ = save_random(tmp_path / "source", family_config(GPT))
+    key = "model/transformer.position_embedding"
+    change_metadata(source, lambda values: values["tensors"][key].update(dtype="F16"))
+    with CheckpointReader(source) as reader, pytest.raises(CheckpointError, match=f"disagree about {key}$"):
+        reader.read(key)
 
 
 @pytest.mark.parametrize(
