@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from crafted import save_gpt
 from ranks import make_context, run_ranks
 from safetensors.torch import load_file, save_file
@@ -15,7 +17,9 @@ from lmscale.checkpoint import METADATA, CheckpointError, read_metadata
 from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.config import TransformerConfig
 from lmscale.config.generate import GenerateTokenizer
+from lmscale.config.layout import ParallelConfig
 from lmscale.data.tokenizer import Tokenizer, train_tokenizer
+from lmscale.evaluation import zero_shot_job
 from lmscale.evaluation.loading import describe_checkpoint, evaluation_groups, load_model
 from lmscale.evaluation.tokenizer_choice import choose_tokenizer, load_requested_tokenizer
 from lmscale.models import BERT, GPT
@@ -228,3 +232,24 @@ def test_the_same_tokenizer_in_another_file_format_matches(shared_data, tmp_path
     assert choose_tokenizer(given, saved, model, "ckpt") is given
     with pytest.raises(ValueError, match="`tokenizer.path` must be a file or a folder, but .*none does not exist"):
         load_requested_tokenizer(GenerateTokenizer(path=str(tmp_path / "none")))
+
+
+@pytest.mark.parametrize(("error", "ends"), [(ValueError("on every rank"), True), (RuntimeError("on one"), False)])
+def test_the_process_group_is_ended_only_with_all_ranks(monkeypatch, capsys, error: Exception, ends: bool) -> None:
+    """With NCCL the end waits for the other ranks, which may be inside a collective."""
+    ended = []
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(zero_shot_job, "_evaluate", fail)
+    monkeypatch.setattr(zero_shot_job, "evaluation_groups", lambda *_: ParallelContext(tp_size=2))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(True))
+    config = SimpleNamespace(parallel=ParallelConfig(2, 1), accelerator="cpu")
+    job = zero_shot_job.ZeroShotJob(config, task=None, tokenizer={}, banned=[])
+    if ends:
+        assert zero_shot_job.evaluate(job) == 2 and capsys.readouterr().err == "error: on every rank\n"
+    else:
+        with pytest.raises(RuntimeError, match="on one"):
+            zero_shot_job.evaluate(job)
+    assert bool(ended) == ends

@@ -129,15 +129,16 @@ def evaluate(job: ZeroShotJob) -> int:
     if layout.world_size == 1:
         _evaluate(job, context, device)
         return 0
+    code = 0
     try:
         _evaluate(job, context, device)
     except ValueError as error:  # raised on every rank
         if context.tp_rank == context.dp_rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
-    finally:
-        dist.destroy_process_group()
-    return 0
+        code = USER_ERROR
+    # Not after another exception: with NCCL it would wait for ranks that are inside a collective.
+    dist.destroy_process_group()
+    return code
 
 
 def _evaluate(job: ZeroShotJob, context: ParallelContext, device: torch.device) -> None:
