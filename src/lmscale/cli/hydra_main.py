@@ -5,6 +5,7 @@ reads the output has closed it (SIGPIPE); those of training are in `training/run
 """
 
 import atexit
+import logging
 import os
 import select
 import shutil
@@ -45,6 +46,7 @@ def run_hydra_main(main: Callable[[], None], literal: Collection[str] = ()) -> N
         main = _print_help
     # Hydra's parser accepts -m only before or after all overrides; users also write it between them.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda arg: arg not in ("-m", "--multirun"))
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # else a first run prints that it found fonts
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own message
     try:
         _check_options()
