@@ -1,7 +1,8 @@
 """The second norm-order study (plan.md): run the cells of `cells.yaml` that have no record yet, or repeat some.
 
     python analysis/norm_order/study.py --list         # every cell: `done`, or the CPU seconds to expect
-    python analysis/norm_order/study.py --next 4       # the next four without a record; all without `--next`
+    python analysis/norm_order/study.py --jobs 2       # all without a record, two at a time
+    python analysis/norm_order/study.py --next 4       # only the next four
     python analysis/norm_order/study.py --only ID ...  # repeat cells and compare all numbers of their records
 
 A cell is one run of `src/train.py` on one thread. It may be killed at any time: without a record it starts afresh.
@@ -15,7 +16,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -113,10 +115,32 @@ def all_cells(records: Path) -> list[tuple[str, StudyCell]]:
     return [(name, resolve(cell, records) or cell) for name, cell in read_groups()]
 
 
-def next_cell(records: Path) -> StudyCell | None:
-    """The first cell without a record whose rate is known."""
+def next_cell(records: Path, running: Collection[StudyCell] = ()) -> StudyCell | None:
+    """The first cell without a record whose rate is known, except those that are running."""
     missing = (cell for _, cell in all_cells(records) if not (records / f"{cell.name}.json").is_file())
-    return next((cell for cell in missing if cell.lr != CHOSEN), None)
+    return next((cell for cell in missing if cell.lr != CHOSEN and cell not in running), None)
+
+
+def run_missing(jobs: int, most: int | None, overrides: list[str], outputs: Path, records: Path) -> None:
+    """Run up to `most` cells without a record in order, `jobs` at a time; a finished one may decide others' rates.
+
+    Raises:
+        RuntimeError: a run ended with an error. The cells that run beside it end first.
+    """
+    running: dict[Future[None], StudyCell] = {}
+    num_started = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        while True:
+            while len(running) < jobs and num_started != most:
+                if (cell := next_cell(records, running.values())) is None:
+                    break
+                running[pool.submit(run_cell, cell, overrides, outputs, records)] = cell
+                num_started += 1
+            if not running:
+                return
+            for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[ended]
+                ended.result()
 
 
 def require_clean() -> None:
@@ -168,10 +192,13 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="more keys of train.py, for a trial with other --records")
     parser.add_argument("--list", action="store_true", help="print the cells and run nothing")
     parser.add_argument("--next", type=int, metavar="N", help="run only the next N cells without a record")
+    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent cells, one thread each")
     parser.add_argument("--only", nargs="+", metavar="ID", help="repeat these cells and compare")
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "norm_order_study", help="run folders")
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the records, one per cell")
     options = parser.parse_args()
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, but is {options.jobs}")
     outputs, records = options.outputs.resolve(), options.records.resolve()
     if options.overrides and records == RECORDS:
         parser.error("--records must be another folder if overrides are given: the cells then differ from the study's")
@@ -186,10 +213,7 @@ def main() -> int:
         outputs.mkdir(parents=True, exist_ok=True)
         if options.only:
             return int(repeat(options.only, records, outputs, options.overrides) > 0)
-        num_run = 0
-        while (cell := next_cell(records)) is not None and num_run != options.next:
-            run_cell(cell, options.overrides, outputs, records)
-            num_run += 1
+        run_missing(options.jobs, options.next, options.overrides, outputs, records)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

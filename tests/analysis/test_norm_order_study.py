@@ -4,6 +4,7 @@ import json
 import math
 import re
 import subprocess
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,42 @@ def test_the_rate_is_the_best_at_which_all_seeds_of_the_complete_selection_learn
     monkeypatch.setattr(study, "read_limits", lambda cells: read_limits(cells).assign(added=[[]]))
     with pytest.raises(ValueError, match="a rate of selection must have only seeds that learned, but none has"):
         study.resolve(waiting, tmp_path)
+
+
+def test_cells_run_two_at_a_time_once_each_and_in_order(tmp_path, monkeypatch) -> None:
+    cells, started, together = cells_of("selection")[:5], [], threading.Barrier(2, timeout=60)
+
+    def run(cell: study.StudyCell, _overrides: list[str], _outputs: Path, records: Path) -> None:
+        started.append(cell)
+        if len(started) <= 4:
+            together.wait()  # for a second cell that runs beside it
+        (records / f"{cell.name}.json").touch()
+
+    monkeypatch.setattr(study, "run_cell", run)
+    monkeypatch.setattr(study, "all_cells", lambda _records: [("selection", cell) for cell in cells])
+    study.run_missing(2, 2, [], tmp_path, tmp_path)
+    assert set(started) == set(cells[:2])
+    study.run_missing(2, None, [], tmp_path, tmp_path)
+    assert len(started) == 5 and set(started[2:4]) == set(cells[2:4]) and started[4] == cells[4]
+    study.run_missing(2, None, [], tmp_path, tmp_path)
+    assert len(started) == 5
+
+
+def test_an_error_ends_the_study_after_the_cell_beside_it(tmp_path, monkeypatch) -> None:
+    cells, finished, failed = cells_of("selection")[:4], [], threading.Event()
+
+    def run(cell: study.StudyCell, *_: object) -> None:
+        if cell == cells[0]:
+            failed.set()
+            raise RuntimeError(f"{cell.name} ended with code 1")
+        assert failed.wait(60)
+        finished.append(cell)
+
+    monkeypatch.setattr(study, "run_cell", run)
+    monkeypatch.setattr(study, "all_cells", lambda _records: [("selection", cell) for cell in cells])
+    with pytest.raises(RuntimeError, match=f"{cells[0].name} ended with code 1"):
+        study.run_missing(2, None, [], tmp_path, tmp_path)
+    assert finished == [cells[1]]
 
 
 @pytest.mark.slow
