@@ -1,5 +1,6 @@
 """House style of all figures: 1,600 pixels wide, the finding as title, a colour-blind palette, a white ground."""
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -8,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 PAGE_WIDTH, DPI, FONT_SIZE = 8.0, 200, 9  # inches, pixels per inch, points
+TITLE_WIDTH = 85  # characters
 BLUE, ORANGE = "#0173b2", "#ad5f00"  # of seaborn's colour-blind palette; the orange is darker, to be legible as text
 GREY = "#6b7683"
 PALETTE = {"paper": GREY, "ours": BLUE}
@@ -23,10 +25,10 @@ def house_style(style: str = "ticks") -> Iterator[None]:
 
 
 def page_figure(title: str, height: float) -> Figure:
-    """An empty figure of the page's width with a title that states the finding."""
+    """An empty figure of the page's width with a title that states the finding, in lines that fit the page."""
     figure = Figure(figsize=(PAGE_WIDTH, height), dpi=DPI, layout="constrained", facecolor="white")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
-    figure.suptitle(title, x=0.012, ha="left", weight="bold", fontsize=FONT_SIZE + 2)
+    figure.suptitle(textwrap.fill(title, TITLE_WIDTH), x=0.012, ha="left", weight="bold", fontsize=FONT_SIZE + 2)
     return figure
 
 

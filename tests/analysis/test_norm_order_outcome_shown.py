@@ -97,11 +97,21 @@ def test_an_incomplete_figure_says_what_is_missing(planted) -> None:
     figures = draw(without(planted, ~early))
     listed = planted["group"].isin(["selection", "six", "deep", "deep_pre"]).sum()
     selected = (planted["group"] == "selection").sum()
-    assert figures["final_losses"].get_suptitle().endswith(f"({selected} of {listed} cells have run)")
+    title = figures["final_losses"].get_suptitle().replace("\n", " ")
+    assert title.endswith(f"({selected} of {listed} cells have run)")
     assert figures["paired_losses"].get_suptitle() == "Final loss of the scored seeds (18 of 48 cells have run)"
     assert figures["limits"].get_suptitle() == "Rate limit by depth (test 7 not run)"
     assert not any(axis.get_legend_handles_labels()[1][0].count("k ") for axis in figures["limits"].axes)
     assert figures["mechanism"] is figures["recovery"] is None
+
+
+@pytest.mark.parametrize("layers", [6, 12, 24, 48])
+def test_a_title_fits_its_figure_at_every_stage(planted, layers: int) -> None:
+    for figure in draw(without(planted, planted["layers"] > layers)).values():
+        if figure is not None:
+            figure.canvas.draw()
+            title = figure._suptitle.get_window_extent()
+            assert title.x0 >= 0 and title.x1 <= figure.bbox.width, figure.get_suptitle()
 
 
 def test_limits_at_one_depth_are_not_drawn_over_depth(planted) -> None:
