@@ -27,7 +27,7 @@ class Watchdog:
     exception reaches it (NCCL), or only an exception that does not name the step (gloo). So another thread watches the
     time since the last `mark`. Its message goes to stderr and to the launcher, and the stacks into the run folder. If
     our launcher has been killed, the ranks end themselves within a second; otherwise they would still train when the
-    job is restarted.
+    job is restarted. The time in which the whole process was stopped (Ctrl-Z, `scontrol suspend`) does not count.
 
     Args:
         rank: for the message.
@@ -63,11 +63,16 @@ class Watchdog:
 
     def _watch(self) -> None:
         launcher = multiprocessing.parent_process()  # None under torchrun, srun or a shell
+        last = time.monotonic()
         while not self._stopped.wait(min(1.0, self.timeout_s / 10)):
             if launcher is not None and not launcher.is_alive():
                 print(f"error: rank {self.rank} ends because its launcher is gone", file=sys.stderr, flush=True)
                 os._exit(1)
-            where, seconds = self.where, time.monotonic() - self._since
+            now = time.monotonic()
+            if now - last > self.timeout_s:
+                self._since = now  # this thread did not run either, so the process was stopped
+            last = now
+            where, seconds = self.where, now - self._since
             if seconds > self.timeout_s:
                 self._end(where, seconds)
 
