@@ -19,42 +19,46 @@ import pandas as pd
 from analysis.norm_order.limits import CONDITION, GRID, cells_to_add, exponent, observations, rate, read_limits
 from analysis.norm_order.mechanism import GROUPS, LOSS, judge, mechanism_cells
 from analysis.norm_order.study import RECORDS
-from analysis.norm_order.study_tests import has_run, read_study, run_tests
+from analysis.norm_order.study_tests import NOT_RUN, NOT_YET, has_run, read_study, run_tests
 from analysis.norm_order.summary import count_states
 from lmscale.results import new_record, write_record
 
 ABOVE_POST = 0.03  # nats that B2T's mean loss may be above post-norm's
 LIMITED = ("pre", "post", "b2t")
+OPEN = (NOT_RUN, NOT_YET)  # decisions that may still change
 
 
 def recovery(cells: pd.DataFrame, limits: pd.DataFrame, tests: list[dict[str, Any]]) -> dict[str, bool | None]:
     """The conditions of question 3, and whether all of a depth hold; None while one has not run.
 
-    At 48 layers no loss is scored, so B2T has the condition on the limit alone.
+    At 48 layers no loss is scored, so B2T has the condition on the limit alone. The condition on a longer warm-up is
+    on the limit alone, and holds trivially where 100 steps meet it.
     """
     found: dict[str, bool | None] = {}
     for layers, test in ((12, 5), (24, 6)):
         name = f"b2t, {layers} layers"
         decision = tests[test - 1]["decision"]
         conditions = {
-            "ends lower than pre-norm": None if decision == "not run" else decision == "rejects",
-            "loss near post-norm's": None if decision == "not run" else _near(cells, layers),
+            "ends lower than pre-norm": None if decision in OPEN else decision == "rejects",
+            "loss near post-norm's": _near(cells, layers),
             "limit at least twice post-norm's": _limit_above(limits, layers, ("b2t", 100), ("post", 100), 1),
         }
         found |= {f"{name}: {condition}": value for condition, value in conditions.items()}
         found[f"{name}: recovers"] = _all(conditions.values())
     found["b2t, 48 layers: limit at least twice post-norm's"] = _limit_above(limits, 48, ("b2t", 100), ("post", 100), 1)
     for layers in (12, 24):
-        found[f"warm-up of 400, {layers} layers: recovers"] = _limit_above(
-            limits, layers, ("post", 400), ("pre", 100), 0
-        )
+        for warmup, name in ((400, "recovers"), (100, "100 steps do so too")):
+            above = _limit_above(limits, layers, ("post", warmup), ("pre", 100), 0)
+            found[f"warm-up of 400, {layers} layers: {name}"] = above
     return found
 
 
-def _near(cells: pd.DataFrame, layers: int) -> bool:
+def _near(cells: pd.DataFrame, layers: int) -> bool | None:
     """Whether B2T's mean loss is at most `ABOVE_POST` over post-norm's, at the seeds at which post-norm learned."""
     some = cells[(cells["group"] == "losses") & (cells["layers"] == layers)].set_index("seed")
     post, b2t = (some[some["order"] == order] for order in ("post", "b2t"))
+    if not (has_run(post) and has_run(b2t)):
+        return None
     post = post[post["state"] == "learned"]
     b2t = b2t.loc[post.index]
     over = b2t["train_loss"].mean() - post["train_loss"].mean()
@@ -72,6 +76,8 @@ def _limit_above(
         if rows.empty:
             return None
         found.append(rows["limit"].item())
+    if max(found) < 0 or found[1] == len(GRID) - 1:
+        return None  # beyond an end of the grid
     return bool(found[0] >= found[1] + steps)
 
 
@@ -96,12 +102,12 @@ def refuted(
     def opposite(test: int) -> bool | None:
         """Whether post-norm ends higher, with all seeds learned."""
         higher = decisions[test] == "rejects, the opposite" and tests[test - 1]["method"] == "paired t"
-        return None if decisions[test] == "not run" else higher
+        return None if decisions[test] in OPEN else higher
 
     recovers = recovered["b2t, 24 layers: recovers"]
     tried = has_run(cells[cells["group"].isin(["selection", "losses", "six"])])
     mechanism = None
-    if rule is not None:
+    if rule is not None and decisions[9] not in OPEN:
         share = rule["constant_share"]
         mechanism = (
             decisions[9] != "rejects"
@@ -109,7 +115,7 @@ def refuted(
             or share.get("stuck", 0.0) <= share.get("learned", 1.0)
         )
     return {
-        "question 1": None if decisions[7] == "not run" else decisions[7] != "rejects",
+        "question 1": None if decisions[7] in OPEN else decisions[7] != "rejects",
         "question 2": _any([opposite(1), opposite(2)]),
         "question 3": _any(
             [bool(stuck_b2t(cells)) or (False if tried else None), None if recovers is None else not recovers]
@@ -194,23 +200,27 @@ def _stage(groups: dict[str, dict[str, int]]) -> str:
 
 
 def _limit(row: dict[str, Any]) -> dict[str, Any]:
-    """A limit in rates, `below` the grid as one step below; `final` if the grid's rule adds no rate."""
+    """A limit in rates, of a seed that learned at none `below` the lowest; `final` if the grid's rule adds no rate."""
     seeds = {str(seed): rate(at) for seed, at in row["seeds"].items()}
-    found = {key: row[key] for key in CONDITION[1:]} | {"limit": rate(row["limit"]), "seeds": seeds}
+    found = {key: row[key] for key in CONDITION[1:]} | {"limit": rate(max(row["limit"], 0)), "seeds": seeds}
     bound = {len(GRID) - 1: "at least", -1: "below"}.get(row["limit"], "")  # where the grid ends
     tried = {"lowest": rate(row["lowest"]), "highest": rate(row["highest"])}
     return found | {"bound": bound, "final": not row["added"]} | tried
 
 
 def describe(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """States and mean losses of the groups that are not tested, per placement, warm-up and rate."""
-    some = cells[cells["group"].isin(["others", "other_warmups"]) & cells["state"].notna()]
+    """States and mean losses of the cells that are not tested, per data, placement, warm-up and rate."""
+    untested = cells["group"].isin(["others", "other_warmups"]) | (
+        (cells["group"] == "race") & (cells["order"] == "b2t")
+    )
     rows = []
-    for (order, warmup, lr), each in some.groupby(["order", "warmup", "lr"]):
+    for (data, order, warmup, lr), each in cells[untested & cells["state"].notna()].groupby(
+        ["data", "order", "warmup", "lr"]
+    ):
         learned = each[each["state"] == "learned"]["train_loss"]
         loss = float(learned.mean()) if len(learned) else None
-        row = {"order": order, "warmup": int(warmup), "lr": float(lr), "states": count_states(each["state"])}
-        rows.append(row | {"mean_loss_of_learned": loss})
+        row = {"data": data, "order": order, "warmup": int(warmup), "lr": float(lr)}
+        rows.append(row | {"states": count_states(each["state"]), "mean_loss_of_learned": loss})
     return rows
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import pandas as pd
 
 NAMES = {"pre": "pre-norm", "post": "post-norm", "b2t": "B2T"}
-ANSWERS = {True: "yes", False: "no", None: "not run"}
+ANSWERS = {True: "yes", False: "no", None: "open"}
+TOO = "100 steps do so too"
 QUESTIONS = (
     "1. How does the largest rate that trains fall with depth?",
     "2. Which placement ends lower, each at its best rate?",
@@ -66,7 +67,11 @@ def missing_runs(record: dict[str, Any], *groups: str) -> str:
     """A sentence on how many cells of the groups have run, for a figure or table that waits for them."""
     counts = [record["config"]["groups"][group] for group in groups]
     recorded, planned = (sum(count[key] for count in counts) for key in ("recorded", "planned"))
-    return f"Not shown: {recorded} of {planned} cells of {', '.join(f'`{group}`' for group in groups)} have run."
+    added = sum(
+        text.startswith(f"  - name: {group}\n") for text in record["config"]["cells_to_add"] for group in groups
+    )
+    more = f" The rule for the grid's ends adds {2 * added} cells." if added else ""
+    return f"Not shown: {recorded} of {planned} cells of {', '.join(f'`{group}`' for group in groups)} have run.{more}"
 
 
 def _effect(row: dict[str, Any]) -> str:
@@ -82,15 +87,17 @@ def _p(p: float | None) -> str:
 
 def _decided(row: dict[str, Any]) -> str:
     effect = _effect(row)
-    if row["method"] == "exact sign test":
-        effect = f"lower in a share of {effect} of the pairs"
+    if effect and row["unit"] == "share of pairs":
+        lower = "lower in " if row["method"] == "exact sign test" else ""
+        effect = f"{lower}a share of {effect} of the {row['n']} pairs that differ"
     return f"{effect} ({row['decision']})" if effect else row["decision"]
 
 
 def _depth(config: dict[str, Any]) -> str:
     fits = [
-        f"{NAMES[order]} {fit['k']:.2f} [{fit['low']:.2f}, {fit['high']:.2f}] ({fit['k_deepest_higher']:.2f} to "
-        f"{fit['k_deepest_lower']:.2f} with the deepest limits a step higher or lower)"
+        f"{NAMES[order]} {fit['k']:.2f} [{fit['low']:.2f}, {fit['high']:.2f}] at {fit['layers'][0]} to "
+        f"{fit['layers'][-1]} layers ({fit['k_deepest_higher']:.2f} to {fit['k_deepest_lower']:.2f} with the deepest "
+        "limits a step higher or lower)"
         for order, fit in config["exponents"].items()
     ]
     known = f"As depth^-k, with k of {', '.join(fits)}. " if fits else ""
@@ -107,7 +114,11 @@ def _who_ends_lower(config: dict[str, Any]) -> str:
 
 
 def _recovery(config: dict[str, Any]) -> str:
-    answers = {name: ANSWERS[value] for name, value in config["recovery"].items()}
+    recovered = config["recovery"]
+    answers = {name: ANSWERS[value] for name, value in recovered.items()}
+    for n in (12, 24):
+        if recovered[f"warm-up of 400, {n} layers: recovers"] and recovered[f"warm-up of 400, {n} layers: {TOO}"]:
+            answers[f"warm-up of 400, {n} layers: recovers"] = "trivially, as 100 steps do,"
     b2t = ", ".join(f"{answers[f'b2t, {layers} layers: recovers']} at {layers} layers" for layers in (12, 24))
     longer = ", ".join(f"{answers[f'warm-up of 400, {n} layers: recovers']} at {n} layers" for n in (12, 24))
     deep = answers["b2t, 48 layers: limit at least twice post-norm's"]
@@ -126,7 +137,9 @@ def _mechanism(config: dict[str, Any]) -> str:
             f"{chosen['statistic']} {side} {chosen['threshold']:.3g} at step 100 is right for {rule['accuracy']:.0%} "
             f"[{rule['low']:.0%}, {rule['high']:.0%}] of {rule['n']} held-out cells; the loss alone "
             f"{rule['loss_accuracy']:.0%}, the majority {rule['majority_accuracy']:.0%} "
-            f"(test 9: {tests[8]['decision']})."
+            f"(test 9: {tests[8]['decision']}). Medians of constant_share: "
+            f"{', '.join(f'{state} {value:.2f}' for state, value in rule['constant_share'].items())}. "
+            f"Cells without statistics: {config['without_statistics']}."
         )
     return f"{words} Warm-up (test 8): {_decided(tests[7])}. DeepNorm (test 10): {_decided(tests[9])}."
 

@@ -31,8 +31,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 from omegaconf import OmegaConf
 
 from analysis.norm_order.cells import ARM, choose_rates, read_cells
-from analysis.norm_order.references import reference_losses
-from analysis.norm_order.run_folder import NATS, describe_losses, digest, read_rows, read_statistics
+from analysis.norm_order.references import family_of_run, reference_losses
+from analysis.norm_order.run_folder import (
+    NATS,
+    NATS_PER_TOKEN,
+    describe_losses,
+    digest,
+    read_rows,
+    read_statistics,
+)
 from analysis.norm_order.summary import summarize
 from lmscale.results import new_record, write_record
 
@@ -189,6 +196,9 @@ def describe_cell(
         metrics["validation_loss"] = validation | {"unit": NATS}
         metrics |= {k: {"value": loss, "unit": NATS} for k, loss in reference_losses(run["config"]).items()}
         config["corpus"] = {part: run["config"]["corpus"][part] for part in ("train", "validation")}
+    if family_of_run(values) == "gpt":
+        for metric in metrics.values():
+            metric["unit"] = NATS_PER_TOKEN if metric["unit"] == NATS else metric["unit"]
     config |= {"cell": vars(cell), "losses_sha256": digest(rows), "statistics": read_statistics(run_dir)} | curves
     layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
     return new_record("norm_order_cell", "scaled_down", config, cell.seed, metrics, device="cpu", layout=layout)

@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-NATS = "nats/masked token"
+NATS, NATS_PER_TOKEN = "nats/masked token", "nats/token"  # of BERT and of GPT
 WINDOW = 25  # steps averaged into one point of a curve
 NORM_WINDOW = 10  # steps averaged into one gradient norm, except at step 1
 

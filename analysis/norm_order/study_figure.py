@@ -157,7 +157,9 @@ def draw_mechanism(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None
     if found is None:
         return None
     used, rule = mechanism_cells(cells), Rule(**found["rule"])
-    title = f"{rule.statistic} at step {STEP} tells {found['accuracy']:.0%} of {found['n']} held-out post-norm cells"
+    title = (
+        f"{rule.statistic} at step {STEP} is right for {found['accuracy']:.0%} of {found['n']} held-out post-norm cells"
+    )
     states = [state for state in MARKS if (used["state"] == state).any()]
     with house_style():
         figure = page_figure(f"{title} ({found['low']:.0%} to {found['high']:.0%})", 3.4)
@@ -209,7 +211,9 @@ def draw_recovery(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
         for name, rows in counts.items()
         if has_run(rows)
     ]
-    title = f"Cells at 6e-3 that learn: {', '.join(learned)}" if learned else "Rate limit by warm-up"
+    arms = counts["post-norm"][["layers", "lr"]].drop_duplicates()
+    where = ", ".join(f"{row.layers} layers at {row.lr * 1e3:g}e-3" for row in arms.itertuples())
+    title = f"Cells that learn: {', '.join(learned)}" if learned else "Rate limit by warm-up"
     with house_style():
         figure = page_figure(title + _missing(pd.concat(counts.values())), 3.4)
         axes = figure.subplots(1, 3, width_ratios=(2, 2, 3))
@@ -232,7 +236,7 @@ def draw_recovery(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
             ran = int(rows["state"].notna().sum())
             axes[2].text(at, len(rows) + 0.15, f"{learned} of {ran} learned", ha="center", fontsize=FONT_SIZE - 1)
         axes[2].set_xticks(range(len(counts)), list(counts))
-        axes[2].set(ylabel="cells", title="12 and 24 layers at 6e-3")
+        axes[2].set(ylabel="cells", title=where)
         handles = [Line2D([], [], color=ORANGE, marker="o", markersize=4, label=NAMES["post"])]
         for order, style in AT_100.items():
             label = f"{NAMES[order]} at a warm-up of 100"

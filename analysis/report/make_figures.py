@@ -144,7 +144,7 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
                 draw_paired_losses(study, outcome),
             ),
             "placement_mechanism": (
-                f"{of} The statistic of step 100 that tells stuck runs, its threshold and its errors on held-out cells",
+                f"{of} The rule's statistic at step 100, its threshold and its errors on held-out cells",
                 draw_mechanism(study, outcome),
             ),
             "placement_recovery": (

@@ -15,7 +15,7 @@ from analysis.norm_order.mechanism import CANDIDATES, LOSS, early_statistics, fi
 from analysis.norm_order.outcome import summarize
 from analysis.norm_order.significance import holm, sign_test
 from analysis.norm_order.study import RECORDS, StudyCell, read_groups
-from analysis.norm_order.study_tests import read_study
+from analysis.norm_order.study_tests import compare_limits, read_study
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,10 @@ def test_planted_effects_are_found(planted, found) -> None:
     recovered = found["recovery"]
     assert recovered["b2t, 24 layers: recovers"] and recovered["b2t, 48 layers: limit at least twice post-norm's"]
     assert recovered["b2t, 12 layers: recovers"] is False and recovered["warm-up of 400, 24 layers: recovers"]
+    trivial = {layers: recovered[f"warm-up of 400, {layers} layers: 100 steps do so too"] for layers in (12, 24)}
+    assert trivial == {12: True, 24: False} and found["tests"][11]["unit"] == "nats/token"
     assert set(found["refuted"].values()) == {False} and not found["cells_to_add"]
-    assert len(found["described"]) == 12 + 12 and found["described"][0]["states"] == "2 learned"
+    assert len(found["described"]) == 12 + 12 + 1 and found["described"][0]["states"] == "2 learned"
 
 
 def test_no_effect_is_not_claimed() -> None:
@@ -64,7 +66,9 @@ def test_no_effect_is_not_claimed() -> None:
 
     cells = make_cells(learns=alike, loss=noisy, tells=lambda cell, stuck: tells(cell, False))
     config = summarize(cells)["config"]
-    assert set(decisions(config)) == {"does not reject"}
+    pairs = [config["tests"][test - 1].pop("decision") for test in (8, 10)]
+    assert pairs == ["cannot reject"] * 2  # four of the eight cells are stuck
+    assert {row.get("decision", "does not reject") for row in config["tests"]} == {"does not reject"}
     assert all(row["p"] is not None and row["p_holm"] > 0.05 for row in config["tests"])
     assert config["refuted"]["question 1"] and config["refuted"]["question 4"] and config["refuted"]["question 3"]
     assert config["refuted"]["question 2"] is False  # no difference is not the opposite one
@@ -104,7 +108,62 @@ def test_a_seed_that_did_not_learn_takes_the_t_test_away() -> None:
 def test_pairs_that_learn_in_mechanism_are_lost() -> None:
     config = summarize(make_cells(learns=lambda cell: learns(cell) or cell.seed == 201))["config"]
     tenth = config["tests"][9]
-    assert (tenth["n"], tenth["p"]) == (6, 1 / 64) and tenth["note"].startswith("6 of 8 stuck in mechanism, 6 of these")
+    assert (tenth["n"], tenth["p"]) == (6, 1 / 64)
+    assert tenth["note"] == "6 of 8 stuck in mechanism, 6 of these learned in rescaled"
+
+
+@pytest.mark.parametrize("num_stuck, decision", [(0, "cannot reject"), (4, "cannot reject"), (5, "rejects")])
+def test_too_few_stuck_pairs_cannot_reject(planted, num_stuck: int, decision: str) -> None:
+    cells = planted.copy()
+    mechanism = cells.index[cells["group"] == "mechanism"]
+    cells.loc[mechanism[num_stuck:], ["state", "train_loss"]] = "learned", 3.5
+    eighth = summarize(cells)["config"]["tests"][7]
+    assert (eighth["n"], eighth["decision"]) == (num_stuck, decision if num_stuck < 5 else eighth["decision"])
+    assert (num_stuck < 5) == eighth["note"].endswith(f"; p cannot be below {0.5**num_stuck:.2g}")
+
+
+def test_nothing_is_decided_by_a_test_that_may_still_reject(planted, found) -> None:
+    config = summarize(without(planted, planted["group"] == "gpt"))["config"]
+    wanted = [{"does not reject": "not yet"}.get(decision, decision) for decision in decisions(found)]
+    wanted[6] = wanted[8] = "not yet"  # computed anew with more depths
+    wanted[11] = "not run"
+    assert decisions(config) == wanted and config["tests"][6]["p_holm"] < 0.05
+    assert [config["refuted"][f"question {n}"] for n in (1, 4)] == [None, None]
+    weak = without(planted, planted["group"] == "gpt")
+    of_b2t = (weak["group"] == "losses") & (weak["order"] == "b2t")
+    weak.loc[of_b2t, "train_loss"] = weak[of_b2t]["seed"].map(lambda seed: 3.6 + 0.2 * (seed % 2 - 0.5))
+    config = summarize(weak)["config"]
+    assert config["recovery"]["b2t, 24 layers: ends lower than pre-norm"] is None
+
+
+def test_a_loss_near_post_norms_waits_for_post_norm(planted) -> None:
+    post = (planted["group"] == "losses") & (planted["order"] == "post") & (planted["layers"] == 24)
+    config = summarize(without(planted, post))["config"]
+    assert config["recovery"]["b2t, 24 layers: loss near post-norm's"] is None
+    assert config["recovery"]["b2t, 24 layers: recovers"] is config["refuted"]["question 3"] is None
+
+
+def test_rounding_to_the_grid_is_no_faster_fall() -> None:
+    """Both limits fall as depth^-0.5, from different values, and are rounded down to the grid."""
+    places = {"post": {6: 5, 12: 5, 24: 4}, "pre": {6: 5, 12: 5, 24: 5}}
+    rows = [
+        {"layers": layers, "order": order, "warmup": 100, "family": "bert", "seeds": {1: at, 2: at}, "added": []}
+        for order, limits in places.items()
+        for layers, at in limits.items()
+    ]
+    result = compare_limits(pd.DataFrame(rows))
+    assert result["effect"] == pytest.approx(-0.5) and result["note"].endswith("rounding to the grid can give -0.5")
+    assert result["p"] < 0.05 and result["instead"] == {"rejects": "rejects, within the grid's rounding"}
+    rows += [rows[2] | {"layers": 48, "seeds": {1: 3, 2: 3}}, rows[5] | {"layers": 48}]
+    result = compare_limits(pd.DataFrame(rows))
+    assert result["note"].endswith("can give -0.4") and result["effect"] < -0.4 and "instead" not in result
+
+
+def test_limits_beyond_the_grid_are_not_compared() -> None:
+    config = summarize(make_cells(learns=lambda cell: cell.order not in ("post", "b2t") or cell.layers != 24))["config"]
+    assert config["recovery"]["b2t, 24 layers: limit at least twice post-norm's"] is None
+    config = summarize(make_cells(learns=lambda cell: True))["config"]
+    assert config["recovery"]["warm-up of 400, 24 layers: recovers"] is None
 
 
 @pytest.mark.parametrize(
@@ -188,7 +247,7 @@ def test_no_learned_seed_gives_a_limit_below_the_grid() -> None:
     rows = observations(read_limits(cells), "post")
     assert set(rows[rows["layers"] == 24]["place"]) == {-1}
     limits = {(row["layers"], row["order"], row["warmup"]): row for row in summarize(cells)["config"]["limits"]}
-    assert limits[24, "post", 100]["bound"] == "below"
+    assert limits[24, "post", 100]["bound"] == "below" and limits[24, "post", 100]["limit"] == GRID[0]
 
 
 def test_b2t_stuck_where_post_norm_learns_refutes_at_any_depth(planted) -> None:

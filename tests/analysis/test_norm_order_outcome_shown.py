@@ -35,10 +35,12 @@ def test_the_tables_have_the_records_words(outcome) -> None:
     assert rows.loc["8", "effect, 95 %"] == "1.00 [0.63, 1.00]" and rows.loc["8", "p"] == "0.0039"
     assert rows.loc["4", "decision"] == "does not reject" and rows.loc["7", "unit"] == "log2 rate per log2 depth"
     found = questions_table(outcome).set_index(questions_table(outcome)["question"].str[0])["found"]
-    assert "post-norm 1.00 [0.78, 1.22] (0.70 to 1.30 with" in found["1"]
+    assert "post-norm 1.00 [0.78, 1.22] at 6 to 48 layers (0.70 to 1.30 with" in found["1"]
     assert found["1"].endswith("(test 7): -1.000 [-1.281, -0.719] (rejects).")
     assert f"At 12 layers: post-norm minus pre-norm {first['effect']:+.3f} [" in found["2"]
     assert found["3"].startswith("B2T: no at 12 layers, yes at 24 layers.")
+    assert found["3"].endswith("A warm-up of 400 steps: trivially, as 100 steps do, at 12 layers, yes at 24 layers.")
+    assert "a share of 1.00 [0.63, 1.00] of the 8 pairs that differ (rejects)" in found["4"]
     assert "constant_share/mlp above 0.6" in found["4"] and "(test 9: rejects)" in found["4"]
     assert set(questions_table(outcome)["refuted"]) == {"no"}
     assert limits_table(outcome).loc[("post-norm", 100)].tolist() == ["0.012", "0.006", "0.003", "0.0015"]
@@ -49,8 +51,10 @@ def test_without_runs_every_answer_is_not_run(planted) -> None:
     record = summarize(none)
     assert set(table_of_tests(record)["decision"]) == {"not run"} and set(table_of_tests(record)["p"]) == {""}
     questions = questions_table(record)
-    assert set(questions["refuted"]) == {"not run"}
-    assert all("not run" in found and not any(c in found for c in "+%[") for found in questions["found"])
+    assert set(questions["refuted"]) == {"open"}
+    assert all(
+        "not run" in found or "open" in found and not any(c in found for c in "+%[") for found in questions["found"]
+    )
     assert limits_table(record).empty and set(draw(none).values()) == {None}
 
 
@@ -58,12 +62,15 @@ def test_what_has_not_run_is_said_in_a_sentence(planted) -> None:
     record = summarize(without(planted, planted["id"] == planted[planted["group"] == "mechanism"]["id"].iloc[0]))
     assert missing_runs(record, "mechanism") == "Not shown: 7 of 8 cells of `mechanism` have run."
     assert missing_runs(record, "mechanism", "losses") == "Not shown: 55 of 56 cells of `mechanism`, `losses` have run."
+    record["config"]["cells_to_add"] = ["  - name: six\n    scored: true\n"]
+    assert missing_runs(record, "six").endswith(" have run. The rule for the grid's ends adds 2 cells.")
+    assert missing_runs(record, "mechanism").endswith("`mechanism` have run.")
 
 
 def test_signs_are_told_as_a_share_of_pairs() -> None:
     record = summarize(make_cells(learns=lambda cell: learns(cell) and (cell.order, cell.seed) != ("post", 11)))
     assert (
-        "post-norm minus pre-norm lower in a share of 0.88 [0.47, 1.00] of the pairs ("
+        "post-norm minus pre-norm lower in a share of 0.88 [0.47, 1.00] of the 8 pairs that differ ("
         in questions_table(record)["found"][1]
     )
 
