@@ -49,6 +49,17 @@ def test_the_watchdog_ends_a_rank_that_hangs_as_it_leaves_the_process_group(tmp_
     assert done.returncode == STALLED and "in the end of the process group" in done.stderr
 
 
+@pytest.mark.slow
+def test_the_ranks_meet_where_the_name_of_the_host_does_not_resolve(tmp_path) -> None:
+    code = (
+        "import runpy, socket, sys; socket.getfqdn = lambda name='': 'no-such-host.invalid';"
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    overrides = ("parallel.tp_size=2", "parallel.timeout_minutes=0.5", f"hydra.run.dir={tmp_path}")
+    done = train(*TINY, *overrides, launcher=("-c", code))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("failed", "backend", "called"), [(True, "nccl", "abort"), (False, "nccl", "destroy"), (True, "gloo", "destroy")]
 )

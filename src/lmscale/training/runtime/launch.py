@@ -122,6 +122,7 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
             run_id=f"lmscale-{os.getpid()}",
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
+            local_addr="localhost",  # otherwise the ranks look up this host's full name, which need not resolve
             max_restarts=max_restarts,
             monitor_interval=0.2,
             start_method="spawn",
