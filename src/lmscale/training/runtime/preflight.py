@@ -25,6 +25,7 @@ from ...planner.job import (
 from ...planner.memory import GIB
 from ..output.resuming import find_checkpoint
 from .gpu_settings import set_allocator
+from .host_memory import host_memory_available
 from .kernel_choice import compiling_pays, kept_compile, resolve_attention
 from .launch import World, is_first_rank, resolve_accelerator, world_from_outside
 from .measured_layout import take_measured_layout
@@ -262,20 +263,3 @@ def device_memory(accelerator: str) -> int:
     if accelerator == "gpu":
         return torch.cuda.get_device_properties(0).total_memory
     return host_memory_available()
-
-
-def host_memory_available() -> int:
-    """Free bytes of this host, no more than its control group allows."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # not Linux: only the total memory is known
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
-        if limit != "max":
-            free = min(free, int(limit) - used)
-    except (OSError, ValueError):  # no version 2 control group
-        pass
-    return free
