@@ -29,7 +29,7 @@ def make(prepared, dp_rank=0, dp_size=1, micro=2, batch=12, num_validation=None,
     sizes = BatchConfig(micro, batch, dp_size)
     module = PretrainDataModule(prepared, config, sizes, 7, NUM_STEPS, num_validation)
     parallel = SimpleNamespace(dp_rank=dp_rank, dp_size=dp_size)
-    module.trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=parallel))
+    module.trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=parallel, root_device=torch.device("cpu")))
     return module
 
 

@@ -109,7 +109,9 @@ def iter_steps(module: PretrainDataModule):
 
     import torch
 
-    module.trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=SimpleNamespace(dp_rank=0, dp_size=1)))
+    module.trainer = SimpleNamespace(
+        strategy=SimpleNamespace(parallel=SimpleNamespace(dp_rank=0, dp_size=1), root_device=torch.device("cpu"))
+    )
     for step in module.step_loader():
         yield {key: torch.cat([micro[key] for micro in step]).numpy() for key in step[0]}
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import threading
 from datetime import datetime
 
 import pytest
@@ -11,6 +12,7 @@ from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
 from lmscale.checkpoint import CheckpointError, list_checkpoints, read_metadata
 from lmscale.data.sampler import GlobalBatchSampler
+from lmscale.training import checkpointing
 from lmscale.training.output.resuming import find_checkpoint
 from lmscale.training.pretrain import prepare_job, pretrain
 
@@ -197,3 +199,19 @@ def test_the_record_describes_the_run(finished) -> None:
     assert record["metrics"]["val/loss"]["value"] < record["metrics"]["val_start/loss"]["value"]
     assert record["config"]["model"]["vocab_size"] == 600
     assert record["config"]["corpus"]["train"]["sha256"]
+
+
+def test_a_file_that_another_host_writes_may_appear_late(tmp_path, monkeypatch) -> None:
+    """As with NFS; a folder that is not shared stays empty."""
+    late = tmp_path / "checkpoints" / ".note"
+
+    def write() -> None:
+        late.parent.mkdir()
+        late.touch()
+
+    timer = threading.Timer(0.5, write)
+    timer.start()
+    assert checkpointing._appears(late)
+    timer.join()
+    monkeypatch.setattr(checkpointing, "_NFS_DELAY_S", 0.3)
+    assert not checkpointing._appears(tmp_path / "checkpoints" / ".other")

@@ -83,7 +83,7 @@ class CheckpointWriter:
         token: text that is equal on all ranks and unique per start of the job, so that files of an earlier, interrupted
             start are never mistaken for this one's.
         rank, world_size: of this process among those that save.
-        timeout_s: how long rank 0 waits for the other ranks' parts.
+        timeout_s: how long rank 0 waits for the other ranks' parts, in all.
     """
 
     def __init__(self, token: str, rank: int, world_size: int, timeout_s: float) -> None:
@@ -183,8 +183,9 @@ class CheckpointWriter:
         """On rank 0: wait for all parts, write the metadata, rename the directory."""
         files: dict[str, FileEntry] = {}
         pieces: dict[str, list[Piece]] = {key: [] for key in metadata.tensors}
+        deadline = time.monotonic() + self.timeout_s
         for rank in range(self.world_size):
-            part = self._wait_for_part(temporary, rank)
+            part = self._wait_for_part(temporary, rank, deadline)
             if part["entry"] is not None:
                 files[part["file"]] = FileEntry(*part["entry"])
             for key, (start, stop, checksum) in part["pieces"].items():
@@ -193,11 +194,12 @@ class CheckpointWriter:
             (temporary / f"rank_{rank}.part").unlink()
         finish_directory(temporary, path, with_pieces(metadata, files, pieces))
 
-    def _wait_for_part(self, temporary: Path, rank: int) -> dict:
+    def _wait_for_part(self, temporary: Path, rank: int, deadline: float) -> dict:
         part, failed = temporary / f"rank_{rank}.part", temporary / f"rank_{rank}.failed"
-        deadline, pause = time.monotonic() + self.timeout_s, 0.002
-        while not part.exists():
-            if failed.exists():
+        pause = 0.002
+        # Looking for a file that is not there yet makes an NFS client remember for up to a minute that it is not.
+        while part.name not in (names := os.listdir(temporary)):
+            if failed.name in names:
                 raise CheckpointError(failed.read_text(encoding="utf-8"))
             if time.monotonic() > deadline:
                 raise CheckpointError(f"rank {rank} has not written its part within {self.timeout_s:.0f} s")

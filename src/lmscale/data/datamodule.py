@@ -146,7 +146,7 @@ class PretrainDataModule(L.LightningDataModule):
             References(samples),
             num_workers=self.config.num_workers,
             worker_init_fn=ignore_signals,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=self.trainer.strategy.root_device.type == "cuda",
             generator=torch.Generator().manual_seed(0),
             **kwargs,
         )

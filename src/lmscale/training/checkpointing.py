@@ -1,5 +1,8 @@
 """The checkpoint part of the strategy: all ranks write their shards in our format; any layout can read them."""
 
+import contextlib
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,24 @@ from ..checkpoint import (
 )
 from ..parallel import ParallelContext, padding_of
 from .output.lightning_state import at_last_update, from_json, loops_after, to_json
+
+_NFS_DELAY_S = 60.0  # an NFS client keeps what it knows of a folder for up to `acdirmax`
+
+
+def _appears(file: Path) -> bool:
+    """Whether a file that another host has just written is there, or comes within `_NFS_DELAY_S`.
+
+    Listing a folder makes an NFS client ask the server; otherwise it may trust its memory of what was missing.
+    """
+    deadline = time.monotonic() + _NFS_DELAY_S
+    while True:
+        with contextlib.suppress(OSError):
+            os.listdir(file.parent.parent)
+            if file.name in os.listdir(file.parent):
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
 
 
 class ShardedCheckpointStrategy(DDPStrategy):
@@ -76,8 +97,8 @@ class ShardedCheckpointStrategy(DDPStrategy):
         if self.is_global_zero:
             note.touch()
         self.first_error(None)
-        missing = None if note.exists() else f"rank {self.global_rank} does not see {folder}: it must be on a file "
-        missing = self.first_error(missing and missing + "system that all ranks share")
+        missing = f"rank {self.global_rank} does not see {folder}: it must be on a file system that all ranks share"
+        missing = self.first_error(None if _appears(note) else missing)
         if self.is_global_zero:
             note.unlink()
         if missing is not None:

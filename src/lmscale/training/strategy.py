@@ -60,7 +60,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         self.layout = ParallelConfig(tp_size, 1, sequence_parallel, zero1, batch_halves, pad_heads)
         self.shared_memory = shared_memory
         self.parallel = ParallelContext()
-        self.save_timeout_s = 60 * timeout_minutes
+        self.save_timeout_s = 0.9 * 60 * timeout_minutes  # rank 0 names the rank before a watchdog ends the run
 
     def _configure_launcher(self) -> None:
         """Use no launcher for one process, so that a notebook works too."""

@@ -17,10 +17,10 @@ def diagnose(module: PretrainModule, micro_batches: list[tuple[dict[str, Tensor]
         micro_batches: of the step, each with its `batch_idx` in Lightning.
     """
     report: dict[str, Any] = parameters_that_are_not_finite(module.model, module.optimizer.gradients())
-    with torch.no_grad(), FirstNonFiniteOutput(module.model) as watched:
-        for batch, batch_idx in micro_batches:
-            if watched.name is None:
-                module.loss_sums(batch, module.dropout_keys(batch, batch_idx))
+    eager = torch.compiler.set_stance("force_eager")  # hooks break the graphs: each layer would be compiled in pieces
+    with torch.no_grad(), eager, FirstNonFiniteOutput(module.model) as watched:
+        for batch, batch_idx in micro_batches:  # all: the tensor ranks communicate, and may not see the same values
+            module.loss_sums(batch, module.dropout_keys(batch, batch_idx))
     return report | {"forward": watched.name, "tp_rank": module.parallel.tp_rank, "dp_rank": module.parallel.dp_rank}
 
 
