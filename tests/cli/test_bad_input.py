@@ -219,6 +219,13 @@ def test_a_world_size_that_differs_from_the_layout_is_refused(tmp_path) -> None:
     )
 
 
+def test_a_restart_by_torchrun_that_would_begin_anew_is_refused(tmp_path) -> None:
+    names = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_MAX_RESTARTS": "2", "RANK": "0", "WORLD_SIZE": "1"}
+    done = train(*TINY, f"hydra.run.dir={tmp_path}", **names, LOCAL_WORLD_SIZE="1")
+    assert done.returncode == 2
+    assert "`resume` must be auto under torchrun's --max-restarts" in only_line(done.stderr)
+
+
 def test_an_invalid_size_is_refused_before_torch_is_imported(tmp_path) -> None:
     hidden = tmp_path / "without_torch" / "torch.py"
     hidden.parent.mkdir()

@@ -20,16 +20,26 @@ def read_run(values: dict) -> RunConfig:
 
 
 def check_paths(run: RunConfig) -> None:
-    """Check that the corpus and the checkpoint of a run exist.
+    """Check that the corpus and the checkpoint of a run exist, and that a restart by torchrun would go on from it.
 
     Raises:
-        ValueError: one is missing.
+        ValueError: one is missing; torchrun may restart the run, which would not look for its own checkpoints.
     """
     check_corpus(run.data)
     check_indexed(run.data)
     path = run.resume.path
+    if _may_restart_under_torchrun() and path != "auto":
+        raise ValueError(
+            f"`resume` must be auto under torchrun's --max-restarts, or a restart loses what was trained, but is {path}"
+        )
     if not is_restart() and path not in ("none", "auto") and not Path(path).exists():
         raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but {path!r} does not exist")
+
+
+def _may_restart_under_torchrun() -> bool:
+    # Nothing else tells a restart: a node that only waited for another one's restart counts none of its own.
+    own_launcher = os.environ.get("TORCHELASTIC_RUN_ID", "lmscale").startswith("lmscale")
+    return not own_launcher and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 def is_restart() -> bool:
