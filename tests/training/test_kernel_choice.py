@@ -12,6 +12,7 @@ from runs import assert_same_run, read_record, run_jobs, tiny_run
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
+from lmscale.config import Recompute
 from lmscale.config.pretrain import RunConfig
 from lmscale.kernels import PLAIN, Kernels, choose_attention, choose_kernels
 from lmscale.models.attention_backend import choose_fastest, fastest_backend, preferred_backend
@@ -172,13 +173,15 @@ def test_rank_0_measures_and_all_ranks_take_its_choice(tmp_path, monkeypatch) ->
     assert read_record(tmp_path)["config"]["model"]["attention"] == "cudnn"
 
 
-def test_only_rank_0_measures() -> None:
+def test_only_rank_0_measures_and_decides() -> None:
     run = tiny_run("gpt", Path("x"), model__attention="auto")
     job = dataclasses.make_dataclass("Job", ["run", "config", "kernels", "accelerator"])(run, run.model, PLAIN, "gpu")
-    strategy = SimpleNamespace(is_global_zero=False, broadcast=lambda mine: (Kernels(compiles=True), "efficient"))
+    theirs = Kernels(compiles=True), "efficient", Recompute.FULL
+    strategy = SimpleNamespace(is_global_zero=False, broadcast=lambda mine: theirs)
     settled = settle_kernels(job, Start(None, resumes=False, step=0), strategy)
     assert (settled.config.attention, settled.run.model.attention) == ("efficient", "efficient")
-    assert settled.kernels.compiles
+    assert settled.kernels.compiles and job.config.recompute != Recompute.FULL
+    assert settled.config.recompute == settled.run.model.recompute == Recompute.FULL
 
 
 @pytest.mark.parametrize("before, attention", [("gpu", "cudnn"), ("cpu", "flash")])

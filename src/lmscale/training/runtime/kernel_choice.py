@@ -109,7 +109,9 @@ def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, resume_from:
 
 
 def settle_kernels(job: PretrainJob, start: Start, strategy: TensorParallelStrategy) -> PretrainJob:
-    """The job with rank 0's kernels and attention; on a GPU rank 0 measures `model.attention=auto`.
+    """The job with rank 0's kernels, attention and recomputation; on a GPU rank 0 measures `model.attention=auto`.
+
+    With `model.recompute=auto` ranks on GPUs of different sizes would choose different modes, and then deadlock.
 
     Ranks that were started again continue with the attention of the run's own checkpoint, if a GPU wrote it. What
     earlier jobs of the process compiled is forgotten: torch.compile does not see the order of attention backends, and
@@ -127,8 +129,12 @@ def settle_kernels(job: PretrainJob, start: Start, strategy: TensorParallelStrat
         dtype, length = DTYPES[job.run.precision.dtype], job.run.data.seq_length
         sizes = job.layout.tp_size, job.run.micro_batch_size, length
         attention = fastest_backend(job.config, *sizes, dtype, strategy.root_device)
-    kernels, attention = strategy.broadcast((job.kernels, attention))
+    kernels, attention, recompute = strategy.broadcast((job.kernels, attention, job.config.recompute))
     if kernels.compiles:
         torch.compiler.reset()
-    run = dataclasses.replace(job.run, model=job.run.model.with_attention(attention))
-    return dataclasses.replace(job, run=run, config=job.config.with_attention(attention), kernels=kernels)
+    model, config = (
+        dataclasses.replace(sizes.with_attention(attention), recompute=recompute)
+        for sizes in (job.run.model, job.config)
+    )
+    run = dataclasses.replace(job.run, model=model)
+    return dataclasses.replace(job, run=run, config=config, kernels=kernels)
