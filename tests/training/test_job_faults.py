@@ -331,6 +331,47 @@ def test_a_signal_while_torch_is_imported_ends_with_the_code_that_requeues_the_j
 
 @linux_only
 @pytest.mark.slow
+@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.parametrize("at", ["training_step", "validation_step"])
+def test_a_signal_in_a_validation_saves_before_its_end(tmp_path, at: str, killed: bool) -> None:
+    """The signal comes to one of two data ranks with the last training micro-batch, or in a long validation."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Patch:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'lmscale.training.pretrain' and self in sys.meta_path:\n"
+        "            sys.meta_path.remove(self)\n"
+        "            from lmscale.training.step.module import PretrainModule as module\n"
+        "            train, validate = module.training_step, module.validation_step\n"
+        "            def send(self, where):\n"
+        f"                if where == {at!r} and self.parallel.dp_rank == 1:\n"
+        "                    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "            def training_step(self, batch, batch_idx):\n"
+        "                send(self, 'training_step' if self.completed_steps == 1 else '')\n"
+        "                return train(self, batch, batch_idx)\n"
+        "            def validation_step(self, batch, batch_idx):\n"
+        "                send(self, 'validation_step' if (self.completed_steps, batch_idx) == (2, 3) else '')\n"
+        f"                if (self.completed_steps, batch_idx, {killed}) == (2, 11, True):\n"
+        "                    os._exit(9)\n"
+        "                return validate(self, batch, batch_idx)\n"
+        "            module.training_step, module.validation_step = training_step, validation_step\n"
+        "sys.meta_path.insert(0, Patch())\n"
+    )
+    run = (
+        "parallel.dp_size=2",
+        "micro_batch_size=1",
+        "trainer.validate_every_steps=2",
+        f"hydra.run.dir={tmp_path}/run",
+    )
+    done = train(*LONG_RUN, *run, "trainer.num_validation_samples=25", PYTHONPATH=str(tmp_path))
+    (path,) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    metadata = read_metadata(path)
+    assert metadata.step == 2 and ("val/loss" in metadata.state.get("validation", {})) == (not killed), done.stderr
+    assert (done.returncode == INTERRUPTED) == (not killed), done.stderr
+
+
+@linux_only
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_every_process_leaves_the_loaders_running_until_the_ranks_have_saved(tmp_path, number) -> None:
     process = start(*LONG_RUN, "data.num_workers=2", f"hydra.run.dir={tmp_path}")

@@ -18,12 +18,15 @@ from ..runtime.exit_codes import DONE, INTERRUPTED, NOT_SAVED
 from ..runtime.interruption import Interruption
 from .reporting import SampleDigest, StepReport
 
+_VALIDATED_TOGETHER = 10  # micro-batches between two questions whether to stop
+
 
 class Checkpointing(L.Callback):
     """Saves by steps, by the clock, when validation finds a new best, when a scheduler asks to stop, and at the end.
 
-    A validated step is saved after its validation, with its loss. An old checkpoint is deleted only when the new one is
-    complete.
+    A validated step is saved after its validation, with its loss. If a scheduler asks to stop before that is done, it
+    is saved at once, because the scheduler may not wait, and again with the loss. An old checkpoint is deleted only
+    when the new one is complete.
 
     Args:
         folder: where `step_<n>.ckpt` directories go.
@@ -32,8 +35,9 @@ class Checkpointing(L.Callback):
         report, digest: give the validation losses and the data digest to save.
 
     Communicates:
-        per step, two numbers over the world (does a rank want to stop, is it time to save); per save, one all-reduce of
-        a number over the data group, and as `TensorParallelStrategy.finish_save`.
+        per step, two numbers over the world (does a rank want to stop, is it time to save), and one per
+        `_VALIDATED_TOGETHER` micro-batches of a validation; per save, one all-reduce of a number over the data group,
+        and as `TensorParallelStrategy.finish_save`.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Checkpointing(L.Callback):
         self.interruption, self.ending, self.report, self.digest = interruption, ending, report, digest
         self.last_saved = 0  # step of the newest complete checkpoint
         self.begun: int | None = None  # step of the checkpoint being written
+        self.lacks_validation = False  # the newest checkpoint, which was written before its step was validated
         self.saved_at = time.monotonic()
         self.is_due = False
         self.best_losses: list[float] = []  # as many as are kept, lowest first
@@ -71,11 +76,32 @@ class Checkpointing(L.Callback):
         by_steps = config.save_every_steps > 0 and step % config.save_every_steps == 0
         self.is_due = by_steps or by_clock
         every = self.run.trainer.validate_every_steps
+        is_validated = every > 0 and step % every == 0
         if self.ending.exit_code != DONE:
             return  # the run has diverged or its replicas differ: keep what was saved before
         if wants_stop and step < trainer.max_steps:  # the last step ends the run anyway
             self.ending.stop(trainer, INTERRUPTED)  # saved in `on_train_end`
-        elif self.is_due and not (every and step % every == 0):
+            if is_validated:
+                self._save(trainer, pl_module)
+        elif self.is_due and not is_validated:
+            self._save(trainer, pl_module)
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        """Save in the middle of a validation if a scheduler asks to stop."""
+        if (
+            trainer.state.fn != TrainerFn.FITTING
+            or self.ending.exit_code != DONE
+            or (batch_idx + 1) % _VALIDATED_TOGETHER
+        ):
+            return
+        samples_of_all = trainer.datamodule.num_validation_samples // pl_module.parallel.dp_size
+        if batch_idx >= samples_of_all // self.run.micro_batch_size or pl_module.completed_steps >= trainer.max_steps:
+            return  # some rank has no such micro-batch
+        (wants_stop,) = trainer.strategy.any_rank(self.interruption.received is not None)
+        if wants_stop:
+            self.ending.stop(trainer, INTERRUPTED)
             self._save(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -93,17 +119,20 @@ class Checkpointing(L.Callback):
         """Save the last step unless it is saved already, and wait until it is on disk."""
         self._finish(trainer, pl_module)
         wanted = self.config.save_last or self.ending.exit_code == INTERRUPTED
-        if wanted and self.ending.exit_code in (DONE, INTERRUPTED) and pl_module.completed_steps > self.last_saved:
-            self._save(trainer, pl_module)
+        step = pl_module.completed_steps
+        again = self.last_saved == step and self.lacks_validation and self.report.validated_at == step
+        if wanted and self.ending.exit_code in (DONE, INTERRUPTED) and (step > self.last_saved or again):
+            self._save(trainer, pl_module, again)
             self._finish(trainer, pl_module)
-            if self.last_saved < pl_module.completed_steps:
+            if self.last_saved < step:
                 self.ending.exit_code = NOT_SAVED
 
-    def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start saving this step; returns when the tensors may change again."""
+    def _save(self, trainer: L.Trainer, pl_module: L.LightningModule, again: bool = False) -> None:
+        """Start saving this step unless it is saved, or `again`; returns when the tensors may change again."""
         start, step = time.perf_counter(), pl_module.completed_steps
-        if step in (self.last_saved, self.begun) or not self._finish(trainer, pl_module):
+        if (step in (self.last_saved, self.begun) and not again) or not self._finish(trainer, pl_module):
             return
+        self.lacks_validation = self.report.validated_at != step
         self.report.watchdog.mark(f"saving step {step}")
         path, state = self.folder / checkpoint_name(step), self._state(trainer, pl_module)
         trainer.strategy.begin_save(path, self.run.to_dict(), state, self.config.async_, self._remove_old)
