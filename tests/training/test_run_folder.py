@@ -7,7 +7,7 @@ import pytest
 from runs import tiny_run
 
 from lmscale.config import ParallelConfig
-from lmscale.training.output.run_folder import describe_options
+from lmscale.training.output.run_folder import describe_options, warn_of_costly_validation
 from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.runtime import run_lock
 
@@ -29,6 +29,19 @@ def test_the_first_lines_name_each_option_and_whether_it_is_active(sizes: tuple[
     assert describe_options(run, run.model.with_vocab_size(100), layout) == line
     plain = tiny_run("gpt", tmp_path)
     assert describe_options(plain, plain.model.with_vocab_size(100), ParallelConfig(*sizes)) == ""
+
+
+def test_a_validation_that_costs_much_of_the_training_is_announced(tmp_path) -> None:
+    every = {"trainer__validate_every_steps": 1000, "global_batch_size": 512}
+    run = tiny_run("gpt", tmp_path, **every)
+    line = warn_of_costly_validation(run, 68_507 * 512 // 29)  # the paper's corpus, Table 2
+    assert line == (
+        "WARNING: a validation, every 1,000 steps, scores 1,209,502 sequences and takes as long as 787 steps; with "
+        "trainer.num_validation_samples=76800 it takes as long as 50\n"
+    )
+    assert warn_of_costly_validation(run, 76_800) == warn_of_costly_validation(run, 153_600) == ""
+    assert warn_of_costly_validation(run, 153_603).startswith("WARNING: ")
+    assert warn_of_costly_validation(tiny_run("gpt", tmp_path, trainer__validate_every_steps=0), 10**9) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Pretraining: `prepare_job` checks a run once; `pretrain`, on every rank, builds model, data and Trainer, and fits."""
 
 import dataclasses
+import sys
 import time
 from functools import partial
 
@@ -15,7 +16,13 @@ from .job import PretrainJob
 from .output.events import optional_loggers
 from .output.metrics_file import MetricsFile
 from .output.resuming import Start, check_data_digest, check_fit, choose_start
-from .output.run_folder import METRICS, begin_run_folder, report_failure, write_run_record
+from .output.run_folder import (
+    METRICS,
+    begin_run_folder,
+    report_failure,
+    warn_of_costly_validation,
+    write_run_record,
+)
 from .runtime.exit_codes import DONE
 from .runtime.kernel_choice import describe_compile, settle_kernels
 from .runtime.preflight import check_run
@@ -81,6 +88,8 @@ def train_from(job: PretrainJob, start: Start, running: Run) -> int:
     metrics, last_step = MetricsFile(folder / METRICS), trainer.max_steps
     if not begin_run_folder(job, folder, start, last_step, metrics, strategy):
         return DONE  # an earlier start has completed the run
+    if running.is_first:
+        print(warn_of_costly_validation(job.run, data.num_validation_samples), end="", file=sys.stderr, flush=True)
     trainer.loggers = [metrics, *optional_loggers(job.run, folder)]
     report = add_callbacks(job, running)
 

@@ -196,6 +196,22 @@ def describe_options(run: RunConfig, config: TransformerConfig, layout: Parallel
     return f"options: {', '.join(options)}\n" if options else ""
 
 
+def warn_of_costly_validation(run: RunConfig, num_samples: int) -> str:
+    """Return a line if validations compute more than a tenth of what the training between them does; otherwise empty.
+
+    A validation has only forward passes, a third of a training step's products.
+    """
+    between = run.trainer.validate_every_steps
+    steps = num_samples / 3 / run.global_batch_size
+    if steps <= 0.1 * between or not between:
+        return ""
+    fewer = max(1, round(0.05 * between * 3 * run.global_batch_size))
+    return (
+        f"WARNING: a validation, every {between:,} steps, scores {num_samples:,} sequences and takes as long as "
+        f"{steps:,.0f} steps; with trainer.num_validation_samples={fewer} it takes as long as {0.05 * between:,.0f}\n"
+    )
+
+
 def describe_validation(losses: dict[str, float], start: dict[str, float] | None, terms: dict[str, str]) -> str:
     """The validation loss before and after a run; a sum with each of its terms.
 
