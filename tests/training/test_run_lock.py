@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -39,6 +40,20 @@ def test_a_folder_in_use_is_refused_by_name_until_its_process_is_killed(tmp_path
     assert lock.take(tmp_path) is None
     lock.release()
     assert (tmp_path / "metrics.csv").exists()
+
+
+def test_a_requeued_job_waits_for_the_lock_of_a_crashed_host(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(run_lock, "_PATIENCE_S", 0.0)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "None\n"
+        assert "is in use" in RunLock().take(tmp_path)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        threading.Timer(0.5, holder.kill).start()
+        assert RunLock().take(tmp_path) is None
+    finally:
+        holder.kill()
+        holder.communicate()
 
 
 def test_a_folder_with_nothing_but_the_lock_goes_with_it(tmp_path) -> None:
