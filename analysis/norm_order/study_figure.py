@@ -106,7 +106,9 @@ def draw_limits(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
         axis.set_xticks(sorted(shown["layers"].unique()), [f"{n}" for n in sorted(shown["layers"].unique())])
         axis.xaxis.set_minor_locator(NullLocator())
         _rates(axis.yaxis, axis, pd.Series([rate(at) for at in shown["place"]]), "y")
-        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), title="depth^-k, 95 %")
+        axis.legend(
+            frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), title="depth^-k, 95 %" if fits else None
+        )
         sns.despine(figure)
     return figure
 
