@@ -366,7 +366,7 @@ def test_a_signal_in_a_validation_saves_before_its_end(tmp_path, at: str, killed
     done = train(*LONG_RUN, *run, "trainer.num_validation_samples=25", PYTHONPATH=str(tmp_path))
     (path,) = list_checkpoints(tmp_path / "run" / "checkpoints")
     metadata = read_metadata(path)
-    assert metadata.step == 2 and ("val/loss" in metadata.state.get("validation", {})) == (not killed), done.stderr
+    assert metadata.step == 2 and "validation" not in metadata.state, done.stderr
     assert (done.returncode == INTERRUPTED) == (not killed), done.stderr
 
 

@@ -25,8 +25,8 @@ class Checkpointing(L.Callback):
     """Saves by steps, by the clock, when validation finds a new best, when a scheduler asks to stop, and at the end.
 
     A validated step is saved after its validation, with its loss. If a scheduler asks to stop before that is done, it
-    is saved at once, because the scheduler may not wait, and again with the loss. An old checkpoint is deleted only
-    when the new one is complete.
+    is saved at once and without it, because the scheduler may not wait. An old checkpoint is deleted only when the new
+    one is complete.
 
     Args:
         folder: where `step_<n>.ckpt` directories go.
@@ -53,7 +53,6 @@ class Checkpointing(L.Callback):
         self.interruption, self.ending, self.report, self.digest = interruption, ending, report, digest
         self.last_saved = 0  # step of the newest complete checkpoint
         self.begun: int | None = None  # step of the checkpoint being written
-        self.lacks_validation = False  # the newest checkpoint, which was written before its step was validated
         self.saved_at = time.monotonic()
         self.is_due = False
         self.best_losses: list[float] = []  # as many as are kept, lowest first
@@ -120,19 +119,17 @@ class Checkpointing(L.Callback):
         self._finish(trainer, pl_module)
         wanted = self.config.save_last or self.ending.exit_code == INTERRUPTED
         step = pl_module.completed_steps
-        again = self.last_saved == step and self.lacks_validation and self.report.validated_at == step
-        if wanted and self.ending.exit_code in (DONE, INTERRUPTED) and (step > self.last_saved or again):
-            self._save(trainer, pl_module, again)
+        if wanted and self.ending.exit_code in (DONE, INTERRUPTED) and step > self.last_saved:
+            self._save(trainer, pl_module)
             self._finish(trainer, pl_module)
             if self.last_saved < step:
                 self.ending.exit_code = NOT_SAVED
 
-    def _save(self, trainer: L.Trainer, pl_module: L.LightningModule, again: bool = False) -> None:
-        """Start saving this step unless it is saved, or `again`; returns when the tensors may change again."""
+    def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start saving this step unless it is saved; returns when the tensors may change again."""
         start, step = time.perf_counter(), pl_module.completed_steps
-        if (step in (self.last_saved, self.begun) and not again) or not self._finish(trainer, pl_module):
+        if step in (self.last_saved, self.begun) or not self._finish(trainer, pl_module):
             return
-        self.lacks_validation = self.report.validated_at != step
         self.report.watchdog.mark(f"saving step {step}")
         path, state = self.folder / checkpoint_name(step), self._state(trainer, pl_module)
         trainer.strategy.begin_save(path, self.run.to_dict(), state, self.config.async_, self._remove_old)

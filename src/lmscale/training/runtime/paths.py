@@ -31,6 +31,7 @@ def check_paths(run: RunConfig) -> None:
     if _may_restart_under_torchrun() and path != "auto":
         raise ValueError(
             f"`resume` must be auto under torchrun's --max-restarts, or a restart loses what was trained, but is {path}"
+            "; a first start without restarts can begin from another checkpoint"
         )
     if not is_restart() and path not in ("none", "auto") and not Path(path).exists():
         raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but {path!r} does not exist")

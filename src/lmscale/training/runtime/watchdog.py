@@ -27,7 +27,8 @@ class Watchdog:
     exception reaches it (NCCL), or only an exception that does not name the step (gloo). So another thread watches the
     time since the last `mark`. Its message goes to stderr and to the launcher, and the stacks into the run folder. If
     our launcher has been killed, the ranks end themselves within a second; otherwise they would still train when the
-    job is restarted. The time in which the whole process was stopped (Ctrl-Z, `scontrol suspend`) does not count.
+    job is restarted. A long stop of the whole process (Ctrl-Z, `scontrol suspend`) does not count here; the time limit
+    of a collective counts it.
 
     Args:
         rank: for the message.
@@ -69,8 +70,8 @@ class Watchdog:
                 print(f"error: rank {self.rank} ends because its launcher is gone", file=sys.stderr, flush=True)
                 os._exit(1)
             now = time.monotonic()
-            if now - last > self.timeout_s:
-                self._since = now  # this thread did not run either, so the process was stopped
+            if now - last > self.timeout_s / 2:
+                self._since += now - last  # this thread did not run either, so the process was stopped
             last = now
             where, seconds = self.where, now - self._since
             if seconds > self.timeout_s:
