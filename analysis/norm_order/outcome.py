@@ -105,7 +105,7 @@ def refuted(
         return None if decisions[test] in OPEN else higher
 
     recovers = recovered["b2t, 24 layers: recovers"]
-    tried = has_run(cells[cells["group"].isin(["selection", "losses", "six"])])
+    tried = has_run(cells[cells["order"].isin(["post", "b2t"])])
     mechanism = None
     if rule is not None and decisions[9] not in OPEN:
         share = rule["constant_share"]

@@ -109,7 +109,8 @@ def run_tests(cells: pd.DataFrame, limits: pd.DataFrame, rule: dict[str, Any] | 
     found[7] = compare_limits(limits)
     found[8], found[10] = intervene(cells, "slow_start"), intervene(cells, "rescaled")
     found[9] = None if rule is None else _predicted(rule)
-    adjusted = holm([1.0 if found[test] is None else found[test]["p"] for test in HYPOTHESES])
+    uncertain = [test for test in HYPOTHESES if found[test] is None or (test in PROVISIONAL and not final)]
+    adjusted = holm([1.0 if test in uncertain else found[test]["p"] for test in HYPOTHESES])
     rows = []
     for (test, hypothesis), p_holm in zip(HYPOTHESES.items(), adjusted, strict=True):
         empty = dict.fromkeys(("n", "effect", "low", "high", "p", "p_holm")) | {"method": "", "unit": "", "note": ""}
