@@ -208,7 +208,8 @@ def warn_of_costly_validation(run: RunConfig, num_samples: int) -> str:
     fewer = max(1, round(0.05 * between * 3 * run.global_batch_size))
     return (
         f"WARNING: a validation, every {between:,} steps, scores {num_samples:,} sequences and takes "
-        f"{100 * steps / between:.0f} % of the time of these steps; with trainer.num_validation_samples={fewer} it takes 5 %\n"
+        f"{100 * steps / between:.0f} % of the time of these steps; with trainer.num_validation_samples={fewer} it "
+        "takes 5 %\n"
     )
 
 
