@@ -16,6 +16,7 @@ from lmscale.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
     TensorEntry,
+    check_files,
     divide_tensors,
     find_damage,
     list_checkpoints,
@@ -215,7 +216,8 @@ def test_pickles_are_never_opened(tmp_path) -> None:
     (ours / ".metadata").write_bytes(payload)
     (ours / "rank_0_of_1.safetensors").write_bytes(payload)
     with pytest.raises(CheckpointError, match="rank_0_of_1.safetensors must have"):
-        read_metadata(ours)
+        check_files(ours, read_metadata(ours))
+    assert "must have" in find_damage(ours, read_metadata(ours))
     with pytest.raises(CheckpointError, match="not a safetensors file"):
         TensorFileReader(ours / "rank_0_of_1.safetensors")
     assert not trap.exists()

@@ -95,6 +95,17 @@ def test_auto_resumes_from_the_newest_complete_checkpoint(finished, tmp_path) ->
     assert find_checkpoint(tiny_run("gpt", tmp_path / "new", resume=str(older))).endswith("step_4.ckpt")
 
 
+def test_a_checkpoint_without_all_its_files_is_not_resumed_from(finished, tmp_path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    newest = run_dir / "checkpoints" / "step_6.ckpt"
+    next(newest.glob("*.safetensors")).unlink()
+    for resume in (str(newest), {"path": str(run_dir), "weights_only": True}):
+        with pytest.raises(CheckpointError, match="step_6.ckpt: rank_0_of_1.safetensors must have .* but is missing"):
+            find_checkpoint(tiny_run("gpt", tmp_path / "new", resume=resume))
+    assert find_checkpoint(tiny_run("gpt", run_dir, resume="auto")).endswith("step_4.ckpt")
+
+
 def test_a_new_run_is_refused_in_a_folder_with_checkpoints(finished) -> None:
     with pytest.raises(ValueError, match="`resume` must be auto or a path where the run folder has checkpoints"):
         prepare_job(tiny_run("gpt", finished))

@@ -126,13 +126,11 @@ def list_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def read_metadata(path: str | Path) -> CheckpointMetadata:
-    """Read the metadata of a checkpoint and check everything that needs no tensor data.
-
-    The checks cover the metadata's checksum, the locations of all pieces, and existence and length of all files.
+    """Read the metadata of a checkpoint and check its checksum and the locations of all pieces.
 
     Raises:
-        CheckpointError: `path` is not a checkpoint of this package, has another format version, is damaged or
-            incomplete.
+        CheckpointError: `path` is not a checkpoint of this package, has another format version, or its metadata is
+            damaged.
     """
     path = Path(path)
     check_is_checkpoint(path)
@@ -154,11 +152,28 @@ def read_metadata(path: str | Path) -> CheckpointMetadata:
         raise CheckpointError(f"checkpoint {path.name}: {METADATA} has a wrong entry ({_short(error)})") from None
     if _NAME.fullmatch(path.name) and checkpoint_step(path) != metadata.step:
         raise CheckpointError(f"checkpoint {path.name}: its metadata is that of step {metadata.step}")
-    for name, entry in metadata.files.items():
-        actual = (path / name).stat().st_size if (path / name).is_file() else "missing"
-        if actual != entry.num_bytes:
-            raise CheckpointError(f"checkpoint {path.name}: {name} must have {entry.num_bytes} bytes, but is {actual}")
     return metadata
+
+
+def check_files(path: Path, metadata: CheckpointMetadata) -> None:
+    """Check that all files of a checkpoint exist and have their length.
+
+    One rank does this before a start, because it asks the file system about every rank's file. `find_damage`, in which
+    each rank reads its share of the files, finds the same and more.
+
+    Raises:
+        CheckpointError: a file is missing or has another length.
+    """
+    for name, entry in metadata.files.items():
+        problem = wrong_length(path / name, entry)
+        if problem is not None:
+            raise CheckpointError(f"checkpoint {path.name}: {problem}")
+
+
+def wrong_length(path: Path, entry: FileEntry) -> str | None:
+    """What is wrong with the length of a file; None if it has the length of its entry."""
+    actual = path.stat().st_size if path.is_file() else "missing"
+    return None if actual == entry.num_bytes else f"{path.name} must have {entry.num_bytes} bytes, but is {actual}"
 
 
 def check_is_checkpoint(path: Path) -> None:

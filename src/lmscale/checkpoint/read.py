@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
-from .metadata import METADATA, CheckpointMetadata, Piece, TensorEntry, read_metadata
+from .metadata import METADATA, CheckpointMetadata, Piece, TensorEntry, read_metadata, wrong_length
 from .tensor_file import TensorFileReader
 
 
@@ -139,6 +139,9 @@ def find_damage(path: str | Path, metadata: CheckpointMetadata, share: int = 0, 
         for piece in entry.pieces:
             pieces.setdefault(piece.file, {})[key] = piece
     for name in sorted(metadata.files)[share::num_shares]:
+        problem = wrong_length(Path(path) / name, metadata.files[name])
+        if problem is not None:
+            return problem
         try:
             with TensorFileReader(Path(path) / name) as file:
                 if file.header_checksum != metadata.files[name].header_checksum:

@@ -27,6 +27,7 @@ from ..checkpoint import (
     CheckpointError,
     CheckpointMetadata,
     CheckpointReader,
+    check_files,
     find_damage,
     read_metadata,
 )
@@ -149,7 +150,9 @@ def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
     checkpoint = find_checkpoint(path)
     if not (checkpoint / METADATA).is_file() and _is_hugging_face(Path(path)):
         return config_from_hf(read_hf_config(checkpoint / "config.json"), None), checkpoint
-    return config_of(checkpoint, read_metadata(checkpoint)), checkpoint.parent / TOKENIZER_FOLDER
+    metadata = read_metadata(checkpoint)
+    check_files(checkpoint, metadata)
+    return config_of(checkpoint, metadata), checkpoint.parent / TOKENIZER_FOLDER
 
 
 def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer | None:

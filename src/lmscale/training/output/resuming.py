@@ -13,6 +13,7 @@ from ...checkpoint import (
     CheckpointError,
     CheckpointMetadata,
     CheckpointVersionError,
+    check_files,
     check_model,
     checkpoint_step,
     find_damage,
@@ -118,14 +119,16 @@ def find_checkpoint(run: RunConfig) -> str | None:
             )
         return None
     if path == "auto":
-        readable = [path for path in own if _problem_of_metadata(path) is None]
-        if own and not readable:
-            raise CheckpointError(f"no checkpoint in {folder} can be read; {_problem_of_metadata(own[-1])}")
-        return str(readable[-1]) if readable else None
+        newest = next((path for path in reversed(own) if _problem(path, with_files=True) is None), None)
+        if own and newest is None:
+            raise CheckpointError(f"no checkpoint in {folder} can be read; {_problem(own[-1], with_files=True)}")
+        return newest and str(newest)
     absolute = Path(path).absolute()
     found = list_checkpoints(absolute / CHECKPOINTS) or list_checkpoints(absolute)
     chosen = found[-1] if found else absolute
-    step = 0 if run.resume.weights_only else read_metadata(chosen).step
+    metadata = read_metadata(chosen)
+    check_files(chosen, metadata)
+    step = 0 if run.resume.weights_only else metadata.step
     if own and step < checkpoint_step(own[-1]):
         raise ValueError(
             f"`resume` must not be older than the run folder's checkpoints ({own[-1].name} in {run.run_dir}), "
@@ -221,7 +224,7 @@ def agree_on_checkpoint(
     candidates = own if falls_back else [Path(chosen)] if chosen else []
     falls_back, candidates = strategy.broadcast((falls_back, candidates))
     for path in candidates:
-        problem = strategy.first_error(_problem_of_metadata(path))
+        problem = strategy.first_error(_problem(path))
         if problem is None:
             damage = find_damage(path, read_metadata(path), strategy.global_rank, strategy.world_size)
             problem = strategy.first_error(damage and f"checkpoint {path.name} is damaged: {damage}")
@@ -262,9 +265,12 @@ def check_data_digest(path: str, data: PretrainDataModule, strategy: TensorParal
         )
 
 
-def _problem_of_metadata(path: Path) -> str | None:
+def _problem(path: Path, with_files: bool = False) -> str | None:
+    """What is wrong with a checkpoint's metadata and, if asked for, with the presence and length of its files."""
     try:
-        read_metadata(path)
+        metadata = read_metadata(path)
+        if with_files:
+            check_files(path, metadata)
     except CheckpointVersionError:
         raise  # it is not damaged: falling back to an older one would hide that
     except CheckpointError as error:
