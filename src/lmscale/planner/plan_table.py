@@ -107,7 +107,7 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         f"latency {plan.balance.latency * 1e3:,.1f}, bytes {plan.balance.transfer * 1e3:,.1f}",
         f"  {'MFU of the dense peak':<32}{plan.mfu:>20.1%}",
         f"  {'tokens/s':<32}{plan.tokens_per_s:>20,.0f}",
-        f"  {f'days for {plan.job.num_steps:,} steps':<32}{plan.days:>20,.2f}",
+        f"  {f'days for {plan.job.num_steps:,} steps':<32}{plan.days:>20,.2f}   without validation, saves and restarts",
         f"  {'energy':<32}{energy:>20}",
         *(f"  note: {note}" for note in notes),
     ]
