@@ -193,6 +193,14 @@ class _Evil:
         return (os.mkdir, (self.path,))
 
 
+def test_a_folder_of_another_kind_is_named(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match="is not a checkpoint: it has no metadata.json"):
+        read_metadata(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(CheckpointError, match="is a Hugging Face model; `python src/convert.py` imports it"):
+        read_metadata(tmp_path)
+
+
 def test_pickles_are_never_opened(tmp_path) -> None:
     """The `.metadata` of torch's distributed checkpoint, a byte entry of it, a `.ckpt` file, and all of them inside a
     directory that looks like one of ours."""
