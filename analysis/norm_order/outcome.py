@@ -39,7 +39,7 @@ def recovery(cells: pd.DataFrame, limits: pd.DataFrame, tests: list[dict[str, An
         name = f"b2t, {layers} layers"
         decision = tests[test - 1]["decision"]
         conditions = {
-            "ends lower than pre-norm": None if decision in OPEN else decision == "rejects",
+            "ends lower than pre-norm": None if decision in OPEN else decision == "supported",
             "loss near post-norm's": _near(cells, layers),
             "limit at least twice post-norm's": _limit_above(limits, layers, ("b2t", 100), ("post", 100), 1),
         }
@@ -101,7 +101,7 @@ def refuted(
 
     def opposite(test: int) -> bool | None:
         """Whether post-norm ends higher, with all seeds learned."""
-        higher = decisions[test] == "rejects, the opposite" and tests[test - 1]["method"] == "paired t"
+        higher = decisions[test] == "the opposite is supported" and tests[test - 1]["method"] == "paired t"
         return None if decisions[test] in OPEN else higher
 
     recovers = recovered["b2t, 24 layers: recovers"]
@@ -110,12 +110,12 @@ def refuted(
     if rule is not None and decisions[9] not in OPEN:
         share = rule["constant_share"]
         mechanism = (
-            decisions[9] != "rejects"
+            decisions[9] != "supported"
             or rule["accuracy"] <= rule["loss_accuracy"]
             or share.get("stuck", 0.0) <= share.get("learned", 1.0)
         )
     return {
-        "question 1": None if decisions[7] in OPEN else decisions[7] != "rejects",
+        "question 1": None if decisions[7] in OPEN else decisions[7] != "supported",
         "question 2": _any([opposite(1), opposite(2)]),
         "question 3": _any(
             [bool(stuck_b2t(cells)) or (False if tried else None), None if recovers is None else not recovers]

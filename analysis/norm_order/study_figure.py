@@ -78,7 +78,7 @@ def draw_limits(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
     if pd.concat(found.values())["layers"].nunique() < 2:
         return None
     decision = record["config"]["tests"][6]["decision"]
-    title = {"rejects": "Post-norm's rate limit falls faster with depth than pre-norm's"}.get(
+    title = {"supported": "Post-norm's rate limit falls faster with depth than pre-norm's"}.get(
         decision,
         "Rate limit by depth" + (" (test 7 not run)" if decision == "not run" else ": no faster fall is shown"),
     )

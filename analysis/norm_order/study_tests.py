@@ -100,9 +100,10 @@ def run_tests(cells: pd.DataFrame, limits: pd.DataFrame, rule: dict[str, Any] | 
 
     Returns:
         per test: test, hypothesis, method, n, effect, low, high, unit, p, p_holm, decision, note. The decision is
-        `not run`; `does not reject`, or `cannot reject` with so few pairs; `rejects`, `rejects, the opposite` or
-        `rejects, within the grid's rounding`. Until all planned cells have run, a test that does not reject is
-        `not yet`, because Holm's correction still counts the others with p = 1, and so are the `PROVISIONAL` ones.
+        `not run`; if the test does not reject the null hypothesis `not supported`, or `too few pairs` to reject it; if
+        it does `supported`, `the opposite is supported` or `within the grid's rounding`. Until all planned cells have
+        run, a test that does not reject is `not yet`, because Holm's correction still counts the others with p = 1,
+        and so are the `PROVISIONAL` ones.
     """
     final = has_run(cells) and not limits["added"].map(len).any()
     found = {test: compare_losses(cells, *arms) for test, arms in COMPARISONS.items()}
@@ -117,7 +118,7 @@ def run_tests(cells: pd.DataFrame, limits: pd.DataFrame, rule: dict[str, Any] | 
         row = {"test": test, "hypothesis": hypothesis, "decision": NOT_RUN} | empty
         if (result := found[test]) is not None:
             expected = result.pop("expected") or test in TWO_SIDED
-            decision = "does not reject" if p_holm > LEVEL else "rejects" if expected else "rejects, the opposite"
+            decision = "not supported" if p_holm > LEVEL else "supported" if expected else "the opposite is supported"
             decision = result.pop("instead", {}).get(decision, decision)
             if not final and (p_holm > LEVEL or test in PROVISIONAL):
                 decision = NOT_YET
@@ -174,7 +175,7 @@ def compare_limits(limits: pd.DataFrame) -> dict[str, Any] | None:
     note += f"; rounding to the grid can give {-rounding:.2g}"
     more = {"method": "one-sided t of slopes", "unit": SLOPE, "note": note, "expected": result["effect"] < 0}
     if result["effect"] >= -rounding - 1e-9:
-        more["instead"] = {"rejects": "rejects, within the grid's rounding"}
+        more["instead"] = {"supported": "within the grid's rounding"}
     return more | result
 
 
@@ -191,7 +192,7 @@ def intervene(cells: pd.DataFrame, group: str) -> dict[str, Any] | None:
     least = 0.5 ** int(stuck.sum())
     more = {"method": "exact one-sided McNemar", "expected": gained > lost}
     if least > LEVEL:
-        more["instead"] = {"does not reject": "cannot reject"}
+        more["instead"] = {"not supported": "too few pairs"}
         note += f"; p cannot be below {least:.2g}"
     return more | {"note": note} | _of_pairs(gained, lost, mcnemar(gained, lost))
 

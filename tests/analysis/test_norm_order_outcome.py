@@ -33,8 +33,8 @@ def decisions(config: dict) -> list[str]:
 
 
 def test_planted_effects_are_found(planted, found) -> None:
-    wanted = ["rejects"] * 12
-    wanted[2] = wanted[3] = "does not reject"  # B2T and post-norm differ by less than the noise
+    wanted = ["supported"] * 12
+    wanted[2] = wanted[3] = "not supported"  # B2T and post-norm differ by less than the noise
     assert decisions(found) == wanted and found["stage"] == f"{len(planted)} of {len(planted)} cells have run"
     first, third, seventh, eighth = (found["tests"][test - 1] for test in (1, 3, 7, 8))
     assert first["effect"] == pytest.approx(-0.15, abs=0.02) and first["low"] < first["effect"] < first["high"] < 0
@@ -67,8 +67,8 @@ def test_no_effect_is_not_claimed() -> None:
     cells = make_cells(learns=alike, loss=noisy, tells=lambda cell, stuck: tells(cell, False))
     config = summarize(cells)["config"]
     pairs = [config["tests"][test - 1].pop("decision") for test in (8, 10)]
-    assert pairs == ["cannot reject"] * 2  # four of the eight cells are stuck
-    assert {row.get("decision", "does not reject") for row in config["tests"]} == {"does not reject"}
+    assert pairs == ["too few pairs"] * 2  # four of the eight cells are stuck
+    assert {row.get("decision", "not supported") for row in config["tests"]} == {"not supported"}
     assert all(row["p"] is not None and row["p_holm"] > 0.05 for row in config["tests"])
     assert config["refuted"]["question 1"] and config["refuted"]["question 4"] and config["refuted"]["question 3"]
     assert config["refuted"]["question 2"] is False  # no difference is not the opposite one
@@ -81,8 +81,8 @@ def test_the_opposite_effect_is_told_and_refutes() -> None:
         return loss(cell) + turned.get(cell.order, 0) - {"pre": 3.6, "post": 3.45}.get(cell.order, 0)
 
     config = summarize(make_cells(loss=swapped))["config"]
-    assert [decisions(config)[test - 1] for test in (1, 2, 11, 12)] == ["rejects, the opposite"] * 4
-    assert decisions(config)[2] == "rejects" and config["tests"][2]["effect"] < 0
+    assert [decisions(config)[test - 1] for test in (1, 2, 11, 12)] == ["the opposite is supported"] * 4
+    assert decisions(config)[2] == "supported" and config["tests"][2]["effect"] < 0
     assert config["refuted"]["question 2"] and config["refuted"]["question 5"]
 
 
@@ -98,7 +98,7 @@ def test_a_seed_that_did_not_learn_takes_the_t_test_away() -> None:
     config = summarize(make_cells(learns=some))["config"]
     first = config["tests"][0]
     assert (first["method"], first["n"], first["effect"]) == ("exact sign test", 7, 5 / 7)
-    assert first["p"] == sign_test(5, 2) and first["decision"] == "does not reject"
+    assert first["p"] == sign_test(5, 2) and first["decision"] == "not supported"
     assert first["note"] == "post 5 of 8 learned, pre 7 of 8 learned" and first["unit"] == "share of pairs"
     assert config["tests"][1]["n"] == 7 and config["tests"][1]["p"] == 2 / 2**7
     assert config["recovery"]["b2t, 12 layers: loss near post-norm's"]  # where post-norm learns
@@ -113,9 +113,9 @@ def test_pairs_that_learn_in_mechanism_are_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    "num_stuck, decision", [(0, "cannot reject"), (4, "cannot reject"), (5, "does not reject"), (8, "rejects")]
+    "num_stuck, decision", [(0, "too few pairs"), (4, "too few pairs"), (5, "not supported"), (8, "supported")]
 )
-def test_too_few_stuck_pairs_cannot_reject(planted, num_stuck: int, decision: str) -> None:
+def test_too_few_stuck_pairs_support_nothing(planted, num_stuck: int, decision: str) -> None:
     cells = planted.copy()
     mechanism = cells.index[cells["group"] == "mechanism"]
     cells.loc[mechanism[num_stuck:], ["state", "train_loss"]] = "learned", 3.5
@@ -126,7 +126,7 @@ def test_too_few_stuck_pairs_cannot_reject(planted, num_stuck: int, decision: st
 
 def test_nothing_is_decided_by_a_test_that_may_still_reject(planted, found) -> None:
     config = summarize(without(planted, planted["group"] == "gpt"))["config"]
-    wanted = [{"does not reject": "not yet"}.get(decision, decision) for decision in decisions(found)]
+    wanted = [{"not supported": "not yet"}.get(decision, decision) for decision in decisions(found)]
     wanted[6] = wanted[8] = "not yet"  # computed anew with more depths
     wanted[11] = "not run"
     assert decisions(config) == wanted and config["tests"][6]["p"] < 0.004 and config["tests"][6]["p_holm"] == 1.0
@@ -155,7 +155,7 @@ def test_rounding_to_the_grid_is_no_faster_fall() -> None:
     ]
     result = compare_limits(pd.DataFrame(rows))
     assert result["effect"] == pytest.approx(-0.5) and result["note"].endswith("rounding to the grid can give -0.5")
-    assert result["p"] < 0.05 and result["instead"] == {"rejects": "rejects, within the grid's rounding"}
+    assert result["p"] < 0.05 and result["instead"] == {"supported": "within the grid's rounding"}
     rows += [rows[2] | {"layers": 48, "seeds": {1: 3, 2: 3}}, rows[5] | {"layers": 48}]
     result = compare_limits(pd.DataFrame(rows))
     assert result["note"].endswith("can give -0.4") and result["effect"] < -0.4 and "instead" not in result
@@ -292,7 +292,7 @@ def test_equal_rules_are_decided_by_the_order_of_the_list() -> None:
 
 def test_a_rule_no_better_than_the_loss_is_refuted(planted) -> None:
     config = summarize(planted.assign(**{LOSS: planted["constant_share/mlp"]}))["config"]
-    assert config["tests"][8]["decision"] == "rejects" and config["refuted"]["question 4"]
+    assert config["tests"][8]["decision"] == "supported" and config["refuted"]["question 4"]
     inverted = 1 - planted["constant_share/mlp"]
     config = summarize(planted.assign(**{"constant_share/mlp": inverted}))["config"]
     assert config["mechanism"]["rule"]["above"] is False and config["refuted"]["question 4"]

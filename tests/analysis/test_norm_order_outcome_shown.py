@@ -33,15 +33,15 @@ def test_the_tables_have_the_records_words(outcome) -> None:
     first = outcome["config"]["tests"][0]
     assert rows.loc["1", "effect, 95 %"] == f"{first['effect']:+.3f} [{first['low']:+.3f}, {first['high']:+.3f}]"
     assert rows.loc["8", "effect, 95 %"] == "1.00 [0.63, 1.00]" and rows.loc["8", "p"] == "0.0039"
-    assert rows.loc["4", "decision"] == "does not reject" and rows.loc["7", "unit"] == "log2 rate per log2 depth"
+    assert rows.loc["4", "decision"] == "not supported" and rows.loc["7", "unit"] == "log2 rate per log2 depth"
     found = questions_table(outcome).set_index(questions_table(outcome)["question"].str[0])["found"]
     assert "post-norm 1.00 [0.78, 1.22] at 6 to 48 layers (0.70 to 1.30 with" in found["1"]
-    assert found["1"].endswith("(test 7): -1.000 [-1.281, -0.719] (rejects).")
+    assert found["1"].endswith("(test 7): -1.000 [-1.281, -0.719] (supported).")
     assert f"At 12 layers: post-norm minus pre-norm {first['effect']:+.3f} [" in found["2"]
     assert found["3"].startswith("B2T: no at 12 layers, yes at 24 layers.")
     assert found["3"].endswith("A warm-up of 400 steps: trivially, as 100 steps do, at 12 layers, yes at 24 layers.")
-    assert "a share of 1.00 [0.63, 1.00] of the 8 pairs that differ (rejects)" in found["4"]
-    assert "constant_share/mlp above 0.6" in found["4"] and "(test 9: rejects)" in found["4"]
+    assert "a share of 1.00 [0.63, 1.00] of the 8 pairs that differ (supported)" in found["4"]
+    assert "constant_share/mlp above 0.6" in found["4"] and "(test 9: supported)" in found["4"]
     assert set(questions_table(outcome)["refuted"]) == {"no"}
     assert limits_table(outcome).loc[("post-norm", 100)].tolist() == ["0.012", "0.006", "0.003", "0.0015"]
 
