@@ -1,4 +1,4 @@
-"""An n-gram baseline: interpolated Kneser-Ney over token ids."""
+"""Baselines without a network: interpolated Kneser-Ney n-grams, and for BERT the scored position alone."""
 
 import numpy as np
 
@@ -35,6 +35,30 @@ def kneser_ney_losses(train: np.ndarray, ids: np.ndarray, vocab_size: int, order
         found = np.maximum(count - discount, 0) + discount * kind * lower
         probability[length - 1 :] = np.where(total > 0, found / np.maximum(total, 1), lower)
     return -np.log(probability)
+
+
+def context_free_losses(
+    train: np.ndarray, inputs: np.ndarray, scored: np.ndarray, mask: int, vocab_size: int
+) -> np.ndarray:
+    """Negative log probability of BERT's scored ids given only the input at their own position, in nats.
+
+    Of the scored positions 80 % show [MASK], 10 % the scored id itself and 10 % a uniformly drawn one. So an input x
+    other than [MASK] is the scored id with probability p(x) / (p(x) + 1 / vocab_size), p being the frequencies of
+    `train`, with one added to each count.
+
+    Args:
+        inputs, scored: what the model is given and what it must predict at the scored positions.
+        mask: id of [MASK].
+
+    Shapes:
+        train integers [any length]; inputs, scored integers [n]; returns float64 [n].
+    """
+    counts = np.bincount(train, minlength=vocab_size) + 1.0
+    frequency = counts / counts.sum()
+    shown = (frequency[scored] / vocab_size + (inputs == scored) * frequency[scored]) / (
+        1 / vocab_size + frequency[inputs]
+    )
+    return -np.log(np.where(inputs == mask, frequency[scored], shown))
 
 
 def _keys(ids: np.ndarray, vocab_size: int, length: int) -> np.ndarray:

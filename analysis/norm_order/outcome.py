@@ -7,6 +7,7 @@ refuted. What needs a cell without a record is `not run`, or null.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -186,6 +187,11 @@ def summarize(cells: pd.DataFrame) -> dict[str, Any]:
     metrics = {"cells": {"value": int(cells["state"].notna().sum()), "unit": "cells"}}
     metrics["cells_planned"] = {"value": len(cells), "unit": "cells"}
     metrics["cpu_time"] = {"value": float(cells["cpu_time"].sum()), "unit": "s"}
+    metrics |= {
+        f"test {test['test']}/{key}": {"value": test[key], "unit": test["unit"]}
+        for test, key in itertools.product(tests, ("effect", "low", "high"))
+        if test["effect"] is not None
+    }
     layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
     seed = int(cells["seed"].iloc[0])
     return new_record("norm_order_study", "scaled_down", config, seed, metrics, device="cpu", layout=layout)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from analysis.demo.ngram import kneser_ney_losses
+from analysis.demo.ngram import context_free_losses, kneser_ney_losses
 
 V = 7
 
@@ -30,3 +30,15 @@ def test_a_longer_context_lowers_the_loss_of_text_that_depends_on_it() -> None:
     text = np.array([0, 0, 1, 1] * 100)  # two ids before determine the next one, one id does not
     one, two, three = (kneser_ney_losses(text, text[:40], V, order).mean() for order in (1, 2, 3))
     assert one > math.log(2) - 0.05 and two > math.log(2) - 0.1 and three < 0.15
+
+
+def test_without_context_bert_knows_the_frequencies_and_what_its_position_shows() -> None:
+    """Against the posterior of every pair of shown and scored id; V - 1 is [MASK], and never scored."""
+    train, mask = np.array([0, 0, 0, 1, 1, 2, 3, 4, 5]), V - 1
+    frequency = (np.bincount(train, minlength=V) + 1.0) / (len(train) + V)
+    joint = 0.1 * frequency[None, :] / V + 0.1 * np.diag(frequency)  # [shown, scored]: drawn at random, or left
+    expected = joint / joint.sum(axis=1, keepdims=True)
+    expected[mask] = frequency  # a random id is [MASK] too rarely to count
+    shown, scored = (ids.ravel() for ids in np.indices((V, V)))
+    losses = context_free_losses(train, shown, scored, mask, V)
+    np.testing.assert_allclose(np.exp(-losses), expected.ravel(), rtol=1e-12)

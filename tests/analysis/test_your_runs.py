@@ -90,9 +90,14 @@ def test_the_committed_demo_has_learned_and_has_curves() -> None:
 
 
 def test_the_summary_says_what_each_loss_means_and_what_was_expected() -> None:
-    lines = summarize({"bert": {"before": 7.5, "unigram": 6.0, "after": 5.95}}).splitlines()
+    lines = summarize({"bert": {"before": 7.5, "unigram": 6.0, "context-free": 5.5, "after": 5.95}}).splitlines()
     expected = json.loads(COMMITTED.read_text())["metrics"]["bert/after"]["value"]
     assert [line for line in lines if line.startswith("after")] == [
         f"after        5.950{expected:10.3f}  the trained model"
     ]
-    assert lines[-1] == "It HAS NOT LEARNED ENOUGH: 0.050 nats below the unigram (required: 0.1)."
+    assert lines[-2:] == [
+        "It HAS NOT LEARNED ENOUGH: 0.050 nats below the unigram (required: 0.1).",
+        "It is not below context-free, so this does not show that it uses other positions.",
+    ]
+    lines = summarize({"bert": {"before": 7.5, "unigram": 6.0, "context-free": 5.5, "after": 5.45}}).splitlines()
+    assert lines[-1] == "It has learned: 0.550 nats below the unigram (required: 0.1)."
