@@ -13,14 +13,15 @@ from torch.utils._pytree import tree_leaves
 # The results of these have a size or a value that the host must read from the device.
 SYNCS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_consecutive")
 INDEXES = ("index", "index_put", "index_put_", "_index_put_impl_")
+JOINS = ("stack", "cat")
 
 
 class DeviceWatch(TorchDispatchMode):
     """Count operations that mix devices, and waits of the host for the device, by operation and place in lmscale.
 
-    A copy between host and device counts as a wait unless it is `non_blocking`. A CPU tensor without
-    dimensions is a number and may be mixed with CUDA tensors, but not as an index. Fake tensors have no values:
-    a number that is read from them is 0.
+    A copy between host and device counts as a wait unless it is `non_blocking`. A CPU tensor without dimensions is a
+    number and may be mixed with CUDA tensors, but not as an index, nor joined with them. Fake tensors have no values: a
+    number that is read from them is 0.
 
     Attributes:
         mixed, syncs: number of occurrences by (operation, place). A place is `file:function`; `autograd` where the
@@ -43,7 +44,7 @@ class DeviceWatch(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         on_gpu = any(t.is_cuda for t in tensors)
         copies = name in ("_to_copy", "copy_")
-        if on_gpu and not copies and any(not t.is_cuda and (t.ndim or name in INDEXES) for t in tensors):
+        if on_gpu and not copies and any(not t.is_cuda and (t.ndim or name in INDEXES + JOINS) for t in tensors):
             self.mixed[name, _place()] += 1
         reads_mask = name in INDEXES and any(t.dtype is torch.bool for t in tree_leaves(args[1]) if t is not None)
         if on_gpu and (name in SYNCS or reads_mask):

@@ -1,4 +1,4 @@
-"""Two optimizer steps and one validation step of the pretraining module on fake CUDA tensors.
+"""Two optimizer steps, with the replica check, and one validation step of the pretraining module on fake CUDA tensors.
 
 Runs in its own process: `python fake_step.py GUARD '[{"layout": "tp8", "rank": "last", ...}, ...]'` prints, as JSON,
 what `DeviceWatch` recorded for each case. Lightning's Trainer is replaced by its order of calls. DDP, which sums the
@@ -34,6 +34,8 @@ ALLOWED_SYNCS = {
     ("Event.synchronize", "training/step/counters.py:DeviceCounters.read"): (
         "once per step, for the previous step's counters, which were copied while this one was queued"
     ),
+    ("_local_scalar_dense", "parallel/fingerprint.py:first_difference"): "at each check of the replicas, its result",
+    ("host to device", "training/output/reporting.py:SampleDigest.on_train_start"): "once",
 }
 
 
@@ -41,7 +43,7 @@ class StepOrder:
     """What the module reads of Lightning's Trainer, and the order in which the Trainer calls the module."""
 
     def __init__(self, context: Any, device: Any) -> None:
-        self.strategy = SimpleNamespace(parallel=context, root_device=device, model=None)
+        self.strategy = SimpleNamespace(parallel=context, root_device=device, model=None, any_rank=lambda *flags: flags)
         self.accumulate_grad_batches, self.optimizers, self.is_last = NUM_MICRO_BATCHES, [], False
         self.fit_loop = SimpleNamespace(_should_accumulate=lambda: not self.is_last)
 
@@ -54,11 +56,23 @@ class StepOrder:
         self.optimizers = [built["optimizer"]]
         self.lr_scheduler_configs = [SimpleNamespace(scheduler=built["lr_scheduler"]["scheduler"])]
 
+    def start(self, module: Any) -> None:
+        """The callbacks of training that hold tensors: the data digest, and the replica check that compares it."""
+        from lmscale.training.callbacks import ReplicaSentinel
+        from lmscale.training.output.reporting import SampleDigest
+
+        digest = SampleDigest()
+        self.callbacks = [digest, ReplicaSentinel(NUM_STEPS, digest, ending=None)]
+        for callback in self.callbacks:
+            callback.on_train_start(self, module)
+
     def train(self, module: Any, micro_batches: list[dict]) -> None:
         """One optimizer step."""
         (optimizer,) = self.optimizers
 
         def forward_backward(index: int) -> Any:
+            for callback in self.callbacks:
+                callback.on_train_batch_start(self, module, micro_batches[index], index)
             loss = module.training_step(micro_batches[index], index)
             if index == 0:
                 optimizer.zero_grad()
@@ -74,6 +88,8 @@ class StepOrder:
         module.optimizer_step(0, last, optimizer, lambda: forward_backward(last))
         module.lr_schedulers().step()
         module.on_train_batch_end(None, micro_batches[last], last)
+        for callback in self.callbacks:
+            callback.on_train_batch_end(self, module, None, micro_batches[last], last)
 
     def validate(self, module: Any, micro_batch: dict) -> None:
         """One validation step."""
@@ -118,6 +134,7 @@ def run_step(case: dict) -> dict:
         error = None
         with DeviceWatch() as watch, planted(case.get("fault")):
             try:
+                order.start(module)
                 for _ in range(NUM_STEPS):
                     order.train(module, micro_batches)
                 order.validate(module, micro_batches[0])
@@ -142,6 +159,7 @@ def micro_batch(family: str) -> dict[str, Any]:
         return torch.zeros(shape, dtype=torch.int64, device="cuda")
 
     batch = {"tokens": ids(SAMPLES, LENGTH), "labels": ids(SAMPLES, LENGTH), "sample_numbers": ids(SAMPLES)}
+    batch["sample_indices"] = ids(SAMPLES)
     if family == "bert":
         batch |= {"token_types": ids(SAMPLES, LENGTH), "sop_labels": ids(SAMPLES), "scored": ids(37)}
         batch["attention_mask"] = torch.ones(SAMPLES, LENGTH, dtype=torch.bool, device="cuda")

@@ -187,15 +187,17 @@ class SampleDigest(L.Callback):
     def __init__(self) -> None:
         self.value = torch.zeros((), dtype=torch.int64)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Move to the device: a checkpoint is loaded before the module is there, and replicas are compared next."""
+        self.value = self.value.to(pl_module.device)
+
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continue, on data rank 0, with the digest of all samples before."""
         if pl_module.parallel.dp_rank == 0:
-            self.value = torch.tensor(digest_number(checkpoint["lmscale"]["data_digest"]), device=pl_module.device)
+            self.value = torch.tensor(digest_number(checkpoint["lmscale"]["data_digest"]))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Add the samples of a micro-batch."""
-        self.value = self.value.to(pl_module.device) + digest_of_samples(
-            batch["sample_numbers"], batch["sample_indices"]
-        )
+        self.value = self.value + digest_of_samples(batch["sample_numbers"], batch["sample_indices"])
