@@ -16,7 +16,7 @@ from lmscale.parallel import (
     global_gradient_norm,
     initialize_parameters,
     sample_dropout_keys,
-    sum_partial_gradients,
+    sync_replicated_gradients,
 )
 
 SMALL = {
@@ -98,6 +98,11 @@ def dummy_part(tensor: Tensor, shard: ShardSpec, context: ParallelContext) -> Te
     return tensor.narrow(shard.shard_dim, own, length - own)
 
 
+def gradients_of_ranks(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the gradients that each rank computes itself, before replicated ones take rank 0's."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if not p.shard.grad_is_partial}
+
+
 def differences_from_plain(
     config: TransformerConfig, context: ParallelContext, batch_size: int = 5
 ) -> dict[str, float]:
@@ -107,11 +112,13 @@ def differences_from_plain(
     losses = [total_loss(model, batch) for model in (plain, sharded)]
     for loss in losses:
         loss.backward()
-    sum_partial_gradients(sharded.parameters(), context)
+    own = gradients_of_ranks(sharded)
+    sync_replicated_gradients(sharded.parameters(), context)
     whole = dict(plain.named_parameters())
     gradients = max(
-        ((param.grad - local_part(whole[name].grad, param, context)).abs().max() / whole[name].grad.abs().max()).item()
+        ((grad - local_part(whole[name].grad, param, context)).abs().max() / whole[name].grad.abs().max()).item()
         for name, param in sharded.named_parameters()
+        for grad in (param.grad, own.get(name, param.grad))
         if whole[name].grad.abs().max() > 0
     )
     weights = max(

@@ -6,10 +6,17 @@ import itertools
 import pytest
 import torch
 from ranks import make_context, run_ranks
-from sharding import differences_from_plain, random_batch, random_model, small_config, total_loss
+from sharding import (
+    differences_from_plain,
+    gradients_of_ranks,
+    random_batch,
+    random_model,
+    small_config,
+    total_loss,
+)
 
 from lmscale.config import TransformerConfig
-from lmscale.parallel import ParallelContext, seed_rank_generator, sum_partial_gradients
+from lmscale.parallel import ParallelContext, seed_rank_generator, sync_replicated_gradients
 
 BOUND = 1e-12
 ARCHITECTURES, NORM_ORDERS, RECOMPUTES = ("gpt", "bert"), ("pre", "post"), ("none", "selective", "full")
@@ -44,8 +51,9 @@ def _replicated_gradients(
 ) -> dict[str, torch.Tensor]:
     model = random_model(config, context).float()  # fp32 rounding makes a difference visible sooner
     total_loss(model, random_batch(config, batch_size)).backward()
-    sum_partial_gradients(model.parameters(), context)
-    return {name: p.grad for name, p in model.named_parameters() if p.shard.replicated}
+    own = gradients_of_ranks(model)
+    sync_replicated_gradients(model.parameters(), context)
+    return {name: own.get(name, p.grad) for name, p in model.named_parameters() if p.shard.replicated}
 
 
 def _run_all(

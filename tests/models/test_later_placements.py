@@ -21,7 +21,7 @@ from lmscale.models import build_model, later_placements
 from lmscale.models.hugging_face import model_of
 from lmscale.models.transformer import Transformer
 from lmscale.parallel import ParallelContext
-from lmscale.planner.communication import partial_parameters
+from lmscale.planner.communication import replicated_parameters
 from lmscale.planner.params import count_parameters, parameter_sizes
 
 LATER = ("deepnorm", "peri", "b2t", "mix")
@@ -257,8 +257,8 @@ def test_the_planner_counts_the_real_parameters(name: str, tp_size: int) -> None
     assert count_model_parameters(config, tp_size) == (count.sharded_per_rank, count.replicated)
     context = ParallelContext(tp_size=2, sequence_parallel=True)
     model = build_model(config, context, seed=None, device="meta")
-    partial = sum(p.numel() for p in model.parameters() if p.shard.grad_is_partial)
-    assert partial_parameters(config, ParallelConfig(2, 1, sequence_parallel=True)) == [partial]
+    partial = sum(p.numel() for p in model.parameters() if p.shard.replicated)
+    assert replicated_parameters(config, ParallelConfig(2, 1, sequence_parallel=True)) == [partial]
 
 
 @pytest.mark.parametrize("name", LATER)

@@ -15,7 +15,7 @@ from lmscale.models import build_model
 from lmscale.models.later_placements import PLACEMENTS
 from lmscale.models.norm_placement import NormPlacement
 from lmscale.parallel import ParallelContext
-from lmscale.planner.communication import partial_parameters
+from lmscale.planner.communication import replicated_parameters
 from lmscale.planner.params import count_parameters, parameter_sizes
 
 
@@ -75,8 +75,8 @@ def test_the_planner_counts_its_parameters(tp_size: int) -> None:
     assert sorted(parameter_sizes(config, tp_size)) == sorted(sizes)
     context = ParallelContext(tp_size=2, sequence_parallel=True)
     model = build_model(config, context, seed=None, device="meta")
-    expected = sum(p.numel() for p in model.parameters() if p.shard.grad_is_partial)
-    assert partial_parameters(config, ParallelConfig()) == [expected]
+    expected = sum(p.numel() for p in model.parameters() if p.shard.replicated)
+    assert replicated_parameters(config, ParallelConfig()) == [expected]
 
 
 def _differences(rank: int) -> dict[str, float]:

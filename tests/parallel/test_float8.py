@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lmscale.config import TransformerConfig
 from lmscale.kernels import Kernels
 from lmscale.models import build_model
-from lmscale.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear, sum_partial_gradients
+from lmscale.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear, sync_replicated_gradients
 from lmscale.parallel.float8 import FORWARD, GRADIENT, float8_linear, to_float8
 
 ONE = ParallelContext()
@@ -117,7 +117,7 @@ def model_of(config: TransformerConfig, context: ParallelContext, float8: bool) 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     loss = total_loss(model, random_batch(model.config))
     loss.backward()
-    sum_partial_gradients(model.parameters(), model.context)
+    sync_replicated_gradients(model.parameters(), model.context)
     return {"loss": loss.detach().double()} | {n: p.grad.double() for n, p in model.named_parameters()}
 
 

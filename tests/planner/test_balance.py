@@ -8,9 +8,10 @@ from test_step_time import CLUSTER
 from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.config.cluster import Calibration, Peaks
 from lmscale.planner.balance import balance_of
-from lmscale.planner.communication import micro_batch_collectives
+from lmscale.planner.communication import micro_batch_collectives, small_collectives
 from lmscale.planner.job import Job
 from lmscale.planner.plan import Plan, make_plan
+from lmscale.planner.step_time import collective_s
 
 # The exercise: one layer of d = 4096 on 8 H100, b = 4, s = 2048, fp16, peak rates, no latency, only products count.
 B, S, D, P = 4, 2048, 4096, 8
@@ -69,17 +70,19 @@ def test_a_plan_adds_to_a_layer_three_times_the_forward_flops_and_twice_its_mess
         24 * B * S * D**2 + 1.5 * 4 * B * S**2 * D
     )  # the cost model's scores take 1 + 64 / 128 of their FLOPs' time
     assert two.compute - one.compute == pytest.approx(3 * forward / P / 989e12, rel=1e-6)
-    assert two.transfer - one.transfer == pytest.approx(4 * 112 * 2**20 / 900e9)
+    replicated = 4 * 6 * D  # bytes of two LayerNorms and two row biases, in fp32, once per step
+    assert two.transfer - one.transfer == pytest.approx((4 * 112 * 2**20 + 2 * 7 / 8 * replicated) / 900e9)
 
 
 @pytest.mark.parametrize(
     "layout", [ParallelConfig(4), ParallelConfig(1, 4), ParallelConfig(2, 4), ParallelConfig(2, 2, zero1=True)]
 )
 def test_the_messages_are_those_of_the_step_time(layout: ParallelConfig) -> None:
-    # Without a roofline the step time counts the pieces of the loss as on a CPU, and leaves out the gradient norm's.
+    # Without a roofline the step time counts the pieces of the loss as on a CPU, and leaves out the small messages.
     cluster = dataclasses.replace(H100, latency_us=10.0, is_gpu=False)
     plan = planned(layout, cluster=cluster)
-    assert plan.balance.messages == pytest.approx(plan.time.tensor + plan.time.data, abs=21e-6)
+    small = sum(collective_s(message, layout, cluster) for message in small_collectives(model(1), layout, "fp16"))
+    assert plan.balance.messages == pytest.approx(plan.time.tensor + plan.time.data + small)
     assert plan.balance.latency > 0 and plan.balance.compute == plan.time.compute
 
 

@@ -14,7 +14,7 @@ from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 from lmscale.partition import assign_owners
-from lmscale.planner.communication import micro_batch_collectives, partial_parameters, step_collectives
+from lmscale.planner.communication import micro_batch_collectives, replicated_parameters, step_collectives
 from lmscale.planner.flops import hardware_flops_per_step, num_recomputed_whole
 from lmscale.planner.operations import step_operations
 from lmscale.planner.params import count_parameters
@@ -155,12 +155,12 @@ def test_each_gradient_is_sent_once_per_step_for_any_number_of_micro_batches() -
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])
 @pytest.mark.parametrize("norm_order", ["pre", "post"])
-def test_parameters_with_partial_gradients_are_those_of_the_model(architecture: str, norm_order: str) -> None:
+def test_replicated_parameters_are_those_of_the_model(architecture: str, norm_order: str) -> None:
     config = small_config(architecture, norm_order=norm_order)
     with torch.device("meta"):
         model = build_model(config, ParallelContext(tp_size=2, sequence_parallel=True), seed=None, device="meta")
-    expected = sum(p.numel() for p in model.parameters() if p.shard.grad_is_partial)
-    assert partial_parameters(config, ParallelConfig(2, 3)) == [expected] * 3
+    expected = sum(p.numel() for p in model.parameters() if p.shard.replicated)
+    assert replicated_parameters(config, ParallelConfig(2, 3)) == [expected] * 3
     one_rank = ParallelConfig(1, 1, sequence_parallel=True)
     assert step_collectives(config, one_rank, 4, 1, 12, "fp32") == ()
 
@@ -169,7 +169,7 @@ def test_parameters_with_partial_gradients_are_those_of_the_model(architecture: 
     "tp_size, dp_size", [(2, 2), (4, 3)]
 )  # at 4 ranks the bias in the MLP is as long as a LayerNorm's
 @pytest.mark.parametrize("architecture, norm_order", [("gpt", "pre"), ("bert", "post")])
-def test_with_zero1_a_data_rank_sends_the_partial_gradients_that_it_owns(
+def test_with_zero1_a_data_rank_sends_the_replicated_gradients_that_it_owns(
     architecture: str, norm_order: str, tp_size: int, dp_size: int
 ) -> None:
     config = small_config(architecture, norm_order=norm_order)
@@ -178,14 +178,14 @@ def test_with_zero1_a_data_rank_sends_the_partial_gradients_that_it_owns(
     parameters = list(model.parameters())
     expected = [0] * dp_size
     for owner, param in zip(assign_owners([p.numel() for p in parameters], dp_size), parameters, strict=True):
-        expected[owner] += param.numel() * param.shard.grad_is_partial
+        expected[owner] += param.numel() * param.shard.replicated
     assert len(set(expected)) > 1
     layout = ParallelConfig(tp_size, dp_size, sequence_parallel=True, zero1=True)
-    assert partial_parameters(config, layout) == expected
+    assert replicated_parameters(config, layout) == expected
 
     def sent(dp_rank: int | None) -> list[int]:
         found = step_collectives(config, layout, 4, 1, 12, "bf16", dp_rank=dp_rank)
-        return [c.num_bytes for c in found if c.what == "gradients of sequence shards"]
+        return [c.num_bytes for c in found if c.what == "gradients of replicated parameters"]
 
     assert [sent(rank) for rank in range(dp_size)] == [[4 * n] if n else [] for n in expected]
     assert sent(None) == [4 * max(expected)]

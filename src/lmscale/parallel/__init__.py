@@ -12,7 +12,7 @@ from .context import ParallelContext, choose_communicator
 from .cross_entropy import IGNORE_LABEL, vocab_parallel_cross_entropy, vocab_parallel_logits
 from .data_collectives import begin_sum_over_data_ranks, broadcast_from_data_ranks, sum_over_data_ranks
 from .fingerprint import fingerprint, first_difference
-from .grad_norm import GradientNorm, global_gradient_norm, gradient_norms_of_parts, sum_partial_gradients
+from .grad_norm import GradientNorm, global_gradient_norm, gradient_norms_of_parts, sync_replicated_gradients
 from .init import initialize_parameters
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .replicated_layers import LayerNorm, ReplicatedLinear, embedding_lookup
@@ -68,7 +68,7 @@ __all__ = [
     "sequence_shard",
     "site_keys",
     "sum_over_data_ranks",
-    "sum_partial_gradients",
+    "sync_replicated_gradients",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logits",
 ]

@@ -19,8 +19,12 @@ class GradientNorm:
 
 
 @torch.no_grad()
-def sum_partial_gradients(parameters: Iterable[nn.Parameter], context: ParallelContext) -> None:
-    """Add the partial gradients of replicated parameters over the tensor ranks (`ShardSpec.grad_is_partial`).
+def sync_replicated_gradients(parameters: Iterable[nn.Parameter], context: ParallelContext) -> None:
+    """Make the gradients of replicated parameters the same on all tensor ranks, to the bit.
+
+    Partial gradients (`ShardSpec.grad_is_partial`) are added. Of the others all ranks have computed the same, but on
+    GPUs not always the same bits: a compiled kernel is tuned by timing on each rank, and the sums over the data ranks
+    run in a communicator of each tensor rank. All take rank 0's, so that the replicas of a parameter cannot drift.
 
     Args:
         parameters: with `.shard` and, where they were used, `.grad`, which is changed in place.
@@ -28,14 +32,19 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter], context: ParallelC
     Communicates:
         one all-reduce of all such gradients over the tensor group; nothing if there are none.
 
-    Source: Korthikanti et al. 2022, section 4.2.2.
+    Source: Korthikanti et al. 2022, section 4.2.2, for the partial ones.
     """
-    partial = [param.grad for param in parameters if param.shard.grad_is_partial and param.grad is not None]
-    if not partial:
+    if context.tp_size == 1:
         return
-    total = context.tp_communicator.all_reduce(torch.cat([grad.flatten() for grad in partial]))
-    parts = total.split([grad.numel() for grad in partial])
-    torch._foreach_copy_(partial, [part.view_as(grad) for part, grad in zip(parts, partial, strict=True)])
+    replicated = [param for param in parameters if param.shard.replicated and param.grad is not None]
+    if not replicated:
+        return
+    gradients = [param.grad for param in replicated]
+    counts = [context.tp_rank == 0 or param.shard.grad_is_partial for param in replicated]
+    terms = [grad if counted else torch.zeros_like(grad) for grad, counted in zip(gradients, counts, strict=True)]
+    total = context.tp_communicator.all_reduce(torch.cat([term.flatten() for term in terms]))
+    parts = total.split([grad.numel() for grad in gradients])
+    torch._foreach_copy_(gradients, [part.view_as(grad) for part, grad in zip(parts, gradients, strict=True)])
 
 
 def global_gradient_norm(

@@ -152,7 +152,7 @@ def step_collectives(
 
     Those of every micro-batch; 4 N bytes of gradients over the data group for half types (added in fp32), N e for
     others, in their `gradient_pieces`, or with ZeRO stage 1 to their owners, each owner's in `buffer_pieces`, who send
-    the weights back; with sequence parallelism the gradients of the `partial_parameters` over the tensor group; the
+    the weights back; the gradients of the `replicated_parameters` over the tensor group; the
     gradient norm over the tensor group. Left out: the few numbers of loss counts, of the watchdog and of the replica
     check.
 
@@ -179,16 +179,18 @@ def step_collectives(
 def small_collectives(
     config: TransformerConfig, layout: ParallelConfig, dtype: str, dp_rank: int | None = None
 ) -> list[Collective]:
-    """Those of a step besides its micro-batches' and the gradients over the data group: partial gradients, norm.
+    """Those of a step besides its micro-batches' and the gradients over the data group: replicated gradients, norm.
 
     Args:
         dp_rank: see `step_collectives`.
     """
-    found, by_rank = [], partial_parameters(config, layout) if layout.cuts_sequence else [0] * layout.dp_size
-    num_partial = max(by_rank) if dp_rank is None else by_rank[dp_rank]
-    if num_partial:
-        num_bytes = num_partial * max(FP32_BYTES, BYTES[dtype])
-        found.append(Collective("gradients of sequence shards", "all_reduce", "tensor", "gradients", 1, num_bytes))
+    found, by_rank = [], replicated_parameters(config, layout) if layout.tp_size > 1 else [0] * layout.dp_size
+    num_replicated = max(by_rank) if dp_rank is None else by_rank[dp_rank]
+    if num_replicated:
+        num_bytes = num_replicated * max(FP32_BYTES, BYTES[dtype])
+        found.append(
+            Collective("gradients of replicated parameters", "all_reduce", "tensor", "gradients", 1, num_bytes)
+        )
     for group, cuts in (("tensor", layout.tp_size > 1), ("data", layout.cuts_optimizer)):
         if cuts:
             found.append(Collective("gradient norm", "all_reduce", group, "optimizer", 1, _GRADIENT_NORM_BYTES))
@@ -211,22 +213,22 @@ def _to_owners_and_back(config: TransformerConfig, layout: ParallelConfig, dtype
     ]
 
 
-def partial_parameters(config: TransformerConfig, layout: ParallelConfig) -> list[int]:
-    """Replicated parameters of each data rank's update that, with sequence parallelism, a tensor rank uses only on its
-    positions.
+def replicated_parameters(config: TransformerConfig, layout: ParallelConfig) -> list[int]:
+    """Parameters of each data rank's update that every tensor rank holds whole.
 
-    Per layer the LayerNorms and two row biases; outside the layers the LayerNorm, and the position and type embeddings.
+    Per layer the LayerNorms and two row biases; outside the layers the LayerNorms, the position and type embeddings,
+    and what the heads do not shard.
 
     Returns:
         by data rank the number of elements: of all, with ZeRO stage 1 of those that it owns.
     """
     parameters = parameters_in_order(config, layout.tp_size)
     if not layout.cuts_optimizer:
-        return [sum(size for size, is_partial in parameters if is_partial)] * layout.dp_size
+        return [sum(size for size, is_replicated in parameters if is_replicated)] * layout.dp_size
     numbers = [0] * layout.dp_size
     owners = assign_owners([size for size, _ in parameters], layout.dp_size)
-    for owner, (size, is_partial) in zip(owners, parameters, strict=True):
-        numbers[owner] += size * is_partial
+    for owner, (size, is_replicated) in zip(owners, parameters, strict=True):
+        numbers[owner] += size * is_replicated
     return numbers
 
 

@@ -108,8 +108,8 @@ def parameters_in_order(config: TransformerConfig, tp_size: int) -> list[tuple[i
     """Elements of each parameter of a rank, in the model's order, in which owners are assigned (ZeRO stage 1).
 
     Returns:
-        elements, and whether the gradient is partial with sequence parallelism (`ShardSpec.grad_is_partial`). The order
-        within the heads, whose gradients never are, is that of the backward pass.
+        elements, and whether every tensor rank holds the whole parameter. The order within the heads is that of the
+        backward pass.
     """
     h, f, v = config.hidden_size, config.ffn_size // tp_size, config.padded_vocab_size // tp_size
     a, family, placement = config.padded_width(tp_size) // tp_size, family_of(config.family), config.placement
@@ -120,5 +120,5 @@ def parameters_in_order(config: TransformerConfig, tp_size: int) -> list[tuple[i
     types = [(family.num_token_types * h, True)] if family.num_token_types else []
     embeddings = [(config.max_position_embeddings * h, True), *types, (v * h, False)]
     layers = config.num_layers * [*norms, *attention, *norms, *mlp]
-    heads = [(size, False) for _, size, _ in family.head.parameters(h, v)]
+    heads = [(size, not is_sharded) for _, size, is_sharded in family.head.parameters(h, v)]
     return [*embeddings, *placement.after_embedding * norm, *layers, *placement.after_stack * norm, *heads]

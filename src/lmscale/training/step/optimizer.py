@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config.training import OptimizerConfig, PrecisionConfig
-from ...parallel import ParallelContext, global_gradient_norm, sum_partial_gradients
+from ...parallel import ParallelContext, global_gradient_norm, sync_replicated_gradients
 from .adamw import OnePass, place_of, update_by_torch
 from .counters import DeviceCounters
 from .gradient_buffer import GradientBuffer, needs_buffer
@@ -101,16 +101,16 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
             self.buffer.start_grad_sync()
 
     def reduce_gradients(self) -> None:
-        """Add the gradients of the ranks: those of the buffer over the data group (DDP has added the others); with
-        sequence parallelism, the partial gradients over the tensor group.
+        """Add the gradients of the buffer over the data group (DDP has added the others), and make those of replicated
+        parameters the same over the tensor group.
 
         Communicates:
-            as `GradientBuffer.reduce`; with sequence parallelism one all-reduce over the tensor group, of the
-            LayerNorms, row biases, position and type embeddings that this rank updates.
+            as `GradientBuffer.reduce`; one all-reduce over the tensor group, of the replicated parameters that this
+            rank updates.
         """
         if self.buffer is not None:
             self.buffer.reduce()
-        sum_partial_gradients(self.masters, self.context)
+        sync_replicated_gradients(self.masters, self.context)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the step by parameter name; parameters without one are left out."""
