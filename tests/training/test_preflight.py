@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from runs import tiny_run
 
 from lmscale.config import ParallelConfig, Recompute
 from lmscale.planner.job import rank_memory, usable_bytes
+from lmscale.training import pretrain
 from lmscale.training.runtime import kernel_choice, preflight
+from lmscale.training.runtime.launch import World
 
 
 @pytest.fixture
@@ -72,3 +75,25 @@ def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_
     even = dataclasses.replace(run, micro_batch_size=2)
     gpu_of(rank_memory(preflight.job_of(even), ParallelConfig(), True).total - 1)
     assert preflight.check_run(even)[2] == ParallelConfig(2, 1, batch_halves=True)
+
+
+def test_ranks_that_see_only_their_own_gpu_are_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    run = tiny_run("gpt", tmp_path, parallel__tp_size=2)
+    with pytest.raises(ValueError, match="must see the GPUs of all 2 ranks of its node, but sees 1 .*--gpus-per-node"):
+        preflight.resolve_layout(run.parallel, preflight.job_of(run), World(2, 2, SLURMEnvironment), "gpu")
+
+
+def test_a_run_leaves_the_determinism_that_the_environment_asks_for_and_undoes_that_of_the_run_before(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(pretrain, "new_trainer", lambda job, **options: options["deterministic"])
+    job = SimpleNamespace(run=tiny_run("gpt", tmp_path), batch=SimpleNamespace(num_micro_batches=1))
+    assert pretrain.build_trainer(job) is None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert pretrain.build_trainer(job) is False
+    finally:
+        torch.use_deterministic_algorithms(False)
+    job.run = dataclasses.replace(job.run, deterministic=True)
+    assert pretrain.build_trainer(job) is True

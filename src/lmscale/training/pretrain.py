@@ -6,6 +6,7 @@ import time
 from functools import partial
 
 import lightning as L
+import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..config.pretrain import RunConfig
@@ -124,7 +125,8 @@ def build_trainer(job: PretrainJob) -> L.Trainer:
         max_steps=min(trainer.max_steps, trainer.stop_after_steps or trainer.max_steps),
         accumulate_grad_batches=num_micro_batches,
         val_check_interval=num_micro_batches * (trainer.validate_every_steps or trainer.max_steps + 1),
-        deterministic=job.run.deterministic,
+        # False would undo TORCHINDUCTOR_DETERMINISTIC=1; after a deterministic run of the same process it must be said.
+        deterministic=job.run.deterministic or (False if torch.are_deterministic_algorithms_enabled() else None),
     )
 
 

@@ -63,8 +63,13 @@ def who_is_gone(error: BaseException, tensor_ranks: range) -> str | None:
 
 
 def what_failed(error: BaseException) -> str | None:
-    """What NCCL or torch.distributed says of a failure, in one line; None for any other error."""
+    """What NCCL, gloo or torch.distributed says of a failure, in one line; None for any other error."""
     text = str(error)
+    if "connectFullMesh" in text:
+        return (
+            "the hosts cannot reach each other over gloo, which carries their small messages beside NCCL; set "
+            f"GLOO_SOCKET_IFNAME to the interface that connects them ({text.splitlines()[0]})"
+        )
     if not (isinstance(error, dist.DistError) or "NCCL error" in text):
         return None
     said = " ".join(text.partition("Exception raised from")[0].split())  # without the stack of C++
