@@ -1,4 +1,4 @@
-"""`make check-gpus`: check training on the GPUs of this machine (2 to 8) in about three minutes, and print one report.
+"""`make check-gpus`: check training on the GPUs of this machine (2 to 8) in about five minutes, and print one report.
 
     python analysis/correctness/check_gpus.py                 # all visible GPUs
     python analysis/correctness/check_gpus.py --rehearse      # two CPU processes over gloo instead, with tiny models
@@ -6,10 +6,11 @@
 Each part runs `src/train.py` or a measurement as a subprocess under a time limit:
 
 1. layouts: tensor, data and sequence parallelism against one rank in fp64, every loss and gradient norm;
-2. the same in bf16 with the kernels that a run uses (compiled on a GPU);
-3. kill -9 of one rank: the job must end by itself, resume from its checkpoint, and end bitwise equal to a run that was
+2. the same in bf16 with the kernels that a run uses (compiled on a GPU), made deterministic;
+3. replicas, compared to the bit after every step with kernels that each rank has tuned for itself;
+4. kill -9 of one rank: the job must end by itself, resume from its checkpoint, and end bitwise equal to a run that was
    not disturbed;
-4. time and bus bandwidth of the collectives by message size, and their share of a training step.
+5. time and bus bandwidth of the collectives by message size, and their share of a training step.
 
 The report is printed, and written with all figures as `report.txt` and `record.json` into `outputs/check_gpus/<time>`,
 next to the logs. Exit code 0: every part passed; 1: one failed; 2: fewer than 2 GPUs.
@@ -35,6 +36,7 @@ from analysis.correctness.check_parts import (
     PartFailedError,
     Subprocess,
     compare_layouts,
+    compare_replicas,
     kill_and_resume,
     layouts_of,
     train_arguments,
@@ -140,6 +142,7 @@ def main() -> int:
     for layout in layouts_of(ranks):
         check.run(f"fp64, {layout}", compare_layouts, "fp64", layout)
     check.run("bf16, the undisturbed run", compare_layouts, "bf16", check.whole_layout)
+    check.run("replicas", compare_replicas)
     check.run("kill and resume", kill_and_resume)
     check.run("bandwidth", measure_bandwidth)
     check.run("share of communication", measure_share)

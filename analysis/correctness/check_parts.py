@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import math
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPARED_STEPS = 6
 MODEL = {"gpu": (4, 1024, 16, 1024), "cpu": (2, 64, 8, 32)}  # of bf16: layers, hidden size, heads, tokens
 NUM_STEPS, SAVE_EVERY = {"gpu": 300, "cpu": 60}, {"gpu": 100, "cpu": 10}
-LIMIT_S = 120  # of one run, with its start and compilation
+LIMIT_S = 600  # of one run, with its start and compilation
 
 # Largest relative gap of a loss and of a gradient norm to one rank. fp64: sums in another order, 1e-15 a step, which
 # Adam's division magnifies. bf16: the bounds of parity.py, ten and two times what was measured.
@@ -117,9 +118,13 @@ class Check:
 
 
 class Subprocess:
-    """A command of this Python with its output in a log, in a process group of its own that `wait` leaves empty."""
+    """A command of this Python with its output in a log, in a process group of its own that `wait` leaves empty.
 
-    def __init__(self, check: Check, name: str, arguments: list[str]) -> None:
+    Args:
+        variables: of its environment, besides this process's.
+    """
+
+    def __init__(self, check: Check, name: str, arguments: list[str], **variables: str) -> None:
         self.log = check.folder / f"{name}.log"
         with open(self.log, "a", encoding="utf-8") as log:
             self.process = subprocess.Popen(
@@ -127,7 +132,7 @@ class Subprocess:
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
-                env=os.environ | {"HYDRA_FULL_ERROR": "0"},
+                env=os.environ | {"HYDRA_FULL_ERROR": "0"} | variables,
                 start_new_session=True,
             )
 
@@ -171,15 +176,16 @@ def train_arguments(check: Check, dtype: str) -> list[str]:
         else ["deterministic=true", "model.attention_dropout=0"]
     )
     steps = NUM_STEPS[check.accelerator] if dtype == "bf16" else COMPARED_STEPS
+    batch_size = 2 * math.lcm(check.ranks, max(1, check.ranks // 2))  # for the data ranks of every layout
     return [
         str(ROOT / "src" / "train.py"),
         *("model=gpt_tiny", f"model.num_layers={layers}", f"model.hidden_size={hidden}"),
         *(f"model.num_attention_heads={heads}", f"model.max_position_embeddings={length}", f"data.seq_length={length}"),
         *("model.hidden_dropout=0.1", f"precision={dtype}", *kernels, "optimizer.lr=1e-3", "schedule.warmup_steps=2"),
-        *("micro_batch_size=2", f"global_batch_size={2 * check.ranks}", f"trainer.max_steps={steps}"),
+        *("micro_batch_size=2", f"global_batch_size={batch_size}", f"trainer.max_steps={steps}"),
         *("trainer.validate_every_steps=0", "trainer.num_validation_samples=4", "trainer.progress_bar=false"),
         *(f"trainer.accelerator={check.accelerator}", "trainer.matmul_precision=highest", "logger.tensorboard=false"),
-        *("parallel.timeout_minutes=1", "parallel.shared_memory=false"),
+        *("parallel.timeout_minutes=5", "parallel.shared_memory=false"),
         *("checkpoint.save_every_steps=0", "checkpoint.save_last=false"),
     ]
 
@@ -216,6 +222,19 @@ def compare_layouts(check: Check, dtype: str, layout: Layout) -> None:
         f"{dtype}, {layout} against one rank over {COMPARED_STEPS} steps: losses differ by {gaps[0]:.1e} (at most "
         f"{bounds[0]:g}), gradient norms by {gaps[1]:.1e} (at most {bounds[1]:g})",
     )
+
+
+def compare_replicas(check: Check) -> None:
+    """Train with a run's own settings, kernels newly tuned by each rank, and compare all replicas after every step.
+
+    The other bf16 runs are deterministic, and sequence parallel: their kernels are not tuned by timing.
+    """
+    layout = Layout(2, max(1, check.ranks // 2))
+    own = ["deterministic=false", "trainer.check_replicas_every_steps=1", f"trainer.max_steps={COMPARED_STEPS}"]
+    arguments = [*train_arguments(check, "bf16"), *layout.overrides(), f"hydra.run.dir={check.folder / 'replicas'}"]
+    kernels = str(check.folder / "kernels")
+    Subprocess(check, "replicas", [*arguments, *own], TORCHINDUCTOR_CACHE_DIR=kernels).wait(LIMIT_S)
+    check.judge(True, f"bf16, {layout}: replicas equal to the bit after each of {COMPARED_STEPS} steps")
 
 
 def read_steps(run_dir: Path) -> list[tuple[float, float]]:

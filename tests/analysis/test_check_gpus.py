@@ -121,7 +121,7 @@ def test_the_bus_carries_twice_as_much_for_an_all_reduce() -> None:
 def test_the_whole_check_passes_on_two_processes_and_leaves_none(tmp_path) -> None:
     done = run_check("--rehearse", "--folder", str(tmp_path / "check"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("\nPASS  ") == 6 and "FAIL" not in done.stdout
+    assert done.stdout.count("\nPASS  ") == 7 and "FAIL" not in done.stdout
     assert (tmp_path / "check" / "report.txt").read_text() == done.stdout
     record = json.loads((tmp_path / "check" / "record.json").read_text())
     assert (record["name"], record["num_failed"]) == ("check_gpus", 0)

@@ -41,9 +41,9 @@ def trace(bench: BenchConfig, path: Path) -> dict:
     """
     device, name = require_device(resolve_accelerator(bench.accelerator))
     torch.set_float32_matmul_precision("medium")
-    batches = make_batches(bench.transformer_config(), bench, 1, device)
     counters.clear()
-    ours = Ours(bench, device, bench.precision.dtype)
+    ours = Ours(bench, device, bench.precision.dtype)  # first: it sets the allocator
+    batches = make_batches(bench.transformer_config(), bench, 1, device)
     number = 0
     for _ in range(bench.warm_up_steps):
         ours.step(batches[0], number)

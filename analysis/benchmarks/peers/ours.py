@@ -12,6 +12,7 @@ from lmscale.models import build_model
 from lmscale.models.attention_backend import fastest_backend, preferred_backend
 from lmscale.parallel import IGNORE_LABEL, ParallelContext, sample_dropout_keys, seed_rank_generator
 from lmscale.training.runtime.cpu_settings import keep_heap
+from lmscale.training.runtime.gpu_settings import keep_partial_sums_in_fp32, set_allocator
 from lmscale.training.step.module import DTYPES
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
@@ -24,6 +25,9 @@ class Ours(Contender):
     def __init__(self, bench: BenchConfig, device: torch.device, dtype: str) -> None:
         if device.type == "cpu":
             keep_heap()
+        else:
+            set_allocator(bench.cuda_graphs)
+            keep_partial_sums_in_fp32()
         config = resolve_attention(bench, device, dtype)
         self.bench, context = bench, ParallelContext()
         kernels = Kernels(float8=dtype == "fp8", compiles=bench.compiles, cuda_graphs=bench.cuda_graphs)
