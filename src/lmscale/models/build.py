@@ -60,5 +60,6 @@ def build_model(
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module.use_float8()
     if kernels.compiles:
+        torch._dynamo.config.optimize_ddp = False  # which would cut each layer's graph at DDP's first bucket
         model.compile_layers(kernels.cuda_graphs)
     return model

@@ -179,7 +179,6 @@ class Transformer(nn.Module):
                 replay, so gradients must have been moved by then.
         """
         self.uses_cuda_graphs = cuda_graphs
-        torch._dynamo.config.optimize_ddp = False  # it would cut each layer's graph at DDP's first bucket
         options = compiler_options(self.context, self.position_embedding.device.type == "cuda", cuda_graphs)
         self._combine = torch.compile(self._combine, dynamic=False, options=options)
         for layer in self.layers:

@@ -34,15 +34,12 @@ def sync_replicated_gradients(parameters: Iterable[nn.Parameter], context: Paral
 
     Source: Korthikanti et al. 2022, section 4.2.2, for the partial ones.
     """
-    if context.tp_size == 1:
-        return
-    replicated = [param for param in parameters if param.shard.replicated and param.grad is not None]
-    if not replicated:
+    replicated = [p for p in parameters if p.shard.replicated and p.grad is not None]
+    if context.tp_size == 1 or not replicated:
         return
     gradients = [param.grad for param in replicated]
-    counts = [context.tp_rank == 0 or param.shard.grad_is_partial for param in replicated]
-    terms = [grad if counted else torch.zeros_like(grad) for grad, counted in zip(gradients, counts, strict=True)]
-    total = context.tp_communicator.all_reduce(torch.cat([term.flatten() for term in terms]))
+    own = [p.grad if p.shard.grad_is_partial or context.tp_rank == 0 else torch.zeros_like(p.grad) for p in replicated]
+    total = context.tp_communicator.all_reduce(torch.cat([grad.flatten() for grad in own]))
     parts = total.split([grad.numel() for grad in gradients])
     torch._foreach_copy_(gradients, [part.view_as(grad) for part, grad in zip(parts, gradients, strict=True)])
 
@@ -90,10 +87,9 @@ def gradient_norms_of_parts(
 
 def _sums_of_squares(parameters: Iterable[nn.Parameter], context: ParallelContext, device: torch.device) -> Tensor:
     """This rank's terms of the sum over the ranks: its shards, and 1/p of the replicated part; fp64 [2]."""
-    sharded, replicated = [], []
-    for param in parameters:
-        if param.grad is not None:
-            (replicated if param.shard.replicated else sharded).append(param.grad)
+    used = [param for param in parameters if param.grad is not None]
+    sharded = [param.grad for param in used if not param.shard.replicated]
+    replicated = [param.grad for param in used if param.shard.replicated]
     # The replicated part is the same on every rank, so its mean over the ranks is itself.
     return torch.stack([_sum_of_squares(sharded, device), _sum_of_squares(replicated, device) / context.tp_size])
 
@@ -107,6 +103,5 @@ def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     # In fp32 at least: the squares of fp16 gradients overflow at 256.
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-    norms = torch._foreach_norm(gradients, 2, dtype=dtype)
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.promote_types(gradients[0].dtype, torch.float32))
     return torch.stack(norms).double().square().sum()
