@@ -23,6 +23,7 @@ def _synced(rank: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
         param.shard = source.shard
     for param in parameters[:3]:
         param.grad = torch.full_like(param, 1.5 + rank)
+    sync_replicated_gradients(parameters[2:3], context)  # none: a data rank may own no replicated parameter
     sync_replicated_gradients(parameters, context)
     return [param.grad for param in parameters]
 
