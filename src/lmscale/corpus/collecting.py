@@ -95,22 +95,29 @@ def shard_of(key: bytes, num_shards: int) -> int:
 
 
 class CheckIds(PipelineStep):
-    """Count documents whose id occurs more than once in their source, or raise an error."""
+    """Count documents whose id occurs more than once in their source, or raise an error.
+
+    Args:
+        root: path of the work folder.
+        num_tasks: tasks of the first stage.
+        duplicate_ids: `count` or `refuse`.
+    """
 
     type = "CHECK"
     name = "ids"
 
-    def __init__(self, root: Path, duplicate_ids: str) -> None:
+    def __init__(self, root: Path, num_tasks: int, duplicate_ids: str) -> None:
         super().__init__()
-        self.folder, self.duplicate_ids = WorkFolder(root), duplicate_ids
+        self.folder, self.num_tasks, self.duplicate_ids = WorkFolder(root), num_tasks, duplicate_ids
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         """The only task.
 
         Raises:
-            ValueError: the policy is `refuse` and ids repeat; the message shows one of them and its locations.
+            ValueError: the policy is `refuse` and ids repeat (the message shows one of them and its locations), or a
+                task of the first stage is not complete.
         """
-        files = sorted(self.folder.path("ids").glob("[0-9]*.npy"))
+        files = self.folder.task_files("ids", stage="clean", num_tasks=self.num_tasks)
         ids = np.concatenate([np.empty(0, dtype=np.uint64), *map(np.load, files)])
         unique, counts = np.unique(ids, return_counts=True)
         surplus = len(ids) - len(unique)
@@ -136,18 +143,25 @@ class SortShard(PipelineStep):
 
     Args:
         root: path of the work folder.
+        num_tasks: tasks of the first stage.
         bands, rows, ngram: MinHash parameters; `bands` is 0 if near-duplicates are kept.
     """
 
     type = "SORT"
     name = "sort by key"
 
-    def __init__(self, root: Path, bands: int, rows: int, ngram: int) -> None:
+    def __init__(self, root: Path, num_tasks: int, bands: int, rows: int, ngram: int) -> None:
         super().__init__()
-        self.folder, self.bands, self.rows, self.ngram = WorkFolder(root), bands, rows, ngram
+        self.folder, self.num_tasks = WorkFolder(root), num_tasks
+        self.bands, self.rows, self.ngram = bands, rows, ngram
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """Task `rank` sorts shard `rank`."""
+        """Task `rank` sorts shard `rank`.
+
+        Raises:
+            ValueError: a task of the first stage is not complete.
+        """
+        self.folder.task_files("ids", stage="clean", num_tasks=self.num_tasks)  # each writes its ids last
         files = sorted(self.folder.path("cleaned", rank).glob("[0-9]*.parquet"))
         table = pa.concat_tables([SCHEMA.empty_table(), *(pq.read_table(file) for file in files)])
         table = table.sort_by([(name, "ascending") for name in ("key", "source", "file", "row")])

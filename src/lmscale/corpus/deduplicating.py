@@ -59,13 +59,17 @@ class ShingleCandidates(PipelineStep):
     type = "DEDUP"
     name = "shingles"
 
-    def __init__(self, root: Path, num_shards: int, ngram: int) -> None:
+    def __init__(self, root: Path, num_shards: int, bands: int, ngram: int) -> None:
         super().__init__()
-        self.folder, self.num_shards, self.ngram = WorkFolder(root), num_shards, ngram
+        self.folder, self.num_shards, self.bands, self.ngram = WorkFolder(root), num_shards, bands, ngram
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """Task `rank` reads shard `rank`."""
-        files = sorted(self.folder.path("members", rank).glob("[0-9]*.npy"))
+        """Task `rank` reads shard `rank`.
+
+        Raises:
+            ValueError: the candidates of a band are missing.
+        """
+        files = self.folder.task_files("members", rank, stage="candidates", num_tasks=self.bands)
         members = distinct(np.concatenate([np.empty(0, dtype=np.int64), *map(np.load, files)]))
         first = self.folder.first_documents(self.num_shards)[rank]
         texts = pq.read_table(self.folder.shard_file("sorted", rank, "parquet"), columns=["text"])["text"]
@@ -88,13 +92,17 @@ class CompareCandidates(PipelineStep):
     type = "DEDUP"
     name = "exact comparison"
 
-    def __init__(self, root: Path, num_shards: int, threshold: float) -> None:
+    def __init__(self, root: Path, num_shards: int, bands: int, threshold: float) -> None:
         super().__init__()
-        self.folder, self.num_shards, self.threshold = WorkFolder(root), num_shards, threshold
+        self.folder, self.num_shards, self.bands, self.threshold = WorkFolder(root), num_shards, bands, threshold
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """Task `rank` compares the pairs of shard `rank`."""
-        files = sorted(self.folder.path("pairs", rank).glob("[0-9]*.npy"))
+        """Task `rank` compares the pairs of shard `rank`.
+
+        Raises:
+            ValueError: the candidates of a band are missing.
+        """
+        files = self.folder.task_files("pairs", rank, stage="candidates", num_tasks=self.bands)
         pairs = np.concatenate([np.empty((0, 2), dtype=np.int64), *map(np.load, files)])
         first = self.folder.first_documents(self.num_shards)
         pairs = np.stack(np.divmod(distinct(pairs[:, 0] * first[-1] + pairs[:, 1]), first[-1] or 1), axis=1)

@@ -41,14 +41,14 @@ def stages(plan: Plan) -> list[Stage]:
     bands = dedup.bands if is_fuzzy else 0
     found = [
         Stage("clean", plan.num_tasks, _cleaning(plan)),
-        Stage("ids", 1, [CheckIds(root, config.duplicate_ids)]),
-        Stage("sort", shards, [SortShard(root, bands, dedup.rows, dedup.ngram)]),
+        Stage("ids", 1, [CheckIds(root, plan.num_tasks, config.duplicate_ids)]),
+        Stage("sort", shards, [SortShard(root, plan.num_tasks, bands, dedup.rows, dedup.ngram)]),
     ]
     if is_fuzzy:
         found += [
             Stage("candidates", bands, [FindCandidates(root, shards, dedup.largest_bucket)]),
-            Stage("shingles", shards, [ShingleCandidates(root, shards, dedup.ngram)]),
-            Stage("compare", shards, [CompareCandidates(root, shards, dedup.jaccard)]),
+            Stage("shingles", shards, [ShingleCandidates(root, shards, bands, dedup.ngram)]),
+            Stage("compare", shards, [CompareCandidates(root, shards, bands, dedup.jaccard)]),
             Stage("resolve", 1, [ResolveDuplicates(root, shards)]),
         ]
     if config.tokenizer.kind == "trained":

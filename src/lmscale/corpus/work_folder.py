@@ -42,6 +42,21 @@ class WorkFolder:
         """Return the path `<kind>/<shard>.<ending>`."""
         return self.root / kind / f"{shard:05d}.{ending}"
 
+    def task_files(self, *parts: object, stage: str, num_tasks: int, ending: str = "npy") -> list[Path]:
+        """Return the files of a folder with one file per task of an earlier stage, in the order of the tasks.
+
+        Raises:
+            ValueError: some are missing. On Slurm an array ends without error, although tasks are missing, if the same
+                preparation is submitted again while it waits: datatrove then shortens the list that its tasks read.
+        """
+        files = sorted(self.path(*parts).glob(f"[0-9]*.{ending}"))
+        if len(files) != num_tasks:
+            raise ValueError(
+                f"all {num_tasks} tasks of `{stage}` must be complete, but {self.path(*parts)} has the files of "
+                f"{len(files)}; the same command runs the others, once no job of this preparation is left"
+            )
+        return files
+
     def first_documents(self, num_shards: int) -> np.ndarray:
         """Return the number of each shard's first document, and the total as last entry; int64 [shards + 1]."""
         counts = [len(np.load(self.shard_file("lengths", shard), mmap_mode="r")) for shard in range(num_shards)]
