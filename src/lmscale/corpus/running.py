@@ -1,9 +1,13 @@
 """The stages in order, and their executors: local processes, Slurm jobs or Ray tasks, all from datatrove."""
 
 import contextlib
+import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +94,32 @@ def _cleaning(plan: Plan) -> list[PipelineStep]:
 
 
 class QuietLocalExecutor(LocalPipelineExecutor):
-    """datatrove's local executor, with task logs written to files only, not to the terminal."""
+    """datatrove's local executor, with task logs in files only, and an error where a worker is killed."""
+
+    def run(self) -> None:
+        """Run the incomplete tasks; datatrove's own pool waits for ever for the task of a killed worker.
+
+        Raises:
+            ValueError: a worker was killed.
+        """
+        if self.workers == 1:
+            super().run()
+            return
+        context = multiprocessing.get_context(self.start_method)
+        with ProcessPoolExecutor(self.workers, context, _end_with_parent) as pool:
+            try:
+                tasks = [pool.submit(self._run_for_rank, rank) for rank in self.get_incomplete_ranks()]
+                for task in as_completed(tasks):
+                    task.result()
+            except BrokenProcessPool:
+                raise ValueError(
+                    f"all {self.workers} workers must stay alive, but one was killed (out of memory?); lower "
+                    "`launcher.workers`, and the same command continues"
+                ) from None
+            except BaseException:
+                for worker in multiprocessing.active_children():  # the pool would wait for their tasks
+                    worker.terminate()
+                raise
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> Any:
         try:
@@ -98,6 +127,16 @@ class QuietLocalExecutor(LocalPipelineExecutor):
                 return super()._run_for_rank(rank, local_rank, node_rank)
         finally:
             logger.remove()  # datatrove restores a handler that writes to the file just closed
+
+
+def _end_with_parent() -> None:
+    """Let a worker end with the process that started it; it would wait for tasks for ever."""
+
+    def wait() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def run_plan(plan: Plan) -> bool:
