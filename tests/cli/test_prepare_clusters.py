@@ -26,6 +26,13 @@ number=$(( $(ls "$STANDIN_LOG" | wc -l) + 1 ))
 cp "${@: -1}" "$STANDIN_LOG/$(printf %03d $number)"
 echo "Submitted batch job $number"
 """
+# Accepts the first two jobs, of stage `clean`.
+SBATCH_REFUSES = """#!/bin/bash
+number=$(( $(ls "$STANDIN_LOG" | wc -l) + 1 ))
+if [ $number -gt 2 ]; then echo "sbatch: error: Batch job submission failed: Invalid qos" >&2; exit 1; fi
+touch "$STANDIN_LOG/$number"
+echo "Submitted batch job 70$number"
+"""
 SRUN = """#!/bin/bash
 while [[ "$1" == -* ]]; do [[ "$1" == -n ]] && shift; shift; done
 exec "$@"
@@ -98,3 +105,15 @@ def test_a_second_submission_cannot_make_the_first_one_lose_documents(tmp_path, 
     assert refused.returncode != 0 and "all 2 tasks of `clean` must be complete" in refused.stdout + refused.stderr
     assert run(clean, 0).returncode == 0  # of the second array
     assert run(ids).returncode == 0
+
+
+def test_a_refusal_by_sbatch_is_one_line_with_the_stage_and_the_jobs_already_submitted(tmp_path, monkeypatch) -> None:
+    write_lines(tmp_path / "a.jsonl", ["one", "two"])
+    install_stubs(tmp_path, monkeypatch, SBATCH_REFUSES)
+    options = [option for option in SMALL if not option.startswith("launcher")]
+    done = prepare(*options, *CLUSTER, f"sources.local.path={tmp_path / 'a.jsonl'}", f"output={tmp_path / 'out'}")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: sbatch must accept stage `ids`, but: sbatch: error: Batch job submission failed: Invalid "
+        "qos (jobs already submitted: 701)\n",
+    )

@@ -3,7 +3,9 @@
 import contextlib
 import multiprocessing
 import os
+import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -168,9 +170,14 @@ def run_plan(plan: Plan) -> bool:
 
 
 def _submit(plan: Plan) -> None:
-    launcher, before = plan.config.launcher, None
+    """Submit one array of jobs per stage, each of which depends on the previous one.
+
+    Raises:
+        ValueError: sbatch refuses one of them.
+    """
+    launcher, executors = plan.config.launcher, []
     for stage in stages(plan):
-        before = SlurmPipelineExecutor(
+        executor = SlurmPipelineExecutor(
             stage.steps,
             stage.num_tasks,
             launcher.time,
@@ -181,10 +188,35 @@ def _submit(plan: Plan) -> None:
             qos=None,
             env_command=f"export PATH={Path(sys.executable).parent}:$PATH",
             sbatch_args=dict(launcher.sbatch),
-            depends=before,
+            depends=executors[-1] if executors else None,
             logging_dir=str(WorkFolder(plan.root).path("logs", stage.name)),
         )
-    before.run()
+        executors.append(executor)
+        with tempfile.TemporaryFile("w+") as said:
+            try:
+                with _stderr_to(said.fileno()):
+                    executor.run()
+            except subprocess.CalledProcessError as error:
+                said.seek(0)
+                reason = " ".join(said.read().split()) or f"exit code {error.returncode}"
+                jobs = " ".join(held.job_id for held in executors if held.job_id not in (None, -1)) or "none"
+                raise ValueError(
+                    f"sbatch must accept stage `{stage.name}`, but: {reason} (jobs already submitted: {jobs})"
+                ) from None
+            said.seek(0)
+            sys.stderr.write(said.read())  # warnings
+
+
+@contextlib.contextmanager
+def _stderr_to(file: int) -> Iterator[None]:
+    """Redirect stderr to an open file, also that of commands, which `redirect_stderr` does not affect."""
+    stderr = os.dup(2)
+    os.dup2(file, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 @contextlib.contextmanager
