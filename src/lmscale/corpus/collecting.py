@@ -48,7 +48,9 @@ def id_hash(source: str, name: str) -> int:
 
 
 class ScatterDocuments(PipelineStep):
-    """Last step of the first stage: write each document to the shard of its key.
+    """Last step of the first stage: write documents by the shard of their key, one batch per shard.
+
+    With a file per shard and flush, 174 GB of text would make 1.8 million files.
 
     Args:
         root: path of the work folder.
@@ -83,10 +85,15 @@ class ScatterDocuments(PipelineStep):
         save_array(self.folder.path("ids", f"{rank:05d}.npy"), np.array(ids, dtype=np.uint64))
 
     def _write(self, rows: dict[int, list[tuple]], rank: int, part: int) -> None:
-        for shard, held in rows.items():
-            columns = dict(zip(SCHEMA.names, map(list, zip(*held, strict=True)), strict=True))
-            with atomic_write(self.folder.path("cleaned", shard, f"{rank:05d}_{part:05d}.parquet")) as path:
-                pq.write_table(pa.table(columns, schema=SCHEMA), path, compression="zstd", compression_level=1)
+        # Arrow's own format finds a batch among hundreds much faster than parquet finds a row group.
+        options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", 1))
+        with (
+            atomic_write(self.folder.path("cleaned", f"{rank:05d}_{part:05d}.arrow")) as path,
+            pa.ipc.new_file(str(path), SCHEMA, options=options) as writer,
+        ):
+            for shard in range(self.num_shards):
+                columns = list(map(list, zip(*rows[shard], strict=True))) or [[] for _ in SCHEMA]
+                writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
 
 
 def shard_of(key: bytes, num_shards: int) -> int:
@@ -128,8 +135,11 @@ class CheckIds(PipelineStep):
 
     def _example(self, wanted: int) -> str:
         found = []
-        for file in sorted(self.folder.path("cleaned").rglob("[0-9]*.parquet")):
-            for row in pq.read_table(file, columns=["source", "file", "row", "id"]).to_pylist():
+        options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in PLACE])
+        for path in sorted(self.folder.path("cleaned").glob("[0-9]*.arrow")):
+            with pa.OSFile(str(path)) as file:
+                rows = pa.ipc.open_file(file, options=options).read_all().to_pylist()
+            for row in rows:
                 if id_hash(row["source"], row["id"]) == wanted:
                     found.append(f"{row['file']} row {row['row']}")
                     name = row["id"]
@@ -162,8 +172,11 @@ class SortShard(PipelineStep):
             ValueError: a task of the first stage is not complete.
         """
         self.folder.task_files("ids", stage="clean", num_tasks=self.num_tasks)  # each writes its ids last
-        files = sorted(self.folder.path("cleaned", rank).glob("[0-9]*.parquet"))
-        table = pa.concat_tables([SCHEMA.empty_table(), *(pq.read_table(file) for file in files)])
+        found = []
+        for path in sorted(self.folder.path("cleaned").glob("[0-9]*.arrow")):
+            with pa.OSFile(str(path)) as file:
+                found.append(pa.ipc.open_file(file).get_batch(rank))
+        table = pa.Table.from_batches(found, SCHEMA)
         table = table.sort_by([(name, "ascending") for name in ("key", "source", "file", "row")])
         keys = _key_array(table)
         is_first = np.ones(len(keys), dtype=bool)

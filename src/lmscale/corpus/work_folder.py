@@ -13,7 +13,7 @@ import numpy as np
 class WorkFolder:
     """Names of the files under `root`; shards are ranges of document keys, tasks are parts of the input.
 
-    cleaned/<shard>/<task>.parquet      documents of a task that belong to a shard
+    cleaned/<task>_<part>.arrow         documents of a task; batch i has those of shard i
     ids/<task>.npy                      hashes of the documents' own ids
     sorted/<shard>.parquet              the shard's documents by key, without exact copies
     sorted/<shard>.copies.parquet       locations of the exact copies
