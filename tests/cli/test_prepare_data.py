@@ -186,6 +186,15 @@ def test_one_line_of_many_megabytes_is_one_document(megabytes, shared_data, tmp_
     assert large in found
 
 
+def test_a_downloaded_corpus_of_the_paper_is_read_from_files(tmp_path) -> None:
+    local = write_lines(tmp_path / "a.jsonl", [f"Line {n} is\ncut in its middle." for n in range(9)])
+    given = ("corpus=cc_stories", "sources.cc_stories.kind=local", f"+sources.cc_stories.path={local}")
+    done = prepare(*SMALL, *given, f"output={tmp_path / 'out'}", "cleaning=none", "dedup=none", "validation_every=2")
+    assert done.returncode == 0, done.stderr
+    found = [read_documents(tmp_path / "out", "cc_stories", split) for split in ("train", "validation")]
+    assert sorted(sum(found, [])) == [f"Line {n} is cut in its middle." for n in range(9)]
+
+
 def test_documents_at_jaccard_0_8_are_duplicates_for_paper_but_not_for_megatron_v1(tmp_path) -> None:
     """Changing 9 of 400 words changes 45 of 396 shingles: (396 - 45) / (396 + 45)."""
     texts = [" ".join(f"{first}{number}" for number in range(400)) for first in ("a", "b", "c")]

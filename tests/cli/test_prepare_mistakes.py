@@ -71,6 +71,19 @@ def test_bad_content_is_named_and_the_output_is_not_complete(name, tmp_path) -> 
     assert not (out / "manifest.json").exists() and not list(out.glob("*.idx"))
 
 
+def test_another_shard_mb_is_refused_when_a_preparation_continues(tmp_path) -> None:
+    local = write_lines(tmp_path / "a.jsonl", ["many words " * 60_000, "more"])
+    with open(local, "a") as file:
+        file.write("no json\n" * 200_000)
+    options = [*SMALL, f"sources.local.path={local}", f"output={tmp_path / 'out'}", "cleaning=none"]
+    assert "must be one JSON object per line" in prepare(*options).stderr
+    done = prepare(*options, "shard_mb=2")
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "`shard_mb` is fixed for a started preparation, but 2 gives 2 shards" in done.stderr
+    assert "was started with 3; if memory is short, raise `launcher.memory_gb`" in done.stderr
+    assert "must be one JSON object per line" in prepare(*options).stderr  # the first value continues
+
+
 def test_bert_needs_documents_of_two_sentences(tmp_path) -> None:
     local = write_lines(tmp_path / "a.jsonl", [f"Only one sentence, number {n}" for n in range(300)])
     options = [*SMALL, f"sources.local.path={local}", f"output={tmp_path / 'out'}", "cleaning=none", "dedup=none"]

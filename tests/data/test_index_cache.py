@@ -1,5 +1,7 @@
 """Cached indices: built once for all processes, even if a builder is killed."""
 
+import errno
+import fcntl
 import os
 import signal
 import time
@@ -99,3 +101,27 @@ def test_a_truncated_index_is_named(tmp_path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ValueError, match=f"{path.name} is damaged; remove it"):
         cached_index(tmp_path, "gpt", ("fact",), build)
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_builders_without_a_common_lock_do_not_disturb_each_other(tmp_path, monkeypatch, is_removed) -> None:
+    def refuse(file, kind) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    path = cached_index(tmp_path, "gpt", (), _build).path
+    path.unlink()
+    elsewhere = path.with_name(f".{path.name}.unfinished_otherhost_1")
+    elsewhere.touch()
+
+    def build(file) -> None:
+        _build(file)
+        if is_removed:
+            Path(file.name).unlink()
+        other = get_context("fork").Process(target=cached_index, args=(tmp_path, "gpt", (), _build))
+        other.start()
+        other.join()
+        assert other.exitcode == 0
+
+    assert np.array_equal(cached_index(tmp_path, "gpt", (), build).rows, VALUES)
+    assert list(tmp_path.glob(".*unfinished*")) == [elsewhere]

@@ -1,6 +1,7 @@
 """Indexed datasets as a run's corpus: windows, blends, splits, and all errors."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -220,6 +221,23 @@ def test_a_missing_or_different_tokenizer_raises(folder, tokenizers, shared_data
         opened(a, folder)
     prepared = opened(a, folder, tokenizer=published)
     assert prepared.vocab_size == 50_257 and prepared.load_tokenizer().id_of("<|endoftext|>") == 50_256
+
+
+def test_two_nodes_with_the_same_process_id_store_the_published_tokenizer(folder, tokenizers, monkeypatch) -> None:
+    (folder / "tokenizer.json").unlink()
+    published = TokenizerConfig("gpt2", path=str(tokenizers["gpt"] / "tokenizer.json"))
+    replace_file = os.replace
+
+    def after_the_other_node(source, target) -> None:
+        monkeypatch.setattr(os, "replace", replace_file)
+        opened(folder / "a_text_document", folder, tokenizer=published)
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "replace", after_the_other_node)
+    prepared = opened(folder / "a_text_document", folder, tokenizer=published)
+    assert [path.name for path in Path(prepared.folder).iterdir()] == ["tokenizer.json"]
+    monkeypatch.delattr(os, "replace")  # it is not written again
+    opened(folder / "a_text_document", folder, tokenizer=published)
 
 
 def test_ids_outside_the_vocabulary_raise_before_the_run_or_in_their_batch(folder) -> None:

@@ -71,6 +71,34 @@ def test_a_damaged_gzip_raises(tmp_path) -> None:
         prepare_corpus(local_config(tmp_path / "a.jsonl.gz", tmp_path), TRAINED, "gpt", None)
 
 
+def test_damaged_parquet_pages_raise_one_line(tmp_path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": [f"some words {n}" for n in range(500)]}), file, compression="zstd")
+    content = bytearray(file.read_bytes())
+    content[100:1000] = bytes(900)  # the schema, at the end, stays whole
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="a.parquet cannot be read as parquet: ") as caught:
+        open_corpus(local_config(file, tmp_path)).read()
+    assert "\n" not in str(caught.value)
+
+
+def test_deeply_nested_json_raises_one_line(tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": ' + "[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match="a.jsonl, line 2: must be JSON, but ") as caught:
+        open_corpus(local_config(tmp_path / "a.jsonl", tmp_path)).read()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_byte_order_mark_before_json_lines_is_ignored(tmp_path, pack) -> None:
+    path = tmp_path / ("a.jsonl" if pack is bytes else "a.jsonl.gz")
+    path.write_bytes(pack('\ufeff{"text": "one"}\n{"text": "two"}\n'.encode()))
+    assert open_corpus(local_config(path, tmp_path)).read().texts == ["one", "two"]
+
+
 def test_errors_name_the_wrong_key(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo")
     config = local_config(tmp_path / "a.txt", tmp_path, validation_path=str(tmp_path / "nowhere"))

@@ -7,7 +7,7 @@ from corpora import local_config
 from lmscale.config.data import TokenizerConfig
 from lmscale.data.embedded import embedded_documents
 from lmscale.data.prepare import prepare_corpus
-from lmscale.data.tokenizer import BERT_SPECIALS, END_OF_TEXT, load_tokenizer
+from lmscale.data.tokenizer import BERT_SPECIALS, END_OF_TEXT, load_tokenizer, read_tokenizer
 
 TEXTS = embedded_documents()[0][:29]
 
@@ -89,6 +89,14 @@ def test_a_path_without_tokenizer_files_raises_one_line(tmp_path, kind) -> None:
         with pytest.raises(ValueError, match="`tokenizer.path` must be") as caught:
             architecture = "gpt" if kind == "gpt2" else "bert"
             load_tokenizer(TokenizerConfig(kind, path=str(path)), architecture, None, list, "", tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_tokenizer_of_a_dataset_raises_one_line(tmp_path) -> None:
+    for content in ("{", ""):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(ValueError, match="tokenizer.json must be a complete tokenizer.json, but: ") as caught:
+            read_tokenizer(tmp_path / "tokenizer.json")
         assert "\n" not in str(caught.value)
 
 

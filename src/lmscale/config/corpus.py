@@ -194,8 +194,9 @@ class PrepareConfig:
         validation_every: one document in this many is held out; 30 gives the paper's 29:1.
         max_bad_rows: rows of one file that cannot be read (invalid JSON, no text) before it is refused.
         duplicate_ids: `count` documents that share an id, or `refuse` them.
-        shard_mb: stored input per shard in MB; does not affect results. A task needs two to four times the text of its
-            shard in memory, and packed files are about three times as large when unpacked.
+        shard_mb: stored input per shard in MB; does not affect results and is fixed once a preparation has started. A
+            task needs two to four times the text of its shard in memory, and packed files are about three times as
+            large when unpacked.
         keep_work: keep the intermediate files, several times the size of the corpus.
 
     Raises:

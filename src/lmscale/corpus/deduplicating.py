@@ -1,5 +1,6 @@
 """Search for near-duplicates over all shards: candidates per band, exact comparison per shard, one global result."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from .shingles import shingle_sets
 from .work_folder import WorkFolder, atomic_write, save_array
 
 PAIRS_AT_ONCE = 500_000
+SHINGLES_AT_ONCE = 2**24  # in memory at once, 8 bytes each, unless one pair has more
 
 
 class FindCandidates(PipelineStep):
@@ -59,13 +61,17 @@ class ShingleCandidates(PipelineStep):
     type = "DEDUP"
     name = "shingles"
 
-    def __init__(self, root: Path, num_shards: int, ngram: int) -> None:
+    def __init__(self, root: Path, num_shards: int, bands: int, ngram: int) -> None:
         super().__init__()
-        self.folder, self.num_shards, self.ngram = WorkFolder(root), num_shards, ngram
+        self.folder, self.num_shards, self.bands, self.ngram = WorkFolder(root), num_shards, bands, ngram
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """Task `rank` reads shard `rank`."""
-        files = sorted(self.folder.path("members", rank).glob("[0-9]*.npy"))
+        """Task `rank` reads shard `rank`.
+
+        Raises:
+            ValueError: the candidates of a band are missing.
+        """
+        files = self.folder.task_files("members", rank, stage="candidates", num_tasks=self.bands)
         members = distinct(np.concatenate([np.empty(0, dtype=np.int64), *map(np.load, files)]))
         first = self.folder.first_documents(self.num_shards)[rank]
         texts = pq.read_table(self.folder.shard_file("sorted", rank, "parquet"), columns=["text"])["text"]
@@ -88,21 +94,23 @@ class CompareCandidates(PipelineStep):
     type = "DEDUP"
     name = "exact comparison"
 
-    def __init__(self, root: Path, num_shards: int, threshold: float) -> None:
+    def __init__(self, root: Path, num_shards: int, bands: int, threshold: float) -> None:
         super().__init__()
-        self.folder, self.num_shards, self.threshold = WorkFolder(root), num_shards, threshold
+        self.folder, self.num_shards, self.bands, self.threshold = WorkFolder(root), num_shards, bands, threshold
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """Task `rank` compares the pairs of shard `rank`."""
-        files = sorted(self.folder.path("pairs", rank).glob("[0-9]*.npy"))
+        """Task `rank` compares the pairs of shard `rank`.
+
+        Raises:
+            ValueError: the candidates of a band are missing.
+        """
+        files = self.folder.task_files("pairs", rank, stage="candidates", num_tasks=self.bands)
         pairs = np.concatenate([np.empty((0, 2), dtype=np.int64), *map(np.load, files)])
         first = self.folder.first_documents(self.num_shards)
         pairs = np.stack(np.divmod(distinct(pairs[:, 0] * first[-1] + pairs[:, 1]), first[-1] or 1), axis=1)
         similar, similarities = [np.empty((0, 2), dtype=np.int64)], [np.empty(0)]
         with Meter(self.folder, "compare", rank) as meter:
-            for start in range(0, len(pairs), PAIRS_AT_ONCE):
-                some = pairs[start : start + PAIRS_AT_ONCE]
-                documents = distinct(some.ravel())
+            for some, documents in self._chunks(pairs, first):
                 values, offsets = self._sets(documents, first)
                 jaccard = exact_jaccard(values, offsets, np.searchsorted(documents, some))
                 enough = jaccard >= self.threshold
@@ -114,18 +122,39 @@ class CompareCandidates(PipelineStep):
         self.stat_update("compared", value=len(pairs))
         self.stat_update("similar", value=sum(map(len, similar)))
 
+    def _chunks(self, pairs: np.ndarray, first: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the pairs in order, in parts whose documents have at most SHINGLES_AT_ONCE shingles, with these
+        documents.
+        """
+        all_documents, sizes, start = distinct(pairs.ravel()), [np.empty(0, dtype=np.int64)], 0
+        for _, offsets, places in self._located(all_documents, first):
+            sizes.append(offsets[places + 1] - offsets[places])
+        sizes = np.concatenate(sizes)
+        while start < len(pairs):
+            some = pairs[start : start + PAIRS_AT_ONCE]
+            documents = distinct(some.ravel())
+            while len(some) > 1 and sizes[np.searchsorted(all_documents, documents)].sum() > SHINGLES_AT_ONCE:
+                some = some[: len(some) // 2]
+                documents = distinct(some.ravel())
+            yield some, documents
+            start += len(some)
+
     def _sets(self, documents: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the shingles of `documents` (sorted numbers) in the form of `shingle_sets`."""
         parts, counts = [np.empty(0, dtype=np.uint64)], [np.zeros(1, dtype=np.int64)]
-        borders = np.searchsorted(documents, first)
-        for shard in np.flatnonzero(np.diff(borders)):
-            members = np.load(self.folder.shard_file("sets", int(shard), "members.npy"), mmap_mode="r")
-            offsets = np.load(self.folder.shard_file("sets", int(shard), "offsets.npy"))
-            values = np.load(self.folder.shard_file("sets", int(shard), "values.npy"), mmap_mode="r")
-            places = np.searchsorted(members, documents[borders[shard] : borders[shard + 1]])
+        for shard, offsets, places in self._located(documents, first):
+            values = np.load(self.folder.shard_file("sets", shard, "values.npy"), mmap_mode="r")
             parts += [values[offsets[p] : offsets[p + 1]] for p in places]
             counts.append(offsets[places + 1] - offsets[places])
         return np.concatenate(parts), np.cumsum(np.concatenate(counts))
+
+    def _located(self, documents: np.ndarray, first: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield, per shard that has some of `documents`, its number, the offsets of its sets, and their indices."""
+        borders = np.searchsorted(documents, first)
+        for shard in np.flatnonzero(np.diff(borders)).tolist():
+            members = np.load(self.folder.shard_file("sets", shard, "members.npy"), mmap_mode="r")
+            offsets = np.load(self.folder.shard_file("sets", shard, "offsets.npy"))
+            yield shard, offsets, np.searchsorted(members, documents[borders[shard] : borders[shard + 1]])
 
 
 class ResolveDuplicates(PipelineStep):

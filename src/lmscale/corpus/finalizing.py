@@ -43,7 +43,13 @@ class MergeShards(PipelineStep):
         self.plan, self.folder = plan, WorkFolder(plan.root)
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """Task `rank` merges part `rank` of the plan."""
+        """Task `rank` merges part `rank` of the plan.
+
+        Raises:
+            ValueError: a shard is not tokenized.
+        """
+        # A shard without documents of this part has no dataset, but every complete one has this file.
+        self.folder.task_files("overlap", stage="tokenize", num_tasks=self.plan.num_shards, ending="parquet")
         source, split = self.plan.parts[rank]
         prefixes = [self.folder.path("tokens", shard, f"{source}_{split}") for shard in range(self.plan.num_shards)]
         prefixes = [prefix for prefix in prefixes if prefix.with_name(prefix.name + ".idx").is_file()]

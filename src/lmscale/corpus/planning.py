@@ -15,9 +15,9 @@ from .reading import check_number
 from .tokenizing import save_tokenizer
 from .work_folder import WorkFolder, atomic_write
 
-FORMAT = 2  # of the intermediate files: incremented when the same input gives another result
+FORMAT = 3  # of the intermediate files: incremented when they or the result of the same input change
 MAX_TASKS = 1000  # of the first stage
-# Keys that affect how the work is done but not its result.
+# Keys that affect how the work is done but not its result; `shard_mb` is checked by its number of shards.
 FREE_KEYS = ("launcher", "shard_mb", "keep_work", "output", "max_bad_rows")
 
 
@@ -56,8 +56,8 @@ def make_plan(config: PrepareConfig) -> Plan:
     """Check the configuration and make the plan; an unfinished preparation with equal inputs is continued.
 
     Raises:
-        ValueError: a source, tokenizer or evaluation set cannot be used, the output folder holds something else, or
-            there are too few documents for both splits.
+        ValueError: a source, tokenizer or evaluation set cannot be used, the output folder holds something else or
+            another number of shards, or there are too few documents for both splits.
     """
     output = Path(config.output).absolute()
     check_tokenizer(config.tokenizer, config.architecture)
@@ -79,7 +79,14 @@ def make_plan(config: PrepareConfig) -> Plan:
     _check_output(output, folder.root, facts)
     check_number(inputs, config.sources)
     size = sum(file.num_bytes for file in inputs)
-    num_shards = _kept(folder.root, "num_shards") or max(1, -(-size // (config.shard_mb * 10**6)))
+    num_shards = max(1, -(-size // (config.shard_mb * 10**6)))
+    kept = _kept(folder.root, "num_shards")
+    if kept not in (None, num_shards):
+        raise ValueError(
+            f"`shard_mb` is fixed for a started preparation, but {config.shard_mb} gives {num_shards} shards and "
+            f"{output} was started with {kept}; if memory is short, raise `launcher.memory_gb` or lower "
+            "`launcher.workers`"
+        )
     num_tasks = min(len(inputs), MAX_TASKS)
     try:
         folder.root.mkdir(parents=True, exist_ok=True)

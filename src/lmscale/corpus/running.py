@@ -1,9 +1,15 @@
 """The stages in order, and their executors: local processes, Slurm jobs or Ray tasks, all from datatrove."""
 
 import contextlib
+import multiprocessing
 import os
+import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,14 +47,14 @@ def stages(plan: Plan) -> list[Stage]:
     bands = dedup.bands if is_fuzzy else 0
     found = [
         Stage("clean", plan.num_tasks, _cleaning(plan)),
-        Stage("ids", 1, [CheckIds(root, config.duplicate_ids)]),
-        Stage("sort", shards, [SortShard(root, bands, dedup.rows, dedup.ngram)]),
+        Stage("ids", 1, [CheckIds(root, plan.num_tasks, config.duplicate_ids)]),
+        Stage("sort", shards, [SortShard(root, plan.num_tasks, bands, dedup.rows, dedup.ngram)]),
     ]
     if is_fuzzy:
         found += [
             Stage("candidates", bands, [FindCandidates(root, shards, dedup.largest_bucket)]),
-            Stage("shingles", shards, [ShingleCandidates(root, shards, dedup.ngram)]),
-            Stage("compare", shards, [CompareCandidates(root, shards, dedup.jaccard)]),
+            Stage("shingles", shards, [ShingleCandidates(root, shards, bands, dedup.ngram)]),
+            Stage("compare", shards, [CompareCandidates(root, shards, bands, dedup.jaccard)]),
             Stage("resolve", 1, [ResolveDuplicates(root, shards)]),
         ]
     if config.tokenizer.kind == "trained":
@@ -90,7 +96,32 @@ def _cleaning(plan: Plan) -> list[PipelineStep]:
 
 
 class QuietLocalExecutor(LocalPipelineExecutor):
-    """datatrove's local executor, with task logs written to files only, not to the terminal."""
+    """datatrove's local executor, with task logs in files only, and an error where a worker is killed."""
+
+    def run(self) -> None:
+        """Run the incomplete tasks; datatrove's own pool waits for ever for the task of a killed worker.
+
+        Raises:
+            ValueError: a worker was killed.
+        """
+        if self.workers == 1:
+            super().run()
+            return
+        context = multiprocessing.get_context(self.start_method)
+        with ProcessPoolExecutor(self.workers, context, _end_with_parent) as pool:
+            try:
+                tasks = [pool.submit(self._run_for_rank, rank) for rank in self.get_incomplete_ranks()]
+                for task in as_completed(tasks):
+                    task.result()
+            except BrokenProcessPool:
+                raise ValueError(
+                    f"all {self.workers} workers must stay alive, but one was killed (out of memory?); lower "
+                    "`launcher.workers`, and the same command continues"
+                ) from None
+            except BaseException:
+                for worker in multiprocessing.active_children():  # the pool would wait for their tasks
+                    worker.terminate()
+                raise
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> Any:
         try:
@@ -98,6 +129,16 @@ class QuietLocalExecutor(LocalPipelineExecutor):
                 return super()._run_for_rank(rank, local_rank, node_rank)
         finally:
             logger.remove()  # datatrove restores a handler that writes to the file just closed
+
+
+def _end_with_parent() -> None:
+    """Let a worker end with the process that started it; it would wait for tasks for ever."""
+
+    def wait() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def run_plan(plan: Plan) -> bool:
@@ -129,9 +170,14 @@ def run_plan(plan: Plan) -> bool:
 
 
 def _submit(plan: Plan) -> None:
-    launcher, before = plan.config.launcher, None
+    """Submit one array of jobs per stage, each of which depends on the previous one.
+
+    Raises:
+        ValueError: sbatch refuses one of them.
+    """
+    launcher, executors = plan.config.launcher, []
     for stage in stages(plan):
-        before = SlurmPipelineExecutor(
+        executor = SlurmPipelineExecutor(
             stage.steps,
             stage.num_tasks,
             launcher.time,
@@ -142,10 +188,35 @@ def _submit(plan: Plan) -> None:
             qos=None,
             env_command=f"export PATH={Path(sys.executable).parent}:$PATH",
             sbatch_args=dict(launcher.sbatch),
-            depends=before,
+            depends=executors[-1] if executors else None,
             logging_dir=str(WorkFolder(plan.root).path("logs", stage.name)),
         )
-    before.run()
+        executors.append(executor)
+        with tempfile.TemporaryFile("w+") as said:
+            try:
+                with _stderr_to(said.fileno()):
+                    executor.run()
+            except subprocess.CalledProcessError as error:
+                said.seek(0)
+                reason = " ".join(said.read().split()) or f"exit code {error.returncode}"
+                jobs = " ".join(held.job_id for held in executors if held.job_id not in (None, -1)) or "none"
+                raise ValueError(
+                    f"sbatch must accept stage `{stage.name}`, but: {reason} (jobs already submitted: {jobs})"
+                ) from None
+            said.seek(0)
+            sys.stderr.write(said.read())  # warnings
+
+
+@contextlib.contextmanager
+def _stderr_to(file: int) -> Iterator[None]:
+    """Redirect stderr to an open file, also that of commands, which `redirect_stderr` does not affect."""
+    stderr = os.dup(2)
+    os.dup2(file, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 class WorkFolder:
     """Names of the files under `root`; shards are ranges of document keys, tasks are parts of the input.
 
-    cleaned/<shard>/<task>.parquet      documents of a task that belong to a shard
+    cleaned/<task>_<part>.arrow         documents of a task; batch i has those of shard i
     ids/<task>.npy                      hashes of the documents' own ids
     sorted/<shard>.parquet              the shard's documents by key, without exact copies
     sorted/<shard>.copies.parquet       locations of the exact copies
@@ -41,6 +41,21 @@ class WorkFolder:
     def shard_file(self, kind: str, shard: int, ending: str = "npy") -> Path:
         """Return the path `<kind>/<shard>.<ending>`."""
         return self.root / kind / f"{shard:05d}.{ending}"
+
+    def task_files(self, *parts: object, stage: str, num_tasks: int, ending: str = "npy") -> list[Path]:
+        """Return the files of a folder with one file per task of an earlier stage, in the order of the tasks.
+
+        Raises:
+            ValueError: some are missing. On Slurm an array ends without error, although tasks are missing, if the same
+                preparation is submitted again while it waits: datatrove then shortens the list that its tasks read.
+        """
+        files = sorted(self.path(*parts).glob(f"[0-9]*.{ending}"))
+        if len(files) != num_tasks:
+            raise ValueError(
+                f"all {num_tasks} tasks of `{stage}` must be complete, but {self.path(*parts)} has the files of "
+                f"{len(files)}; the same command runs the others, once no job of this preparation is left"
+            )
+        return files
 
     def first_documents(self, num_shards: int) -> np.ndarray:
         """Return the number of each shard's first document, and the total as last entry; int64 [shards + 1]."""

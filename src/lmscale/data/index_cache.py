@@ -11,7 +11,7 @@ from typing import IO
 import numpy as np
 
 INDEX_VERSION = 1  # incremented when the same facts give another index
-# On file systems without locks several processes may build the same file; the last rename wins.
+# Without locks between nodes several processes build the same file, each under its own name; the last rename wins.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -33,8 +33,8 @@ class StoredIndex:
 def cached_index(folder: Path, kind: str, facts: tuple, build: Callable[[IO[bytes]], None]) -> StoredIndex:
     """Open the array that `build` writes for these facts, and build it if it does not exist.
 
-    The kernel releases the lock of a process that is killed, so it blocks nobody; the next process removes its
-    unfinished file.
+    The kernel releases the lock of a process that is killed, so it blocks nobody; the next process that builds the same
+    index on that host removes its unfinished file.
 
     Args:
         folder: folder of all indices; created if missing.
@@ -77,14 +77,29 @@ def _lock(lock: IO[bytes]) -> None:
 
 
 def _build(path: Path, build: Callable[[IO[bytes]], None]) -> None:
-    for abandoned in path.parent.glob(f".{path.name}.unfinished_*"):
-        abandoned.unlink(missing_ok=True)
-    temporary = path.with_name(f".{path.name}.unfinished_{os.uname().nodename}_{os.getpid()}")
+    prefix = f".{path.name}.unfinished_{os.uname().nodename}_"
+    for unfinished in path.parent.glob(f"{prefix}*"):  # other hosts' builders may be alive: locks do not reach them all
+        if not _is_running(int(unfinished.name.removeprefix(prefix))):
+            unfinished.unlink(missing_ok=True)
+    temporary = path.with_name(f"{prefix}{os.getpid()}")
     try:
         with open(temporary, "wb", buffering=1 << 20) as file:
             build(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError:
+        if not path.is_file():  # else another process has built it
+            raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        pass
+    return True

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -234,10 +235,13 @@ def _find_tokenizer(
             f"{folders[0]} has none"
         )
     folder = cache / "tokenizers" / named.fingerprint[:24]
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{TOKENIZER}.{os.getpid()}"
-    named.inner.save(str(temporary))
-    os.replace(temporary, folder / TOKENIZER)
+    if not (folder / TOKENIZER).is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        # The temporary name is unique even if several machines share the folder.
+        handle, temporary = tempfile.mkstemp(prefix=".unfinished_", dir=folder)
+        os.close(handle)
+        named.inner.save(temporary)
+        os.replace(temporary, folder / TOKENIZER)
     return named, folder
 
 

@@ -172,12 +172,12 @@ def _decode(file: Path, policy: str) -> tuple[str, int]:
 def _read_json_lines(content: str, file: Path, config: DataConfig) -> tuple[list[str], int]:
     """Return the texts, and how many escaped lone surrogates (`\\ud800`) were replaced."""
     texts, bad = [], 0
-    for number, line in enumerate(content.split("\n"), start=1):
+    for number, line in enumerate(content.removeprefix("\ufeff").split("\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}, line {number}: must be JSON, but {error}") from None
         text = row.get(config.text_field) if isinstance(row, dict) else None
         if not isinstance(text, str):
@@ -197,15 +197,17 @@ def _read_json_lines(content: str, file: Path, config: DataConfig) -> tuple[list
 
 
 def _read_parquet(file: Path, text_field: str) -> list[str]:
+    import pyarrow
     import pyarrow.parquet as parquet
 
     try:
-        names = parquet.read_schema(file).names
-    except (OSError, ValueError) as error:
+        names, texts = parquet.read_schema(file).names, None
+        if text_field in names:
+            texts = parquet.read_table(file, columns=[text_field])[text_field].to_pylist()
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise ValueError(f"{file} cannot be read as parquet: {str(error).splitlines()[0]}") from None
-    if text_field not in names:
+    if texts is None:
         raise ValueError(f"{file}: `data.text_field` must be one of its columns {names}, but is {text_field!r}")
-    texts = parquet.read_table(file, columns=[text_field])[text_field].to_pylist()
     return _strings(texts, f"{file}: column `{text_field}` (data.text_field)")
 
 

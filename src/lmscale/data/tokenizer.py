@@ -138,8 +138,11 @@ def load_published_tokenizer(config: TokenizerConfig, architecture: str | None =
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json that this package has written."""
-    inner = tokenizers.Tokenizer.from_file(str(path))
+    """Read a tokenizer.json that this package has written; raise a ValueError if it is missing or damaged."""
+    try:
+        inner = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for a file it cannot read
+        raise ValueError(f"{path} must be a complete tokenizer.json, but: {error}") from None
     inner.encode_special_tokens = True
     return Tokenizer(inner)
 
@@ -165,9 +168,7 @@ def check_tokenizer(config: TokenizerConfig, architecture: str) -> None:
     """
     size, form = config.vocab_size, family_of(architecture).corpus
     if config.kind == "trained" and form.algorithm == "bpe" and size is not None and size <= NUM_BYTES:
-        raise ValueError(
-            f"`tokenizer.vocab_size` must be above {NUM_BYTES} (all bytes and {END_OF_TEXT}), but is {size}"
-        )
+        raise ValueError(_too_small("tokenizer.vocab_size", size))
     if config.kind != "trained" and config.kind != form.tokenizer:
         raise ValueError(f"`tokenizer` must suit the model ({form.name}), but is {config.kind}")
     if config.kind != "trained" and config.path is not None and not Path(config.path).exists():
