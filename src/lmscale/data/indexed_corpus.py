@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-import tempfile
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -237,10 +237,10 @@ def _find_tokenizer(
     folder = cache / "tokenizers" / named.fingerprint[:24]
     if not (folder / TOKENIZER).is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        # The temporary name is unique even if several machines share the folder.
-        handle, temporary = tempfile.mkstemp(prefix=".unfinished_", dir=folder)
-        os.close(handle)
-        named.inner.save(temporary)
+        # The temporary name is unique even if several machines share the folder. A file of mkstemp could not be read by
+        # other users.
+        temporary = folder / f".unfinished_{uuid.uuid4().hex}"
+        named.inner.save(str(temporary))
         os.replace(temporary, folder / TOKENIZER)
     return named, folder
 
