@@ -85,7 +85,7 @@ def generate(job: GenerateJob) -> int:
         ValueError: with one rank, if the weights cannot be loaded or used, or a file cannot be written.
     """
     config = job.config
-    share_cores(config.parallel.tp_size)
+    share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if config.parallel.tp_size > 1 else 1)
     device = _device(config)
     context = evaluation_groups(config.parallel.tp_size, 1, device.type, config.parallel.pad_heads)
     try:
