@@ -38,7 +38,8 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
     Raises:
         ValueError: the checkpoint is missing, damaged or of a GPT; it has too few positions; the task needs a trained
             pooler and there is none, or a new one is requested although there is one; the tokenizer is missing or not
-            the checkpoint's; or there is nothing to train and no head.
+            the checkpoint's; its head is of this task's name with other labels; or there is nothing to train and no
+            head.
     """
     path, metadata, config = open_source(run.ckpt, needs_heads=False)
     task = run.task
@@ -63,6 +64,13 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
         )
     before = metadata.state.get("finetune", {}).get("task")
     has_head = before == task.name and not run.from_scratch
+    if has_head:
+        labels = metadata.run.get("task", {}).get("labels")
+        if labels != task.labels:
+            raise ValueError(
+                f"`task.labels` must be {labels}, with which {path.name} was finetuned on {task.name}, but is "
+                f"{task.labels}"
+            )
     if not has_head and run.trainer.num_epochs == 0:
         raise ValueError(
             f"`ckpt` must have been finetuned on {task.name} if `trainer.num_epochs` is 0, but {path.name} was "
