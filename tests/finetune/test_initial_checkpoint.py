@@ -20,3 +20,21 @@ def test_a_head_is_not_reused_with_other_labels(tmp_path) -> None:
     prepare_job(make_run("qqp", tmp_path, saved, task__labels=["0", "1"], **task))
     with pytest.raises(ValueError, match=r"`task.labels` must be \['0', '1'\], with which step_3.ckpt was finetuned"):
         prepare_job(make_run("qqp", tmp_path, saved, task__labels=["1", "0"], **task))
+
+
+@pytest.mark.parametrize("vocab_size, fits_alone", [(256, True), (250, False)])
+def test_a_model_may_have_more_ids_than_its_own_tokenizer(tmp_path, vocab_size: int, fits_alone: bool) -> None:
+    ckpt = make_checkpoint(tmp_path / "ckpt", vocab_size=vocab_size)
+    prepare_job(make_run("qqp", tmp_path, ckpt))
+    (ckpt / "tokenizer").rename(tmp_path / "foreign")
+    run = make_run("qqp", tmp_path, ckpt, tokenizer__path=str(tmp_path / "foreign"))
+    if fits_alone:
+        prepare_job(run)
+    else:
+        with pytest.raises(ValueError, match=f"must be the one the checkpoint was trained with, of {vocab_size} ids"):
+            prepare_job(run)
+
+
+def test_a_model_with_fewer_ids_than_its_tokenizer_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="must be the one the checkpoint was trained with, of 20 ids"):
+        prepare_job(make_run("qqp", tmp_path, make_checkpoint(tmp_path / "ckpt", vocab_size=20)))

@@ -12,6 +12,7 @@ from ..config.data import TokenizerConfig
 from ..config.family import family_of
 from ..config.finetune import FinetuneConfig
 from ..data.tokenizer import Tokenizer, load_published_tokenizer
+from ..evaluation.tokenizer_choice import has_plausible_size
 from .tasks import HeadKind, benchmark_of
 
 
@@ -104,7 +105,9 @@ def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, config: TransformerCo
     path = run.tokenizer.path or str(beside)
     if own is not None and _rules(chosen) != _rules(own):
         raise ValueError(f"`tokenizer.path` must be the checkpoint's tokenizer, that of {beside}, but is {path}")
-    if chosen.vocab_size != config.vocab_size:
+    # The checkpoint's own tokenizer may be any number of ids smaller than the model.
+    fits = has_plausible_size(chosen, config) if own is None else chosen.vocab_size <= config.vocab_size
+    if not fits:
         raise ValueError(
             f"the tokenizer must be the one the checkpoint was trained with, of {config.vocab_size} ids, "
             f"but {path} has {chosen.vocab_size}"
