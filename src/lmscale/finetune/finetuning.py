@@ -24,7 +24,7 @@ from .initial_checkpoint import check_initial_checkpoint
 from .module import FinetuneModule
 from .outputs import write_outputs
 from .preparing import FinetuneJob, prepare_features
-from .run_folder import announce, prepare_folder, report_divergence, write_run_record
+from .run_folder import announce, check_no_checkpoint, prepare_folder, report_divergence, write_run_record
 from .scoring import metric_names
 from .sources import check_places
 
@@ -39,6 +39,7 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     if accelerator == "gpu":
         set_allocator()
     check_no_record(run.run_dir)
+    check_no_checkpoint(Path(run.run_dir))
     if is_first_rank():
         check_not_in_use(Path(run.run_dir))
     check_places(run)
