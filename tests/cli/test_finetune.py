@@ -154,6 +154,7 @@ def test_a_size_that_a_task_has_no_row_for_is_refused(tmp_path, forked) -> None:
         (("task.hub=x",), "`task.hub` is not a known key"),
         (("micro_batch_size=0",), "`micro_batch_size` must be a whole number of at least 1"),
         (("-m", "micro_batch_size=4,0"), "job 1 of the sweep"),
+        (("-m", "task.train=finetune/example_qqp.tsv,/nowhere"), "`task.train` must be a file or folder"),
         (("objective=nothing",), "`objective` must be one of qqp/accuracy"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
-from entry_points import REPOSITORY, TINY, forked_too, refuse, train
+from entry_points import REPOSITORY, TINY, forked_too, refuse, slurm_task, train
 from omegaconf import OmegaConf
 from test_runs import losses
 
@@ -92,6 +92,14 @@ def test_a_sweep_does_not_change_a_folder_with_a_run(tmp_path) -> None:
     done = train("-m", *TINY, "seed=1,2", f"hydra.sweep.dir={tmp_path}")
     assert done.returncode == 2 and not (tmp_path / "0").exists()
     assert f"`hydra.run.dir` must be another folder for a new run, but {tmp_path}/1 has" in done.stderr
+
+
+def test_a_sweep_in_several_tasks_of_srun_is_refused(tmp_path) -> None:
+    overrides = ("-m", *TINY, "seed=1,2", "parallel.tp_size=2", f"hydra.sweep.dir={tmp_path}/sweep")
+    done = train(*overrides, **slurm_task(0, "29500"))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: a -m sweep must be started by one process, but srun has started 2 tasks; ")
+    assert not (tmp_path / "sweep").exists()
 
 
 def test_a_job_that_fails_later_is_named_too(tmp_path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from entry_points import REPOSITORY, TINY, environment, forked_too, refuse, train
+from entry_points import REPOSITORY, TINY, environment, forked_too, refuse, slurm_task, train
+from ranks import free_ports
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
 from lmscale.data.tokenizer import train_tokenizer
@@ -160,6 +161,33 @@ def test_the_script_joins_the_ranks_of_torchrun(folder: Path) -> None:
     run = zero_shot(*LAMBADA, "ckpt=gpt2", "hydra.run.dir=alone", cwd=folder)
     same = ("torchrun", "alone")
     assert len({(folder / name / "answers.jsonl").read_bytes() for name in same}) == 1
+
+
+@pytest.mark.slow
+def test_the_scripts_join_the_ranks_of_srun(folder: Path) -> None:
+    text = (str(REPOSITORY / "src" / "generate.py"), "prompt=lobster", "max_new_tokens=4", "temperature=0")
+    commands = {
+        "zero_shot": (SCRIPT, *LAMBADA, "parallel.dp_size=2", "hydra.run.dir=srun"),
+        "generate": (*text, "parallel.tp_size=2", "out=srun.jsonl"),
+    }
+    for name, command in commands.items():
+        port = str(free_ports()[0])
+        tasks = [
+            subprocess.Popen(
+                [sys.executable, *command, "ckpt=gpt2"],
+                cwd=folder,
+                env=environment(**slurm_task(rank, port)),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        for process in tasks:
+            _, stderr = process.communicate(timeout=200)
+            assert process.returncode == 0, f"{name}: {stderr}"
+    assert metrics_of(folder / "srun")["lambada_openai/passages"] == 13
+    assert len((folder / "srun.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_path_with_an_equals_sign_works_in_quotes_and_the_error_without_says_so(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import numpy as np
 import pytest
@@ -230,3 +231,13 @@ def test_sentences_of_real_text_keep_every_word(shared_data) -> None:
     sentences = split_sentences(inaugural)
     assert " ".join(sentences).split() == inaugural.split()
     assert 10 < len(inaugural.split()) / len(sentences) < 70
+
+
+def test_a_prepared_corpus_in_a_shared_cache_is_readable_by_others(tmp_path) -> None:
+    before = os.umask(0o022)
+    try:
+        prepare_texts(tmp_path, TEXTS, "gpt")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert "manifest.json" in modes and set(modes.values()) == {0o755, 0o644}, modes

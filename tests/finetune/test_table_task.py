@@ -33,6 +33,25 @@ def test_a_table_gives_texts_and_classes_by_name_or_number(tmp_path) -> None:
     assert examples == [PairExample("0", "two", "one", 0)]
 
 
+def test_a_tab_separated_label_may_be_an_index(tmp_path) -> None:
+    path = tmp_path / "rows.tsv"
+    path.write_text("n\ttext\tclass\n1\ta\t1\n2\tb\tbad\n")
+    assert [e.label for e in read_examples(own_task(), str(path))[0]] == [1, 0]
+    path.write_text("n\ttext\tclass\n1\ta\t-1\n")
+    assert [e.label for e in read_examples(own_task(), str(path))[0]] == [None]
+    stars = own_task(labels=["1", "2"])  # names come first
+    path.write_text("n\ttext\tclass\n1\ta\t1\n2\tb\t2\n")
+    assert [e.label for e in read_examples(stars, str(path))[0]] == [0, 1]
+
+
+def test_a_number_that_names_one_label_and_indexes_another_raises(tmp_path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"n": 1, "text": "a", "class": 1}))
+    with pytest.raises(ValueError, match="`class` must not be the name of one label and the index of another"):
+        read_examples(own_task(labels=["1", "2"]), str(path))
+    assert [e.label for e in read_examples(own_task(labels=["0", "1"]), str(path))[0]] == [1]
+
+
 @pytest.mark.parametrize(
     "row, message",
     [

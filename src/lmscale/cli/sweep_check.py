@@ -1,5 +1,6 @@
 """The jobs of a `-m` sweep, checked before the first one starts."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class SweepCheck(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Compose and check each job as Hydra's basic sweeper will; exit code 2 at the first invalid one."""
+        _check_one_task()
         if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
             return  # a searching sweeper chooses its jobs as it runs
         swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
@@ -48,3 +50,16 @@ class SweepCheck(Callback):
                 if WANTS_TRACEBACK:
                     raise
                 exit_with(error, f"job {number} of the sweep ({' '.join(overrides)}): ")
+
+
+def _check_one_task() -> None:
+    """Refuse a sweep in several tasks of `srun`: the ranks of its second job would meet at the first one's port."""
+    env = os.environ  # as in training/runtime/launch.py
+    num_tasks = int(env.get("SLURM_NTASKS", "1"))
+    if "SLURM_PROCID" in env and num_tasks > 1 and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+        exit_with(
+            ValueError(
+                f"a -m sweep must be started by one process, but srun has started {num_tasks} tasks; start one srun "
+                "per job, or use hydra/launcher=submitit_slurm"
+            )
+        )

@@ -5,7 +5,7 @@ import json
 import os
 import platform
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,7 +173,8 @@ def _build(
     folder: Path, parts: tuple[list[str], list[str]], tokenizer: Tokenizer, form: CorpusForm, notes: dict
 ) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=".building_", dir=folder.parent))
+    building = folder.parent / f".building_{uuid.uuid4().hex}"
+    building.mkdir()  # not by mkdtemp, whose folders no other user may read
     try:
         manifest = {
             "format_version": FORMAT_VERSION,

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-import tempfile
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -109,10 +109,10 @@ def load_tokenizer(
             key = "model.vocab_size" if config.vocab_size is None and model_vocab_size else "tokenizer.vocab_size"
             trained = train_tokenizer(training_texts(), architecture, size, key)
             path.parent.mkdir(parents=True, exist_ok=True)
-            # The temporary name is unique even if several machines share the folder.
-            handle, temporary = tempfile.mkstemp(prefix=".unfinished_", dir=path.parent)
-            os.close(handle)
-            trained.save(temporary)
+            # The temporary name is unique even if several machines share the folder. A file of mkstemp could not be
+            # read by other users.
+            temporary = path.with_name(f".unfinished_{uuid.uuid4().hex}")
+            trained.save(str(temporary))
             os.replace(temporary, path)
         return read_tokenizer(path)
     return load_published_tokenizer(config, architecture)

@@ -4,9 +4,10 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -20,7 +21,16 @@ from ..data.tokenizer import END_OF_TEXT, Tokenizer
 from ..parallel import ParallelContext
 from ..threads import share_cores
 from .generation import Display, Generator, as_json, in_batches
-from .loading import DTYPES, USER_ERROR, describe_checkpoint, evaluation_groups, load_model, load_saved_tokenizer
+from .loading import (
+    DTYPES,
+    USER_ERROR,
+    agree,
+    describe_checkpoint,
+    evaluation_groups,
+    gather,
+    load_model,
+    load_saved_tokenizer,
+)
 from .prompts import Prompt, PromptReader, Row, read_prompts
 from .tokenizer_choice import choose_tokenizer, load_requested_tokenizer
 
@@ -85,13 +95,13 @@ def generate(job: GenerateJob) -> int:
         ValueError: with one rank, if the weights cannot be loaded or used, or a file cannot be written.
     """
     config = job.config
-    share_cores(config.parallel.tp_size)
+    share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if config.parallel.tp_size > 1 else 1)
     device = _device(config)
     context = evaluation_groups(config.parallel.tp_size, 1, device.type, config.parallel.pad_heads)
     try:
         _generate(job, context, device)
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for Python's final flush
+        _discard_output()  # Python's final flush
         return 128 + signal.SIGPIPE
     except ValueError as error:  # raised on every rank
         if context.tp_size == 1:
@@ -108,6 +118,10 @@ def _device(config: GenerateConfig) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def _generate(job: GenerateJob, context: ParallelContext, device: torch.device) -> None:
     config, tokenizer = job.config, job.reader.tokenizer
     loaded = load_model(config.ckpt, context, DTYPES[config.precision.dtype], device)
@@ -116,16 +130,31 @@ def _generate(job: GenerateJob, context: ParallelContext, device: torch.device) 
     is_first = context.tp_rank == 0
     heading = config.num_samples * len(job.prompts or [""]) > 1
     with contextlib.ExitStack() as stack:
-        out = stack.enter_context(_open_out(config.out)) if is_first and config.out is not None else None
+        # Only rank 0 writes. After its error alone the others would wait in their next collective.
+        writes = is_first and config.out is not None
+        out = agree(lambda: stack.enter_context(_open_out(config.out)) if writes else None, context)
+        has_reader = True
+
+        def show() -> None:
+            nonlocal has_reader
+            try:
+                display.update()
+            except BrokenPipeError:
+                if context.tp_size == 1:
+                    raise
+                _discard_output()
+                has_reader = False
+
         batches = [job.prompts] if job.prompts is not None else _typed_prompts(job.reader, context)
         for prompts in batches:
             rows = [row for prompt in prompts for row in job.reader.rows(prompt)]
             # A typed prompt is on the terminal already.
             display = Display(rows, tokenizer, sys.stdout, heading, with_prompt=job.prompts is not None)
             for batch in in_batches(rows, config.micro_batch_size):
-                generator.extend(batch, display.update if is_first and config.stream else _ignore)
-                if out is not None:
-                    _write(out, batch, tokenizer)
+                generator.extend(batch, show if is_first and config.stream else _ignore)
+                agree(partial(_write, out, batch, tokenizer), context)
+                if not all(gather(has_reader, context)):
+                    raise BrokenPipeError
     if out is not None:
         print(f"wrote {config.out}")
 
@@ -177,7 +206,9 @@ def _open_out(path: str) -> TextIO:
         raise ValueError(f"`out` must be a file that can be created, but {path}: {error.strerror}") from None
 
 
-def _write(out: TextIO, rows: list[Row], tokenizer: Tokenizer) -> None:
+def _write(out: TextIO | None, rows: Sequence[Row], tokenizer: Tokenizer) -> None:
+    if out is None:
+        return
     try:
         out.writelines(as_json(row, tokenizer) + "\n" for row in rows)
         out.flush()

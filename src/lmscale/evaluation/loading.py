@@ -168,10 +168,10 @@ def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer |
 
 
 def _load_ours(path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
-    metadata, config = _agree(lambda: _check(path, context), context)
+    metadata, config = agree(lambda: _check(path, context), context)
     config.check_tensor_parallel(context.tp_size, context.pad_heads)
     model = build_model(config, context, seed=None, dtype=dtype, device=device)
-    _agree(lambda: _load_weights(model, path, context), context)
+    agree(lambda: _load_weights(model, path, context), context)
     tokenizer = load_saved_tokenizer(path.parent / TOKENIZER_FOLDER, config)
     return LoadedModel(model.eval().requires_grad_(False), config, tokenizer, _identify(metadata), path, metadata.step)
 
@@ -184,11 +184,11 @@ def _load_hugging_face(
     folder = tempfile.mkdtemp(prefix="lmscale_import_") if is_first else None
     try:
         convert = (lambda: import_hugging_face(path, Path(folder) / "model")) if is_first else lambda: None
-        written = _agree(convert, context)
-        places = _gather((socket.gethostname(), written), context)
+        written = agree(convert, context)
+        places = gather((socket.gethostname(), written), context)
         written = next(place for host, place in places if host == socket.gethostname() and place is not None)
         loaded = _load_ours(written, context, dtype, device)
-        _gather(None, context)  # all ranks have finished reading
+        gather(None, context)  # all ranks have finished reading
         return dataclasses.replace(loaded, path=path)
     finally:
         if is_first:
@@ -231,21 +231,32 @@ def _identify(metadata: CheckpointMetadata) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _agree(action: Callable[[], T], context: ParallelContext) -> T:
-    """Run `action()` on every rank; if it fails on any, raise the error of the lowest such rank on all ranks."""
+def agree(action: Callable[[], T], context: ParallelContext) -> T:
+    """Run `action()` on every rank; if it fails on any, raise the error of the lowest such rank on all ranks.
+
+    Raises:
+        CheckpointError: `action` has raised a ValueError or an OSError on some rank.
+
+    Communicates:
+        all-gathers of one short text over all ranks.
+    """
     result, problem = None, None
     try:
         result = action()
     except (ValueError, OSError) as error:
         problem = f"{error}"
-    problem = next((text for text in _gather(problem, context) if text is not None), None)
+    problem = next((text for text in gather(problem, context) if text is not None), None)
     if problem is not None:
         raise CheckpointError(problem)
     return result
 
 
-def _gather(item: T, context: ParallelContext) -> list[T]:
-    """All-gather a small item, ordered by rank."""
+def gather(item: T, context: ParallelContext) -> list[T]:
+    """All-gather a small item; returns those of all ranks, ordered by rank.
+
+    Communicates:
+        one object per rank over the world.
+    """
     items = [item] * (context.tp_size * context.dp_size)
     if len(items) > 1:
         dist.all_gather_object(items, item)

@@ -41,9 +41,7 @@ def choose_tokenizer(
         raise ValueError(
             f"`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER), because none is saved with {ckpt}"
         )
-    # A model may have a few more ids than its tokenizer, up to a round number (50,304; 51,200).
-    spare = model.vocab_size - tokenizer.vocab_size
-    if spare != 0 and not (0 < spare < 1024 and model.vocab_size % 64 == 0):
+    if not has_plausible_size(tokenizer, model):
         raise ValueError(
             f"the tokenizer must be that of the checkpoint, whose model has {model.vocab_size} ids, "
             f"but it has {tokenizer.vocab_size}"
@@ -51,6 +49,12 @@ def choose_tokenizer(
     if requested is not None and saved is not None and not _agree(requested, saved):
         raise ValueError(f"`tokenizer` must be that of the checkpoint, but another one is saved with {ckpt}")
     return tokenizer
+
+
+def has_plausible_size(tokenizer: Tokenizer, model: TransformerConfig) -> bool:
+    """Whether a tokenizer from elsewhere may be the model's, which can have a few more ids, up to a round number."""
+    spare = model.vocab_size - tokenizer.vocab_size  # 50,304 and 51,200 ids are common for GPT-2's 50,257
+    return spare == 0 or (0 < spare < 1024 and model.vocab_size % 64 == 0)
 
 
 def _agree(one: Tokenizer, other: Tokenizer) -> bool:

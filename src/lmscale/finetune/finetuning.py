@@ -24,7 +24,7 @@ from .initial_checkpoint import check_initial_checkpoint
 from .module import FinetuneModule
 from .outputs import write_outputs
 from .preparing import FinetuneJob, prepare_features
-from .run_folder import announce, prepare_folder, report_divergence, write_run_record
+from .run_folder import announce, check_no_checkpoint, prepare_folder, report_divergence, write_run_record
 from .scoring import metric_names
 from .sources import check_places
 
@@ -39,6 +39,7 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     if accelerator == "gpu":
         set_allocator()
     check_no_record(run.run_dir)
+    check_no_checkpoint(Path(run.run_dir))
     if is_first_rank():
         check_not_in_use(Path(run.run_dir))
     check_places(run)
@@ -101,11 +102,18 @@ def finetune(job: FinetuneJob) -> int:
 
 
 def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, running: Run) -> int:
-    """Finetune and score in a locked run folder, with the process group started; returns the exit code."""
+    """Finetune and score in a locked run folder, with the process group started; returns the exit code.
+
+    Raises:
+        CheckpointError: the run folder cannot be used or is not shared, or, after the record has been written, the
+            checkpoint could not be; the same on all ranks.
+    """
     trainer, strategy, folder = running.trainer, running.strategy, running.folder
     problem = strategy.first_error(prepare_folder(job, folder) if running.is_first else None)
     if problem is not None:
         raise CheckpointError(problem)
+    if job.run.trainer.save:
+        strategy.check_shared(folder / "checkpoints")
     model = build_model(job, steps_per_epoch, running)
     training, scoring = build_data(job, features, model.sets, strategy.parallel)
     if running.is_first:
@@ -124,6 +132,8 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, run
     if running.is_first:
         write_outputs(folder / "predictions", job.run.task, model.sets, model.predictions, model.logits)
         write_run_record(job, model, features, running.num_threads)
+    if model.save_problem is not None:
+        raise CheckpointError(model.save_problem)
     return DONE
 
 

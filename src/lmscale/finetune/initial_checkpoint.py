@@ -12,6 +12,7 @@ from ..config.data import TokenizerConfig
 from ..config.family import family_of
 from ..config.finetune import FinetuneConfig
 from ..data.tokenizer import Tokenizer, load_published_tokenizer
+from ..evaluation.tokenizer_choice import has_plausible_size
 from .tasks import HeadKind, benchmark_of
 
 
@@ -38,7 +39,8 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
     Raises:
         ValueError: the checkpoint is missing, damaged or of a GPT; it has too few positions; the task needs a trained
             pooler and there is none, or a new one is requested although there is one; the tokenizer is missing or not
-            the checkpoint's; or there is nothing to train and no head.
+            the checkpoint's; its head is of this task's name with other labels; or there is nothing to train and no
+            head.
     """
     path, metadata, config = open_source(run.ckpt, needs_heads=False)
     task = run.task
@@ -63,6 +65,13 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
         )
     before = metadata.state.get("finetune", {}).get("task")
     has_head = before == task.name and not run.from_scratch
+    if has_head:
+        labels = metadata.run.get("task", {}).get("labels")
+        if labels != task.labels:
+            raise ValueError(
+                f"`task.labels` must be {labels}, with which {path.name} was finetuned on {task.name}, but is "
+                f"{task.labels}"
+            )
     if not has_head and run.trainer.num_epochs == 0:
         raise ValueError(
             f"`ckpt` must have been finetuned on {task.name} if `trainer.num_epochs` is 0, but {path.name} was "
@@ -96,7 +105,9 @@ def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, config: TransformerCo
     path = run.tokenizer.path or str(beside)
     if own is not None and _rules(chosen) != _rules(own):
         raise ValueError(f"`tokenizer.path` must be the checkpoint's tokenizer, that of {beside}, but is {path}")
-    if chosen.vocab_size != config.vocab_size:
+    # The checkpoint's own tokenizer may be any number of ids smaller than the model.
+    fits = has_plausible_size(chosen, config) if own is None else chosen.vocab_size <= config.vocab_size
+    if not fits:
         raise ValueError(
             f"the tokenizer must be the one the checkpoint was trained with, of {config.vocab_size} ids, "
             f"but {path} has {chosen.vocab_size}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..checkpoint import CheckpointError, CheckpointReader, checkpoint_name
+from ..checkpoint import CheckpointReader, checkpoint_name
 from ..config.finetune import FinetuneConfig
 from ..parallel import ParallelContext, padding_of, sample_dropout_keys, seed_rank_generator
 from ..parallel.data_collectives import sum_over_data_ranks
@@ -79,6 +79,7 @@ class FinetuneModule(L.LightningModule):
         self.predictions: dict[str, Predictions] = {}  # the same, on rank 0
         self.logits: dict[str, list[np.ndarray]] = {}
         self.items_trained, self.stopwatch = 0, Timer()
+        self.save_problem: str | None = None  # why the checkpoint could not be written; the same on all ranks
         self._found: list[tuple[str, np.ndarray, list[np.ndarray]]] = []
 
     @property
@@ -251,7 +252,10 @@ class FinetuneModule(L.LightningModule):
             self.stopwatch.start()
 
     def on_train_end(self) -> None:
-        """Write the checkpoint if `trainer.save` is set and the run has not diverged."""
+        """Write the checkpoint if `trainer.save` is set and the run has not diverged.
+
+        A failure is kept in `save_problem`: it must not discard the scores.
+        """
         self.stopwatch.stop()
         if not self.run.trainer.save or self.ending.exit_code != DONE:
             return
@@ -259,9 +263,7 @@ class FinetuneModule(L.LightningModule):
         strategy = self.trainer.strategy
         path = self.run_dir / "checkpoints" / checkpoint_name(self.completed_steps)
         strategy.begin_save(path, self.run.to_dict(), self.state_for_checkpoint())
-        problem = strategy.finish_save()
-        if problem is not None:
-            raise CheckpointError(problem)
+        self.save_problem = strategy.finish_save()
 
 
 def _assemble(

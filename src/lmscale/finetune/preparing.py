@@ -3,7 +3,7 @@
 import hashlib
 import os
 import shutil
-import tempfile
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from .initial_checkpoint import InitialCheckpoint
 from .sources import fingerprint
 from .tasks import benchmark_of, read_examples
 
-FEATURES_VERSION = 2  # incremented when the same rows give other features
+FEATURES_VERSION = 3  # incremented when the same rows give other features
 _SETTINGS = ("name", "max_seq_length", "max_qa_length", "doc_stride", "max_query_length", "columns", "labels")
 
 
@@ -60,7 +60,8 @@ def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_d
     features = encode(task, examples, tokenizer, report.notes())
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=cache_dir))
+        temporary = cache_dir / f".{folder.name}.{uuid.uuid4().hex}"
+        temporary.mkdir()  # not by mkdtemp, whose folders no other user may read
         save_features(features, temporary)
         try:
             os.rename(temporary, folder)

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished
+from ..checkpoint import TOKENIZER_FOLDER, list_checkpoints, remove_unfinished
 from ..parallel import ParallelContext
 from ..results import new_record, write_record
 from ..training.output.diagnosis import count_updates
@@ -18,6 +18,20 @@ from .record_kind import record_kind
 RECORD = "record.json"
 
 
+def check_no_checkpoint(run_dir: Path) -> None:
+    """Check that a run folder has no checkpoint: `ckpt=RUN` takes the latest one, which could be an earlier run's.
+
+    Raises:
+        ValueError: it has one.
+    """
+    found = list_checkpoints(run_dir / "checkpoints")
+    if found:
+        raise ValueError(
+            f"`hydra.run.dir` must be a folder without the checkpoints of another run, but {run_dir} has "
+            f"{found[-1].name}"
+        )
+
+
 def prepare_folder(job: FinetuneJob, run_dir: Path) -> str | None:
     """On rank 0: write the files that precede the first step; returns why that fails, or None."""
     try:
@@ -27,7 +41,9 @@ def prepare_folder(job: FinetuneJob, run_dir: Path) -> str | None:
         for name, text in job.files.items():
             (run_dir / name).parent.mkdir(exist_ok=True)
             (run_dir / name).write_text(text, encoding="utf-8")
-        (run_dir / "scores.jsonl").unlink(missing_ok=True)  # of an attempt that wrote no record
+        # Of an attempt that wrote no record.
+        (run_dir / "scores.jsonl").unlink(missing_ok=True)
+        shutil.rmtree(run_dir / "predictions", ignore_errors=True)
         source, target = Path(job.start.tokenizer_path), checkpoints / TOKENIZER_FOLDER
         if source.is_dir():
             shutil.copytree(source, target, dirs_exist_ok=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.finetune import FROM_HUB, FinetuneConfig, TaskConfig
+from ..results import check_no_record
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
 
@@ -16,6 +17,17 @@ Rows = Iterator[tuple[str, dict[str, Any]]]
 def is_on_hub(place: str) -> bool:
     """Return whether a path denotes a split on the hub."""
     return place.startswith(FROM_HUB)
+
+
+def check_values(values: dict[str, Any]) -> None:
+    """Check a configuration in plain values, for the jobs of a sweep: its values, its paths and its run folder.
+
+    Raises:
+        ValueError: anything invalid, in one line.
+    """
+    run = FinetuneConfig.from_dict(values)
+    check_no_record(run.run_dir)
+    check_places(run)
 
 
 def check_places(run: FinetuneConfig) -> None:

@@ -1,5 +1,6 @@
 """A user table: one or two texts per row and their class, with columns and labels named in the configuration."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ def read_table(task: TaskConfig, place: str, report: RowReport) -> list[PairExam
     """Read rows of a tab-separated file with header and without quoting, of JSON lines (`.jsonl`, `.jsonl.gz`), or of a
     hub split.
 
-    A label is a name of `task.labels`, or its index as on the hub, where -1 means unknown. Rows have no label if the
-    column is missing or a JSON value is null.
+    A label is a name of `task.labels`, or its index as on the hub, where -1 means unknown. A number that is the name of
+    one label and the index of another is refused. Rows have no label if the column is missing or a JSON value is null.
 
     Raises:
         ValueError: columns are missing.
@@ -29,9 +30,14 @@ def read_table(task: TaskConfig, place: str, report: RowReport) -> list[PairExam
             raise ValueError(f"{place} {where} must have {', '.join(needed)}, but lacks {missing[0]}")
         texts = [row[columns[key]] for key in ("first", "second") if columns[key] is not None]
         label = row.get(columns["label"])
+        name = str(label)
+        is_ambiguous = type(label) is int and name in task.labels and task.labels.index(name) != label
         label = task.labels.index(label) if label in task.labels else label
         if not all(is_text(text) and text.strip() for text in texts):
             report.refuse("texts must not be empty", texts, where)
+        elif is_ambiguous:
+            rule = f"`{columns['label']}` must not be the name of one label and the index of another"
+            report.refuse(rule, label, where)
         elif label is not None and (type(label) is not int or not -1 <= label < len(task.labels)):
             rule = f"`{columns['label']}` must be one of {', '.join(task.labels)}, or a number from -1 (not known) to "
             report.refuse(f"{rule}{len(task.labels) - 1}", label, where)
@@ -54,7 +60,11 @@ def _rows(
         check_columns(place, header, needed)
         for where, cells in rows:
             if len(cells) == len(header):
-                yield where, dict(zip(header, cells, strict=True))
+                row: dict[str, Any] = dict(zip(header, cells, strict=True))
+                label = row.get(task.columns["label"], "")
+                if label not in task.labels and re.fullmatch(r"-?\d+", label):
+                    row[task.columns["label"]] = int(label)  # an index
+                yield where, row
             else:
                 report.refuse(f"a row must have {len(header)} columns", len(cells), where)
 

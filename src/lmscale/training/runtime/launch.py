@@ -83,11 +83,26 @@ def cluster_environment() -> tuple[ClusterEnvironment, int, int]:
     return environment, world.local_size, world.size // world.local_size
 
 
+def _set_torch_variables() -> None:
+    """Set the variables by which torch finds the ranks, as torchrun does and srun does not."""
+    environment, local_size, num_nodes = cluster_environment()
+    values = {
+        "RANK": environment.global_rank(),
+        "LOCAL_RANK": environment.local_rank(),
+        "WORLD_SIZE": local_size * num_nodes,
+        "LOCAL_WORLD_SIZE": local_size,
+        "MASTER_ADDR": environment.main_address,
+        "MASTER_PORT": environment.main_port,
+    }
+    os.environ |= {name: str(value) for name, value in values.items()}
+
+
 def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts: int = 0, saves: bool = False) -> None:
     """Run `worker(job)` on every rank; returns when all have succeeded.
 
-    If another launcher has started the ranks, or there is one rank, the worker runs in this process. Otherwise an
-    elastic agent starts the ranks and passes them the checked job, so that nothing is parsed or decided twice.
+    If another launcher has started the ranks, or there is one rank, the worker runs in this process, with torch's
+    variables (`RANK`, `WORLD_SIZE`, `MASTER_ADDR` and so on) set also under srun. Otherwise an elastic agent starts the
+    ranks and passes them the checked job, so that nothing is parsed or decided twice.
 
     SIGTERM and SIGUSR1 to this process are passed on to the ranks, which stop at the next step boundary.
 
@@ -103,7 +118,10 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
         SystemExit: the worker's code if it is not 0; code 1, a rank failed (one line names the first one and its
             error, below the rank's own traceback); code 128 + n, signal n ended the job.
     """
-    if world_size == 1 or world_from_outside() is not None:
+    world = world_from_outside()
+    if world_size == 1 or world is not None:
+        if world is not None:
+            _set_torch_variables()
         try:
             code = worker(job)
         except LostRank:

@@ -1,0 +1,40 @@
+"""Which checkpoints a finetuning starts from: reused heads and vocabularies."""
+
+from pathlib import Path
+
+import pytest
+from finetune_runs import make_checkpoint, make_run, run_here
+
+from lmscale.finetune.finetuning import prepare_job
+
+COLUMNS = {"id": "id", "first": "question1", "second": "question2", "label": "is_duplicate"}
+
+
+def test_a_head_is_not_reused_with_other_labels(tmp_path) -> None:
+    task = {"task__name": "mine", "task__columns": COLUMNS}
+    ckpt = make_checkpoint(tmp_path / "ckpt")
+    trained = make_run("qqp", tmp_path, ckpt, trainer__save=True, task__labels=["0", "1"], **task)
+    assert run_here(trained) == 0
+    task |= {"run": "again", "trainer__num_epochs": 0}
+    saved = Path(trained.run_dir)
+    prepare_job(make_run("qqp", tmp_path, saved, task__labels=["0", "1"], **task))
+    with pytest.raises(ValueError, match=r"`task.labels` must be \['0', '1'\], with which step_3.ckpt was finetuned"):
+        prepare_job(make_run("qqp", tmp_path, saved, task__labels=["1", "0"], **task))
+
+
+@pytest.mark.parametrize("vocab_size, fits_alone", [(256, True), (250, False)])
+def test_a_model_may_have_more_ids_than_its_own_tokenizer(tmp_path, vocab_size: int, fits_alone: bool) -> None:
+    ckpt = make_checkpoint(tmp_path / "ckpt", vocab_size=vocab_size)
+    prepare_job(make_run("qqp", tmp_path, ckpt))
+    (ckpt / "tokenizer").rename(tmp_path / "foreign")
+    run = make_run("qqp", tmp_path, ckpt, tokenizer__path=str(tmp_path / "foreign"))
+    if fits_alone:
+        prepare_job(run)
+    else:
+        with pytest.raises(ValueError, match=f"must be the one the checkpoint was trained with, of {vocab_size} ids"):
+            prepare_job(run)
+
+
+def test_a_model_with_fewer_ids_than_its_tokenizer_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="must be the one the checkpoint was trained with, of 20 ids"):
+        prepare_job(make_run("qqp", tmp_path, make_checkpoint(tmp_path / "ckpt", vocab_size=20)))

@@ -1,0 +1,58 @@
+"""The run folder and the cache of a finetuning: what earlier attempts left, who may read, what a failed save loses."""
+
+import os
+from pathlib import Path
+
+import pytest
+from finetune_runs import make_checkpoint, make_run, read_metrics, run_here
+
+from lmscale.checkpoint import CheckpointError
+from lmscale.finetune.finetuning import prepare_job
+from lmscale.training.strategy import TensorParallelStrategy
+
+
+@pytest.fixture(scope="module")
+def ckpt(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("ckpt"))
+
+
+def test_a_folder_with_a_checkpoint_is_refused_and_one_with_predictions_is_cleared(tmp_path, ckpt) -> None:
+    run = make_run("qqp", tmp_path, ckpt, trainer__save=True)
+    assert run_here(run) == 0
+    folder = Path(run.run_dir)
+    (folder / "record.json").unlink()
+    (folder / "predictions/old").mkdir()
+    with pytest.raises(ValueError, match="must be a folder without the checkpoints of another run, but .* step_3.ckpt"):
+        prepare_job(run)
+    (folder / "checkpoints/step_3.ckpt").rename(tmp_path / "step_3.ckpt")
+    assert run_here(run) == 0
+    assert not (folder / "predictions/old").exists()
+
+
+def test_encoded_data_in_a_shared_cache_are_readable_by_others(tmp_path, ckpt) -> None:
+    before = os.umask(0o022)
+    try:
+        job = prepare_job(make_run("qqp", tmp_path, ckpt))
+    finally:
+        os.umask(before)
+    assert job.train.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("score_every_epoch", [True, False])
+def test_a_failed_save_keeps_the_results(tmp_path, ckpt, monkeypatch, capsys, score_every_epoch: bool) -> None:
+    monkeypatch.setattr(TensorParallelStrategy, "finish_save", lambda self: "the disk is full")
+    run = make_run("qqp", tmp_path, ckpt, trainer__save=True, trainer__score_every_epoch=score_every_epoch)
+    assert run_here(run) == 2
+    assert "qqp/accuracy" in read_metrics(run) and (Path(run.run_dir) / "predictions/dev/logits.npy").is_file()
+    assert capsys.readouterr().err == "error: the disk is full\n"
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_a_run_that_saves_checks_first_that_all_ranks_share_the_folder(tmp_path, ckpt, monkeypatch, save: bool) -> None:
+    def refuse(self: TensorParallelStrategy, folder: Path) -> None:
+        raise CheckpointError(f"rank 1 does not see {folder}")
+
+    monkeypatch.setattr(TensorParallelStrategy, "check_shared", refuse)
+    run = make_run("qqp", tmp_path, ckpt, trainer__save=save)
+    assert run_here(run) == (2 if save else 0)
+    assert (Path(run.run_dir) / "metrics.csv").exists() != save
