@@ -225,7 +225,7 @@ def compare_layouts(check: Check, dtype: str, layout: Layout) -> None:
 
 
 def compare_replicas(check: Check) -> None:
-    """Train with a run's own settings, kernels newly tuned by each rank, and compare all replicas after every step.
+    """Train with a run's own settings and newly tuned kernels, and compare all replicas after every step.
 
     The other bf16 runs are deterministic, and sequence parallel: their kernels are not tuned by timing.
     """

@@ -3,11 +3,13 @@
 import csv
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
-from entry_points import REPOSITORY, TINY, forked_too, refuse, slurm_task, train
+from entry_points import REPOSITORY, TINY, environment, forked_too, refuse, slurm_task, train
 from omegaconf import OmegaConf
 from test_runs import losses
 
@@ -98,8 +100,15 @@ def test_a_sweep_in_several_tasks_of_srun_is_refused(tmp_path) -> None:
     overrides = ("-m", *TINY, "seed=1,2", "parallel.tp_size=2", f"hydra.sweep.dir={tmp_path}/sweep")
     done = train(*overrides, **slurm_task(0, "29500"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: a -m sweep must be started by one process, but srun has started 2 tasks; ")
+    assert done.stderr.startswith("error: a -m sweep must be started by one process, but Slurm's variables describe 2 ")
     assert not (tmp_path / "sweep").exists()
+
+
+def test_a_sweep_of_plans_runs_in_a_batch_script_for_several_tasks() -> None:
+    script = REPOSITORY / "src" / "plan.py"
+    command = [sys.executable, str(script), "-m", "model=gpt_tiny,bert_tiny", "num_devices=1", "cluster=h100"]
+    done = subprocess.run(command, env=environment(**slurm_task(0, "29500")), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_job_that_fails_later_is_named_too(tmp_path) -> None:

@@ -23,14 +23,16 @@ class SweepCheck(Callback):
     Args:
         check: dotted path of a function of the resolved configuration (plain values, `run_dir` and `overrides` added)
             that raises ValueError if it is invalid. It is imported only for a sweep.
+        joins_ranks: whether the entry point joins the ranks that srun has started.
     """
 
-    def __init__(self, check: str) -> None:
-        self.check = check
+    def __init__(self, check: str, joins_ranks: bool = False) -> None:
+        self.check, self.joins_ranks = check, joins_ranks
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Compose and check each job as Hydra's basic sweeper will; exit code 2 at the first invalid one."""
-        _check_one_task()
+        if self.joins_ranks and config.hydra.launcher._target_.endswith("BasicLauncher"):
+            _check_one_task()
         if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
             return  # a searching sweeper chooses its jobs as it runs
         swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
@@ -59,7 +61,7 @@ def _check_one_task() -> None:
     if "SLURM_PROCID" in env and num_tasks > 1 and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
         exit_with(
             ValueError(
-                f"a -m sweep must be started by one process, but srun has started {num_tasks} tasks; start one srun "
-                "per job, or use hydra/launcher=submitit_slurm"
+                f"a -m sweep must be started by one process, but Slurm's variables describe {num_tasks} tasks; start "
+                "one srun per job, or use hydra/launcher=submitit_slurm"
             )
         )
