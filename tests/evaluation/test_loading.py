@@ -253,3 +253,10 @@ def test_the_process_group_is_ended_only_with_all_ranks(monkeypatch, capsys, err
         with pytest.raises(RuntimeError, match="on one"):
             zero_shot_job.evaluate(job)
     assert bool(ended) == ends
+
+
+def test_a_rank_that_does_not_see_its_gpu_is_refused(monkeypatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="must see the GPUs of all ranks of its node, but number 1 sees 1 "):
+        evaluation_groups(1, 1, "cuda")

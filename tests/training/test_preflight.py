@@ -12,7 +12,7 @@ from runs import tiny_run
 from lmscale.config import ParallelConfig, Recompute
 from lmscale.planner.job import rank_memory, usable_bytes
 from lmscale.training import pretrain
-from lmscale.training.runtime import kernel_choice, preflight
+from lmscale.training.runtime import kernel_choice, launch, preflight
 from lmscale.training.runtime.launch import World
 
 
@@ -77,11 +77,15 @@ def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_
     assert preflight.check_run(even)[2] == ParallelConfig(2, 1, batch_halves=True)
 
 
-def test_ranks_that_see_only_their_own_gpu_are_refused(tmp_path, monkeypatch) -> None:
+def test_ranks_that_see_only_their_own_gpu_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(launch, "world_from_outside", lambda: World(2, 2, SLURMEnvironment))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    run = tiny_run("gpt", tmp_path, parallel__tp_size=2)
     with pytest.raises(ValueError, match="must see the GPUs of all 2 ranks of its node, but sees 1 .*--gpus-per-node"):
-        preflight.resolve_layout(run.parallel, preflight.job_of(run), World(2, 2, SLURMEnvironment), "gpu")
+        launch.resolve_accelerator("auto")
+    assert launch.resolve_accelerator("cpu") == "cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert launch.resolve_accelerator("auto") == "gpu"
 
 
 def test_a_run_leaves_the_determinism_that_the_environment_asks_for_and_undoes_that_of_the_run_before(

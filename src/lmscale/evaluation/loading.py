@@ -78,7 +78,8 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_
         pad_heads: see `ParallelConfig`.
 
     Raises:
-        ValueError: the world size of the environment (`WORLD_SIZE`) is not tp_size x dp_size.
+        ValueError: the world size of the environment (`WORLD_SIZE`) is not tp_size x dp_size, or this rank does not see
+            its GPU.
 
     Communicates:
         makes the groups of the grid, tensor ranks next to each other as in training, and on a CPU what they
@@ -91,7 +92,13 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_
             f"but {world_size} ranks were started"
         )
     if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"a rank must see the GPUs of all ranks of its node, but number {local_rank} sees "
+                f"{torch.cuda.device_count()} (Slurm: --gpus-per-node, not --gpus-per-task)"
+            )
+        torch.cuda.set_device(local_rank)
     if world_size == 1:
         return ParallelContext()
     if not dist.is_initialized():

@@ -245,9 +245,17 @@ def resolve_accelerator(requested: str) -> str:
     """`gpu` or `cpu` for `trainer.accelerator`.
 
     Raises:
-        ValueError: `gpu` without a GPU that torch can use.
+        ValueError: `gpu` without a GPU that torch can use, or a rank does not see the GPUs of its node's ranks.
     """
     available = torch.cuda.is_available()
     if requested == "gpu" and not available:
         raise ValueError("`trainer.accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
-    return "gpu" if available and requested != "cpu" else "cpu"
+    if not available or requested == "cpu":
+        return "cpu"
+    world = world_from_outside()
+    if world is not None and torch.cuda.device_count() < world.local_size:
+        raise ValueError(
+            f"every rank must see the GPUs of all {world.local_size} ranks of its node, but sees "
+            f"{torch.cuda.device_count()} (Slurm: --gpus-per-node, not --gpus-per-task)"
+        )
+    return "gpu"

@@ -138,7 +138,7 @@ def resolve_layout(request: ParallelRequest, job: Job, world: World | None, acce
         world: ranks that another launcher has started; None if lmscale will start them on this host.
 
     Raises:
-        ValueError: the world size does not match, the ranks do not see their node's GPUs, or no size fits (`auto`).
+        ValueError: the world size does not match, or no size fits (`auto`).
     """
     tp_size, dp_size = request.tp_size, request.dp_size
     devices = world.size if world is not None else torch.cuda.device_count() if accelerator == "gpu" else None
@@ -166,11 +166,6 @@ def resolve_layout(request: ParallelRequest, job: Job, world: World | None, acce
         raise ValueError(
             f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "
             f"but {world.size} ranks were started"
-        )
-    if world is not None and accelerator == "gpu" and torch.cuda.device_count() < world.local_size:
-        raise ValueError(
-            f"every rank must see the GPUs of all {world.local_size} ranks of its node, but sees "
-            f"{torch.cuda.device_count()} (Slurm: --gpus-per-node, not --gpus-per-task)"
         )
     if world is None and accelerator == "gpu" and layout.world_size > devices:
         raise ValueError(
