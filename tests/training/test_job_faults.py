@@ -220,7 +220,8 @@ def test_errors_of_collectives_are_told_in_one_line_and_from_others() -> None:
     assert what_failed(dist.DistNetworkError("The client socket has timed out")) == "The client socket has timed out"
     assert what_failed(dist.DistBackendError("NCCL aborted")) == "NCCL aborted; NCCL_DEBUG=INFO shows more"
     assert what_failed(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
-    gloo = RuntimeError("Gloo connectFullMesh failed with [pair.cc:144] no error, remote=[127.0.1.1]:5011\nmore")
+    gloo = RuntimeError("Gloo connectFullMesh failed: [pair.cc:144] Connection closed by peer [127.0.1.1]:5011\nmore")
+    assert who_is_gone(gloo, range(2)) is None
     assert what_failed(gloo).startswith("the hosts cannot reach each other over gloo") and "\n" not in what_failed(gloo)
 
 

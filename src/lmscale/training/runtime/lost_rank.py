@@ -57,7 +57,7 @@ def who_is_gone(error: BaseException, tensor_ranks: range) -> str | None:
         return f"rank {tensor_ranks[error.rank]} of its tensor group is gone"
     text = str(error)
     closed = _CLOSED.search(text)
-    if closed is None or not ("gloo" in text or isinstance(error, dist.DistError)):
+    if closed is None or "connectFullMesh" in text or not ("gloo" in text or isinstance(error, dist.DistError)):
         return None
     return f"a rank that it communicates with is gone ({closed[0]})"
 
@@ -67,8 +67,8 @@ def what_failed(error: BaseException) -> str | None:
     text = str(error)
     if "connectFullMesh" in text:
         return (
-            "the hosts cannot reach each other over gloo, which carries their small messages beside NCCL; set "
-            f"GLOO_SOCKET_IFNAME to the interface that connects them ({text.splitlines()[0]})"
+            "the hosts cannot reach each other over gloo; set GLOO_SOCKET_IFNAME to the interface that connects them "
+            f"({text.splitlines()[0]})"
         )
     if not (isinstance(error, dist.DistError) or "NCCL error" in text):
         return None
