@@ -222,6 +222,17 @@ def test_a_closed_pipe_ends_it_quietly(published, tmp_path, tp_size: int) -> Non
     assert said == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_full_disk_behind_the_output_is_one_line_on_every_layout(published, tmp_path, tp_size: int) -> None:
+    command = [sys.executable, SCRIPT, f"ckpt={published}", "prompt=a", "max_new_tokens=3"]
+    command += [f"parallel.tp_size={tp_size}"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("compared with transformers")]
+    assert (done.returncode, len(said)) == (2, 1) and "No space left on device" in said[0], done.stderr
+
+
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bert") / "bert"

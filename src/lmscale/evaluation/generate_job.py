@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -133,17 +132,26 @@ def _generate(job: GenerateJob, context: ParallelContext, device: torch.device) 
         # Only rank 0 writes. After its error alone the others would wait in their next collective.
         writes = is_first and config.out is not None
         out = agree(lambda: stack.enter_context(_open_out(config.out)) if writes else None, context)
-        has_reader = True
+        failure: OSError | None = None
 
         def show() -> None:
-            nonlocal has_reader
+            nonlocal failure
             try:
                 display.update()
-            except BrokenPipeError:
-                if context.tp_size == 1:
+            except OSError as error:
+                if context.tp_size == 1 and isinstance(error, BrokenPipeError):
                     raise
                 _discard_output()
-                has_reader = False
+                failure = error
+
+        def write() -> bool:
+            """Write a batch; returns whether the output still has a reader."""
+            if isinstance(failure, BrokenPipeError):
+                return False
+            if failure is not None:
+                raise failure
+            _write(out, batch, tokenizer)
+            return True
 
         batches = [job.prompts] if job.prompts is not None else _typed_prompts(job.reader, context)
         for prompts in batches:
@@ -152,8 +160,7 @@ def _generate(job: GenerateJob, context: ParallelContext, device: torch.device) 
             display = Display(rows, tokenizer, sys.stdout, heading, with_prompt=job.prompts is not None)
             for batch in in_batches(rows, config.micro_batch_size):
                 generator.extend(batch, show if is_first and config.stream else _ignore)
-                agree(partial(_write, out, batch, tokenizer), context)
-                if not all(gather(has_reader, context)):
+                if not all(gather(agree(write, context), context)):
                     raise BrokenPipeError
     if out is not None:
         print(f"wrote {config.out}")
