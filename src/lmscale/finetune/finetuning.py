@@ -11,7 +11,6 @@ from ..checkpoint import CheckpointError
 from ..config import ParallelConfig
 from ..config.finetune import FinetuneConfig
 from ..parallel import ParallelContext
-from ..results import check_no_record
 from ..training.output.metrics_file import MetricsFile
 from ..training.runtime.exit_codes import DONE
 from ..training.runtime.gpu_settings import set_allocator
@@ -24,9 +23,9 @@ from .initial_checkpoint import check_initial_checkpoint
 from .module import FinetuneModule
 from .outputs import write_outputs
 from .preparing import FinetuneJob, prepare_features
-from .run_folder import announce, check_no_checkpoint, prepare_folder, report_divergence, write_run_record
+from .run_folder import announce, prepare_folder, report_divergence, write_run_record
 from .scoring import metric_names
-from .sources import check_places
+from .sources import check_places, check_unused
 
 
 def prepare_job(run: FinetuneConfig) -> FinetuneJob:
@@ -38,8 +37,7 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     accelerator, task = resolve_accelerator(run.trainer.accelerator), run.task
     if accelerator == "gpu":
         set_allocator()
-    check_no_record(run.run_dir)
-    check_no_checkpoint(Path(run.run_dir))
+    check_unused(run)
     if is_first_rank():
         check_not_in_use(Path(run.run_dir))
     check_places(run)

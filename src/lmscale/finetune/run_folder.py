@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from ..checkpoint import TOKENIZER_FOLDER, list_checkpoints, remove_unfinished
+from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished
 from ..parallel import ParallelContext
 from ..results import new_record, write_record
 from ..training.output.diagnosis import count_updates
@@ -16,20 +16,6 @@ from .preparing import FinetuneJob
 from .record_kind import record_kind
 
 RECORD = "record.json"
-
-
-def check_no_checkpoint(run_dir: Path) -> None:
-    """Check that a run folder has no checkpoint: `ckpt=RUN` takes the latest one, which could be an earlier run's.
-
-    Raises:
-        ValueError: it has one.
-    """
-    found = list_checkpoints(run_dir / "checkpoints")
-    if found:
-        raise ValueError(
-            f"`hydra.run.dir` must be a folder without the checkpoints of another run, but {run_dir} has "
-            f"{found[-1].name}"
-        )
 
 
 def prepare_folder(job: FinetuneJob, run_dir: Path) -> str | None:

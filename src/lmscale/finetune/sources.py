@@ -26,8 +26,24 @@ def check_values(values: dict[str, Any]) -> None:
         ValueError: anything invalid, in one line.
     """
     run = FinetuneConfig.from_dict(values)
-    check_no_record(run.run_dir)
+    check_unused(run)
     check_places(run)
+
+
+def check_unused(run: FinetuneConfig) -> None:
+    """Check that the run folder has neither a record nor a checkpoint: `ckpt=RUN` takes the latest one, which could be
+    an earlier run's.
+
+    Raises:
+        ValueError: it has one.
+    """
+    check_no_record(run.run_dir)
+    left = sorted(Path(run.run_dir).glob("checkpoints/step_*.ckpt"))
+    if left:
+        raise ValueError(
+            f"`hydra.run.dir` must be a folder without the checkpoints of another run, but {run.run_dir} has "
+            f"{left[-1].name}"
+        )
 
 
 def check_places(run: FinetuneConfig) -> None:
