@@ -1,4 +1,4 @@
-"""Executors: a killed worker, a failing task, and jobs that Slurm refuses."""
+"""The local executor: a killed worker and a failing task."""
 
 import os
 import signal

@@ -257,8 +257,8 @@ def test_the_planner_counts_the_real_parameters(name: str, tp_size: int) -> None
     assert count_model_parameters(config, tp_size) == (count.sharded_per_rank, count.replicated)
     context = ParallelContext(tp_size=2, sequence_parallel=True)
     model = build_model(config, context, seed=None, device="meta")
-    partial = sum(p.numel() for p in model.parameters() if p.shard.replicated)
-    assert replicated_parameters(config, ParallelConfig(2, 1, sequence_parallel=True)) == [partial]
+    replicated = sum(p.numel() for p in model.parameters() if p.shard.replicated)
+    assert replicated_parameters(config, ParallelConfig(2, 1, sequence_parallel=True)) == [replicated]
 
 
 @pytest.mark.parametrize("name", LATER)

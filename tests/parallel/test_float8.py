@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from ranks import make_context, run_ranks
-from sharding import local_part, random_batch, random_model, small_config, total_loss
+from sharding import gradients_of_ranks, local_part, random_batch, random_model, small_config, total_loss
 from torch import Tensor, nn
 
 from lmscale.config import TransformerConfig
@@ -117,8 +117,10 @@ def model_of(config: TransformerConfig, context: ParallelContext, float8: bool) 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     loss = total_loss(model, random_batch(model.config))
     loss.backward()
+    own = gradients_of_ranks(model)
     sync_replicated_gradients(model.parameters(), model.context)
-    return {"loss": loss.detach().double()} | {n: p.grad.double() for n, p in model.named_parameters()}
+    gradients = {name: own.get(name, param.grad) for name, param in model.named_parameters()}
+    return {"loss": loss.detach().double()} | {name: grad.double() for name, grad in gradients.items()}
 
 
 def relative(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
