@@ -161,6 +161,9 @@ def check_files(path: Path, metadata: CheckpointMetadata) -> None:
     One rank does this before a start, because it asks the file system about every rank's file. `find_damage`, in which
     each rank reads its share of the files, finds the same and more.
 
+    Args:
+        path, metadata: of the same checkpoint.
+
     Raises:
         CheckpointError: a file is missing or has another length.
     """

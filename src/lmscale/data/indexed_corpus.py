@@ -237,8 +237,7 @@ def _find_tokenizer(
     folder = cache / "tokenizers" / named.fingerprint[:24]
     if not (folder / TOKENIZER).is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        # The temporary name is unique even if several machines share the folder. A file of mkstemp could not be read by
-        # other users.
+        # Unique even if several machines share the folder; no other user could read a file of mkstemp.
         temporary = folder / f".unfinished_{uuid.uuid4().hex}"
         named.inner.save(str(temporary))
         os.replace(temporary, folder / TOKENIZER)

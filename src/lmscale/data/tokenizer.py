@@ -99,8 +99,7 @@ def load_tokenizer(
         training_texts: called only if a tokenizer must be trained.
 
     Raises:
-        ValueError: files are missing or unreadable, the kind does not match the architecture, or the hub cannot be
-            reached.
+        ValueError: files are missing or unreadable, the kind does not suit the architecture, or the hub is unreachable.
     """
     if config.kind == "trained":
         path = cache_dir / _trained_name(config, architecture, model_vocab_size, corpus_fingerprint)
@@ -109,8 +108,7 @@ def load_tokenizer(
             key = "model.vocab_size" if config.vocab_size is None and model_vocab_size else "tokenizer.vocab_size"
             trained = train_tokenizer(training_texts(), architecture, size, key)
             path.parent.mkdir(parents=True, exist_ok=True)
-            # The temporary name is unique even if several machines share the folder. A file of mkstemp could not be
-            # read by other users.
+            # Unique even if several machines share the folder; no other user could read a file of mkstemp.
             temporary = path.with_name(f".unfinished_{uuid.uuid4().hex}")
             trained.save(str(temporary))
             os.replace(temporary, path)
@@ -125,8 +123,7 @@ def load_published_tokenizer(config: TokenizerConfig, architecture: str | None =
         architecture: the family that it must suit; None: any.
 
     Raises:
-        ValueError: files are missing or unreadable, the kind does not match the architecture, or the hub cannot be
-            reached.
+        ValueError: files are missing or unreadable, the kind does not suit the architecture, or the hub is unreachable.
     """
     check_tokenizer(config, architecture or corpus_forms()[config.kind].name)
     inner = _load_published(config)
@@ -138,7 +135,11 @@ def load_published_tokenizer(config: TokenizerConfig, architecture: str | None =
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json that this package has written; raise a ValueError if it is missing or damaged."""
+    """Read a tokenizer.json that this package has written.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for a file it cannot read
