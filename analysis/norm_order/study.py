@@ -15,7 +15,6 @@ import itertools
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
@@ -167,7 +166,9 @@ def differing(record: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def repeat(names: list[str], records: Path, outputs: Path, more: list[str]) -> int:
-    """Run cells again in a folder of their own and compare; returns the number that differ.
+    """Run cells again and compare; returns the number that differ. The new records stay in `outputs`/repeated.
+
+    Numbers are the same to the bit on the same type of CPU.
 
     Raises:
         ValueError: a name is not that of a cell with a record.
@@ -176,13 +177,21 @@ def repeat(names: list[str], records: Path, outputs: Path, more: list[str]) -> i
     for name in names:
         if name not in cells or not (records / f"{name}.json").is_file():
             raise ValueError(f"`--only` must name cells with a record, but is {name}; see --list")
+    folder = outputs / "repeated"
+    folder.mkdir(exist_ok=True)
     for name in names:
-        with tempfile.TemporaryDirectory(dir=outputs) as folder:
-            run_cell(cells[name], more, Path(folder), Path(folder) / "records")
-            again = json.loads((Path(folder) / "records" / f"{name}.json").read_text(encoding="utf-8"))
-        found = differing(json.loads((records / f"{name}.json").read_text(encoding="utf-8")), again)
+        target = folder / f"{name}.json"
+        target.unlink(missing_ok=True)
+        run_cell(cells[name], more, folder, folder)
+        again, recorded = (json.loads(p.read_text(encoding="utf-8")) for p in (target, records / f"{name}.json"))
+        found = differing(recorded, again)
         num_differing += bool(found)
-        print(f"{name}: {'differs in ' + ', '.join(found) if found else 'equal, bit by bit'}", flush=True)
+        losses = [
+            f"{record['metrics']['train_loss']['value']:.4f} on {record['environment']['cpu']}"
+            for record in (again, recorded)
+        ]
+        differs = f"differs in {', '.join(found)}; training loss {losses[0]}, recorded {losses[1]}"
+        print(f"{name}: {differs if found else 'equal, bit by bit'}", flush=True)
     return num_differing
 
 
