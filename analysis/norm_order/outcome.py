@@ -19,8 +19,9 @@ import pandas as pd
 
 from analysis.norm_order.limits import CONDITION, GRID, cells_to_add, exponent, observations, rate, read_limits
 from analysis.norm_order.mechanism import GROUPS, LOSS, judge, mechanism_cells
+from analysis.norm_order.repeated import describe_repeats
 from analysis.norm_order.study import RECORDS
-from analysis.norm_order.study_tests import NOT_RUN, NOT_YET, has_run, read_study, run_tests
+from analysis.norm_order.study_tests import NOT_RUN, NOT_YET, has_run, read_outcomes, read_study, run_tests
 from analysis.norm_order.summary import count_states
 from lmscale.results import new_record, write_record
 
@@ -147,11 +148,12 @@ def study_mechanism(cells: pd.DataFrame, limits: pd.DataFrame) -> tuple[dict[str
     return judge(mechanism_cells(cells)) if complete else None, without
 
 
-def summarize(cells: pd.DataFrame) -> dict[str, Any]:
+def summarize(cells: pd.DataFrame, repeats: pd.DataFrame | None = None) -> dict[str, Any]:
     """Build the record of the study's outcome.
 
     Args:
         cells: result of `read_study`.
+        repeats: result of `read_outcomes` for cells repeated on another CPU type.
     """
     limits = read_limits(cells)
     rule, left_out = study_mechanism(cells, limits)
@@ -183,10 +185,12 @@ def summarize(cells: pd.DataFrame) -> dict[str, Any]:
         "refuted": refuted(cells, tests, recovered, rule),
         "described": describe(cells),
         "cells_to_add": list(cells_to_add(limits)),
+        "cpus": {str(cpu): int(count) for cpu, count in cells["cpu"].value_counts().sort_index().items()},
     }
     metrics = {"cells": {"value": int(cells["state"].notna().sum()), "unit": "cells"}}
     metrics["cells_planned"] = {"value": len(cells), "unit": "cells"}
     metrics["cpu_time"] = {"value": float(cells["cpu_time"].sum()), "unit": "s"}
+    metrics |= {} if repeats is None else describe_repeats(cells, repeats)
     metrics |= {
         f"test {test['test']}/{key}": {"value": test[key], "unit": test["unit"]}
         for test, key in itertools.product(tests, ("effect", "low", "high"))
@@ -233,11 +237,13 @@ def describe(cells: pd.DataFrame) -> list[dict[str, Any]]:
 def main() -> int:
     """Write the record and print the tests."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the cells")
+    parser.add_argument(
+        "--records", type=Path, default=RECORDS, help="folder of the cells; repeated ones are in `repeated` beside it"
+    )
     parser.add_argument("--record", type=Path, default=RECORDS.parent / "norm_order_study.json", help="to write")
     options = parser.parse_args()
     try:
-        record = summarize(read_study(options.records))
+        record = summarize(read_study(options.records), read_outcomes(options.records.parent / "repeated"))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

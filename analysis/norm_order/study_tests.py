@@ -43,6 +43,7 @@ HYPOTHESES = {
     11: "post-norm ends lower than pre-norm on RACE at 12 layers",
     12: "post-norm ends lower than pre-norm for GPT at 12 layers",
 }
+MEASURED = ["state", "train_loss", "validation_loss", "cpu_time"]
 NOT_RUN, NOT_YET = "not run", "not yet"
 PROVISIONAL = (7, 9)  # computed anew with the cells of 48 layers
 PAIRS, SLOPE = "share of pairs", "log2 rate per log2 depth"
@@ -66,24 +67,33 @@ def read_study(folder: Path) -> pd.DataFrame:
     """All planned cells, one row each; what is measured is missing while a cell has no record.
 
     Returns:
-        group, id, the fields of `StudyCell` (lr is nan while it is not chosen), and, missing without a record, state,
-        train_loss, validation_loss, cpu_time and `early_statistics`.
+        group, id, the fields of `StudyCell` (lr is nan while it is not chosen), and the columns of `read_outcomes`,
+        missing without a record.
 
     Raises:
         ValueError: a record's cell is not in `cells.yaml`, or has another rate than the chosen one.
     """
     planned = {cell.name: {"group": group, "id": cell.name} | vars(cell) for group, cell in planned_cells(folder)}
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    names = [StudyCell(**record["config"]["cell"]).name for record in records]
-    if unknown := set(names) - set(planned):
+    found = read_outcomes(folder)
+    if unknown := set(found["id"]) - set(planned):
         raise ValueError(f"records of the study must be of its cells, but {min(unknown)} is not in cells.yaml")
     cells = pd.DataFrame(planned.values())
     cells["lr"] = pd.to_numeric(cells["lr"], errors="coerce")  # nan for `chosen`
-    measured = ["state", "train_loss", "validation_loss", "cpu_time"]
-    found = read_cells(records).reindex(columns=measured).assign(id=names)
+    return cells.merge(found, on="id", how="left")
+
+
+def read_outcomes(folder: Path) -> pd.DataFrame:
+    """What the records of a folder measured, one row each.
+
+    Returns:
+        id, state, train_loss, validation_loss, cpu_time, cpu (type), and the columns of `early_statistics`.
+    """
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    names = [StudyCell(**record["config"]["cell"]).name for record in records]
+    cpus = [record["environment"]["cpu"] for record in records]
+    found = read_cells(records).reindex(columns=MEASURED).assign(id=names, cpu=cpus)
     early = pd.DataFrame([early_statistics(record["config"]) for record in records], index=found.index)
-    early = early.reindex(columns=[*CANDIDATES, LOSS])
-    return cells.merge(pd.concat([found, early], axis=1), on="id", how="left")
+    return pd.concat([found, early.reindex(columns=[*CANDIDATES, LOSS])], axis=1)
 
 
 def has_run(cells: pd.DataFrame) -> bool:
@@ -135,10 +145,12 @@ def compare_losses(cells: pd.DataFrame, group: str, layers: int, first: str, sec
     some = cells[(cells["group"] == group) & (cells["layers"] == layers) & cells["order"].isin([first, second])]
     if not has_run(some):
         return None
-    by_seed = some.pivot(index="seed", columns="order", values=["state", "train_loss", "validation_loss"])
+    by_seed = some.pivot(index="seed", columns="order", values=["state", "train_loss", "validation_loss", "cpu"])
     learned = by_seed["state"] == "learned"
     seeds = len(by_seed)
     note = ", ".join(f"{order} {learned[order].sum()} of {seeds} learned" for order in (first, second))
+    if mixed := int((by_seed["cpu"][first] != by_seed["cpu"][second]).sum()):
+        note += f"; {mixed} pairs of two CPU types"
     if learned.all(axis=None):
         of = {
             loss: (by_seed[loss][first] - by_seed[loss][second]).astype(float)

@@ -57,7 +57,7 @@ def row(
     final = loss(cell) if learned else 4.74
     found = {"group": group, "id": cell.name} | vars(cell) | {"lr": float(cell.lr)}
     found |= {"state": "learned" if learned else "stuck", "train_loss": final, "validation_loss": final + 0.02}
-    return found | {"cpu_time": 100.0} | tells(cell, not learned)
+    return found | {"cpu_time": 100.0, "cpu": "a CPU"} | tells(cell, not learned)
 
 
 def make_cells(**planted: Callable) -> pd.DataFrame:
@@ -80,6 +80,6 @@ def parse(text: str) -> list[tuple[str, StudyCell]]:
 
 def without(cells: pd.DataFrame, where: pd.Series) -> pd.DataFrame:
     """The cells, some of them without a record."""
-    measured = ["train_loss", "validation_loss", "cpu_time", *CANDIDATES, LOSS]
+    measured = ["train_loss", "validation_loss", "cpu_time", "cpu", *CANDIDATES, LOSS]
     missing = cells[measured].mask(where)
     return cells.assign(state=cells["state"].where(~where, None), **missing)

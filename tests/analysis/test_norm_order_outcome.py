@@ -15,7 +15,7 @@ from analysis.norm_order.mechanism import CANDIDATES, LOSS, early_statistics, fi
 from analysis.norm_order.outcome import summarize
 from analysis.norm_order.significance import holm, sign_test
 from analysis.norm_order.study import RECORDS, StudyCell, read_groups
-from analysis.norm_order.study_tests import compare_limits, read_study
+from analysis.norm_order.study_tests import compare_limits, read_outcomes, read_study
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +331,7 @@ def test_records_are_read_into_planned_cells(tmp_path) -> None:
 
 def test_the_committed_outcome_matches_the_committed_cells() -> None:
     committed = json.loads((RECORDS.parent / "norm_order_study.json").read_text())
-    again = summarize(read_study(RECORDS))
+    again = summarize(read_study(RECORDS), read_outcomes(RECORDS.parent / "repeated"))
     assert (again["metrics"], again["config"]) == (committed["metrics"], committed["config"])
 
 
