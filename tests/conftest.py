@@ -4,12 +4,16 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests with and without CUDA graphs, and with and without deterministic products, share a process; torch asks once.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 for folder in (".", "corpus", "data", "cli", "training"):  # support modules: ranks, sharding, warm, corpora, runs
@@ -44,6 +48,23 @@ def exact_products() -> Iterator[None]:
     yield
     if "torch" in sys.modules:  # some tests also run where it is not installed
         sys.modules["torch"].set_float32_matmul_precision("highest")
+
+
+@pytest.fixture
+def built_elsewhere(monkeypatch) -> None:
+    """Let `configure_model` run with another default device than the CPU, as Lightning does on a GPU.
+
+    The device is `meta`, whose tensors hold nothing: what is made on it by mistake cannot be read.
+    """
+    import torch
+    from lightning.pytorch.strategies import Strategy
+
+    @contextmanager
+    def on_meta(strategy: Strategy, empty_init: bool | None = None) -> Iterator[None]:
+        with torch.device("meta"):
+            yield
+
+    monkeypatch.setattr(Strategy, "tensor_init_context", on_meta)
 
 
 @pytest.fixture(scope="session")

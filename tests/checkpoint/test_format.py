@@ -121,6 +121,16 @@ def test_any_layout_reads_what_any_layout_saves(tmp_path, tp_size, dp_size) -> N
             assert torch.equal(wide, part_of(tensor, dim, 1, 2).double())
 
 
+def test_reading_is_on_the_cpu_whatever_the_default_device(saved) -> None:
+    """Lightning reads weights with the GPU as default device."""
+    expected = logical_tensors()
+    with torch.device("meta"), CheckpointReader(saved) as reader:
+        for key, (tensor, _) in expected.items():
+            assert torch.equal(reader.read(key), tensor)
+            if tensor.ndim:
+                assert torch.equal(reader.read_rows(key, 0, len(tensor)), tensor)
+
+
 def test_ranks_write_equal_shares_and_every_tensor_once() -> None:
     entries = {f"w{i}": TensorEntry((64, 10 + i), torch.float32, 0) for i in range(12)}
     entries |= {f"n{i}": TensorEntry((64,), torch.float32, None) for i in range(16)}

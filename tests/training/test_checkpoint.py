@@ -44,6 +44,17 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, architecture, 
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())  # of half types the masters
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_weights_are_read_on_the_cpu_whatever_the_default_device(tmp_path, built_elsewhere, dtype) -> None:
+    """In bf16 the checkpoint has other types than the model; row-parallel weights are cut along dimension 1."""
+    settings = DROPOUT | LONG | {"precision__dtype": dtype}
+    train(tiny_run("bert", tmp_path / "whole", **settings))
+    train(tiny_run("bert", tmp_path / "parts", trainer__stop_after_steps=2, **settings))
+    train(tiny_run("bert", tmp_path / "parts", resume="auto", **settings))
+    whole, parts = (read_tensors(tmp_path / name) for name in ("whole", "parts"))
+    assert all(torch.equal(whole[key], parts[key]) for key in whole)
+
+
 def test_the_same_run_twice_is_bitwise_equal_and_another_seed_is_not(tmp_path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         train(tiny_run("bert", tmp_path / name, seed=seed, deterministic=True, precision__dtype="fp32", **DROPOUT))

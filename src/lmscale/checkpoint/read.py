@@ -39,7 +39,7 @@ class CheckpointReader:
             if shape[entry.shard_dim] % tp_size:
                 raise ValueError(f"{key} must be a multiple of `tp_size` ({tp_size}) long, but is {entry.shape}")
             shape[entry.shard_dim] //= tp_size
-        out = torch.empty(shape, dtype=entry.dtype)
+        out = torch.empty(shape, dtype=entry.dtype, device="cpu")
         self.read_into(key, out, tp_rank)
         return out
 
@@ -71,7 +71,7 @@ class CheckpointReader:
     def read_rows(self, key: str, first: int, last: int) -> Tensor:
         """Read rows [first, last) of a logical tensor with any shard dimension."""
         entry = self._entry(key)
-        out = torch.empty((last - first, *entry.shape[1:]), dtype=entry.dtype)
+        out = torch.empty((last - first, *entry.shape[1:]), dtype=entry.dtype, device="cpu")
         for piece in entry.pieces:
             if entry.shard_dim in (None, 0):
                 start, stop = (0, entry.shape[0]) if entry.shard_dim is None else (piece.start, piece.stop)
@@ -81,7 +81,7 @@ class CheckpointReader:
             else:
                 shape = list(out.shape)
                 shape[entry.shard_dim] = piece.stop - piece.start
-                part = torch.empty(shape, dtype=entry.dtype)
+                part = torch.empty(shape, dtype=entry.dtype, device="cpu")
                 self._file(piece.file).read_into(key, part, first)
                 out.narrow(entry.shard_dim, piece.start, piece.stop - piece.start).copy_(part)
         return out
@@ -96,7 +96,7 @@ class CheckpointReader:
             file.read_into(key, target, offset)
             return
         if by_rows:
-            part = torch.empty(target.shape, dtype=entry.dtype)
+            part = torch.empty(target.shape, dtype=entry.dtype, device="cpu")
             file.read_into(key, part, offset)
         else:
             part = file.read(key).narrow(entry.shard_dim, offset, target.shape[entry.shard_dim])

@@ -175,7 +175,7 @@ class TensorFileReader:
     def read(self, name: str) -> Tensor:
         """Read a full tensor into new memory."""
         shape, dtype, _, _ = self.entries[name]
-        out = torch.empty(shape, dtype=dtype)
+        out = torch.empty(shape, dtype=dtype, device="cpu")
         self.read_into(name, out)
         return out
 

@@ -26,6 +26,7 @@ from ..checkpoint import (
 )
 from ..parallel import ParallelContext, padding_of
 from .output.lightning_state import at_last_update, from_json, loops_after, to_json
+from .runtime.lost_rank import abort_nccl
 
 _NFS_DELAY_S = 60.0  # an NFS client keeps what it knows of a folder for up to `acdirmax`
 
@@ -52,6 +53,13 @@ class ShardedCheckpointStrategy(DDPStrategy):
     parallel: ParallelContext
     writer: CheckpointWriter | None = None
     control_group: dist.ProcessGroup | None = None
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Abandon collectives before Lightning frees the GPU's memory, which would wait for those of a rank that is
+        gone."""
+        super().on_exception(exception)
+        if self.world_size > 1:
+            abort_nccl()
 
     def any_rank(self, *decisions: bool) -> list[bool]:
         """For each decision, whether any rank says yes; the same on all ranks.
