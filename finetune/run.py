@@ -25,15 +25,19 @@ for _cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
 def finetune(values: dict, files: dict[str, str]) -> None:
     """Build the config, check the job, and run `finetune` on every rank: build model, data and Trainer, then fit.
 
-    Ranks are started here, or are those of torchrun or srun.
+    Ranks are started here, or are those of torchrun or srun. A run that has finished in its folder is left as it is, so
+    that a sweep that was stopped continues with the same command.
 
     Args:
         files: texts by path, written into the run folder when training starts.
     """
     from lmscale.config.finetune import FinetuneConfig
-    from lmscale.finetune.sources import check_places
+    from lmscale.finetune.sources import check_places, is_finished
 
     run = FinetuneConfig.from_dict(values)
+    if is_finished(run):
+        print(f"finished before, nothing to do; record: {run.run_dir}/record.json", flush=True)
+        return
     check_places(run)
     # torch and Lightning take seconds to import, so the cheap checks above come first.
     from lmscale.finetune import finetuning

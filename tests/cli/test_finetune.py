@@ -1,6 +1,7 @@
 """`python finetune/run.py`, `ensemble.py` and `median.py` as a user starts them."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,28 @@ def test_five_seeds_have_a_median_and_make_an_ensemble(places) -> None:
     # An ensemble folder may be overwritten, a run folder may not.
     refused = run_script("ensemble.py", *runs, "--out", runs[0])
     assert refused.returncode == 2 and "`--out` must be a folder without the record of a run" in refused.stderr
+
+
+def test_a_stopped_sweep_continues_with_the_same_command(places) -> None:
+    folder, overrides = places
+    sweep = folder / "stopped"
+    command = ("run.py", "-m", *overrides, "seed=1,2", f"hydra.sweep.dir={sweep}")
+    assert run_script(*command).returncode == 0
+    first, second = (sweep / str(number) / "record.json" for number in range(2))
+    kept = first.read_bytes()
+    second.unlink()
+    for checkpoint in (sweep / "1" / "checkpoints").glob("step_*.ckpt"):
+        shutil.rmtree(checkpoint)
+    done = run_script(*command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished before, nothing to do; record: ") == 1 and second.is_file()
+    assert first.read_bytes() == kept
+    refused = run_script(*command, "optimizer.lr=1e-3")
+    assert refused.returncode == 2 and first.read_bytes() == kept, refused.stderr
+    assert "job 0 of the sweep" in refused.stderr
+    assert "must be a folder without the record of another run" in refused.stderr
+    shutil.rmtree(next((sweep / "0" / "checkpoints").glob("step_*.ckpt")))  # its save had failed
+    assert "must be a folder without the record of another run" in run_script(*command).stderr
 
 
 def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:

@@ -63,6 +63,14 @@ def test_32_examples_are_learned_by_heart(tmp_path, ckpt, name: str, num_epochs:
     assert read_rows(run)[0]["train/loss"] > 0.6
 
 
+def test_weights_are_read_on_the_cpu_whatever_the_default_device(tmp_path, ckpt, built_elsewhere) -> None:
+    """The checkpoint is in fp64, so every tensor needs another buffer."""
+    run = make_run("qqp", tmp_path, ckpt, precision__dtype="fp32", trainer__save=True)
+    assert run_here(run) == 0
+    scored = make_run("qqp", tmp_path, Path(run.run_dir), run="scored", trainer__num_epochs=0)
+    assert run_here(scored) == 0 and read_metrics(scored)["qqp/accuracy"] == read_metrics(run)["qqp/accuracy"]
+
+
 def make_run_on_its_training_set(run):
     values = run.to_dict()
     values["task"]["validation"] = {"dev": values["task"]["train"]}

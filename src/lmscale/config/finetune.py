@@ -1,5 +1,7 @@
 """The configuration of a finetuning: the typed form of `conf/finetune.yaml` and its tasks."""
 
+import hashlib
+import json
 import re
 from dataclasses import dataclass, field
 
@@ -287,3 +289,8 @@ class FinetuneConfig:
     def to_dict(self) -> dict:
         """Nested plain values; `from_dict` gives an equal configuration back."""
         return to_plain(self)
+
+    def digest(self) -> str:
+        """sha256 of all values but the run folder; a record has no absolute paths, by which two runs may differ."""
+        values = self.to_dict() | {"run_dir": "", "overrides": []}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -11,7 +11,9 @@ from .tasks import objective_of
 
 RECORD = "record.json"
 # Keys that may differ between runs of one setting (seed and layout), or that follow from the seed or the path.
-_NOT_A_SETTING = {"seed", "parallel", "micro_batch_size", "run_dir", "overrides", "cache_dir", "sets", "objective"}
+_NOT_A_SETTING = {
+    *("seed", "parallel", "micro_batch_size", "run_dir", "overrides", "cache_dir", "sets", "objective", "digest"),
+}
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ def write_run_record(job: FinetuneJob, module: FinetuneModule, features: Feature
     found = new_record(
         name=run.name,
         kind=kind,
-        config=run.to_dict() | {"model": job.start.config.to_dict(), "sets": sets, "paper_size": paper_size},
+        config=run.to_dict()
+        | {"digest": run.digest(), "model": job.start.config.to_dict(), "sets": sets, "paper_size": paper_size},
         seed=run.seed,
         metrics=metrics,
         device=job.device_name(),

@@ -26,8 +26,23 @@ def check_values(values: dict[str, Any]) -> None:
         ValueError: anything invalid, in one line.
     """
     run = FinetuneConfig.from_dict(values)
-    check_unused(run)
+    if not is_finished(run):
+        check_unused(run)
     check_places(run)
+
+
+def is_finished(run: FinetuneConfig) -> bool:
+    """Whether the run folder has the record of this very configuration, and the checkpoint that it was to save.
+
+    The content of its data files and of its checkpoint is not compared.
+    """
+    folder, saves = Path(run.run_dir), run.trainer.save and run.trainer.num_epochs > 0
+    try:
+        record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+        is_same = record["config"]["digest"] == run.digest()
+    except (OSError, ValueError, LookupError, TypeError):  # none, damaged, or of an earlier version
+        return False
+    return is_same and (not saves or any(folder.glob("checkpoints/step_*.ckpt")))
 
 
 def check_unused(run: FinetuneConfig) -> None:
