@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every figure that the project promises of one H200, in parts of less than nine minutes.
+# Every figure that the project promises of one H200, in parts of less than nine minutes: call single parts where a call is limited.
 #
 #   bash analysis/benchmarks/h200.sh a1 a2           some parts; `a`, `b` or `c` is a whole list; without a name this text
 #   DRY_RUN=1 bash analysis/benchmarks/h200.sh a     the commands of a part, a list or all, without running them
@@ -58,7 +58,10 @@ part_b3() {
   if [ -n "${NANOGPT:-}" ]; then against file_compiled 1.15 "file=$NANOGPT"
   else echo "gpt_355m against nanoGPT: not measured, NANOGPT=path/to/model.py is not given"; fi
 }
-part_b4() { against megatron_core 1.3; }
+part_b4() {
+  if [ -n "${DRY_RUN:-}" ] || "$PYTHON" -c 'import megatron.core' 2> /dev/null; then against megatron_core 1.3
+  else echo "gpt_355m against megatron-core: not measured, $PYTHON has no megatron-core"; fi
+}
 part_b5() {
   local name=${CARD}_gpt_8.3b_20_steps
   train "$name" model=gpt_8.3b optimizer.moments=bf16 micro_batch_size=2 global_batch_size=8 \

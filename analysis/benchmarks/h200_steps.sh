@@ -69,6 +69,9 @@ pack() {  # after every measurement, so that a call that is cut short leaves wha
     for file in "$LOGS/$name".{log,xml,trace.json.gz}; do
       [ ! -f "$file" ] || [ "$(stat -c %s "$file")" -gt 12582912 ] || cp "$file" "$stage/outputs/h200"
     done
+    # Of a run that was cut short, the losses so far.
+    file=$LOGS/$name/metrics.csv
+    [ ! -f "$file" ] || { mkdir -p "$stage/outputs/h200/$name" && cp "$file" "$stage/outputs/h200/$name"; }
   done
   tar -czf "$SITE/archive" -C "$stage" . && mv "$SITE/archive" "$OUT/${CARD}_$(IFS=_; echo "${CHOSEN[*]}").tar.gz"
   rm -rf "$stage"
@@ -83,7 +86,7 @@ machine() {
 
 gpu_tests() {  # four at a time: most of their time is compilation on the host
   local name=${CARD}_gpu_tests xml=$LOGS/${CARD}_gpu_tests.xml
-  step "$name" 240 "$PYTHON" -m pytest -m gpu -n "$([ -n "$REHEARSE" ] && echo 0 || echo 4)" -p no:cacheprovider -q -rs \
+  step "$name" 420 "$PYTHON" -m pytest -m gpu -n "$([ -n "$REHEARSE" ] && echo 0 || echo 4)" -p no:cacheprovider -v -rs \
     --junitxml="$xml" tests/training/test_gpu.py tests/training/test_gpu_resume.py || return
   [ -n "${DRY_RUN:-}" ] || has "$name" && return
   "$PYTHON" analysis/benchmarks/h200_rows.py tests "$xml" "$RESULTS/$name.json" ${REHEARSE:+--may-skip} || fail "$name" "the tests show nothing"
@@ -115,7 +118,7 @@ trace_of() {  # model, sequences; a rehearsal compiles too, for the number of gr
 }
 
 attention() {
-  local name=${CARD}_attention_backends backends=(default flash cudnn efficient)
+  local name=${CARD}_attention_backends backends=(default flash efficient cudnn)  # cuDNN's may end in a fault
   local shapes=(gpt_1.2b:16:16:1024:96 bert_336m:128:16:512:64 bert_3.9b:16:40:512:64 gpt_8.3b_tp_8:8:4:1024:96)
   [ -z "$REHEARSE" ] || { shapes=(gpt_1.2b:2:2:16:8 bert_336m:2:3:16:8); backends=(math); }
   TAIL=60 step "$name" 180 "$PYTHON" analysis/benchmarks/gpu/attention_backends.py --shape "${shapes[@]}" --backends "${backends[@]}" \
@@ -131,8 +134,8 @@ against() {  # peer, least ratio of times, further keys
     show "gpt_355m against $peer" "$name" "$peer/ratio_paired" "$least"
 }
 
-float8_speed() {
-  compare "${CARD}_fp8" 520 model=gpt_2.5b precision=fp8 'peers=[ours_bf16]' micro_batch_size=8 &&
+float8_speed() {  # both models are on the GPU at once: 70 GiB each with 8 sequences, by the planner
+  compare "${CARD}_fp8" 520 model=gpt_2.5b precision=fp8 'peers=[ours_bf16]' micro_batch_size=4 &&
     show "gpt_2.5b, fp8 against bf16" "${CARD}_fp8" ours_bf16/ratio_paired 1.2
 }
 
@@ -157,7 +160,7 @@ true_width() {  # model, norm order, further keys: a run of Figure 7
   local name=${CARD}_fig7_$1_$2_seed_$SEED diverged=3
   local folder=$LOGS/$name
   [ -z "${FORCE:-}" ] || run rm -rf "$folder"
-  GRACE=40 RESULT=$diverged step "$name" 480 "$PYTHON" src/train.py experiment=fig7_h200 "model=$1" "model.norm_order=$2" \
+  GRACE=40 RESULT=$diverged step "$name" 490 "$PYTHON" src/train.py experiment=fig7_h200 "model=$1" "model.norm_order=$2" \
     "seed=$SEED" "name=$name" "hydra.run.dir=$folder" resume=auto trainer.accelerator=gpu \
     "${TINY_RUN[@]}" ${REHEARSE:+trainer.max_steps=50 trainer.num_validation_samples=8} "${@:3}" || return 1
   [ -n "${DRY_RUN:-}" ] || has "$name" && return

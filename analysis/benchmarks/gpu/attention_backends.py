@@ -51,12 +51,15 @@ def main() -> None:
         record = measure(options)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    write_record(record, options.record)
     for key, entry in record["metrics"].items():
-        value = f"{1e3 * entry['value']:.4g} ms" if entry["unit"] == "s" else f"{entry['value']:.2g}"
+        if entry["value"] is None:
+            value = entry["non_finite"]
+        else:
+            value = f"{1e3 * entry['value']:.4g} ms" if entry["unit"] == "s" else f"{entry['value']:.2g}"
         print(f"{key:<44} {value}")
     for key, reason in record["refused"].items():
         print(f"{key:<44} refused: {reason}")
-    write_record(record, options.record)
 
 
 if __name__ == "__main__":
