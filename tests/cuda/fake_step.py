@@ -50,7 +50,8 @@ class StepOrder:
     def build(self, module: Any) -> None:
         """Build model, optimizer and schedule."""
         module.trainer = self
-        module.configure_model()
+        with self.strategy.root_device:  # `Strategy.tensor_init_context`
+            module.configure_model()
         module._device = self.strategy.root_device  # as `module.to` sets it, which fake parameters do not allow
         built = module.configure_optimizers()
         self.optimizers = [built["optimizer"]]
@@ -129,6 +130,7 @@ def run_step(case: dict) -> dict:
             logs=False,
         )
         order.build(module)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
         micro_batches = [micro_batch(case["family"]) for _ in range(NUM_MICRO_BATCHES)]
         micro_batches[0]["step_counts"] = torch.ones(len(module.loss_terms), dtype=torch.float64, device="cuda")
         error = None

@@ -110,7 +110,7 @@ def test_names_and_order_of_the_papers_parameters_are_unchanged(norm_order: str,
 
 
 def test_an_unknown_placement_is_refused_with_the_known_ones() -> None:
-    known = "pre, post, deepnorm, peri, b2t, mix, sandwich"
+    known = ", ".join(PLACEMENTS)
     with pytest.raises(ValueError, match=f"`norm_order` must be one of {known}, but is 'middle'"):
         small_config("gpt", norm_order="middle")
 

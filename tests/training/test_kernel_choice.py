@@ -1,6 +1,7 @@
 """`compile=auto` and `model.attention=auto`: what they choose, that ranks agree, and that a resumed run keeps it."""
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.config import Recompute
 from lmscale.config.pretrain import RunConfig
 from lmscale.kernels import PLAIN, Kernels, choose_attention, choose_kernels
+from lmscale.models import attention_backend
 from lmscale.models.attention_backend import choose_fastest, fastest_backend, preferred_backend
 from lmscale.training.output.resuming import Start
 from lmscale.training.pretrain import prepare_job, pretrain
@@ -33,7 +35,7 @@ def composed(*overrides: str) -> RunConfig:
 @pytest.fixture
 def two_cores(monkeypatch) -> None:
     monkeypatch.setattr(kernel_choice.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(kernel_choice, "_has_cpp_compiler", lambda: True)
+    monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False: True)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def test_a_long_run_compiles_on_a_cpu_if_there_is_a_compiler(two_cores, monkeypa
     least = next(steps for steps in range(1, 99) if compiling_pays(change_steps(run, steps), 1))
     assert least > 20  # 2.4 GFLOP per token
     assert not compiling_pays(change_steps(run, least), 2) and compiling_pays(change_steps(run, 2 * least), 2)
-    monkeypatch.setattr(kernel_choice, "_has_cpp_compiler", lambda: False)
+    monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False: False)
     assert not compiling_pays(run, 1)
 
 
@@ -68,12 +70,16 @@ def change_steps(run: RunConfig, steps: int) -> RunConfig:
 
 def test_without_a_compiler_or_headers_none_is_found(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "absent"))
-    assert not kernel_choice._has_cpp_compiler()
+    assert not kernel_choice._has_compiler()
     monkeypatch.setenv("CXX", "sh")
-    monkeypatch.setattr(kernel_choice.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert not kernel_choice._has_cpp_compiler()
+    monkeypatch.setattr(kernel_choice.sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert not kernel_choice._has_compiler()
     (tmp_path / "Python.h").write_text("")
-    assert kernel_choice._has_cpp_compiler()
+    assert kernel_choice._has_compiler()
+    monkeypatch.setenv("CC", str(tmp_path / "absent"))
+    assert not kernel_choice._has_compiler(on_gpu=True)
+    monkeypatch.setenv("CC", "sh")
+    assert kernel_choice._has_compiler(on_gpu=True)
 
 
 def test_exact_attention_is_for_compiled_layers_with_dropout_on_a_cpu() -> None:
@@ -155,7 +161,7 @@ def test_a_compiled_run_is_resumed_compiled_where_that_is_possible(monkeypatch) 
     run = tiny_run("gpt", Path("x"), compile="auto")
     monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: SimpleNamespace(run={"compile": True}))
     for there in (True, False):
-        monkeypatch.setattr(kernel_choice, "_has_cpp_compiler", lambda there=there: there)
+        monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False, there=there: there)
         assert kept_compile(run, False, "checkpoint") == (True if there else "auto")
     assert kept_compile(run, True, "checkpoint") is True
     assert kept_compile(dataclasses.replace(run, kernels="apex"), True, "checkpoint") == "auto"
@@ -206,9 +212,13 @@ def test_what_this_cpu_cannot_compute_with_is_refused(monkeypatch) -> None:
     run = tiny_run("gpt", Path("x"), model__attention="cudnn")
     with pytest.raises(ValueError, match="`model.attention` must be sdpa, exact or auto on a CPU, but is cudnn"):
         kernel_choice.resolve_attention(run, False, False, None)
-    monkeypatch.setattr(kernel_choice, "_has_cpp_compiler", lambda: False)
+    monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False: False)
     with pytest.raises(ValueError, match="`compile` must be false or auto without a C[+][+] compiler"):
         kernel_choice.resolve_attention(tiny_run("gpt", Path("x")), False, True, None)
+    with pytest.raises(
+        ValueError, match=r"`compile` must be false without a C compiler \(CC, gcc or clang\) and Python's"
+    ):
+        kernel_choice.resolve_attention(tiny_run("gpt", Path("x")), True, True, None)
 
 
 @pytest.mark.parametrize(
@@ -248,12 +258,25 @@ def test_backends_that_refuse_the_inputs_are_not_chosen() -> None:
     assert fastest_backend(dataclasses.replace(config, attention_dropout=0.1), *sizes) == "sdpa"  # and not with dropout
 
 
+@pytest.mark.parametrize(
+    "family, dropout, tried",
+    [("gpt", 0.0, True), ("gpt", 0.125, True), ("gpt", 0.1, False), ("bert", 0.0, False)],
+)
+def test_cudnn_is_timed_only_where_it_is_right(monkeypatch, family: str, dropout: float, tried: bool) -> None:
+    backends = []
+    monkeypatch.setattr(attention_backend, "sdpa_kernel", lambda one: (backends.append(one), nullcontext())[1])
+    monkeypatch.setattr(attention_backend, "_median_time_s", lambda *_: 1.0)
+    config = tiny_run(family, Path("x"), model__attention_dropout=dropout).model
+    assert fastest_backend(config, 1, 2, 16, torch.float32, torch.device("cpu")) == "flash"
+    assert (SDPBackend.CUDNN_ATTENTION in backends) == tried and len(backends) == 2 + tried
+
+
 def test_the_preferred_backend_is_first_and_the_rest_stays_available() -> None:
     before = _cur_sdpa_kernel_backends(with_priority=True)
     with preferred_backend("efficient"):
         order = _cur_sdpa_kernel_backends(with_priority=True)
         assert order[0] is SDPBackend.EFFICIENT_ATTENTION
-        assert {SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH} < set(order)
+        assert set(order[1:]) == {SDPBackend.FLASH_ATTENTION, SDPBackend.MATH}
         assert torch.compiler.config.cache_key_tag == "efficient"
     with preferred_backend("sdpa"):
         assert _cur_sdpa_kernel_backends(with_priority=True) == before

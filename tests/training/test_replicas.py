@@ -4,6 +4,12 @@ import pytest
 from runs import read_rows, run_jobs, tiny_run
 
 from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.step import optimizer
+
+
+def _keep_own_gradients(rank: int) -> None:
+    """Rank 0's copy would hide a dropout mask or a reduction that differs between the tensor ranks."""
+    optimizer.sync_replicated_gradients = lambda parameters, context: None
 
 
 @pytest.mark.parametrize(
@@ -24,7 +30,7 @@ def test_replicated_parameters_are_bitwise_equal_after_20_steps_with_dropout(
         model__attention_dropout=0.1,
         precision__dtype=dtype,
     )
-    run_jobs([run], 2)  # fails unless the run succeeds
+    run_jobs([run], 2, fault=_keep_own_gradients)  # fails unless the run succeeds
 
 
 def test_mean_of_means_depends_on_the_micro_batch_size_and_token_mean_does_not(tmp_path) -> None:

@@ -58,6 +58,15 @@ def test_the_first_lines_say_whether_halves_hide_anything(tp_size: int, compiles
     assert describe_options(run, run.model.with_vocab_size(100), layout, compiles) == line
 
 
+@pytest.mark.parametrize("warmup_steps, announced", [(1, False), (2, True), (100, True)])
+def test_a_warm_up_as_long_as_the_run_is_announced(tmp_path, capfd, warmup_steps: int, announced: bool) -> None:
+    assert (
+        pretrain(prepare_job(tiny_run("gpt", tmp_path, trainer__max_steps=2, schedule__warmup_steps=warmup_steps))) == 0
+    )
+    note = f"note: schedule.warmup_steps ({warmup_steps}) is not below trainer.max_steps (2), so the learning rate"
+    assert (note in capfd.readouterr().out) == announced
+
+
 def test_a_run_of_one_process_opens_no_port(tmp_path, monkeypatch) -> None:
     """Another process could take a port between its choice and its use."""
 

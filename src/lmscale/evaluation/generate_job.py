@@ -97,18 +97,21 @@ def generate(job: GenerateJob) -> int:
     share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if config.parallel.tp_size > 1 else 1)
     device = _device(config)
     context = evaluation_groups(config.parallel.tp_size, 1, device.type, config.parallel.pad_heads)
+    code = 0
     try:
         _generate(job, context, device)
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         _discard_output()  # Python's final flush
-        return 128 + signal.SIGPIPE
+        code = 128 + signal.SIGPIPE
     except ValueError as error:  # raised on every rank
         if context.tp_size == 1:
             raise
         if context.tp_rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
-    return 0
+        code = USER_ERROR
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
 
 
 def _device(config: GenerateConfig) -> torch.device:

@@ -32,7 +32,8 @@ def build_model(
 ) -> nn.Module:
     """Build this rank's shard of a model directly on its device and in its dtype; no rank holds the whole model.
 
-    While it builds, it changes torch's default dtype, which is global to the process: one thread at a time.
+    While it builds, it changes torch's default dtype, which is global to the process: one thread at a time. On a GPU it
+    takes cuDNN's attention out of torch's choice for this process.
 
     Args:
         seed: of the initial weights, the same logical tensors at every layout; None leaves them uninitialized (the
@@ -45,6 +46,8 @@ def build_model(
     Raises:
         ValueError: `context.tp_size` does not divide the model; the config is not resolved (`require_resolved`).
     """
+    if torch.device(device).type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # see `attention_backend.preferred_backend`
     kind = load(family_of(config.family).model)
     with torch.device(device), _default_dtype(dtype):
         model = kind(config, context)
@@ -61,5 +64,8 @@ def build_model(
                 module.use_float8()
     if kernels.compiles:
         torch._dynamo.config.optimize_ddp = False  # which would cut each layer's graph at DDP's first bucket
+        # All layers share one code object. Each combination of a mask or none, a training, validation or last batch,
+        # and a kind of layer (`mix` has two) is a graph; beyond torch's 8 a layer would silently run eagerly.
+        torch._dynamo.config.recompile_limit = 64
         model.compile_layers(kernels.cuda_graphs)
     return model

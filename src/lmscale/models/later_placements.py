@@ -1,7 +1,7 @@
 """LayerNorm placements that came after the paper's, and the table of all placements by their `model.norm_order`.
 
-They stand here in the original BERT or in the paper's rearrangement of it, so each differs from `post` or `pre` by its
-own idea only. Torch is not imported, as in `norm_placement.py`.
+Each is written as a change of `post` (the original BERT) or `pre` (the paper's), and differs from it only by its own
+idea. Torch is not imported, as in `norm_placement.py`.
 """
 
 from collections.abc import Callable

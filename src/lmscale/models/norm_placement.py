@@ -1,8 +1,8 @@
 """Where LayerNorms and residual connections stand (Figure 7): one class per `model.norm_order`.
 
 Torch is not imported: config and planner read the same classes. `later_placements.py` has those that came after the
-paper, and the names of all. To add a placement, write a class and add it to its `PLACEMENTS`. Most define `residual`;
-override `layer` if connections cross sublayers.
+paper, and the names of all. To add a placement, write a class and add an instance to `PLACEMENTS` there. Most define
+`residual`; override `layer` if connections cross sublayers.
 """
 
 import math
@@ -20,7 +20,7 @@ class NormPlacement(ABC):
         after_embedding, after_stack: whether a LayerNorm follows the embeddings (`embedding_norm`) or the last layer
             (`final_norm`).
         eps: LayerNorm's epsilon if `model.layer_norm_eps` is null.
-        residual_scale: factor of what a sublayer's output is added to.
+        residual_scale: factor of the residual, to which a sublayer's output is added.
     """
 
     before: tuple[str, ...] = ()

@@ -154,6 +154,12 @@ def announce(
         )
     for note in job.corpus.manifest["notes"]:
         print(f"note: {note}", flush=True)
+    if run.schedule.warmup_steps >= run.trainer.max_steps:
+        print(
+            f"note: schedule.warmup_steps ({run.schedule.warmup_steps}) is not below trainer.max_steps "
+            f"({run.trainer.max_steps}), so the learning rate does not get past its warm-up",
+            flush=True,
+        )
     if run.resume.path == "auto" and resume_from is None:
         print(f"resume=auto found no complete checkpoint in {run_dir / CHECKPOINTS}: starting from step 0", flush=True)
 

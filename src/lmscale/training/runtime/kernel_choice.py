@@ -35,17 +35,21 @@ def compiling_pays(run: RunConfig, num_hosts: int) -> bool:
     number of cores, so that it computes the same bits. fp64, which is there for exactness, and fp16, which CPUs
     emulate, are not compiled.
     """
-    if run.precision.dtype not in ("fp32", "bf16") or not _has_cpp_compiler():
+    if run.precision.dtype not in ("fp32", "bf16") or not _has_compiler():
         return False
     config = run.model.with_vocab_size(STAND_IN_VOCAB_SIZE)
     flops = run.trainer.max_steps * model_flops_per_step(config, run.data.seq_length, run.global_batch_size)
     return flops >= LEAST_SECONDS * FLOPS_PER_S_PER_CORE * num_hosts * (os.cpu_count() or 1)
 
 
-def _has_cpp_compiler() -> bool:
-    """Whether torch.compile can build kernels for this CPU: a C++ compiler and Python's headers."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    return shutil.which(compiler) is not None and (Path(sysconfig.get_path("include")) / "Python.h").is_file()
+def _has_compiler(on_gpu: bool = False) -> bool:
+    """Whether torch.compile can build kernels: a C++ compiler for this CPU or, for a GPU, the C compiler that Triton
+    looks for; and Python's headers."""
+    usual = ("gcc", "clang") if on_gpu else ("clang++" if sys.platform == "darwin" else "g++",)
+    named = os.environ.get("CC" if on_gpu else "CXX")
+    found = any(map(shutil.which, usual if named is None else (named,)))
+    # A Debian Python's own scheme names a folder that has none.
+    return found and (Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h").is_file()
 
 
 def _kept(checkpoint: str | None, on_gpu: bool) -> CheckpointMetadata | None:
@@ -71,7 +75,7 @@ def kept_compile(run: RunConfig, on_gpu: bool, resume_from: str | None) -> bool 
     if metadata is None:
         return run.compile
     kept = metadata.run.get("compile", "auto")
-    possible = run.kernels != "apex" if on_gpu else _has_cpp_compiler()
+    possible = run.kernels != "apex" if on_gpu else _has_compiler()
     return kept if possible or kept is not True else "auto"
 
 
@@ -91,8 +95,11 @@ def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, resume_from:
     Raises:
         ValueError: a GPU's backend on a CPU, or layers that no compiler here can build.
     """
-    if compiles and not on_gpu and not _has_cpp_compiler():
-        raise ValueError("`compile` must be false or auto without a C++ compiler and Python's headers, but is true")
+    if compiles and not _has_compiler(on_gpu):
+        needed = (
+            "be false without a C compiler (CC, gcc or clang)" if on_gpu else "be false or auto without a C++ compiler"
+        )
+        raise ValueError(f"`compile` must {needed} and Python's headers, but is {str(run.compile).lower()}")
     if run.model.attention in BACKENDS and not on_gpu:
         raise ValueError(f"`model.attention` must be sdpa, exact or auto on a CPU, but is {run.model.attention}")
     if run.model.attention != "auto":

@@ -87,3 +87,15 @@ def _write_traceback(folder: Path | None, rank: int) -> str:
         pass
     traceback.print_exc()
     return "above"
+
+
+def abort_nccl() -> bool:
+    """Abandon all collectives if they run over NCCL, where one may wait for ever for a rank that is gone.
+
+    Returns:
+        whether there were any groups of NCCL; afterwards there is no process group. Other backends fail by themselves.
+    """
+    if not dist.is_initialized() or dist.get_backend() != "nccl":
+        return False
+    dist.distributed_c10d._abort_process_group()
+    return True

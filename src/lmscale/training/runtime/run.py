@@ -25,7 +25,7 @@ from .exit_codes import USER_ERROR
 from .gpu_settings import keep_partial_sums_in_fp32
 from .interruption import Interruption
 from .launch import cluster_environment
-from .lost_rank import end_rank
+from .lost_rank import abort_nccl, end_rank
 from .run_lock import RunLock
 from .watchdog import Watchdog
 
@@ -160,11 +160,7 @@ def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], 
 
 def _end_process_group(failed: bool) -> None:
     """Leave the process group, after a failure without waiting for ranks that may be inside a collective."""
-    if not dist.is_initialized():
-        return
-    if failed and dist.get_backend() == "nccl":
-        dist.distributed_c10d._abort_process_group()  # the other backends end at once
-    else:
+    if dist.is_initialized() and not (failed and abort_nccl()):
         dist.destroy_process_group()
 
 

@@ -1,0 +1,95 @@
+"""The watchdog ends ranks that hang and names them; it leaves slow and stopped ones alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from entry_points import TINY, start, train
+from running_jobs import LONG_RUN, end, linux_only, ranks_of, rows_on_disk, wait_until
+
+from lmscale.training.runtime import watchdog as watchdog_module
+from lmscale.training.runtime.exit_codes import STALLED
+from lmscale.training.runtime.watchdog import Watchdog
+
+
+def test_the_watchdog_ends_a_hung_rank_and_names_its_phase() -> None:
+    code = (
+        "import time; from lmscale.training.runtime.watchdog import Watchdog; w = Watchdog(3, 0.5); w.start();"
+        "w.mark('step 17, backward pass'); time.sleep(60)"
+    )
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == STALLED and time.monotonic() - begin < 40
+    assert done.stderr.startswith("error: rank 3 has not moved for ") and "in step 17, backward pass" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_watchdog_ends_a_rank_that_hangs_as_it_leaves_the_process_group(tmp_path) -> None:
+    code = (
+        "import runpy, sys, time; import torch.distributed as dist;"
+        "dist.destroy_process_group = lambda: time.sleep(60);"
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    short = ("parallel.timeout_minutes=0.1", f"hydra.run.dir={tmp_path}")
+    done = train(*TINY, *short, launcher=("-c", code))
+    assert done.returncode == STALLED and "in the end of the process group" in done.stderr
+
+
+def test_progress_reports_keep_the_watchdog_from_firing(monkeypatch) -> None:
+    """By a clock of its own: nine seconds pass, at most 0.45 without a report."""
+    now, ended = 0.0, []
+    monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(monotonic=lambda: now))
+    watchdog = Watchdog(0, 1.0)
+    monkeypatch.setattr(watchdog, "_end", lambda *where: ended.append(where))
+    watchdog.start()
+    for number in range(20):
+        time.sleep(0.15)  # the watchdog looks every 0.1 s
+        now += 0.45
+        watchdog.mark(f"step {number}")
+    assert ended == []
+    while not ended:
+        now += 0.3  # in steps, as a leap of more than half the limit means that the process was stopped
+        time.sleep(0.15)
+    watchdog.stop()
+    assert ended[0][0] == "step 19" and ended[0][1] > 1.0
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process as Ctrl-Z does")
+def test_a_process_that_was_stopped_goes_on() -> None:
+    code = (
+        "import time; from lmscale.training.runtime.watchdog import Watchdog; w = Watchdog(0, 2.0); w.start();"
+        "print('ready', flush=True); [time.sleep(0.01) for _ in range(100)]"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=50) == ("", "") and process.returncode == 0
+
+
+@linux_only
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_job_within_the_time_limit(tmp_path) -> None:
+    overrides = ("parallel.tp_size=2", "parallel.timeout_minutes=0.25", f"hydra.run.dir={tmp_path}")
+    process = start(*LONG_RUN, *overrides)
+    try:
+        wait_until(lambda: rows_on_disk(tmp_path) > 3, process)
+        stuck = ranks_of(process)[1]
+        os.kill(stuck, signal.SIGSTOP)
+        begin = time.monotonic()
+        _, stderr = process.communicate(timeout=120)
+        assert time.monotonic() - begin < 75  # the agent gives a stopped rank 30 s to receive its SIGTERM
+    finally:
+        end(process)
+    assert process.returncode == STALLED, stderr
+    waiting, summary = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert waiting.startswith("error: rank 0 has not moved for ") and ", a collective" not in waiting
+    assert "in step " in waiting or "in data for step " in waiting  # wherever the stop met the other rank
+    assert waiting.endswith(f"; stacks: {tmp_path}/stacks_rank_0.txt") and "Thread 0x" not in stderr
+    assert "/training/pretrain.py" in (tmp_path / "stacks_rank_0.txt").read_text()  # the stack of the main thread
+    assert summary == f"error: no report from rank 1, which is stuck or gone (exit code {STALLED})"
