@@ -65,7 +65,7 @@ test-cuda-all: setup
 mutants: setup
 	$(BIN)/python analysis/correctness/mutants.py
 
-# Training on this machine's GPUs (2 to 8): layouts, kill and resume, bandwidth, in about three minutes; one report.
+# Training on this machine's GPUs (2 to 8): layouts, kill and resume, bandwidth, planned for five minutes; one report.
 check-gpus:
 	@gpus=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU); [ $$gpus -ge 2 ] || \
 	  { echo "error: the GPUs that nvidia-smi lists must be at least 2, but are $$gpus" >&2; exit 2; }

@@ -14,6 +14,7 @@ from entry_points import REPOSITORY, TINY, environment, forked_too, refuse, trai
 
 from lmscale.config import TransformerConfig
 from lmscale.config.layout import ParallelConfig, ParallelRequest
+from lmscale.models.later_placements import PLACEMENTS
 from lmscale.planner.job import Job, checkpoint_bytes, rank_memory, usable_bytes
 from lmscale.planner.memory import estimate_memory
 from lmscale.training.runtime import preflight
@@ -87,7 +88,15 @@ BAD = {
     ),
     "norm order": (
         ["model.norm_order=middle"],
-        "`model.norm_order` must be one of pre, post, deepnorm, peri, b2t, mix, but is 'middle'",
+        f"`model.norm_order` must be one of {', '.join(PLACEMENTS)}, but is 'middle'",
+    ),
+    "cuDNN with dropout": (
+        ["model.attention=cudnn"],
+        "must not be cudnn unless the model is causal and `model.attention_dropout` a multiple of 1/16",
+    ),
+    "cuDNN with masks": (
+        ["model=bert_tiny", "model.attention=cudnn", "model.attention_dropout=0"],
+        "but is cudnn with dropout 0",
     ),
     "dropout": (["model.hidden_dropout=1.5"], "`model.hidden_dropout` must be at least 0 and below 1, but is 1.5"),
     "not finite": (["optimizer.max_grad_norm=inf"], "`optimizer.max_grad_norm` must be a finite number, but is inf"),
