@@ -51,9 +51,9 @@ MEANING = {
 
 
 def train(model: str) -> Path:
-    """Pretrain the demo's `gpt` or `bert` at tp_size 2; returns its run folder."""
+    """Pretrain the demo's `gpt` or `bert` on two tensor-parallel CPU ranks; returns its run folder."""
     run_dir = OUTPUT / f"{model}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-    overrides = [f"experiment=demo_{model}", "parallel.tp_size=2"]
+    overrides = [f"experiment=demo_{model}", "parallel.tp_size=2", "trainer.accelerator=cpu"]
     print(f"$ python src/train.py {' '.join(overrides)}", flush=True)
     command = [sys.executable, REPOSITORY / "src" / "train.py", *overrides, f"hydra.run.dir={run_dir}"]
     subprocess.run(command, check=True, cwd=REPOSITORY)

@@ -10,8 +10,10 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from runs import tiny_run
 
 from lmscale.config import ParallelConfig, Recompute
+from lmscale.config.layout import ParallelRequest
 from lmscale.planner.job import rank_memory, usable_bytes
 from lmscale.training import pretrain
+from lmscale.training.output.run_folder import describe_idle_gpus
 from lmscale.training.runtime import kernel_choice, launch, preflight
 from lmscale.training.runtime.launch import World
 
@@ -61,6 +63,33 @@ def test_recomputation_is_chosen_for_the_memory_of_the_attention_that_a_resumed_
     gpu_of(none - 1)  # enough for a fused core
     model = preflight.check_run(run)[0].model
     assert (model.attention, model.recompute) == ("exact", Recompute.SELECTIVE)
+
+
+@pytest.mark.parametrize(
+    "gpus, batch, dp_size", [(8, (8, 16), 2), (8, (2, 16), 8), (6, (4, 512), 4), (1, (8, 16), 1), (8, (32, 32), 1)]
+)
+def test_dp_size_auto_takes_as_many_gpus_as_the_batch_allows(
+    tmp_path, monkeypatch, gpu_of, gpus: int, batch: tuple[int, int], dp_size: int
+) -> None:
+    gpu_of(2**40)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    micro, whole = batch
+    run = tiny_run("gpt", tmp_path, precision__dtype="bf16", micro_batch_size=micro, global_batch_size=whole)
+    run = dataclasses.replace(run, parallel=ParallelRequest())
+    layout = preflight.check_run(run)[2]
+    assert layout == ParallelConfig(1, dp_size)
+    said = describe_idle_gpus(SimpleNamespace(run=run, layout=layout, accelerator="gpu"))
+    assert said == "" if dp_size == gpus else f"dp_size=auto: {dp_size} of {gpus} GPUs" in said
+
+
+def test_dp_size_auto_uses_every_rank_that_another_launcher_started(tmp_path, monkeypatch, gpu_of) -> None:
+    gpu_of(2**40)
+    monkeypatch.setattr(preflight, "world_from_outside", lambda: World(8, 8, SLURMEnvironment))
+    sizes = {"micro_batch_size": 8, "global_batch_size": 16}
+    run = dataclasses.replace(tiny_run("gpt", tmp_path, precision__dtype="bf16", **sizes), parallel=ParallelRequest())
+    with pytest.raises(ValueError, match=r"`global_batch_size` must be a multiple .* \(8 x 8\), but is 16"):
+        preflight.check_run(run)
+    assert preflight.check_run(dataclasses.replace(run, micro_batch_size=2))[2] == ParallelConfig(1, 8)
 
 
 def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_is_refused(tmp_path, gpu_of) -> None:

@@ -6,7 +6,7 @@ from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..config.from_dict import keys_of
 from ..config.layout import ParallelRequest
 from ..config.plan import PlanConfig
-from .job import STAND_IN_VOCAB_SIZE, Job, smallest_layout
+from .job import STAND_IN_VOCAB_SIZE, Job, largest_dp_size, smallest_layout
 from .plan import Plan, describe_padding, describe_shortage, make_plan
 from .search import Ranking, divides, largest_number, rank_layouts, rank_on_machine, suggest_layout
 
@@ -148,8 +148,9 @@ def _resolve_layout(question: PlanConfig, job: Job) -> ParallelConfig:
     request, machine = question.parallel, question.machine
 
     def resolved(tp_size: int) -> ParallelConfig:
-        dp_size = _largest_dp_size(question, tp_size) if request.dp_size == "auto" else request.dp_size
-        return request.resolve(tp_size, dp_size)
+        if request.dp_size == "auto":
+            return request.resolve(tp_size, largest_dp_size(job, machine.num_devices // tp_size))
+        return request.resolve(tp_size, request.dp_size)
 
     def possible(tp_size: int) -> ParallelConfig | None:
         layout = resolved(tp_size)
@@ -182,10 +183,3 @@ def _check_all_are_used(question: PlanConfig, layout: ParallelConfig) -> None:
         f"{whole:,} micro-batches of a step, but is {question.num_devices:,}; such numbers near it: "
         f"{' and '.join(f'{n:,}' for n in near if n is not None)}; best=true ranks the layouts that use all devices"
     )
-
-
-def _largest_dp_size(question: PlanConfig, tp_size: int) -> int:
-    """The largest number of data ranks with a device and whole micro-batches each; 1 if there is none."""
-    whole = question.global_batch_size // question.micro_batch_size
-    largest = min(whole, question.machine.num_devices // tp_size)
-    return next((dp for dp in range(largest, 1, -1) if whole % dp == 0), 1)

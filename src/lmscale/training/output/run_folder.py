@@ -5,6 +5,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from ...checkpoint import TOKENIZER_FOLDER, CheckpointError, read_metadata, remove_unfinished, write_atomically
 from ...config import ParallelConfig, Recompute, TransformerConfig
 from ...config.family import family_of, load
@@ -119,6 +121,7 @@ def announce(
     run, resume_from, config, layout, batch = job.run, start.checkpoint, job.config, job.layout, job.batch
     parameters = count_parameters(config, layout.tp_size, layout.pad_heads)
     chosen = "; tp_size=auto: the smallest that fits, not the fastest" if run.parallel.tp_size == "auto" else ""
+    chosen += describe_idle_gpus(job)
     if run.parallel.record is not None:
         chosen = f"; the fastest of {run.parallel.record}"
     print(
@@ -169,6 +172,18 @@ def describe_channel(context: ParallelContext, accelerator: str) -> str:
     if context.tp_size == 1 or accelerator != "cpu":
         return ""
     return f", communicating through {context.tp_communicator.backend}"
+
+
+def describe_idle_gpus(job: PretrainJob) -> str:
+    """Say how many GPUs of this host `dp_size=auto` uses, if the batch has too few micro-batches for all."""
+    layout, sizes = job.layout, job.run.parallel
+    if job.accelerator == "cpu" or sizes.dp_size != "auto" or layout.world_size >= torch.cuda.device_count():
+        return ""
+    whole = job.run.global_batch_size // job.run.micro_batch_size
+    return (
+        f"; dp_size=auto: {layout.world_size} of {torch.cuda.device_count()} GPUs, because a step has {whole} "
+        "micro-batches (a smaller micro_batch_size makes more)"
+    )
 
 
 def describe_attention_dropout(config: TransformerConfig) -> str:

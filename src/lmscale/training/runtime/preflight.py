@@ -18,6 +18,7 @@ from ...planner.job import (
     Job,
     checkpoint_bytes,
     first_mode_that_fits,
+    largest_dp_size,
     rank_memory,
     smallest_layout,
     usable_bytes,
@@ -141,17 +142,21 @@ def resolve_layout(request: ParallelRequest, job: Job, world: World | None, acce
         ValueError: the world size does not match, or no size fits (`auto`).
     """
     tp_size, dp_size = request.tp_size, request.dp_size
-    devices = world.size if world is not None else torch.cuda.device_count() if accelerator == "gpu" else None
+    devices = world.size if world is not None else torch.cuda.device_count() if accelerator == "gpu" else 1
+
+    def data_ranks(tp: int) -> int:
+        if dp_size != "auto":
+            return dp_size
+        if world is not None:  # all ranks that were started must be used
+            return max(1, devices // tp)
+        return largest_dp_size(job, devices // tp)
+
     if tp_size == "auto":
         on_gpu, ranks = accelerator == "gpu", 1
         if not on_gpu:  # the local ranks share the host's memory
             ranks = world.local_size if world is not None else 1 if dp_size == "auto" else dp_size
-
-        def layout_at(tp: int) -> ParallelConfig:
-            return request.resolve(tp, max(1, (devices or 1) // tp) if dp_size == "auto" else dp_size)
-
         usable = usable_bytes(device_memory(accelerator), on_gpu, ranks)
-        found = smallest_layout(job, layout_at, usable, on_gpu)
+        found = smallest_layout(job, lambda tp: request.resolve(tp, data_ranks(tp)), usable, on_gpu)
         tp_size = None if found is None else found.tp_size
         # If lmscale starts the ranks on this host, more ranks need more of its memory, never less.
         if tp_size is None or (tp_size > 1 and accelerator == "cpu" and world is None):
@@ -159,18 +164,16 @@ def resolve_layout(request: ParallelRequest, job: Job, world: World | None, acce
                 "no tp_size fits (`parallel.tp_size`=auto): no power of two divides the model and fits the memory of "
                 f"{device_memory(accelerator) / 2**30:.1f} GiB per {'host' if accelerator == 'cpu' else 'GPU'}"
             )
-    if dp_size == "auto":
-        dp_size = 1 if devices is None else max(1, devices // tp_size)
-    layout = request.resolve(tp_size, dp_size)
+    layout = request.resolve(tp_size, data_ranks(tp_size))
     if world is not None and layout.world_size != world.size:
         raise ValueError(
-            f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "
+            f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {layout.dp_size}), "
             f"but {world.size} ranks were started"
         )
     if world is None and accelerator == "gpu" and layout.world_size > devices:
         raise ValueError(
-            f"`parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}) must be at most the GPUs of this host, "
-            f"but it has {devices}"
+            f"`parallel.tp_size` x `parallel.dp_size` ({tp_size} x {layout.dp_size}) must be at most the GPUs of this "
+            f"host, but it has {devices}; trainer.accelerator=cpu trains on its cores"
         )
     return layout
 
