@@ -118,7 +118,7 @@ trace_of() {  # model, sequences; a rehearsal compiles too, for the number of gr
 }
 
 attention() {
-  local name=${CARD}_attention_backends backends=(default flash efficient cudnn)  # cuDNN's may end in a fault
+  local name=${CARD}_attention_backends backends=(flash efficient)
   local shapes=(gpt_1.2b:16:16:1024:96 bert_336m:128:16:512:64 bert_3.9b:16:40:512:64 gpt_8.3b_tp_8:8:4:1024:96)
   [ -z "$REHEARSE" ] || { shapes=(gpt_1.2b:2:2:16:8 bert_336m:2:3:16:8); backends=(math); }
   TAIL=60 step "$name" 180 "$PYTHON" analysis/benchmarks/gpu/attention_backends.py --shape "${shapes[@]}" --backends "${backends[@]}" \

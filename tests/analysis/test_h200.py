@@ -17,6 +17,7 @@ from analysis.benchmarks.gpu.attention import AttentionShape
 from analysis.norm_order.cells import read_cells, read_curves
 from analysis.norm_order.figure import draw_true_widths
 from lmscale.config.pretrain import RunConfig
+from lmscale.models.attention_backend import BACKENDS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "analysis" / "benchmarks" / "h200.sh"
@@ -88,12 +89,7 @@ def test_list_a_has_correctness_a_trace_and_three_models() -> None:
 def test_the_attention_shapes_match_the_models() -> None:
     words = commands("a2")[1][1]
     texts = words[words.index("--shape") + 1 : words.index("--backends")]
-    assert words[words.index("--backends") + 1 : words.index("--accelerator")] == [
-        "default",
-        "flash",
-        "efficient",
-        "cudnn",
-    ]
+    assert words[words.index("--backends") + 1 : words.index("--accelerator")] == list(BACKENDS)
     for text in texts:
         shape = AttentionShape.parse(text)
         name, _, tp_size = shape.name.partition("_tp_")

@@ -90,13 +90,9 @@ BAD = {
         ["model.norm_order=middle"],
         f"`model.norm_order` must be one of {', '.join(PLACEMENTS)}, but is 'middle'",
     ),
-    "cuDNN with dropout": (
+    "cuDNN": (
         ["model.attention=cudnn"],
-        "must not be cudnn unless the model is causal and `model.attention_dropout` a multiple of 1/16",
-    ),
-    "cuDNN with masks": (
-        ["model=bert_tiny", "model.attention=cudnn", "model.attention_dropout=0"],
-        "but is cudnn with dropout 0",
+        "`model.attention` must be one of sdpa, flash, efficient, exact, auto, but is 'cudnn'",
     ),
     "dropout": (["model.hidden_dropout=1.5"], "`model.hidden_dropout` must be at least 0 and below 1, but is 1.5"),
     "not finite": (["optimizer.max_grad_norm=inf"], "`optimizer.max_grad_norm` must be a finite number, but is inf"),

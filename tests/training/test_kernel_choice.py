@@ -1,7 +1,6 @@
 """`compile=auto` and `model.attention=auto`: what they choose, that ranks agree, and that a resumed run keeps it."""
 
 import dataclasses
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.config import Recompute
 from lmscale.config.pretrain import RunConfig
 from lmscale.kernels import PLAIN, Kernels, choose_attention, choose_kernels
-from lmscale.models import attention_backend
 from lmscale.models.attention_backend import choose_fastest, fastest_backend, preferred_backend
 from lmscale.training.output.resuming import Start
 from lmscale.training.pretrain import prepare_job, pretrain
@@ -169,14 +167,14 @@ def test_a_compiled_run_is_resumed_compiled_where_that_is_possible(monkeypatch) 
 
 
 def choose_by_rank(rank: int) -> None:
-    kernel_choice.fastest_backend = lambda *_: "cudnn" if rank == 0 else "flash"
+    kernel_choice.fastest_backend = lambda *_: "efficient" if rank == 0 else "flash"
 
 
 def test_rank_0_measures_and_all_ranks_take_its_choice(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(kernel_choice, "choose_attention", lambda *_: "auto")  # as on a GPU
     run = tiny_run("gpt", tmp_path, model__attention="auto", parallel__tp_size=2, trainer__max_steps=1)
     run_jobs([run], 2, fault=choose_by_rank)
-    assert read_record(tmp_path)["config"]["model"]["attention"] == "cudnn"
+    assert read_record(tmp_path)["config"]["model"]["attention"] == "efficient"
 
 
 def test_only_rank_0_measures_and_decides() -> None:
@@ -190,13 +188,13 @@ def test_only_rank_0_measures_and_decides() -> None:
     assert settled.config.recompute == settled.run.model.recompute == Recompute.FULL
 
 
-@pytest.mark.parametrize("before, attention", [("gpu", "cudnn"), ("cpu", "flash")])
+@pytest.mark.parametrize("before, attention", [("gpu", "efficient"), ("cpu", "flash")])
 def test_ranks_that_go_on_keep_the_attention_of_a_checkpoint_from_a_gpu(monkeypatch, before, attention) -> None:
     run = tiny_run("gpt", Path("x"), model__attention="auto")
     sizes = SimpleNamespace(tp_size=1)
     fields = {"run": run, "config": run.model, "kernels": PLAIN, "accelerator": "gpu", "layout": sizes}
     job = dataclasses.make_dataclass("Job", fields)(**fields)
-    written = SimpleNamespace(run={"trainer": {"accelerator": before}}, model={"attention": "cudnn"})
+    written = SimpleNamespace(run={"trainer": {"accelerator": before}}, model={"attention": "efficient"})
     monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: written)
     monkeypatch.setattr(kernel_choice, "fastest_backend", lambda *_: "flash")
     strategy = SimpleNamespace(is_global_zero=True, broadcast=lambda mine: mine, root_device=None)
@@ -209,8 +207,8 @@ def test_a_deterministic_run_on_a_gpu_measures_nothing() -> None:
 
 
 def test_what_this_cpu_cannot_compute_with_is_refused(monkeypatch) -> None:
-    run = tiny_run("gpt", Path("x"), model__attention="cudnn")
-    with pytest.raises(ValueError, match="`model.attention` must be sdpa, exact or auto on a CPU, but is cudnn"):
+    run = tiny_run("gpt", Path("x"), model__attention="flash")
+    with pytest.raises(ValueError, match="`model.attention` must be sdpa, exact or auto on a CPU, but is flash"):
         kernel_choice.resolve_attention(run, False, False, None)
     monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False: False)
     with pytest.raises(ValueError, match="`compile` must be false or auto without a C[+][+] compiler"):
@@ -225,14 +223,14 @@ def test_what_this_cpu_cannot_compute_with_is_refused(monkeypatch) -> None:
     "before, on_gpu, attention, expected",
     [
         ("gpu", True, "exact", "exact"),
-        ("gpu", True, "cudnn", "cudnn"),
+        ("gpu", True, "efficient", "efficient"),
         ("cpu", True, "exact", "auto"),  # measured there
         ("cpu", True, "sdpa", "auto"),
-        ("gpu", False, "cudnn", "sdpa"),
+        ("gpu", False, "flash", "sdpa"),
         ("gpu", False, "exact", "sdpa"),
         ("cpu", False, "exact", "exact"),
         ("auto", False, "exact", "exact"),  # of an older version
-        ("auto", False, "cudnn", "sdpa"),
+        ("auto", False, "flash", "sdpa"),
     ],
 )
 def test_the_attention_is_kept_on_the_same_kind_of_accelerator(
@@ -246,8 +244,8 @@ def test_the_attention_is_kept_on_the_same_kind_of_accelerator(
 
 def test_a_backend_must_be_clearly_faster_to_replace_the_one_before_it() -> None:
     assert choose_fastest({}) == "sdpa"
-    assert choose_fastest({"flash": 1.0, "cudnn": 0.98}) == "flash"
-    assert choose_fastest({"flash": 1.0, "cudnn": 0.9, "efficient": 0.89}) == "cudnn"
+    assert choose_fastest({"flash": 1.0, "efficient": 0.98}) == "flash"
+    assert choose_fastest({"flash": 1.0, "efficient": 0.9}) == "efficient"
     assert choose_fastest({"efficient": 2.0}) == "efficient"
 
 
@@ -258,25 +256,12 @@ def test_backends_that_refuse_the_inputs_are_not_chosen() -> None:
     assert fastest_backend(dataclasses.replace(config, attention_dropout=0.1), *sizes) == "sdpa"  # and not with dropout
 
 
-@pytest.mark.parametrize(
-    "family, dropout, tried",
-    [("gpt", 0.0, True), ("gpt", 0.125, True), ("gpt", 0.1, False), ("bert", 0.0, False)],
-)
-def test_cudnn_is_timed_only_where_it_is_right(monkeypatch, family: str, dropout: float, tried: bool) -> None:
-    backends = []
-    monkeypatch.setattr(attention_backend, "sdpa_kernel", lambda one: (backends.append(one), nullcontext())[1])
-    monkeypatch.setattr(attention_backend, "_median_time_s", lambda *_: 1.0)
-    config = tiny_run(family, Path("x"), model__attention_dropout=dropout).model
-    assert fastest_backend(config, 1, 2, 16, torch.float32, torch.device("cpu")) == "flash"
-    assert (SDPBackend.CUDNN_ATTENTION in backends) == tried and len(backends) == 2 + tried
-
-
 def test_the_preferred_backend_is_first_and_the_rest_stays_available() -> None:
     before = _cur_sdpa_kernel_backends(with_priority=True)
     with preferred_backend("efficient"):
         order = _cur_sdpa_kernel_backends(with_priority=True)
         assert order[0] is SDPBackend.EFFICIENT_ATTENTION
-        assert set(order[1:]) == {SDPBackend.FLASH_ATTENTION, SDPBackend.MATH}
+        assert set(order[1:]) == {SDPBackend.FLASH_ATTENTION, SDPBackend.MATH}  # without cuDNN's
         assert torch.compiler.config.cache_key_tag == "efficient"
     with preferred_backend("sdpa"):
         assert _cur_sdpa_kernel_backends(with_priority=True) == before

@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +14,7 @@ from lmscale.models.attention_backend import BACKENDS as FUSED
 
 from .timing import median_time_s
 
-# `default` is torch's own choice, that of `model.attention=sdpa`
-BACKENDS = {"default": None, **FUSED, "math": SDPBackend.MATH}
+BACKENDS = FUSED | {"cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}  # no model takes cuDNN's
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def relative_error(shape: AttentionShape, backend: str, device: torch.device) ->
 
 def _attend(qkv: Tensor, shape: AttentionShape, dropout: float, backend: str) -> Tensor:
     q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each [b, n, s, d], as models/attention.py makes them
-    with _only(backend):
+    with sdpa_kernel(BACKENDS[backend]):
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=shape.causal)
     return out.transpose(1, 2).flatten(2)  # [b, s, n d]
 
@@ -103,8 +101,3 @@ def _pass(qkv: Tensor, grad: Tensor, shape: AttentionShape, dropout: float, back
         _attend(qkv, shape, dropout, backend).backward(grad)
 
     return forward_and_backward
-
-
-def _only(backend: str) -> AbstractContextManager:
-    chosen = BACKENDS[backend]
-    return nullcontext() if chosen is None else sdpa_kernel(chosen)

@@ -14,7 +14,7 @@ from .checks import require_above_zero, require_fraction, require_one_of, requir
 from .family import family_of, load
 
 FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
-ATTENTIONS = ("sdpa", "flash", "cudnn", "efficient", "exact", "auto")
+ATTENTIONS = ("sdpa", "flash", "efficient", "exact", "auto")
 
 
 class Recompute(str, Enum):
@@ -76,9 +76,9 @@ class TransformerConfig:
         scale_residual_init: scale the output weights of sublayers at initialization by 1/sqrt(2 L) (section 4.2);
             `deepnorm` scales by its own factor instead.
         attention: `sdpa` (torch's fused kernels where the device has them, without cuDNN's), or one of them first:
-            `flash`, `efficient` or, in causal models without dropout, `cudnn`; `exact`: plain softmax(QK^T/sqrt(d))V,
-            whose dropout mask does not depend on the layout; or `auto`, the fastest by measurement, which a run
-            resolves before a model is built and its checkpoints keep.
+            `flash` or `efficient`; `exact`: plain softmax(QK^T/sqrt(d))V, whose dropout mask does not depend on the
+            layout; or `auto`, the fastest by measurement, which a run resolves before a model is built and its
+            checkpoints keep.
         recompute: activation checkpointing: `none`, `selective`, `full`, or `auto`, which a run's preflight check and
             the planner resolve by memory before a model is built.
         name: of the model, for names of runs; equal sizes under two names are equal.
@@ -133,11 +133,6 @@ class TransformerConfig:
         require_fraction(self, "hidden_dropout", "attention_dropout")
         if self.embedding_dropout is not None:
             require_fraction(self, "embedding_dropout")
-        if self.attention == "cudnn" and not self.allows_cudnn:
-            raise ValueError(
-                "`attention` must not be cudnn unless the model is causal and `attention_dropout` a multiple of 1/16 "
-                f"(cuDNN's kernels are wrong otherwise), but is cudnn with dropout {self.attention_dropout}"
-            )
         require_above_zero(self, "initializer_std", *([] if self.layer_norm_eps is None else ["layer_norm_eps"]))
 
     def with_vocab_size(self, vocab_size: int) -> "TransformerConfig":
@@ -164,16 +159,6 @@ class TransformerConfig:
             raise ValueError("`recompute` must be none, selective or full before a model is built, but is auto")
         if self.attention == "auto":
             raise ValueError("`attention` must be sdpa, exact or a backend before a model is built, but is auto")
-
-    @property
-    def allows_cudnn(self) -> bool:
-        """Whether cuDNN's attention core computes this model's attention correctly.
-
-        It rounds the probability of dropout to sixteenths on torch 2.11; later versions refuse others
-        (pytorch#174245). Its backward pass with a mask, which models that are not causal have, can give nan
-        (pytorch#196678, torch 2.11 to 2.13).
-        """
-        return family_of(self.family).is_causal and 16 * self.attention_dropout % 1 == 0
 
     @property
     def padded_vocab_size(self) -> int:

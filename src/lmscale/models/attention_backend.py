@@ -15,7 +15,6 @@ from ..config.family import family_of
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 WARM_UP, CALLS = 3, 10
@@ -24,10 +23,11 @@ LEAST_GAIN = 0.03  # a backend replaces one that stands before it in `BACKENDS` 
 
 @contextlib.contextmanager
 def preferred_backend(attention: str) -> Iterator[None]:
-    """Within it, torch tries the backend of `model.attention` first, and the others where that one refuses an input.
+    """Within it, torch tries the backend of `model.attention` first, and the other where that one refuses an input.
 
-    cuDNN's is never among the others: on new GPUs it is torch's first choice, builds a plan for every new shape, and is
-    wrong with some inputs (`TransformerConfig.allows_cudnn`). `build_model` switches it off for whatever runs outside.
+    cuDNN's is not tried. It rounds the probability of dropout to sixteenths on torch 2.11, and later versions refuse
+    others (pytorch#174245). Its backward pass with a mask can give nan (pytorch#196678, torch 2.11 to 2.13).
+    `build_model` also takes it out of torch's own choice, where it is first on new GPUs.
 
     Args:
         attention: a name in `BACKENDS`; any other leaves torch's own order.
@@ -35,7 +35,7 @@ def preferred_backend(attention: str) -> Iterator[None]:
     if attention not in BACKENDS:
         yield
         return
-    others = [backend for name, backend in BACKENDS.items() if name not in (attention, "cudnn")]
+    others = [backend for name, backend in BACKENDS.items() if name != attention]
     # The compiler's cache on disk does not know the order: without the tag it would return another backend's layer.
     tag = torch.compiler.config.patch(cache_key_tag=attention)
     with sdpa_kernel([BACKENDS[attention], *others, SDPBackend.MATH], set_priority=True), tag:
@@ -70,8 +70,6 @@ def fastest_backend(
 
     seconds: dict[str, float] = {}
     for name, backend in BACKENDS.items():
-        if name == "cudnn" and not config.allows_cudnn:
-            continue
         # torch says by an error that a backend does not take these inputs, and why by warnings.
         with warnings.catch_warnings(action="ignore"), contextlib.suppress(RuntimeError), sdpa_kernel(backend):
             seconds[name] = _median_time_s(forward_and_backward, device)

@@ -65,7 +65,7 @@ def build_model(
     if kernels.compiles:
         torch._dynamo.config.optimize_ddp = False  # which would cut each layer's graph at DDP's first bucket
         # All layers share one code object. Each combination of a mask or none, a training, validation or last batch,
-        # and a kind of layer (`mix` has two) is a graph; beyond torch's 8 a layer would silently run eagerly.
+        # and a kind of layer (`mix` has two) is a graph; beyond torch's 8 a layer would run eagerly.
         torch._dynamo.config.recompile_limit = 64
         model.compile_layers(kernels.cuda_graphs)
     return model

@@ -122,7 +122,7 @@ def settle_kernels(job: PretrainJob, start: Start, strategy: TensorParallelStrat
 
     Ranks that were started again continue with the attention of the run's own checkpoint, if a GPU wrote it. What
     earlier jobs of the process compiled is forgotten: torch.compile does not see the order of attention backends, and
-    keeps only a few graphs of one function.
+    keeps a limited number of graphs of one function.
 
     Communicates:
         one small object from rank 0 to the world.
