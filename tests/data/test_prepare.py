@@ -12,7 +12,12 @@ from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.data.embedded import MODULES, embedded_documents
 from lmscale.data.gpt_dataset import GPTDataset
 from lmscale.data.indexed_dataset import IndexedDataset
-from lmscale.data.prepare import corpus_unigram_cross_entropy, prepare_corpus, unigram_cross_entropy
+from lmscale.data.prepare import (
+    corpus_unigram_cross_entropy,
+    prepare_corpus,
+    unigram_cross_entropy,
+    warn_of_repetition,
+)
 from lmscale.data.prepared import PreparedCorpus
 from lmscale.data.sentences import split_sentences
 from lmscale.data.tokenizer import END_OF_TEXT
@@ -70,6 +75,15 @@ def test_a_corpus_too_small_for_the_request_is_noted_with_both_numbers(tmp_path)
         assert f"{prepared.vocab_size:,} different pieces" in first
         assert "`data.validation_every` is 99, but the corpus has 45 documents" in second
     assert prepare_texts(tmp_path, TEXTS, "bert", validation_every=45).manifest["notes"][1:] == []
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "bert"])
+def test_a_run_that_reads_its_corpus_more_than_a_hundred_times_is_warned(tmp_path, architecture: str) -> None:
+    prepared = prepare_texts(tmp_path, TEXTS, architecture, validation_every=5)
+    there = len(first_dataset(prepared).tokens)
+    assert warn_of_repetition(prepared, 100 * there) == ""
+    line = warn_of_repetition(prepared, 250 * there)
+    assert line.startswith(f"WARNING: the run reads {250 * there:,} tokens, 250 times the {there:,} of its corpus;")
 
 
 def test_a_cached_corpus_is_read_again_only_if_a_file_changes(tmp_path) -> None:

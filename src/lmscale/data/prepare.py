@@ -24,6 +24,7 @@ from .tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 3
 UNIGRAM_TOKENS = 1 << 26  # read per dataset, at most: enough for a unigram model, and takes about a second
+MANY_EPOCHS = 100  # the paper's runs read their corpus a few times
 _BATCH = 1000  # documents tokenized at once
 
 
@@ -140,6 +141,20 @@ def corpus_unigram_cross_entropy(prepared: PreparedCorpus) -> float:
     held_out = prepared.parts["validation"]
     values = [unigram_cross_entropy(train, _first_tokens(part), prepared.vocab_size) for part in held_out]
     return float(np.average(values, weights=[part.weight for part in held_out]))
+
+
+def warn_of_repetition(prepared: PreparedCorpus, num_tokens: int) -> str:
+    """Return a line if so many tokens are more than `MANY_EPOCHS` times those of the training part; otherwise empty."""
+    there = 0
+    for part in prepared.parts["train"]:
+        start, end = IndexedDataset(part.prefix).document_starts(np.array([part.first, part.last])).tolist()
+        there += end - start
+    if num_tokens <= MANY_EPOCHS * there:
+        return ""
+    return (
+        f"WARNING: the run reads {num_tokens:,} tokens, {num_tokens / there:,.0f} times the {there:,} of its corpus; "
+        "data=local, huggingface or indexed reads another\n"
+    )
 
 
 def _first_tokens(part: CorpusPart) -> np.ndarray:

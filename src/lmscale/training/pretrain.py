@@ -10,7 +10,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..config.pretrain import RunConfig
-from ..data.prepare import prepare_corpus
+from ..data.prepare import prepare_corpus, warn_of_repetition
 from ..models.attention_backend import preferred_backend
 from .callbacks import add_callbacks
 from .job import PretrainJob
@@ -90,7 +90,9 @@ def train_from(job: PretrainJob, start: Start, running: Run) -> int:
     if not begin_run_folder(job, folder, start, last_step, metrics, strategy):
         return DONE  # an earlier start has completed the run
     if running.is_first:
-        print(warn_of_costly_validation(job.run, data.num_validation_samples), end="", file=sys.stderr, flush=True)
+        read = job.run.trainer.max_steps * job.run.global_batch_size * job.run.data.seq_length
+        warnings = warn_of_costly_validation(job.run, data.num_validation_samples), warn_of_repetition(job.corpus, read)
+        print(*warnings, sep="", end="", file=sys.stderr, flush=True)
     trainer.loggers = [metrics, *optional_loggers(job.run, folder)]
     report = add_callbacks(job, running)
 
