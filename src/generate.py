@@ -24,7 +24,6 @@ def generate(values: dict) -> None:
     if world is not None and world.size != tp_size:
         raise ValueError(f"`parallel.tp_size` must be the number of ranks ({world.size}), but is {tp_size}")
     job = generate_job.prepare(config)
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack some letters
     launch(generate_job.generate, job, tp_size)
     if not config.interactive and is_first_rank():  # standard output is for the text
         more = command("src/generate.py", f"ckpt={config.ckpt}", "interactive=true")

@@ -187,7 +187,7 @@ def repeat(names: list[str], records: Path, outputs: Path, more: list[str]) -> i
         found = differing(recorded, again)
         num_differing += bool(found)
         losses = [
-            f"{record['metrics']['train_loss']['value']:.4f} on {record['environment']['cpu']}"
+            f"{record['metrics']['train_loss']['value']} on {record['environment']['cpu']}"
             for record in (again, recorded)
         ]
         differs = f"differs in {', '.join(found)}; training loss {losses[0]}, recorded {losses[1]}"

@@ -255,8 +255,10 @@ def test_the_process_group_is_ended_only_with_all_ranks(monkeypatch, capsys, err
     assert bool(ended) == ends
 
 
-def test_a_rank_that_does_not_see_its_gpu_is_refused(monkeypatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_see_only_their_own_gpu_are_all_refused(monkeypatch, rank: int) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="must see the GPUs of all ranks of its node, but number 1 sees 1 "):
+    with pytest.raises(ValueError, match="must see the GPUs of all 2 ranks of its node, but sees 1 "):
         evaluation_groups(1, 1, "cuda")

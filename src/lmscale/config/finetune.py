@@ -291,6 +291,6 @@ class FinetuneConfig:
         return to_plain(self)
 
     def digest(self) -> str:
-        """sha256 of all values but the run folder; a record has no absolute paths, by which two runs may differ."""
+        """sha256 of all values but the run folder and the text of the overrides, which has absolute paths."""
         values = self.to_dict() | {"run_dir": "", "overrides": []}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

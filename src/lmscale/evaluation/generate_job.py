@@ -94,6 +94,7 @@ def generate(job: GenerateJob) -> int:
         ValueError: with one rank, if the weights cannot be loaded or used, or a file cannot be written.
     """
     config = job.config
+    sys.stdout.reconfigure(errors="replace")  # a terminal may lack some letters
     share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if config.parallel.tp_size > 1 else 1)
     device = _device(config)
     context = evaluation_groups(config.parallel.tp_size, 1, device.type, config.parallel.pad_heads)
@@ -149,12 +150,10 @@ def _generate(job: GenerateJob, context: ParallelContext, device: torch.device) 
 
         def write() -> bool:
             """Write a batch; returns whether the output still has a reader."""
-            if isinstance(failure, BrokenPipeError):
-                return False
-            if failure is not None:
-                raise failure
             _write(out, batch, tokenizer)
-            return True
+            if failure is not None and not isinstance(failure, BrokenPipeError):
+                raise failure
+            return failure is None
 
         batches = [job.prompts] if job.prompts is not None else _typed_prompts(job.reader, context)
         for prompts in batches:

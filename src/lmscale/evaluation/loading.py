@@ -78,8 +78,8 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_
         pad_heads: see `ParallelConfig`.
 
     Raises:
-        ValueError: the world size of the environment (`WORLD_SIZE`) is not tp_size x dp_size, or this rank does not see
-            its GPU.
+        ValueError: the world size of the environment (`WORLD_SIZE`) is not tp_size x dp_size, or a rank does not see
+            the GPUs of its node's ranks.
 
     Communicates:
         makes the groups of the grid, tensor ranks next to each other as in training, and on a CPU what they
@@ -92,13 +92,13 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_
             f"but {world_size} ranks were started"
         )
     if device_type == "cuda":
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if local_rank >= torch.cuda.device_count():
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if torch.cuda.device_count() < local_size:
             raise ValueError(
-                f"a rank must see the GPUs of all ranks of its node, but number {local_rank} sees "
+                f"every rank must see the GPUs of all {local_size} ranks of its node, but sees "
                 f"{torch.cuda.device_count()} (Slurm: --gpus-per-node, not --gpus-per-task)"
             )
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if world_size == 1:
         return ParallelContext()
     if not dist.is_initialized():

@@ -67,8 +67,8 @@ def what_failed(error: BaseException) -> str | None:
     text = str(error)
     if "connectFullMesh" in text:
         return (
-            "the hosts cannot reach each other over gloo; set GLOO_SOCKET_IFNAME to the interface that connects them "
-            f"({text.splitlines()[0]})"
+            "the hosts cannot reach each other over gloo, or a rank ended while they connected; set GLOO_SOCKET_IFNAME "
+            f"to the interface that connects them ({text.splitlines()[0]})"
         )
     if not (isinstance(error, dist.DistError) or "NCCL error" in text):
         return None
