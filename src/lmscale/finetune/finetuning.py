@@ -112,7 +112,7 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, run
         raise CheckpointError(problem)
     if job.run.trainer.save:
         strategy.check_shared(folder / "checkpoints")
-    model = build_model(job, steps_per_epoch, running)
+    model = build_module(job, steps_per_epoch, running)
     training, scoring = build_data(job, features, model.sets, strategy.parallel)
     if running.is_first:
         announce(job, model, features, strategy.parallel)
@@ -143,7 +143,7 @@ def build_trainer(job: FinetuneJob, steps_per_epoch: int) -> L.Trainer:
     return new_trainer(job, max_steps=num_steps, val_check_interval=steps_per_epoch if scores else num_steps + 1)
 
 
-def build_model(job: FinetuneJob, steps_per_epoch: int, running: Run) -> FinetuneModule:
+def build_module(job: FinetuneJob, steps_per_epoch: int, running: Run) -> FinetuneModule:
     """The Lightning module; it builds its shard of the model in `configure_model`."""
     return FinetuneModule(
         job.run,

@@ -20,8 +20,7 @@ class SelfAttention(nn.Module):
     The fused QKV weight has rows in the order [head, (q, k, v), d]; a contiguous cut is then whole heads.
 
     Every rank computes equally many heads, n/p rounded up (`context.pad_heads`). The last ones of the last ranks may be
-    dummies, whose weights are zero. As V is zero, so are their result and the output projection's gradient for them. As
-    the projection's weights for them are zero, so are the gradients of that result and of Q, K and V: they stay zero.
+    dummies. Their weights are zero and receive zero gradients, so they stay zero.
 
     Shapes:
         x [b, s, h], with sequence parallelism [b, s/p, h]; attention_mask bool [b, 1, 1 or s, s], True where a query

@@ -74,8 +74,8 @@ class RowParallelLinear(nn.Module):
         as g: forward one all-reduce of [..., out] over the tensor group; or as `reduce_scatter_to_sequence_shard`.
 
     Attributes:
-        implementation: replaces the plain forward pass below: overlapped communication, sequence parallelism or float8
-            (`fast_linear.py`). None: the plain form.
+        implementation: replaces the plain forward pass below: sequence parallelism or float8 (`fast_linear.py`). None:
+            the plain form.
 
     Source: section 3, Figure 3.
     """

@@ -82,7 +82,7 @@ def train(job: PretrainJob, running: Run) -> int:
 def train_from(job: PretrainJob, start: Start, running: Run) -> int:
     """Train from `start` with kernels that all ranks have agreed on; returns the exit code."""
     trainer, folder, strategy, started = running.trainer, running.folder, running.strategy, time.time()
-    model = build_model(job, start, running)
+    model = build_module(job, start, running)
     data = job.build_data()
     if start.resumes:
         check_data_digest(start.checkpoint, data, strategy)
@@ -132,7 +132,7 @@ def build_trainer(job: PretrainJob) -> L.Trainer:
     )
 
 
-def build_model(job: PretrainJob, start: Start, running: Run) -> PretrainModule:
+def build_module(job: PretrainJob, start: Start, running: Run) -> PretrainModule:
     """The Lightning module; it allocates its shard of the model in `configure_model`, on its device."""
     run = job.run
     return PretrainModule(
