@@ -14,7 +14,7 @@ from lmscale.config import ParallelConfig
 from lmscale.config.pretrain import RunConfig
 from lmscale.evaluation.loading import load_model
 from lmscale.parallel import ParallelContext
-from lmscale.training.output.run_folder import describe_options
+from lmscale.training.output.announcement import describe_options
 from lmscale.training.pretrain import prepare_job, pretrain
 
 BOUND = 1e-12

@@ -13,7 +13,7 @@ from lmscale.config import ParallelConfig, Recompute
 from lmscale.config.layout import ParallelRequest
 from lmscale.planner.job import rank_memory, usable_bytes
 from lmscale.training import pretrain
-from lmscale.training.output.run_folder import describe_idle_gpus
+from lmscale.training.output.announcement import describe_idle_gpus
 from lmscale.training.runtime import kernel_choice, launch, preflight
 from lmscale.training.runtime.launch import World
 

@@ -7,7 +7,7 @@ import pytest
 from runs import tiny_run
 
 from lmscale.config import ParallelConfig
-from lmscale.training.output.run_folder import describe_options, warn_of_costly_validation
+from lmscale.training.output.announcement import describe_options, warn_of_costly_validation
 from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.runtime import run_lock
 

@@ -14,6 +14,7 @@ from ..data.prepare import prepare_corpus, warn_of_repetition
 from ..models.attention_backend import preferred_backend
 from .callbacks import add_callbacks
 from .job import PretrainJob
+from .output.announcement import warn_of_costly_validation
 from .output.events import optional_loggers
 from .output.metrics_file import MetricsFile
 from .output.resuming import Start, check_data_digest, check_fit, choose_start
@@ -21,7 +22,6 @@ from .output.run_folder import (
     METRICS,
     begin_run_folder,
     report_failure,
-    warn_of_costly_validation,
     write_run_record,
 )
 from .runtime.exit_codes import DONE
