@@ -139,8 +139,13 @@ def summarize(measured: dict[str, dict[str, float]]) -> str:
         gain = found["unigram"] - found["after"]
         state = "has learned" if gain >= MARGIN_NATS[model] else "HAS NOT LEARNED ENOUGH"
         lines.append(f"It {state}: {gain:.3f} nats below the unigram (required: {MARGIN_NATS[model]}).")
-        if found["after"] >= found.get("context-free", math.inf):
-            lines.append("It is not below context-free, so this does not show that it uses other positions.")
+        if "context-free" in found:
+            below = found["context-free"] - found["after"]
+            lines.append(
+                f"It uses other positions: {below:.3f} nats below context-free."
+                if below > 0
+                else "It is not below context-free, so this does not show that it uses other positions."
+            )
     return "\n".join(lines)
 
 
