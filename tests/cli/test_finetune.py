@@ -29,8 +29,10 @@ SMALL = (
 )
 
 
-def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess:
-    return warm.run([str(REPOSITORY / "finetune" / script), *arguments], REPOSITORY, environment(), timeout=300)
+def run_script(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    return warm.run(
+        [str(REPOSITORY / "finetune" / script), *arguments], REPOSITORY, environment(**variables), timeout=300
+    )
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,7 @@ def test_a_stopped_sweep_continues_with_the_same_command(places) -> None:
     second.unlink()
     for checkpoint in (sweep / "1" / "checkpoints").glob("step_*.ckpt"):
         shutil.rmtree(checkpoint)
-    done = run_script(*command)
+    done = run_script(*command, SLURM_PROCID="0", SLURM_NTASKS="1")  # as in a batch script
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("finished before, nothing to do; record: ") == 1 and second.is_file()
     assert first.read_bytes() == kept

@@ -220,8 +220,7 @@ def test_a_closed_pipe_ends_it_quietly(published, tmp_path, tp_size: int) -> Non
         assert process.wait(timeout=60) == 128 + signal.SIGPIPE
     said = [line for line in said.splitlines() if not line.startswith("compared with transformers")]
     assert said == []
-    # Several ranks end together after the batch, which is then complete; one rank ends at once.
-    assert (len(rows_of(tmp_path / "o.jsonl")) > 0) == (tp_size > 1)
+    assert len(rows_of(tmp_path / "o.jsonl")) > 0  # the batch is completed for it
 
 
 @pytest.mark.slow

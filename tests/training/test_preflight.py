@@ -79,7 +79,20 @@ def test_dp_size_auto_takes_as_many_gpus_as_the_batch_allows(
     layout = preflight.check_run(run)[2]
     assert layout == ParallelConfig(1, dp_size)
     said = describe_idle_gpus(SimpleNamespace(run=run, layout=layout, accelerator="gpu"))
-    assert said == "" if dp_size == gpus else f"dp_size=auto: {dp_size} of {gpus} GPUs" in said
+    number = (
+        f"dp_size=auto: {dp_size} of {gpus} GPUs, because it must divide the {whole // micro} micro-batches of a step"
+    )
+    assert said == ("" if dp_size == gpus else f"; {number}")
+
+
+@pytest.mark.parametrize("gpus, layout", [(8, ParallelConfig(1, 2)), (6, ParallelConfig(4, 1))])
+def test_gpus_that_another_launcher_or_the_tensor_ranks_leave_are_not_put_down_to_the_batch(
+    tmp_path, monkeypatch, gpus: int, layout: ParallelConfig
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    run = tiny_run("gpt", tmp_path, micro_batch_size=4, global_batch_size=512)
+    run = dataclasses.replace(run, parallel=ParallelRequest())
+    assert describe_idle_gpus(SimpleNamespace(run=run, layout=layout, accelerator="gpu")) == ""
 
 
 def test_dp_size_auto_uses_every_rank_that_another_launcher_started(tmp_path, monkeypatch, gpu_of) -> None:

@@ -88,7 +88,7 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
         finally:
             error = sys.exception()
             refused = isinstance(error, ValueError) or (isinstance(error, SystemExit) and error.code == USER_ERROR)
-            if then is not None and not refused and rank_from_outside() in (None, "0"):
+            if then is not None and not refused and _rank_from_outside() in (None, "0"):
                 lines = then(values)
                 print(lines, end="\n" if lines else "", flush=True)
         sys.stdout.flush()
@@ -178,14 +178,14 @@ def _name_of_job(hydra_config: DictConfig) -> str:
     return f"job {hydra_config.job.num} of the sweep ({' '.join(hydra_config.overrides.task)}): "
 
 
-def rank_from_outside() -> str | None:
+def _rank_from_outside() -> str | None:
     """This process's rank under torchrun or srun."""
     return os.environ.get("RANK") if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("SLURM_PROCID")
 
 
 def _use_temporary_folders_on_other_ranks() -> None:
     """Under torchrun or srun only rank 0 creates a run folder; otherwise each rank would name one by its own clock."""
-    rank = rank_from_outside()
+    rank = _rank_from_outside()
     if rank not in (None, "0") and not any(arg.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for arg in sys.argv):
         folder = tempfile.mkdtemp(prefix="lmscale_rank_")  # no earlier run is in it
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -80,7 +80,7 @@ class ParallelRequest:
         tp_size: ranks that share one model, or `auto`: the smallest power of two that fits the device and divides the
             model.
         dp_size: data-parallel groups, or `auto`: number of ranks / tp_size; if lmscale starts the ranks, as many as
-            the GPUs and the batch allow, on a CPU 1.
+            the GPUs and (in pretraining) the batch allow, on a CPU 1.
         timeout_minutes: minutes without progress after which a rank reports where it waits and ends the job; from one
             second to one week.
         sequence_parallel: see `ParallelConfig`.

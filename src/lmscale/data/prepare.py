@@ -24,7 +24,7 @@ from .tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 3
 UNIGRAM_TOKENS = 1 << 26  # read per dataset, at most: enough for a unigram model, and takes about a second
-MANY_EPOCHS = 100  # the paper's runs read their corpus a few times
+MANY_EPOCHS = 100  # the paper's GPT reads its corpus about 4 times (Table 2), BERT, at as many tokens a step, 30
 _BATCH = 1000  # documents tokenized at once
 
 
@@ -144,7 +144,10 @@ def corpus_unigram_cross_entropy(prepared: PreparedCorpus) -> float:
 
 
 def warn_of_repetition(prepared: PreparedCorpus, num_tokens: int) -> str:
-    """Return a line if so many tokens are more than `MANY_EPOCHS` times those of the training part; otherwise empty."""
+    """Return a line if so many tokens are more than `MANY_EPOCHS` times those of the training part; otherwise empty.
+
+    All datasets of a blend are counted alike, whatever their weight.
+    """
     there = 0
     for part in prepared.parts["train"]:
         start, end = IndexedDataset(part.prefix).document_starts(np.array([part.first, part.last])).tolist()
@@ -153,7 +156,7 @@ def warn_of_repetition(prepared: PreparedCorpus, num_tokens: int) -> str:
         return ""
     return (
         f"WARNING: the run reads {num_tokens:,} tokens, {num_tokens / there:,.0f} times the {there:,} of its corpus; "
-        "data=local, huggingface or indexed reads another\n"
+        "train on a larger one (data=local, huggingface or indexed)\n"
     )
 
 

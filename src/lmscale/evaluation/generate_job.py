@@ -143,7 +143,7 @@ def _generate(job: GenerateJob, context: ParallelContext, device: torch.device) 
             try:
                 display.update()
             except OSError as error:
-                if context.tp_size == 1 and isinstance(error, BrokenPipeError):
+                if context.tp_size == 1 and out is None and isinstance(error, BrokenPipeError):
                     raise
                 _discard_output()
                 failure = error

@@ -96,10 +96,9 @@ def usable_bytes(memory_bytes: int, on_gpu: bool, num_ranks: int = 1) -> int:
     return memory_bytes // num_ranks - int((GPU_RESERVED_GIB if on_gpu else CPU_RESERVED_GIB) * GIB)
 
 
-def largest_dp_size(job: Job, largest: int) -> int:
-    """The largest number of data ranks, up to `largest`, that each have whole micro-batches; 1 if there is none."""
-    whole = job.global_batch_size // job.micro_batch_size
-    return next((dp for dp in range(min(whole, largest), 1, -1) if whole % dp == 0), 1)
+def largest_dp_size(num_micro_batches: int, largest: int) -> int:
+    """The largest number of data ranks, up to `largest`, that divides the micro-batches of a step; at least 1."""
+    return next((dp for dp in range(min(num_micro_batches, largest), 1, -1) if num_micro_batches % dp == 0), 1)
 
 
 def smallest_layout(

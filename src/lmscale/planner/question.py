@@ -146,10 +146,11 @@ def _modes_to_try(question: PlanConfig, job: Job) -> list[Recompute]:
 def _resolve_layout(question: PlanConfig, job: Job) -> ParallelConfig:
     """The requested layout, with `auto` resolved."""
     request, machine = question.parallel, question.machine
+    micro_batches = question.global_batch_size // question.micro_batch_size
 
     def resolved(tp_size: int) -> ParallelConfig:
         if request.dp_size == "auto":
-            return request.resolve(tp_size, largest_dp_size(job, machine.num_devices // tp_size))
+            return request.resolve(tp_size, largest_dp_size(micro_batches, machine.num_devices // tp_size))
         return request.resolve(tp_size, request.dp_size)
 
     def possible(tp_size: int) -> ParallelConfig | None:

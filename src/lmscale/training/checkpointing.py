@@ -58,7 +58,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
         """Abandon collectives before Lightning frees the GPU's memory, which would wait for those of a rank that is
         gone."""
         super().on_exception(exception)
-        if self.world_size > 1 and not isinstance(exception, CheckpointError):  # which every rank raises by itself
+        if self.world_size > 1 and not isinstance(exception, CheckpointError):  # which nearly always every rank raises
             abort_nccl()
 
     def any_rank(self, *decisions: bool) -> list[bool]:

@@ -8,6 +8,7 @@ from ...checkpoint import read_metadata
 from ...config import ParallelConfig, Recompute, TransformerConfig
 from ...config.pretrain import RunConfig
 from ...parallel import ParallelContext
+from ...planner.job import largest_dp_size
 from ...planner.params import count_parameters
 from ..job import PretrainJob
 from .resuming import CHECKPOINTS, Start
@@ -78,14 +79,17 @@ def describe_channel(context: ParallelContext, accelerator: str) -> str:
 
 
 def describe_idle_gpus(job: PretrainJob) -> str:
-    """Say how many GPUs of this host `dp_size=auto` uses, if the batch has too few micro-batches for all."""
-    layout, sizes = job.layout, job.run.parallel
-    if job.accelerator == "cpu" or sizes.dp_size != "auto" or layout.world_size >= torch.cuda.device_count():
+    """Say how many GPUs of this host `dp_size=auto` uses, if the batch does not allow more."""
+    run, layout = job.run, job.layout
+    if job.accelerator == "cpu" or run.parallel.dp_size != "auto":
         return ""
-    whole = job.run.global_batch_size // job.run.micro_batch_size
+    micro_batches, num_gpus = run.global_batch_size // run.micro_batch_size, torch.cuda.device_count()
+    possible = num_gpus // layout.tp_size
+    if layout.dp_size >= possible or layout.dp_size != largest_dp_size(micro_batches, possible):
+        return ""  # all are used, or another launcher has started fewer ranks
     return (
-        f"; dp_size=auto: {layout.world_size} of {torch.cuda.device_count()} GPUs, because a step has {whole} "
-        "micro-batches (a smaller micro_batch_size makes more)"
+        f"; dp_size=auto: {layout.world_size} of {num_gpus} GPUs, because it must divide the {micro_batches} "
+        "micro-batches of a step"
     )
 
 

@@ -149,7 +149,7 @@ def resolve_layout(request: ParallelRequest, job: Job, world: World | None, acce
             return dp_size
         if world is not None:  # all ranks that were started must be used
             return max(1, devices // tp)
-        return largest_dp_size(job, devices // tp)
+        return largest_dp_size(job.global_batch_size // job.micro_batch_size, devices // tp)
 
     if tp_size == "auto":
         on_gpu, ranks = accelerator == "gpu", 1
@@ -171,9 +171,10 @@ def resolve_layout(request: ParallelRequest, job: Job, world: World | None, acce
             f"but {world.size} ranks were started"
         )
     if world is None and accelerator == "gpu" and layout.world_size > devices:
+        way_out = "" if request.tp_size == "auto" else "; trainer.accelerator=cpu trains on its cores"
         raise ValueError(
             f"`parallel.tp_size` x `parallel.dp_size` ({tp_size} x {layout.dp_size}) must be at most the GPUs of this "
-            f"host, but it has {devices}; trainer.accelerator=cpu trains on its cores"
+            f"host, but it has {devices}{way_out}"
         )
     return layout
 
