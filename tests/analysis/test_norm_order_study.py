@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -138,6 +139,7 @@ def test_an_error_ends_the_study_after_the_cell_beside_it(tmp_path, monkeypatch)
             failed.set()
             raise RuntimeError(f"{cell.name} ended with code 1")
         assert failed.wait(60)
+        time.sleep(1)  # until the error has reached the study
         finished.append(cell)
 
     monkeypatch.setattr(study, "run_cell", run)

@@ -201,7 +201,7 @@ def test_a_non_finite_loss_stops_the_run_and_names_the_first_non_finite_paramete
 
 def test_the_diagnosis_names_the_parameter_set_to_nan(tmp_path, monkeypatch) -> None:
     name = "transformer.layers.1.mlp.up.bias"
-    make = pretrain_module.build_model
+    make = pretrain_module.build_module
 
     def poisoned(job, resume_from, running):
         module = make(job, resume_from, running)
@@ -214,7 +214,7 @@ def test_the_diagnosis_names_the_parameter_set_to_nan(tmp_path, monkeypatch) -> 
         module.configure_model = configure_and_poison
         return module
 
-    monkeypatch.setattr(pretrain_module, "build_model", poisoned)
+    monkeypatch.setattr(pretrain_module, "build_module", poisoned)
     assert train_here(run_of(tmp_path, resume="none", trainer__max_skipped_steps=0)) == DIVERGED
     (report,) = json.loads(next(tmp_path.glob("not_finite_step_1.json")).read_text())
     assert report["weights"] == [name] and report["forward"] == "transformer.layers.1.mlp.up"
