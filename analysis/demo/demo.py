@@ -37,10 +37,7 @@ from lmscale.results import new_record, record_argument, write_record
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OUTPUT, COMMITTED = REPOSITORY / "outputs" / "demo", Path(__file__).parent / "records" / "demo.json"
-MARGIN_NATS = {
-    "gpt": 1.0,
-    "bert": 0.4,
-}  # by which the loss must be below the unigram's; without context BERT gains 0.32
+MARGIN_NATS = {"gpt": 1.0, "bert": 0.4}  # that a model must gain on the unigram; BERT can gain 0.32 without context
 TERM = {"gpt": "loss", "bert": "lm_loss"}
 TITLES = {"gpt": "GPT, 2 layers x 128, next token", "bert": "BERT, 2 layers x 128, masked token"}
 MEANING = {
