@@ -220,9 +220,7 @@ def _limit(row: dict[str, Any]) -> dict[str, Any]:
 
 def describe(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """States and mean losses of the cells that are not tested, per data, placement, warm-up and rate."""
-    untested = cells["group"].isin(["others", "other_warmups"]) | (
-        (cells["group"] == "race") & (cells["order"] == "b2t")
-    )
+    untested = cells["group"].isin(["race_b2t", "others", "other_warmups"])
     rows = []
     for (data, order, warmup, lr), each in cells[untested & cells["state"].notna()].groupby(
         ["data", "order", "warmup", "lr"]
