@@ -27,7 +27,7 @@ NAMES = {"pre": "pre-norm", "post": "post-norm", "b2t": "B2T"}
 MARKS = {"learned": "o", "stuck": "x", "diverged": "^"}
 LOSS = f"training loss, {NATS}"
 RATE = "learning rate"
-AT_100 = {"pre": "--", "b2t": ":"}  # limits that are compared with post-norm's, at a warm-up of 100 steps
+STYLES = {"pre": "--", "post": "-", "b2t": ":"}  # of lines that may lie on each other
 
 
 def draw_final_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
@@ -94,7 +94,10 @@ def draw_limits(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
                 depths = np.array(sorted(rows["layers"].unique()), float)
                 center = np.log2(rows["layers"]).mean(), rows["place"].mean()
                 axis.plot(
-                    depths, rate(0) * 2 ** (center[1] - fit["k"] * (np.log2(depths) - center[0])), color=COLORS[order]
+                    depths,
+                    rate(0) * 2 ** (center[1] - fit["k"] * (np.log2(depths) - center[0])),
+                    color=COLORS[order],
+                    linestyle=STYLES[order],
                 )
             size = 16.0 + 40 * rows.groupby(["layers", "place"]).cumcount()  # equal limits of two seeds: a ring
             axis.scatter(
@@ -226,7 +229,7 @@ def draw_recovery(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
             for row in of_depth:
                 if row["order"] != "post":
                     axis.axhline(
-                        row["limit"], color=COLORS[row["order"]], linewidth=1.2, linestyle=AT_100[row["order"]]
+                        row["limit"], color=COLORS[row["order"]], linewidth=1.2, linestyle=STYLES[row["order"]]
                     )
             axis.set(title=f"{layers} layers", xlabel="warm-up, steps")
             _rates(axis.yaxis, axis, pd.Series([row["limit"] for row in limits]), "y")
@@ -240,9 +243,9 @@ def draw_recovery(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
         axes[2].set_xticks(range(len(counts)), list(counts))
         axes[2].set(ylabel="cells", title=where)
         handles = [Line2D([], [], color=ORANGE, marker="o", markersize=4, label=NAMES["post"])]
-        for order, style in AT_100.items():
+        for order in ("pre", "b2t"):
             label = f"{NAMES[order]} at a warm-up of 100"
-            handles.append(Line2D([], [], color=COLORS[order], linestyle=style, label=label))
+            handles.append(Line2D([], [], color=COLORS[order], linestyle=STYLES[order], label=label))
         figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
         sns.despine(figure)
     return figure
