@@ -154,7 +154,6 @@ def build_module(job: FinetuneJob, steps_per_epoch: int, running: Run) -> Finetu
         running.folder,
         running.watchdog,
         running.ending,
-        running.num_threads,
     )
 
 

@@ -47,7 +47,6 @@ class FinetuneModule(L.LightningModule):
         run_dir: folder of scores and the checkpoint.
         watchdog: its `mark` is called with the progress.
         ending: is set when the run has diverged.
-        num_threads: CPU threads of this rank.
 
     Communicates:
         per step, the gradients over the data group (DDP; for half types in fp32, by the optimizer), and the loss if it
@@ -64,14 +63,12 @@ class FinetuneModule(L.LightningModule):
         run_dir: Path,
         watchdog: Watchdog,
         ending: Ending,
-        num_threads: int,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.run, self.start, self.config = run, start, start.config
         self.sets, self.run_dir, self.watchdog, self.ending = sets, run_dir, watchdog, ending
         self.schedule, self.steps_per_epoch = run.schedule(num_steps), steps_per_epoch
-        self.num_threads = num_threads
         self.model: FinetuneModel | None = None
         self.completed_steps = 0
         self.scored_at = -1
@@ -89,7 +86,6 @@ class FinetuneModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build this rank's shard on its device and read the weights that the checkpoint has."""
-        torch.set_num_threads(self.num_threads)  # Lightning's launcher has just set its own number
         if self.model is not None:
             return
         run, context, benchmark = self.run, self.parallel, benchmark_of(self.run.task)

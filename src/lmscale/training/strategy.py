@@ -63,8 +63,11 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         self.save_timeout_s = 0.9 * 60 * timeout_minutes  # rank 0 names the rank before a watchdog ends the run
 
     def _configure_launcher(self) -> None:
-        """Use no launcher for one process, so that a notebook works too."""
-        if self.num_nodes * self.num_processes > 1:
+        """Use no launcher for one process, so that a notebook works too, nor for ranks that exist already.
+
+        There it would start nothing, and only set its own number of CPU threads.
+        """
+        if self.num_nodes * self.num_processes > 1 and not self.cluster_environment.creates_processes_externally:
             super()._configure_launcher()
 
     def setup_distributed(self) -> None:
