@@ -108,9 +108,12 @@ class Checkpointing(L.Callback):
         if trainer.state.fn != TrainerFn.FITTING or self.ending.exit_code != DONE:
             return
         loss, is_best = pl_module.validation["val/loss"], False
-        if self.config.keep_best is not None and math.isfinite(loss):
-            best = sorted([*self.best_losses, loss])[: self.config.keep_best]
-            is_best, self.best_losses = best != self.best_losses, best
+        if self.config.keep_best is not None:
+            if math.isfinite(loss):
+                best = sorted([*self.best_losses, loss])[: self.config.keep_best]
+                is_best, self.best_losses = best != self.best_losses, best
+            # Kernels tuned on each rank may give other last bits, and all ranks must save or none.
+            (is_best,) = trainer.strategy.any_rank(is_best)
         if self.is_due or is_best:
             self._save(trainer, pl_module)
 
