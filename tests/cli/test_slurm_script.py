@@ -18,7 +18,7 @@ def stub(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "most"), [(0, 0), (1, 3), (2, 0), (3, 0), (4, 0), (5, 3), (74, 0), (75, 5), (137, 3), (138, 5)]
+    ("code", "most"), [(0, 0), (1, 3), (2, 0), (3, 0), (4, 0), (5, 3), (74, 0), (75, 5), (134, 3), (137, 3), (138, 5)]
 )
 def test_the_job_ends_with_the_code_of_the_run_and_is_requeued_by_the_guides_rule(
     tmp_path, code: int, most: int

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from entry_points import slurm_task
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from runs import tiny_run
 
@@ -117,6 +118,15 @@ def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_
     even = dataclasses.replace(run, micro_batch_size=2)
     gpu_of(rank_memory(preflight.job_of(even), ParallelConfig(), True).total - 1)
     assert preflight.check_run(even)[2] == ParallelConfig(2, 1, batch_halves=True)
+
+
+def test_tasks_of_srun_without_their_number_per_node_are_refused(monkeypatch) -> None:
+    for name, value in slurm_task(0, "0").items():
+        monkeypatch.setenv(name, value)
+    assert launch.world_from_outside() == World(2, 2, SLURMEnvironment)
+    monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
+    with pytest.raises(ValueError, match="^`srun` must have `--ntasks-per-node`, but has 2 tasks without it$"):
+        launch.world_from_outside()
 
 
 def test_ranks_that_see_only_their_own_gpu_are_refused(monkeypatch) -> None:

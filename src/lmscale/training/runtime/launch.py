@@ -49,7 +49,7 @@ def world_from_outside() -> World | None:
     An interactive Slurm shell and an `srun` of one task count as none.
 
     Raises:
-        ValueError: torchrun's variables are incomplete.
+        ValueError: torchrun's variables are incomplete, or `srun` has several tasks without `--ntasks-per-node`.
     """
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:
@@ -62,6 +62,8 @@ def world_from_outside() -> World | None:
         return World(size, local_size, TorchElasticEnvironment)
     num_tasks = int(env.get("SLURM_NTASKS", "1"))
     if "SLURM_PROCID" in env and num_tasks > 1 and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+        if "SLURM_NTASKS_PER_NODE" not in env:  # Lightning needs it
+            raise ValueError(f"`srun` must have `--ntasks-per-node`, but has {num_tasks} tasks without it")
         num_nodes = int(env.get("SLURM_NNODES", "1"))
         return World(num_tasks, num_tasks // num_nodes, SLURMEnvironment)
     return None
