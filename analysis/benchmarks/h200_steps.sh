@@ -33,7 +33,7 @@ prepare() {  # packages on the path, folders, and every import that the parts ne
 step() {  # name of the record and the log, limit in seconds, command; false where there is no record in the end
   local name=$1 limit=$2 started=$SECONDS code
   shift 2
-  if [ -n "${DRY_RUN:-}" ]; then run timeout --kill-after="${GRACE:-10}" "$limit" "$@"; return; fi
+  if [ -n "${DRY_RUN:-}" ]; then run timeout --foreground --kill-after="${GRACE:-10}" "$limit" "$@"; return; fi
   NAMES+=("$name")
   if has "$name"; then
     echo "$name: the record is there already; FORCE=1 repeats it"
@@ -41,7 +41,8 @@ step() {  # name of the record and the log, limit in seconds, command; false whe
   fi
   rm -f "$RESULTS/$name.json"
   # Into a file and not through a pipe: compile workers that outlive a killed process would hold a pipe open.
-  timeout --kill-after="${GRACE:-10}" "$limit" "$@" > "$LOGS/$name.log" 2>&1
+  # In the foreground: the signal TERM to the compile workers too would leave the process waiting for them.
+  timeout --foreground --kill-after="${GRACE:-10}" "$limit" "$@" > "$LOGS/$name.log" 2>&1
   code=$?
   tail -n "${TAIL:-12}" "$LOGS/$name.log"
   if [ $code -ne 0 ] && [ $code -ne "${RESULT:-0}" ]; then fail "$name" "exit code $code$([ $code -ne 124 ] || echo ", stopped after $limit s")"; return 1; fi

@@ -38,7 +38,7 @@ def commands(*parts: str, **changes: str) -> list[tuple[int, list[str]]]:
     lines = [shlex.split(line) for line in done.stdout.splitlines() if "not measured" not in line]
     timed = [words for words in lines if words[0] == "timeout"]
     assert all(words[:2] == ["rm", "-rf"] for words in lines if words not in timed)
-    return [(int(words[2]) + int(words[1].removeprefix("--kill-after=")), words[4:]) for words in timed]
+    return [(int(words[3]) + int(words[2].removeprefix("--kill-after=")), words[5:]) for words in timed]
 
 
 def values_of(entry_point: str, overrides: list[str]) -> dict:
