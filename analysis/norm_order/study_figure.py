@@ -226,7 +226,7 @@ def draw_recovery(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
             of_depth = [row for row in limits if row["layers"] == layers]
             post = sorted((row["warmup"], row["limit"]) for row in of_depth if row["order"] == "post")
             axis.plot(*zip(*post, strict=True), "o-", color=ORANGE, markersize=4) if post else None
-            for row in of_depth:
+            for row in sorted(of_depth, key=lambda row: row["order"], reverse=True):  # B2T's dots on pre-norm's dashes
                 if row["order"] != "post":
                     axis.axhline(
                         row["limit"], color=COLORS[row["order"]], linewidth=1.2, linestyle=STYLES[row["order"]]
@@ -239,9 +239,11 @@ def draw_recovery(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
             axes[2].bar(at, len(rows), color="none", edgecolor=GREY, width=0.6)
             axes[2].bar(at, learned, color=GREY, width=0.6)
             ran = int(rows["state"].notna().sum())
-            axes[2].text(at, len(rows) + 0.15, f"{learned} of {ran} learned", ha="center", fontsize=FONT_SIZE - 1)
+            axes[2].text(
+                at, len(rows) + 0.15, f"{learned} of {ran}" if ran else "not run", ha="center", fontsize=FONT_SIZE - 1
+            )
         axes[2].set_xticks(range(len(counts)), list(counts))
-        axes[2].set(ylabel="cells", title=where)
+        axes[2].set(ylabel="cells that learned", title=where)
         handles = [Line2D([], [], color=ORANGE, marker="o", markersize=4, label=NAMES["post"])]
         for order in ("pre", "b2t"):
             label = f"{NAMES[order]} at a warm-up of 100"
