@@ -165,7 +165,8 @@ class FinetuneTrainer:
         save: write a checkpoint at the end.
         log_every_steps: steps between rows of metrics.csv.
         accelerator: `auto` (a GPU if there is one), `cpu` or `gpu`.
-        num_threads: CPU threads per rank; None: OMP_NUM_THREADS if it is set, else the cores over the local ranks.
+        num_threads: CPU threads per rank; None: OMP_NUM_THREADS if it is set, else srun's `--cpus-per-task`, else the
+            cores over the local ranks.
         matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
     """
 

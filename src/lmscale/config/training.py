@@ -99,8 +99,8 @@ class TrainerConfig:
         max_skipped_steps: steps in a row that may be skipped for a gradient that is not finite, before the run stops
             with a diagnosis; those after which fp16's loss scale halves are not counted.
         check_replicas_every_steps: how often the ranks compare hashes of tensors that must be equal; 0: never.
-        num_threads: CPU threads per rank, at most the machine's cores; None: OMP_NUM_THREADS if it is set, else the
-            cores over the local ranks.
+        num_threads: CPU threads per rank, at most the machine's cores; None: OMP_NUM_THREADS if it is set, else
+            srun's `--cpus-per-task`, else the cores over the local ranks.
         matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
         profiler: `torch` writes a trace of the 4th to 6th step of a start into the run folder's `profile`, from the
             tensor ranks of data rank 0; None: no profile.
