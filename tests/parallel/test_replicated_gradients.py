@@ -1,10 +1,13 @@
-"""Gradients of replicated parameters after the tensor ranks have agreed on them."""
+"""Gradients of replicated parameters after the ranks have agreed on them."""
+
+import dataclasses
 
 import pytest
 import torch
 from ranks import make_context, run_ranks
 
-from lmscale.parallel import sync_replicated_gradients
+from lmscale.parallel import ParallelContext, sync_replicated_gradients
+from lmscale.parallel.communicator import ProcessGroupCommunicator
 from lmscale.parallel.shard_spec import parameter
 
 
@@ -34,3 +37,32 @@ def test_replicated_gradients_are_rank_0s_and_partial_ones_the_sum(dtype: torch.
         assert replicated.shape == (3, 2) and replicated.unique().tolist() == [1.5]
         assert partial.unique().tolist() == [1.5 + 2.5]
         assert sharded.unique().tolist() == [1.5 + rank] and unused is None
+
+
+class _AddsInAnotherOrder(ProcessGroupCommunicator):
+    """Sums that differ in their last bits between data ranks, as those of NCCL may."""
+
+    def __init__(self, context: ParallelContext) -> None:
+        super().__init__(context.tp_group, context.tp_size)
+        self.dp_rank = context.dp_rank
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return super().all_reduce(x) * (1 + self.dp_rank * torch.finfo(x.dtype).eps)
+
+
+def _synced_over_data_ranks(rank: int, sequence_parallel: bool) -> list[float]:
+    """A partial gradient, equal on the data ranks, after tensor groups have added in different orders."""
+    context = make_context(tp_size=2, dp_size=2)
+    communicator = _AddsInAnotherOrder(context)
+    context = dataclasses.replace(context, tp_communicator=communicator, sequence_parallel=sequence_parallel)
+    with torch.device("cpu"):
+        param = parameter(context, (4,), grad_is_partial=True)
+    param.grad = torch.full_like(param, 1.5 + context.tp_rank)
+    sync_replicated_gradients([param], context)
+    return param.grad.tolist()
+
+
+def test_data_ranks_take_the_same_sum_of_partial_gradients() -> None:
+    same, other = [4.0] * 4, [4.0 * (1 + torch.finfo(torch.float32).eps)] * 4
+    assert run_ranks(_synced_over_data_ranks, 4, True) == [same] * 4
+    assert run_ranks(_synced_over_data_ranks, 4, False) == [same, same, other, other]  # the communicator's effect

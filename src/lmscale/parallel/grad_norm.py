@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .context import ParallelContext
-from .data_collectives import sum_over_data_ranks
+from .data_collectives import broadcast_from_data_ranks, sum_over_data_ranks
 
 
 @dataclass(frozen=True)
@@ -20,28 +20,33 @@ class GradientNorm:
 
 @torch.no_grad()
 def sync_replicated_gradients(parameters: Iterable[nn.Parameter], context: ParallelContext) -> None:
-    """Make the gradients of replicated parameters the same on all tensor ranks, to the bit.
+    """Make the gradients of replicated parameters the same on all ranks that hold them, to the bit.
 
     Partial gradients (`ShardSpec.grad_is_partial`) are added. Of the others all ranks have computed the same, but on
     GPUs not always the same bits: a compiled kernel is tuned by timing on each rank, and the sums over the data ranks
     run in a communicator of each tensor rank. All take rank 0's, so that the replicas of a parameter cannot drift.
+    The sums of partial gradients run in a communicator of each data rank, which may add in another order, so all data
+    ranks take data rank 0's.
 
     Args:
         parameters: with `.shard` and, where they were used, `.grad`, which is changed in place.
 
     Communicates:
-        one all-reduce of all such gradients over the tensor group; nothing if there are none.
+        one all-reduce of all such gradients over the tensor group; with `context.sequence_parallel` and without
+        `context.zero1`, which gives each to one data rank, also a broadcast of them over the data group. Nothing if
+        there are none.
 
     Source: Korthikanti et al. 2022, section 4.2.2, for the partial ones.
     """
     replicated = [p for p in parameters if p.shard.replicated and p.grad is not None]
     if context.tp_size == 1 or not replicated:
         return
-    gradients = [param.grad for param in replicated]
     own = [p.grad if p.shard.grad_is_partial or context.tp_rank == 0 else torch.zeros_like(p.grad) for p in replicated]
     total = context.tp_communicator.all_reduce(torch.cat([grad.flatten() for grad in own]))
-    parts = total.split([grad.numel() for grad in gradients])
-    torch._foreach_copy_(gradients, [part.view_as(grad) for part, grad in zip(parts, gradients, strict=True)])
+    if context.sequence_parallel and context.dp_size > 1 and not context.zero1:
+        broadcast_from_data_ranks([total], context)
+    parts = total.split([p.numel() for p in replicated])
+    torch._foreach_copy_([p.grad for p in replicated], [x.view_as(p) for x, p in zip(parts, replicated, strict=True)])
 
 
 def global_gradient_norm(

@@ -152,9 +152,9 @@ def step_collectives(
 
     Those of every micro-batch; 4 N bytes of gradients over the data group for half types (added in fp32), N e for
     others, in their `gradient_pieces`, or with ZeRO stage 1 to their owners, each owner's in `buffer_pieces`, who send
-    the weights back; the gradients of the `replicated_parameters` over the tensor group; the
-    gradient norm over the tensor group. Left out: the few numbers of loss counts, of the watchdog and of the replica
-    check.
+    the weights back; the gradients of the `replicated_parameters` over the tensor group, with sequence parallelism and
+    without ZeRO also over the data group; the gradient norm over the tensor group. Left out: the few numbers of loss
+    counts, of the watchdog and of the replica check.
 
     Args:
         num_micro_batches: forward passes of a step.
@@ -191,6 +191,9 @@ def small_collectives(
         found.append(
             Collective("gradients of replicated parameters", "all_reduce", "tensor", "gradients", 1, num_bytes)
         )
+        if layout.cuts_sequence and layout.dp_size > 1 and not layout.cuts_optimizer:
+            what = "gradients of replicated parameters, from data rank 0"
+            found.append(Collective(what, "broadcast", "data", "gradients", 1, num_bytes))
     for group, cuts in (("tensor", layout.tp_size > 1), ("data", layout.cuts_optimizer)):
         if cuts:
             found.append(Collective("gradient norm", "all_reduce", group, "optimizer", 1, _GRADIENT_NORM_BYTES))

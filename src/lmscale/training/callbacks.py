@@ -46,8 +46,8 @@ class ReplicaSentinel(L.Callback):
     They are compared before the first step and then every `every_steps` steps: over the tensor group the replicated
     weights, their moments, and which samples were seen; over the data group all weights and moments (with `zero1` only
     the weights: no two data ranks then hold the same moments). A difference means broken memory, a broken link or a
-    bug; the checkpoint before it is still good. A wrong gradient of a replicated parameter is not found over the tensor
-    group, whose ranks all take rank 0's (`sync_replicated_gradients`).
+    bug; the checkpoint before it is still good. A wrong gradient of a replicated parameter is not found over a group
+    whose ranks all take rank 0's (`sync_replicated_gradients`).
 
     Communicates:
         one all-reduce of 2 int64 per tensor over each group, every `every_steps` steps; two numbers over the world.

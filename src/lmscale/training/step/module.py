@@ -103,8 +103,7 @@ class PretrainModule(ValidatedModule):
     def configure_model(self) -> None:
         """Build this rank's shard on its device; the strategy has created the groups."""
         if self.model is not None:
-            built_for = self.model.context.tp_size
-            if built_for != self.parallel.tp_size:
+            if (built_for := self.model.context.tp_size) != self.parallel.tp_size:
                 raise ValueError(f"`tp_size` must stay {built_for} for this module, but is {self.parallel.tp_size}")
             return
         device, dtype = self.trainer.strategy.root_device, DTYPES[self.precision.dtype]

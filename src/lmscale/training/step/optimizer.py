@@ -102,11 +102,11 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
 
     def reduce_gradients(self) -> None:
         """Add the gradients of the buffer over the data group (DDP has added the others), and make those of replicated
-        parameters the same over the tensor group.
+        parameters the same on all ranks.
 
         Communicates:
-            as `GradientBuffer.reduce`; one all-reduce over the tensor group, of the replicated parameters that this
-            rank updates.
+            as `GradientBuffer.reduce`; as `sync_replicated_gradients`, of the replicated parameters that this rank
+            updates.
         """
         if self.buffer is not None:
             self.buffer.reduce()
