@@ -194,7 +194,7 @@ def describe_cell(
         run = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
         validation = run["metrics"].get("val/lm_loss") or run["metrics"]["val/loss"]  # GPT has one term
         metrics["validation_loss"] = validation | {"unit": NATS}
-        metrics |= {k: {"value": loss, "unit": NATS} for k, loss in reference_losses(run["config"]).items()}
+        metrics |= {k: {"value": loss, "unit": NATS} for k, loss in reference_losses(values).items()}
         config["corpus"] = {part: run["config"]["corpus"][part] for part in ("train", "validation")}
     if family_of_run(values) == "gpt":
         for metric in metrics.values():
