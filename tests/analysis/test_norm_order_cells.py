@@ -176,6 +176,19 @@ def test_a_cell_is_trained_once_and_its_record_has_curve_and_gradients(tmp_path,
         )
 
 
+@pytest.mark.slow
+def test_a_cell_on_a_file_with_an_absolute_path_has_reference_losses(tmp_path) -> None:
+    """The run's record shortens the path, so it must come from the run's configuration."""
+    text, number = tmp_path / "text.jsonl", iter(range(10**6))
+    documents = [" ".join(f"The word {next(number) % 97} follows it." for _ in range(40)) for _ in range(60)]
+    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    more = ["data=local", f"data.path={text}", "tokenizer.vocab_size=120", "trainer.num_validation_samples=16"]
+    more += ["trainer.max_steps=2", "schedule.warmup_steps=1", "micro_batch_size=4", "global_batch_size=4"]
+    script.run_cell(script.Cell(2, "post", False, "6e-3", 5), more, tmp_path, tmp_path)
+    record = json.loads((tmp_path / "2_post_unscaled_6e-3_5.json").read_text())
+    assert 0 < record["metrics"]["context_free_loss"]["value"] < record["metrics"]["scored_entropy"]["value"]
+
+
 def test_a_missing_factorial_is_one_line(tmp_path) -> None:
     command = [str(SCRIPT), "--stages", "24", "--records", str(tmp_path), "--outputs", str(tmp_path)]
     done = warm.run(command, script.ROOT, environment(), timeout=200)
