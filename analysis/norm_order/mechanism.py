@@ -20,6 +20,7 @@ CANDIDATES = (
     "gradient_norm/mlp",
 )
 LOSS = "loss"
+CONDITION = ["layers", "lr", "warmup"]
 
 
 def early_statistics(config: dict[str, Any]) -> dict[str, float]:
@@ -86,7 +87,8 @@ def judge(cells: pd.DataFrame) -> dict[str, Any]:
         the rule; accuracy on the second half with its Clopper-Pearson interval (low, high) and n; the confusion table;
         the accuracies of the majority baseline (the more frequent state of the first half) and of the rule on the loss;
         the exact one-sided McNemar p against the baseline, with the pairs gained and lost; the medians of
-        `constant_share`, the mean of both sublayers, by state.
+        `constant_share`, the mean of both sublayers, by state; and, added after the plan, the accuracy of what the
+        first half's cells of the same depth, rate and warm-up mostly did (`condition_accuracy`).
     """
     first, second = cells[~cells["judges"]], cells[cells["judges"]]
     rule, loss_rule = fix_rule(first, CANDIDATES), fix_rule(first, [LOSS])
@@ -94,6 +96,8 @@ def judge(cells: pd.DataFrame) -> dict[str, Any]:
     right, baseline = predicted == stuck, stuck == majority
     low, high = clopper_pearson(int(right.sum()), len(second))
     gained, lost = int((right & ~baseline).sum()), int((baseline & ~right).sum())
+    share_stuck = first.groupby(CONDITION)["stuck"].mean().rename("share_stuck")
+    by_condition = second.join(share_stuck, on=CONDITION)["share_stuck"].fillna(first["stuck"].mean()) > 0.5
     share = second[["constant_share/mlp", "constant_share/attention"]].mean(axis=1)
     names = {True: "stuck", False: "not stuck"}
     return {
@@ -110,6 +114,7 @@ def judge(cells: pd.DataFrame) -> dict[str, Any]:
         },
         "majority": names[majority],
         "majority_accuracy": float(baseline.mean()),
+        "condition_accuracy": float((by_condition == stuck).mean()),
         "loss_accuracy": float((loss_rule.predict(second) == stuck).mean()),
         "gained": gained,
         "lost": lost,

@@ -136,8 +136,8 @@ def _mechanism(config: dict[str, Any]) -> str:
         words = (
             f"{chosen['statistic']} {side} {chosen['threshold']:.3g} at step 100 is right for {rule['accuracy']:.0%} "
             f"[{rule['low']:.0%}, {rule['high']:.0%}] of {rule['n']} held-out cells; the loss alone "
-            f"{rule['loss_accuracy']:.0%}, the majority {rule['majority_accuracy']:.0%} "
-            f"(test 9: {tests[8]['decision']}). Medians of constant_share: "
+            f"{rule['loss_accuracy']:.0%}, the majority {rule['majority_accuracy']:.0%}, depth, rate and warm-up "
+            f"{rule['condition_accuracy']:.0%} (test 9: {tests[8]['decision']}). Medians of constant_share: "
             f"{', '.join(f'{state} {value:.2f}' for state, value in rule['constant_share'].items())}. "
             f"Cells without statistics: {config['without_statistics']}."
         )

@@ -162,9 +162,7 @@ def draw_mechanism(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None
     if found is None:
         return None
     used, rule = mechanism_cells(cells), Rule(**found["rule"])
-    title = (
-        f"{rule.statistic} at step {STEP} is right for {found['accuracy']:.0%} of {found['n']} held-out post-norm cells"
-    )
+    title = f"{rule.statistic} at step {STEP} is right for {found['accuracy']:.0%} of {found['n']} held-out cells"
     states = [state for state in MARKS if (used["state"] == state).any()]
     with house_style():
         figure = page_figure(f"{title} ({found['low']:.0%} to {found['high']:.0%})", 3.4)
@@ -175,6 +173,7 @@ def draw_mechanism(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None
                 spread = np.linspace(-0.1, 0.1, len(part)) if len(part) > 1 else np.zeros(len(part))
                 left.scatter(at + side + spread, part, s=14, color=color)
         left.axhline(rule.threshold, color=ORANGE, linewidth=1, linestyle="--")
+        left.set_yscale("log" if (used[rule.statistic] > 0).all() else "linear")
         left.set_xticks(range(len(states)), states)
         left.set(ylabel=f"{rule.statistic} at step {STEP}", xlim=(-0.5, len(states) - 0.5))
         counts = [
@@ -187,7 +186,7 @@ def draw_mechanism(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None
         right.set_xticks((0, 1), ("stuck", "not stuck"))
         right.set_yticks((0, 1), ("stuck", "not stuck"))
         right.set(xlabel="predicted", ylabel="held-out cells")
-        rules = f"loss alone {found['loss_accuracy']:.0%}, majority {found['majority_accuracy']:.0%}"
+        rules = f"loss alone {found['loss_accuracy']:.0%},\ndepth, rate, warm-up {found['condition_accuracy']:.0%}"
         right.set_title(rules)
         points = {"fixes the rule": GREY, "judges it": BLUE}
         handles = [

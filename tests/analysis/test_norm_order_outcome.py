@@ -11,7 +11,7 @@ from made_study import LIMITS, learns, loss, make_cells, parse, tells, without
 
 from analysis.norm_order import outcome
 from analysis.norm_order.limits import GRID, cells_to_add, observations, place, read_limits
-from analysis.norm_order.mechanism import CANDIDATES, LOSS, early_statistics, fix_rule, mechanism_cells
+from analysis.norm_order.mechanism import CANDIDATES, LOSS, early_statistics, fix_rule, judge, mechanism_cells
 from analysis.norm_order.outcome import summarize
 from analysis.norm_order.significance import holm, sign_test
 from analysis.norm_order.study import RECORDS, StudyCell, read_groups
@@ -271,6 +271,17 @@ def test_the_rule_is_fixed_on_one_half_and_judged_on_the_other(planted, found) -
     assert mechanism["gained"] == confusion["stuck, predicted stuck"] and mechanism["lost"] == 0
     flipped = cells.assign(**{"constant_share/mlp": np.where(cells["judges"], -cells["constant_share/mlp"], 0)})
     assert fix_rule(flipped[~flipped["judges"]], CANDIDATES[:1] + (LOSS,)).statistic == LOSS  # only its half counts
+
+
+def test_the_condition_alone_predicts_what_the_first_half_did_under_it() -> None:
+    stuck = {True: [True, True, False, False], False: [True, False, False]}  # by `judges`, one condition each
+    rates = {True: [1.0, 2.0, 3.0, 4.0], False: [1.0, 2.0, 3.0]}  # 2: wrong; 4: unknown, so the majority's
+    cells = pd.concat(
+        pd.DataFrame({"judges": judges, "stuck": stuck[judges], "lr": rates[judges]}) for judges in (True, False)
+    )
+    cells = cells.assign(layers=24, warmup=100, state=np.where(cells["stuck"], "stuck", "learned"))
+    cells = cells.assign(**{name: cells["stuck"] + 0.5 for name in (*CANDIDATES, LOSS)})
+    assert judge(cells)["condition_accuracy"] == 0.75 and judge(cells)["accuracy"] == 1.0
 
 
 def test_the_rule_waits_for_the_cells_that_the_grid_adds(planted) -> None:
