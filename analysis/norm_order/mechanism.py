@@ -20,7 +20,7 @@ CANDIDATES = (
     "gradient_norm/mlp",
 )
 LOSS = "loss"
-CONDITION = ["layers", "lr", "warmup"]
+SETTING = ["layers", "lr", "warmup"]
 
 
 def early_statistics(config: dict[str, Any]) -> dict[str, float]:
@@ -96,8 +96,8 @@ def judge(cells: pd.DataFrame) -> dict[str, Any]:
     right, baseline = predicted == stuck, stuck == majority
     low, high = clopper_pearson(int(right.sum()), len(second))
     gained, lost = int((right & ~baseline).sum()), int((baseline & ~right).sum())
-    share_stuck = first.groupby(CONDITION)["stuck"].mean().rename("share_stuck")
-    by_condition = second.join(share_stuck, on=CONDITION)["share_stuck"].fillna(first["stuck"].mean()) > 0.5
+    share_stuck = first.groupby(SETTING)["stuck"].mean().rename("share_stuck")
+    by_condition = second.join(share_stuck, on=SETTING)["share_stuck"].fillna(first["stuck"].mean()) > 0.5
     share = second[["constant_share/mlp", "constant_share/attention"]].mean(axis=1)
     names = {True: "stuck", False: "not stuck"}
     return {

@@ -11,7 +11,7 @@ from made_study import LIMITS, learns, loss, make_cells, parse, tells, without
 
 from analysis.norm_order import outcome
 from analysis.norm_order.limits import GRID, cells_to_add, observations, place, read_limits
-from analysis.norm_order.mechanism import CANDIDATES, LOSS, early_statistics, fix_rule, judge, mechanism_cells
+from analysis.norm_order.mechanism import CANDIDATES, LOSS, Rule, early_statistics, fix_rule, judge, mechanism_cells
 from analysis.norm_order.outcome import summarize
 from analysis.norm_order.significance import holm, sign_test
 from analysis.norm_order.study import RECORDS, StudyCell, read_groups
@@ -282,6 +282,15 @@ def test_the_condition_alone_predicts_what_the_first_half_did_under_it() -> None
     cells = cells.assign(layers=24, warmup=100, state=np.where(cells["stuck"], "stuck", "learned"))
     cells = cells.assign(**{name: cells["stuck"] + 0.5 for name in (*CANDIDATES, LOSS)})
     assert judge(cells)["condition_accuracy"] == 0.75 and judge(cells)["accuracy"] == 1.0
+
+
+def test_in_the_only_mixed_setting_the_rule_misses_both_stuck_runs_and_constant_share_is_highest_in_them() -> None:
+    cells = read_study(RECORDS)
+    rule = Rule(**summarize(cells)["config"]["mechanism"]["rule"])
+    some = cells[(cells["group"] == "losses") & (cells["layers"] == 24) & (cells["order"] == "post")]
+    stuck, share = some["state"] == "stuck", some["constant_share/mlp"]
+    assert sorted(share[stuck].round(2)) == [0.85, 0.94] and share[~stuck].max().round(2) == 0.64
+    assert stuck.sum() == 2 and not rule.predict(some).any()
 
 
 def test_the_rule_waits_for_the_cells_that_the_grid_adds(planted) -> None:

@@ -50,19 +50,21 @@ class _AddsInAnotherOrder(ProcessGroupCommunicator):
         return super().all_reduce(x) * (1 + self.dp_rank * torch.finfo(x.dtype).eps)
 
 
-def _synced_over_data_ranks(rank: int, sequence_parallel: bool) -> list[float]:
-    """A partial gradient, equal on the data ranks, after tensor groups have added in different orders."""
-    context = make_context(tp_size=2, dp_size=2)
-    communicator = _AddsInAnotherOrder(context)
-    context = dataclasses.replace(context, tp_communicator=communicator, sequence_parallel=sequence_parallel)
-    with torch.device("cpu"):
-        param = parameter(context, (4,), grad_is_partial=True)
-    param.grad = torch.full_like(param, 1.5 + context.tp_rank)
-    sync_replicated_gradients([param], context)
-    return param.grad.tolist()
+def _synced_over_data_ranks(rank: int) -> tuple[list[float], list[float]]:
+    """A partial gradient, equal on the data ranks, after tensor groups have added in different orders: with sequence
+    parallelism, and without it, where data ranks do not agree on it."""
+    context, synced = make_context(tp_size=2, dp_size=2), []
+    for sequence_parallel in (True, False):
+        communicator = _AddsInAnotherOrder(context)
+        cut = dataclasses.replace(context, tp_communicator=communicator, sequence_parallel=sequence_parallel)
+        with torch.device("cpu"):
+            param = parameter(cut, (4,), grad_is_partial=True)
+        param.grad = torch.full_like(param, 1.5 + context.tp_rank)
+        sync_replicated_gradients([param], cut)
+        synced.append(param.grad.tolist())
+    return tuple(synced)
 
 
 def test_data_ranks_take_the_same_sum_of_partial_gradients() -> None:
     same, other = [4.0] * 4, [4.0 * (1 + torch.finfo(torch.float32).eps)] * 4
-    assert run_ranks(_synced_over_data_ranks, 4, True) == [same] * 4
-    assert run_ranks(_synced_over_data_ranks, 4, False) == [same, same, other, other]  # the communicator's effect
+    assert run_ranks(_synced_over_data_ranks, 4) == [(same, same), (same, same), (same, other), (same, other)]

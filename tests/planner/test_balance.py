@@ -75,7 +75,14 @@ def test_a_plan_adds_to_a_layer_three_times_the_forward_flops_and_twice_its_mess
 
 
 @pytest.mark.parametrize(
-    "layout", [ParallelConfig(4), ParallelConfig(1, 4), ParallelConfig(2, 4), ParallelConfig(2, 2, zero1=True)]
+    "layout",
+    [
+        ParallelConfig(4),
+        ParallelConfig(1, 4),
+        ParallelConfig(2, 4),
+        ParallelConfig(2, 2, zero1=True),
+        ParallelConfig(2, 2, sequence_parallel=True),
+    ],
 )
 def test_the_messages_are_those_of_the_step_time(layout: ParallelConfig) -> None:
     # Without a roofline the step time counts the pieces of the loss as on a CPU, and leaves out the small messages.
