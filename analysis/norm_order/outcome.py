@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 import pandas as pd
 
-from analysis.norm_order.limits import CONDITION, GRID, cells_to_add, exponent, observations, rate, read_limits
+from analysis.norm_order.limits import CONDITION, GRID, cells_to_add, exponent, observations, place, rate, read_limits
 from analysis.norm_order.mechanism import GROUPS, LOSS, judge, mechanism_cells
 from analysis.norm_order.repeated import describe_repeats
 from analysis.norm_order.study import RECORDS
@@ -33,8 +33,8 @@ OPEN = (NOT_RUN, NOT_YET)  # decisions that may still change
 def recovery(cells: pd.DataFrame, limits: pd.DataFrame, tests: list[dict[str, Any]]) -> dict[str, bool | None]:
     """The conditions of question 3, and whether all of a depth hold; None while one has not run.
 
-    At 48 layers no loss is scored, so B2T has the condition on the limit alone. The condition on a longer warm-up is
-    on the limit alone, and holds trivially where 100 steps meet it.
+    At 48 layers no loss is scored, so B2T has the condition on the limit alone, and only that rate has run. The
+    condition on a longer warm-up is on the limit alone, and holds trivially where 100 steps meet it.
     """
     found: dict[str, bool | None] = {}
     for layers, test in ((12, 5), (24, 6)):
@@ -47,7 +47,7 @@ def recovery(cells: pd.DataFrame, limits: pd.DataFrame, tests: list[dict[str, An
         }
         found |= {f"{name}: {condition}": value for condition, value in conditions.items()}
         found[f"{name}: recovers"] = _all(conditions.values())
-    found["b2t, 48 layers: limit at least twice post-norm's"] = _limit_above(limits, 48, ("b2t", 100), ("post", 100), 1)
+    found["b2t, 48 layers: learns at twice post-norm's limit"] = _learns_above(cells, limits)
     for layers in (12, 24):
         for warmup, name in ((400, "recovers"), (100, "100 steps do so too")):
             above = _limit_above(limits, layers, ("post", warmup), ("pre", 100), 0)
@@ -65,6 +65,16 @@ def _near(cells: pd.DataFrame, layers: int) -> bool | None:
     b2t = b2t.loc[post.index]
     over = b2t["train_loss"].mean() - post["train_loss"].mean()
     return bool((b2t["state"] == "learned").all() and over <= ABOVE_POST)
+
+
+def _learns_above(cells: pd.DataFrame, limits: pd.DataFrame) -> bool | None:
+    """Whether B2T learned at 48 layers with both seeds at the first rate above post-norm's limit."""
+    post = observations(limits, "post")
+    post = post[post["layers"] == 48]
+    b2t = cells[cells["group"] == "deep_b2t"]
+    if post.empty or not has_run(b2t) or set(b2t["lr"].map(place)) != {post["place"].min() + 1}:
+        return None
+    return bool((b2t["state"] == "learned").all())
 
 
 def _limit_above(

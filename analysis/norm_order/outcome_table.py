@@ -121,10 +121,8 @@ def _recovery(config: dict[str, Any]) -> str:
             answers[f"warm-up of 400, {n} layers: recovers"] = "trivially, as 100 steps do,"
     b2t = ", ".join(f"{answers[f'b2t, {layers} layers: recovers']} at {layers} layers" for layers in (12, 24))
     longer = ", ".join(f"{answers[f'warm-up of 400, {n} layers: recovers']} at {n} layers" for n in (12, 24))
-    deep = answers["b2t, 48 layers: limit at least twice post-norm's"]
-    return (
-        f"B2T: {b2t}. Its limit is at least twice post-norm's at 48 layers: {deep}. A warm-up of 400 steps: {longer}."
-    )
+    deep = answers["b2t, 48 layers: learns at twice post-norm's limit"]
+    return f"B2T: {b2t}. It learns at twice post-norm's limit at 48 layers: {deep}. A warm-up of 400 steps: {longer}."
 
 
 def _mechanism(config: dict[str, Any]) -> str:

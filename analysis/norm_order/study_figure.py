@@ -36,7 +36,7 @@ def draw_final_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | N
     Args:
         cells, record: results of `read_study` and `outcome.summarize`.
     """
-    rows = cells[cells["group"].isin(LIMITED) & (cells["warmup"] == 100) & cells["order"].isin(COLORS)]
+    rows = cells[cells["group"].isin([*LIMITED, "deep_b2t"]) & (cells["warmup"] == 100) & cells["order"].isin(COLORS)]
     ran = rows[rows["state"].notna()]
     if ran.empty:
         return None

@@ -81,12 +81,9 @@ def test_the_figures_show_every_cell_and_the_rules(planted) -> None:
     rates, pairs = figures["final_losses"].axes, figures["paired_losses"].axes
     assert [axis.get_title() for axis in rates] == ["6 layers", "12 layers", "24 layers", "48 layers"]
     shown = sum(len(points.get_offsets()) for axis in rates for points in axis.collections)
-    at_100 = planted["group"].isin(["selection", "six", "deep", "deep_pre"])
+    at_100 = planted["group"].isin(["selection", "six", "deep", "deep_pre", "deep_b2t"])
     assert shown == at_100.sum()
-    assert (
-        figures["final_losses"].get_suptitle()
-        == "Rate limits at 48 layers: pre-norm 0.006, post-norm 0.0015, B2T 0.006"
-    )
+    assert figures["final_losses"].get_suptitle() == "Rate limits at 48 layers: pre-norm 0.006, post-norm 0.0015"
     assert len(pairs) == 2 and all(len(axis.lines) == 8 for axis in pairs)
     assert "8 of 8 learned" in pairs[0].get_xticklabels()[1].get_text()
     assert figures["limits"].get_suptitle() == "Post-norm's rate limit falls faster with depth than pre-norm's"
@@ -102,7 +99,7 @@ def test_the_figures_show_every_cell_and_the_rules(planted) -> None:
 def test_an_incomplete_figure_says_what_is_missing(planted) -> None:
     early = (planted["group"] == "selection") | ((planted["group"] == "losses") & (planted["seed"] < 14))
     figures = draw(without(planted, ~early))
-    listed = planted["group"].isin(["selection", "six", "deep", "deep_pre"]).sum()
+    listed = planted["group"].isin(["selection", "six", "deep", "deep_pre", "deep_b2t"]).sum()
     selected = (planted["group"] == "selection").sum()
     title = figures["final_losses"].get_suptitle().replace("\n", " ")
     assert title.endswith(f"({selected} of {listed} cells have run)")
