@@ -22,7 +22,6 @@ from analysis.norm_order.mechanism import GROUPS, LOSS, judge, mechanism_cells
 from analysis.norm_order.repeated import describe_repeats
 from analysis.norm_order.study import RECORDS
 from analysis.norm_order.study_tests import NOT_RUN, NOT_YET, has_run, read_outcomes, read_study, run_tests
-from analysis.norm_order.summary import count_states
 from lmscale.results import new_record, write_record
 
 ABOVE_POST = 0.03  # nats that B2T's mean loss may be above post-norm's
@@ -193,7 +192,6 @@ def summarize(cells: pd.DataFrame, repeats: pd.DataFrame | None = None) -> dict[
         "mechanism": rule,
         "without_statistics": left_out,
         "refuted": refuted(cells, tests, recovered, rule),
-        "described": describe(cells),
         "cells_to_add": list(cells_to_add(limits)),
         "cpus": {str(cpu): int(count) for cpu, count in cells["cpu"].value_counts().sort_index().items()},
     }
@@ -226,20 +224,6 @@ def _limit(row: dict[str, Any]) -> dict[str, Any]:
     bound = {len(GRID) - 1: "at least", -1: "below"}.get(row["limit"], "")  # where the grid ends
     tried = {"lowest": rate(row["lowest"]), "highest": rate(row["highest"])}
     return found | {"bound": bound, "final": not row["added"]} | tried
-
-
-def describe(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """States and mean losses of the cells that are not tested, per data, placement, warm-up and rate."""
-    untested = cells["group"].isin(["race_b2t", "others", "other_warmups"])
-    rows = []
-    for (data, order, warmup, lr), each in cells[untested & cells["state"].notna()].groupby(
-        ["data", "order", "warmup", "lr"]
-    ):
-        learned = each[each["state"] == "learned"]["train_loss"]
-        loss = float(learned.mean()) if len(learned) else None
-        row = {"data": data, "order": order, "warmup": int(warmup), "lr": float(lr)}
-        rows.append(row | {"states": count_states(each["state"]), "mean_loss_of_learned": loss})
-    return rows
 
 
 def main() -> int:
