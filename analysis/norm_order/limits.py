@@ -9,7 +9,7 @@ import pandas as pd
 from .significance import LEVEL, student_quantile, student_tail
 
 GRID = [0.1875e-3 * 2**i for i in range(9)]  # 0.19e-3 to 48e-3; a rate's place is its index
-GROUPS = ("selection", "warmup", "six", "deep", "deep_pre")  # whose limits a test or a rule uses
+LIMIT_GROUPS = ("selection", "warmup", "six", "deep", "deep_pre")  # whose limits a test or a rule uses
 CHOOSING = ("selection", "gpt_selection")  # whose best rates are used
 CONDITION = ["family", "layers", "order", "warmup"]
 ROUNDING = 1 / 12  # variance of a number known within 1, here one step of log2 rate
@@ -26,18 +26,18 @@ def rate(at: int) -> float:
 
 
 def read_limits(cells: pd.DataFrame) -> pd.DataFrame:
-    """The limit of every condition of `GROUPS` and `CHOOSING` whose cells have all run.
+    """The limit of every condition of `LIMIT_GROUPS` and `CHOOSING` whose cells have all run.
 
     Args:
         cells: result of `read_study`.
 
     Returns:
-        `CONDITION`; group and precision of its first cells; seeds, the places of the seeds' limits by seed; limit, the
-        lower one; best, the place of the best rate or None; lowest and highest, of the list; added, the places of the
-        rates that the grid's rule adds.
+        `CONDITION`; group of its first cell; seeds, the places of the seeds' limits by seed; limit, the lower one;
+        best, the place of the best rate or None; lowest and highest, of the list; added, the places of the rates that
+        the grid's rule adds.
     """
     rows = []
-    for condition, some in cells[cells["group"].isin([*GROUPS, *CHOOSING])].groupby(CONDITION):
+    for condition, some in cells[cells["group"].isin([*LIMIT_GROUPS, *CHOOSING])].groupby(CONDITION):
         if some["state"].isna().any():
             continue
         lowest, highest = place(some["lr"].min()), place(some["lr"].max())
@@ -47,14 +47,14 @@ def read_limits(cells: pd.DataFrame) -> pd.DataFrame:
         }
         seeds = {int(seed): lowest - 1 + int(each.cummin().sum()) for seed, each in learned.items()}
         best = _best(some) if some["group"].isin(CHOOSING).any() else None
-        found = list(seeds.values()) if some["group"].isin(GROUPS).any() else []
+        found = list(seeds.values()) if some["group"].isin(LIMIT_GROUPS).any() else []
         # A limit at the lowest rate is known, because the next rate failed; no rate below it is needed.
         lower = best == lowest or min(found, default=lowest) < lowest or (best is None and not found)
         added = [lowest - 1] * lower + [highest + 1] * (highest in (*found, best))
         row = dict(zip(CONDITION, condition, strict=True)) | {"group": some["group"].iloc[0]}
-        row |= {"precision": some["precision"].iloc[0], "seeds": seeds, "limit": min(seeds.values()), "best": best}
+        row |= {"seeds": seeds, "limit": min(seeds.values()), "best": best}
         rows.append(row | {"lowest": lowest, "highest": highest, "added": [a for a in added if 0 <= a < len(GRID)]})
-    columns = [*CONDITION, "group", "precision", "seeds", "limit", "best", "lowest", "highest", "added"]
+    columns = [*CONDITION, "group", "seeds", "limit", "best", "lowest", "highest", "added"]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -68,13 +68,12 @@ def cells_to_add(limits: pd.DataFrame) -> Iterator[str]:
     """The groups that the grid's rule adds, as text for `cells.yaml`: each goes after the group of its name."""
     for row in limits.itertuples():
         lists = {"layers": row.layers, "order": row.order}
-        usual = {"warmup": 100, "family": "bert", "precision": "fp32"}
+        usual = {"warmup": 100, "family": "bert"}
         lists |= {key: getattr(row, key) for key, value in usual.items() if getattr(row, key) != value}
         for at in row.added:
             found = lists | {"lr": f"{rate(at) * 1e3:g}e-3", "seed": ", ".join(map(str, row.seeds))}
             text = ", ".join(f"{key}: [{value}]" for key, value in found.items())
-            scored = str(row.group != "gpt_selection").lower()
-            yield f"  - name: {row.group}\n    scored: {scored}\n    cells: {{{text}}}"
+            yield f"  - name: {row.group}\n    cells: {{{text}}}"
 
 
 def observations(limits: pd.DataFrame, order: str) -> pd.DataFrame:

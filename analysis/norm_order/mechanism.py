@@ -10,7 +10,7 @@ import pandas as pd
 from .run_folder import WINDOW
 from .significance import clopper_pearson, mcnemar
 
-GROUPS = ("selection", "warmup", "six", "mechanism", "slow_start", "deep")
+RULE_GROUPS = ("selection", "warmup", "six", "mechanism", "slow_start", "deep")
 STEP = 100
 CANDIDATES = (
     "constant_share/mlp",
@@ -68,12 +68,12 @@ def fix_rule(cells: pd.DataFrame, statistics: Sequence[str]) -> Rule:
 
 
 def mechanism_cells(cells: pd.DataFrame) -> pd.DataFrame:
-    """The post-norm cells of `GROUPS` that have statistics at step 100, sorted by ID, with `stuck` and `judges`.
+    """The post-norm cells of `RULE_GROUPS` that have statistics at step 100, sorted by ID, with `stuck` and `judges`.
 
     Those of `deep` are left out until all of them have run. Counted from one, the even cells fix the rule and the odd
     ones judge it.
     """
-    some = cells[cells["group"].isin(GROUPS) & (cells["order"] == "post")]
+    some = cells[cells["group"].isin(RULE_GROUPS) & (cells["order"] == "post")]
     deep = some["group"] == "deep"
     some = some[some["state"].notna() & ~(deep & some[deep]["state"].isna().any())]
     some = some.dropna(subset=[*CANDIDATES, LOSS]).sort_values("id", ignore_index=True)

@@ -18,14 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 import pandas as pd
 
 from analysis.norm_order.limits import CONDITION, GRID, cells_to_add, exponent, observations, place, rate, read_limits
-from analysis.norm_order.mechanism import GROUPS, LOSS, judge, mechanism_cells
+from analysis.norm_order.mechanism import LOSS, RULE_GROUPS, judge, mechanism_cells
 from analysis.norm_order.repeated import describe_repeats
 from analysis.norm_order.study import RECORDS
 from analysis.norm_order.study_tests import NOT_RUN, NOT_YET, has_run, read_outcomes, read_study, run_tests
 from lmscale.results import new_record, write_record
 
 ABOVE_POST = 0.03  # nats that B2T's mean loss may be above post-norm's
-LIMITED = ("pre", "post", "b2t")
+PLACEMENTS = ("pre", "post", "b2t")
 OPEN = (NOT_RUN, NOT_YET)  # decisions that may still change
 
 
@@ -79,7 +79,7 @@ def _learns_above(cells: pd.DataFrame, limits: pd.DataFrame) -> bool | None:
 def _limit_above(
     limits: pd.DataFrame, layers: int, one: tuple[str, int], other: tuple[str, int], steps: int
 ) -> bool | None:
-    """Whether a limit is at least so many factors of two above another."""
+    """Whether the first limit is at least `steps` steps of the grid above the other."""
     found = []
     for order, warmup in (one, other):
         keys = (limits["layers"] == layers) & (limits["order"] == order) & (limits["warmup"] == warmup)
@@ -141,7 +141,7 @@ def stuck_b2t(cells: pd.DataFrame) -> list[str]:
     keys = ["layers", "lr", "warmup", "seed", "family", "data"]
     post = cells[(cells["order"] == "post") & (cells["state"] == "learned")]
     stuck = cells[(cells["order"] == "b2t") & (cells["state"] == "stuck")]
-    return sorted(stuck.merge(post[keys].drop_duplicates(), on=keys)["id"])
+    return sorted(stuck.merge(post[keys], on=keys)["id"])
 
 
 def study_mechanism(cells: pd.DataFrame, limits: pd.DataFrame) -> tuple[dict[str, Any] | None, int]:
@@ -149,8 +149,8 @@ def study_mechanism(cells: pd.DataFrame, limits: pd.DataFrame) -> tuple[dict[str
 
     None until all cells of its groups have run, with those that the grid's rule adds; `deep` is not waited for.
     """
-    post = cells[cells["group"].isin(GROUPS) & (cells["order"] == "post")]
-    awaited = set(GROUPS) - {"deep"}
+    post = cells[cells["group"].isin(RULE_GROUPS) & (cells["order"] == "post")]
+    awaited = set(RULE_GROUPS) - {"deep"}
     added = limits[limits["group"].isin(awaited) & (limits["order"] == "post")]["added"].map(len).any()
     complete = has_run(post[post["group"].isin(awaited)]) and not added
     without = int((post["state"].notna() & post[LOSS].isna()).sum())
@@ -168,7 +168,7 @@ def summarize(cells: pd.DataFrame, repeats: pd.DataFrame | None = None) -> dict[
     rule, left_out = study_mechanism(cells, limits)
     tests = run_tests(cells, limits, rule)
     recovered = recovery(cells, limits, tests)
-    fits = {order: observations(limits, order) for order in LIMITED}
+    fits = {order: observations(limits, order) for order in PLACEMENTS}
     groups = {
         group: {"recorded": int(some["state"].notna().sum()), "planned": len(some)}
         for group, some in cells.groupby("group", sort=False)

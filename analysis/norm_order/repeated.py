@@ -28,7 +28,7 @@ def describe_repeats(cells: pd.DataFrame, repeats: pd.DataFrame) -> dict[str, di
     """
     if repeats.empty:
         return {}
-    recorded = cells.dropna(subset=["state"]).drop_duplicates("id").set_index("id")
+    recorded = cells.dropna(subset=["state"]).set_index("id")
     again = repeats.set_index("id")
     for name, cpu in again["cpu"].items():
         if name not in recorded.index or recorded.loc[name, "cpu"] == cpu:

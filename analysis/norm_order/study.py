@@ -74,15 +74,11 @@ class StudyCell:
 
 
 def read_groups(path: Path = CELLS) -> Iterator[tuple[str, StudyCell]]:
-    """The cells of the file with their group's name, in order; a cell of two groups comes with the first."""
-    seen = set()
+    """The cells of the file with their group's name, in order."""
     for group in OmegaConf.to_container(OmegaConf.load(path))["groups"]:
         lists = {key: [str(v) if key == "lr" else v for v in values] for key, values in group["cells"].items()}
         for values in itertools.product(*lists.values()):
-            cell = StudyCell(**dict(zip(lists, values, strict=True)))
-            if cell not in seen:
-                seen.add(cell)
-                yield group["name"], cell
+            yield group["name"], StudyCell(**dict(zip(lists, values, strict=True)))
 
 
 def resolve(cell: StudyCell, records: Path) -> StudyCell | None:
@@ -99,7 +95,7 @@ def resolve(cell: StudyCell, records: Path) -> StudyCell | None:
     if not all(path.is_file() for path in paths):
         return None
     found = read_cells(json.loads(path.read_text(encoding="utf-8")) for path in paths)
-    arm = {"group": source, "family": cell.family, "warmup": cell.warmup, "precision": cell.precision}
+    arm = {"group": source, "family": cell.family, "warmup": cell.warmup}
     if read_limits(found.assign(**arm))["added"].map(len).any():
         return None
     learned = found.groupby("lr").filter(lambda rows: (rows["state"] == "learned").all())

@@ -15,15 +15,14 @@ from matplotlib.ticker import NullFormatter, NullLocator
 
 from analysis.report.style import BLUE, FONT_SIZE, GREY, ORANGE, house_style, page_figure
 
-from .limits import GROUPS as LIMITED
-from .limits import observations, rate, read_limits
+from .limits import LIMIT_GROUPS, observations, rate, read_limits
 from .mechanism import STEP, Rule, mechanism_cells
+from .outcome_table import NAMES
 from .run_folder import NATS
 from .study_tests import has_run
 
 GREEN = "#00795a"
 COLORS = {"pre": BLUE, "post": ORANGE, "b2t": GREEN}
-NAMES = {"pre": "pre-norm", "post": "post-norm", "b2t": "B2T"}
 MARKS = {"learned": "o", "stuck": "x", "diverged": "^"}
 LOSS = f"training loss, {NATS}"
 RATE = "learning rate"
@@ -36,7 +35,9 @@ def draw_final_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | N
     Args:
         cells, record: results of `read_study` and `outcome.summarize`.
     """
-    rows = cells[cells["group"].isin([*LIMITED, "deep_b2t"]) & (cells["warmup"] == 100) & cells["order"].isin(COLORS)]
+    rows = cells[
+        cells["group"].isin([*LIMIT_GROUPS, "deep_b2t"]) & (cells["warmup"] == 100) & cells["order"].isin(COLORS)
+    ]
     ran = rows[rows["state"].notna()]
     if ran.empty:
         return None

@@ -237,13 +237,13 @@ def test_added_cells_are_groups_for_the_file(planted) -> None:
     some = planted[~((planted["layers"] == 48) & (planted["order"] == "pre") & (planted["lr"] > 6e-3))]
     config = summarize(some)["config"]
     (text,) = config["cells_to_add"]
-    assert text.split("\n")[2] == "    cells: {layers: [48], order: [pre], lr: [12e-3], seed: [101, 102]}"
+    assert text.split("\n")[1] == "    cells: {layers: [48], order: [pre], lr: [12e-3], seed: [101, 102]}"
     assert [cell.name for _, cell in parse(text)] == ["48_pre_0.012_w100_s101", "48_pre_0.012_w100_s102"]
     assert config["tests"][6]["n"] == 12  # without 48 layers, whose limit is not final
     gpt = planted["group"] == "gpt_selection"
     low = planted.assign(train_loss=planted["train_loss"].where(~(gpt & (planted["lr"] == 1.5e-3)), 3.0))
     texts = list(cells_to_add(read_limits(low)))
-    assert len(texts) == 2 and all("family: [gpt], lr: [0.75e-3]" in text and "scored: false" in text for text in texts)
+    assert len(texts) == 2 and all("family: [gpt], lr: [0.75e-3]" in text for text in texts)
 
 
 def test_no_learned_seed_gives_a_limit_below_the_grid() -> None:

@@ -62,7 +62,7 @@ def test_what_has_not_run_is_said_in_a_sentence(planted) -> None:
     record = summarize(without(planted, planted["id"] == planted[planted["group"] == "mechanism"]["id"].iloc[0]))
     assert missing_runs(record, "mechanism") == "Not shown: 7 of 8 cells of `mechanism` have run."
     assert missing_runs(record, "mechanism", "losses") == "Not shown: 55 of 56 cells of `mechanism`, `losses` have run."
-    record["config"]["cells_to_add"] = ["  - name: six\n    scored: true\n"]
+    record["config"]["cells_to_add"] = ["  - name: six\n"]
     assert missing_runs(record, "six").endswith(" have run. The rule for the grid's ends adds 2 cells.")
     assert missing_runs(record, "mechanism").endswith("`mechanism` have run.")
 
