@@ -6,7 +6,7 @@ import pandas as pd
 
 NAMES = {"pre": "pre-norm", "post": "post-norm", "b2t": "B2T"}
 ANSWERS = {True: "yes", False: "no", None: "open"}
-TOO = "100 steps do so too"
+REFUTED = "expectation refuted"
 QUESTIONS = (
     "1. How does the largest rate that trains fall with depth?",
     "2. Which placement ends lower, each at its best rate?",
@@ -40,7 +40,7 @@ def questions_table(record: dict[str, Any]) -> pd.DataFrame:
     found = (_depth, _who_ends_lower, _recovery, _mechanism, _elsewhere)
     refuted = record["config"]["refuted"]
     rows = [
-        {"question": question, "found": words(record["config"]), "refuted": ANSWERS[refuted[f"question {number}"]]}
+        {"question": question, "found": words(record["config"]), REFUTED: ANSWERS[refuted[f"question {number}"]]}
         for number, (question, words) in enumerate(zip(QUESTIONS, found, strict=True), 1)
     ]
     return pd.DataFrame(rows)
@@ -89,7 +89,7 @@ def _decided(row: dict[str, Any]) -> str:
     effect = _effect(row)
     if effect and row["unit"] == "share of pairs":
         lower = "lower in " if row["method"] == "exact sign test" else ""
-        effect = f"{lower}a share of {effect} of the {row['n']} pairs that differ"
+        effect = f"{lower}{row['effect'] * row['n']:.0f} of the {row['n']} pairs that differ"
     return f"{effect} ({row['decision']})" if effect else row["decision"]
 
 
@@ -116,13 +116,16 @@ def _who_ends_lower(config: dict[str, Any]) -> str:
 def _recovery(config: dict[str, Any]) -> str:
     recovered = config["recovery"]
     answers = {name: ANSWERS[value] for name, value in recovered.items()}
-    for n in (12, 24):
-        if recovered[f"warm-up of 400, {n} layers: recovers"] and recovered[f"warm-up of 400, {n} layers: {TOO}"]:
-            answers[f"warm-up of 400, {n} layers: recovers"] = "trivially, as 100 steps do,"
+    for arm in ("warm-up of 400, 12 layers", "warm-up of 400, 24 layers"):
+        if recovered[f"{arm}: recovers"] and recovered[f"{arm}: 100 steps do so too"]:
+            answers[f"{arm}: recovers"] = "trivially, as 100 steps do,"
     b2t = ", ".join(f"{answers[f'b2t, {layers} layers: recovers']} at {layers} layers" for layers in (12, 24))
     longer = ", ".join(f"{answers[f'warm-up of 400, {n} layers: recovers']} at {n} layers" for n in (12, 24))
     deep = answers["b2t, 48 layers: learns at twice post-norm's limit"]
-    return f"B2T: {b2t}. It learns at twice post-norm's limit at 48 layers: {deep}. A warm-up of 400 steps: {longer}."
+    return (
+        f"B2T: {b2t}. It learns at twice post-norm's limit at 48 layers: {deep}. With a warm-up of 400 steps, "
+        f"post-norm's limit is at least pre-norm's (two seeds): {longer}. For eight seeds at 0.006 see test 8."
+    )
 
 
 def _mechanism(config: dict[str, Any]) -> str:
