@@ -63,17 +63,6 @@ def limits_table(record: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(shown).pivot(index=["placement", "warm-up"], columns="layers", values="limit").fillna("")
 
 
-def missing_runs(record: dict[str, Any], *groups: str) -> str:
-    """A sentence on how many cells of the groups have run, for a figure or table that waits for them."""
-    counts = [record["config"]["groups"][group] for group in groups]
-    recorded, planned = (sum(count[key] for count in counts) for key in ("recorded", "planned"))
-    added = sum(
-        text.startswith(f"  - name: {group}\n") for text in record["config"]["cells_to_add"] for group in groups
-    )
-    more = f" The rule for the grid's ends adds {2 * added} cells." if added else ""
-    return f"Not shown: {recorded} of {planned} cells of {', '.join(f'`{group}`' for group in groups)} have run.{more}"
-
-
 def _effect(row: dict[str, Any]) -> str:
     if row["effect"] is None:
         return ""

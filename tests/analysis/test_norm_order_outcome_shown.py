@@ -7,7 +7,7 @@ from made_study import learns, make_cells, without
 
 from analysis.norm_order import study_figure
 from analysis.norm_order.outcome import summarize
-from analysis.norm_order.outcome_table import limits_table, missing_runs, questions_table, table_of_tests
+from analysis.norm_order.outcome_table import limits_table, questions_table, table_of_tests
 from analysis.report.style import PAGE_WIDTH
 
 DRAWN = ("final_losses", "limits", "paired_losses", "mechanism", "recovery")
@@ -56,15 +56,6 @@ def test_without_runs_every_answer_is_not_run(planted) -> None:
         ("not run" in found or "open" in found) and not any(c in found for c in "+%[") for found in questions["found"]
     )
     assert limits_table(record).empty and set(draw(none).values()) == {None}
-
-
-def test_what_has_not_run_is_said_in_a_sentence(planted) -> None:
-    record = summarize(without(planted, planted["id"] == planted[planted["group"] == "mechanism"]["id"].iloc[0]))
-    assert missing_runs(record, "mechanism") == "Not shown: 7 of 8 cells of `mechanism` have run."
-    assert missing_runs(record, "mechanism", "losses") == "Not shown: 55 of 56 cells of `mechanism`, `losses` have run."
-    record["config"]["cells_to_add"] = ["  - name: six\n"]
-    assert missing_runs(record, "six").endswith(" have run. The rule for the grid's ends adds 2 cells.")
-    assert missing_runs(record, "mechanism").endswith("`mechanism` have run.")
 
 
 def test_signs_are_told_as_a_share_of_pairs() -> None:
