@@ -189,7 +189,7 @@ def draw_mechanism(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None
         right.set(xlabel="predicted", ylabel="held-out cells")
         rules = f"loss alone {found['loss_accuracy']:.0%},\ndepth, rate, warm-up {found['condition_accuracy']:.0%}"
         right.set_title(rules)
-        points = {"fixes the rule": GREY, "judges it": BLUE}
+        points = {"chooses the rule": GREY, "scores it": BLUE}
         handles = [
             Line2D([], [], color=color, marker="o", linestyle="", markersize=4, label=name)
             for name, color in points.items()
