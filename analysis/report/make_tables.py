@@ -118,11 +118,10 @@ TABLES = {
         "more than 0.25 nats above the run's lowest.",
     ),
     "Placement": (
-        "of layer norm: the twelve tests of the second study",
-        "Planned before the runs in `analysis/norm_order/plan.md`. Effects are differences of the final training loss, "
-        "the first placement's minus the second's, or of slopes, or the share of differing pairs that agree with the "
-        "hypothesis. Holm's correction is over all twelve tests. A test is `not run` while one of its cells has no "
-        "record, and then counts with p = 1.",
+        "the twelve tests of the second study of layer-norm placement",
+        "Planned in `analysis/norm_order/plan.md` before the first run, and amended as it says. Effects are "
+        "differences of the final training loss, the first placement's minus the second's, or of slopes, or the share "
+        "of differing pairs that agree with the hypothesis. Holm's correction is over all twelve tests.",
     ),
     "Table 7": ("effect of the number of attention heads on scaling", _MODELLED),
     "Table 8": ("strong scaling of the 1.2 B model", _MODELLED),
