@@ -16,16 +16,11 @@ def planted() -> pd.DataFrame:
     return make_cells()
 
 
-@pytest.fixture(scope="module")
-def found(planted) -> dict:
-    return summarize(planted)["config"]
-
-
-def test_the_rule_is_fixed_on_one_half_and_judged_on_the_other(planted, found) -> None:
+def test_the_rule_is_fixed_on_one_half_and_judged_on_the_other(planted) -> None:
     cells = mechanism_cells(planted)
     assert list(cells["id"]) == sorted(cells["id"]) and list(cells["judges"][:3]) == [True, False, True]
     assert set(cells["order"]) == {"post"} and set(cells["layers"]) == {6, 12, 24, 48}
-    mechanism = found["mechanism"]
+    mechanism = summarize(planted)["config"]["mechanism"]
     assert mechanism["rule"]["statistic"] == "constant_share/mlp" and mechanism["rule"]["above"]
     assert mechanism["accuracy"] == 1.0 > mechanism["loss_accuracy"] and mechanism["n"] == (len(cells) + 1) // 2
     confusion = mechanism["confusion"]
@@ -46,7 +41,7 @@ def test_the_condition_alone_predicts_what_the_first_half_did_under_it() -> None
     assert judge(cells)["condition_accuracy"] == 0.75 and judge(cells)["accuracy"] == 1.0
 
 
-def test_in_the_only_mixed_setting_the_rule_misses_both_stuck_runs_and_constant_share_is_highest_in_them() -> None:
+def test_at_24_layers_and_3e_3_the_rule_misses_both_stuck_runs_and_constant_share_is_highest_in_them() -> None:
     cells = read_study(RECORDS)
     rule = Rule(**summarize(cells)["config"]["mechanism"]["rule"])
     some = cells[(cells["group"] == "losses") & (cells["layers"] == 24) & (cells["order"] == "post")]
