@@ -194,7 +194,7 @@ def test_every_tensor_of_a_pinned_micro_batch_is_copied_without_waiting(prepared
     module = make(prepared, micro=3)
     module.by_length = True
     step = [{key: pin(value) for key, value in micro.items()} for micro in next(iter(module.step_loader()))]
-    loader = MicroBatches(lambda: [step], 4, lambda micro: torch.ones(1), lambda: None)
+    loader = MicroBatches(lambda: [step], 4, lambda micro: torch.ones(1), lambda: None, lambda: 4)
     for micro in loader:
         move_data_to_device(module.on_before_batch_transfer(micro, 0), torch.device("cuda"))
     # BERT adds `scored` to each micro-batch and may drop its mask; the first has the counts of the step.

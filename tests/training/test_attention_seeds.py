@@ -35,6 +35,7 @@ def masks(dropout_seeds: str, dp_rank: int, tp_rank: int, seed: int = 1234) -> l
     with torch.random.fork_rng():
         for step in range(STEPS):
             module.on_load_checkpoint({"global_step": step})
+            module.on_train_epoch_start()
             for _ in range(MICRO_STEPS):
                 loss = module.training_step(batch | {"sample_numbers": torch.arange(2)}, 0)
                 assert loss.dtype == torch.float32  # of the sums; the counts are fp64
@@ -140,5 +141,7 @@ def test_the_rate_is_set_after_the_last_steps_counters_are_known_and_before_the_
         calls.append("update")
 
     module = Recording(small_config("gpt"))
+    module._step_counts = torch.ones(1)
+    module._trainer = SimpleNamespace(accumulate_grad_batches=1)
     module.optimizer_step(0, 0, SimpleNamespace(step=step), lambda: calls.append("backward"))
     assert calls == ["backward", "reduce", "read", "schedule", "update"] and module.completed_steps == 1

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from runs import REPOSITORY, read_rows, run_jobs, tiny_run
 from sharding import small_config
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lmscale.checkpoint import CheckpointReader
 from lmscale.config import TransformerConfig
@@ -195,6 +195,72 @@ def test_limits_and_epochs_count_micro_batches(tmp_path) -> None:
     limited.fit(module, data)
     assert limited.global_step == 6 and limited.current_epoch == 2
     assert len(logged(tmp_path, "val/loss")) == 2
+
+
+class Unsized(IterableDataset):
+    """Samples without a number of them, so that the Trainer learns only at the last micro-batch that it is the last."""
+
+    def __init__(self, samples: list[dict]) -> None:
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+def users_loader(as_dataset: type = list) -> DataLoader:
+    """Five micro-batches of two samples, all different."""
+    tokens = torch.arange(10 * 33).reshape(10, 33) * 7 % 500
+    return DataLoader(as_dataset([{"tokens": row[:-1], "labels": row[1:]} for row in tokens]), batch_size=2)
+
+
+def steps(
+    folder: Path, data, accumulated: int, kind: type = GPTModule, ckpt_path: Path | None = None, **options
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step; the weights stay, so they show what the step was a mean of."""
+    config = TransformerConfig("gpt", vocab_size=600, **SIZES)
+    module = kind(config, OptimizerConfig(lr=0.0, max_grad_norm=None))
+    options = {"max_steps": -1, "max_epochs": 1, "limit_val_batches": 0} | options
+    trainer(folder, accumulate_grad_batches=accumulated, **options).fit(module, data, ckpt_path=ckpt_path)
+    return list(zip(logged(folder, "train/loss"), logged(folder, "grad_norm"), strict=True))
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+@pytest.mark.parametrize("as_dataset", [list, Unsized])
+def test_the_shorter_last_step_of_an_epoch_is_the_mean_of_its_micro_batches(tmp_path, as_dataset, precision) -> None:
+    alone = steps(tmp_path / "alone", users_loader(as_dataset), 1, precision=precision)
+    (_, last) = steps(tmp_path / "four", users_loader(as_dataset), 4, precision=precision)
+    assert len(alone) == 5 and last == pytest.approx(alone[-1], rel=1e-6)
+
+
+@pytest.mark.parametrize(("limit", "num_steps"), [(5, 2), (1, 1)])
+def test_a_limited_epoch_divides_its_last_step_by_what_it_holds(tmp_path, limit, num_steps) -> None:
+    """The rest of that step's samples is left out: the next epoch begins with the samples of the next step."""
+    alone = steps(tmp_path / "alone", parts()[1], 1, limit_train_batches=16)
+    _, data = parts()
+    found = steps(tmp_path / "four", data, 4, max_epochs=2, limit_train_batches=limit)
+    assert len(found) == data.completed_steps == 2 * num_steps
+    lasts = [alone[4 * (epoch * num_steps + num_steps - 1)] for epoch in (0, 1)]
+    assert found[num_steps - 1 :: num_steps] == [pytest.approx(last, rel=1e-6) for last in lasts]
+
+
+def test_the_shorter_first_step_after_a_change_of_accumulation_is_the_mean_of_its_micro_batches(tmp_path) -> None:
+    last = ModelCheckpoint(tmp_path / "kept", save_last=True, every_n_train_steps=1, save_top_k=0)
+    alone = steps(tmp_path / "alone", users_loader(), 1)
+    steps(tmp_path / "two", users_loader(), 2, callbacks=[last], max_steps=1)
+    path = tmp_path / "kept" / "last.ckpt"  # after two micro-batches: the third of three completes a step
+    (found,) = steps(tmp_path / "three", users_loader(), 3, ckpt_path=path, max_steps=2)
+    assert found == pytest.approx(alone[0], rel=1e-6)
+
+
+def test_a_step_that_ends_without_an_update_is_not_continued_in_the_next_epoch(tmp_path) -> None:
+    class SkipsRestOfFirstEpoch(GPTModule):
+        def on_train_batch_start(self, batch: dict, batch_idx: int) -> int | None:
+            return -1 if self.current_epoch == 0 and batch_idx == 1 else None
+
+    alone = steps(tmp_path / "alone", users_loader(Unsized), 1)
+    found = steps(tmp_path / "skips", users_loader(Unsized), 2, SkipsRestOfFirstEpoch, max_epochs=2)
+    means = [(alone[0][0] + alone[1][0]) / 2, (alone[2][0] + alone[3][0]) / 2, alone[4][0]]
+    assert [loss for loss, _ in found] == pytest.approx(means, rel=1e-6)
 
 
 REFUSED = {

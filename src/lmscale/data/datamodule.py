@@ -105,11 +105,14 @@ class PretrainDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> MicroBatches:
         """The rest of an epoch from `completed_steps` on, in micro-batches."""
-        length = self.steps_per_epoch * self.batch.num_micro_batches
-        return MicroBatches(self.step_loader, length, self.trainer.lightning_module.loss_counts, self._count_step)
+        length, module = self.steps_per_epoch * self.batch.num_micro_batches, self.trainer.lightning_module
+        return MicroBatches(self.step_loader, length, module.loss_counts, self._count_step, self._num_left)
 
     def _count_step(self) -> None:
         self.completed_steps += 1
+
+    def _num_left(self) -> int:
+        return self.trainer.num_training_batches - self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
     def step_loader(self) -> DataLoader:
         """The same in whole steps: each item is the list of this data rank's micro-batches of a step."""

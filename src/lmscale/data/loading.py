@@ -74,11 +74,14 @@ class MicroBatches:
     The first of each step has `step_counts`, int64 [number of terms]: this rank's count of each loss term over the
     whole step. The step's loss can then be divided by the counts of all ranks before any backward pass.
 
+    Where the Trainer ends the epoch within a step (`limit_train_batches`), the step has only the micro-batches before.
+
     Args:
         open_steps: returns the loader, whose items are lists of the micro-batches of a step.
         length: micro-batches of a whole epoch, including completed ones: Lightning subtracts those it has restored.
         loss_counts: the counts of one micro-batch.
         on_last: called before the last micro-batch of a step is returned.
+        num_left: how many micro-batches the Trainer will still take in its epoch; asked when it takes the first.
     """
 
     def __init__(
@@ -87,15 +90,19 @@ class MicroBatches:
         length: int,
         loss_counts: Callable[[MicroBatch], Tensor],
         on_last: Callable[[], None],
+        num_left: Callable[[], int],
     ) -> None:
         self.open_steps, self.length = open_steps, length
-        self.loss_counts, self.on_last = loss_counts, on_last
+        self.loss_counts, self.on_last, self.num_left = loss_counts, on_last, num_left
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for first, *others in self.open_steps():
+        num_left = self.num_left()
+        for whole_step in self.open_steps():
+            first, *others = whole_step[:num_left]
+            num_left -= 1 + len(others)
             counts = torch.stack([self.loss_counts(micro_batch) for micro_batch in (first, *others)]).sum(dim=0)
             micro_batches = [first | {"step_counts": pinned_like(counts.long(), first["tokens"])}, *others]
             for micro_batch in micro_batches:

@@ -34,7 +34,8 @@ class PretrainModule(ValidatedModule):
     Each loss term is its sum over all scored positions of the *global* batch divided by their number. The loader
     gives the counts of a step before its first forward pass (`step_counts`). Each micro-batch is divided by them before
     its backward pass, so that any division of the batch over ranks and micro-batches gives the same gradient. With a
-    loader that does not give them, the loss is the mean of the micro-batches' means.
+    loader that does not give them, the loss is the mean of the micro-batches' means. A step that holds fewer
+    micro-batches than `accumulate_grad_batches`, as at the end of an epoch, is the mean over those that it holds.
 
     Args:
         config: the model, with its vocabulary known.
@@ -132,7 +133,11 @@ class PretrainModule(ValidatedModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the number of completed steps."""
-        self.completed_steps, self._micro_step = checkpoint["global_step"], 0
+        self.completed_steps = checkpoint["global_step"]
+
+    def on_train_epoch_start(self) -> None:
+        """Begin with a new step, also after one that was ended before its update."""
+        self._micro_step = 0
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Run the forward pass of one micro-batch; returns its part of the step's loss (the parts add up to it)."""
@@ -190,12 +195,26 @@ class PretrainModule(ValidatedModule):
         def forward_backward_reduce() -> Any:
             loss = optimizer_closure()
             self.optimizer.reduce_gradients()
+            self._correct_short_step()
             self.optimizer.counters.read()  # of the last step, which has long ended on the device
             self.lr_schedulers().step()
             return loss
 
         optimizer.step(closure=forward_backward_reduce)
         self.completed_steps, self._micro_step = self.completed_steps + 1, 0
+
+    def _correct_short_step(self) -> None:
+        """Divide by the micro-batches of this step, if they are fewer than `accumulate_grad_batches`.
+
+        Without `step_counts` the divisor of every micro-batch has been the full number: only the last one shows that
+        it is the last.
+        """
+        full = self.trainer.accumulate_grad_batches
+        if self._step_counts is None and self._micro_step < full:
+            factor = full / self._micro_step
+            for gradient in self.optimizer.gradients().values():
+                gradient.mul_(factor)
+            self.step_terms *= factor
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
