@@ -263,7 +263,16 @@ def test_a_step_that_ends_without_an_update_is_not_continued_in_the_next_epoch(t
     assert [loss for loss, _ in found] == pytest.approx(means, rel=1e-6)
 
 
+def test_a_limited_epoch_goes_on_past_the_end_of_the_text(tmp_path) -> None:
+    (tmp_path / "text.txt").write_text("\n\n".join(f"{n} times {n} is {n * n}." for n in range(1000)), encoding="utf-8")
+    data = TextDataModule("gpt", path=str(tmp_path / "text.txt"), seq_length=33, micro_batch_size=16, vocab_size=300)
+    limits = {"max_epochs": 2, "limit_train_batches": 16, "limit_val_batches": 1}
+    assert len(steps(tmp_path, data, 2, **limits)) == 16 > data.steps_per_epoch == 12
+    assert len(logged(tmp_path, "val/loss")) == 2  # after both epochs
+
+
 REFUSED = {
+    "no end": ({"max_steps": -1, "max_epochs": -1}, "`max_steps` or `max_epochs` must be set, but both are -1"),
     "value": ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "`gradient_clip_algorithm` must be norm"),
     "mixed": ({"precision": "bf16-mixed"}, "`precision` must be one of 64-true, 32-true, bf16-true, 16-true"),
     "schedule": (

@@ -104,7 +104,7 @@ class PretrainDataModule(L.LightningDataModule):
         return np.stack([np.arange(len(which)), np.zeros_like(which), (which << DATASET_SHIFT) + places], axis=1)
 
     def train_dataloader(self) -> MicroBatches:
-        """The rest of an epoch from `completed_steps` on, in micro-batches."""
+        """The micro-batches from `completed_steps` on; the Trainer ends the epoch."""
         length, module = self.steps_per_epoch * self.batch.num_micro_batches, self.trainer.lightning_module
         return MicroBatches(self.step_loader, length, module.loss_counts, self._count_step, self._num_left)
 
@@ -118,8 +118,6 @@ class PretrainDataModule(L.LightningDataModule):
         """The same in whole steps: each item is the list of this data rank's micro-batches of a step."""
         parallel = self.trainer.strategy.parallel
         sampler = self.sampler(parallel.dp_rank, parallel.dp_size, self.completed_steps)
-        end_of_epoch = (self.completed_steps // self.steps_per_epoch + 1) * self.steps_per_epoch
-        sampler.num_steps = min(self.num_steps, end_of_epoch)
         collate = CutStep(self.batch.micro_batch_size, self.by_length)
         return self._loader(self.train_samples, batch_sampler=sampler, collate_fn=collate)
 
@@ -220,8 +218,14 @@ class TextDataModule(PretrainDataModule):
         return self.prepared.vocab_size
 
     def setup(self, stage: str) -> None:
-        """Divide the samples over the data ranks and accumulated batches of the Trainer."""
+        """Divide the samples over the data ranks and accumulated batches of the Trainer.
+
+        Raises:
+            ValueError: a training without end, whose order of samples cannot be made.
+        """
         trainer = self.trainer
+        if stage == "fit" and max(trainer.max_steps, trainer.max_epochs or 0) < 0:
+            raise ValueError(f"`max_steps` or `max_epochs` must be set, but both are {trainer.max_steps}")
         dp_size, accumulated = trainer.strategy.parallel.dp_size, trainer.accumulate_grad_batches
         batch = BatchConfig(self.micro_batch_size, self.micro_batch_size * accumulated * dp_size, dp_size)
         (part, *others) = self.prepared.parts["train"]
