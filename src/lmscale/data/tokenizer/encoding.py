@@ -45,11 +45,12 @@ class Tokenizer:
     def splits_at_spaces(self) -> bool:
         """Whether no token depends on both sides of the start of a run of spaces, as in GPT-2's and BERT's."""
         spec = json.loads(self.inner.to_str())
-        if any(token["lstrip"] or re.search(r"\s", token["content"]) for token in spec["added_tokens"]):
-            return False
+        for token in spec["added_tokens"]:
+            if token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"]):
+                return False
         normalizer, splitter = (spec[name] or {} for name in ("normalizer", "pre_tokenizer"))
         if splitter.get("type") == "ByteLevel":
-            return not normalizer and splitter.get("use_regex", True)
+            return not normalizer and splitter.get("use_regex", True) and not splitter["add_prefix_space"]
         return (normalizer.get("type"), splitter.get("type")) == ("BertNormalizer", "BertPreTokenizer")
 
     def decode(self, ids: Iterable[int]) -> str:
