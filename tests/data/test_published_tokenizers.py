@@ -265,5 +265,9 @@ def test_lines_of_a_vocabulary_end_at_lf_alone(tmp_path, end: str, mark: str, re
 def test_a_damaged_file_is_refused_in_one_line_that_names_it(tmp_path, kind: str, name: str, content: bytes) -> None:
     folder = (write_bert if kind == "bert" else write_gpt2)(tmp_path / "theirs")
     (folder / name).write_bytes(content)
-    refuse(kind, folder, "`tokenizer.path` must")
-    refuse(kind, folder, str(folder / name) if name != "vocab.txt" else str(folder))
+    message = f"{folder / name} must "
+    if content == b'{"a": 0}':
+        message = f"must hold merges of the tokens of {folder / name}, but: "
+    elif name == "vocab.txt" and content.isascii():
+        message = f"must have the token [UNK] in its vocabulary, but {folder} has not"
+    refuse(kind, folder, message)

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+from .vocabulary import read_whole
+
 
 @dataclass(frozen=True)
 class Tokenizer:
@@ -77,9 +79,6 @@ def read_tokenizer(path: Path) -> Tokenizer:
     Raises:
         ValueError: it is missing or damaged.
     """
-    try:
-        inner = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for a file it cannot read
-        raise ValueError(f"{path} must be a complete tokenizer.json, but: {error}") from None
+    inner = read_whole(path)
     inner.encode_special_tokens = True
     return Tokenizer(inner)

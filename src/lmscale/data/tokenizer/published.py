@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from ...config.data import TokenizerConfig
 from ...config.family import corpus_forms
 from .settings import Settings
-from .vocabulary import read_merges, read_text, read_vocabulary
+from .vocabulary import read_merges, read_vocabulary, read_whole
 
 END_OF_TEXT = "<|endoftext|>"
 BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -35,14 +35,14 @@ def read_published(config: TokenizerConfig) -> tokenizers.Tokenizer:
     settings = Settings(folder, form)
     whole = path / "tokenizer.json" if path.is_dir() else path
     if whole.suffix == ".json" and whole.is_file():
-        tokenizer = _read_whole(whole)
+        tokenizer = read_whole(whole)
         settings.check_agreement(tokenizer)
     else:
         tokenizer = (_read_wordpiece if form.algorithm == "wordpiece" else _read_bpe)(path, settings)
         settings.add_tokens(tokenizer)
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and tokenizer.token_to_id(unknown) is None:
-        raise ValueError(f"`tokenizer.path` must have the token {unknown} in its vocabulary, but {path} does not")
+        raise ValueError(f"`tokenizer.path` must have the token {unknown} in its vocabulary, but {path} has not")
     return tokenizer
 
 
@@ -66,13 +66,6 @@ def _read_from_hub(name: str) -> tokenizers.Tokenizer:
         ) from None
 
 
-def _read_whole(path: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_str(read_text(path))
-    except Exception as error:  # the library raises bare Exception for a file it cannot read
-        raise ValueError(f"`tokenizer.path` must be a readable tokenizer.json, but {path}: {error}") from None
-
-
 def _read_wordpiece(path: Path, settings: Settings) -> tokenizers.Tokenizer:
     file = path / "vocab.txt" if path.is_dir() else path
     if not file.is_file():
@@ -93,10 +86,11 @@ def _read_bpe(path: Path, settings: Settings) -> tokenizers.Tokenizer:
             f"vocab.json and merges.txt, but {path} is not"
         )
     vocab, merges = (path / name for name in found[0])
+    tokens, pairs = read_vocabulary(vocab), read_merges(merges)
     try:
-        model = models.BPE(read_vocabulary(vocab), read_merges(merges))
+        model = models.BPE(tokens, pairs)
     except Exception as error:  # the library raises bare Exception for a merge of unknown tokens
-        raise ValueError(f"`tokenizer.path` must have merges of tokens of {vocab}, but {merges}: {error}") from None
+        raise ValueError(f"{merges} must hold merges of the tokens of {vocab}, but: {error}") from None
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(**settings.arguments())
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,8 +1,10 @@
-"""The vocabulary files of a published tokenizer; lines end at LF or CR LF, and nowhere else."""
+"""The files of a tokenizer; lines end at LF or CR LF, and nowhere else."""
 
 import json
 from pathlib import Path
 from typing import Any
+
+import tokenizers
 
 
 def read_text(path: Path) -> str:
@@ -14,7 +16,20 @@ def read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"`tokenizer.path` must have files of UTF-8 text, but {path}: {error}") from None
+        raise ValueError(f"{path} must be UTF-8 text, but: {error}") from None
+
+
+def read_whole(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a `tokenizer.json`.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
+    text = read_text(path)
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception for a file it cannot read
+        raise ValueError(f"{path} must be a complete tokenizer.json, but: {error}") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -27,9 +42,9 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"`tokenizer.path` must have files of JSON, but {path}: {error}") from None
+        raise ValueError(f"{path} must be JSON, but: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"`tokenizer.path` must have files with a JSON object each, but {path} has another value")
+        raise ValueError(f"{path} must hold a JSON object, but holds another value")
     return values
 
 
@@ -45,7 +60,7 @@ def read_vocabulary(path: Path) -> dict[str, int]:
     if path.suffix == ".json":
         vocab = read_object(path)
         if not all(type(index) is int and index >= 0 for index in vocab.values()):
-            raise ValueError(f"`tokenizer.path` must have an id for each token, but {path} does not")
+            raise ValueError(f"{path} must give each token an id, but does not")
         return vocab
     return {line.rstrip(" \t"): index for index, line in enumerate(_lines(path))}
 
@@ -62,7 +77,7 @@ def read_merges(path: Path) -> list[tuple[str, str]]:
         if line.startswith("#version"):
             continue
         if len(pair) != 2:
-            raise ValueError(f"`tokenizer.path` must have two tokens in each line of {path}, but line {number} has not")
+            raise ValueError(f"{path} must have two tokens per line, but line {number} is {line[:40]!r}")
         merges.append(pair)
     return merges
 
