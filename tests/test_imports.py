@@ -40,7 +40,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     ),
     "checkpoint": (
         "checkpoints on disk: format, any layout, checksums, Hugging Face",
-        {"config", "models", "parallel"},
+        {"config", "data", "models", "parallel"},
         {"torch.distributed"} | FRAMEWORKS - {"torch"},
     ),
     "data": ("token files to samples", {"config"}, {"hydra", "omegaconf"}),

@@ -28,6 +28,7 @@ from lmscale.config import TransformerConfig
         (GPT, "n_layer", 10**9, "`n_layer` of config.json must be at most the 40 tensors of"),
         (GPT, "n_positions", 10**30, "sizes must be ones that torch can count"),
         (GPT, "model_type", "llama", "must be one of gpt2, bert, megatron-bert, but is 'llama'"),
+        (GPT, "model_type", ["gpt2"], "must be one of gpt2, bert, megatron-bert, but is ['gpt2']"),
         (GPT, "auto_map", {"AutoModel": "x.Y"}, "`auto_map` of config.json ({'AutoModel': 'x.Y'}) is not known here"),
         (GPT, "quantization_config", {"bits": 4}, "`quantization_config` of config.json"),
         (BERT, "position_embedding_type", "relative_key", "must be 'absolute', but is 'relative_key'"),
@@ -136,3 +137,11 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path) -> None:
         index.write_text(text)
         with pytest.raises(CheckpointError, match="index.json cannot be used"):
             import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
+
+
+def test_a_model_type_that_the_tensors_do_not_tell_is_asked_for(tmp_path) -> None:
+    save_theirs(tmp_path / "theirs", GPT)
+    edit_config(tmp_path / "theirs", model_type=None)
+    edit_tensors(tmp_path / "theirs", lambda tensors: tensors.pop("transformer.h.0.ln_1.weight"))
+    with pytest.raises(CheckpointError, match="`model_type` of config.json must be one of .*, but is None"):
+        import_hugging_face(tmp_path / "theirs", tmp_path / "ours")

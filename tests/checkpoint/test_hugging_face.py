@@ -26,6 +26,7 @@ from sharding import random_batch
 from torch import Tensor
 
 from lmscale.checkpoint import CheckpointError, CheckpointReader
+from lmscale.checkpoint.hf_files import HuggingFaceReader
 from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
 from lmscale.checkpoint.reshard import reshard
 from lmscale.config import TransformerConfig
@@ -153,6 +154,36 @@ def test_names_and_buffers_of_older_files_are_understood(tmp_path, name, change)
     assert equal_tensors(weights_of(import_hugging_face(tmp_path / "theirs", tmp_path / "old")), expected)
 
 
+@pytest.mark.parametrize("name, pairs", [(GPT, 1), (BERT, 2), (MEGATRON_BERT, 2)])
+def test_of_tied_tensors_either_name_is_the_tensor(tmp_path, name: str, pairs: int) -> None:
+    save_theirs(tmp_path / "theirs", name)
+    expected = weights_of(import_hugging_face(tmp_path / "theirs", tmp_path / "expected"))
+    with HuggingFaceReader(tmp_path / "theirs") as reader:
+        aliases = reader.model.aliases
+    assert len(aliases) == pairs
+    edit_tensors(tmp_path / "theirs", lambda t: t.update({alias: t.pop(kept) for alias, kept in aliases.items()}))
+    assert equal_tensors(weights_of(import_hugging_face(tmp_path / "theirs", tmp_path / "ours")), expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_configuration_of_2019_lacks_is_taken_from_the_tensors(tmp_path, name: str) -> None:
+    save_theirs(tmp_path / "theirs", name)
+    values = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    expected = import_hugging_face(tmp_path / "theirs", tmp_path / "expected")
+    with HuggingFaceReader(tmp_path / "theirs") as reader:
+        heads, keys = reader.model.their_key("num_attention_heads"), reader.model.keys
+    sizes = ("vocab_size", "max_position_embeddings", "hidden_size", "num_layers", "ffn_hidden_size")
+    old = {key: value for key, value in values.items() if keys.get(key) not in sizes and key != "model_type"}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(old))
+    path = import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
+    with CheckpointReader(path) as ours, CheckpointReader(expected) as known:
+        assert ours.metadata.model == known.metadata.model
+    del old[heads]
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(old))
+    with pytest.raises(CheckpointError, match=f"`{heads}` of config.json must be given, but is not there"):
+        import_hugging_face(tmp_path / "theirs", tmp_path / "again")
+
+
 def test_heads_that_are_missing_begin_anew_only_when_that_is_asked_for(tmp_path) -> None:
     model = save_theirs(tmp_path / "whole", BERT)
     model.bert.save_pretrained(tmp_path / "plain")
@@ -174,12 +205,13 @@ def test_heads_that_are_missing_begin_anew_only_when_that_is_asked_for(tmp_path)
     assert all(torch.equal(plain[key], new[key.removeprefix("model/")]) for key in anew)
 
 
+@pytest.mark.parametrize("is_legacy", [False, True])  # legacy: before torch 1.6, when files could not be mapped
 @pytest.mark.parametrize("name", FAMILIES)
-def test_bin_files_are_read_without_unpickling_code(tmp_path, name: str) -> None:
+def test_bin_files_are_read_without_unpickling_code(tmp_path, name: str, is_legacy: bool) -> None:
     save_theirs(tmp_path / "theirs", name)
     expected = weights_of(import_hugging_face(tmp_path / "theirs", tmp_path / "expected"))
     file = tmp_path / "theirs" / "model.safetensors"
-    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+    torch.save(load_file(file), file.with_name("pytorch_model.bin"), _use_new_zipfile_serialization=not is_legacy)
     file.unlink()
     assert equal_tensors(weights_of(import_hugging_face(tmp_path / "theirs", tmp_path / "ours", 2)), expected)
 

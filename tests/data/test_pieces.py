@@ -72,7 +72,9 @@ def test_a_tokenizer_that_joins_words_is_given_whole_texts(shared_data) -> None:
     for change in (
         lambda inner: setattr(inner, "pre_tokenizer", pre_tokenizers.Metaspace()),
         lambda inner: setattr(inner, "normalizer", normalizers.Strip()),
+        lambda inner: setattr(inner, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
         lambda inner: inner.add_tokens([tokenizers.AddedToken("two words")]),
+        lambda inner: inner.add_tokens([tokenizers.AddedToken("word", rstrip=True)]),
     ):
         tokenizer = published("gpt2", shared_data)
         change(tokenizer.inner)

@@ -85,8 +85,12 @@ def test_ids_beyond_a_gap_in_the_vocabulary_count(tmp_path) -> None:
 def test_a_path_without_tokenizer_files_raises_one_line(tmp_path, kind) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    for path in (tmp_path, tmp_path / "nowhere", tmp_path / "broken"):
-        with pytest.raises(ValueError, match="`tokenizer.path` must be") as caught:
+    for path, message in (
+        (tmp_path, "`tokenizer.path` must be"),
+        (tmp_path / "nowhere", "`tokenizer.path` must be"),
+        (tmp_path / "broken", "broken/tokenizer.json must be a complete tokenizer.json, but: "),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
             architecture = "gpt" if kind == "gpt2" else "bert"
             load_tokenizer(TokenizerConfig(kind, path=str(path)), architecture, None, list, "", tmp_path)
         assert "\n" not in str(caught.value)

@@ -1,11 +1,14 @@
 """Which checkpoints a finetuning starts from: reused heads and vocabularies."""
 
+import json
 from pathlib import Path
 
 import pytest
 from finetune_runs import make_checkpoint, make_run, run_here
 
 from lmscale.finetune.finetuning import prepare_job
+from lmscale.finetune.initial_checkpoint import load_tokenizer
+from lmscale.finetune.run_folder import prepare_folder
 
 COLUMNS = {"id": "id", "first": "question1", "second": "question2", "label": "is_duplicate"}
 
@@ -38,3 +41,23 @@ def test_a_model_may_have_more_ids_than_its_own_tokenizer(tmp_path, vocab_size: 
 def test_a_model_with_fewer_ids_than_its_tokenizer_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="must be the one the checkpoint was trained with, of 20 ids"):
         prepare_job(make_run("qqp", tmp_path, make_checkpoint(tmp_path / "ckpt", vocab_size=20)))
+
+
+def test_settings_beside_a_vocabulary_come_along_into_the_run_folder(tmp_path) -> None:
+    ckpt = make_checkpoint(tmp_path / "ckpt")
+    vocab = load_tokenizer(ckpt / "tokenizer", "bert").inner.get_vocab()
+    cased, uncased = tmp_path / "cased", tmp_path / "uncased"
+    for folder in (cased, uncased):
+        folder.mkdir()
+        (folder / "vocab.txt").write_text("\n".join(sorted(vocab, key=vocab.get)), encoding="utf-8")
+    (cased / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": False}))
+    prepare_job(make_run("qqp", tmp_path, ckpt, tokenizer__path=str(uncased / "vocab.txt")))
+    run = make_run("qqp", tmp_path, ckpt, tokenizer__path=str(cased / "vocab.txt"))
+    with pytest.raises(ValueError, match="`tokenizer.path` must be the checkpoint's tokenizer"):
+        prepare_job(run)
+    (ckpt / "tokenizer").rename(tmp_path / "moved")
+    job = prepare_job(run)
+    assert prepare_folder(job, tmp_path / "run") is None
+    kept = load_tokenizer(tmp_path / "run" / "checkpoints" / "tokenizer", "bert")
+    assert kept.fingerprint == load_tokenizer(cased / "vocab.txt", "bert").fingerprint
+    assert kept.encode_batch(["CAT"]) != load_tokenizer(uncased / "vocab.txt", "bert").encode_batch(["CAT"])

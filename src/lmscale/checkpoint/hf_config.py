@@ -34,29 +34,76 @@ _WITHOUT_EFFECT = set(
     output_hidden_states output_past return_dict cross_attention_hidden_size directionality pooler_fc_size
     pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type""".split()
 )
+# Sizes that the tensors have too: the tensor of ours, and the dimension of theirs.
+_SIZES = {
+    "vocab_size": ("transformer.word_embedding.weight", 0),
+    "hidden_size": ("transformer.word_embedding.weight", 1),
+    "max_position_embeddings": ("transformer.position_embedding", 0),
+    "ffn_hidden_size": ("mlp.up.bias", 0),
+}
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
     """The values of a `config.json`.
 
     Raises:
-        CheckpointError: it is missing or no JSON object, or of a model that is not GPT-2, BERT or Megatron-BERT.
+        CheckpointError: it is missing or no JSON object.
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__})") from None
-    found = values.get("model_type") if isinstance(values, dict) else values
-    if not isinstance(values, dict) or found not in list(models_by_type()):
-        raise CheckpointError(f"`model_type` of {path} must be one of {', '.join(models_by_type())}, but is {found!r}")
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, but holds {values!r}"[:200])
     return values
+
+
+def hf_model(values: dict[str, Any]) -> HuggingFaceModel:
+    """The model that a `config.json` is of.
+
+    Raises:
+        CheckpointError: it is not GPT-2, BERT or Megatron-BERT.
+    """
+    models, found = models_by_type(), values.get("model_type")
+    if found not in list(models):
+        raise CheckpointError(f"`model_type` of config.json must be one of {', '.join(models)}, but is {found!r}")
+    return models[found]
+
+
+def complete(values: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The values with the model type and the sizes that they lack, as files of 2019 do, taken from the tensors.
+
+    Args:
+        shapes: of the tensors, by their names in the files.
+
+    Raises:
+        CheckpointError: the model is not known here.
+    """
+    if values.get("model_type") is None:
+        values = values | {"model_type": _type_of_tensors(set(shapes))}
+    model = hf_model(values)
+    named = {model.full_name(name): shape for name, shape in shapes.items()}
+    named = {name: named[alias] for alias, name in model.aliases.items() if alias in named} | named
+    rows = {row.ours: row.theirs for row in model.outer}
+    rows |= {row.ours: f"{model.layers}.0.{row.theirs}" for row in model.layer}
+    sizes = {field: named.get(rows[ours], ())[dim : dim + 1] for field, (ours, dim) in _SIZES.items()}
+    layers = {name.split(".")[model.layers.count(".") + 1] for name in named if name.startswith(f"{model.layers}.")}
+    sizes["num_layers"] = (len(layers),) if layers else ()
+    return {model.their_key(field): size[0] for field, size in sizes.items() if size} | values
+
+
+def _type_of_tensors(names: set[str]) -> str | None:
+    for found, model in models_by_type().items():
+        if {f"{model.layers}.0.{row.theirs}" for row in model.layer} <= {model.full_name(name) for name in names}:
+            return found
+    return None
 
 
 def with_defaults(values: dict[str, Any]) -> Any:
     """transformers' configuration object of these values, with its defaults for what they leave out."""
     import transformers
 
-    kind = getattr(transformers, models_by_type()[values["model_type"]].config_class)
+    kind = getattr(transformers, hf_model(values).config_class)
     try:
         return kind.from_dict(values)
     except Exception as error:  # its validation has error classes of several libraries
@@ -74,9 +121,10 @@ def config_from_hf(values: dict[str, Any], vocab_multiple: int | None = None) ->
         vocab_multiple: rows of the vocabulary are padded to a multiple of this; None: our default.
 
     Raises:
-        CheckpointError: a key whose value ours cannot compute with, or one that nobody here knows.
+        CheckpointError: a key whose value ours cannot compute with, one that nobody here knows, or a size that is not
+            there.
     """
-    model = models_by_type()[values["model_type"]]
+    model = hf_model(values)
     num_types = family_of(model.settings["family"]).num_token_types
     fixed = _FIXED | ({"type_vocab_size": num_types} if num_types else {})
     published = with_defaults(values)
@@ -90,6 +138,10 @@ def config_from_hf(values: dict[str, Any], vocab_multiple: int | None = None) ->
         if key in fixed and values[key] not in (fixed[key], None):
             raise CheckpointError(f"`{key}` of config.json must be {fixed[key]!r}, but is {values[key]!r}")
     ours = {name: getattr(published, key) for key, name in model.keys.items()}
+    for field in (*_SIZES, "num_layers", "num_attention_heads"):
+        key = model.their_key(field)
+        if key not in values and ours[field] is not None:  # the default of transformers is one model's size
+            raise CheckpointError(f"`{key}` of config.json must be given, but is not there")
     if ours["gelu"] not in GELU_FORMS:
         activation, forms = model.their_key("gelu"), ", ".join(GELU_FORMS)
         raise CheckpointError(f"`{activation}` of config.json must be one of {forms}, but is {ours['gelu']!r}")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.hugging_face import models_by_type
 from .errors import CheckpointError
-from .hf_config import read_hf_config
+from .hf_config import complete, hf_model, read_hf_config
 from .tensor_file import TensorFileReader, TensorFileWriter
 
 _CHUNK_ROWS = 4096  # compared at a time
@@ -19,16 +19,17 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+\.(safetensors|bin)")
 
 
 class PickleFile:
-    """A `pytorch_model.bin`, read only by torch's restricted unpickler and mapped, with `TensorFileReader`'s methods.
+    """A `pytorch_model.bin`, read only by torch's restricted unpickler, with `TensorFileReader`'s methods.
+
+    It is mapped, unless it has the format before torch 1.6: such a file is in memory as a whole.
 
     Raises:
-        CheckpointError: it holds anything but tensors in plain containers, or has the format before torch 1.6, which
-            cannot be mapped.
+        CheckpointError: it holds anything but tensors in plain containers.
     """
 
     def __init__(self, path: Path) -> None:
         try:
-            self.tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            self.tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except Exception as error:  # a hostile pickle can provoke errors of any kind
             reason = str(error).split("\n")[0].split(". ")[0][:160]
             raise CheckpointError(f"{path.name} is not read: {type(error).__name__}: {reason}") from None
@@ -57,17 +58,17 @@ class HuggingFaceReader:
     """Tensors of a Hugging Face folder under the names of the model with heads, whichever form the files have.
 
     Names without the prefix (`bert.`, `transformer.`), LayerNorm's old names and constant buffers of old versions are
-    understood. Files are `model.safetensors`, its index and shards, or the same as `pytorch_model.bin`.
+    understood. Of two tied tensors the file may have either or both. What a configuration of 2019 lacks is taken from
+    the tensors. Files are `model.safetensors`, its index and shards, or the same as `pytorch_model.bin`.
 
     Raises:
         CheckpointError: no such files, an index that contradicts them, two tensors of one name, a type that is not a
-            float.
+            float, a model that is not known here.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.values = read_hf_config(self.folder / "config.json")
-        self.model = models_by_type()[self.values["model_type"]]
+        values = read_hf_config(self.folder / "config.json")
         self.files: list[TensorFileReader | PickleFile] = []
         self._places: dict[str, tuple[TensorFileReader | PickleFile, str]] = {}
         for path, expected in self._list_files().items():
@@ -77,8 +78,15 @@ class HuggingFaceReader:
                 raise CheckpointError(
                     f"{path.name} has no tensor {min(expected - set(file.entries))}, but the index says so"
                 )
+        shapes = {name: file.shape(name) for file in self.files for name in file.entries}
+        self.values = complete(values, shapes)
+        self.model = hf_model(self.values)
+        for file in self.files:
             for name in file.entries:
                 self._add(file, name)
+        for alias, name in self.model.aliases.items():
+            if alias in self._places and name not in self._places:
+                self._places[name] = self._places.pop(alias)
 
     def _add(self, file: TensorFileReader | PickleFile, name: str) -> None:
         full = self.model.full_name(name)

@@ -9,15 +9,16 @@ from ..config.family import family_of
 from .errors import CheckpointError
 
 TOKENIZER_FOLDER = "tokenizer"  # beside a checkpoint of ours
-_NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-_NAMES += ("vocab.txt", "vocab.json", "merges.txt")
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_NAMES = (*_SETTINGS, "tokenizer.json", "vocab.txt", "vocab.json", "merges.txt")
 
 
 class TokenizerFiles:
     """A tokenizer's files as transformers names them.
 
     Args:
-        path: a folder with some of them, or one file, which is taken for a `tokenizer.json` (as our cache keeps it).
+        path: a folder with some of them, or one file: a `vocab.txt`, whose settings are beside it, or by any other name
+            a `tokenizer.json` (as our cache keeps it).
 
     Raises:
         CheckpointError: none is there, one cannot be read, or the model has no rows for some of the ids.
@@ -25,30 +26,29 @@ class TokenizerFiles:
 
     def __init__(self, path: str | Path, config: TransformerConfig) -> None:
         path, self.config = Path(path), config
-        self.files = {"tokenizer.json": path} if path.is_file() else {}
-        if path.is_dir():
-            self.files = {name: path / name for name in _NAMES if (path / name).is_file()}
+        if path.suffix == ".txt":
+            places = {"vocab.txt": path} | {name: path.parent / name for name in _SETTINGS}
+        else:
+            places = {name: path / name for name in _NAMES} if path.is_dir() else {"tokenizer.json": path}
+        self.files = {name: place for name, place in places.items() if place.is_file()}
         if not self.files:
             raise CheckpointError(
-                f"`tokenizer_path` must be a tokenizer.json or a folder with tokenizer files, but is {path}"
+                f"`tokenizer_path` must be a tokenizer.json, a vocab.txt or a folder with such files, but is {path}"
             )
         try:
             self.ids = self._read_ids()
-            highest = max(self.ids.values(), default=-1)
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise CheckpointError(f"`tokenizer_path`: the files of {path} cannot be read ({error})"[:200]) from None
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"`tokenizer_path` must be of files that can be read, but {error}") from None
+        highest = max(self.ids.values(), default=-1)
         if highest >= config.vocab_size:
             raise CheckpointError(f"`tokenizer_path` must have ids below {config.vocab_size}, but {path} has {highest}")
 
     def _read_ids(self) -> dict[str, int]:
-        if "tokenizer.json" in self.files:
-            from tokenizers import Tokenizer
+        from ..data.tokenizer.vocabulary import read_vocabulary, read_whole
 
-            return Tokenizer.from_file(str(self.files["tokenizer.json"])).get_vocab(with_added_tokens=True)
-        if "vocab.json" in self.files:
-            return json.loads(self.files["vocab.json"].read_text(encoding="utf-8"))
-        lines = self.files["vocab.txt"].read_text(encoding="utf-8").splitlines()
-        return {token: index for index, token in enumerate(lines)}
+        if "tokenizer.json" in self.files:
+            return read_whole(self.files["tokenizer.json"]).get_vocab(with_added_tokens=True)
+        return read_vocabulary(self.files["vocab.json" if "vocab.json" in self.files else "vocab.txt"])
 
     def copy_to(self, folder: Path) -> None:
         """Copy the files, and say which tokens are special where none of them does."""

@@ -23,8 +23,8 @@ class ConvertConfig:
         dtype: of the weights in a Hugging Face target, `fp32`, `bf16` or `fp16`.
         max_file_gb: largest weight file of a Hugging Face target, in GB (10^9 bytes).
         push_to_hub: repository of the Hugging Face hub, `user/name`, to upload a Hugging Face target to; None: none.
-        tokenizer_path: folder of tokenizer files, or a tokenizer.json, to copy next to the model; None: those of the
-            source, if any.
+        tokenizer_path: folder of tokenizer files, a tokenizer.json, or a vocab.txt with the settings beside it, to copy
+            next to the model; None: those of the source, if any.
         initialize_missing_heads: initialize heads that a Hugging Face source lacks, instead of refusing it.
         seed: of the initialized heads.
 

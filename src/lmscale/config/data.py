@@ -15,7 +15,8 @@ class TokenizerConfig:
         kind: `trained`, `gpt2` or `bert`.
         vocab_size: size to train; None: `model.vocab_size` if that is set and below 2,000, else 2,000.
         path: for gpt2 a folder with encoder.json/vocab.bpe (or vocab.json/merges.txt), for bert a vocab.txt or its
-            folder; None loads `name` from the Hugging Face hub or its cache.
+            folder, for both a tokenizer.json or its folder. The settings of a tokenizer_config.json beside them are
+            honoured, or refused by their names. None loads `name` from the Hugging Face hub or its cache.
         name: on the Hugging Face hub.
     """
 

@@ -23,13 +23,13 @@ class InitialCheckpoint:
     Args:
         path: path of the checkpoint.
         config: its model's configuration with the run's dropout, attention and recompute settings.
-        tokenizer_path: file or folder of its tokenizer.
+        tokenizer: its tokenizer, as the text of a tokenizer.json.
         has_head: whether it was finetuned on this task, so that its head is loaded as well.
     """
 
     path: str
     config: TransformerConfig
-    tokenizer_path: str
+    tokenizer: str
     has_head: bool
 
 
@@ -77,11 +77,11 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
             f"`ckpt` must have been finetuned on {task.name} if `trainer.num_epochs` is 0, but {path.name} was "
             + (f"finetuned on {before}" if before else "not finetuned")
         )
-    tokenizer_path, tokenizer = _find_tokenizer(run, path, config)
+    tokenizer = _find_tokenizer(run, path, config)
     dropout = {name: getattr(run, name) for name in ("hidden_dropout", "attention_dropout")}
     changes = {name: value for name, value in dropout.items() if value is not None}
     config = dataclasses.replace(config, **changes, attention=run.attention, recompute=run.recompute)
-    return InitialCheckpoint(str(path), config, tokenizer_path, has_head), tokenizer
+    return InitialCheckpoint(str(path), config, tokenizer.inner.to_str(), has_head), tokenizer
 
 
 def load_tokenizer(path: str | Path, family: str) -> Tokenizer:
@@ -96,7 +96,7 @@ def load_tokenizer(path: str | Path, family: str) -> Tokenizer:
     return tokenizer
 
 
-def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, config: TransformerConfig) -> tuple[str, Tokenizer]:
+def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, config: TransformerConfig) -> Tokenizer:
     beside = checkpoint.parent / TOKENIZER_FOLDER
     own = load_tokenizer(beside, config.family) if beside.is_dir() else None
     if run.tokenizer.path is None and own is None:
@@ -112,10 +112,11 @@ def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, config: TransformerCo
             f"the tokenizer must be the one the checkpoint was trained with, of {config.vocab_size} ids, "
             f"but {path} has {chosen.vocab_size}"
         )
-    return path, chosen
+    return chosen
 
 
 def _rules(tokenizer: Tokenizer) -> tuple:
-    """Return what determines a text's ids: vocabulary, normalizer and pre-tokenizer."""
+    """Return what determines a text's ids: vocabulary, normalizer, pre-tokenizer and added tokens."""
     parts = json.loads(tokenizer.inner.to_str())
-    return tokenizer.inner.get_vocab(), parts["normalizer"], parts["pre_tokenizer"]
+    added = [token for token in parts["added_tokens"] if not token["special"]]
+    return tokenizer.inner.get_vocab(), parts["normalizer"], parts["pre_tokenizer"], added

@@ -30,12 +30,9 @@ def prepare_folder(job: FinetuneJob, run_dir: Path) -> str | None:
         # Of an attempt that wrote no record.
         (run_dir / "scores.jsonl").unlink(missing_ok=True)
         shutil.rmtree(run_dir / "predictions", ignore_errors=True)
-        source, target = Path(job.start.tokenizer_path), checkpoints / TOKENIZER_FOLDER
-        if source.is_dir():
-            shutil.copytree(source, target, dirs_exist_ok=True)
-        else:
-            target.mkdir(exist_ok=True)
-            shutil.copyfile(source, target / ("vocab.txt" if source.suffix == ".txt" else "tokenizer.json"))
+        # Not a copy of its files: settings beside a vocabulary would be left behind.
+        (checkpoints / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+        (checkpoints / TOKENIZER_FOLDER / "tokenizer.json").write_text(job.start.tokenizer, encoding="utf-8")
     except OSError as error:
         return f"the run folder {run_dir} cannot be used: {error}"
     return None

@@ -1,0 +1,95 @@
+"""Load the tokenizer of a run: trained on the corpus, or published by the authors of GPT-2 and BERT."""
+
+import hashlib
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import tokenizers
+
+from ...config.data import TokenizerConfig
+from ...config.family import corpus_forms, family_of
+from .encoding import Tokenizer, read_tokenizer
+from .published import read_published
+from .training import NUM_BYTES, TRAINING_VERSION, too_small, train_tokenizer
+
+DEFAULT_VOCAB_SIZE = 2000
+
+
+def load_tokenizer(
+    config: TokenizerConfig,
+    architecture: str,
+    model_vocab_size: int | None,
+    training_texts: Callable[[], list[str]],
+    corpus_fingerprint: str,
+    cache_dir: Path,
+) -> Tokenizer:
+    """Load the tokenizer of a run; a trained tokenizer is trained once and cached.
+
+    Args:
+        architecture: the family, whose corpus form names the algorithm.
+        training_texts: called only if a tokenizer must be trained.
+
+    Raises:
+        ValueError: files are missing or unreadable, the kind does not suit the architecture, or the hub is unreachable.
+    """
+    if config.kind == "trained":
+        path = cache_dir / _trained_name(config, architecture, model_vocab_size, corpus_fingerprint)
+        if not path.is_file():
+            size = _size_to_train(config, model_vocab_size)
+            key = "model.vocab_size" if config.vocab_size is None and model_vocab_size else "tokenizer.vocab_size"
+            trained = train_tokenizer(training_texts(), architecture, size, key)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Unique even if several machines share the folder; no other user could read a file of mkstemp.
+            temporary = path.with_name(f".unfinished_{uuid.uuid4().hex}")
+            trained.save(str(temporary))
+            os.replace(temporary, path)
+        return read_tokenizer(path)
+    return load_published_tokenizer(config, architecture)
+
+
+def load_published_tokenizer(config: TokenizerConfig, architecture: str | None = None) -> Tokenizer:
+    """Load GPT-2's or BERT's published tokenizer from local files or the hub.
+
+    Args:
+        architecture: the family that it must suit; None: any.
+
+    Raises:
+        ValueError: files are missing or unreadable, the kind does not suit the architecture, or the hub is unreachable.
+    """
+    check_tokenizer(config, architecture or corpus_forms()[config.kind].name)
+    inner = read_published(config)
+    # A published tokenizer.json may truncate or pad to one model's length; documents must stay whole.
+    inner.no_truncation()
+    inner.no_padding()
+    inner.encode_special_tokens = True
+    return Tokenizer(inner)
+
+
+def check_tokenizer(config: TokenizerConfig, architecture: str) -> None:
+    """Check the configuration of a tokenizer before anything is read.
+
+    Raises:
+        ValueError: a published tokenizer is of another architecture or its path is missing, or the size is too small
+            for all bytes.
+    """
+    size, form = config.vocab_size, family_of(architecture).corpus
+    if config.kind == "trained" and form.algorithm == "bpe" and size is not None and size <= NUM_BYTES:
+        raise ValueError(too_small("tokenizer.vocab_size", size))
+    if config.kind != "trained" and config.kind != form.tokenizer:
+        raise ValueError(f"`tokenizer` must suit the model ({form.name}), but is {config.kind}")
+    if config.kind != "trained" and config.path is not None and not Path(config.path).exists():
+        raise ValueError(f"`tokenizer.path` must be a file or a folder, but {config.path} does not exist")
+
+
+def _size_to_train(config: TokenizerConfig, model_vocab_size: int | None) -> int:
+    if config.vocab_size is not None:
+        return config.vocab_size
+    return min(model_vocab_size or DEFAULT_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
+
+
+def _trained_name(config: TokenizerConfig, architecture: str, model_vocab_size: int | None, corpus: str) -> str:
+    name = family_of(architecture).corpus.name
+    facts = (TRAINING_VERSION, name, _size_to_train(config, model_vocab_size), corpus, tokenizers.__version__)
+    return f"tokenizers/{name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"

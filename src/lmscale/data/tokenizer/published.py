@@ -1,0 +1,98 @@
+"""Read the tokenizers that others have published: each setting in their files is honoured, or refused by its name.
+
+The reference is `transformers.AutoTokenizer`: a text has the ids that it gives, except that special tokens in a text
+are ordinary characters here. Only a `tokenizer.json` without a `tokenizer_config.json` beside it is taken as it is,
+where transformers lower-cases for every BERT.
+"""
+
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from ...config.data import TokenizerConfig
+from ...config.family import corpus_forms
+from .settings import Settings
+from .vocabulary import read_merges, read_vocabulary, read_whole
+
+END_OF_TEXT = "<|endoftext|>"
+BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_BPE_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+
+
+def read_published(config: TokenizerConfig) -> tokenizers.Tokenizer:
+    """Read a tokenizer from local files or the hub.
+
+    Raises:
+        ValueError: files are missing or unreadable, a setting is not supported, two of them contradict each other, or
+            the hub is unreachable.
+    """
+    form = corpus_forms()[config.kind]
+    if config.path is None:
+        return _read_from_hub(config.name or form.hub_name)
+    path = Path(config.path)
+    folder = path if path.is_dir() else path.parent
+    settings = Settings(folder, form)
+    whole = path / "tokenizer.json" if path.is_dir() else path
+    if whole.suffix == ".json" and whole.is_file():
+        tokenizer = read_whole(whole)
+        settings.check_agreement(tokenizer)
+    else:
+        tokenizer = (_read_wordpiece if form.algorithm == "wordpiece" else _read_bpe)(path, settings)
+        settings.add_tokens(tokenizer)
+    unknown = getattr(tokenizer.model, "unk_token", None)
+    if unknown is not None and tokenizer.token_to_id(unknown) is None:
+        raise ValueError(f"`tokenizer.path` must have the token {unknown} in its vocabulary, but {path} has not")
+    return tokenizer
+
+
+def wordpiece(model: models.WordPiece, **normalizer: bool | None) -> tokenizers.Tokenizer:
+    """Build BERT's tokenizer around a WordPiece model; lower-cased, unless the normalizer's arguments say otherwise."""
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(**normalizer)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _read_from_hub(name: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_pretrained(name)
+    except Exception as error:  # the hub client raises many types: no such name, no network
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"`tokenizer.name` must be on the Hugging Face hub or in its cache, but {name!r}: {reason}; "
+            "tokenizer.path takes local files"
+        ) from None
+
+
+def _read_wordpiece(path: Path, settings: Settings) -> tokenizers.Tokenizer:
+    file = path / "vocab.txt" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"`tokenizer.path` must be a vocab.txt, a tokenizer.json or the folder of one, but {path} is not"
+        )
+    model = models.WordPiece(read_vocabulary(file), unk_token="[UNK]")
+    tokenizer = wordpiece(model, **settings.arguments())
+    tokenizer.add_special_tokens([token for token in BERT_SPECIALS if tokenizer.token_to_id(token) is not None])
+    return tokenizer
+
+
+def _read_bpe(path: Path, settings: Settings) -> tokenizers.Tokenizer:
+    found = [pair for pair in _BPE_FILES if all((path / name).is_file() for name in pair)]
+    if not found:
+        raise ValueError(
+            "`tokenizer.path` must be a tokenizer.json or a folder with it, with encoder.json and vocab.bpe, or with "
+            f"vocab.json and merges.txt, but {path} is not"
+        )
+    vocab, merges = (path / name for name in found[0])
+    tokens, pairs = read_vocabulary(vocab), read_merges(merges)
+    try:
+        model = models.BPE(tokens, pairs)
+    except Exception as error:  # the library raises bare Exception for a merge of unknown tokens
+        raise ValueError(f"{merges} must hold merges of the tokens of {vocab}, but: {error}") from None
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(**settings.arguments())
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer

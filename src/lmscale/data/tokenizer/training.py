@@ -1,0 +1,88 @@
+"""Train a tokenizer on the corpus, with the same result in every process."""
+
+from collections import Counter
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from ...config.family import family_of
+from .published import BERT_SPECIALS, END_OF_TEXT, wordpiece
+
+TRAINING_VERSION = 2  # incremented when the same text gives another tokenizer, so that cached ones are trained again
+NUM_BYTES = 256  # alphabet of a byte-level BPE
+MAX_LETTERS = 200  # WordPiece: rarer letters of the corpus map to [UNK]
+
+
+def train_tokenizer(texts: list[str], architecture: str, vocab_size: int, key: str) -> tokenizers.Tokenizer:
+    """Train a byte-level BPE or an uncased WordPiece; deterministic for the same texts in the same order.
+
+    Args:
+        key: configuration key of the size, for messages.
+
+    Raises:
+        ValueError: the size is too small for the letters of the texts.
+    """
+    return _TRAINERS[family_of(architecture).corpus.algorithm](texts, vocab_size, key)
+
+
+def _train_bpe(texts: list[str], vocab_size: int, key: str) -> tokenizers.Tokenizer:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= NUM_BYTES:
+        raise ValueError(too_small(key, vocab_size))
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def too_small(key: str, vocab_size: int) -> str:
+    """Message for a byte-level BPE that has no id left for its first merge."""
+    return f"`{key}` must be above {NUM_BYTES} (all bytes and {END_OF_TEXT}), but is {vocab_size}"
+
+
+def _train_wordpiece(texts: list[str], vocab_size: int, key: str) -> tokenizers.Tokenizer:
+    """Train BERT's uncased WordPiece, with the same pieces and ids in every process.
+
+    The library's WordPiece trainer numbers the `##` letters in the order of a randomly seeded hash map, and these
+    numbers break ties between merges, so two processes can disagree. Here each letter has two code points, one for the
+    start of a word and one for its inside. BPE merges are learned over them and mapped back to pieces with `##`.
+    """
+    blank = wordpiece(models.WordPiece(unk_token="[UNK]"))
+    words = Counter()
+    for text in texts:
+        normal = blank.normalizer.normalize_str(text)
+        words.update(word for word, _ in blank.pre_tokenizer.pre_tokenize_str(normal))
+    counts = Counter()
+    for word, count in words.items():
+        for letter in word:
+            counts[letter] += count
+    letters = sorted(sorted(counts, key=lambda letter: (-counts[letter], letter))[:MAX_LETTERS])
+    first = {letter: chr(0xF0000 + i) for i, letter in enumerate(letters)}  # private-use planes occur in no vocabulary
+    inside = {letter: chr(0x100000 + i) for i, letter in enumerate(letters)}
+    coded = (
+        " ".join([first[word[0]] + "".join(inside[letter] for letter in word[1:])] * count)
+        for word, count in sorted(words.items())
+        if all(letter in first for letter in word)
+    )
+    merges = tokenizers.Tokenizer(models.BPE())
+    merges.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    size = max(vocab_size - len(BERT_SPECIALS), 0)
+    merges.train_from_iterator(coded, trainers.BpeTrainer(vocab_size=size, show_progress=False))
+    plain = {code: letter for letter, code in (*first.items(), *inside.items())}
+    codes = sorted(merges.get_vocab(), key=merges.token_to_id)
+    pieces = [("##" if code[0] >= chr(0x100000) else "") + "".join(plain[c] for c in code) for code in codes]
+    vocab = {piece: i for i, piece in enumerate((*BERT_SPECIALS, *pieces))}
+    if len(vocab) > vocab_size:
+        raise ValueError(
+            f"`{key}` must be at least {len(vocab)} (special tokens and the corpus's letters), but is {vocab_size}"
+        )
+    tokenizer = wordpiece(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.add_special_tokens(list(BERT_SPECIALS))
+    return tokenizer
+
+
+_TRAINERS = {"bpe": _train_bpe, "wordpiece": _train_wordpiece}

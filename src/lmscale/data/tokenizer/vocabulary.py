@@ -1,0 +1,86 @@
+"""The files of a tokenizer; lines end at LF or CR LF, and nowhere else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file, with or without a byte-order mark.
+
+    Raises:
+        ValueError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must be UTF-8 text, but: {error}") from None
+
+
+def read_whole(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a `tokenizer.json`.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
+    text = read_text(path)
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception for a file it cannot read
+        raise ValueError(f"{path} must be a complete tokenizer.json, but: {error}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The values of a JSON file.
+
+    Raises:
+        ValueError: it cannot be read, or is no JSON object.
+    """
+    text = read_text(path)
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be JSON, but: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object, but holds another value")
+    return values
+
+
+def read_vocabulary(path: Path) -> dict[str, int]:
+    """The ids by token of a `vocab.json`, or of a `vocab.txt`, whose line numbers are the ids.
+
+    A token may be any character, such as U+2028, which `str.splitlines` takes for a line end. Blank lines at the end
+    are no tokens.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    if path.suffix == ".json":
+        vocab = read_object(path)
+        if not all(type(index) is int and index >= 0 for index in vocab.values()):
+            raise ValueError(f"{path} must give each token an id, but does not")
+        return vocab
+    return {line.rstrip(" \t"): index for index, line in enumerate(_lines(path))}
+
+
+def read_merges(path: Path) -> list[tuple[str, str]]:
+    """The merges of a byte-level BPE, in their order.
+
+    Raises:
+        ValueError: a line is not two tokens.
+    """
+    merges = []
+    for number, line in enumerate(_lines(path), start=1):
+        pair = tuple(line.split(" "))
+        if line.startswith("#version"):
+            continue
+        if len(pair) != 2:
+            raise ValueError(f"{path} must have two tokens per line, but line {number} is {line[:40]!r}")
+        merges.append(pair)
+    return merges
+
+
+def _lines(path: Path) -> list[str]:
+    return [line.removesuffix("\r") for line in read_text(path).rstrip("\r\n").split("\n")]
