@@ -98,11 +98,11 @@ class TaskConfig:
             require_positive(self, "max_qa_length")
         if self.name in ("squad_v1", "squad_v2"):
             require_positive(self, "doc_stride", "max_query_length", "max_answer_length", "num_best")
-            longest_stride = self.max_seq_length - self.max_query_length - 3
-            if self.doc_stride > longest_stride:
+            shortest = self.max_query_length + self.doc_stride + 3
+            if self.max_seq_length < shortest:
                 raise ValueError(
-                    f"`doc_stride` must be at most {longest_stride} (max_seq_length - max_query_length - 3), "
-                    f"or windows would leave tokens out, but is {self.doc_stride}"
+                    f"`max_seq_length` must be at least `max_query_length` + `doc_stride` + 3 ({shortest}), "
+                    f"or windows would leave tokens out, but is {self.max_seq_length}"
                 )
         for sets in (self.validation, self.test):
             wrong = [place for place in sets.values() if place is not None and not isinstance(place, str)]
