@@ -136,6 +136,7 @@ def test_labels_for_only_some_examples_raise(tmp_path) -> None:
         ("mnli", [MNLI], "at least one example"),
         ("mnli", [MNLI, "1\ta\tb\tneutral", "1\tc\td\tneutral"], "'1' is there twice, examples 1 and 2"),
         ("mnli", [""], "begin with a line of column names"),
+        ("mnli", [f"{MNLI}\r1\ta\tb\tneutral"], "must have lines that end in LF or CR LF, but line 1 has a lone CR"),
     ],
 )
 def test_invalid_tables_raise_with_their_rows(tmp_path, task, lines, message) -> None:

@@ -94,11 +94,13 @@ def tsv_rows(path: Path) -> tuple[list[str], Iterator[tuple[str, list[str]]]]:
     """Read a tab-separated file without quoting, as GLUE's: the header, and (location, cells) of each further line.
 
     Raises:
-        ValueError: as `read_text`; or the file is empty, or two columns have one name.
+        ValueError: as `read_text`; or the file is empty, has other line ends, or two columns of one name.
     """
     lines = _lines(path)
     if not lines or not lines[0]:
         raise ValueError(f"{path} must begin with a line of column names, but line 1 is empty")
+    if "\r" in lines[0]:
+        raise ValueError(f"{path} must have lines that end in LF or CR LF, but line 1 has a lone CR")
     header = lines[0].split("\t")
     twice = next((name for name in header if header.count(name) > 1), None)
     if twice is not None:
