@@ -259,7 +259,10 @@ def bad_inputs(folder: Path) -> Path:
             (*LAMBADA, "ckpt=gpt2", "task.stride=3"),
             "`task.stride` needs task=wikitext103, but `task` is another choice",
         ),
-        ((*WIKITEXT, "ckpt=gpt2", "task.stride=17"), "`task.stride` must be at most `task.window` (16), but is 17"),
+        (
+            (*WIKITEXT[:3], "ckpt=gpt2"),
+            "`task.stride` must be at most `task.window` (16), but is 32; set both: task.window=16 task.stride=8",
+        ),
         ((*WIKITEXT, "ckpt=gpt2", "task.window=65"), "`task.window` must be at most the model's positions (64)"),
         ((*WIKITEXT, "ckpt=gpt2", "task.path=empty.tokens"), "must be a file with text, but empty.tokens is empty"),
         (

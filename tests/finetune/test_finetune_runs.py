@@ -316,6 +316,10 @@ def test_sets_without_labels_may_only_be_tested_on(tmp_path, ckpt) -> None:
         value = str(unlabelled) if key == "task__train" else {"dev": str(unlabelled)}
         with pytest.raises(ValueError, match="must have a label for every example"):
             prepare_job(make_run("qqp", tmp_path, ckpt, **{key: value}))
+    own = {"task__name": "mine", "task__labels": ["0", "1"], "task__validation": {"dev": str(unlabelled)}}
+    own["task__columns"] = {"id": "id", "first": "question1", "second": "question2", "label": "is_duplicate"}
+    with pytest.raises(ValueError, match="label for every example, in the column `is_duplicate`, but has not"):
+        prepare_job(make_run("qqp", tmp_path, ckpt, **own))
     run = make_run("qqp", tmp_path, ckpt, task__test={"final": str(unlabelled)})
     assert run_here(run) == 0
     assert len((Path(run.run_dir) / "predictions/final/QQP.tsv").read_text().splitlines()) == 3

@@ -38,6 +38,26 @@ def test_a_model_may_have_more_ids_than_its_own_tokenizer(tmp_path, vocab_size: 
             prepare_job(run)
 
 
+def test_lengths_of_squad_that_do_not_fit_are_named_at_once(tmp_path) -> None:
+    """Those of conf/finetune/task/squad_v1.yaml with a model of 48 positions, and after the first message is heeded."""
+    ckpt = make_checkpoint(tmp_path / "ckpt")
+    lengths = {"task__max_seq_length": 384, "task__doc_stride": 128, "task__max_query_length": 64}
+    positions = r"`task.max_seq_length` must be at most the 48 positions of the checkpoint, but is 384"
+    both = positions + r", and `task.max_query_length` \+ `task.doc_stride` at most 45, but is 192"
+    with pytest.raises(ValueError, match=both):
+        prepare_job(make_run("squad_v1", tmp_path, ckpt, **lengths))
+    with pytest.raises(ValueError, match=positions + "$"):
+        prepare_job(make_run("squad_v1", tmp_path, ckpt, task__max_seq_length=384))
+    one_rule = r"`task.max_seq_length` must be at least `task.max_query_length` \+ `task.doc_stride` \+ 3 \(195\), "
+    with pytest.raises(ValueError, match=one_rule + "or windows would leave tokens out, but is 48"):
+        make_run("squad_v1", tmp_path, ckpt, **lengths | {"task__max_seq_length": 48})
+    prepare_job(
+        make_run(
+            "squad_v1", tmp_path, ckpt, task__max_query_length=40, task__doc_stride=5, **{"task__max_seq_length": 48}
+        )
+    )
+
+
 def test_a_model_with_fewer_ids_than_its_tokenizer_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="must be the one the checkpoint was trained with, of 20 ids"):
         prepare_job(make_run("qqp", tmp_path, make_checkpoint(tmp_path / "ckpt", vocab_size=20)))

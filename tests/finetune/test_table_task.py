@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from finetuning import make_task, write_task
 
 from lmscale.config.finetune import TaskConfig
 from lmscale.finetune.examples import PairExample
@@ -88,6 +89,11 @@ def test_an_invalid_row_of_a_table_raises(tmp_path, row: dict, message: str) -> 
         ({"labels": ["one"]}, "`labels` must be at least two texts"),
         ({"labels": ["one", "one"]}, "`labels` must be at least two texts"),
         ({"labels": [0, 1]}, "`labels` must be at least two texts"),
+        ({"labels": ["a\tb", "c"]}, "`labels` must be at least two texts, each once on one line without tabs"),
+        ({"labels": ["a\u2028b", "c"]}, "`labels` must be at least two texts, each once on one line"),
+        ({"labels": ["\ud83d", "c"]}, "`labels` must be at least two texts, each once on one line"),
+        ({"validation": {2024: "dev.tsv"}}, "`validation` and `test` must be paths by name, but hold 2024"),
+        ({"validation": {"../dev": "dev.tsv"}}, "`validation` and `test` must be paths by name, but hold '../dev'"),
         ({"hub_name": None, "validation": {"dev": "hub:dev"}}, "`hub_name` must be given for hub:dev, but is null"),
     ],
 )
@@ -99,3 +105,99 @@ def test_a_wrongly_described_table_raises(changes: dict, message: str) -> None:
 def test_one_text_has_one_separator() -> None:
     assert join_pair([7, 8], None, 1, 2, 32) == ([1, 7, 8, 2], 4)
     assert join_pair([7, 8, 9, 10], None, 1, 2, 4) == ([1, 7, 8, 2], 4)
+
+
+def write_rows(path, rows: list[dict]) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "value", ["a\tb", "a\nb", "a\r", "a\u2028b", "", "a\ud83d", None, [1], True, 1.0, float("nan")], ids=ascii
+)
+def test_an_id_that_is_not_one_line_of_a_predictions_file_raises(tmp_path, value) -> None:
+    rows = [{"n": 1, "text": "a", "class": "good"}, {"n": value, "text": "b", "class": "bad"}]
+    rule = "line 2: `n` must be a whole number or one line of Unicode text without tabs, but is "
+    with pytest.raises(ValueError, match=re.escape(rule + repr(value))) as caught:
+        read_examples(own_task(), write_rows(tmp_path / "rows.jsonl", rows))
+    str(caught.value).encode()  # can be printed
+
+
+def test_ids_of_the_benchmarks_tables_follow_the_same_rule(tmp_path) -> None:
+    path = tmp_path / "rows.tsv"
+    for name, header, row in (
+        ("mnli", "index\tsentence1\tsentence2", "a\x85b\tx\ty"),
+        ("qqp", "id\tquestion1\tquestion2", "a\rb\tx\ty"),
+    ):
+        path.write_bytes(f"{header}\n{row}\n".encode())
+        with pytest.raises(ValueError, match="line 2: `(index|id)` must be a whole number or one line of Unicode text"):
+            read_examples(make_task(name), str(path))
+
+
+@pytest.mark.parametrize("form", ["tsv", "jsonl"])
+def test_a_blank_line_between_rows_is_a_row(tmp_path, form: str) -> None:
+    """A row without text in a table of one column; a prediction file would otherwise number the rest differently."""
+    rows = {"tsv": ["text", "good film", "", "bad film"], "jsonl": ['{"text": "a"}', "", '{"text": "b"}']}[form]
+    path = tmp_path / f"rows.{form}"
+    task = own_task(columns={"id": None, "first": "text", "second": None, "label": "class"})
+    path.write_text("\n".join(rows), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"line 3: texts must not be empty|line 2 must be JSON"):
+        read_examples(task, str(path))
+    path.write_bytes("\r\n".join([*rows[:-2], rows[-1], "", "", ""]).encode())  # at the end it is none
+    examples, report = read_examples(task, str(path))
+    assert [e.id for e in examples] == ["0", "1"] and report.notes() == []
+
+
+def test_blank_lines_between_rows_of_the_benchmarks_are_refused_or_counted(tmp_path) -> None:
+    for name in ("mnli", "qqp"):
+        path = write_task(tmp_path, name, 3)
+        lines = path.read_text(encoding="utf-8").split("\n")
+        path.write_text("\n".join([*lines[:2], "", *lines[2:]]), encoding="utf-8")
+        if name == "qqp":
+            assert read_examples(make_task(name), str(path))[1].skipped == {"not 6 columns": ["line 3"]}
+        else:
+            with pytest.raises(ValueError, match="line 3: a row must have 12 columns, but is 1"):
+                read_examples(make_task(name), str(path))
+
+
+@pytest.mark.parametrize(
+    "labels, value",
+    [(["1", "2"], "0"), (["1.0", "2.0"], "1"), (["-1", "1"], "0"), (["1", "0", "2"], "3"), (["bad", "good"], "٠")],
+)
+def test_only_names_are_labels_where_a_name_could_be_an_index(tmp_path, labels: list[str], value: str) -> None:
+    path, task = tmp_path / "rows.tsv", own_task(labels=labels)
+    rows = [f"{n}\tfilm\t{name}" for n, name in enumerate(labels)]
+    path.write_text("\n".join(["n\ttext\tclass", *rows]), encoding="utf-8")
+    assert [e.label for e in read_examples(task, str(path))[0]] == list(range(len(labels)))
+    path.write_text("\n".join(["n\ttext\tclass", *rows, f"9\tfilm\t{value}"]), encoding="utf-8")
+    line = len(labels) + 2
+    rule = f"line {line}: `class` must be one of {', '.join(labels)}.*, but is '{value}'"
+    with pytest.raises(ValueError, match=rule):
+        read_examples(task, str(path))
+    place = write_rows(tmp_path / "rows.jsonl", [{"n": 1, "text": "a", "class": 0}])
+    if labels[0] != "bad":
+        with pytest.raises(ValueError, match="`class` must (be one of|not be the name of one label and the index)"):
+            read_examples(task, place)
+
+
+def test_a_column_that_a_table_has_twice_raises(tmp_path) -> None:
+    path = tmp_path / "rows.tsv"
+    path.write_text("n\ttext\ttext\tclass\n1\ta\tb\tbad\n")
+    with pytest.raises(ValueError, match="rows.tsv must have columns of different names, but has 'text' twice"):
+        read_examples(own_task(), str(path))
+
+
+def test_a_text_with_half_a_surrogate_pair_raises(tmp_path) -> None:
+    place = write_rows(tmp_path / "rows.jsonl", [{"n": 1, "text": "a\ud83d", "class": 0}])
+    with pytest.raises(ValueError, match="line 1: texts must not be empty, of another type or invalid Unicode"):
+        read_examples(own_task(), place)
+
+
+def test_only_line_feeds_end_a_row(tmp_path) -> None:
+    text = "a\u2028b\x85c\x0bd\x0ce\x1cf\rg\u2029h"
+    path = tmp_path / "rows.tsv"
+    path.write_bytes(f"n\ttext\tclass\r\n1\t{text}\tbad\r\n2\tb\tgood".encode())
+    assert [e.first for e in read_examples(own_task(), str(path))[0]] == [text, "b"]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(json.dumps({"n": 1, "text": text, "class": 0}, ensure_ascii=False).encode() + b"\r\n")
+    assert read_examples(own_task(), str(path))[0][0].first == text

@@ -2,11 +2,14 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from finetuning import make_task, squad_json, write_task
 
+from lmscale.finetune import sources
 from lmscale.finetune.sources import fingerprint
 from lmscale.finetune.tasks import read_examples
 
@@ -133,6 +136,7 @@ def test_labels_for_only_some_examples_raise(tmp_path) -> None:
         ("mnli", [MNLI], "at least one example"),
         ("mnli", [MNLI, "1\ta\tb\tneutral", "1\tc\td\tneutral"], "'1' is there twice, examples 1 and 2"),
         ("mnli", [""], "begin with a line of column names"),
+        ("mnli", [f"{MNLI}\r1\ta\tb\tneutral"], "must have lines that end in LF or CR LF, but line 1 has a lone CR"),
     ],
 )
 def test_invalid_tables_raise_with_their_rows(tmp_path, task, lines, message) -> None:
@@ -286,6 +290,58 @@ def test_the_hub_gives_the_same_examples_as_local_files(tmp_path, shared_data) -
             ]
         else:
             assert found == local[name]
+
+
+class Table(list):
+    """Rows as `datasets` gives them, and the names of the classes of its label."""
+
+    def __init__(self, rows: list[dict], names: list[str] | None = None) -> None:
+        super().__init__(rows)
+        self.column_names = list(rows[0])
+        self.features = dict.fromkeys(rows[0]) | {"label": SimpleNamespace(names=names) if names else None}
+
+
+NLI = {"premise": "a", "hypothesis": "b", "label": 0, "idx": 0}
+PAIR = {"question1": "a", "question2": "b", "label": 0, "idx": 0}
+QUESTION = {"id": "1", "title": "t", "context": "a", "question": "q", "answers": {"text": [], "answer_start": []}}
+
+
+@pytest.mark.parametrize(
+    "task, row, message",
+    [
+        ("mnli", NLI | {"label": 1.0}, "row 0: `label` must be one of 0, 1, 2.*, but is 1.0"),
+        ("mnli", NLI | {"label": True}, "`label` must be one of 0, 1, 2.*, but is True"),
+        ("mnli", NLI | {"premise": 5}, "`premise` and `hypothesis` must be texts, but is"),
+        ("mnli", NLI | {"idx": None}, "`idx` must be a whole number or one line of.*, but is None"),
+        ("qqp", PAIR | {"label": 1.0}, "`label` must be 0 or 1.*, but is 1.0"),
+        ("qqp", PAIR | {"question2": 5}, "`question1` and `question2` must be texts"),
+        ("qqp", PAIR | {"idx": 1.0}, "`idx` must be a whole number or one line of.*, but is 1.0"),
+        ("squad_v2", QUESTION | {"answers": None}, "row 0: `answers` must have `text` and `answer_start`"),
+        ("squad_v2", QUESTION | {"answers": []}, "`answers` must have `text` and `answer_start`, lists of equal"),
+        ("squad_v2", QUESTION | {"answers": {"text": ["a"], "answer_start": []}}, "lists of equal length"),
+    ],
+)
+def test_invalid_rows_of_the_hub_raise(monkeypatch, task: str, row: dict, message: str) -> None:
+    monkeypatch.setattr(sources, "load_hub", lambda task, place: Table([row]))
+    with pytest.raises(ValueError, match=message):
+        read_examples(make_task(task), "hub:train")
+
+
+def test_class_names_of_the_hub_in_another_order_raise(monkeypatch) -> None:
+    for task, row, names in (
+        ("mnli", NLI, ["contradiction", "entailment", "neutral"]),
+        ("qqp", PAIR, ["duplicate", "not_duplicate"]),
+    ):
+        monkeypatch.setattr(sources, "load_hub", lambda task, place, row=row, names=names: Table([row], names))
+        with pytest.raises(ValueError, match=f"none/train: the classes of `label` must be .*, but are {names[0]}, "):
+            read_examples(make_task(task), "hub:train")
+        own = {"label": "label", "first": list(row)[0], "second": None, "id": "idx"}
+        labels = [*names[1:], names[0]]
+        own_task = replace(make_task(task), name="mine", columns=own, labels=labels)
+        with pytest.raises(ValueError, match=f"must be {', '.join(labels)}, but are {', '.join(names)}"):
+            read_examples(own_task, "hub:train")
+        renamed = replace(own_task, labels=["x", "y", "z"][: len(names)])
+        assert read_examples(renamed, "hub:train")[0][0].label == 0
 
 
 def test_a_data_set_that_the_hub_does_not_have_is_named() -> None:

@@ -2,10 +2,18 @@
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
 
 ACCELERATORS = ("auto", "cpu", "gpu")
 MATMUL_PRECISIONS = ("highest", "high", "medium")  # of torch.set_float32_matmul_precision
+# No tab, none of the line ends of `str.splitlines`, and no lone surrogate, which is not UTF-8.
+_LINE = re.compile(r"[^\t\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029\ud800-\udfff]+")
+
+
+def is_line(value: object) -> bool:
+    """Return whether a value is one line of text without tabs, which can be a cell of a table."""
+    return isinstance(value, str) and _LINE.fullmatch(value) is not None
 
 
 def require_positive(owner: object, *names: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from .checks import (
     ACCELERATORS,
     MATMUL_PRECISIONS,
+    is_line,
     require_fraction,
     require_not_negative,
     require_one_of,
@@ -53,7 +54,8 @@ class TaskConfig:
             the best threshold on the first validation set.
         columns: a user's own task: the table's names of the columns `id` (null: the number of the row), `first` and
             `second` text (null: only one text) and `label`, which a test set may lack.
-        labels: a user's own task: names of the classes; a label is a name or an index into this list, from 0.
+        labels: a user's own task: names of the classes; a label is a name or an index into this list, from 0, but only
+            a name if one of them is a number other than its index.
         by_size: batch size, learning rate and epochs by size of the model, for the paper's tasks those of Table 6;
             conf/finetune.yaml uses those of `size`.
 
@@ -96,14 +98,16 @@ class TaskConfig:
             require_positive(self, "max_qa_length")
         if self.name in ("squad_v1", "squad_v2"):
             require_positive(self, "doc_stride", "max_query_length", "max_answer_length", "num_best")
-            longest_stride = self.max_seq_length - self.max_query_length - 3
-            if self.doc_stride > longest_stride:
+            shortest = self.max_query_length + self.doc_stride + 3
+            if self.max_seq_length < shortest:
                 raise ValueError(
-                    f"`doc_stride` must be at most {longest_stride} (max_seq_length - max_query_length - 3), "
-                    f"or windows would leave tokens out, but is {self.doc_stride}"
+                    f"`max_seq_length` must be at least `max_query_length` + `doc_stride` + 3 ({shortest}), "
+                    f"or windows would leave tokens out, but is {self.max_seq_length}"
                 )
         for sets in (self.validation, self.test):
             wrong = [place for place in sets.values() if place is not None and not isinstance(place, str)]
+            # Their names are names of folders.
+            wrong += [name for name in sets if not is_line(name) or "/" in name or not name.strip(".")]
             if wrong:
                 raise ValueError(f"`validation` and `test` must be paths by name, but hold {wrong[0]!r}")
         on_hub = [p for p in (self.train, *self.scored_sets().values()) if p is not None and p.startswith("hub:")]
@@ -125,9 +129,10 @@ class TaskConfig:
         named = [name for name in self.columns.values() if name is not None]
         if len(set(named)) < len(named) or not all(isinstance(name, str) for name in named):
             raise ValueError(f"`columns` must be names, each once, but are {named}")
-        labels = [label for label in self.labels if isinstance(label, str) and label]
-        if len(set(labels)) < max(2, len(self.labels)):
-            raise ValueError(f"`labels` must be at least two texts, each once, but are {self.labels}")
+        if len(set(filter(is_line, self.labels))) < max(2, len(self.labels)):
+            raise ValueError(
+                f"`labels` must be at least two texts, each once on one line without tabs, but are {self.labels}"
+            )
 
     def scored_sets(self) -> dict[str, str]:
         """Place of every set to score by name, validation first."""

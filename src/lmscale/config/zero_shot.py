@@ -32,7 +32,9 @@ class WikiText103Config:
     def __post_init__(self) -> None:
         require_positive(self, "stride", "window")
         if self.stride > self.window:
-            raise ValueError(f"`stride` must be at most `window` ({self.window}), but is {self.stride}")
+            # The stride may be the default.
+            both = f"set both: task.window={self.window} task.stride={max(1, self.window // 2)}"
+            raise ValueError(f"`stride` must be at most `window` ({self.window}), but is {self.stride}; {both}")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from ..config.checks import is_line
+
 _MAX_LISTED = 10  # row numbers per message
 
 
@@ -80,6 +82,14 @@ class RowReport:
     def refuse(self, rule: str, value: object, place: str) -> None:
         """Record a row that violates a rule, for which `check` raises an error."""
         self.refused.setdefault(rule, (repr(value)[:80], []))[1].append(place)
+
+    def read_id(self, value: object, column: str, place: str) -> str | None:
+        """Return an id as text; None, and a refused row, if a row of a predictions file cannot begin with it."""
+        name = str(value) if type(value) is int else value
+        if is_line(name):
+            return name
+        self.refuse(f"`{column}` must be a whole number or one line of Unicode text without tabs", value, place)
+        return None
 
     def check(self) -> None:
         """Raise an error if rows were refused.

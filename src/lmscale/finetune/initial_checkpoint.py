@@ -46,10 +46,13 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
     task = run.task
     if not family_of(config.family).has_pooler:
         raise ValueError(f"`ckpt` must be of a BERT, but {path} is of a {config.family}")
-    if task.max_seq_length > config.max_position_embeddings:
+    positions = config.max_position_embeddings
+    if task.max_seq_length > positions:
+        inside = (task.max_query_length or 0) + (task.doc_stride or 0)  # of SQuAD's windows
+        too_long = f"`task.max_query_length` + `task.doc_stride` at most {positions - 3}, but is {inside}"
         raise ValueError(
-            f"`task.max_seq_length` must be at most the {config.max_position_embeddings} positions of the checkpoint, "
-            f"but is {task.max_seq_length}"
+            f"`task.max_seq_length` must be at most the {positions} positions of the checkpoint, "
+            f"but is {task.max_seq_length}" + (f", and {too_long}" if inside > positions - 3 else "")
         )
     fresh = set(metadata.run.get("initialized", ()))
     has_pooler = "model/pooler.weight" in metadata.tensors and "pooler.weight" not in fresh

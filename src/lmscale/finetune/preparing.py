@@ -18,7 +18,7 @@ from .initial_checkpoint import InitialCheckpoint
 from .sources import fingerprint
 from .tasks import benchmark_of, read_examples
 
-FEATURES_VERSION = 3  # incremented when the same rows give other features
+FEATURES_VERSION = 4  # incremented when the same rows give other features
 _SETTINGS = ("name", "max_seq_length", "max_qa_length", "doc_stride", "max_query_length", "columns", "labels")
 
 

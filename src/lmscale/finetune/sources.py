@@ -4,7 +4,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +94,25 @@ def tsv_rows(path: Path) -> tuple[list[str], Iterator[tuple[str, list[str]]]]:
     """Read a tab-separated file without quoting, as GLUE's: the header, and (location, cells) of each further line.
 
     Raises:
-        ValueError: as `read_text`; or the file is empty.
+        ValueError: as `read_text`; or the file is empty, has other line ends, or two columns of one name.
     """
-    # Split only at these line ends: a question may contain other Unicode line separators.
-    lines = [line.rstrip("\r") for line in read_text(path).split("\n")]
+    lines = _lines(path)
+    if not lines or not lines[0]:
+        raise ValueError(f"{path} must begin with a line of column names, but line 1 is empty")
+    if "\r" in lines[0]:
+        raise ValueError(f"{path} must have lines that end in LF or CR LF, but line 1 has a lone CR")
     header = lines[0].split("\t")
-    if header == [""]:
-        raise ValueError(f"{path} must begin with a line of column names, but is empty")
-    rows = ((f"line {n}", line.split("\t")) for n, line in enumerate(lines[1:], start=2) if line)
-    return header, rows
+    twice = next((name for name in header if header.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{path} must have columns of different names, but has {twice!r} twice")
+    return header, ((f"line {n}", line.split("\t")) for n, line in enumerate(lines[1:], start=2))
+
+
+def _lines(path: Path) -> list[str]:
+    """Split a file at LF and CR LF only, because a text may contain Unicode's other line ends; only at its end are
+    blank lines no rows."""
+    text = read_text(path).rstrip("\r\n")
+    return [line.removesuffix("\r") for line in text.split("\n")] if text else []
 
 
 def check_columns(source: str, header: list[str], needed: tuple[str, ...]) -> None:
@@ -130,14 +140,12 @@ def json_file(path: Path) -> Any:
 
 
 def jsonl_rows(path: Path) -> Rows:
-    """Yield (location, object) of each non-empty line.
+    """Yield (location, object) of each line.
 
     Raises:
         ValueError: as `read_text`; or a line is not a JSON object.
     """
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(_lines(path), start=1):
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -147,14 +155,22 @@ def jsonl_rows(path: Path) -> Rows:
         yield f"line {number}", value
 
 
-def hub_rows(task: TaskConfig, place: str, needed: tuple[str, ...]) -> Rows:
+def hub_rows(
+    task: TaskConfig, place: str, needed: tuple[str, ...], label: str = "", classes: Sequence[str] = ()
+) -> Rows:
     """Yield (location, row) of a split on the hub or in its cache; `task.hub_name` may also be a local folder.
 
+    Args:
+        label: column whose numbers are indices into `classes`.
+
     Raises:
-        ValueError: the split cannot be loaded or lacks columns.
+        ValueError: the split cannot be loaded, lacks columns, or has the classes in another order.
     """
-    table = load_hub(task, place)
-    check_columns(hub_source(task, place), table.column_names, needed)
+    table, source = load_hub(task, place), hub_source(task, place)
+    check_columns(source, table.column_names, needed)
+    names = getattr(table.features.get(label), "names", None) or []
+    if names != [*classes] and sorted(names) == sorted(classes):
+        raise ValueError(f"{source}: the classes of `{label}` must be {', '.join(classes)}, but are {', '.join(names)}")
     for number, row in enumerate(table):
         yield f"row {number}", row
 

@@ -1,5 +1,6 @@
 """Encode inputs of SQuAD: [CLS] question [SEP] window [SEP], with windows sliding over long contexts."""
 
+import unicodedata
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from .pairs import pack
 
 @dataclass(frozen=True)
 class EncodedContext:
-    """Ids of a context, and the first and last character (excluded) of each token."""
+    """Ids of a context, and the first and last character (excluded) of each token; see `_character_spans`."""
 
     ids: list[int]
     begins: list[int]
@@ -89,9 +90,31 @@ def _encode_contexts(contexts: list[str], tokenizer: Tokenizer) -> dict[str, Enc
     for start in range(0, len(contexts), 1024):  # encodings with offsets are large
         part = contexts[start : start + 1024]
         for context, encoding in zip(part, tokenizer.inner.encode_batch(part, add_special_tokens=False), strict=True):
-            begins, ends = zip(*encoding.offsets, strict=True) if encoding.offsets else ((), ())
-            found[context] = EncodedContext(encoding.ids, list(begins), list(ends))
+            found[context] = EncodedContext(encoding.ids, *_character_spans(context, encoding.offsets))
     return found
+
+
+def _character_spans(context: str, offsets: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Return the first and last character (excluded) of each token, with the characters that the normalizer has dropped
+    (marks, format and control characters): a run of them belongs to the token before it, at the start of a word to the
+    token after it.
+
+    Source: google-research/bert `run_squad.py`, whose answers are whole words of the context.
+    """
+    begins, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
+    for token in range(len(offsets)):
+        before = ends[token - 1] if token else 0
+        while begins[token] > before and not _is_space(context[begins[token] - 1]):
+            begins[token] -= 1
+        after = begins[token + 1] if token + 1 < len(begins) else len(context)
+        while ends[token] < after and not _is_space(context[ends[token]]):
+            ends[token] += 1
+    return begins, ends
+
+
+def _is_space(character: str) -> bool:
+    """Return whether BERT's normalizer takes the character for white space; it drops other control characters."""
+    return character in " \t\n\r" or unicodedata.category(character)[0] == "Z"
 
 
 def _answer_tokens(example: SpanExample, context: EncodedContext) -> tuple[int, int] | None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ...config.finetune import TaskConfig
-from ..examples import PairExample, RowReport
+from ..examples import PairExample, RowReport, is_text
 from ..sources import check_columns, hub_rows, is_on_hub, tsv_rows
 
 LABELS = ("contradiction", "entailment", "neutral")  # numbered as in Megatron-LM
@@ -37,18 +37,18 @@ def _from_tsv(place: str, report: RowReport):
             report.refuse(f"a row must have {len(header)} columns", len(cells), where)
         elif gold is not None and cells[gold] not in LABELS:
             report.refuse(_RULE, cells[gold], where)
-        else:
+        elif (name := report.read_id(cells[index], "index", where)) is not None:
             label = None if gold is None else LABELS.index(cells[gold])
-            yield PairExample(cells[index], cells[first], cells[second], label)
+            yield PairExample(name, cells[first], cells[second], label)
 
 
 def _from_hub(task: TaskConfig, place: str, report: RowReport):
-    for where, row in hub_rows(task, place, ("premise", "hypothesis", "label", "idx")):
-        if row["label"] not in (-1, 0, 1, 2):  # -1: a test set
+    for where, row in hub_rows(task, place, ("premise", "hypothesis", "label", "idx"), "label", _HUB_LABELS):
+        texts = row["premise"], row["hypothesis"]
+        if type(row["label"]) is not int or not -1 <= row["label"] <= 2:  # -1: a test set
             report.refuse("`label` must be one of 0, 1, 2, or -1 where it is not known", row["label"], where)
-            continue
-        if row["premise"] is None or row["hypothesis"] is None:
-            report.refuse("`premise` and `hypothesis` must be texts", None, where)
-            continue
-        label = None if row["label"] == -1 else LABELS.index(_HUB_LABELS[row["label"]])
-        yield PairExample(str(row["idx"]), row["premise"], row["hypothesis"], label)
+        elif not all(map(is_text, texts)):
+            report.refuse("`premise` and `hypothesis` must be texts", texts, where)
+        elif (name := report.read_id(row["idx"], "idx", where)) is not None:
+            label = None if row["label"] == -1 else LABELS.index(_HUB_LABELS[row["label"]])
+            yield PairExample(name, *texts, label)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...config.finetune import TaskConfig
 from ...evaluation.classification import accuracy, binary_f1
-from ..examples import PairExample, RowReport
+from ..examples import PairExample, RowReport, is_text
 from ..sources import check_columns, hub_rows, is_on_hub, tsv_rows
 
 LABELS = ("0", "1")  # 1: the same question
@@ -33,7 +33,7 @@ def _from_tsv(place: str, report: RowReport):
     header, rows = tsv_rows(Path(place))
     is_labelled = "is_duplicate" in header or "qid1" in header
     check_columns(place, header, _TRAIN if is_labelled else ("id", "question1", "question2"))
-    name, first, second = (header.index(column) for column in ("id", "question1", "question2"))
+    index, first, second = (header.index(column) for column in ("id", "question1", "question2"))
     for where, cells in rows:
         is_empty = len(cells) == len(header) and not (cells[first].strip() and cells[second].strip())
         if len(cells) != len(header) and is_labelled:
@@ -44,22 +44,26 @@ def _from_tsv(place: str, report: RowReport):
             report.skip("an empty question", where)
         elif is_labelled and cells[header.index("is_duplicate")] not in LABELS:
             report.refuse("`is_duplicate` must be 0 or 1", cells[header.index("is_duplicate")], where)
-        else:
+        elif (name := report.read_id(cells[index], "id", where)) is not None:
             if is_empty:
                 report.keep("an empty question", where)
             label = LABELS.index(cells[header.index("is_duplicate")]) if is_labelled else None
-            yield PairExample(cells[name], cells[first], cells[second], label)
+            yield PairExample(name, cells[first], cells[second], label)
 
 
 def _from_hub(task: TaskConfig, place: str, report: RowReport):
-    for where, row in hub_rows(task, place, ("question1", "question2", "label", "idx")):
-        first, second = row["question1"] or "", row["question2"] or ""
-        is_empty = not (first.strip() and second.strip())
-        if row["label"] not in (-1, 0, 1):
+    columns = ("question1", "question2", "label", "idx")
+    for where, row in hub_rows(task, place, columns, "label", ("not_duplicate", "duplicate")):
+        texts = row["question1"] or "", row["question2"] or ""
+        if not all(map(is_text, texts)):
+            report.refuse("`question1` and `question2` must be texts", texts, where)
+            continue
+        is_empty = not all(text.strip() for text in texts)
+        if type(row["label"]) is not int or not -1 <= row["label"] <= 1:
             report.refuse("`label` must be 0 or 1, or -1 where it is not known", row["label"], where)
         elif is_empty and row["label"] != -1:
             report.skip("an empty question", where)
-        else:
+        elif (name := report.read_id(row["idx"], "idx", where)) is not None:
             if is_empty:
                 report.keep("an empty question", where)
-            yield PairExample(str(row["idx"]), first, second, None if row["label"] == -1 else row["label"])
+            yield PairExample(name, *texts, None if row["label"] == -1 else row["label"])

@@ -32,8 +32,13 @@ def _from_json(task: TaskConfig, place: str, report: RowReport) -> Iterator[Span
 
 def _from_hub(task: TaskConfig, place: str, report: RowReport) -> Iterator[SpanExample]:
     for where, row in hub_rows(task, place, ("id", "title", "context", "question", "answers")):
-        texts, starts = row["answers"]["text"], row["answers"]["answer_start"]
-        answers = [{"text": t, "answer_start": s} for t, s in zip(texts, starts, strict=True)]
+        try:
+            texts, starts = row["answers"]["text"], row["answers"]["answer_start"]
+            answers = [{"text": t, "answer_start": s} for t, s in zip(texts, starts, strict=True)]
+        except (LookupError, TypeError, ValueError):
+            rule = "`answers` must have `text` and `answer_start`, lists of equal length"
+            report.refuse(rule, row["answers"], where)
+            continue
         yield from _example(task, row["title"], row["context"], row | {"answers": answers}, where, report)
 
 
