@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config.corpus import SourceConfig
+from ..data.formats import SUFFIXES, format_of
 from ..data.sources import check_regular
-from .formats import SUFFIXES, format_of
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from ..config.corpus import SourceConfig
-from .formats import READ_ERRORS, Row, UnreadableError, read_rows, row_of
+from ..data.formats import READ_ERRORS, Row, UnreadableError, read_rows, row_of
 from .inputs import InputFile, first_line
 from .progress import Meter
 from .work_folder import WorkFolder, atomic_write

@@ -14,21 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-import zstandard
-
 MAX_ROW_BYTES = 2**30  # a row has to fit into memory several times over
 PARQUET_ROWS, PARQUET_BYTES = 64, 2**24  # decoded at once; some corpora store a whole book per row
-READ_ERRORS = (
-    OSError,
-    EOFError,
-    zlib.error,
-    zstandard.ZstdError,
-    tarfile.TarError,
-    pa.ArrowException,
-    UnicodeDecodeError,
-)
+READ_ERRORS = (OSError, EOFError, zlib.error, tarfile.TarError, UnicodeDecodeError)
 
 _FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet", ".tar": "tar"}
 _PACKINGS = (".gz", ".zst")
@@ -142,6 +130,8 @@ class _ZstdStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:
+        import zstandard
+
         while not self._held:
             packed = self._rest or self._raw.read(2**14)  # small, because all of it is unpacked at once
             if not packed:
@@ -151,7 +141,10 @@ class _ZstdStream(io.RawIOBase):
             if self._frame is None:
                 # The largest window size: corpora are often packed with --long=31.
                 self._frame = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
-            self._held, self._rest = memoryview(self._frame.decompress(packed)), b""
+            try:
+                self._held, self._rest = memoryview(self._frame.decompress(packed)), b""
+            except zstandard.ZstdError as error:
+                raise OSError(str(error)) from None
             if self._frame.eof:
                 self._rest, self._frame = self._frame.unused_data, None
         size = min(len(buffer), len(self._held))
@@ -241,6 +234,18 @@ class _Member(tarfile.TarInfo):
 
 
 def _parquet_rows(raw: BinaryIO, text_field: str, decode: Decode) -> Iterator[Row]:
+    import pyarrow as pa  # takes half a second to import
+
+    try:
+        yield from _arrow_rows(raw, text_field, decode)
+    except pa.ArrowException as error:
+        raise OSError(str(error)) from None
+
+
+def _arrow_rows(raw: BinaryIO, text_field: str, decode: Decode) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     file = pq.ParquetFile(raw, buffer_size=2**20, pre_buffer=False)  # else a row group's whole column is read
     names = file.schema_arrow.names
     if text_field not in names:
