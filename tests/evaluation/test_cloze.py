@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.config.data import TokenizerConfig
+from lmscale.data.text_file import TextFile, read_text_file
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer, train_tokenizer
 from lmscale.evaluation.cloze import predict_last_words
 from lmscale.evaluation.lambada import Passage, check_lengths, encode_passages, read_passages, stop_word_ids
 from lmscale.evaluation.scoring import score_places, vocab_parallel_argmax
-from lmscale.evaluation.text_files import TextFile, read_text_file
 from lmscale.parallel import ParallelContext
 
 WORLD = 4
@@ -180,7 +180,7 @@ def gpt2(shared_data) -> Tokenizer:
 
 
 def test_the_published_passages_have_the_known_tokens(shared_data, gpt2: Tokenizer) -> None:
-    file = read_text_file(shared_data / "lambada" / "lambada_test.shared.jsonl")
+    file = read_text_file(shared_data / "lambada" / "lambada_test.shared.jsonl", "task.path")
     passages = encode_passages(read_passages(file, "openai"), gpt2)
     assert len(passages) == 2577
     assert sum(len(passage.word) > 1 for passage in passages) == 550

@@ -8,6 +8,7 @@ from pathlib import Path
 from ..config.corpus import EvaluationSetConfig
 from ..config.data import DataConfig
 from ..data.sources import open_corpus
+from ..data.text_file import read_text_file
 from .overlap import EvaluationIndex
 from .work_folder import atomic_write
 
@@ -59,15 +60,7 @@ def articles(text: str) -> list[str]:
 
 def _read_items(key: str, config: EvaluationSetConfig) -> list[str]:
     if config.form == "wikitext" and config.path is not None:
-        try:
-            text = Path(config.path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"`{key}.path` must be a file that can be read, but {config.path}: {error.strerror}"
-            ) from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"`{key}.path` must be UTF-8, but {config.path}: {error}") from None
-        found = _articles(key, text)
+        found = _articles(key, read_text_file(config.path, f"{key}.path").text)
     else:
         kind = "huggingface" if config.path is None else "local"
         data = DataConfig(

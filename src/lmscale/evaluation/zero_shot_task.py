@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from ..config import TransformerConfig
 from ..config.zero_shot import LambadaConfig, WikiText103Config
+from ..data.text_file import TextFile, read_text_file
 from ..data.tokenizer import Tokenizer
 from ..paper import GPT_SIZES, GPT_VOCABULARY, STEPS, WIKITEXT_TEST_TARGETS, WIKITEXT_TEST_WORDS
 from .lambada import Passage, encode_passages, read_passages
-from .text_files import read_text_file
 from .wikitext import count_words, detokenize
 from .windows import Windows
 
@@ -82,15 +82,32 @@ def read_task(config: WikiText103Config | LambadaConfig, tokenizer: Tokenizer) -
     Raises:
         ValueError: the file cannot be scored; see `read_text_file`, `Windows` and `read_passages`.
     """
-    file = read_text_file(config.path)
+    file = read_text_file(config.path, "task.path")
+    check_complete(file)
     if isinstance(config, LambadaConfig):
         passages = encode_passages(read_passages(file, config.form), tokenizer)
         return Lambada(file.name, file.sha256, config.form, passages)
-    if all(line.startswith("{") for line in file.text.splitlines()):
+    if all(line.startswith("{") for line in file.text.removesuffix("\n").split("\n")):
         raise ValueError(f"`task.path` must be a WikiText file, but {config.path} has JSON lines, as LAMBADA's")
     tokens = tokenizer.encode_batch([detokenize(file.text).text])[0]
     windows = Windows(len(tokens) - 1, config.window, config.stride)
     return WikiText103(file.name, file.sha256, count_words(file.text), tokens, windows)
+
+
+def check_complete(file: TextFile) -> None:
+    """Check a published file for damage that would change its counts of words and tokens, and so the number.
+
+    Raises:
+        ValueError: it has no word, has a carriage return within a line, or ends in the middle of a line.
+    """
+    if not file.text.strip():
+        raise ValueError(f"`task.path` must be a file with text, but {file.name} is empty")
+    if "\r" in file.text:
+        line = file.text.count("\n", 0, file.text.index("\r")) + 1
+        raise ValueError(f"`task.path` must have LF or CR LF line ends, but {file.name}, line {line} has a lone CR")
+    if not file.text.endswith("\n"):
+        line = file.text.count("\n") + 1
+        raise ValueError(f"`task.path` must end with a line end, but {file.name}, line {line} is cut off")
 
 
 def record_kind(task: WikiText103 | Lambada, model: TransformerConfig, step: int) -> tuple[str, str | None]:
