@@ -107,6 +107,16 @@ def test_a_row_without_text_is_refused_with_its_number(folder, documents: Callab
         documents(folder)
 
 
+def test_the_items_of_an_evaluation_set_are_read_alike_and_no_key_is_proposed_that_it_lacks(folder) -> None:
+    hide(folder)
+    config = {"set": EvaluationSetConfig("records", str(folder))}
+    assert read_evaluation_sets(config) == {"set": ["one", "two"]}
+    for name, content in (("b.txt", b"caf\xe9"), ("c.jsonl", b'{"text": "\\ud800"}'), ("d.jsonl", b"{}")):
+        (folder / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name}, row 1: must [^;]*$"):
+            read_evaluation_sets({"set": EvaluationSetConfig("records", str(folder / name))})
+
+
 @READERS
 def test_bytes_that_are_not_utf8_follow_the_same_three_policies(folder, documents: Callable) -> None:
     (folder / "a.txt").write_bytes("café\n\n".encode() + b"\x93caf\xe9\x94\n\n\x81caf\xe9")

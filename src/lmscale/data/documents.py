@@ -17,14 +17,15 @@ class ReadRules:
     """How the files of a source become documents.
 
     Args:
-        key: of the source in the configuration, for messages: `data` or `sources.<name>`.
+        key: of the source in the configuration, `data` or `sources.<name>`, whose other values messages propose; None
+            if it has none.
         text_field: field of a JSONL line, parquet row or dataset row that holds the text.
         undecodable: what is done with bytes that are not UTF-8, and with lone surrogates of JSON; see `SourceConfig`.
         text_documents: a document of a text file is a `block` between blank lines or the whole `file`.
         max_bad_rows: number of rows without text (FAULTS) allowed per file.
     """
 
-    key: str
+    key: str | None
     text_field: str = "text"
     undecodable: str = "refuse"
     text_documents: str = "block"
@@ -93,10 +94,9 @@ def _count_fault(row: Row, rules: ReadRules, report: FileReport) -> None:
     report.count(kind, row.number)
     bad = sum(report.problems.get(kind, [0])[0] for kind in FAULTS)
     if kind in FAULTS and bad > rules.max_bad_rows:
-        which = f"it is bad row {bad} and `max_bad_rows` is {rules.max_bad_rows}"
-        if rules.max_bad_rows == 0:
-            which = "prepare_data.py skips such rows with max_bad_rows=N"
-        raise ValueError(f"{report.place}, row {row.number}: {rule}; {which}")
+        which = f"; it is bad row {bad} and `max_bad_rows` is {rules.max_bad_rows}" if rules.max_bad_rows else ""
+        advice = "; prepare_data.py skips such rows with max_bad_rows=N" if rules.key and not which else ""
+        raise ValueError(f"{report.place}, row {row.number}: {rule}{which}{advice}")
 
 
 def _rows_of_file(rules: ReadRules, report: FileReport, stat: tuple[int, int] | None) -> Iterator[Row]:
@@ -140,9 +140,10 @@ def _decode(raw: bytes, row: int, rules: ReadRules, report: FileReport) -> str:
         if rules.undecodable == "replace":
             return raw.decode("utf-8", "replace")
         if rules.undecodable == "refuse":
+            advice = f"; {rules.key}.undecodable=replace puts U+FFFD in its place, fall_back reads cp1252 or Latin-1"
             raise ValueError(
-                f"{report.place}, row {row}: must be UTF-8, but byte {error.start} is {raw[error.start]:#04x}; "
-                f"{rules.key}.undecodable=replace puts U+FFFD in its place, fall_back reads it as cp1252 or Latin-1"
+                f"{report.place}, row {row}: must be UTF-8, but byte {error.start} is {raw[error.start]:#04x}"
+                f"{advice if rules.key else ''}"
             ) from None
     try:
         return raw.decode("cp1252")
@@ -156,8 +157,6 @@ def _without_surrogates(row: Row, rules: ReadRules, report: FileReport) -> str:
         return row.text
     report.count("lone_surrogates", row.number)
     if rules.undecodable == "refuse":
-        raise ValueError(
-            f"{report.place}, row {row.number}: must be Unicode text, but has lone surrogates; "
-            f"{rules.key}.undecodable=replace puts U+FFFD in their place"
-        )
+        advice = f"; {rules.key}.undecodable=replace puts U+FFFD in their place" if rules.key else ""
+        raise ValueError(f"{report.place}, row {row.number}: must be Unicode text, but has lone surrogates{advice}")
     return SURROGATE.sub("\ufffd", row.text)
