@@ -249,7 +249,7 @@ def bad_inputs(folder: Path) -> Path:
         ((*LAMBADA, "ckpt=gpt2", "task.path=cut.jsonl"), "must have JSON on each line, but cut.jsonl, line 13"),
         ((*LAMBADA, "ckpt=gpt2", "task.path=original.txt"), "`task.form` must match the file"),
         ((*LAMBADA, "ckpt=gpt2", "task.form=new"), "`task.form` must be one of openai, original, but is 'new'"),
-        ((*LAMBADA, "ckpt=gpt2", "task.path=long.jsonl"), "must be at most the model's positions (64) long, but"),
+        ((*LAMBADA, "ckpt=gpt2", "task.path=long.jsonl"), "tokens to read; task.truncate_left=true drops"),
         ((*LAMBADA, "ckpt=gpt2", "parallel.tp_size=3"), "`num_attention_heads` must be a multiple of `tp_size` (3)"),
         ((*LAMBADA, "ckpt=gpt2", "parallel.dp_size=0"), "`parallel.dp_size` must be a whole number of at least 1"),
         ((*LAMBADA, "ckpt=gpt2", "accelerator=tpu"), "`accelerator` must be one of auto, cpu, gpu"),

@@ -1,14 +1,14 @@
 """Tasks of zero-shot evaluation: read and tokenize the file, count what is scored; no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config import TransformerConfig
 from ..config.zero_shot import LambadaConfig, WikiText103Config
 from ..data.text_file import TextFile, read_text_file
 from ..data.tokenizer import Tokenizer
 from ..paper import GPT_SIZES, GPT_VOCABULARY, STEPS, WIKITEXT_TEST_TARGETS, WIKITEXT_TEST_WORDS
-from .lambada import Passage, encode_passages, read_passages
+from .lambada import Passage, encode_passages, fit_passages, read_passages
 from .wikitext import count_words, detokenize
 from .windows import Windows
 
@@ -54,12 +54,17 @@ class WikiText103:
 
 @dataclass(frozen=True)
 class Lambada:
-    """Tokenized passages and their last words."""
+    """Tokenized passages and their last words.
+
+    Args:
+        num_truncated: passages without their first tokens, which the model could not read; None: not allowed.
+    """
 
     file_name: str
     file_sha256: str
     form: str
     passages: Sequence[Passage]
+    num_truncated: int | None = None
 
     @property
     def split(self) -> str:
@@ -68,12 +73,21 @@ class Lambada:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of passages, of last words of several tokens, and of tokens of the longest passage with its word."""
-        return {
+        """Number of passages, of last words of several tokens, of tokens of the longest passage with its word, and,
+        if allowed, of truncated passages.
+        """
+        counts = {
             "passages": len(self.passages),
             "words_of_several_tokens": sum(len(passage.word) > 1 for passage in self.passages),
             "longest": max(len(passage.context) + len(passage.word) for passage in self.passages),
         }
+        return counts if self.num_truncated is None else counts | {"truncated": self.num_truncated}
+
+    def fit(self, max_positions: int, truncate_left: bool) -> "Lambada":
+        """The task with passages that a model of so many positions can read; see `fit_passages`."""
+        passages = fit_passages(self.passages, max_positions, self.file_name, truncate_left)
+        num_truncated = sum(new != old for new, old in zip(passages, self.passages, strict=True))
+        return replace(self, passages=passages, num_truncated=num_truncated if truncate_left else None)
 
 
 def read_task(config: WikiText103Config | LambadaConfig, tokenizer: Tokenizer) -> WikiText103 | Lambada:
@@ -123,7 +137,7 @@ def record_kind(task: WikiText103 | Lambada, model: TransformerConfig, step: int
         windows = task.windows
         as_in_paper = (windows.num_targets, windows.window, windows.stride) == (WIKITEXT_TEST_TARGETS, 1024, 32)
     else:
-        as_in_paper = task.form == "openai"  # the raw text, section 5.2
+        as_in_paper = task.form == "openai" and not task.num_truncated  # the raw text, section 5.2
     as_in_paper = as_in_paper and model.vocab_size == GPT_VOCABULARY and model.norm_order == "pre"
     is_run = as_in_paper and task.split == "test" and step == STEPS and paper_size is not None
     return "run" if is_run else "scaled_down", paper_size
