@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -182,6 +183,7 @@ def test_the_papers_full_setting_is_a_run(task: WikiText103 | Lambada) -> None:
         wikitext(stride=64),
         lambada(form="original"),
         lambada(number=2_577),
+        replace(lambada(), num_truncated=1),
     ],
 )
 def test_any_other_file_or_protocol_is_scaled_down(task: WikiText103 | Lambada) -> None:

@@ -48,7 +48,12 @@ BAD = {
     "nested key": (["++trainer.wings.left=2"], "`trainer.wings` is not a known key"),
     "a key of other choices": (
         ["data.path=docs"],
-        "`data.path` needs data=indexed or data=local, but `data` is another",
+        "`data.path` needs data=indexed (binary token files, of prepare_data.py or of Megatron-LM's own tool) or "
+        "data=local (your own file or folder), but `data` is another choice",
+    ),
+    "a missing path of other choices": (
+        ["data.path=no/such"],
+        "`data.path` must exist, but no/such does not; it needs data=indexed (",
     ),
     "a sweep without -m": (
         ["optimizer.lr=1e-3,3e-3"],

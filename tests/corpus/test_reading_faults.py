@@ -12,9 +12,9 @@ import zstandard
 from input_files import TEXTS, archive, lines, pack, problems, read, source
 
 from lmscale.config.data import DataConfig
-from lmscale.corpus import formats
 from lmscale.corpus.inputs import list_inputs
 from lmscale.corpus.reading import SourceReader, check_number
+from lmscale.data import formats
 from lmscale.data.sources import check_corpus
 
 
@@ -68,7 +68,7 @@ def test_a_bad_row_raises_with_its_location_or_is_counted_below_the_limit(folder
     with pytest.raises(ValueError, match=r"a\.jsonl, row 3: must ") as caught:
         read(folder)
     message = str(caught.value).removeprefix(str(folder))
-    assert "\n" not in message and len(message) < 250
+    assert "\n" not in message and len(message) < 300
     documents, entries = read(folder, max_bad_rows=2)
     assert [document.text for document in documents] == ["One.", "Two."]
     assert list(problems(entries).values()) == [[2, 3]]
@@ -172,7 +172,7 @@ def test_links_in_an_archive_are_bad_rows_and_folders_are_skipped(folder) -> Non
 
 def test_utf16_raises(folder) -> None:
     (folder / "a.txt").write_text("text", encoding="utf-16")
-    with pytest.raises(ValueError, match=r"a\.txt: must be UTF-8, but begins with a UTF-16 byte-order mark"):
+    with pytest.raises(ValueError, match=r"a\.txt: must be UTF-8, but begins with UTF-16"):
         read(folder)
 
 

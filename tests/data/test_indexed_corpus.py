@@ -13,7 +13,7 @@ from lmscale.config import BatchConfig
 from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.data.datamodule import PretrainDataModule
 from lmscale.data.gpt_dataset import ShuffledGPTDataset
-from lmscale.data.indexed_corpus import split_documents
+from lmscale.data.indexed_corpus import check_indexed, split_documents
 from lmscale.data.prepare import corpus_unigram_cross_entropy, prepare_corpus
 from lmscale.data.sampler import DATASET_SHIFT
 
@@ -207,6 +207,16 @@ def test_a_bad_folder_raises_one_line(folder, tokenizers) -> None:
     (folder / "manifest.json").unlink()
     with pytest.raises(ValueError, match="is a folder without manifest.json"):
         opened(folder, folder)
+
+
+def test_a_corpus_of_another_family_is_refused_in_one_line(folder) -> None:
+    rule = r"`data.path` must be prepared for bert \(the model\), but "
+    with pytest.raises(ValueError, match=rf"{rule}the tokenizer of .* has no \[PAD\]"):
+        opened(folder / "a_text_document", folder, "bert")
+    data = DataConfig("indexed", 16, str(prepared_folder(folder)), split="8,2,0")
+    with pytest.raises(ValueError, match=rf"{rule}.* is for gpt; prepare the text again with architecture=bert"):
+        check_indexed(data, "bert")  # before torch is imported
+    check_indexed(data, "gpt")
 
 
 def test_a_missing_or_different_tokenizer_raises(folder, tokenizers, shared_data) -> None:

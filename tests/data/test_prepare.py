@@ -128,12 +128,12 @@ BAD_FILES = {
     "empty.txt": (b"", "at least one document"),
     "blank.txt": (b"\n\n  \n\n", "at least one document"),
     "one.txt": (b"only one document", "at least 2 documents"),
-    "latin.txt": (b"caf\xe9 au lait\n\nna\xefve", "2 undecodable bytes, the first at offset 3"),
-    "bad.jsonl": (b'{"text": "a"}\n{"text": \n', "line 2: must be JSON"),
-    "field.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "line 2: must be an object with a string `text`"),
-    "list.jsonl": (b"[1]\n", "line 1: must be an object"),
-    "cut.jsonl.gz": (gzip.compress(b'{"text": "abc"}' * 99)[:40], "cannot be read"),
-    "no.parquet": (b"PAR0", "cannot be read as parquet"),
+    "latin.txt": (b"caf\xe9 au lait\n\nna\xefve", "row 1: must be UTF-8, but byte 3 is 0xe9"),
+    "bad.jsonl": (b'{"text": "a"}\n{"text": \n', "row 2: must be one JSON object"),
+    "field.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "row 2: must have a string `text`"),
+    "list.jsonl": (b"[1]\n", "row 1: must have a string `text`"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "abc"}' * 99)[:40], "must be a complete, readable file"),
+    "no.parquet": (b"PAR0", "must be a complete, readable file"),
     "notes.docx": (b"x", "must end in .txt"),
 }
 
@@ -160,7 +160,7 @@ def test_undecodable_bytes_are_replaced_and_counted_on_request(tmp_path) -> None
     (tmp_path / "latin.txt").write_bytes("\n\n".join(TEXTS).encode() + b"\n\ncaf\xe9\xff here")
     config = local_config(tmp_path / "latin.txt", tmp_path, undecodable="replace", validation_every=99)
     prepared = prepare_corpus(config, TRAINED, "gpt", None)
-    assert prepared.manifest["sources"]["train"]["undecodable_bytes"] == 2
+    assert prepared.manifest["sources"]["train"]["problems"] == {"undecodable": 1}
 
 
 def test_ids_beyond_the_models_vocabulary_raise(tmp_path) -> None:

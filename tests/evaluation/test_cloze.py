@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.config.data import TokenizerConfig
+from lmscale.data.text_file import TextFile, read_text_file
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer, train_tokenizer
 from lmscale.evaluation.cloze import predict_last_words
-from lmscale.evaluation.lambada import Passage, check_lengths, encode_passages, read_passages, stop_word_ids
+from lmscale.evaluation.lambada import Passage, encode_passages, fit_passages, read_passages, stop_word_ids
 from lmscale.evaluation.scoring import score_places, vocab_parallel_argmax
-from lmscale.evaluation.text_files import TextFile, read_text_file
+from lmscale.evaluation.zero_shot_task import Lambada
 from lmscale.parallel import ParallelContext
 
 WORLD = 4
@@ -169,9 +170,22 @@ def test_a_line_of_another_form_raises_with_its_number(form: str, lines: list[st
 
 def test_a_passage_longer_than_the_positions_raises_with_its_line() -> None:
     fits = Passage(1, (1,) * 12, (5, 6))  # reads 13 tokens
-    check_lengths([fits], 13, "file")
-    with pytest.raises(ValueError, match=r"at most the model's positions \(13\) long, but file, line 2 has 14 tokens"):
-        check_lengths([fits, Passage(2, (1,) * 13, (5, 6))], 13, "file")
+    assert fit_passages([fits], 13, "file", truncate_left=False) == [fits]
+    rule = r"at most the model's positions \(13\) long, but file, line 2 has 14 tokens .*; task.truncate_left=true"
+    with pytest.raises(ValueError, match=rule):
+        fit_passages([fits, Passage(2, (1,) * 13, (5, 6))], 13, "file", truncate_left=False)
+
+
+def test_a_long_passage_loses_its_first_tokens_on_request() -> None:
+    fits, long = Passage(1, (1,) * 12, (5, 6)), Passage(2, (7, 8, *range(9, 21)), (5, 6, 7))
+    fitted = fit_passages([fits, long], 13, "file", truncate_left=True)
+    assert fitted == [fits, Passage(2, tuple(range(10, 21)), (5, 6, 7))]  # the last 11, and 2 of the word, are read
+    task = Lambada("file", "0", "openai", [fits, long])
+    assert task.fit(13, truncate_left=True).counts["truncated"] == 1
+    assert task.fit(99, truncate_left=True).counts["truncated"] == 0
+    assert "truncated" not in task.fit(99, truncate_left=False).counts
+    with pytest.raises(ValueError, match=r"a word must leave a position .* \(3\) .*, but that of file, line 2 has 4"):
+        fit_passages([Passage(2, (7, 8), (5, 6, 7, 8))], 3, "file", truncate_left=True)
 
 
 @pytest.fixture(scope="session")
@@ -180,7 +194,7 @@ def gpt2(shared_data) -> Tokenizer:
 
 
 def test_the_published_passages_have_the_known_tokens(shared_data, gpt2: Tokenizer) -> None:
-    file = read_text_file(shared_data / "lambada" / "lambada_test.shared.jsonl")
+    file = read_text_file(shared_data / "lambada" / "lambada_test.shared.jsonl", "task.path")
     passages = encode_passages(read_passages(file, "openai"), gpt2)
     assert len(passages) == 2577
     assert sum(len(passage.word) > 1 for passage in passages) == 550

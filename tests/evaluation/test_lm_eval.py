@@ -18,11 +18,11 @@ from crafted import save_gpt
 from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
+from lmscale.data.text_file import read_text_file
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer
 from lmscale.evaluation.cloze import _places, predict_last_words
 from lmscale.evaluation.lambada import Passage, encode_passages, read_passages
 from lmscale.evaluation.loading import load_model
-from lmscale.evaluation.text_files import read_text_file
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, vocab_parallel_logits
 
@@ -97,7 +97,7 @@ def crafted_checkpoint(folder: Path, tokenizer: Tokenizer, passages: list[Passag
 def test_lm_eval_gives_the_same_likelihoods_and_words(shared_data, tmp_path, lm_eval_folder) -> None:
     path = shared_data / "lambada" / "lambada_test.shared.jsonl"
     tokenizer = load_published_tokenizer(TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt")
-    file = read_text_file(path)
+    file = read_text_file(path, "task.path")
     passages = encode_passages(read_passages(file, "openai"), tokenizer)
     checkpoint = crafted_checkpoint(tmp_path / "ours", tokenizer, passages)
     published = export_hugging_face(checkpoint, tmp_path / "published")

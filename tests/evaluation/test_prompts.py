@@ -55,9 +55,9 @@ def test_sample_numbers_continue_if_a_prompt_repeats(tokenizer) -> None:
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("empty.txt", b"", "must have a prompt on each line, but .* is empty"),
-        ("latin.txt", "good\ncaf\xe9\n".encode("latin-1"), "must be UTF-8, but latin.txt, line 2 has the byte 0xe9"),
-        ("wide.txt", "good\n".encode("utf-16-le"), "must be plain text, but wide.txt, line 1 has a zero byte"),
+        ("empty.txt", b"", "must be a file with text, but .* is empty"),
+        ("latin.txt", "good\ncaf\xe9\n".encode("latin-1"), "must be UTF-8, but .*latin.txt, line 2 has the byte 0xe9"),
+        ("wide.txt", "good\n".encode("utf-16-le"), "wide.txt must be plain UTF-8 text, but line 1 has a zero byte"),
         (
             "a.jsonl",
             b'{"prompt": "x"}\n{"prompt": 3}\n',

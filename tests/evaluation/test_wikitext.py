@@ -6,11 +6,12 @@ from hypothesis import strategies as st
 
 from lmscale.config.data import TokenizerConfig
 from lmscale.config.zero_shot import WikiText103Config
+from lmscale.data.text_file import read_text_file
 from lmscale.data.tokenizer import load_published_tokenizer
-from lmscale.evaluation.text_files import read_text_file
 from lmscale.evaluation.wikitext import count_words, detokenize
-from lmscale.evaluation.zero_shot_task import read_task
+from lmscale.evaluation.zero_shot_task import check_complete, read_task
 
+WIKI = " \n = Lobsters = \n \n The lobster is blue . \n"
 # Patterns of the rules, combined in every order.
 PIECES = [
     "s '",
@@ -57,7 +58,7 @@ def test_the_other_vocabulary_of_the_same_articles_has_its_published_count(share
 
 
 def test_the_validation_file_is_restored_exactly(shared_data) -> None:
-    text = read_text_file(shared_data / "wikitext" / "wikitext-103.wiki.valid.tokens").text
+    text = read_text_file(shared_data / "wikitext" / "wikitext-103.wiki.valid.tokens", "task.path").text
     detokenized = detokenize(text)
     assert len(detokenized.text) < 0.97 * len(text)
     assert detokenized.restore() == text
@@ -98,20 +99,26 @@ def test_words_are_separated_by_single_spaces() -> None:
         (b"", "must be a file with text, but .* is empty"),
         (b" \n \n", "must be a file with text, but .* is empty"),
         (b"good line\nl\xe9tat\n", "must be UTF-8, but .*, line 2 has the byte 0xe9"),
-        ("words\n".encode("utf-16"), "without a byte-order mark, but .* begins with UTF-16"),
-        (b"\xef\xbb\xbfwords\n", "without a byte-order mark"),
+        ("words\n".encode("utf-16"), "begins with UTF-16's byte-order mark"),
         ("words\n".encode("utf-16-le"), "line 1 has a zero byte"),
-        (b"one\ntwo\r\n", "with LF line ends, but .*, line 2 has a carriage return"),
+        (b"one\ntwo\rthree\n", "must have LF or CR LF line ends, but .*, line 2 has a lone CR"),
         (b"one\ntwo and a ha", "must end with a line end, but .*, line 2 is cut off"),
     ],
 )
 def test_a_file_that_would_change_the_counts_raises(tmp_path, data: bytes, message: str) -> None:
     path = tmp_path / "file.tokens"
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=f"`task.path` .*{message}"):
-        read_text_file(path)
+    with pytest.raises(ValueError, match=f"`task.path`.*{message}"):
+        check_complete(read_text_file(path, "task.path"))
+
+
+def test_a_byte_order_mark_and_crlf_do_not_change_the_counts(tmp_path) -> None:
+    for name, data in (("a.tokens", WIKI.encode()), ("b.tokens", ("\ufeff" + WIKI).replace("\n", "\r\n").encode())):
+        (tmp_path / name).write_bytes(data)
+    texts = [read_text_file(tmp_path / name, "task.path").text for name in ("a.tokens", "b.tokens")]
+    assert texts[0] == texts[1] == WIKI
 
 
 def test_a_missing_file_raises(tmp_path) -> None:
     with pytest.raises(ValueError, match="must be a file that can be read, but .*: No such file"):
-        read_text_file(tmp_path / "none.tokens")
+        read_text_file(tmp_path / "none.tokens", "task.path")

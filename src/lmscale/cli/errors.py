@@ -54,9 +54,8 @@ def _one_line(error: Exception) -> str:
     if unknown:
         choices = _choices_with(unknown[1])
         if choices:
-            return (
-                f"`{unknown[1]}` needs {' or '.join(choices)}, but `{choices[0].partition('=')[0]}` is another choice"
-            )
+            needs = f"needs {' or '.join(choices)}, but `{unknown[1].partition('.')[0]}` is another choice"
+            return f"`{unknown[1]}` {_missing_path(unknown[1])}{needs}"
         return f"`{unknown.group(1)}` is not a known key or group of the configuration{_closest(unknown.group(1))}"
     if text.startswith(("Config group override must be", "Error resolving interpolation '${model}'")):
         text = _wrong_choice(sys.argv[1:]) or text
@@ -93,9 +92,22 @@ def _closest(key: str) -> str:
 
 
 def _choices_with(key: str) -> list[str]:
-    """The choices of the key's group whose files have the key, as they are typed: `data=local`."""
+    """The choices of the key's group whose files have the key, as they are typed, with what their files say of them."""
     group, _, rest = key.partition(".")
-    return [f"{group}={path.stem}" for path in files_of(group) if rest in list(OmegaConf.load(path))]
+    found = []
+    for path in files_of(group):
+        if rest in list(OmegaConf.load(path)):
+            choice = f"{group}={path.stem}"
+            about, is_given, _ = path.read_text(encoding="utf-8").removeprefix("# ").partition(f": {choice} ")
+            found.append(f"{choice} ({about[0].lower()}{about[1:]})" if is_given else choice)
+    return found
+
+
+def _missing_path(key: str) -> str:
+    """What the message begins with if the key's value is a path that does not exist."""
+    path = next(arg.partition("=")[2] for arg in sys.argv[1:] if arg.lstrip("+").startswith(f"{key}="))
+    is_missing = key.endswith("path") and not (Path(path).exists() or Path(f"{path}.idx").exists())
+    return f"must exist, but {path} does not; it " if is_missing else ""
 
 
 def _how_to_make(key: str) -> str:

@@ -4,11 +4,10 @@ import re
 from dataclasses import dataclass, field
 
 from .checks import require_not_negative, require_one_of, require_positive
-from .data import TokenizerConfig
+from .data import UNDECODABLE, TokenizerConfig
 from .family import BUILT_IN
 from .from_dict import build
 
-UNDECODABLE = ("fall_back", "replace", "refuse")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -23,7 +22,7 @@ class SourceConfig:
 
     Args:
         kind: `local` (files) or `huggingface` (a dataset by name).
-        path: a file or folder for `local`: text, JSONL (also .gz, .zst), parquet, tar.
+        path: a file or folder for `local`: .txt, .md, .tokens, .jsonl, .json, .tar (also .gz, .zst) or .parquet.
         name: of the dataset for `huggingface`.
         subset: of the dataset, its configuration.
         split: of the dataset.
@@ -31,7 +30,7 @@ class SourceConfig:
         weight: share of training samples, relative to the other sources' weights; None: by tokens.
         undecodable: bytes that are not UTF-8: `fall_back` to cp1252 and Latin-1, `replace` by U+FFFD, or `refuse`.
             They are always counted.
-        text_documents: in .txt and .md files a document is a `block` between blank lines or the whole `file`.
+        text_documents: in text files a document is a `block` between blank lines or the whole `file`.
         join_lines: join lines broken inside paragraphs, as in CC-Stories.
         architectures: models that may train on it (BooksCorpus: only BERT, because it overlaps LAMBADA).
     """

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from .checks import require_fraction, require_not_negative, require_one_of, require_positive
 from .family import corpus_forms
 
+UNDECODABLE = ("fall_back", "replace", "refuse")
+
 
 @dataclass(frozen=True)
 class TokenizerConfig:
@@ -38,7 +40,7 @@ class DataConfig:
     """`data=`: where documents come from and how samples are cut.
 
     Args:
-        kind: `embedded` (Python's own documentation), `local` (a file or folder of text, JSONL or parquet),
+        kind: `embedded` (Python's own documentation), `local` (a file or folder of text, see `SourceConfig`),
             `huggingface` (a dataset by name) or `indexed` (binary token files).
         path: for `local` a file or folder. For `indexed` the prefix of a .bin and .idx, a folder of
             prepare_data.py, or weights by prefix.
@@ -48,7 +50,8 @@ class DataConfig:
         subset: of the dataset for `huggingface`, its configuration.
         split: of the dataset for `huggingface`; for `indexed` the shares of training, validation and test documents.
         text_field: field of a JSONL line, parquet row or dataset row that holds the text.
-        undecodable: `refuse` bytes that are not UTF-8, with their count, or `replace` them by U+FFFD and count them.
+        undecodable: bytes that are not UTF-8: `refuse`, `replace` by U+FFFD, or `fall_back` to cp1252 and Latin-1,
+            counted by row.
         seq_length: tokens of a sample.
         validation_every: one document in this many is held out for validation.
         short_seq_probability: BERT: share of samples that are shorter than `seq_length` (Megatron-LM v1.0: 0.1).
@@ -76,7 +79,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require_one_of(self, "kind", ("embedded", "local", "huggingface", "indexed"))
-        require_one_of(self, "undecodable", ("refuse", "replace"))
+        require_one_of(self, "undecodable", UNDECODABLE)
         require_positive(self, "seq_length", "max_ngram")
         if self.validation_every < 2:
             raise ValueError(f"`data.validation_every` must be at least 2, but is {self.validation_every}")

@@ -46,6 +46,8 @@ class LambadaConfig:
         path: the passages, one per line.
         form: of the file, `openai` (JSON lines of written text) or `original` (lower case, tokenized).
         stop_word_filter: report also the accuracy where no stop word may be the first token of an answer.
+        truncate_left: a passage longer than the model's positions loses its first tokens, and the record counts such
+            passages; false: it is refused.
 
     Source: section 5.2.
     """
@@ -54,6 +56,7 @@ class LambadaConfig:
     path: str
     form: str = "openai"
     stop_word_filter: bool = False
+    truncate_left: bool = False
 
     def __post_init__(self) -> None:
         require_one_of(self, "form", LAMBADA_FORMS)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from ..config.corpus import EvaluationSetConfig
 from ..config.data import DataConfig
+from ..data.documents import FileReport, ReadRules, read_file
+from ..data.input_files import list_files
 from ..data.sources import open_corpus
+from ..data.text_file import read_text_file
 from .overlap import EvaluationIndex
 from .work_folder import atomic_write
 
@@ -58,40 +61,27 @@ def articles(text: str) -> list[str]:
 
 
 def _read_items(key: str, config: EvaluationSetConfig) -> list[str]:
-    if config.form == "wikitext" and config.path is not None:
-        try:
-            text = Path(config.path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"`{key}.path` must be a file that can be read, but {config.path}: {error.strerror}"
-            ) from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"`{key}.path` must be UTF-8, but {config.path}: {error}") from None
-        found = _articles(key, text)
-    else:
-        kind = "huggingface" if config.path is None else "local"
-        data = DataConfig(
-            kind=kind,
-            seq_length=1,
-            path=config.path,
-            name=config.name if kind == "huggingface" else None,
-            subset=config.subset,
-            split=config.split,
-            text_field=config.text_field,
-        )
-        try:
-            texts = open_corpus(data).read().texts
-        except ValueError as error:
-            hint = (
-                f"; {key}.path takes a local file, evaluation=none keeps test sets in the corpus"
-                if config.path is None
-                else ""
-            )
-            raise ValueError(str(error).replace("`data.", f"`{key}.") + hint) from None
+    if config.path is None:
+        texts = _read_hub(key, config)
         found = _articles(key, "".join(texts)) if config.form == "wikitext" else texts
+    elif config.form == "wikitext":
+        found = _articles(key, read_text_file(config.path, f"{key}.path").text)
+    else:
+        rules = ReadRules(None, config.text_field)
+        files = list_files(Path(config.path), f"{key}.path").paths
+        found = [row.text for file in files for row in read_file(rules, FileReport(str(file)))]
     if not found:
         raise ValueError(f"`{key}` must hold evaluation text, but is empty")
     return found
+
+
+def _read_hub(key: str, config: EvaluationSetConfig) -> list[str]:
+    place = {"name": config.name, "subset": config.subset, "split": config.split, "text_field": config.text_field}
+    try:
+        return open_corpus(DataConfig("huggingface", 1, **place)).read().texts
+    except ValueError as error:
+        hint = f"; {key}.path takes a local file, evaluation=none keeps test sets in the corpus"
+        raise ValueError(str(error).replace("`data.", f"`{key}.") + hint) from None
 
 
 def _articles(key: str, text: str) -> list[str]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config.corpus import SourceConfig
-from ..data.sources import check_regular
-from .formats import SUFFIXES, format_of
+from ..data.documents import reason_of
+from ..data.input_files import list_files
 
 
 @dataclass(frozen=True)
@@ -54,37 +54,15 @@ def list_inputs(sources: dict[str, SourceConfig]) -> list[InputFile]:
 
 
 def list_skipped(sources: dict[str, SourceConfig]) -> list[str]:
-    """Describe, in one line per source, what its folder holds but is not read: other file types and linked folders."""
-    notes = []
-    for source, config in sources.items():
-        if config.kind != "local" or not Path(config.path).is_dir():
-            continue
-        others = [p for p in Path(config.path).rglob("*") if p.is_file() and not format_of(p.name)]
-        others += [p for p in Path(config.path).rglob("*") if p.is_dir() and p.is_symlink()]
-        if others:
-            notes.append(
-                f"sources.{source}.path: skipped {len(others)} files of other types or linked folders, "
-                f"the first is {min(others)}; known types are {', '.join(SUFFIXES)}"
-            )
-    return notes
+    """Describe, in one line per source, what its folder holds but is not read."""
+    keys = {f"sources.{name}.path": config.path for name, config in sources.items() if config.kind == "local"}
+    found = {key: list_files(Path(path), key).skipped for key, path in keys.items()}
+    return [f"{key}: {skipped}" for key, skipped in found.items() if skipped]
 
 
 def _list_files(source: str, path: Path) -> list[InputFile]:
-    key = f"sources.{source}.path"
-    if path.is_dir():
-        root, paths = path, [p for p in path.rglob("*") if not p.is_dir() and format_of(p.name)]
-        check_regular(paths, key)
-        if not paths:
-            raise ValueError(f"`{key}` must hold files ending in {', '.join(SUFFIXES)}, but {path} has none")
-    elif path.is_file():
-        root, paths = path.parent, [path]
-        if not format_of(path.name):
-            raise ValueError(f"`{key}` must end in {', '.join(SUFFIXES)}, but is {path}")
-    elif path.exists():
-        raise ValueError(f"`{key}` must be a file or a folder, but {path} is neither")
-    else:
-        raise ValueError(f"`{key}` must exist, but {path} does not")
-    return [_describe(source, p, p.relative_to(root).as_posix()) for p in paths]
+    files = list_files(path, f"sources.{source}.path")
+    return [_describe(source, p, p.relative_to(files.root).as_posix()) for p in files.paths]
 
 
 def _describe(source: str, path: Path, name: str) -> InputFile:
@@ -117,7 +95,7 @@ def _list_parts(source: str, config: SourceConfig) -> list[InputFile]:
             modified_ns = max(Path(file).stat().st_mtime_ns for file in files)
     except Exception as error:  # the library raises many types: no such dataset, subset or split, no network
         raise ValueError(
-            f"`sources.{source}.name` must be a dataset that can be streamed, but {config.name!r}: {first_line(error)}"
+            f"`sources.{source}.name` must be a dataset that can be streamed, but {config.name!r}: {reason_of(error)}"
         ) from None
     if config.text_field not in columns:
         raise ValueError(
@@ -154,9 +132,3 @@ def _sizes(files: list[str]) -> list[int]:
         system, path = url_to_fs(file)
         found.append(int(system.info(path)["size"]))
     return found
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type where the message is empty."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

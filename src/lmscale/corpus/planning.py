@@ -15,7 +15,7 @@ from .reading import check_number
 from .tokenizing import save_tokenizer
 from .work_folder import WorkFolder, atomic_write
 
-FORMAT = 3  # of the intermediate files: incremented when they or the result of the same input change
+FORMAT = 4  # of the intermediate files: incremented when they or the result of the same input change
 MAX_TASKS = 1000  # of the first stage
 # Keys that affect how the work is done but not its result; `shard_mb` is checked by its number of shards.
 FREE_KEYS = ("launcher", "shard_mb", "keep_work", "output", "max_bad_rows")

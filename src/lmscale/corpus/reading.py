@@ -1,57 +1,18 @@
 """Read sources as streams of documents, and report what was wrong in each file."""
 
-import hashlib
 import json
-import os
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from ..config.corpus import SourceConfig
-from .formats import READ_ERRORS, Row, UnreadableError, read_rows, row_of
-from .inputs import InputFile, first_line
+from ..data.documents import SURROGATE, FileReport, ReadRules, read_documents, read_file, reason_of
+from ..data.formats import Row, row_of
+from .inputs import InputFile
 from .progress import Meter
 from .work_folder import WorkFolder, atomic_write
-
-FAULTS = ("invalid_json", "missing_text")  # rows without text; `max_bad_rows` limits them
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-@dataclass
-class ReadReport:
-    """Counts of one file.
-
-    Args:
-        file: the file.
-        sha256: of the stored file; None for a part of a dataset.
-        documents: number of documents passed to the next step.
-        problems: kind -> [count, row of the first]. Kinds: FAULTS, `undecodable` (not UTF-8), `lone_surrogates`,
-            `empty_documents`, `empty_file`.
-    """
-
-    file: InputFile
-    sha256: str | None = None
-    documents: int = 0
-    problems: dict[str, list[int]] = field(default_factory=dict)
-
-    def count(self, kind: str, row: int) -> None:
-        """Count one problem."""
-        self.problems.setdefault(kind, [0, row])[0] += 1
-
-    def entry(self) -> dict:
-        """Return the entry of the manifest, as plain values."""
-        return {
-            "source": self.file.source,
-            "file": self.file.name,
-            "bytes": self.file.num_bytes,
-            "sha256": self.sha256,
-            "documents": self.documents,
-            "problems": {kind: {"count": n, "first_row": row} for kind, (n, row) in sorted(self.problems.items())},
-        }
 
 
 class SourceReader(PipelineStep):
@@ -87,7 +48,7 @@ class SourceReader(PipelineStep):
         entries = []
         with Meter(self.folder, "clean", rank) as meter:
             for file in self.inputs[rank::world_size]:
-                report = ReadReport(file)
+                report = FileReport(file.path or file.name)
                 documents = self._documents(file, report)
                 while (document := self._timed_next(documents)) is not None:
                     meter.add(1, len(document.text))
@@ -95,7 +56,7 @@ class SourceReader(PipelineStep):
                 self.stat_update("documents", value=report.documents)
                 for kind, (number, _) in report.problems.items():
                     self.stat_update(kind, value=number)
-                entries.append(report.entry())
+                entries.append(_entry(file, report))
         with atomic_write(self.folder.path("inputs", f"{rank:05d}.json")) as path:
             path.write_text(json.dumps(entries, indent=1, ensure_ascii=False), encoding="utf-8")
 
@@ -103,31 +64,34 @@ class SourceReader(PipelineStep):
         with self.track_time():
             return next(documents, None)
 
-    def _documents(self, file: InputFile, report: ReadReport) -> Iterator[Document]:
-        config, is_empty = self.sources[file.source], True
-        rows = _rows_of_file(file, config, report) if file.path is not None else _rows_of_part(file, config)
+    def _documents(self, file: InputFile, report: FileReport) -> Iterator[Document]:
+        config = self.sources[file.source]
+        rules = rules_of(file.source, config, self.max_bad_rows)
+        if file.path is not None:
+            rows = read_file(rules, report, (file.num_bytes, file.modified_ns))
+        else:
+            rows = read_documents(_rows_of_part(file, config), rules, report)
         for row in rows:
-            is_empty = False
-            if row.fault is not None:
-                self._count_fault(row, report)
-                continue
-            text = _without_surrogates(row.text, row.number, config, report)
-            if not text.strip():
-                report.count("empty_documents", row.number)
-                continue
-            report.documents += 1
-            name = f"{file.name}:{row.number}" if row.name is None else _SURROGATE.sub("\ufffd", row.name)
-            yield Document(text, name, metadata={"source": file.source, "file": file.name, "row": row.number})
-        if is_empty:
-            report.count("empty_file", 0)
+            name = f"{file.name}:{row.number}" if row.name is None else SURROGATE.sub("\ufffd", row.name)
+            yield Document(row.text, name, metadata={"source": file.source, "file": file.name, "row": row.number})
 
-    def _count_fault(self, row: Row, report: ReadReport) -> None:
-        kind, rule = row.fault
-        report.count(kind, row.number)
-        bad = sum(report.problems.get(kind, [0])[0] for kind in FAULTS)
-        if bad > self.max_bad_rows:
-            which = "" if self.max_bad_rows == 0 else f"; it is bad row {bad} and `max_bad_rows` is {self.max_bad_rows}"
-            raise ValueError(f"{_place(report.file)}, row {row.number}: {rule}{which}")
+
+def rules_of(source: str, config: SourceConfig, max_bad_rows: int) -> ReadRules:
+    """The rules by which the files of a source are read."""
+    key = f"sources.{source}"
+    return ReadRules(key, config.text_field, config.undecodable, config.text_documents, max_bad_rows)
+
+
+def _entry(file: InputFile, report: FileReport) -> dict:
+    """The manifest's entry of a file, as plain values."""
+    return {
+        "source": file.source,
+        "file": file.name,
+        "bytes": file.num_bytes,
+        "sha256": report.sha256,
+        "documents": report.documents,
+        "problems": {kind: {"count": n, "first_row": row} for kind, (n, row) in sorted(report.problems.items())},
+    }
 
 
 def check_number(inputs: Iterable[InputFile], sources: dict[str, SourceConfig]) -> None:
@@ -140,47 +104,15 @@ def check_number(inputs: Iterable[InputFile], sources: dict[str, SourceConfig]) 
     for file in inputs:
         if file.path is None:
             return  # a dataset on the hub would be asked twice
-        config = sources[file.source]
+        rules = rules_of(file.source, sources[file.source], max_bad_rows=0)
         try:
-            with open(file.path, "rb") as raw:
-                rows = read_rows(raw, file.path, config.text_field, config.text_documents, _decode_any)
-                for row in rows if file.num_bytes else ():
-                    found += row.fault is None and bool(row.text.strip())
-                    if found == 2 or row.fault is not None:
-                        return
-        except (UnreadableError, *READ_ERRORS):
+            for _ in read_file(rules, FileReport(file.path)):
+                found += 1
+                if found == 2:
+                    return
+        except ValueError:
             return
     raise ValueError(f"`sources` must hold at least 2 documents, one to train on and one to validate, but hold {found}")
-
-
-def _decode_any(text: bytes, row: int) -> str:
-    return text.decode("utf-8", "replace")
-
-
-def _rows_of_file(file: InputFile, config: SourceConfig, report: ReadReport) -> Iterator[Row]:
-    number = 0
-
-    def decode(text: bytes, row: int) -> str:
-        return _decode(text, row, config, report)
-
-    try:
-        with open(file.path, "rb") as raw:
-            stat = os.fstat(raw.fileno())
-            if (stat.st_size, stat.st_mtime_ns) != (file.num_bytes, file.modified_ns):
-                raise UnreadableError("must not change during the preparation, but has changed since it was listed")
-            report.sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
-            raw.seek(0)
-            if file.num_bytes == 0:
-                return  # an empty file would not be a valid gzip or parquet file
-            for row in read_rows(raw, file.path, config.text_field, config.text_documents, decode):
-                number = row.number
-                yield row
-    except UnreadableError as error:
-        raise ValueError(f"{file.path}: {error}") from None
-    except READ_ERRORS as error:
-        reason = str(getattr(error, "strerror", None) or error or type(error).__name__).splitlines()[0]
-        place = f" after row {number}" if number else ""
-        raise ValueError(f"{file.path} must be a complete, readable file, but is not{place}: {reason}") from None
 
 
 def _rows_of_part(file: InputFile, config: SourceConfig) -> Iterator[Row]:
@@ -197,42 +129,5 @@ def _rows_of_part(file: InputFile, config: SourceConfig) -> Iterator[Row]:
     except Exception as error:  # see inputs._list_parts
         place = f" after row {number}" if number else ""
         raise ValueError(
-            f"{file.name} must be a readable part of a dataset, but is not{place}: {first_line(error)}"
+            f"{file.name} must be a readable part of a dataset, but is not{place}: {reason_of(error)}"
         ) from None
-
-
-def _decode(raw: bytes, row: int, config: SourceConfig, report: ReadReport) -> str:
-    """Decode UTF-8, and apply the source's policy to bytes that are not UTF-8."""
-    raw = raw.removeprefix(b"\xef\xbb\xbf")  # byte-order mark
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        report.count("undecodable", row)
-        if config.undecodable == "replace":
-            return raw.decode("utf-8", "replace")
-        if config.undecodable == "refuse":
-            raise ValueError(
-                f"{_place(report.file)}, row {row}: must be UTF-8, but byte {error.start} is {raw[error.start]:#04x}; "
-                f"sources.{report.file.source}.undecodable=fall_back reads it as cp1252 or Latin-1"
-            ) from None
-    try:
-        return raw.decode("cp1252")
-    except UnicodeDecodeError:  # cp1252 leaves five bytes undefined, Latin-1 none
-        return raw.decode("latin-1")
-
-
-def _without_surrogates(text: str, row: int, config: SourceConfig, report: ReadReport) -> str:
-    """Replace lone surrogates, which JSON can escape (`\\ud800`) but UTF-8 cannot encode, by U+FFFD."""
-    if not _SURROGATE.search(text):
-        return text
-    report.count("lone_surrogates", row)
-    if config.undecodable == "refuse":
-        raise ValueError(
-            f"{_place(report.file)}, row {row}: must be Unicode text, but has lone surrogates; "
-            f"sources.{report.file.source}.undecodable=replace puts U+FFFD in their place"
-        )
-    return _SURROGATE.sub("\ufffd", text)
-
-
-def _place(file: InputFile) -> str:
-    return file.path or file.name

@@ -39,6 +39,12 @@ def open_indexed(
     loaded, folder = _find_tokenizer(
         [path for held in sources.values() for path in held.folders], tokenizer, cache, architecture
     )
+    missing = [token for token in form.special_tokens if loaded.inner.token_to_id(token) is None]
+    if missing:
+        raise ValueError(
+            f"`data.path` must be prepared for {form.name} (the model), but the tokenizer of {folder} has no "
+            f"{missing[0]}"
+        )
     check_vocabulary(loaded, model_vocab_size)
     for held in sources.values():
         held.check_tokenizer(loaded)
@@ -61,15 +67,15 @@ def open_indexed(
     )
 
 
-def check_indexed(data: DataConfig) -> None:
-    """Check that the datasets' files exist, without reading them.
+def check_indexed(data: DataConfig, architecture: str) -> None:
+    """Check that the datasets' files exist and are for the model's family, without reading them.
 
     Raises:
-        ValueError: a file is missing.
+        ValueError: a file is missing, or a folder was prepared for another family.
     """
     if data.kind == "indexed":
         for key in ("path", "validation_path") if data.validation_path is not None else ("path",):
-            _Sources(getattr(data, key), key)
+            _Sources(getattr(data, key), key).check_form(family_of(architecture).corpus)
 
 
 def special_ids_of(tokenizer: Tokenizer, form: CorpusForm) -> dict[str, int]:
@@ -110,7 +116,8 @@ class _Sources:
         if self.manifest is not None and self.manifest["architecture"] != form.name:
             raise ValueError(
                 f"`data.{self.key}` must be prepared for {form.name} (the model), but {self.root} is for "
-                f"{self.manifest['architecture']}"
+                f"{self.manifest['architecture']}; prepare the text again with architecture={form.name}, or choose a "
+                f"{self.manifest['architecture']} with model="
             )
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:

@@ -68,7 +68,8 @@ def prepare_corpus(
     if not (folder / "manifest.json").is_file():
         _build(folder, documents(), loaded, form, {k: d.notes for k, d in read.items()})
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    manifest["notes"] = list(_notes(data, tokenizer, loaded.vocab_size, manifest))
+    skipped = [found.skipped for found in (corpus, held_out) if found is not None and found.skipped]
+    manifest["notes"] = [*skipped, *_notes(data, tokenizer, loaded.vocab_size, manifest)]
     parts = {}
     for split in ("train", "validation"):
         held = manifest[split]
@@ -86,7 +87,11 @@ def prepare_corpus(
 
 
 def _notes(data: DataConfig, tokenizer: TokenizerConfig, vocab_size: int, manifest: dict) -> Iterator[str]:
-    """Yield a line, with both numbers, for each request for which the corpus was too small."""
+    """Yield a line for what was wrong in the files, and for each request for which the corpus was too small."""
+    for split, notes in manifest["sources"].items():
+        problems = [f"{number:,} {kind.replace('_', ' ')}" for kind, number in notes.get("problems", {}).items()]
+        if problems:
+            yield f"the files of the {split} text have {', '.join(problems)}"
     if tokenizer.kind == "trained" and vocab_size < (tokenizer.vocab_size or 0):
         yield (
             f"`tokenizer.vocab_size` is {tokenizer.vocab_size:,}, but the corpus has only {vocab_size:,} "

@@ -1,24 +1,20 @@
 """Read documents from the embedded corpus, local files, or a Hugging Face dataset."""
 
-import gzip
 import hashlib
-import json
-import os
-import re
 import urllib.error
 import urllib.request
-import zlib
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config.data import DataConfig
+from .documents import FileReport, ReadRules, read_documents, read_file, reason_of
 from .embedded import embedded_documents, embedded_fingerprint
+from .formats import format_of, row_of
+from .input_files import InputFiles, list_files
 
-SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".parquet")
 HUB_TIMEOUT_S = 10.0
-_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -28,10 +24,12 @@ class Corpus:
     Args:
         fingerprint: sha256 of the content (local, embedded) or the dataset's own fingerprint (Hugging Face).
         read: returns the documents; called only if the tokens are not in the cache.
+        skipped: what is not read of a folder, one line; empty if nothing.
     """
 
     fingerprint: str
     read: Callable[[], "Documents"]
+    skipped: str = ""
 
 
 @dataclass
@@ -40,7 +38,7 @@ class Documents:
 
     Args:
         texts: non-blank documents in order.
-        notes: facts for the manifest: files, undecodable bytes, missing modules.
+        notes: facts for the manifest: files, problems by kind (see `FileReport`), missing modules.
     """
 
     texts: list[str]
@@ -50,29 +48,27 @@ class Documents:
 def open_corpus(config: DataConfig, key: str = "path") -> Corpus:
     """Open the corpus configured by `data=`.
 
-    In a .txt or .md file a blank line ends a document; each JSONL line, parquet row and dataset row is one document.
-    Files of a folder are read in the order of their paths.
+    In a text file a blank line ends a document; each JSONL line, parquet row, dataset row and member of an archive is
+    one document. Files of a folder are read in the order of their paths.
 
     Args:
         key: `path`, or `validation_path` for the held-out file or folder.
 
     Raises:
         ValueError: a path or file is missing, a suffix is unknown, or a dataset cannot be loaded. Errors inside files
-            are raised by `read`: no document, a missing field, bad JSON, undecodable bytes with
-            `data.undecodable=refuse`.
+            are raised by `read`: no document, and those of `read_file`.
     """
     if config.kind == "embedded":
         return Corpus(embedded_fingerprint(), _read_embedded)
     if config.kind == "huggingface":
         return _open_dataset(config)
-    path = getattr(config, key)
-    files = _list_files(Path(path), key)
-    root = Path(path) if Path(path).is_dir() else Path(path).parent
-    hashes = {file.relative_to(root).as_posix(): _sha256(file) for file in files}
+    files = list_files(Path(getattr(config, key)), f"data.{key}")
+    hashes = {file.relative_to(files.root).as_posix(): _sha256(file) for file in files.paths}
     # The suffix determines how bytes become documents, so it is part of the fingerprint.
-    facts = [(next(s for s in SUFFIXES if name.endswith(s)), digest) for name, digest in hashes.items()]
+    facts = [(format_of(name), digest) for name, digest in hashes.items()]
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
-    return Corpus(fingerprint, lambda: _read_files(files, hashes, config, key))
+    skipped = f"data.{key}: {files.skipped}" if files.skipped else ""
+    return Corpus(fingerprint, lambda: _read_files(files, hashes, config, key), skipped)
 
 
 def check_corpus(config: DataConfig) -> None:
@@ -83,7 +79,7 @@ def check_corpus(config: DataConfig) -> None:
     """
     if config.kind == "local":
         for key in ("path", "validation_path") if config.validation_path is not None else ("path",):
-            _list_files(Path(getattr(config, key)), key)
+            list_files(Path(getattr(config, key)), f"data.{key}")
 
 
 def _read_embedded() -> Documents:
@@ -99,124 +95,16 @@ def _sha256(file: Path) -> str:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
 
 
-def _list_files(path: Path, key: str) -> list[Path]:
-    if path.is_file():
-        files = [path]
-    elif path.is_dir():
-        files = sorted(p for p in path.rglob("*") if not p.is_dir() and p.name.endswith(SUFFIXES))
-        check_regular(files, f"data.{key}")
-        if not files:
-            raise ValueError(f"`data.{key}` must hold files ending in {', '.join(SUFFIXES)}, but {path} has none")
-    else:
-        if path.exists():
-            raise ValueError(f"`data.{key}` must be a file or a folder, but {path} is neither")
-        raise ValueError(f"`data.{key}` must exist, but {path} does not")
-    for file in files:
-        if not file.name.endswith(SUFFIXES):
-            raise ValueError(f"`data.{key}` must end in {', '.join(SUFFIXES)}, but is {file}")
-    return files
-
-
-def check_regular(paths: Iterable[Path], key: str) -> None:
-    """Check that paths in a folder of input files are files: reading from a pipe would wait for ever.
-
-    Raises:
-        ValueError: one is a link without target, a pipe or a device.
-    """
-    for path in paths:
-        if not path.is_file():
-            what = "a pipe or device" if path.exists() else f"a link to {os.readlink(path)}, which does not exist"
-            raise ValueError(f"`{key}` must hold files and links to files, but {path} is {what}")
-
-
-def _read_files(files: list[Path], hashes: dict[str, str], config: DataConfig, key: str) -> Documents:
-    texts, undecodable, surrogates = [], 0, 0
-    for file in files:
-        if file.suffix == ".parquet":
-            texts += _read_parquet(file, config.text_field)
-            continue
-        content, bad = _decode(file, config.undecodable)
-        undecodable += bad
-        if file.suffix in (".txt", ".md"):
-            texts += [text.strip("\n") for text in _BLANK_LINES.split(content)]
-        else:
-            found, bad = _read_json_lines(content, file, config)
-            texts += found
-            surrogates += bad
-    texts = [text for text in texts if text.strip()]
+def _read_files(files: InputFiles, hashes: dict[str, str], config: DataConfig, key: str) -> Documents:
+    rules = ReadRules("data", config.text_field, config.undecodable)
+    texts, problems = [], Counter()
+    for file in files.paths:
+        report = FileReport(str(file))
+        texts += [row.text for row in read_file(rules, report)]
+        problems.update({kind: number for kind, (number, _) in report.problems.items()})
     if not texts:
         raise ValueError(f"`data.{key}` must hold at least one document, but {getattr(config, key)} has no text")
-    return Documents(texts, {"files": hashes, "undecodable_bytes": undecodable, "lone_surrogates": surrogates})
-
-
-def _decode(file: Path, policy: str) -> tuple[str, int]:
-    """Return the file's text and the number of bytes that are not UTF-8."""
-    try:
-        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
-    try:
-        return raw.decode("utf-8").replace("\r\n", "\n"), 0
-    except UnicodeDecodeError as error:
-        text = raw.decode("utf-8", "surrogateescape")
-        bad = sum("\udc80" <= char <= "\udcff" for char in text)
-        if policy == "refuse":
-            raise ValueError(
-                f"{file} must be UTF-8, but has {bad} undecodable bytes, the first at offset {error.start}; "
-                "data.undecodable=replace puts U+FFFD in their place"
-            ) from None
-        text = "".join("\ufffd" if "\udc80" <= char <= "\udcff" else char for char in text)
-        return text.replace("\r\n", "\n"), bad
-
-
-def _read_json_lines(content: str, file: Path, config: DataConfig) -> tuple[list[str], int]:
-    """Return the texts, and how many escaped lone surrogates (`\\ud800`) were replaced."""
-    texts, bad = [], 0
-    for number, line in enumerate(content.removeprefix("\ufeff").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file}, line {number}: must be JSON, but {error}") from None
-        text = row.get(config.text_field) if isinstance(row, dict) else None
-        if not isinstance(text, str):
-            raise ValueError(
-                f"{file}, line {number}: must be an object with a string `{config.text_field}` (data.text_field), "
-                f"but is {line[:60]!r}"
-            )
-        text, found = _SURROGATE.subn("\ufffd", text)
-        if found and config.undecodable == "refuse":
-            raise ValueError(
-                f"{file}, line {number}: `{config.text_field}` must be Unicode text, but has {found} lone surrogates; "
-                "data.undecodable=replace puts U+FFFD in their place"
-            )
-        texts.append(text)
-        bad += found
-    return texts, bad
-
-
-def _read_parquet(file: Path, text_field: str) -> list[str]:
-    import pyarrow
-    import pyarrow.parquet as parquet
-
-    try:
-        names, texts = parquet.read_schema(file).names, None
-        if text_field in names:
-            texts = parquet.read_table(file, columns=[text_field])[text_field].to_pylist()
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{file} cannot be read as parquet: {str(error).splitlines()[0]}") from None
-    if texts is None:
-        raise ValueError(f"{file}: `data.text_field` must be one of its columns {names}, but is {text_field!r}")
-    return _strings(texts, f"{file}: column `{text_field}` (data.text_field)")
-
-
-def _strings(values: list, name: str) -> list[str]:
-    """Return `values` without nulls and blank texts; raise an error for values of another type."""
-    for number, value in enumerate(values):
-        if value is not None and not isinstance(value, str):
-            raise ValueError(f"{name} must hold text, but row {number} is {value!r}")
-    return [value for value in values if value and value.strip()]
+    return Documents(texts, {"files": hashes, "problems": dict(problems)})
 
 
 def _open_dataset(config: DataConfig) -> Corpus:
@@ -230,7 +118,7 @@ def _open_dataset(config: DataConfig) -> Corpus:
     try:
         dataset = datasets.load_dataset(config.name, config.subset, split=config.split)
     except Exception as error:  # the library raises many types: no such dataset, subset or split, no network
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason_of(error)
         if is_offline:
             reason += f" ({huggingface_hub.constants.ENDPOINT} could not be reached, so only the cache was searched)"
         raise ValueError(f"`data.name` must be a dataset that can be loaded, but {config.name!r}: {reason}") from None
@@ -241,11 +129,13 @@ def _open_dataset(config: DataConfig) -> Corpus:
         )
 
     def read() -> Documents:
-        name = f"`data.name` {config.name!r}: column `{config.text_field}` (data.text_field)"
-        texts = _strings(list(dataset[config.text_field]), name)
+        report, field = FileReport(f"`data.name` {config.name}"), config.text_field
+        rows = (row_of({field: value}, number, field) for number, value in enumerate(dataset[field], start=1))
+        texts = [row.text for row in read_documents(rows, ReadRules("data", field, config.undecodable), report)]
         if not texts:
             raise ValueError(f"`data.name` must hold at least one document, but {config.name!r} has no text")
-        return Documents(texts, {"dataset": config.name, "rows": len(dataset)})
+        problems = {kind: number for kind, (number, _) in report.problems.items()}
+        return Documents(texts, {"dataset": config.name, "rows": len(dataset), "problems": problems})
 
     return Corpus(f"{config.name}-{config.subset}-{config.split}-{dataset._fingerprint}", read)
 

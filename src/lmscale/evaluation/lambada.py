@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..data.text_file import TextFile
 from ..data.tokenizer import Tokenizer
-from .text_files import TextFile
 
 # English function words. Models often predict them, but passages of LAMBADA rarely end in one (37 of 2,577 lines). The
 # list is ours; Radford et al. 2019 (section 3.3) do not publish theirs.
@@ -72,19 +72,32 @@ def encode_passages(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> l
     return [Passage(line, tuple(context), tuple(word)) for line, (context, word) in items]
 
 
-def check_lengths(passages: Sequence[Passage], max_positions: int, name: str) -> None:
-    """Check that every passage fits the model's positions.
+def fit_passages(passages: Sequence[Passage], max_positions: int, name: str, truncate_left: bool) -> list[Passage]:
+    """Return the passages that the model reads.
+
+    Args:
+        name: of the file, for messages.
+        truncate_left: a passage that is too long loses its first tokens.
 
     Raises:
-        ValueError: a passage is too long; the message names the first.
+        ValueError: a passage is too long; the message names the first. With `truncate_left`, a word is.
     """
+    found = []
     for passage in passages:
-        length = len(passage.context) + len(passage.word) - 1
-        if length > max_positions:
+        length, where = len(passage.context) + len(passage.word) - 1, f"{name}, line {passage.line}"
+        if length > max_positions and not truncate_left:
             raise ValueError(
-                f"a passage must be at most the model's positions ({max_positions}) long, but {name}, line "
-                f"{passage.line} has {length} tokens to read"
+                f"a passage must be at most the model's positions ({max_positions}) long, but {where} has {length} "
+                "tokens to read; task.truncate_left=true drops the first tokens of such passages and counts them"
             )
+        num_free = max_positions - len(passage.word) + 1
+        if num_free < 1:
+            raise ValueError(
+                f"a word must leave a position of the model's ({max_positions}) to its context, but that of {where} "
+                f"has {len(passage.word)} tokens"
+            )
+        found.append(replace(passage, context=passage.context[-num_free:]))
+    return found
 
 
 def stop_word_ids(tokenizer: Tokenizer) -> list[int]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config import TransformerConfig
+from ..data.formats import format_of
+from ..data.text_file import read_text_file
 from ..data.tokenizer import END_OF_TEXT, Tokenizer
 
 
@@ -46,29 +48,13 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
     Lines end with LF or CR LF. An empty line is an empty prompt.
 
     Raises:
-        ValueError: the file is missing or empty, has a zero byte or is not UTF-8, or a line of JSONL has no text
-            `prompt`.
+        ValueError: the file cannot be read as text (see `read_text_file`), or a line of JSONL has no text `prompt`.
     """
-    path = Path(path)
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ValueError(f"`file` must be a file that can be read, but {path}: {error.strerror}") from None
-    if not lines[-1]:
-        lines.pop()  # after the last line end
-    if not lines:
-        raise ValueError(f"`file` must have a prompt on each line, but {path} is empty")
-    found = []
-    for number, line in enumerate(lines, start=1):
-        name = f"{path.name}, line {number}"
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\r")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"`file` must be UTF-8, but {name} has the byte {line[error.start]:#04x}") from None
-        if "\0" in text:  # UTF-16 without a byte-order mark
-            raise ValueError(f"`file` must be plain text, but {name} has a zero byte")
-        found.append((name, _prompt_of_json(text, name) if path.suffix == ".jsonl" else text))
-    return found
+    file = read_text_file(path, "file")
+    is_json = format_of(file.name) == "json"
+    lines = file.text.removesuffix("\n").split("\n")
+    named = [(f"{file.name}, line {number}", line) for number, line in enumerate(lines, start=1)]
+    return [(name, _prompt_of_json(line, name) if is_json else line) for name, line in named]
 
 
 def _prompt_of_json(line: str, name: str) -> str:

@@ -20,7 +20,7 @@ from ..parallel import ParallelContext
 from ..results import check_no_record, new_record, write_record
 from ..threads import share_cores
 from .cloze import Answer, predict_last_words
-from .lambada import check_lengths, stop_word_ids
+from .lambada import stop_word_ids
 from .loading import (
     DTYPES,
     USER_ERROR,
@@ -69,8 +69,7 @@ def prepare(config: ZeroShotConfig) -> ZeroShotJob:
     if config.accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("`accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
     tokenizer = choose_tokenizer(requested, load_saved_tokenizer(folder, model), model, config.ckpt)
-    task = read_task(config.task, tokenizer)
-    _check_fit(task, model)
+    task = _fit(read_task(config.task, tokenizer), config, model)
     banned = stop_word_ids(tokenizer) if isinstance(task, Lambada) and config.task.stop_word_filter else []
     about = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
     return ZeroShotJob(config, task, about, banned)
@@ -90,9 +89,7 @@ def count(config: ZeroShotConfig) -> dict[str, int]:
     if tokenizer is None:
         raise ValueError("`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER) if `ckpt` is not")
     task = read_task(config.task, tokenizer)
-    if config.ckpt is not None:
-        _check_fit(task, model)
-    return task.counts
+    return task.counts if config.ckpt is None else _fit(task, config, model).counts
 
 
 def _check_family(model: TransformerConfig, ckpt: str) -> None:
@@ -100,14 +97,16 @@ def _check_family(model: TransformerConfig, ckpt: str) -> None:
         raise ValueError(f"`ckpt` must be a GPT, which predicts the next token, but {ckpt} is a {model.family.upper()}")
 
 
-def _check_fit(task: WikiText103 | Lambada, model: TransformerConfig) -> None:
+def _fit(task: WikiText103 | Lambada, config: ZeroShotConfig, model: TransformerConfig) -> WikiText103 | Lambada:
+    """The task as the model's positions allow it."""
     positions = model.max_position_embeddings
     if isinstance(task, Lambada):
-        check_lengths(task.passages, positions, task.file_name)
-    elif task.windows.window > positions:
+        return task.fit(positions, config.task.truncate_left)
+    if task.windows.window > positions:
         raise ValueError(
             f"`task.window` must be at most the model's positions ({positions}), but is {task.windows.window}"
         )
+    return task
 
 
 @record

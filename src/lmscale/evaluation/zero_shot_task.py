@@ -1,14 +1,14 @@
 """Tasks of zero-shot evaluation: read and tokenize the file, count what is scored; no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config import TransformerConfig
 from ..config.zero_shot import LambadaConfig, WikiText103Config
+from ..data.text_file import TextFile, read_text_file
 from ..data.tokenizer import Tokenizer
 from ..paper import GPT_SIZES, GPT_VOCABULARY, STEPS, WIKITEXT_TEST_TARGETS, WIKITEXT_TEST_WORDS
-from .lambada import Passage, encode_passages, read_passages
-from .text_files import read_text_file
+from .lambada import Passage, encode_passages, fit_passages, read_passages
 from .wikitext import count_words, detokenize
 from .windows import Windows
 
@@ -54,12 +54,17 @@ class WikiText103:
 
 @dataclass(frozen=True)
 class Lambada:
-    """Tokenized passages and their last words."""
+    """Tokenized passages and their last words.
+
+    Args:
+        num_truncated: passages without their first tokens, which the model could not read; None: not allowed.
+    """
 
     file_name: str
     file_sha256: str
     form: str
     passages: Sequence[Passage]
+    num_truncated: int | None = None
 
     @property
     def split(self) -> str:
@@ -68,12 +73,21 @@ class Lambada:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of passages, of last words of several tokens, and of tokens of the longest passage with its word."""
-        return {
+        """Number of passages, of last words of several tokens, of tokens of the longest passage with its word, and,
+        if allowed, of truncated passages.
+        """
+        counts = {
             "passages": len(self.passages),
             "words_of_several_tokens": sum(len(passage.word) > 1 for passage in self.passages),
             "longest": max(len(passage.context) + len(passage.word) for passage in self.passages),
         }
+        return counts if self.num_truncated is None else counts | {"truncated": self.num_truncated}
+
+    def fit(self, max_positions: int, truncate_left: bool) -> "Lambada":
+        """The task with passages that a model of so many positions can read; see `fit_passages`."""
+        passages = fit_passages(self.passages, max_positions, self.file_name, truncate_left)
+        num_truncated = sum(new != old for new, old in zip(passages, self.passages, strict=True))
+        return replace(self, passages=passages, num_truncated=num_truncated if truncate_left else None)
 
 
 def read_task(config: WikiText103Config | LambadaConfig, tokenizer: Tokenizer) -> WikiText103 | Lambada:
@@ -82,15 +96,32 @@ def read_task(config: WikiText103Config | LambadaConfig, tokenizer: Tokenizer) -
     Raises:
         ValueError: the file cannot be scored; see `read_text_file`, `Windows` and `read_passages`.
     """
-    file = read_text_file(config.path)
+    file = read_text_file(config.path, "task.path")
+    check_complete(file)
     if isinstance(config, LambadaConfig):
         passages = encode_passages(read_passages(file, config.form), tokenizer)
         return Lambada(file.name, file.sha256, config.form, passages)
-    if all(line.startswith("{") for line in file.text.splitlines()):
+    if all(line.startswith("{") for line in file.text.removesuffix("\n").split("\n")):
         raise ValueError(f"`task.path` must be a WikiText file, but {config.path} has JSON lines, as LAMBADA's")
     tokens = tokenizer.encode_batch([detokenize(file.text).text])[0]
     windows = Windows(len(tokens) - 1, config.window, config.stride)
     return WikiText103(file.name, file.sha256, count_words(file.text), tokens, windows)
+
+
+def check_complete(file: TextFile) -> None:
+    """Check a published file for damage that would change its counts of words and tokens, and so the number.
+
+    Raises:
+        ValueError: it has no word, has a carriage return within a line, or ends in the middle of a line.
+    """
+    if not file.text.strip():
+        raise ValueError(f"`task.path` must be a file with text, but {file.name} is empty")
+    if "\r" in file.text:
+        line = file.text.count("\n", 0, file.text.index("\r")) + 1
+        raise ValueError(f"`task.path` must have LF or CR LF line ends, but {file.name}, line {line} has a lone CR")
+    if not file.text.endswith("\n"):
+        line = file.text.count("\n") + 1
+        raise ValueError(f"`task.path` must end with a line end, but {file.name}, line {line} is cut off")
 
 
 def record_kind(task: WikiText103 | Lambada, model: TransformerConfig, step: int) -> tuple[str, str | None]:
@@ -106,7 +137,7 @@ def record_kind(task: WikiText103 | Lambada, model: TransformerConfig, step: int
         windows = task.windows
         as_in_paper = (windows.num_targets, windows.window, windows.stride) == (WIKITEXT_TEST_TARGETS, 1024, 32)
     else:
-        as_in_paper = task.form == "openai"  # the raw text, section 5.2
+        as_in_paper = task.form == "openai" and not task.num_truncated  # the raw text, section 5.2
     as_in_paper = as_in_paper and model.vocab_size == GPT_VOCABULARY and model.norm_order == "pre"
     is_run = as_in_paper and task.split == "test" and step == STEPS and paper_size is not None
     return "run" if is_run else "scaled_down", paper_size

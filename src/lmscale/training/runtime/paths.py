@@ -26,7 +26,7 @@ def check_paths(run: RunConfig) -> None:
         ValueError: one is missing; torchrun may restart the run, which would not look for its own checkpoints.
     """
     check_corpus(run.data)
-    check_indexed(run.data)
+    check_indexed(run.data, run.model.family)
     path = run.resume.path
     if _may_restart_under_torchrun() and path != "auto":
         raise ValueError(

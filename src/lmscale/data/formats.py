@@ -14,27 +14,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-import zstandard
-
 MAX_ROW_BYTES = 2**30  # a row has to fit into memory several times over
 PARQUET_ROWS, PARQUET_BYTES = 64, 2**24  # decoded at once; some corpora store a whole book per row
-READ_ERRORS = (
-    OSError,
-    EOFError,
-    zlib.error,
-    zstandard.ZstdError,
-    tarfile.TarError,
-    pa.ArrowException,
-    UnicodeDecodeError,
-)
+READ_ERRORS = (OSError, EOFError, zlib.error, tarfile.TarError, UnicodeDecodeError)
 
-_FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet", ".tar": "tar"}
+_FORMATS = {".txt": "text", ".md": "text", ".tokens": "text", ".jsonl": "json", ".json": "json"}  # .tokens: WikiText's
+_FORMATS |= {".tar": "tar", ".parquet": "parquet"}
 _PACKINGS = (".gz", ".zst")
-_PACKED = (*_PACKINGS, ".xz", ".bz2", ".zip")
+_OTHER_PACKINGS = (".xz", ".bz2", ".zip", ".7z", ".rar")
+_PACKED = _PACKINGS + _OTHER_PACKINGS
+_TABLES = (".csv", ".tsv", ".xls", ".xlsx")
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's mark begins with the first one
-SUFFIXES = (*_FORMATS, *(f"{name}{end}" for name in _FORMATS if name != ".parquet" for end in _PACKINGS), ".tgz")
+_SUFFIXES = (*_FORMATS, *(f"{name}{end}" for name in _FORMATS if name != ".parquet" for end in _PACKINGS), ".tgz")
+READABLE = f"{', '.join(_FORMATS)} (all but .parquet also with {' or '.join(_PACKINGS)})"
 
 Decode = Callable[[bytes, int], str]  # (bytes of a row, row number) -> text
 
@@ -51,7 +43,8 @@ class Row:
         number: from 1: line (the first line of a text block), row, or member of an archive.
         text: None if the row has no usable text.
         name: the id given in the row, or None.
-        fault: why there is no text, as `(kind, rule)`: `invalid_json` or `missing_text`, and "must be ..., but ...".
+        fault: why there is no text, as `(kind, rule)`: `invalid_json` or `missing_text`, and "must be ..., but ...";
+            or `hidden_members`, which are left out.
     """
 
     number: int
@@ -63,13 +56,27 @@ class Row:
 def format_of(name: str) -> str | None:
     """Return `json`, `text`, `parquet` or `tar` by the suffix of a file's name; None if it is unknown."""
     name = name.lower()
-    if not name.endswith(SUFFIXES):
+    if not name.endswith(_SUFFIXES):
         return None
     if name.endswith(".tgz"):
         return "tar"
     for packing in _PACKINGS:
         name = name.removesuffix(packing)
     return next(kind for suffix, kind in _FORMATS.items() if name.endswith(suffix))
+
+
+def is_text(name: str) -> bool:
+    """Return whether a file that is given by name may be read as text: any but those known to be something else."""
+    return format_of(name) in (None, "text", "json") and not name.lower().endswith(_TABLES + _OTHER_PACKINGS)
+
+
+def advice_on(name: str) -> str:
+    """Return what can be done with a file of another type."""
+    if name.lower().endswith(_TABLES):
+        return "save its text as .jsonl or .parquet (pandas: DataFrame.to_json(FILE, orient='records', lines=True))"
+    if name.lower().endswith(_OTHER_PACKINGS):
+        return "unpack it, or pack it as .gz or .zst"
+    return "if it is plain text, rename it to .txt"
 
 
 def read_rows(raw: BinaryIO, name: str, text_field: str, text_documents: str, decode: Decode) -> Iterator[Row]:
@@ -83,20 +90,18 @@ def read_rows(raw: BinaryIO, name: str, text_field: str, text_documents: str, de
         decode: converts bytes to text.
 
     Raises:
-        UnreadableError: a row exceeds MAX_ROW_BYTES, the file is UTF-16, a column is missing, or an archive is cut off.
+        UnreadableError: a row exceeds MAX_ROW_BYTES, text is UTF-16 or has a zero byte, a column is missing, or an
+            archive is cut off.
         Exception: one of READ_ERRORS if the file is truncated or damaged.
     """
     kind = format_of(name)
     if kind == "parquet":
         yield from _parquet_rows(raw, text_field, decode)
         return
-    with _unpacked(raw, name.lower()) as stream:
+    with unpacked(raw, name) as stream:
         if kind == "tar":
             yield from _tar_rows(stream, decode)
-            return
-        if stream.peek(2)[:2] in _UTF16:
-            raise UnreadableError("must be UTF-8, but begins with a UTF-16 byte-order mark")
-        if kind == "json":
+        elif kind == "json":
             yield from _json_rows(stream, text_field, decode)
         else:
             blocks = _blocks(stream) if text_documents == "block" else _whole(stream)
@@ -114,7 +119,9 @@ def row_of(values: object, number: int, text_field: str) -> Row:
     text = values.get(text_field) if isinstance(values, dict) else None
     if not isinstance(text, str):
         short = json.dumps(values, ensure_ascii=False, default=str)[:60]
-        return Row(number, None, None, ("missing_text", f"must have a string `{text_field}`, but is {short}"))
+        return Row(
+            number, None, None, ("missing_text", f"must have a string `{text_field}` (text_field), but is {short}")
+        )
     name = values.get("id")
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
@@ -122,7 +129,9 @@ def row_of(values: object, number: int, text_field: str) -> Row:
 
 
 @contextmanager
-def _unpacked(raw: BinaryIO, name: str) -> Iterator[io.BufferedReader]:
+def unpacked(raw: BinaryIO, name: str) -> Iterator[BinaryIO]:
+    """Open the content of a stored file, which its suffix says is packed or not."""
+    name = name.lower()
     if name.endswith((".gz", ".tgz")):
         with gzip.GzipFile(fileobj=raw) as stream:
             yield io.BufferedReader(stream, 2**20)
@@ -142,6 +151,8 @@ class _ZstdStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:
+        import zstandard
+
         while not self._held:
             packed = self._rest or self._raw.read(2**14)  # small, because all of it is unpacked at once
             if not packed:
@@ -151,7 +162,10 @@ class _ZstdStream(io.RawIOBase):
             if self._frame is None:
                 # The largest window size: corpora are often packed with --long=31.
                 self._frame = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
-            self._held, self._rest = memoryview(self._frame.decompress(packed)), b""
+            try:
+                self._held, self._rest = memoryview(self._frame.decompress(packed)), b""
+            except zstandard.ZstdError as error:
+                raise OSError(str(error)) from None
             if self._frame.eof:
                 self._rest, self._frame = self._frame.unused_data, None
         size = min(len(buffer), len(self._held))
@@ -164,7 +178,25 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
     while line := stream.readline(MAX_ROW_BYTES + 1):
         number += 1
         _check_size(len(line), f"line {number}")
-        yield number, line
+        yield number, plain_bytes(line, number)
+
+
+def plain_bytes(raw: bytes, line: int = 1, place: str = "") -> bytes:
+    """Return the bytes of a text without the byte-order mark of UTF-8, with which a file may begin.
+
+    Args:
+        line: number of the first line of `raw` in its file.
+        place: what a message begins with.
+
+    Raises:
+        UnreadableError: they are UTF-16, with or without its mark, or have a zero byte for another reason.
+    """
+    if line == 1 and raw.startswith(_UTF16):
+        raise UnreadableError(f"{place}must be UTF-8, but begins with UTF-16's byte-order mark")
+    if (zero := raw.find(0)) >= 0:
+        line += raw.count(b"\n", 0, zero)
+        raise UnreadableError(f"{place}must be plain UTF-8 text, but line {line} has a zero byte, as UTF-16 has")
+    return raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
 
 
 def _check_size(size: int, place: str) -> None:
@@ -191,7 +223,7 @@ def _whole(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
     text = stream.read(MAX_ROW_BYTES + 1)
     _check_size(len(text), "the text")
     if text:
-        yield 1, text
+        yield 1, plain_bytes(text)
 
 
 def _json_rows(stream: BinaryIO, text_field: str, decode: Decode) -> Iterator[Row]:
@@ -216,6 +248,9 @@ def _tar_rows(stream: BinaryIO, decode: Decode) -> Iterator[Row]:
             if member.isdir():
                 continue
             number += 1
+            if any(part.startswith(".") and part not in (".", "..") for part in member.name.split("/")):
+                yield Row(number, None, member.name, ("hidden_members", ""))
+                continue
             if not member.isreg():
                 rule = f"must be a file, but {member.name} is a link or device"
                 yield Row(number, None, member.name, ("missing_text", rule))
@@ -224,7 +259,8 @@ def _tar_rows(stream: BinaryIO, decode: Decode) -> Iterator[Row]:
             if format_of(member.name) not in (None, "text") or member.name.lower().endswith(_PACKED):
                 raise UnreadableError(f"must hold texts, but has {member.name}; unpack it first")
             _check_size(member.size, member.name)
-            yield Row(number, plain_breaks(decode(archive.extractfile(member).read(), number)), member.name)
+            text = plain_bytes(archive.extractfile(member).read(), place=f"{member.name} ")
+            yield Row(number, plain_breaks(decode(text, number)), member.name)
 
 
 class _Member(tarfile.TarInfo):
@@ -241,6 +277,18 @@ class _Member(tarfile.TarInfo):
 
 
 def _parquet_rows(raw: BinaryIO, text_field: str, decode: Decode) -> Iterator[Row]:
+    import pyarrow as pa  # takes half a second to import
+
+    try:
+        yield from _arrow_rows(raw, text_field, decode)
+    except pa.ArrowException as error:
+        raise OSError(str(error)) from None
+
+
+def _arrow_rows(raw: BinaryIO, text_field: str, decode: Decode) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     file = pq.ParquetFile(raw, buffer_size=2**20, pre_buffer=False)  # else a row group's whole column is read
     names = file.schema_arrow.names
     if text_field not in names:

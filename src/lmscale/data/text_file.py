@@ -1,0 +1,48 @@
+"""Read a whole text file, such as an evaluation set or a file of prompts."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from .documents import reason_of
+from .formats import READ_ERRORS, UnreadableError, is_text, plain_bytes, unpacked
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """Text of a file, without a byte-order mark and with LF line ends, and sha256 of the stored bytes."""
+
+    name: str
+    text: str
+    sha256: str
+
+
+def read_text_file(path: str | Path, key: str) -> TextFile:
+    """Read a UTF-8 file, plain or packed, with LF or CR LF line ends.
+
+    Args:
+        key: of the path in the configuration, for messages.
+
+    Raises:
+        ValueError: the file is missing, empty, damaged or not UTF-8 text.
+    """
+    path = Path(path)
+    if not is_text(path.name):
+        raise ValueError(f"`{key}` must be a text file, but is {path}")
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
+            with unpacked(file, path.name) as stream:
+                data = plain_bytes(stream.read())
+        text = data.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line, byte = data.count(b"\n", 0, error.start) + 1, data[error.start]
+        raise ValueError(f"`{key}` must be UTF-8, but {path}, line {line} has the byte {byte:#04x}") from None
+    except UnreadableError as error:
+        raise ValueError(f"`{key}`: {path} {error}") from None
+    except READ_ERRORS as error:
+        raise ValueError(f"`{key}` must be a file that can be read, but {path}: {reason_of(error)}") from None
+    if not text:
+        raise ValueError(f"`{key}` must be a file with text, but {path} is empty")
+    return TextFile(path.name, text, digest)
