@@ -45,12 +45,10 @@ def run_hydra_main(main: Callable[[], None], literal: Collection[str] = (), join
     literal_values.set_aside(literal)
     if {"--help", "-h"} & set(sys.argv[1:]):
         main = _print_help
-    # Hydra's parser accepts -m only before or after all overrides; users also write it between them.
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda arg: arg not in ("-m", "--multirun"))
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # else a first run prints that it found fonts
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own message
     try:
-        _check_options()
+        _put_options_last()
         if joins_ranks:
             _use_temporary_folders_on_other_ranks()
         main()
@@ -106,18 +104,27 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
         _remove_if_empty(Path(hydra_config.runtime.output_dir))
 
 
-def _check_options() -> None:
-    """Refuse options that Hydra does not have, whose message would be the usage of its own options."""
+def _put_options_last() -> None:
+    """Put Hydra's options after all overrides: its parser does not accept them between overrides.
+
+    Raises:
+        ValueError: an option that Hydra does not have, or a wrong value; its own message would be its usage.
+    """
 
     def refuse(message: str) -> NoReturn:
         raise ValueError(f"the options must be Hydra's (--hydra-help), but {message}")
 
     parser = get_args_parser()
     parser.error = refuse
-    unknown = [arg for arg in parser.parse_known_args()[1] if arg.startswith("-")]
+    known, others = parser.parse_known_args()
+    unknown = [arg for arg in others if arg.startswith("-")]
     if unknown:
         key = unknown[0].lstrip("-").partition("=")[0]
         raise ValueError(f"keys are given without dashes, as in {key}=VALUE, but there is {unknown[0]}; see --help")
+    overrides, options = known.overrides + others, sys.argv[1:]
+    for override in overrides:
+        options.remove(override)
+    sys.argv[1:] = overrides + options
 
 
 def hydra_files(cfg: DictConfig) -> dict[str, str]:
@@ -186,4 +193,4 @@ def _use_temporary_folders_on_other_ranks() -> None:
     if not is_first_rank() and not any(arg.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for arg in sys.argv):
         folder = tempfile.mkdtemp(prefix="lmscale_rank_")  # no earlier run is in it
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        sys.argv += [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
+        sys.argv[1:1] = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
