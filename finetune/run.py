@@ -14,7 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
-from lmscale.cli.next_command import after_finetuning, has_a_launcher
+from lmscale.cli.next_command import after_finetuning
+from lmscale.launcher import world_from_outside
 
 # On a CPU, torch caches a kernel with its buffers for each of the last 1,024 shapes. Batches of similar length have
 # many shapes, which took gigabytes. torch reads this when it is imported; 128 is as fast.
@@ -36,7 +37,7 @@ def finetune(values: dict, files: dict[str, str]) -> None:
     from lmscale.finetune.sources import check_places, is_finished
 
     run = FinetuneConfig.from_dict(values)
-    if not has_a_launcher() and is_finished(run):
+    if world_from_outside() is None and is_finished(run):
         print(f"finished before, nothing to do; record: {run.run_dir}/record.json", flush=True)
         return
     check_places(run)
@@ -68,4 +69,4 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    run_hydra_main(main)
+    run_hydra_main(main, joins_ranks=True)

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.cli.next_command import command
 from lmscale.config.generate import GenerateConfig
+from lmscale.launcher import is_first_rank, world_from_outside
 
 
 def generate(values: dict) -> None:
@@ -18,7 +19,7 @@ def generate(values: dict) -> None:
     config = GenerateConfig.from_dict(values)
     # torch takes seconds to import, so the cheap checks above come first.
     from lmscale.evaluation import generate_job
-    from lmscale.training.runtime.launch import is_first_rank, launch, world_from_outside
+    from lmscale.training.runtime.launch import launch
 
     world, tp_size = world_from_outside(), config.parallel.tp_size
     if world is not None and world.size != tp_size:
@@ -37,4 +38,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_hydra_main(main, literal=("ckpt", "prompt", "file", "out", "tokenizer.path"))
+    run_hydra_main(main, literal=("ckpt", "prompt", "file", "out", "tokenizer.path"), joins_ranks=True)

@@ -44,4 +44,4 @@ if __name__ == "__main__":
     stop_before_training()
     # `resume=X` is short for `resume.path=X`; plain Hydra would replace the whole group by the text.
     sys.argv = [arg.replace("resume=", "resume.path=", 1) if arg.startswith("resume=") else arg for arg in sys.argv]
-    run_hydra_main(main)
+    run_hydra_main(main, joins_ranks=True)

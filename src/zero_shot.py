@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.cli.next_command import use_model
 from lmscale.config.zero_shot import ZeroShotConfig
+from lmscale.launcher import is_first_rank, world_from_outside
 
 
 def evaluate(values: dict) -> None:
@@ -20,7 +21,7 @@ def evaluate(values: dict) -> None:
     if config.count_only:
         print(*(f"{name} = {number}" for name, number in zero_shot_job.count(config).items()), sep="\n")
         return
-    from lmscale.training.runtime.launch import is_first_rank, launch, world_from_outside
+    from lmscale.training.runtime.launch import launch
 
     world, layout = world_from_outside(), config.parallel
     if world is not None and world.size != layout.world_size:
@@ -40,4 +41,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_hydra_main(main)
+    run_hydra_main(main, joins_ranks=True)

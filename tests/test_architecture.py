@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "lmscale"
 DOCUMENT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 MAX_READING_PATH_LINES = 1000
-MAX_FILE_LINES, MAX_FOLDER_FILES, MAX_TOP_LEVEL_MODULES = 300, 20, 7
+MAX_FILE_LINES, MAX_FOLDER_FILES, MAX_TOP_LEVEL_MODULES = 300, 20, 8
 LAYOUT_TOKENS = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -14,6 +14,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "config": ("every dataclass of every entry point, and every rule about sizes", set(), FRAMEWORKS),
     "partition": ("how gradients, optimizer state and the rows of the loss are divided", set(), FRAMEWORKS),
     "results": ("one run, one JSON record", set(), FRAMEWORKS),
+    "launcher": ("who started this process, and which variables count", set(), FRAMEWORKS),
     "kernels": ("which kernels compute the layers; the only importer of apex", set(), FRAMEWORKS),
     "planner": (
         "parameters, FLOPs, memory, collectives, step time, plans",
@@ -23,10 +24,10 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "paper": ("what tells a run of the paper from a smaller one", set(), FRAMEWORKS),
     "cli": (
         "what entry points share: Hydra in, one-line errors and exit codes out; the reference of their keys",
-        {"config"},
+        {"config", "launcher"},
         {"torch", "lightning"},
     ),
-    "threads": ("CPU threads of a rank", set(), FRAMEWORKS - {"torch"}),
+    "threads": ("CPU threads of a rank", {"launcher"}, FRAMEWORKS - {"torch"}),
     "__main__": ("the `lmscale` command: runs an entry point", {"config"}, FRAMEWORKS),
     "parallel": (
         "tensor parallelism: f, g, layers, loss, norm, initialization, dropout",
@@ -62,13 +63,25 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
             "models",
             "checkpoint",
             "data",
+            "launcher",
             "threads",
         },
         {"hydra", "omegaconf"},
     ),
     "finetune": (
         "finetuning: heads, tasks and their data",
-        {"config", "results", "paper", "parallel", "models", "checkpoint", "data", "evaluation", "training"},
+        {
+            "config",
+            "launcher",
+            "results",
+            "paper",
+            "parallel",
+            "models",
+            "checkpoint",
+            "data",
+            "evaluation",
+            "training",
+        },
         {"hydra", "omegaconf"},
     ),
 }

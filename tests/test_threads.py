@@ -5,6 +5,7 @@ import os
 import lightning as L
 import pytest
 import torch
+from entry_points import slurm_task
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from lmscale.threads import share_cores
@@ -14,21 +15,35 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 SHARE = (CORES, f"an equal share of {CORES} cores")
 
 
+def torchrun(run_id: str, local_size: int) -> dict[str, str]:
+    """The variables of one rank of torchrun, or of our own agent."""
+    names = {"WORLD_SIZE": local_size, "LOCAL_WORLD_SIZE": local_size, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 1}
+    return {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_RUN_ID": run_id, "MASTER_ADDR": "a"}
+
+
+def tasks(number: int, cores: str) -> dict[str, str]:
+    """The variables of a task of `srun` on one host."""
+    number = {"SLURM_NTASKS": str(number), "SLURM_NTASKS_PER_NODE": str(number)}
+    return slurm_task(0, "29500") | number | {"SLURM_CPUS_PER_TASK": cores}
+
+
 @pytest.mark.parametrize(
-    ("variables", "local_size", "requested", "expected"),
+    ("variables", "requested", "expected"),
     [
-        ({}, 1, None, SHARE),
-        ({"OMP_NUM_THREADS": "3"}, 1, None, (3, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "5,2"}, 2, None, (5, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "3"}, 1, 2, (2, "trainer.num_threads")),
-        ({"OMP_NUM_THREADS": "0"}, 1, None, SHARE),
-        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 1, None, (1, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "lmscale-7"}, 2, None, (1, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, max(2, CORES), None, (1, SHARE[1])),
-        ({"SLURM_CPUS_PER_TASK": "1"}, 2, None, (1, "--cpus-per-task")),
-        ({"SLURM_CPUS_PER_TASK": "9999"}, max(2, CORES), None, (CORES, "--cpus-per-task")),  # the task's own cores
-        ({"SLURM_CPUS_PER_TASK": "9999"}, 1, None, SHARE),
-        ({"SLURM_CPUS_PER_TASK": "9999", "TORCHELASTIC_RUN_ID": "lmscale-7"}, max(2, CORES), None, (1, SHARE[1])),
+        ({}, None, SHARE),
+        ({"OMP_NUM_THREADS": "3"}, None, (3, "OMP_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "5,2"} | torchrun("none", 2), None, (5, "OMP_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "3"}, 2, (2, "trainer.num_threads")),
+        ({"OMP_NUM_THREADS": "0"}, None, SHARE),
+        ({"OMP_NUM_THREADS": "1"} | torchrun("none", 1), None, (1, "OMP_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "1"} | torchrun("lmscale-7", 2), None, (1, "OMP_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "1"} | torchrun("none", max(2, CORES)), None, (1, SHARE[1])),
+        (tasks(2, "1"), None, (1, "--cpus-per-task")),
+        (tasks(2, "9999"), None, (CORES, "--cpus-per-task")),  # the task's own cores
+        (tasks(max(2, CORES), ""), None, (1, SHARE[1])),
+        (tasks(1, "9999"), None, SHARE),
+        ({"SLURM_CPUS_PER_TASK": "9999", "SLURM_NTASKS": "2"}, None, SHARE),
+        ({"SLURM_CPUS_PER_TASK": "9999"} | torchrun("lmscale-7", max(2, CORES)), None, (1, SHARE[1])),
     ],
     ids=[
         "share",
@@ -41,20 +56,19 @@ SHARE = (CORES, f"an equal share of {CORES} cores")
         "torchrun's own",
         "srun, not bound",
         "srun, bound",
+        "srun, not told",
         "one task",
+        "left over",
         "our launcher in one task",
     ],
 )
 def test_the_configuration_precedes_the_environment_and_that_precedes_the_share(
-    monkeypatch, variables, local_size, requested, expected
+    monkeypatch, variables, requested, expected
 ) -> None:
-    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "SLURM_CPUS_PER_TASK"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", variables)
     before = torch.get_num_threads()
     try:
-        assert share_cores(local_size, requested) == expected
+        assert share_cores(requested) == expected
         assert torch.get_num_threads() == expected[0]
     finally:
         torch.set_num_threads(before)

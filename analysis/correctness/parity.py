@@ -37,8 +37,8 @@ from analysis.correctness.parity_grid import (
     train_all,
 )
 from lmscale.config import ParallelConfig
+from lmscale.launcher import world_from_outside
 from lmscale.results import new_record, record_argument, write_record
-from lmscale.training.runtime.launch import world_from_outside
 
 OUTPUTS = Path(__file__).resolve().parents[2] / "outputs" / "parity"
 MAX_STEPS = 5  # the bounds were measured up to here; rounding errors grow with every step of Adam

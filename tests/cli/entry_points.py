@@ -42,7 +42,8 @@ forked_too = pytest.mark.parametrize(
 
 def environment(**changes: str) -> dict[str, str]:
     """This process's environment without variables set by other launchers."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "SLURM_"))}
+    prefixes = ("TORCHELASTIC", "SLURM_", "OMPI_", "PMI_", "PL_TRAINER_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         kept.pop(name, None)
     return kept | changes
@@ -59,19 +60,21 @@ def train(*overrides: str, launcher: tuple[str, ...] = (), **changes: str) -> su
     )
 
 
-def refuse(script: str | Path, *overrides: str, forked: bool, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess:
+def refuse(
+    script: str | Path, *overrides: str, forked: bool, cwd: Path = REPOSITORY, **changes: str
+) -> subprocess.CompletedProcess:
     """Run a command that is refused, in a process of its own or in this one, and capture its output.
 
     In this process, output of libraries that keep their own reference to standard error is not captured.
     """
     if forked:
-        return warm.run([str(script), *overrides], cwd, environment(), timeout=300)
+        return warm.run([str(script), *overrides], cwd, environment(**changes), timeout=300)
     out, err, handlers, code = io.StringIO(), io.StringIO(), logging.root.handlers[:], 0
     with (
         contextlib.chdir(cwd),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        mock.patch.dict(os.environ, environment(), clear=True),
+        mock.patch.dict(os.environ, environment(**changes), clear=True),
         mock.patch.object(sys, "argv", [str(script), *overrides]),
         mock.patch.object(sys, "path", [str(Path(script).parent), *sys.path]),
         mock.patch.object(hydra_main, "_task_is_running", False),
@@ -91,6 +94,7 @@ def refuse(script: str | Path, *overrides: str, forked: bool, cwd: Path = REPOSI
 def slurm_task(rank: int, port: str) -> dict[str, str]:
     """The environment of one of two tasks of `srun`."""
     return {
+        "SLURM_STEP_ID": "0",
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank),
         "SLURM_NODEID": "0",

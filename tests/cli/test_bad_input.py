@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from entry_points import REPOSITORY, TINY, environment, forked_too, refuse, train
+from entry_points import REPOSITORY, TINY, environment, forked_too, refuse, slurm_task, train
 
 from lmscale.config import TransformerConfig
 from lmscale.config.layout import ParallelConfig, ParallelRequest
@@ -231,7 +231,8 @@ def test_a_world_size_that_differs_from_the_layout_is_refused(tmp_path) -> None:
 
 def test_a_restart_by_torchrun_that_would_begin_anew_is_refused(tmp_path) -> None:
     names = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_MAX_RESTARTS": "2", "RANK": "0", "WORLD_SIZE": "1"}
-    done = train(*TINY, f"hydra.run.dir={tmp_path}", **names, LOCAL_WORLD_SIZE="1")
+    names |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    done = refuse(REPOSITORY / "src" / "train.py", *TINY, f"hydra.run.dir={tmp_path}", forked=False, **names)
     assert done.returncode == 2
     assert "`resume` must be auto under torchrun's --max-restarts" in only_line(done.stderr)
 
@@ -247,10 +248,20 @@ def test_an_invalid_size_is_refused_before_torch_is_imported(tmp_path) -> None:
     )
 
 
-def test_incomplete_torchrun_variables_are_refused(tmp_path) -> None:
-    done = train(*TINY, f"hydra.run.dir={tmp_path}", TORCHELASTIC_RUN_ID="x", RANK="0")
-    assert done.returncode == 2
-    assert "`WORLD_SIZE` must be a number where TORCHELASTIC_RUN_ID is set, but is None" in only_line(done.stderr)
+@pytest.mark.parametrize(
+    ("script", "changes", "message"),
+    [
+        ("src/train.py", {"TORCHELASTIC_RUN_ID": "x", "RANK": "0"}, "`WORLD_SIZE` must be set where TORCHELASTIC_RUN"),
+        ("src/train.py", slurm_task(0, "29500") | {"SLURM_STEP_ID": ""}, "put srun before python"),
+        ("finetune/run.py", slurm_task(0, "29500") | {"SLURM_NTASKS": "x"}, "`SLURM_NTASKS` must be a whole number"),
+        ("src/generate.py", {"OMPI_COMM_WORLD_SIZE": "4"}, "`OMPI_COMM_WORLD_SIZE` must be unset, or the number of"),
+        ("src/zero_shot.py", {"PL_TRAINER_MAX_STEPS": "1"}, "`PL_TRAINER_MAX_STEPS` must be unset"),
+    ],
+)
+def test_wrong_variables_of_a_launcher_are_refused(tmp_path, script, changes, message) -> None:
+    done = refuse(REPOSITORY / script, f"hydra.run.dir={tmp_path}/run", forked=False, **changes)
+    assert done.returncode == 2 and message in only_line(done.stderr)
+    assert not (tmp_path / "run").exists()
 
 
 def test_hydra_full_error_shows_the_traceback(tmp_path) -> None:

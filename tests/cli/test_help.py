@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from entry_points import REPOSITORY, environment
+from entry_points import REPOSITORY, TINY, environment, refuse
 
 from lmscale.cli.reference import ENTRY_POINTS
 
@@ -50,6 +50,39 @@ def test_an_option_that_is_none_gets_one_line_of_ours(option, message) -> None:
     done = script("src/train.py", *option)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (("seed=3", "--cfg", "job", "trainer.max_steps=7"), "max_steps: 7"),
+        (("seed=3", "-c", "job", "trainer.max_steps=7", "--package", "trainer", "seed=4"), "max_steps: 7"),
+        (("seed=3", "--config-dir", "docs", "trainer.max_steps=7", "--cfg=job", "seed=4"), "max_steps: 7"),
+        (("top=3", "-cn", "plan", "num_devices=7", "--cfg", "job"), "num_devices: 7"),
+        (("seed=3", "--info", "config"), "/conf/train"),
+    ],
+)
+def test_options_of_hydra_may_stand_between_keys(words, printed) -> None:
+    done = refuse(REPOSITORY / "src" / "train.py", *words, forked=False)
+    assert done.returncode == 0 and done.stderr == "" and printed in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("seed=3", "--cfg", "job", "-m", "seed=4"), "Only one of --run, --multirun, --cfg, "),
+        (("seed=3", "-cn", "gone", "seed=4"), "Cannot find primary config 'gone'."),
+        (("seed=3", "--config-dir", "gone", "seed=4"), "Additional config directory"),
+        (("--config-path", "/tmp"), "Cannot find primary config 'train'."),
+        (("--info", "seed=3"), "the options must be Hydra's (--hydra-help), but argument --info/-i: invalid choice"),
+        (("seed=1", "-m", "seed=1,x", *TINY), "job 1 of the sweep (seed=x "),
+    ],
+)
+def test_wrong_options_of_hydra_between_keys_get_one_line(words, message, tmp_path) -> None:
+    folder = f"hydra.sweep.dir={tmp_path}" if "-m" in words else f"hydra.run.dir={tmp_path}"
+    done = refuse(REPOSITORY / "src" / "train.py", *words, folder, forked=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {message}") and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from entry_points import REPOSITORY, TINY, environment, train
+from entry_points import REPOSITORY, TINY, environment, slurm_task, train
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 
@@ -101,15 +101,19 @@ def test_an_unfinished_run_ends_with_the_command_that_completes_it(tmp_path, mon
     assert "steps 2 to 3 of 3, resumed from" in done.stdout and (run / "record.json").is_file()
 
 
-@pytest.mark.parametrize("variable", [{"TORCHELASTIC_RUN_ID": "1"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}])
-def test_under_a_launcher_the_user_is_told_to_start_the_same_ranks(tmp_path, monkeypatch, variable) -> None:
+def test_under_a_launcher_the_user_is_told_to_start_the_same_ranks(tmp_path, monkeypatch) -> None:
     (tmp_path / "checkpoints" / "step_000002.ckpt").mkdir(parents=True)
-    monkeypatch.setattr(next_command.HydraConfig, "get", lambda: SimpleNamespace(mode=RunMode.RUN))
-    for name, value in variable.items():
+    hydra_config = SimpleNamespace(mode=RunMode.RUN, runtime=SimpleNamespace(config_sources=[]))
+    monkeypatch.setattr(next_command.HydraConfig, "get", lambda: hydra_config)
+    values = {"run_dir": str(tmp_path), "overrides": ["parallel.tp_size=2"]}
+    alone = next_command.after_training(values)
+    for name, value in slurm_task(0, "29500").items():
         monkeypatch.setenv(name, value)
-    line = next_command.after_training({"run_dir": str(tmp_path), "overrides": ["parallel.tp_size=2"]})
+    line = next_command.after_training(values)
     assert line.startswith("continue: start the same ranks by the same launcher, with resume=auto hydra.run.dir=")
     assert "python" not in line
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # an interactive shell
+    assert next_command.after_training(values) == alone and "python" in alone
 
 
 def test_a_folder_without_record_and_checkpoints_gets_no_command(tmp_path, monkeypatch) -> None:

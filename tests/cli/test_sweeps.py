@@ -3,13 +3,11 @@
 import csv
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
-from entry_points import REPOSITORY, TINY, environment, forked_too, refuse, slurm_task, train
+from entry_points import REPOSITORY, TINY, forked_too, refuse, slurm_task, train
 from omegaconf import OmegaConf
 from test_runs import losses
 
@@ -98,7 +96,7 @@ def test_a_sweep_does_not_change_a_folder_with_a_run(tmp_path) -> None:
 
 def test_a_sweep_in_several_tasks_of_srun_is_refused(tmp_path) -> None:
     overrides = ("-m", *TINY, "seed=1,2", "parallel.tp_size=2", f"hydra.sweep.dir={tmp_path}/sweep")
-    done = train(*overrides, **slurm_task(0, "29500"))
+    done = refuse(REPOSITORY / "src" / "train.py", *overrides, forked=False, **slurm_task(0, "29500"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: a -m sweep must be started by one process, but Slurm's variables describe 2 ")
     assert not (tmp_path / "sweep").exists()
@@ -106,8 +104,8 @@ def test_a_sweep_in_several_tasks_of_srun_is_refused(tmp_path) -> None:
 
 def test_a_sweep_of_plans_runs_in_a_batch_script_for_several_tasks() -> None:
     script = REPOSITORY / "src" / "plan.py"
-    command = [sys.executable, str(script), "-m", "model=gpt_tiny,bert_tiny", "num_devices=1", "cluster=h100"]
-    done = subprocess.run(command, env=environment(**slurm_task(0, "29500")), capture_output=True, text=True)
+    overrides = ("-m", "model=gpt_tiny,bert_tiny", "num_devices=1", "cluster=h100")
+    done = refuse(script, *overrides, forked=False, **slurm_task(0, "29500") | {"SLURM_STEP_ID": ""})
     assert done.returncode == 0, done.stderr
 
 

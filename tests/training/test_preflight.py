@@ -1,22 +1,23 @@
 """What `check_run` resolves on simulated GPUs: the layout and the recomputation, for the kernels of the run."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 from entry_points import slurm_task
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from runs import tiny_run
 
 from lmscale.config import ParallelConfig, Recompute
 from lmscale.config.layout import ParallelRequest
+from lmscale.launcher import World
 from lmscale.planner.job import rank_memory, usable_bytes
 from lmscale.training import pretrain
 from lmscale.training.output.announcement import describe_idle_gpus
 from lmscale.training.runtime import kernel_choice, launch, preflight
-from lmscale.training.runtime.launch import World
+from lmscale.training.runtime.run import new_trainer
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def test_gpus_that_another_launcher_or_the_tensor_ranks_leave_are_not_put_down_t
 
 def test_dp_size_auto_uses_every_rank_that_another_launcher_started(tmp_path, monkeypatch, gpu_of) -> None:
     gpu_of(2**40)
-    monkeypatch.setattr(preflight, "world_from_outside", lambda: World(8, 8, SLURMEnvironment))
+    monkeypatch.setattr(preflight, "world_from_outside", lambda: World("srun", 8, 8, 0, 0))
     sizes = {"micro_batch_size": 8, "global_batch_size": 16}
     run = dataclasses.replace(tiny_run("gpt", tmp_path, precision__dtype="bf16", **sizes), parallel=ParallelRequest())
     with pytest.raises(ValueError, match=r"`global_batch_size` must be a multiple .* \(8 x 8\), but is 16"):
@@ -120,17 +121,22 @@ def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_
     assert preflight.check_run(even)[2] == ParallelConfig(2, 1, batch_halves=True)
 
 
-def test_tasks_of_srun_without_their_number_per_node_are_refused(monkeypatch) -> None:
-    for name, value in slurm_task(0, "0").items():
-        monkeypatch.setenv(name, value)
-    assert launch.world_from_outside() == World(2, 2, SLURMEnvironment)
-    monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
-    with pytest.raises(ValueError, match="^`srun` must have `--ntasks-per-node`, but has 2 tasks without it$"):
-        launch.world_from_outside()
+@pytest.mark.parametrize(
+    ("variables", "size", "rank"),
+    [(slurm_task(1, "29000"), 2, 1), ({"LOCAL_RANK": "1", "RANK": "x", "NODE_RANK": "3", "MASTER_PORT": "x"}, 1, 0)],
+    ids=["srun", "left over"],
+)
+def test_torch_and_lightning_find_the_ranks_that_were_started(monkeypatch, tmp_path, variables, size, rank) -> None:
+    monkeypatch.setattr(os, "environ", dict(variables))
+    trainer = new_trainer(SimpleNamespace(run=tiny_run("gpt", tmp_path), accelerator="cpu", layout=ParallelConfig()))
+    found = trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.strategy.launcher
+    assert found == (size, rank, rank, 0, None)
+    assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == (str(size), str(size))
+    assert os.environ["MASTER_PORT"] == variables["MASTER_PORT"]
 
 
 def test_ranks_that_see_only_their_own_gpu_are_refused(monkeypatch) -> None:
-    monkeypatch.setattr(launch, "world_from_outside", lambda: World(2, 2, SLURMEnvironment))
+    monkeypatch.setattr(launch, "world_from_outside", lambda: World("srun", 2, 2, 0, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="must see the GPUs of all 2 ranks of its node, but sees 1 .*--gpus-per-node"):

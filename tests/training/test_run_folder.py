@@ -1,15 +1,23 @@
 """The first lines that a run prints, its port, and the lock of its folder."""
 
+import dataclasses
+import json
 import os
+import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
+from hydra.types import RunMode
 from runs import tiny_run
 
+from lmscale.cli import next_command
 from lmscale.config import ParallelConfig
 from lmscale.training.output.announcement import describe_options, warn_of_costly_validation
 from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.runtime import run_lock
+from lmscale.training.runtime.exit_codes import INTERRUPTED
+from lmscale.training.runtime.interruption import Interruption
 
 
 @pytest.mark.parametrize(
@@ -76,6 +84,21 @@ def test_a_run_of_one_process_opens_no_port(tmp_path, monkeypatch) -> None:
     # The module; torch.distributed.rendezvous is a function.
     monkeypatch.setattr(sys.modules["torch.distributed.rendezvous"], "TCPStore", refuse)
     assert pretrain(prepare_job(tiny_run("gpt", tmp_path))) == 0
+
+
+def test_a_run_that_goes_on_has_no_record_until_it_ends(tmp_path, monkeypatch) -> None:
+    """The record of its first part would say that it has ended, and the command that continues it was not printed."""
+    run = tiny_run("gpt", tmp_path, trainer__max_steps=4, resume__path="auto")
+    stopped = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, stop_after_steps=2))
+    assert pretrain(prepare_job(stopped)) == 0 and (tmp_path / "record.json").is_file()
+    with monkeypatch.context() as patched:
+        patched.setattr(Interruption, "install", lambda self: setattr(self, "received", signal.SIGTERM))
+        assert pretrain(prepare_job(run)) == INTERRUPTED
+    assert not (tmp_path / "record.json").exists()
+    hydra_config = SimpleNamespace(mode=RunMode.RUN, runtime=SimpleNamespace(config_sources=[]))
+    monkeypatch.setattr(next_command.HydraConfig, "get", lambda: hydra_config)
+    assert next_command.after_training({"run_dir": str(tmp_path), "overrides": []}).startswith("continue: ")
+    assert pretrain(prepare_job(run)) == 0 and json.loads((tmp_path / "record.json").read_text())["steps"] == [3, 4]
 
 
 def test_a_folder_belongs_to_one_job_until_it_ends(tmp_path, monkeypatch) -> None:

@@ -62,8 +62,8 @@ def _one_line(error: Exception) -> str:
     no_row = re.search(r"Interpolation key 'task\.by_size\[([^]]+)\]", text)
     if no_row:
         return f"`size` must be one of the rows that the task's file has in `by_size`, but is {no_row[1]}"
-    if isinstance(error, OSError):  # Hydra makes the folder
-        key = "hydra.sweep.dir" if sys.argv[1:2] in (["-m"], ["--multirun"]) else "hydra.run.dir"
+    if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra makes the folder
+        key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(sys.argv) else "hydra.run.dir"
         return f"`{key}` must be a folder that can be made and written, but {error.filename}: {error.strerror}"
     if not isinstance(error, (ValueError, HydraException, OmegaConfBaseException)):
         text = f"the command line cannot be used: {type(error).__name__} {text}".rstrip()

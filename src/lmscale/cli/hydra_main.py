@@ -23,6 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..launcher import is_first_rank
 from . import ctrl_c
 from . import literal as literal_values
 from .errors import USER_ERROR, WANTS_TRACEBACK, exit_with
@@ -31,7 +32,7 @@ from .help import help_text
 _task_is_running = False
 
 
-def run_hydra_main(main: Callable[[], None], literal: Collection[str] = ()) -> None:
+def run_hydra_main(main: Callable[[], None], literal: Collection[str] = (), joins_ranks: bool = False) -> None:
     """Run a `@hydra.main` function; mistakes in overrides and configuration become `error: ...` and exit code 2.
 
     HYDRA_FULL_ERROR=1 in the environment shows the traceback instead.
@@ -39,17 +40,17 @@ def run_hydra_main(main: Callable[[], None], literal: Collection[str] = ()) -> N
     Args:
         literal: keys whose value is any text, taken literally: with commas, quotes, brackets, `=`, `$`, line
             ends, or as `null`.
+        joins_ranks: whether the entry point joins the ranks that a launcher has started; the others run in any job.
     """
-    _use_temporary_folders_on_other_ranks()
     literal_values.set_aside(literal)
     if {"--help", "-h"} & set(sys.argv[1:]):
         main = _print_help
-    # Hydra's parser accepts -m only before or after all overrides; users also write it between them.
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda arg: arg not in ("-m", "--multirun"))
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # else a first run prints that it found fonts
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own message
     try:
-        _check_options()
+        _put_options_last()
+        if joins_ranks:
+            _use_temporary_folders_on_other_ranks()
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -88,7 +89,7 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
         finally:
             error = sys.exception()
             refused = isinstance(error, ValueError) or (isinstance(error, SystemExit) and error.code == USER_ERROR)
-            if then is not None and not refused and _rank_from_outside() in (None, "0"):
+            if then is not None and not refused and is_first_rank():
                 lines = then(values)
                 print(lines, end="\n" if lines else "", flush=True)
         sys.stdout.flush()
@@ -103,18 +104,27 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
         _remove_if_empty(Path(hydra_config.runtime.output_dir))
 
 
-def _check_options() -> None:
-    """Refuse options that Hydra does not have, whose message would be the usage of its own options."""
+def _put_options_last() -> None:
+    """Put Hydra's options after all overrides: its parser does not accept them between overrides.
+
+    Raises:
+        ValueError: an option that Hydra does not have, or a wrong value; its own message would be its usage.
+    """
 
     def refuse(message: str) -> NoReturn:
         raise ValueError(f"the options must be Hydra's (--hydra-help), but {message}")
 
     parser = get_args_parser()
     parser.error = refuse
-    unknown = [arg for arg in parser.parse_known_args()[1] if arg.startswith("-")]
+    known, others = parser.parse_known_args()
+    unknown = [arg for arg in others if arg.startswith("-")]
     if unknown:
         key = unknown[0].lstrip("-").partition("=")[0]
         raise ValueError(f"keys are given without dashes, as in {key}=VALUE, but there is {unknown[0]}; see --help")
+    overrides, options = known.overrides + others, sys.argv[1:]
+    for override in overrides:
+        options.remove(override)
+    sys.argv[1:] = overrides + options
 
 
 def hydra_files(cfg: DictConfig) -> dict[str, str]:
@@ -178,15 +188,9 @@ def _name_of_job(hydra_config: DictConfig) -> str:
     return f"job {hydra_config.job.num} of the sweep ({' '.join(hydra_config.overrides.task)}): "
 
 
-def _rank_from_outside() -> str | None:
-    """This process's rank under torchrun or srun."""
-    return os.environ.get("RANK") if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("SLURM_PROCID")
-
-
 def _use_temporary_folders_on_other_ranks() -> None:
     """Under torchrun or srun only rank 0 creates a run folder; otherwise each rank would name one by its own clock."""
-    rank = _rank_from_outside()
-    if rank not in (None, "0") and not any(arg.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for arg in sys.argv):
+    if not is_first_rank() and not any(arg.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for arg in sys.argv):
         folder = tempfile.mkdtemp(prefix="lmscale_rank_")  # no earlier run is in it
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        sys.argv += [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
+        sys.argv[1:1] = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]

@@ -15,6 +15,7 @@ from hydra.types import RunMode
 from ..config.family import family_of
 from ..config.plan import PlanConfig
 from ..config.pretrain import RunConfig
+from ..launcher import world_from_outside
 from .conf_files import CONF
 
 ROOT = CONF.parent
@@ -44,7 +45,7 @@ def after_training(values: Mapping) -> str:
     run, mode = Path(values["run_dir"]), HydraConfig.get().mode
     has_checkpoint = any((run / "checkpoints").glob("step_*.ckpt"))
     if not (run / "record.json").is_file():
-        if has_checkpoint and has_a_launcher():
+        if has_checkpoint and world_from_outside() is not None:
             keys = f"resume=auto hydra.run.dir={_for_hydra(run)}"
             return f"continue: start the same ranks by the same launcher, with {keys}"
         return f"continue: {_resume(run, values['overrides'], mode)}" if has_checkpoint else ""
@@ -86,12 +87,6 @@ def after_finetuning(values: Mapping) -> str:
         return ""
     kept = [o for o in values["overrides"] if not o.startswith(("ckpt=", "trainer.num_epochs=", "from_scratch="))]
     return f"score:    {command('finetune/run.py', *_config_dir(), *kept, ckpt=run, trainer__num_epochs='0')}"
-
-
-def has_a_launcher() -> bool:
-    """Whether torchrun or an `srun` with several tasks has started the ranks."""
-    env = os.environ
-    return "TORCHELASTIC_RUN_ID" in env or ("SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1)
 
 
 def _resume(run: Path, overrides: list[str], mode: RunMode) -> str:

@@ -1,6 +1,5 @@
 """The jobs of a `-m` sweep, checked before the first one starts."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from ..launcher import world_from_outside
 from .errors import WANTS_TRACEBACK, exit_with
 from .literal import put_back
 
@@ -56,12 +56,11 @@ class SweepCheck(Callback):
 
 def _check_one_task() -> None:
     """Refuse a sweep in several tasks of `srun`: the ranks of its second job would meet at the first one's port."""
-    env = os.environ  # as in training/runtime/launch.py
-    num_tasks = int(env.get("SLURM_NTASKS", "1"))
-    if "SLURM_PROCID" in env and num_tasks > 1 and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+    world = world_from_outside()
+    if world is not None and world.launcher == "srun":
         exit_with(
             ValueError(
-                f"a -m sweep must be started by one process, but Slurm's variables describe {num_tasks} tasks; start "
+                f"a -m sweep must be started by one process, but Slurm's variables describe {world.size} tasks; start "
                 "one srun per job, or use hydra/launcher=submitit_slurm"
             )
         )

@@ -95,7 +95,7 @@ def generate(job: GenerateJob) -> int:
     """
     config = job.config
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack some letters
-    share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if config.parallel.tp_size > 1 else 1)
+    share_cores()
     device = _device(config)
     context = evaluation_groups(config.parallel.tp_size, 1, device.type, config.parallel.pad_heads)
     code = 0

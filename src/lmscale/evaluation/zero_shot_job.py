@@ -1,7 +1,6 @@
 """One zero-shot evaluation, from its configuration to its record: checks before the ranks start, and work per rank."""
 
 import json
-import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -120,8 +119,7 @@ def evaluate(job: ZeroShotJob) -> int:
         ValueError: with one rank, if the weights cannot be loaded or used, or the record cannot be written.
     """
     layout = job.config.parallel
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if layout.world_size > 1 else 1
-    share_cores(local_size)
+    share_cores()
     use_gpu = job.config.accelerator != "cpu" and torch.cuda.is_available()
     context = evaluation_groups(layout.tp_size, layout.dp_size, "cuda" if use_gpu else "cpu", layout.pad_heads)
     device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")

@@ -10,11 +10,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..checkpoint import CheckpointError
 from ..config import ParallelConfig
 from ..config.finetune import FinetuneConfig
+from ..launcher import is_first_rank, world_from_outside
 from ..parallel import ParallelContext
 from ..training.output.metrics_file import MetricsFile
 from ..training.runtime.exit_codes import DONE
 from ..training.runtime.gpu_settings import set_allocator
-from ..training.runtime.launch import is_first_rank, resolve_accelerator, world_from_outside
+from ..training.runtime.launch import resolve_accelerator
 from ..training.runtime.run import Run, new_trainer, run_on_this_rank
 from ..training.runtime.run_lock import check_not_in_use
 from .batches import ScoringBatches, TrainingSteps

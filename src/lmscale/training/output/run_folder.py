@@ -75,6 +75,7 @@ def prepare_folder(job: PretrainJob, run_dir: Path, metrics: MetricsFile, start_
                 f"WARNING: {METRICS} cannot be read; kept as {kept.name}, a new one begins", file=sys.stderr, flush=True
             )
             metrics.resume_at(start_step)
+        (run_dir / RECORD).unlink(missing_ok=True)  # of a part of this run, which goes on
     except OSError as error:
         return f"the run folder {run_dir} cannot be used: {error}"
     return None

@@ -11,22 +11,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ...launcher import World, own_run_id, world_from_outside
 from ...parallel.shared_memory import RankGoneError
 from .exit_codes import FAILED, INTERRUPTED, STALLED
 from .interruption import PASSED_ON, Interruption
@@ -34,69 +28,23 @@ from .lost_rank import CollectiveError, LostRank
 from .watchdog import StalledError
 
 
-@dataclass(frozen=True)
-class World:
-    """Ranks that another launcher has started, as the environment describes them."""
+def join_ranks() -> World:
+    """Set the variables by which torch and Lightning find the ranks, as torchrun does; returns what they say.
 
-    size: int
-    local_size: int
-    environment: type[ClusterEnvironment]
-
-
-def world_from_outside() -> World | None:
-    """The ranks that torchrun or an `srun` with several tasks has started; None if lmscale starts the ranks itself.
-
-    An interactive Slurm shell and an `srun` of one task count as none.
-
-    Raises:
-        ValueError: torchrun's variables are incomplete, or `srun` has several tasks without `--ntasks-per-node`.
+    srun sets others, and some may be left over where one process is alone.
     """
-    env = os.environ
-    if "TORCHELASTIC_RUN_ID" in env:
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            if not env.get(name, "").isdecimal():
-                raise ValueError(
-                    f"`{name}` must be a number where TORCHELASTIC_RUN_ID is set, but is {env.get(name)!r}"
-                )
-        size, local_size = int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
-        return World(size, local_size, TorchElasticEnvironment)
-    num_tasks = int(env.get("SLURM_NTASKS", "1"))
-    if "SLURM_PROCID" in env and num_tasks > 1 and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
-        if "SLURM_NTASKS_PER_NODE" not in env:  # Lightning needs it
-            raise ValueError(f"`srun` must have `--ntasks-per-node`, but has {num_tasks} tasks without it")
-        num_nodes = int(env.get("SLURM_NNODES", "1"))
-        return World(num_tasks, num_tasks // num_nodes, SLURMEnvironment)
-    return None
-
-
-def is_first_rank() -> bool:
-    """Whether this process is rank 0 of torchrun or srun, or was started by neither."""
-    world = world_from_outside()
-    return world is None or world.environment().global_rank() == 0
-
-
-def cluster_environment() -> tuple[ClusterEnvironment, int, int]:
-    """Lightning's cluster environment, the number of ranks on this host and the number of hosts."""
-    world = world_from_outside()
-    if world is None:
-        return LightningEnvironment(), 1, 1
-    kind = world.environment
-    environment = kind(auto_requeue=False) if kind is SLURMEnvironment else kind()
-    return environment, world.local_size, world.size // world.local_size
-
-
-def _set_torch_variables() -> None:
-    """Set the variables by which torch finds the ranks, as torchrun does and srun does not."""
-    environment, local_size, num_nodes = cluster_environment()
+    world = world_from_outside() or World("", size=1, local_size=1, rank=0, local_rank=0)
     values = {
-        "RANK": environment.global_rank(),
-        "LOCAL_RANK": environment.local_rank(),
-        "WORLD_SIZE": local_size * num_nodes,
-        "LOCAL_WORLD_SIZE": local_size,
-        "MASTER_ADDR": environment.main_address,
-        "MASTER_PORT": environment.main_port,
+        "RANK": world.rank,
+        "LOCAL_RANK": world.local_rank,
+        "GROUP_RANK": world.rank // world.local_size,
+        "WORLD_SIZE": world.size,
+        "LOCAL_WORLD_SIZE": world.local_size,
     }
+    if world.size > 1:
+        values["MASTER_ADDR"], values["MASTER_PORT"] = world.address
     os.environ |= {name: str(value) for name, value in values.items()}
+    return world
 
 
 def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts: int = 0, saves: bool = False) -> None:
@@ -120,10 +68,8 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
         SystemExit: the worker's code if it is not 0; code 1, a rank failed (one line names the first one and its
             error, below the rank's own traceback); code 128 + n, signal n ended the job.
     """
-    world = world_from_outside()
-    if world_size == 1 or world is not None:
-        if world is not None:
-            _set_torch_variables()
+    if world_size == 1 or world_from_outside() is not None:
+        join_ranks()
         try:
             code = worker(job)
         except LostRank:
@@ -139,7 +85,7 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=world_size,
-            run_id=f"lmscale-{os.getpid()}",
+            run_id=own_run_id(),
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",  # otherwise the ranks look up this host's full name, which need not resolve

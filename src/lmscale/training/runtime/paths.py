@@ -1,11 +1,11 @@
 """The paths that a pretraining reads, checked without torch, which takes seconds to import."""
 
-import os
 from pathlib import Path
 
 from ...config.pretrain import RunConfig
 from ...data.indexed_corpus import check_indexed
 from ...data.sources import check_corpus
+from ...launcher import world_from_outside
 
 
 def read_run(values: dict) -> RunConfig:
@@ -27,8 +27,9 @@ def check_paths(run: RunConfig) -> None:
     """
     check_corpus(run.data)
     check_indexed(run.data, run.model.family)
-    path = run.resume.path
-    if _may_restart_under_torchrun() and path != "auto":
+    path, world = run.resume.path, world_from_outside()
+    # Nothing else tells a restart: a node that only waited for another one's restart counts none of its own.
+    if world is not None and world.launcher == "torchrun" and world.max_restarts and path != "auto":
         raise ValueError(
             f"`resume` must be auto under torchrun's --max-restarts, or a restart loses what was trained, but is {path}"
             "; a first start without restarts can begin from another checkpoint"
@@ -37,12 +38,7 @@ def check_paths(run: RunConfig) -> None:
         raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but {path!r} does not exist")
 
 
-def _may_restart_under_torchrun() -> bool:
-    # Nothing else tells a restart: a node that only waited for another one's restart counts none of its own.
-    own_launcher = os.environ.get("TORCHELASTIC_RUN_ID", "lmscale").startswith("lmscale")
-    return not own_launcher and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-
-
 def is_restart() -> bool:
     """Whether an elastic agent (ours or torchrun's) has restarted this process after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    world = world_from_outside()
+    return world is not None and world.restarts > 0

@@ -13,6 +13,7 @@ from ...config.layout import ParallelRequest
 from ...config.pretrain import RunConfig
 from ...data.tokenizer import check_tokenizer
 from ...kernels import Kernels, check_cuda_graphs, choose_kernels
+from ...launcher import World, is_first_rank, world_from_outside
 from ...planner.job import (
     STAND_IN_VOCAB_SIZE,
     Job,
@@ -28,7 +29,7 @@ from ..output.resuming import find_checkpoint
 from .gpu_settings import set_allocator
 from .host_memory import host_memory_available
 from .kernel_choice import compiling_pays, kept_compile, resolve_attention
-from .launch import World, is_first_rank, resolve_accelerator, world_from_outside
+from .launch import resolve_accelerator
 from .measured_layout import take_measured_layout
 from .paths import check_paths
 from .run_lock import check_not_in_use

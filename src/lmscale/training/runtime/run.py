@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from ...checkpoint import CheckpointError
 from ...parallel.shared_memory import SharedMemoryError
@@ -24,7 +25,7 @@ from .ending import Ending
 from .exit_codes import USER_ERROR
 from .gpu_settings import keep_partial_sums_in_fp32
 from .interruption import Interruption
-from .launch import cluster_environment
+from .launch import join_ranks
 from .lost_rank import abort_nccl, end_rank
 from .run_lock import RunLock
 from .watchdog import Watchdog
@@ -73,7 +74,7 @@ def new_trainer(job: Job, **options: Any) -> L.Trainer:
         options: of `L.Trainer`, in addition to those that every job has.
     """
     run = job.run
-    environment, local_size, num_nodes = cluster_environment()
+    world = join_ranks()
     torch.set_float32_matmul_precision(run.trainer.matmul_precision)
     keep_partial_sums_in_fp32()
     strategy = TensorParallelStrategy(
@@ -87,10 +88,10 @@ def new_trainer(job: Job, **options: Any) -> L.Trainer:
     )
     trainer = L.Trainer(
         accelerator=job.accelerator,
-        devices=local_size,
-        num_nodes=num_nodes,
+        devices=world.local_size,
+        num_nodes=world.size // world.local_size,
         strategy=strategy,
-        plugins=[environment],
+        plugins=[TorchElasticEnvironment()],
         max_epochs=-1,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
@@ -131,7 +132,7 @@ def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], 
     watchdog.start()
     try:
         strategy.setup_environment()
-        num_threads, reason = share_cores(trainer.num_devices, run.trainer.num_threads)  # after Lightning's own
+        num_threads, reason = share_cores(run.trainer.num_threads)  # after Lightning's own
         if job.accelerator == "cpu":
             keep_heap()
         folder = watchdog.folder = _lock_folder(strategy, Path(run.run_dir), lock)

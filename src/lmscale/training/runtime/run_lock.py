@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from ...launcher import was_requeued
+
 LOCK = ".lock"
 _PATIENCE_S = 10.0  # ranks of a job whose launcher was killed end within a second or two
 _LEASE_S = 120.0  # an NFS server keeps the lock of a crashed host until its lease ends, after 90 s by default
@@ -64,8 +66,7 @@ def check_not_in_use(folder: Path) -> None:
 
 def _lock(file: IO[str], kind: int) -> bool:
     """Whether the file could be locked within some seconds; a job that Slurm has requeued waits for a lease."""
-    requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    deadline = time.monotonic() + (_LEASE_S if requeued else _PATIENCE_S)
+    deadline = time.monotonic() + (_LEASE_S if was_requeued() else _PATIENCE_S)
     while True:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)

@@ -1,0 +1,165 @@
+"""Who started this process: torchrun, srun, lmscale's own agent, or none of them; and which variables count.
+
+Every variable that a launcher sets is read here. An empty one counts as unset.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+
+_SHELLS = ("bash", "interactive")  # names of Slurm jobs, by which Lightning knows a shell, too
+# Numbers of processes that a launcher has started, where it is neither torchrun nor srun.
+_FOREIGN_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that a launcher has started, and which one of them this process is.
+
+    Args:
+        launcher: `torchrun`, `srun`, or `lmscale`, whose agent starts the ranks of one host.
+        size: number of ranks.
+        local_size: ranks on this host; every host has as many.
+        rank: of this process.
+        local_rank: on its host.
+        restarts: how often an elastic agent has restarted the ranks.
+        max_restarts: how often it may.
+        num_cores: that srun gave each task; None if it was not told.
+        address: host and port at which the ranks meet.
+    """
+
+    launcher: str
+    size: int
+    local_size: int
+    rank: int
+    local_rank: int
+    restarts: int = 0
+    max_restarts: int = 0
+    num_cores: int | None = None
+    address: tuple[str, int] = ("", 0)
+
+    def __post_init__(self) -> None:
+        torchrun = self.launcher != "srun"
+        names = ("RANK", "WORLD_SIZE") if torchrun else ("SLURM_PROCID", "SLURM_NTASKS")
+        _require_below(*names, self.rank, self.size)
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if torchrun else ("SLURM_LOCALID", "--ntasks-per-node")
+        _require_below(*names, self.local_rank, self.local_size)
+
+
+def world_from_outside() -> World | None:
+    """The ranks that torchrun, an `srun` of several tasks or lmscale's agent has started; None if this one is alone.
+
+    An interactive Slurm shell and an `srun` of one task count as none. Variables of torch or MPI that are left over are
+    ignored, unless they say that other processes were started with this one.
+
+    Raises:
+        ValueError: a variable that counts is missing or wrong; another launcher started several processes; the batch
+            script of a job of several tasks runs this process without `srun`.
+    """
+    settings = sorted(name for name, value in os.environ.items() if name.startswith("PL_TRAINER_") and value)
+    if settings:
+        raise ValueError(
+            f"`{settings[0]}` must be unset, because Lightning would take it where the configuration is silent, but is "
+            f"{os.environ[settings[0]]!r}"
+        )
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
+        return _world_of_torchrun()
+    world = _world_of_srun()
+    size = 1 if world is None else world.size
+    for name in _FOREIGN_SIZES:
+        if os.environ.get(name, "").strip() not in ("", str(size)):
+            raise ValueError(
+                f"`{name}` must be unset, or the number of ranks that torchrun or srun has started ({size}), but is "
+                f"{os.environ[name]!r}; ranks are started by torchrun, by srun or by this command itself"
+            )
+    return world
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, or alone."""
+    world = world_from_outside()
+    return world is None or world.rank == 0
+
+
+def was_requeued() -> bool:
+    """Whether Slurm has started this job again."""
+    return os.environ.get("SLURM_RESTART_COUNT", "").strip() not in ("", "0")
+
+
+def own_run_id() -> str:
+    """What lmscale's agent sets TORCHELASTIC_RUN_ID to."""
+    return f"lmscale-{os.getpid()}"
+
+
+def _world_of_torchrun() -> World:
+    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
+    numbers = {name: _number(name) for name in names}
+    for name in (*names, "MASTER_ADDR"):
+        if not os.environ.get(name):
+            raise ValueError(f"`{name}` must be set where TORCHELASTIC_RUN_ID is, but is not; torchrun sets both")
+    size, local_size = numbers["WORLD_SIZE"], numbers["LOCAL_WORLD_SIZE"]
+    if not size or not local_size or size % local_size:
+        raise ValueError(
+            f"`WORLD_SIZE` must be a multiple of `LOCAL_WORLD_SIZE` ({local_size}), because every node has as many "
+            f"ranks, but is {size}"
+        )
+    return World(
+        "lmscale" if re.fullmatch(r"lmscale-\d+", os.environ["TORCHELASTIC_RUN_ID"]) else "torchrun",
+        size,
+        local_size,
+        numbers["RANK"],
+        numbers["LOCAL_RANK"],
+        _number("TORCHELASTIC_RESTART_COUNT") or 0,
+        _number("TORCHELASTIC_MAX_RESTARTS") or 0,
+        address=(os.environ["MASTER_ADDR"], numbers["MASTER_PORT"]),
+    )
+
+
+def _world_of_srun() -> World | None:
+    """The tasks of this job step, if there are several."""
+    rank = os.environ.get("SLURM_PROCID")
+    if not rank or os.environ.get("SLURM_JOB_NAME") in _SHELLS:
+        return None
+    # `salloc` may open a shell that is a step of one task, with the number of tasks of the job.
+    size = _number("SLURM_STEP_NUM_TASKS") or _number("SLURM_NTASKS") or 1
+    if size == 1:
+        return None
+    if not os.environ.get("SLURM_STEP_ID"):
+        raise ValueError(
+            f"the {size} tasks of a Slurm job must be started by srun, but this process was not (SLURM_STEP_ID is "
+            "unset): put srun before python, or unset SLURM_NTASKS to start the ranks of this host here"
+        )
+    per_node, num_nodes = _number("SLURM_NTASKS_PER_NODE"), _number("SLURM_NNODES") or 1
+    if not per_node:
+        raise ValueError(f"`srun` must have `--ntasks-per-node`, but has {size} tasks without it")
+    if size != num_nodes * per_node:
+        raise ValueError(
+            f"the tasks of `srun` must be its nodes x `--ntasks-per-node` ({num_nodes} x {per_node}), but are {size}"
+        )
+    nodes, local_rank = os.environ.get("SLURM_NODELIST", ""), _number("SLURM_LOCALID")
+    if local_rank is None or not (os.environ.get("MASTER_ADDR") or nodes):
+        name = "SLURM_LOCALID" if local_rank is None else "SLURM_NODELIST"
+        raise ValueError(f"`{name}` must be set where SLURM_PROCID is, but is not; srun sets both")
+    port = _number("MASTER_PORT") or 15000 + (_number("SLURM_JOB_ID") or 0) % 10000
+    address = os.environ.get("MASTER_ADDR") or _first_node(nodes), port
+    cores = _number("SLURM_CPUS_PER_TASK") or None
+    return World("srun", size, per_node, _number("SLURM_PROCID"), local_rank, num_cores=cores, address=address)
+
+
+def _first_node(nodes: str) -> str:
+    """The first of Slurm's list of hosts: a[03-07,9],b is a03."""
+    name, number, rest = re.match(r"([^,\[\s]*)(?:\[(\w*)[^]]*\]([^,\s]*))?", nodes).groups(default="")
+    return name + number + rest
+
+
+def _number(name: str) -> int | None:
+    """The value of a variable; None if it is unset or empty."""
+    text = os.environ.get(name, "").strip()
+    if text and not text.isdecimal():
+        raise ValueError(f"`{name}` must be a whole number, but is {text!r}")
+    return int(text) if text else None
+
+
+def _require_below(name: str, bound_name: str, value: int, bound: int) -> None:
+    if value >= bound:
+        raise ValueError(f"`{name}` must be below `{bound_name}` ({bound}), but is {value}")
