@@ -4,6 +4,7 @@ Records are committed and read on other machines: paths are relative, and a metr
 `{"value": null, "non_finite": "nan", "unit": ...}`. All tables are generated from records.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -17,10 +18,7 @@ from argparse import ArgumentTypeError
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import pandas
+from typing import Any
 
 RECORD_VERSION = 1
 _STARTED = time.time()  # of the process, which imports this module with its first ones
@@ -37,8 +35,6 @@ PACKAGES = (
     "safetensors",
     "numpy",
 )
-
-
 def new_record(
     name: str,
     kind: str,
@@ -172,43 +168,34 @@ def check_no_record(folder: str | Path) -> None:
         raise ValueError(f"`hydra.run.dir` must be a folder without the record of another run, but {folder} has one")
 
 
-def load_records(folder: str | Path) -> "pandas.DataFrame":
-    """Load all records below a folder, one row per record, sorted by path; other JSON files are ignored.
-
-    Returns:
-        columns name, kind, seed, started, finished, commit, dirty, device, path (relative to `folder`), one column per
-        metric, `config.<dotted key>` and `layout.<key>`. `attrs["units"]` holds the unit of each metric.
+def read_record(path: str | Path) -> dict[str, Any]:
+    """Read one record.
 
     Raises:
-        ValueError: the folder does not exist, a record has another version, or a metric has two units.
+        ValueError: the file cannot be read, or holds something else.
     """
-    import pandas  # takes half a second, which training runs avoid
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} must be a record, but fails with {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} must be a record, but is {str(record)[:40]}")
+    return record
 
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"`folder` of records must be a folder, but is {str(folder)!r}")
-    rows, units = [], {}
-    for path in sorted(folder.rglob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(record, dict) or "record_version" not in record:
-            continue
-        if record["record_version"] != RECORD_VERSION:
-            raise ValueError(f"`record_version` must be {RECORD_VERSION}, but is {record['record_version']} in {path}")
-        row = {key: record[key] for key in ("name", "kind", "seed", "started", "finished")}
-        row |= {key: record["environment"][key] for key in ("commit", "dirty", "device")}
-        row["path"] = path.relative_to(folder).as_posix()
-        for metric, entry in record["metrics"].items():
-            unit = units.setdefault(metric, entry["unit"])
-            if unit != entry["unit"]:
-                raise ValueError(
-                    f"the unit of `{metric}` must be {unit} in all records, but is {entry['unit']} in {path}"
-                )
-            row[metric] = float(entry["non_finite"]) if "non_finite" in entry else entry["value"]
-        row |= _flat(record["config"], "config.") | _flat(record["layout"] or {}, "layout.")
-        rows.append(row)
-    table = pandas.DataFrame(rows)
-    table.attrs["units"] = units
-    return table
+
+def validation_set(record: dict[str, Any]) -> str:
+    """Name what a pretraining run's validation loss is a mean over: losses are comparable only if the names are equal.
+
+    The name ends in a hash of the family, the samples, the text and the tokenizer.
+    """
+    config = record["config"]
+    data, corpus = config.get("data", {}), config.get("corpus", {})
+    family, held_out = config.get("model", {}).get("architecture"), corpus.get("validation", {})
+    samples = [data.get(key) for key in ("seq_length", "short_seq_probability", "mask_probability", "max_ngram")]
+    samples.append(config.get("trainer", {}).get("num_validation_samples"))
+    facts = json.dumps([family, samples, held_out, corpus.get("tokenizer")])
+    size = f"{held_out.get('tokens', 0):,} validation tokens in sequences of {data.get('seq_length')}"
+    return f"{family}, {size}, set {hashlib.sha256(facts.encode()).hexdigest()[:6]}"
 
 
 def _checked(metric: str, entry: dict[str, Any]) -> dict[str, Any]:
@@ -237,13 +224,6 @@ def _portable(value: Any) -> Any:
         if root != Path("/") and Path(path).is_relative_to(root):
             return key + equals + label + Path(path).relative_to(root).as_posix()
     return f"{key}{equals}.../{Path(path).name}"
-
-
-def _flat(values: dict, prefix: str) -> dict[str, Any]:
-    flat = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def _command() -> str:
