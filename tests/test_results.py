@@ -2,6 +2,8 @@ import argparse
 import importlib.util
 import json
 import math
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +105,22 @@ def test_the_environment_names_commit_versions_and_hardware(repository: Path) ->
     assert versions["hydra-core"].startswith("1.3")
     assert versions["torch"].startswith("2.") if importlib.util.find_spec("torch") else versions["torch"] is None
     assert environment["num_cores"] >= 1 and environment["memory_bytes"] > 2**30 and environment["cpu"]
+
+
+def test_the_environment_says_what_decides_how_a_cpu_rounds(monkeypatch) -> None:
+    """Two CPUs of one name may round differently: model and stepping, torch's instruction set, its libraries."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    details = collect_environment()["cpu_details"]
+    assert details["capability"] == torch.backends.cpu.get_cpu_capability()
+    assert details["variables"]["MKL_CBWR"] == "COMPATIBLE"
+    if torch.backends.mkl.is_available():
+        assert any("Math Kernel Library" in line for line in details["libraries"])
+    if Path("/proc/cpuinfo").is_file() and platform.machine() == "x86_64":
+        names = ("cpu family", "model", "stepping")
+        text = Path("/proc/cpuinfo").read_text()
+        numbers = [int(re.search(rf"^{name}\t+: (\d+)$", text, re.M)[1]) for name in names]
+        assert [details[key] for key in ("family", "model", "stepping")] == numbers
 
 
 def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:

@@ -35,6 +35,10 @@ PACKAGES = (
     "safetensors",
     "numpy",
 )
+# Of the environment; they limit which instructions torch, MKL and oneDNN use.
+ROUNDING_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+
+
 def new_record(
     name: str,
     kind: str,
@@ -96,7 +100,7 @@ def collect_environment(device: str | None = None) -> dict[str, Any]:
 
     Returns:
         commit (None outside a checkout of this project) and whether tracked files differ from it; versions of PACKAGES
-        (None if not installed); Python, platform, CPU, available cores, memory in bytes.
+        (None if not installed); Python, platform, CPU (see `describe_cpu`), available cores, memory in bytes.
     """
     commit, dirty = _commit()
     return {
@@ -106,6 +110,7 @@ def collect_environment(device: str | None = None) -> dict[str, Any]:
         "versions": {package: _version(package) for package in PACKAGES},
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_model(),
+        "cpu_details": describe_cpu(),
         "num_cores": count_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "device": device,
@@ -264,8 +269,30 @@ def count_cores() -> int:
 
 def cpu_model() -> str:
     """Name of this host's processor."""
+    return _cpu_facts().get("model name") or platform.processor() or platform.machine()
+
+
+def describe_cpu() -> dict[str, Any]:
+    """What decides how this host and this process round: the CPU, and what torch runs on it if it is imported.
+
+    Returns:
+        family, model and stepping as Linux numbers them (None elsewhere, or on other CPUs than x86); capability, the
+        instruction set that torch has chosen; libraries, the lines of `torch.__config__` with the versions of MKL and
+        oneDNN; variables, those of the environment that limit instruction sets.
+    """
+    facts, torch = _cpu_facts(), sys.modules.get("torch")
+    names = {"family": "cpu family", "model": "model", "stepping": "stepping"}
+    found: dict[str, Any] = {key: int(facts[name]) if name in facts else None for key, name in names.items()}
+    found["capability"] = torch and torch.backends.cpu.get_cpu_capability()
+    lines = torch.__config__.show().split("\n") if torch else []
+    found["libraries"] = [line.strip(" -") for line in lines if "Math Kernel Library" in line or "MKL-DNN" in line]
+    return found | {"variables": {name: os.environ[name] for name in ROUNDING_VARIABLES if name in os.environ}}
+
+
+def _cpu_facts() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; empty if this is not Linux."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):  # not Linux, or a CPU without a model name
-        return platform.processor() or platform.machine()
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.split("\n"))}
