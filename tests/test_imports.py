@@ -24,7 +24,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "paper": ("what tells a run of the paper from a smaller one", set(), FRAMEWORKS),
     "cli": (
         "what entry points share: Hydra in, one-line errors and exit codes out; the reference of their keys",
-        {"config", "launcher"},
+        {"config", "launcher", "results"},
         {"torch", "lightning"},
     ),
     "threads": ("CPU threads of a rank", {"launcher"}, FRAMEWORKS - {"torch"}),

@@ -56,12 +56,13 @@ def _was_unstable(curve: Sequence[float]) -> bool:
 
 
 def read_curves(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """Training loss of every cell: layers, order, scaled, lr, seed, step (last step of the window), loss in nats."""
+    """Training loss of every cell: layers, order, scaled, lr, seed, step (middle of the window), mean loss in nats."""
     rows = []
     for record in records:
         config = record["config"]
         cell = config["cell"] | {"lr": float(config["cell"]["lr"])}
-        rows += [cell | {"step": (i + 1) * config["window"], "loss": loss} for i, loss in enumerate(config["curve"])]
+        middle = (config["window"] + 1) / 2
+        rows += [cell | {"step": i * config["window"] + middle, "loss": loss} for i, loss in enumerate(config["curve"])]
     return pd.DataFrame(rows)
 
 

@@ -1,6 +1,7 @@
-"""Figure 7 as a controlled experiment: colour shows the norm order, line style the initialization."""
+"""Figure 7 as a controlled experiment: colour shows the norm order; each initialization has its own row of panels."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import pandas as pd
 import seaborn as sns
@@ -16,6 +17,7 @@ from .run_folder import NATS
 
 _ORDERS = {"pre": BLUE, "post": ORANGE}
 _STATES = {"learned": BLUE, "stuck": ORANGE, "diverged": ORANGE}
+_WIDE = {"linewidth": 4.0, "alpha": 0.35}  # of lines on which others lie
 _STARTS = {True: "scaled by 1/sqrt(2 L)", False: "not scaled"}
 _LOSS = f"training loss, {NATS}"
 _REFERENCES = {  # column of the cells: name, line style
@@ -26,7 +28,9 @@ _NORM = "gradient norm, nats per unit weight"
 
 
 def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) -> Figure:
-    """Draw training loss over steps: one panel per depth, one line per seed, each arm at its chosen learning rate.
+    """Draw training loss over steps: one panel per initialization and depth, one line per seed.
+
+    Each arm has the learning rate chosen for it.
 
     Args:
         curves, cells: results of `read_curves` and `read_cells`.
@@ -34,8 +38,13 @@ def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) 
     """
     runs = at_chosen_rates(cells, cells, factorial)
     rows = at_chosen_rates(curves, cells, factorial)
-    figure = _panels(rows, ("step", "loss"), ("layers", "{} layers"), f"Runs that learned: {_learned(runs)}", _LOSS)
-    for axis, (_, part) in zip(figure.axes, runs.groupby("layers"), strict=True):
+    counts = [f"{name}: {_learned(runs[runs['scaled'] == scaled])}" for scaled, name in _STARTS.items()]
+    title = f"Runs that learned, initialization {'; '.join(counts)}"
+    figure = _panels(rows, ("step", "loss"), ("layers", "{} layers"), title, _LOSS, by_start=True)
+    parts = [
+        runs[(runs["scaled"] == start) & (runs["layers"] == n)] for start in _STARTS for n in _values(runs, "layers")
+    ]
+    for axis, part in zip(figure.axes, parts, strict=True):
         _mark_references(axis, cells)
         for place, (words, color) in enumerate(zip(_learned(part).split(", "), _ORDERS.values(), strict=True)):
             axis.text(
@@ -48,7 +57,7 @@ def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) 
                 va="top",
                 fontsize=FONT_SIZE,
             )
-    _key(figure, starts=True, references=True)
+    _key(figure, references=True)
     return figure
 
 
@@ -80,9 +89,11 @@ def draw_rates(cells: pd.DataFrame, factorial: int) -> Figure:
     Points are seeds, lines their means.
     """
     rows = cells[cells["layers"] == factorial]
-    rates = sorted(rows["lr"].unique())
+    rates = _values(rows, "lr")
+    learned = _learned(rows[rows["lr"] == rates[-1]])
+    title = f"Runs that learned at {factorial} layers and a rate of {rates[-1]:g}: {learned}"
     with house_style():
-        figure = page_figure("Post-norm is at least as good at low learning rates, and fails at high ones", 3.4)
+        figure = page_figure(title, 3.4)
         axes = figure.subplots(1, 2, sharey=True)
         for axis, (scaled, name) in zip(axes, _STARTS.items(), strict=True):
             for order, color in _ORDERS.items():
@@ -101,7 +112,9 @@ def draw_rates(cells: pd.DataFrame, factorial: int) -> Figure:
 
 
 def draw_gradient_norms(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int, step: int = 1) -> Figure:
-    """Draw the gradient norm per layer: one panel per depth, one line per seed, each arm at its chosen learning rate.
+    """Draw the gradient norm per layer: one panel per initialization and depth, one line per seed.
+
+    Each arm has the learning rate chosen for it.
 
     Args:
         norms: result of `read_gradient_norms`.
@@ -113,14 +126,25 @@ def draw_gradient_norms(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int
         if step == 1
         else f"At step {step} the lower layers of deep post-norm runs have lost their gradient"
     )
-    figure = _panels(rows, ("layer", "norm"), ("layers", "{} layers"), title, _NORM, share_x=False)
+    figure = _panels(
+        rows,
+        ("layer", "norm"),
+        ("layers", "{} layers"),
+        title,
+        _NORM,
+        by_start=True,
+        share={"sharex": "col", "sharey": "row"},
+    )
     _logarithmic(figure)
-    _key(figure, starts=True)
+    _key(figure)
     return figure
 
 
 def draw_failures(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int, steps: tuple[int, int]) -> Figure:
     """Draw the gradient norm per layer of every post-norm run of the factorial, before the first update and later.
+
+    Before it, runs that differ in the rate only have the same gradient: the runs that learned are wide lines, on which
+    the others lie.
 
     Args:
         norms: result of `read_gradient_norms`.
@@ -129,10 +153,14 @@ def draw_failures(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int, step
     rows = norms.merge(cells[[*CELL, "state"]], on=CELL)
     rows = rows[(rows["layers"] == factorial) & (rows["order"] == "post") & rows["step"].isin(steps)]
     title = "Runs that fail start like the others; their gradient vanishes during training"
-    figure = _panels(rows, ("layer", "norm"), ("step", "step {}"), title, _NORM, ("state", _STATES))
+    figure = _panels(rows, ("layer", "norm"), ("step", "step {}"), title, _NORM, ("state", _STATES), share={})
     _logarithmic(figure)
     _key(figure, {state: color for state, color in _STATES.items() if (rows["state"] == state).any()})
     return figure
+
+
+def _values(rows: pd.DataFrame, column: str) -> list:
+    return sorted(rows[column].unique())
 
 
 def _panels(
@@ -142,40 +170,42 @@ def _panels(
     title: str,
     label: str,
     hue: tuple[str, Mapping[str, str]] = ("order", _ORDERS),
-    share_x: bool = True,
+    by_start: bool = False,
+    share: Mapping[str, str | bool] = MappingProxyType({"sharex": True, "sharey": True}),
 ) -> Figure:
-    """Draw one line per run; of two orders, runs without scaled initialization are dashed.
+    """Draw one line per run.
 
     Args:
         drawn: columns of x and y.
         panels: column with one panel per value, and the form of their titles.
         label: of the y axis.
-        hue: column with one colour per value, and the colours.
+        hue: column with one colour per value, and the colours; runs of the state `learned` are wide lines.
+        by_start: one row of panels per initialization.
+        share: axes that the panels share.
     """
     (x, y), (col, heading), (kind, colors) = drawn, panels, hue
-    values = sorted(rows[col].unique())
+    values, starts = _values(rows, col), list(_STARTS) if by_start else [None]
     with house_style():
-        figure = page_figure(title, 3.4)
-        axes = figure.subplots(1, len(values), sharex=share_x, sharey=True, squeeze=False)[0]
-        for axis, value in zip(axes, values, strict=True):
-            for (name, scaled, *_), run in rows[rows[col] == value].groupby([kind, "scaled", "lr", "seed"]):
-                style = "-" if scaled or kind == "state" else "--"
-                axis.plot(run[x], run[y], color=colors[name], linewidth=1, linestyle=style)
-            axis.set(xlabel=x, title=heading.format(value))
-        axes[0].set_ylabel(label)
+        figure = page_figure(title, 0.8 + 2.6 * len(starts))
+        axes = figure.subplots(len(starts), len(values), squeeze=False, **share)
+        for line, start in zip(axes, starts, strict=True):
+            for axis, value in zip(line, values, strict=True):
+                part = rows[(rows[col] == value) & (True if start is None else rows["scaled"] == start)]
+                for (name, *_), run in part.groupby([kind, "scaled", "lr", "seed"]):
+                    axis.plot(run[x], run[y], color=colors[name], **(_WIDE if name == "learned" else {"linewidth": 1}))
+            line[0].set_ylabel(label if start is None else f"initialization {_STARTS[start]}\n{label}")
+        for top, bottom, value in zip(axes[0], axes[-1], values, strict=True):
+            top.set_title(heading.format(value))
+            bottom.set_xlabel(x)
         sns.despine(figure)
     return figure
 
 
-def _key(
-    figure: Figure, colors: Mapping[str, str] | None = None, starts: bool = False, references: bool = False
-) -> None:
-    """Name the colours and line styles in one line below the panels."""
+def _key(figure: Figure, colors: Mapping[str, str] | None = None, references: bool = False) -> None:
+    """Name the colours and the references' line styles in one line below the panels."""
     shown = colors or {f"{order}-norm": color for order, color in _ORDERS.items()}
-    handles = [Line2D([], [], color=color, label=name) for name, color in shown.items()]
-    if starts:
-        styles = zip(_STARTS.values(), ("-", "--"), strict=True)
-        handles += [Line2D([], [], color="0.2", linestyle=style, label=name) for name, style in styles]
+    width = {"learned": _WIDE}
+    handles = [Line2D([], [], color=color, label=name, **width.get(name, {})) for name, color in shown.items()]
     if references:
         handles += [Line2D([], [], color=GREY, linewidth=0.9, linestyle=s, label=n) for n, s in _REFERENCES.values()]
     with house_style():

@@ -107,11 +107,13 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
         rows, curves, norms = read_cells(cells), read_curves(cells), read_gradient_norms(cells)
         found |= {
             "norm_order_curves": (
-                f"{of} Training loss by depth, one line per seed; {references}",
+                f"{of} Training loss (means of 25 steps) by initialization and depth, one line per seed, each "
+                f"placement and initialization at its best rate at {factorial} layers; {references}",
                 draw_loss_curves(curves, rows, factorial),
             ),
             "norm_order_rates": (
-                f"{of} Final training loss over learning rate at {factorial} layers, one mark per seed; {references}",
+                f"{of} Final training loss over learning rate at {factorial} layers, one mark per seed, "
+                f"lines through their means; {references}",
                 draw_rates(rows, factorial),
             ),
             "norm_order_gradients": (
@@ -123,7 +125,8 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
                 draw_gradient_norms(norms, rows, factorial, MIDDLE),
             ),
             "norm_order_failures": (
-                f"{of} Gradient norm of each layer of every post-norm run at {factorial} layers, at all rates",
+                f"{of} Gradient norm of each layer of every post-norm run at {factorial} layers, at all rates. "
+                "At step 1 runs that differ in the rate only coincide",
                 draw_failures(norms, rows, factorial, (1, MIDDLE)),
             ),
         }
@@ -132,7 +135,7 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
         of = "Layer-norm placement, second study."
         drawn = {
             "placement_rates": (
-                f"{of} Final training loss over learning rate by depth, one mark per seed",
+                f"{of} Final training loss over learning rate by depth, one mark per seed, lines through their means",
                 draw_final_losses(study, outcome),
             ),
             "placement_limits": (

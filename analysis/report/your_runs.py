@@ -1,4 +1,6 @@
-"""Any run folders as a table and curves, as in `notebooks/06_your_runs.ipynb`; run as a script, a figure.
+"""Any pretraining run folders as a table and curves, as in `notebooks/06_your_runs.ipynb`; run as a script, a figure.
+
+Losses over different validation sets are not comparable: each set is ranked and drawn by itself.
 
 python analysis/report/your_runs.py outputs/gpt_tiny/RUN multirun/SWEEP --output curves.png
 """
@@ -8,7 +10,9 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
@@ -19,94 +23,147 @@ from matplotlib.figure import Figure
 
 from analysis.report.records import ANALYSIS
 from analysis.report.style import house_style, label_ends, page_figure
-from lmscale.results import load_records
+from lmscale.results import read_record, validation_set
 
 ROOT = ANALYSIS.parent
 NEWEST = 8  # runs shown by default
 LONGEST = 32  # letters of a label made of overrides
-SMOOTH = 20  # rows of a mean of the training loss and the throughput
+RANKED = ["validation set", "run"]  # index of the table
 _TABLE = {"val/loss": "validation loss", "train/loss": "training loss", "tokens_per_s": "tokens/s", "train_time": "s"}
+_CURVE = {"step": "step", "train/loss": "train", "val/loss": "val", "tokens_per_s": "tokens_per_s"}
 
 
-def find_runs(folders: Sequence[str | Path] = (), root: Path = ROOT) -> list[Path]:
-    """The run folders at or below `folders`; without any, the newest ones of `outputs/` and `multirun/` in `root`.
+@dataclass(frozen=True)
+class Run:
+    """A pretraining run.
+
+    Args:
+        folder: of the run.
+        record: its record.
+        curve: columns step, train, val and tokens_per_s as recorded; the validation before the first step is of the
+            record.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+    curve: pd.DataFrame
+
+    def value(self, metric: str) -> float:
+        """A metric of the record; nan if it is absent or not finite."""
+        value = self.record["metrics"].get(metric, {}).get("value")
+        return math.nan if value is None else value
+
+
+def find_runs(folders: Sequence[str | Path] = (), root: Path = ROOT) -> tuple[list[Run], list[str]]:
+    """The pretraining runs at or below `folders`; without any, the newest ones of `outputs/` and `multirun/` in `root`.
+
+    Returns:
+        the runs, and a line for each other folder with a record or metrics that says why it is left out.
 
     Raises:
-        ValueError: one of `folders` holds no finished run.
+        ValueError: one of `folders` holds no run.
     """
-    if not folders:
-        newest = _runs_below(root / "outputs") + _runs_below(root / "multirun")
-        return sorted(newest, key=lambda run: (run / "record.json").stat().st_mtime, reverse=True)[:NEWEST]
-    found = {Path(folder): _runs_below(Path(folder)) for folder in folders}
-    for folder, runs in found.items():
-        if not runs:
+    runs, left_out = [], []
+    for folder in map(Path, folders) if folders else (root / "outputs", root / "multirun"):
+        held = sorted({path.parent for name in ("record.json", "metrics.csv") for path in folder.rglob(name)})
+        if folders and not held:
             raise ValueError(f"`folders` must hold run folders with record.json and metrics.csv, but {folder} has none")
-    return [run for runs in found.values() for run in runs]
+        for run in held:
+            try:
+                runs.append(read_run(run))
+            except ValueError as error:
+                left_out.append(f"left out: {_shorten(run)}: {error}")
+    if not folders:
+        runs = sorted(runs, key=lambda run: (run.folder / "record.json").stat().st_mtime, reverse=True)[:NEWEST]
+    return runs, left_out
 
 
-def _runs_below(folder: Path) -> list[Path]:
-    return sorted(path.parent for path in folder.rglob("record.json") if (path.parent / "metrics.csv").exists())
+def read_run(folder: Path) -> Run:
+    """Read a run folder.
 
-
-def read_runs(runs: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
-    """The table of runs, best first, and the curves of each by its label.
-
-    A label has the overrides that differ between the runs, or the folder's name if they are long. Curves have the
-    columns step, train, val, tokens_per_s; the validation before the first step is of the record.
+    Raises:
+        ValueError: a file is missing or damaged, or the run is of another kind.
     """
-    records = pd.concat([load_records(run) for run in runs], keys=range(len(runs))).droplevel(1)
-    overrides = [[word for word in words if not word.startswith("hydra.")] for words in records["config.overrides"]]
+    for name in ("record.json", "metrics.csv"):
+        if not (folder / name).is_file():
+            raise ValueError(f"it has no {name}")
+    record = read_record(folder / "record.json")
+    try:
+        if "val/loss" not in record["metrics"]:
+            raise ValueError(f"it is not a pretraining run ({record['name']})")
+        rows = pd.read_csv(folder / "metrics.csv").rename(columns=_CURVE)
+        run = Run(folder, record, rows.reindex(columns=list(_CURVE.values())).astype(float))
+        start = run.value("val_start/loss")  # a resumed run has none
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is damaged ({error!r})") from None
+    if run.curve["train"].isna().all():
+        raise ValueError("its metrics.csv has no training loss")
+    before = pd.DataFrame([] if math.isnan(start) else [{"step": 0, "val": start}], columns=run.curve.columns)
+    return Run(folder, record, pd.concat([before, run.curve], ignore_index=True))
+
+
+def tabulate(runs: Sequence[Run]) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
+    """The table of runs, best first within each validation set, and the curve of each by its label.
+
+    A label has the overrides that differ between the runs, or the folder's name if they are long.
+    """
+    overrides = [[w for w in run.record["config"]["overrides"] if not w.startswith("hydra.")] for run in runs]
     shared = set.intersection(*map(set, overrides))
     labels = [", ".join(word for word in words if word not in shared) for words in overrides]
-    labels = [label if 0 < len(label) <= LONGEST else run.name for label, run in zip(labels, runs, strict=True)]
+    labels = [label if 0 < len(label) <= LONGEST else run.folder.name for label, run in zip(labels, runs, strict=True)]
     labels = [label if labels.count(label) == 1 else f"{label} ({i + 1})" for i, label in enumerate(labels)]
-    columns = {name: shown for name, shown in _TABLE.items() if name in records}
-    table = records[list(columns)].rename(columns=columns).assign(folder=[_shorten(run) for run in runs])
-    table.index = pd.Index(labels, name="run")
-    starts = records.get("val_start/loss", [math.nan] * len(runs))  # a resumed run has none
-    curves = {label: _curve(run, start) for label, run, start in zip(labels, runs, starts, strict=True)}
-    return table.sort_values("validation loss"), curves
+    rows = [{shown: run.value(metric) for metric, shown in _TABLE.items()} for run in runs]
+    table = pd.DataFrame(rows).assign(
+        unit=[run.record["metrics"]["val/loss"]["unit"] for run in runs],
+        folder=[_shorten(run.folder) for run in runs],
+    )
+    table.index = pd.MultiIndex.from_arrays([[validation_set(run.record) for run in runs], labels], names=RANKED)
+    return _rank(table), {label: run.curve for label, run in zip(labels, runs, strict=True)}
 
 
-def _curve(run: Path, start: float) -> pd.DataFrame:
-    named = {"train/loss": "train", "val/loss": "val"}
-    rows = pd.read_csv(run / "metrics.csv").rename(columns=named)[["step", "train", "val", "tokens_per_s"]]
-    before = pd.DataFrame([] if math.isnan(start) else [{"step": 0, "val": start}])
-    return pd.concat([before, rows], ignore_index=True)[rows.columns]
+def _rank(table: pd.DataFrame) -> pd.DataFrame:
+    return table.sort_values([RANKED[0], "validation loss"])
 
 
-def _shorten(run: Path) -> str:
-    return str(run.resolve().relative_to(ROOT)) if run.resolve().is_relative_to(ROOT) else str(run)
+def _shorten(folder: Path) -> str:
+    return str(folder.resolve().relative_to(ROOT)) if folder.resolve().is_relative_to(ROOT) else str(folder)
 
 
 def demo_runs() -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
     """The same of the committed record of `make demo`."""
     record = json.loads((ANALYSIS / "demo" / "records" / "demo.json").read_text(encoding="utf-8"))
     titles, curves = record["config"]["titles"], record["config"]["curves"]
-    losses = {title: record["metrics"][f"{model}/after"]["value"] for model, title in titles.items()}
-    table = pd.DataFrame({"validation loss": losses}).rename_axis("run").sort_values("validation loss")
-    return table, {titles[model]: pd.DataFrame(points) for model, points in curves.items()}
+    after = [record["metrics"][f"{model}/after"] for model in titles]
+    table = pd.DataFrame({"validation loss": [m["value"] for m in after], "unit": [m["unit"] for m in after]})
+    names = [title.rpartition(", ")[::-2] for title in titles.values()]  # what is predicted, the model
+    table.index = pd.MultiIndex.from_tuples(names, names=RANKED)
+    return _rank(table), {label: pd.DataFrame(curves[model]) for model, (_, label) in zip(titles, names, strict=True)}
 
 
 def draw_runs(table: pd.DataFrame, curves: dict[str, pd.DataFrame]) -> Figure:
-    """Draw training (thin) and validation loss (points), and the throughput, of each run; the best is the darkest."""
-    best = table.index[0]
-    title = f"Lowest validation loss: {table['validation loss'].iloc[0]:.3f} nats, {best}"
-    colors = {label: colormaps["viridis"](0.5 * i / max(len(table) - 1, 1)) for i, label in enumerate(table.index)}
+    """Draw the recorded training and validation losses, and the throughput, of each run; the best is the darkest.
+
+    Each validation set has its own row of panels. Validations are not joined: nothing is known between them.
+    """
+    groups = [(name, rows.droplevel(0)) for name, rows in table.groupby(level=0, sort=False)]
+    best = [f"{rows['validation loss'].iloc[0]:.3f} {rows['unit'].iloc[0]}, {rows.index[0]}" for _, rows in groups]
     with house_style():
-        figure = page_figure(title, 3.6)
-        loss, speed = figure.subplots(1, 2, width_ratios=(2, 1))
-        for label, color in colors.items():
-            curve = curves[label]
-            loss.plot(curve["step"], curve["train"].rolling(SMOOTH, 1).mean(), color=color, linewidth=0.8, alpha=0.5)
-            scored = curve.dropna(subset=["val"])
-            loss.plot(scored["step"], scored["val"], color=color, marker="o", markersize=4)
-            speed.plot(curve["step"], curve["tokens_per_s"].rolling(SMOOTH, 1).median(), color=color, linewidth=1)
-        loss.set(xlabel="optimizer step", ylabel="loss, nats")
-        loss.set_title(f"thin: training, mean of {SMOOTH} rows; points: validation")
-        speed.set(xlabel="optimizer step", title="tokens per second", ylim=(0, None))
-        last = {label: curves[label].dropna(subset=["val"]).iloc[-1] for label in colors}
-        label_ends(loss, {label: (row["step"], row["val"], colors[label]) for label, row in last.items()}, gap=0.07)
+        figure = page_figure("Lowest validation loss: " + "; ".join(best), 0.6 + 3 * len(groups))
+        panels = figure.subplots(len(groups), 2, width_ratios=(2, 1), squeeze=False)
+        for (name, rows), (loss, speed) in zip(groups, panels, strict=True):
+            ends = {}
+            for i, label in enumerate(rows.index):
+                curve, color = curves[label], colormaps["viridis"](0.5 * i / max(len(rows) - 1, 1))
+                loss.plot(curve["step"], curve["train"], color=color, linewidth=0.8, alpha=0.6)
+                scored = curve.dropna(subset=["val"])
+                loss.plot(scored["step"], scored["val"], color=color, marker="o", markersize=4, linestyle="none")
+                speed.plot(curve["step"], curve["tokens_per_s"], color=color, linewidth=0.8)
+                last = scored if len(scored) else curve.assign(val=curve["train"])
+                ends[label] = (*last[["step", "val"]].iloc[-1], color)
+            loss.set(xlabel="optimizer step", ylabel=f"loss, {rows['unit'].iloc[0]}")
+            loss.set_title(f"{name}\nline: training; points: validation", loc="left")
+            speed.set(xlabel="optimizer step", title="tokens per second", ylim=(0, None))
+            label_ends(loss, ends, gap=0.07)
         sns.despine(figure)
     return figure
 
@@ -119,18 +176,21 @@ def main() -> int:
     options = parser.parse_args()
     known = sorted(Figure().canvas.get_supported_filetypes())
     try:
-        runs = find_runs(options.runs)
-        if not runs:
-            raise ValueError(f"`runs` must be given where {ROOT} has no run in outputs/ or multirun/, but are not")
         if options.output.suffix[1:] not in known:
             raise ValueError(f"`--output` must end in one of {', '.join(known)}, but is {options.output}")
-        table, curves = read_runs(runs)
+        runs, left_out = find_runs(options.runs)
+        print("\n".join(left_out), end="\n" if left_out else "")
+        if not runs:
+            raise ValueError(f"`runs` must have a pretraining run, but {options.runs or ROOT} has none")
+        table, curves = tabulate(runs)
         options.output.parent.mkdir(parents=True, exist_ok=True)
         draw_runs(table, curves).savefig(options.output)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{table.to_string(float_format='{:,.3f}'.format)}\nfigure: {options.output}")
+    for name, rows in table.groupby(level=0, sort=False):
+        print(f"{name}\n{rows.droplevel(0).to_string(float_format='{:,.3f}'.format)}")
+    print(f"figure: {options.output}")
     return 0
 
 

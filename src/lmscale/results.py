@@ -4,6 +4,7 @@ Records are committed and read on other machines: paths are relative, and a metr
 `{"value": null, "non_finite": "nan", "unit": ...}`. All tables are generated from records.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -17,10 +18,7 @@ from argparse import ArgumentTypeError
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import pandas
+from typing import Any
 
 RECORD_VERSION = 1
 _STARTED = time.time()  # of the process, which imports this module with its first ones
@@ -37,6 +35,8 @@ PACKAGES = (
     "safetensors",
     "numpy",
 )
+# Of the environment; they limit which instructions torch, MKL and oneDNN use.
+ROUNDING_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
 
 def new_record(
@@ -100,7 +100,7 @@ def collect_environment(device: str | None = None) -> dict[str, Any]:
 
     Returns:
         commit (None outside a checkout of this project) and whether tracked files differ from it; versions of PACKAGES
-        (None if not installed); Python, platform, CPU, available cores, memory in bytes.
+        (None if not installed); Python, platform, CPU (see `describe_cpu`), available cores, memory in bytes.
     """
     commit, dirty = _commit()
     return {
@@ -110,6 +110,7 @@ def collect_environment(device: str | None = None) -> dict[str, Any]:
         "versions": {package: _version(package) for package in PACKAGES},
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_model(),
+        "cpu_details": describe_cpu(),
         "num_cores": count_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "device": device,
@@ -172,43 +173,34 @@ def check_no_record(folder: str | Path) -> None:
         raise ValueError(f"`hydra.run.dir` must be a folder without the record of another run, but {folder} has one")
 
 
-def load_records(folder: str | Path) -> "pandas.DataFrame":
-    """Load all records below a folder, one row per record, sorted by path; other JSON files are ignored.
-
-    Returns:
-        columns name, kind, seed, started, finished, commit, dirty, device, path (relative to `folder`), one column per
-        metric, `config.<dotted key>` and `layout.<key>`. `attrs["units"]` holds the unit of each metric.
+def read_record(path: str | Path) -> dict[str, Any]:
+    """Read one record.
 
     Raises:
-        ValueError: the folder does not exist, a record has another version, or a metric has two units.
+        ValueError: the file cannot be read, or holds something else.
     """
-    import pandas  # takes half a second, which training runs avoid
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} must be a record, but fails with {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} must be a record, but is {str(record)[:40]}")
+    return record
 
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"`folder` of records must be a folder, but is {str(folder)!r}")
-    rows, units = [], {}
-    for path in sorted(folder.rglob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(record, dict) or "record_version" not in record:
-            continue
-        if record["record_version"] != RECORD_VERSION:
-            raise ValueError(f"`record_version` must be {RECORD_VERSION}, but is {record['record_version']} in {path}")
-        row = {key: record[key] for key in ("name", "kind", "seed", "started", "finished")}
-        row |= {key: record["environment"][key] for key in ("commit", "dirty", "device")}
-        row["path"] = path.relative_to(folder).as_posix()
-        for metric, entry in record["metrics"].items():
-            unit = units.setdefault(metric, entry["unit"])
-            if unit != entry["unit"]:
-                raise ValueError(
-                    f"the unit of `{metric}` must be {unit} in all records, but is {entry['unit']} in {path}"
-                )
-            row[metric] = float(entry["non_finite"]) if "non_finite" in entry else entry["value"]
-        row |= _flat(record["config"], "config.") | _flat(record["layout"] or {}, "layout.")
-        rows.append(row)
-    table = pandas.DataFrame(rows)
-    table.attrs["units"] = units
-    return table
+
+def validation_set(record: dict[str, Any]) -> str:
+    """Name what a pretraining run's validation loss is a mean over: losses are comparable only if the names are equal.
+
+    The name ends in a hash of the family, the samples, the text and the tokenizer.
+    """
+    config = record["config"]
+    data, corpus = config.get("data", {}), config.get("corpus", {})
+    family, held_out = config.get("model", {}).get("architecture"), corpus.get("validation", {})
+    samples = [data.get(key) for key in ("seq_length", "short_seq_probability", "mask_probability", "max_ngram")]
+    samples.append(config.get("trainer", {}).get("num_validation_samples"))
+    facts = json.dumps([family, samples, held_out, corpus.get("tokenizer")])
+    size = f"{held_out.get('tokens', 0):,} validation tokens in sequences of {data.get('seq_length')}"
+    return f"{family}, {size}, set {hashlib.sha256(facts.encode()).hexdigest()[:6]}"
 
 
 def _checked(metric: str, entry: dict[str, Any]) -> dict[str, Any]:
@@ -237,13 +229,6 @@ def _portable(value: Any) -> Any:
         if root != Path("/") and Path(path).is_relative_to(root):
             return key + equals + label + Path(path).relative_to(root).as_posix()
     return f"{key}{equals}.../{Path(path).name}"
-
-
-def _flat(values: dict, prefix: str) -> dict[str, Any]:
-    flat = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def _command() -> str:
@@ -284,8 +269,30 @@ def count_cores() -> int:
 
 def cpu_model() -> str:
     """Name of this host's processor."""
+    return _cpu_facts().get("model name") or platform.processor() or platform.machine()
+
+
+def describe_cpu() -> dict[str, Any]:
+    """What decides how this host and this process round: the CPU, and what torch runs on it if it is imported.
+
+    Returns:
+        family, model and stepping as Linux numbers them (None elsewhere, or on other CPUs than x86); capability, the
+        instruction set that torch has chosen; libraries, the lines of `torch.__config__` with the versions of MKL and
+        oneDNN; variables, those of the environment that limit instruction sets.
+    """
+    facts, torch = _cpu_facts(), sys.modules.get("torch")
+    names = {"family": "cpu family", "model": "model", "stepping": "stepping"}
+    found: dict[str, Any] = {key: int(facts[name]) if name in facts else None for key, name in names.items()}
+    found["capability"] = torch and torch.backends.cpu.get_cpu_capability()
+    lines = torch.__config__.show().split("\n") if torch else []
+    found["libraries"] = [line.strip(" -") for line in lines if "Math Kernel Library" in line or "MKL-DNN" in line]
+    return found | {"variables": {name: os.environ[name] for name in ROUNDING_VARIABLES if name in os.environ}}
+
+
+def _cpu_facts() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; empty if this is not Linux."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):  # not Linux, or a CPU without a model name
-        return platform.processor() or platform.machine()
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.split("\n"))}

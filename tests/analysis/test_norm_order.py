@@ -158,17 +158,23 @@ def test_two_records_of_one_cell_are_refused(study) -> None:
         read_cells(records_of(study))
 
 
-def test_the_figures_have_one_panel_per_depth_and_units(study) -> None:
+def test_the_figures_have_one_panel_per_initialization_and_depth_and_units(study) -> None:
     cells = read_cells(records_of(study))
     curves = draw_loss_curves(read_curves(records_of(study)), cells, 4)
     norms = draw_gradient_norms(read_gradient_norms(records_of(study)), cells, 4)
     failures = draw_failures(read_gradient_norms(records_of(study)), cells, 4, (1, 50))
-    assert [len(figure.axes) for figure in (curves, norms, draw_rates(cells, 4), failures)] == [2, 2, 2, 2]
+    assert [len(figure.axes) for figure in (curves, norms, draw_rates(cells, 4), failures)] == [4, 4, 2, 2]
     assert all(figure.get_figwidth() == PAGE_WIDTH for figure in (norms, failures))
     runs = at_chosen_rates(cells, cells, 4)
-    counts = {order: sum(runs.loc[runs["order"] == order, "state"] == "learned") for order in ("pre", "post")}
-    total = len(runs) // 2
-    title = f"Runs that learned: pre-norm {counts['pre']} of {total}, post-norm {counts['post']} of {total}"
-    assert curves.get_suptitle() == title
+    counts = (
+        (runs["state"] == "learned").groupby([runs["scaled"], runs["order"]]).agg(["sum", "size"]).agg(tuple, axis=1)
+    )
+    learned = {key: "{} of {}".format(*count) for key, count in counts.items()}
+    assert curves.get_suptitle().replace("\n", " ") == (
+        f"Runs that learned, initialization scaled by 1/sqrt(2 L): pre-norm {learned[True, 'pre']}, post-norm "
+        f"{learned[True, 'post']}; not scaled: pre-norm {learned[False, 'pre']}, post-norm {learned[False, 'post']}"
+    )
     assert NATS in curves.axes[0].get_ylabel() and norms.axes[0].get_yscale() == "log"
     assert len(norms.axes[1].lines[0].get_xdata()) == 8
+    means = read_curves(records_of(study))["step"].unique()
+    assert list(means[:2]) == [13, 38]  # the middles of the first two windows of 25 steps

@@ -151,6 +151,49 @@ def test_a_sweep_of_runs_with_one_row_shows_points(tmp_path, monkeypatch) -> Non
     assert [line.get_marker() for line in drawn] == ["o", "o"]
 
 
+def make_job(folder: Path, family: str, lr: float, losses: list[float], **changes) -> None:
+    """The files of one finished job that the summary reads."""
+    corpus = {"tokenizer": "t", "validation": {"tokens": 640, "sha256": family}}
+    config = {"overrides": [f"model={family}", f"optimizer.lr={lr}"], "model": {"architecture": family}}
+    record = {"metrics": {"val/loss": {"value": losses[-1]}}, "config": config | {"corpus": corpus}} | changes
+    folder.mkdir()
+    (folder / "record.json").write_text(json.dumps(record))
+    rows = [f"{step},{loss}" for step, loss in enumerate(losses, 1)]
+    (folder / "metrics.csv").write_text("\n".join(["step,train/loss", *rows]) + "\n")
+
+
+def test_losses_over_different_validation_sets_are_not_in_one_list(tmp_path, capsys) -> None:
+    """The loss of a GPT is per next token, that of a BERT per masked token: neither is better than the other."""
+    for number, (family, lr, loss) in enumerate([("gpt", 0.1, 4.0), ("bert", 0.1, 3.0), ("gpt", 0.2, 3.5)]):
+        make_job(tmp_path / str(number), family, lr, [9.0, loss])
+    SweepSummary("val/loss").on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
+    headings = [line for line in capsys.readouterr().out.splitlines() if "best val/loss first" in line]
+    assert [heading[: heading.index(",", 9)] for heading in headings] == [
+        "2 runs, best val/loss first (gpt",
+        "1 runs, best val/loss first (bert",
+    ]
+    with open(tmp_path / "sweep.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == ["2", "0", "1"]
+    assert len({row["validation set"] for row in rows}) == 2
+
+
+def test_runs_of_one_label_are_drawn_apart_and_a_run_without_a_loss_is_left_out(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    make_job(tmp_path / "0", "gpt", 0.1, [8.0, 6.0])
+    make_job(tmp_path / "1", "gpt", 0.1, [9.0, 5.0])
+    make_job(tmp_path / "2", "gpt", 0.2, [7.0], metrics={"val/loss": {"value": None, "non_finite": "nan"}})
+    make_job(tmp_path / "3", "gpt", 0.3, [7.0], metrics={"qqp/accuracy": {"value": 50.0}})
+    make_job(tmp_path / "4", "gpt", 0.4, [7.0])
+    (tmp_path / "4" / "record.json").write_text('{"metrics": ')
+    SweepSummary("val/loss").on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
+    notes = [line.split(",")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    assert notes == ["left out: 2", "left out: 3", "left out: 4"]
+    drawn = [list(line.get_ydata()) for line in plt.gcf().axes[0].get_lines() if len(line.get_xdata())]
+    plt.close("all")
+    assert sorted(drawn) == [[8.0, 6.0], [9.0, 5.0]]
+
+
 def test_a_sweep_over_tasks_is_ranked_within_each_task(tmp_path, capsys) -> None:
     """An accuracy of one task and an F1 of another are not in one list."""
     scores = {"mnli": {1e-5: 71.0, 5e-5: 74.0}, "squad_v1": {1e-5: 88.0, 5e-5: 81.0}}

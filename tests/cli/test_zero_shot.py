@@ -15,7 +15,6 @@ from ranks import free_ports
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
 from lmscale.data.tokenizer import train_tokenizer
-from lmscale.results import load_records
 
 SCRIPT = str(REPOSITORY / "src" / "zero_shot.py")
 WIKI = " \n = Lobsters = \n \n The lobster is a large , blue crustacean of the sea . \n" * 6
@@ -91,7 +90,6 @@ def test_the_record_has_the_perplexity_and_everything_it_depends_on(folder: Path
     assert about["model"]["num_layers"] == 2 and about["zero_shot"]["task"]["stride"] == 5
     for text in (f"T_o = {num_words}", about["checkpoint"]["id"], about["tokenizer"]["sha256"][:16], "stride = 5"):
         assert text in run.stdout
-    assert len(load_records(folder / "wiki")) == 1
 
 
 def test_the_answers_are_written_one_per_line(folder: Path) -> None:
@@ -202,7 +200,7 @@ def test_a_sweep_over_checkpoints_writes_one_record_per_job(folder: Path) -> Non
     shutil.copytree(folder / "gpt2", folder / "other", dirs_exist_ok=True)
     run = zero_shot(*LAMBADA, "-m", "ckpt=gpt2,other", "hydra.sweep.dir=swept", cwd=folder)
     assert run.returncode == 0, run.stderr
-    assert len(load_records(folder / "swept")) == 2
+    assert len(list((folder / "swept").rglob("record.json"))) == 2
 
 
 @pytest.fixture(scope="module")

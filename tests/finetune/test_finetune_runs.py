@@ -160,7 +160,7 @@ def test_training_time_is_the_time_of_its_steps(tmp_path, ckpt, every_epoch: boo
     run = make_run("qqp", tmp_path, ckpt, trainer__num_epochs=2, trainer__score_every_epoch=every_epoch)
     started = time.perf_counter()
     assert run_here(run) == 0
-    steps = sum(row["step_s"] for row in read_rows(run))
+    steps = sum(row["time/step_s"] for row in read_rows(run))
     metrics = read_metrics(run)
     assert steps <= metrics["train_time"] < time.perf_counter() - started
     assert 0 < metrics["train_cpu_time"] <= 1.1 * metrics["train_time"]  # one thread

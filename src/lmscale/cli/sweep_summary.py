@@ -1,7 +1,8 @@
 """What a `-m` sweep leaves: a table of its runs, best first, and a figure."""
 
 import csv
-import json
+import textwrap
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ import hydra
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from ..results import read_record, validation_set
+
 TABLE, FIGURE = "sweep.csv", "sweep.png"
+SET = "validation set"  # column of the table, if there are several
 
 
 class SweepSummary(Callback):
@@ -17,7 +21,8 @@ class SweepSummary(Callback):
 
     Args:
         metric: of the runs' records, the lowest is best: `val/loss`. Or the dotted path of a function that names it for
-            a task, the highest is best; `objective` precedes it. Runs of several tasks are ranked within each.
+            a task, the highest is best; `objective` precedes it. Runs of several tasks, or whose losses are means over
+            different validation sets, are ranked within each.
     """
 
     def __init__(self, metric: str) -> None:
@@ -26,15 +31,25 @@ class SweepSummary(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Read the records below the sweep's folder; a sweep without any leaves nothing."""
         folder = Path(config.hydra.sweep.dir)
-        groups: dict[str, list[dict[str, Any]]] = {}  # runs by the metric that ranks them
+        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}  # runs by what ranks them: metric and validation set
         for path in sorted(folder.rglob("record.json")):
-            record = json.loads(path.read_text(encoding="utf-8"))
-            metric, run = self._metric_of(record, config), path.parent.relative_to(folder).as_posix()
-            if (value := record["metrics"].get(metric, {}).get("value")) is not None:
-                groups.setdefault(metric, []).append({metric: value, "run": run} | _overrides(record))
-        for metric, runs in groups.items():
+            run = path.parent.relative_to(folder).as_posix()
+            try:
+                record = read_record(path)
+                metric = self._metric_of(record, config)
+                entry = record["metrics"][metric]
+            except (ValueError, KeyError) as error:
+                print(f"left out: {run}, whose record has no such metric or cannot be read ({error})")
+                continue
+            if entry["value"] is None:
+                print(f"left out: {run}, whose {metric} is {entry['non_finite']}")
+                continue
+            loss_over = validation_set(record) if "/" in self.metric else ""
+            row = {metric: entry["value"], "run": run} | _overrides(record) | {SET: loss_over}
+            groups.setdefault((metric, loss_over), []).append(row)
+        for (metric, loss_over), runs in groups.items():
             runs.sort(key=lambda run: run[metric], reverse="/" not in self.metric)
-            print(f"\n{len(runs)} runs, best {metric} first")
+            print(f"\n{_heading(runs, metric, loss_over, groups)}")
             print("\n".join(_aligned(runs, _columns(runs, [metric]))))
         if groups:
             self._write(folder, groups)
@@ -44,21 +59,28 @@ class SweepSummary(Callback):
             return self.metric
         return config.objective or hydra.utils.get_method(self.metric)(record["config"]["task"]["name"])
 
-    def _write(self, folder: Path, groups: dict[str, list[dict[str, Any]]]) -> None:
+    def _write(self, folder: Path, groups: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
         """One table and one figure of all runs."""
         with open(folder / TABLE, "w", encoding="utf-8", newline="") as file:
             runs = [run for group in groups.values() for run in group]
-            table = csv.DictWriter(file, _columns(runs, list(groups)), extrasaction="ignore")
+            metrics = list(dict.fromkeys(metric for metric, _ in groups))
+            table = csv.DictWriter(file, _columns(runs, metrics), extrasaction="ignore")
             table.writeheader()
             table.writerows(runs)
         print(f"table: {folder / TABLE}", flush=True)
         trained = {
-            metric: [run for run in runs if (folder / run["run"] / "metrics.csv").is_file()]
-            for metric, runs in groups.items()
+            key: [run for run in runs if (folder / run["run"] / "metrics.csv").is_file()]
+            for key, runs in groups.items()
         }
         if any(trained.values()):
-            _draw(folder, {metric: runs for metric, runs in trained.items() if runs})
+            _draw(folder, {key: runs for key, runs in trained.items() if runs})
             print(f"figure: {folder / FIGURE}", flush=True)
+
+
+def _heading(runs: list[dict[str, Any]], metric: str, loss_over: str, groups: Collection[tuple[str, str]]) -> str:
+    """What ranks the runs; the validation set only if the metric is of several, which are not comparable."""
+    several = sum(other == metric for other, _ in groups) > 1
+    return f"{len(runs)} runs, best {metric} first" + (f" ({loss_over})" if several else "")
 
 
 def _overrides(record: dict[str, Any]) -> dict[str, str]:
@@ -82,8 +104,8 @@ def _shown(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def _draw(folder: Path, groups: dict[str, list[dict[str, Any]]]) -> None:
-    """The training losses, one curve per run, the best one first in the legend; one panel per metric."""
+def _draw(folder: Path, groups: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
+    """The training losses as recorded, one curve per run, the best one first in the legend; one panel per group."""
     import matplotlib  # with seaborn and pandas it takes seconds
 
     matplotlib.use("Agg")
@@ -93,17 +115,17 @@ def _draw(folder: Path, groups: dict[str, list[dict[str, Any]]]) -> None:
 
     seaborn.set_theme(style="whitegrid")
     figure, panels = plt.subplots(len(groups), figsize=(8, 5 * len(groups)), layout="constrained", squeeze=False)
-    for (metric, runs), axes in zip(groups.items(), panels[:, 0], strict=True):
+    for ((metric, loss_over), runs), axes in zip(groups.items(), panels[:, 0], strict=True):
         tables, (_, _, *keys) = [], _columns(runs, [metric])
         for run in runs:
             label = ", ".join(f"{key}={run.get(key, '')}" for key in keys) or run["run"]
-            tables.append(pandas.read_csv(folder / run["run"] / "metrics.csv").assign(run=label))
+            tables.append(pandas.read_csv(folder / run["run"] / "metrics.csv").assign(run=label, folder=run["run"]))
         palette = "colorblind" if len(runs) <= 10 else "viridis"
+        marker = "o" if min(map(len, tables)) == 1 else None  # a line through one point is not visible
         rows = pandas.concat(tables, ignore_index=True)
-        single = len(rows) == len(runs)  # a line through one point is not visible
-        look = {"palette": palette, "errorbar": None, "marker": "o" if single else None}
+        look = {"palette": palette, "units": "folder", "estimator": None, "marker": marker}  # runs are not averaged
         seaborn.lineplot(rows, x="step", y="train/loss", hue="run", ax=axes, **look)
-        title = f"{len(runs)} runs, best {metric} first"
+        title = textwrap.fill(_heading(runs, metric, loss_over, groups), 90)
         axes.set(xlabel="optimizer step", ylabel="training loss (nats)", title=title)
         axes.legend(fontsize="x-small")
     figure.savefig(folder / FIGURE, dpi=200)

@@ -161,7 +161,7 @@ class FinetuneModule(L.LightningModule):
             row = {"train/loss": sum_over_data_ranks(loss, self.parallel).item(), "lr": lr}
             counters = optimizer.counters.read()
             row |= {"grad_norm": counters.grad_norm, "num_skipped": counters.num_skipped}
-            row |= {"epoch": step / self.steps_per_epoch, "step_s": time.perf_counter() - started}
+            row |= {"epoch": step / self.steps_per_epoch, "time/step_s": time.perf_counter() - started}
             for logger in self.loggers:
                 logger.log_metrics(row, step)
         if optimizer.counters.known.skipped_in_a_row > self.run.trainer.max_skipped_steps:

@@ -1,12 +1,12 @@
 """The paper's protocol over many runs: the best setting of a search, and the median over seeds."""
 
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..config.finetune import TASKS
+from ..results import read_record
 from .tasks import objective_of
 
 RECORD = "record.json"
@@ -48,7 +48,7 @@ def read_settings(folder: str | Path, metric: str | None = None) -> list[Setting
     Raises:
         ValueError: there are no records, they are of several tasks, a metric is missing, or two runs have one seed.
     """
-    runs = {path.parent: _read(path) for path in sorted(Path(folder).rglob(RECORD))}
+    runs = {path.parent: read_record(path) for path in sorted(Path(folder).rglob(RECORD))}
     runs = {run: record for run, record in runs.items() if _task_of(record)}
     if not runs:
         raise ValueError(f"{folder} must have records of finetunings below it, but has none")
@@ -72,16 +72,6 @@ def read_settings(folder: str | Path, metric: str | None = None) -> list[Setting
         setting = found.setdefault(repr(values), Setting(values, {}))
         setting.scores[run] = record["metrics"][name]["value"]
     return sorted(found.values(), key=lambda setting: -setting.median)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} must be a record, but fails with {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must be a record, but is {str(found)[:40]}")
-    return found
 
 
 def _task_of(record: dict[str, Any]) -> str | None:
