@@ -139,6 +139,9 @@ def test_a_user_defined_cluster_is_read_from_its_file(tmp_path) -> None:
     own.write_text(text.replace("name: h100", "name: mine").replace("watts: 1275.0", "watts: null"), encoding="utf-8")
     answer = planned(f"cluster.path={own}", "model=gpt_1.2b")
     assert (answer["cluster"], answer["energy_mwh"]) == ("mine", None)
+    own.write_text("".join(line for line in text.splitlines(True) if "expected_error" not in line), encoding="utf-8")
+    answer = planned(f"cluster.path={own}", "model=gpt_1.2b")
+    assert answer["expected_error"] == "unknown, because no run was compared"
     own.write_text(text + "colour: green\n", encoding="utf-8")
     assert "`cluster.colour` is not a known key" in refusal(f"cluster.path={own}")
     own.write_text(text.replace("product_share: 0.887", "product_share: -0.5"), encoding="utf-8")
@@ -215,6 +218,15 @@ def test_a_plan_says_that_it_counts_all_data_parallel_messages() -> None:
     job = ["model=gpt_355m", "cluster=h100"]
     assert remark in printed(*job, "num_devices=2")
     assert remark not in printed(*job, "num_devices=1")
+
+
+@pytest.mark.parametrize("cluster", ["dgx2h_v100", "h100", "cpu"])
+def test_a_plan_and_a_ranking_print_the_expected_error_of_their_times(cluster: str) -> None:
+    job = ["model=gpt_355m", f"cluster={cluster}", "num_devices=2", "precision=fp32"]
+    error = planned(*job)["expected_error"]
+    assert "times as long" in error and planned(*job, "best=true")["fitting"][0]["expected_error"] == error
+    for output in (printed(*job), printed(*job, "best=true")):
+        assert output.count(f"  expected error: {error}\n") == 1
 
 
 def test_halves_send_twice_as_many_messages_of_half_the_size_and_wait_less() -> None:
