@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from entry_points import REPOSITORY, environment
+from entry_points import REPOSITORY, environment, refuse
 from omegaconf import OmegaConf
 from plan_output import PAPER, planned, printed, refusal
 
@@ -162,6 +162,15 @@ def test_the_operations_of_a_step_are_printed_on_request() -> None:
     assert "attention core" in printed(*one, "operations=true")
     assert "attention core" not in printed(*one)
     assert "`operations` must be false with best=true" in refusal("cluster=h200", "operations=true", "best=true")
+
+
+@pytest.mark.parametrize("override", ["data=indexed", "tokenizer=gpt2", "data.path=FOLDER", "resume=auto"])
+def test_a_key_that_only_training_has_is_refused_by_saying_so(override: str) -> None:
+    done = refuse("src/plan.py", "model=gpt_355m", override, forked=False)
+    key = override.partition("=")[0]
+    reason = "src/train.py has it, src/plan.py does not: leave it out"
+    expected = f"error: `{key}` is not a known key or group of the configuration; {reason}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
 @pytest.mark.parametrize(
