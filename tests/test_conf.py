@@ -3,17 +3,13 @@
 import ast
 import dataclasses
 import functools
-import re
-import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
-from lmscale.cli.conf_files import groups_of
 from lmscale.config import TransformerConfig
 from lmscale.config import corpus as corpus_config
 from lmscale.config import generate as generate_config
@@ -266,42 +262,6 @@ def test_every_key_is_read_by_something() -> None:
         if field.name not in read
     }
     assert not unread, f"no code reads {sorted(unread)}"
-
-
-def commands_that_are_not_run() -> list[tuple[str, list[str]]]:
-    """Entry point and overrides of the commands for other machines, in the pages' fences without a language."""
-    found = []
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        for language, fence in re.findall(r"^```(.*?)\n(.*?)^```$", path.read_text(encoding="utf-8"), re.S | re.M):
-            for line in [] if language else fence.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
-                scripts = [word for word in words if re.fullmatch(r"(src|finetune)/\w+\.py", word)]
-                if scripts and scripts[0] in ENTRY_POINTS:
-                    found.append((ENTRY_POINTS[scripts[0]], words[words.index(scripts[0]) + 1 :]))
-    return found
-
-
-ENTRY_POINTS = {"src/train.py": "train", "src/plan.py": "plan", "src/prepare_data.py": "prepare_data"}
-ENTRY_POINTS |= {"src/zero_shot.py": "zero_shot", "finetune/run.py": "finetune"}
-
-
-@pytest.mark.parametrize(("entry_point", "words"), commands_that_are_not_run(), ids=lambda value: " ".join(value)[:60])
-def test_every_command_for_other_machines_composes(entry_point: str, words: list[str], tmp_path) -> None:
-    overrides = [word.replace("resume=auto", "resume.path=auto") for word in words if "=" in word]
-    own = []
-    if "--config-dir" in words:
-        text = (ROOT / "docs" / "guides" / "finetune.md").read_text(encoding="utf-8")
-        for name, fence in re.findall(r"^```yaml (\S+)\n(.*?)^```$", text, re.S | re.M):
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(fence, encoding="utf-8")
-        folders = f"{groups_of(entry_point)},file://{tmp_path / words[words.index('--config-dir') + 1]}"
-        own = [f"hydra.searchpath=[{folders}]"]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = compose(entry_point, overrides + own, return_hydra_config=True)
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key.startswith(("hydra.", "model.", "parallel.", "task.columns.")) and not value.startswith("$"):
-            assert OmegaConf.select(composed, key) == yaml.safe_load(value), override
 
 
 def written_values(node: dict, prefix: str = "") -> dict[str, object]:

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from entry_points import REPOSITORY, environment
+from entry_points import REPOSITORY, environment, refuse
 from omegaconf import OmegaConf
 from plan_output import PAPER, planned, printed, refusal
 
@@ -139,6 +139,9 @@ def test_a_user_defined_cluster_is_read_from_its_file(tmp_path) -> None:
     own.write_text(text.replace("name: h100", "name: mine").replace("watts: 1275.0", "watts: null"), encoding="utf-8")
     answer = planned(f"cluster.path={own}", "model=gpt_1.2b")
     assert (answer["cluster"], answer["energy_mwh"]) == ("mine", None)
+    own.write_text("".join(line for line in text.splitlines(True) if "expected_error" not in line), encoding="utf-8")
+    answer = planned(f"cluster.path={own}", "model=gpt_1.2b")
+    assert answer["expected_error"] == "unknown, because no run was compared"
     own.write_text(text + "colour: green\n", encoding="utf-8")
     assert "`cluster.colour` is not a known key" in refusal(f"cluster.path={own}")
     own.write_text(text.replace("product_share: 0.887", "product_share: -0.5"), encoding="utf-8")
@@ -159,6 +162,15 @@ def test_the_operations_of_a_step_are_printed_on_request() -> None:
     assert "attention core" in printed(*one, "operations=true")
     assert "attention core" not in printed(*one)
     assert "`operations` must be false with best=true" in refusal("cluster=h200", "operations=true", "best=true")
+
+
+@pytest.mark.parametrize("override", ["data=indexed", "tokenizer=gpt2", "data.path=FOLDER", "resume=auto"])
+def test_a_key_that_only_training_has_is_refused_by_saying_so(override: str) -> None:
+    done = refuse("src/plan.py", "model=gpt_355m", override, forked=False)
+    key = override.partition("=")[0]
+    reason = "src/train.py has it, src/plan.py does not: leave it out"
+    expected = f"error: `{key}` is not a known key or group of the configuration; {reason}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +227,15 @@ def test_a_plan_says_that_it_counts_all_data_parallel_messages() -> None:
     job = ["model=gpt_355m", "cluster=h100"]
     assert remark in printed(*job, "num_devices=2")
     assert remark not in printed(*job, "num_devices=1")
+
+
+@pytest.mark.parametrize("cluster", ["dgx2h_v100", "h100", "cpu"])
+def test_a_plan_and_a_ranking_print_the_expected_error_of_their_times(cluster: str) -> None:
+    job = ["model=gpt_355m", f"cluster={cluster}", "num_devices=2", "precision=fp32"]
+    error = planned(*job)["expected_error"]
+    assert "times as long" in error and planned(*job, "best=true")["fitting"][0]["expected_error"] == error
+    for output in (printed(*job), printed(*job, "best=true")):
+        assert output.count(f"  expected error: {error}\n") == 1
 
 
 def test_halves_send_twice_as_many_messages_of_half_the_size_and_wait_less() -> None:

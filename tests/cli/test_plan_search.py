@@ -45,7 +45,10 @@ def test_the_search_finds_the_papers_layout_for_its_largest_model_on_its_cluster
             ["model.hidden_size=25600", "model.num_layers=128", "model.num_attention_heads=160"],
             ["no layout works", "needs least memory, parallel.tp_size=160 parallel.dp_size=1", "GiB"],
         ),
-        (["best=true", "num_devices=7"], ["`num_devices` must be", "but is 7", "the nearest number that is one is 8"]),
+        (
+            ["best=true", "num_devices=7"],
+            ["`num_devices` must be", "but is 7; such numbers near it on which a layout fits: 8"],
+        ),
         (["best=true", "num_devices=2"], ["`num_devices` must be", "GiB", "parallel.tp_size=8 parallel.dp_size=1"]),
         (["num_devices=1024"], ["`num_devices` must be at most the 512 of dgx2h_v100, but is 1,024"]),
         (["num_devices=4", "parallel.tp_size=8", "parallel.dp_size=1"], ["at most the 4 devices", "but is 8 x 1"]),
@@ -132,6 +135,12 @@ def test_a_search_compares_zero1_and_says_what_it_compares() -> None:
     title, compared, columns, *_ = printed(*job).splitlines()
     assert "zero1, batch_halves; the same in all: sequence_parallel=false" in compared
     assert "   zero1  halves  recompute" in columns and columns.endswith("days of 300,000 steps")
+
+
+@pytest.mark.parametrize("given", [48, 56, 63])
+def test_a_search_names_the_next_usable_numbers_of_devices_below_and_above(given: int) -> None:
+    message = refusal("model=gpt_8.3b_24heads", "cluster=h100", f"num_devices={given}", "best=true")
+    assert message.endswith(f", but is {given}; such numbers near it on which a layout fits: 32 and 64")
 
 
 @pytest.mark.parametrize("given, near", [(500, "256;"), (200, "128 and 256;"), (3, "2 and 4;")])

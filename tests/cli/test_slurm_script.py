@@ -1,5 +1,7 @@
-"""The sbatch script of docs/guides/clusters.md, with stubs of srun and scontrol."""
+"""The page of 64 H100: its sbatch script, with stubs of srun and scontrol, and its numbers."""
 
+import json
+import math
 import os
 import re
 import subprocess
@@ -7,14 +9,28 @@ from pathlib import Path
 
 import pytest
 from entry_points import REPOSITORY
+from plan_output import planned
 
-SCRIPT = re.search(r"```\n(#!/bin/bash\n.*?)```", (REPOSITORY / "docs/guides/clusters.md").read_text(), re.S)[1]
+GUIDE = (REPOSITORY / "docs" / "guides" / "h100_64.md").read_text(encoding="utf-8")
+RECORDS = REPOSITORY / "analysis" / "data_costs" / "records"
+SCRIPT = re.search(r"```\n(#!/bin/bash\n.*?)```", GUIDE, re.S)[1]
 
 
 def stub(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
+
+
+def submit(folder: Path, srun: str, num_nodes: int = 8, script: str = SCRIPT) -> subprocess.CompletedProcess:
+    """Run the script as the batch step of a job of `num_nodes` nodes called n1, n2, ..."""
+    stub(folder / "bin/srun", srun)
+    names = f"seq -f n%g {num_nodes}"
+    stub(folder / "bin/scontrol", f'if [ "$1" = show ]; then {names}; else echo "$@" >> {folder / "requeued"}; fi')
+    stub(folder / ".venv/bin/activate", "")
+    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": str(num_nodes), "SLURM_JOB_NODELIST": f"n[1-{num_nodes}]"}
+    environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", **job}
+    return subprocess.run(["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -24,18 +40,78 @@ def test_the_job_ends_with_the_code_of_the_run_and_is_requeued_by_the_guides_rul
     tmp_path, code: int, most: int
 ) -> None:
     """Five times the same code: preemptions are always requeued, lost ranks three times, all others never."""
-    stub(tmp_path / "bin/srun", f"exit {code}")
-    stub(tmp_path / "bin/scontrol", f'echo "$@" >> {tmp_path / "requeued"}')
-    stub(tmp_path / ".venv/bin/activate", "")
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     for _ in range(5):
-        done = subprocess.run(
-            ["bash", "-c", SCRIPT],
-            cwd=tmp_path,
-            env={"PATH": path, "SLURM_JOB_ID": "17"},
-            capture_output=True,
-            text=True,
-        )
+        done = submit(tmp_path, f"exit {code}")
         assert (done.returncode, done.stderr) == (code, "")
     requeued = tmp_path / "requeued"
     assert (requeued.read_text() if requeued.exists() else "") == "requeue 17\n" * most
+
+
+WITH_SPARE = SCRIPT.replace("--nodes=4-8", "--nodes=4-9")
+ON_512 = (
+    SCRIPT.replace("--nodes=4-8", "--nodes=32-64")
+    .replace("parallel.tp_size=4", "parallel.tp_size=8")
+    .replace("micro_batch_size=16", "micro_batch_size=8")
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "used"),
+    [(SCRIPT, 4, 4), (SCRIPT, 7, 4), (SCRIPT, 8, 8), (WITH_SPARE, 9, 8)]
+    + [(ON_512, 32, 32), (ON_512, 63, 32), (ON_512, 64, 64)],
+)
+def test_after_a_requeue_any_number_of_nodes_trains_with_the_same_batch(tmp_path, script, given, used) -> None:
+    """With fewer nodes the job had ended with 2, which the script never requeues. The planner checks what it starts."""
+    low, high = map(int, re.search(r"--nodes=(\d+)-(\d+)", script).groups())
+    assert low <= given <= high
+    done = submit(tmp_path, f'echo "$@" > {tmp_path / "started"}', given, script)
+    assert (done.returncode, done.stderr) == (0, "")
+    words = (tmp_path / "started").read_text().split()
+    options, overrides = words[: words.index("python")], words[words.index("src/train.py") + 1 :]
+    num_tasks = 8 * used
+    assert {f"--nodes={used}", f"--ntasks={num_tasks}", "--ntasks-per-node=8"} < set(options)
+    assert f"--nodelist={','.join(f'n{n + 1}' for n in range(used))}" in options  # rank 0 is on the job's first node
+    assert "parallel.dp_size=auto" in overrides
+    kept = [o for o in overrides if o.startswith(("model", "parallel", "micro_batch_size", "global_batch_size"))]
+    answer = planned(*kept, "cluster=h100", f"num_devices={num_tasks}")
+    layout = answer["layout"]
+    assert (layout["num_devices"], layout["global_batch_size"], layout["recompute"]) == (num_tasks, 512, "none")
+    assert answer["notes"] == []
+
+
+def test_the_guides_numbers_follow_from_the_plan_the_records_and_the_failure_rate() -> None:
+    """Step times of the planner, core-hours of the records, and Young's interval with the failures of Llama 3."""
+    keys = ["model=gpt_8.3b_24heads", "cluster=h100", "model.recompute=none"]
+    keys += ["parallel.zero1=true", "parallel.batch_halves=true"]
+    sizes = {64: (4, 16), 32: (4, 16), 512: (8, 8)}
+    eight, four, large = (
+        planned(*keys, f"num_devices={n}", f"parallel.tp_size={p}", f"micro_batch_size={b}")
+        for n, (p, b) in sizes.items()
+    )
+    text = " ".join(GUIDE.split())
+    assert f"takes {eight['step_time_s']['total']:.2f} s per step, modelled, and {eight['days']:.1f} days" in text
+    assert f"of 32 it takes {four['step_time_s']['total']:.2f} s" in text
+    assert f"modelled {large['step_time_s']['total']:.2f} s per step" in text
+    largest = eight["rank_memory_bytes"]["none"]["total"] / 2**30
+    assert f"at most {largest:.1f}, counted" in text and f"| {eight['mfu']:.0%}".replace("%", " % modelled") in text
+
+    rates = {"language": "clean/all_steps", "dedup": "whole/ours", "tokenize": "gpt/1_cores/stage/wall"}
+    records = {name: json.loads((RECORDS / f"{name}_cost_cpu.json").read_text())["metrics"] for name in rates}
+    rates = [records[name][metric]["value"] for name, metric in rates.items()]
+    rates.insert(2, records["dedup"]["whole/evaluation_text"]["value"])
+    hours = [174e3 / rate / 3600 for rate in rates]
+    rows = [f"| {rate:.1f} | {hour:.1f} |" for rate, hour in zip(rates, hours, strict=True)]
+    assert re.findall(r"\| \d+\.\d \| \d+\.\d \|", GUIDE) == rows and f"| all | | {sum(hours):.1f} |" in GUIDE
+
+    between = {n: 54 * 16384 / 419 / n for n in (64, 512)}  # days
+    assert f"one per {54 * 16384 / 419:,.0f} GPU-days" in text
+    assert "| " + " | ".join(f"{days:.1f} days" for days in between.values()) + " |" in text
+    for cost in (250, 50, 1):
+        cells = [
+            (math.sqrt(2 * cost * days * 86400), math.sqrt(2 * cost / (days * 86400))) for days in between.values()
+        ]
+        cells = [
+            f"{seconds / 3600:.1f} h, {lost:.1%}" if seconds > 3600 else f"{seconds / 60:.0f} min, {lost:.1%}"
+            for seconds, lost in cells
+        ]
+        assert " | ".join(cells).replace("%", " %") in text

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -181,11 +182,41 @@ def test_a_table_has_every_operation_and_collective_and_adds_up_to_the_step(layo
     assert f"  messages of {1e3 * (messages.seconds + messages.hidden):.2f} ms" in text
 
 
+def metrics_of(record: str) -> dict[str, float]:
+    text = (ROOT / "analysis" / "scaling" / "records" / f"{record}.json").read_text(encoding="utf-8")
+    return {name: metric["value"] for name, metric in json.loads(text)["metrics"].items()}
+
+
 def test_the_clusters_have_the_fitted_constants() -> None:
-    metrics = json.loads((ROOT / "analysis/scaling/records/roofline.json").read_text(encoding="utf-8"))["metrics"]
+    metrics = metrics_of("roofline")
     for name in ("h200", "h100", "dgx_a100"):
         for constant in ("product_share", "tile_fill", "memory_share", "launch_us"):
-            assert getattr(cluster(name).roofline, constant) == metrics[constant]["value"]
+            assert getattr(cluster(name).roofline, constant) == metrics[constant]
+
+
+def expected_error(name: str) -> str:
+    return load_cluster(ROOT / "conf" / "cluster" / f"{name}.yaml").calibration.expected_error
+
+
+def test_the_expected_errors_of_the_clusters_are_those_of_the_records() -> None:
+    misses = metrics_of("roofline")  # modelled speed over published speed, less 1
+    one_node = sorted(1 + misses[name] for name in misses if re.match("held out/(MPT|nanochat)", name))
+    many = sorted(1 + misses[name] for name in misses if name.startswith("held out/Megatron"))
+    text = (
+        f"A100 and H100 runs outside the fit took {one_node[0]:.2f} to {one_node[-1]:.2f} times as long on one node, "
+        f"and {many[0]:.2f} and {many[1]:.2f} times on 48 and 96 H100"
+    )
+    assert (len(one_node), len(many)) == (13, 2)
+    assert {expected_error(name) for name in ("h200", "h100", "dgx_a100")} == {text}
+    misses = metrics_of("cost_model")  # modelled over published days, less 1
+    days = sorted(1 / (1 + misses[name]) for name in misses if re.match("Table 2, .*, steps alone", name))
+    text = f"the runs of the paper's Table 2, outside the fit, took {days[0]:.2f} to {days[-1]:.2f} times as long"
+    assert len(days) == 3 and expected_error("dgx2h_v100") == text
+    times = metrics_of("measured_layouts_cpu")
+    names = [name.removesuffix("/modelled_s") for name in times if name.endswith("/modelled_s")]
+    ratios = sorted(times[f"{name}/long_s"] / times[f"{name}/modelled_s"] for name in names)
+    text = f"four layouts of a GPT on two cores took {ratios[0]:.2f} to {ratios[-1]:.2f} times as long"
+    assert len(ratios) == 4 and expected_error("cpu") == text
 
 
 def test_a_cluster_has_a_roofline_or_passes() -> None:

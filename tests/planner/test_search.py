@@ -185,11 +185,11 @@ def test_only_a_request_for_padded_heads_is_answered_with_them() -> None:
         assert nearest_plan(job(), wanted, CLUSTER).layout.tp_size in sizes
 
 
-def test_an_unusable_number_of_devices_is_refused_with_the_nearest_usable_one() -> None:
-    with pytest.raises(ValueError, match="but is 7; the nearest number that is one is 8"):
+def test_an_unusable_number_of_devices_is_refused_with_the_usable_ones_below_and_above() -> None:
+    with pytest.raises(ValueError, match="but is 7; such numbers near it on which a layout fits: 6 and 8$"):
         rank_layouts(job(), CLUSTER, 7)
     halves = ParallelRequest(batch_halves=True)
-    with pytest.raises(ValueError, match=r"is above 1\), but is 14; the nearest number that is one is 7$"):
+    with pytest.raises(ValueError, match=r"is above 1\), but is 14; such numbers near it on which a layout fits: 7$"):
         rank_layouts(job("bert_336m", 7), CLUSTER, 14, halves)
     assert {plan.layout.tp_size for plan in rank_layouts(job("bert_336m", 7), CLUSTER, 7, halves).fitting} == {1}
 

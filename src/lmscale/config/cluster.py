@@ -50,6 +50,7 @@ class Calibration:
         matmul_share: rate of matrix products over the peak of their type, 0 to 1.
         elementwise_factor: times the counted bytes of element-wise work.
         layer_overhead_ms: time per layer and micro-batch that more ranks do not shorten, with full recomputation.
+        expected_error: measured over modelled step times of runs that were not fitted; every plan prints it.
     """
 
     evidence: str
@@ -60,6 +61,7 @@ class Calibration:
     matmul_share: float | None = None
     elementwise_factor: float | None = None
     layer_overhead_ms: float | None = None
+    expected_error: str = "unknown, because no run was compared"
 
     def __post_init__(self) -> None:
         require_one_of(self, "evidence", EVIDENCE)

@@ -53,6 +53,7 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
             "memory": "counted, within 5 % of tracked tensors",
             "time": plan.cluster.calibration.evidence,
         },
+        "expected_error": plan.cluster.calibration.expected_error,
         "notes": notes,
     }
 
@@ -82,7 +83,7 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
     if not plan.collectives:
         lines.append("    none: one rank")
     kind = cluster.calibration.evidence
-    lines += ["", f"  step time ({_EVIDENCE[kind]})"]
+    lines += ["", f"  step time ({_EVIDENCE[kind]})", _expected_error(plan)]
     rows = {
         "matrix products": time.matmul,
         "element-wise work": time.elementwise,
@@ -112,6 +113,10 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         *(f"  note: {note}" for note in notes),
     ]
     return "\n".join(lines)
+
+
+def _expected_error(plan: Plan) -> str:
+    return f"  expected error: {plan.cluster.calibration.expected_error}"
 
 
 def _ratio(plan: Plan) -> str:
@@ -182,6 +187,7 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
             + f"{plan.recompute.value:>11}{plan.needed_bytes / GIB:>9.1f}"
             f"{plan.time.total:>13,.3f}{_ratio(plan):>8}{plan.mfu:>8.1%}{plan.tokens_per_s:>15,.0f}{plan.days:>13,.2f}"
         )
+    lines.append(_expected_error(first))
     if any(plan.balance.ratio is not None and plan.balance.ratio < 1 for plan in ranking.fitting[:top]):
         lines.append("   R below 1: communication-bound")
     for plan in ranking.too_large:

@@ -8,7 +8,7 @@ from ..config.layout import ParallelRequest
 from ..config.plan import PlanConfig
 from .job import STAND_IN_VOCAB_SIZE, Job, largest_dp_size, smallest_layout
 from .plan import Plan, describe_padding, describe_shortage, make_plan
-from .search import Ranking, divides, largest_number, rank_layouts, rank_on_machine, suggest_layout
+from .search import Ranking, divides, largest_number, neighbours, rank_layouts, rank_on_machine, suggest_layout
 
 _HALF = ("bf16", "fp16")
 
@@ -177,10 +177,8 @@ def _check_all_are_used(question: PlanConfig, layout: ParallelConfig) -> None:
     whole = question.global_batch_size // question.micro_batch_size
     usable = [layout.tp_size * dp for dp in range(1, whole + 1) if whole % dp == 0]
     usable = [number for number in usable if number <= question.cluster.num_devices]
-    near = [max((n for n in usable if n < question.num_devices), default=None)]
-    near += [min((n for n in usable if n > question.num_devices), default=None)]
     raise ValueError(
         f"`num_devices` must be `parallel.tp_size` ({layout.tp_size}) times a `parallel.dp_size` that divides the "
         f"{whole:,} micro-batches of a step, but is {question.num_devices:,}; such numbers near it: "
-        f"{' and '.join(f'{n:,}' for n in near if n is not None)}; best=true ranks the layouts that use all devices"
+        f"{neighbours(question.num_devices, usable)}; best=true ranks the layouts that use all devices"
     )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute
@@ -79,7 +79,7 @@ def rank_layouts(
             `batch_halves` and with both. The times of other clusters were fitted to software that has neither.
 
     Raises:
-        ValueError: no grid of `num_devices` divides model and batch; names the nearest number that does.
+        ValueError: no grid of `num_devices` divides model and batch; names the next numbers that do.
     """
     fitting, too_large = [], []
     for tp_size in tensor_sizes(job, num_devices, request.pad_heads):
@@ -99,14 +99,13 @@ def rank_layouts(
         if plans and not fits:
             too_large.append(min(plans, key=lambda plan: plan.missing_bytes))
     if not fitting and not too_large:
-        possible = _possible_numbers(job, cluster, request)
-        near = min(possible, key=lambda n: (abs(math.log(n / num_devices)), n))
+        numbers = (n for n in _possible_numbers(job, cluster, request) if _fits_on(job, cluster, n, request))
         sequence = " and the sequence" * request.sequence_parallel
         even = " (into even shares if `tp_size` is above 1)" * request.batch_halves
         raise ValueError(
             f"`num_devices` must be a `tp_size` that divides the model{sequence} times a `dp_size` that divides the "
-            f"batch of {job.global_batch_size:,}{even}, but is {num_devices:,}; the nearest number that is one is "
-            f"{near:,}"
+            f"batch of {job.global_batch_size:,}{even}, but is {num_devices:,}; such numbers near it on which a layout "
+            f"fits: {neighbours(num_devices, numbers)}"
         )
     return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), tuple(too_large))
 
@@ -158,6 +157,13 @@ def _join_devices(cluster: Cluster, num_joined: int, num_devices: int) -> Cluste
         memory_bandwidth_gb_s=num_joined * cluster.memory_bandwidth_gb_s,
         peaks=Peaks(**peaks),
     )
+
+
+def neighbours(number: int, numbers: Iterable[int]) -> str:
+    """For messages: the next of `numbers` below and above `number`."""
+    numbers = sorted(numbers)
+    near = [*[n for n in numbers if n < number][-1:], *[n for n in numbers if n > number][:1]]
+    return " and ".join(f"{n:,}" for n in near) or "none"
 
 
 def largest_number(job: Job, cluster: Cluster, request: ParallelRequest = _NO_OPTIONS) -> int:
