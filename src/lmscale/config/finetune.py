@@ -54,8 +54,7 @@ class TaskConfig:
             the best threshold on the first validation set.
         columns: a user's own task: the table's names of the columns `id` (null: the number of the row), `first` and
             `second` text (null: only one text) and `label`, which a test set may lack.
-        labels: a user's own task: names of the classes; a label is a name or an index into this list, from 0, but only
-            a name if one of them is a number other than its index.
+        labels: a user's own task: names of the classes; a label is a name or, if no name is another number, its index.
         by_size: batch size, learning rate and epochs by size of the model, for the paper's tasks those of Table 6;
             conf/finetune.yaml uses those of `size`.
 
@@ -104,9 +103,8 @@ class TaskConfig:
                     f"`max_seq_length` must be at least `max_query_length` + `doc_stride` + 3 ({shortest}), "
                     f"or windows would leave tokens out, but is {self.max_seq_length}"
                 )
-        for sets in (self.validation, self.test):
+        for sets in (self.validation, self.test):  # their names are names of folders
             wrong = [place for place in sets.values() if place is not None and not isinstance(place, str)]
-            # Their names are names of folders.
             wrong += [name for name in sets if not is_line(name) or "/" in name or not name.strip(".")]
             if wrong:
                 raise ValueError(f"`validation` and `test` must be paths by name, but hold {wrong[0]!r}")
@@ -130,9 +128,8 @@ class TaskConfig:
         if len(set(named)) < len(named) or not all(isinstance(name, str) for name in named):
             raise ValueError(f"`columns` must be names, each once, but are {named}")
         if len(set(filter(is_line, self.labels))) < max(2, len(self.labels)):
-            raise ValueError(
-                f"`labels` must be at least two texts, each once on one line without tabs, but are {self.labels}"
-            )
+            rule = "at least two texts, each once on one line without tabs"
+            raise ValueError(f"`labels` must be {rule}, but are {self.labels}")
 
     def scored_sets(self) -> dict[str, str]:
         """Place of every set to score by name, validation first."""
