@@ -9,7 +9,7 @@ from ranks import make_context, run_ranks
 
 from lmscale.config import TransformerConfig
 from lmscale.finetune.heads import FinetuneModel, HeadKind, build_finetune_model
-from lmscale.parallel import ParallelContext, counter_keep_mask, sample_dropout_keys
+from lmscale.parallel import ParallelContext, counter_keep_mask, sample_dropout_keys, site_keys
 
 KINDS = list(HeadKind)
 OUTPUTS = {HeadKind.CLASSIFICATION: 3, HeadKind.CHOICE: 4, HeadKind.SPAN: 2}
@@ -127,6 +127,16 @@ def test_the_dropout_of_the_head_is_independent_of_the_layers() -> None:
     assert torch.equal(first, again)
     assert not torch.equal(first, model(tokens, types, mask, keys + 1))
     assert not torch.equal(first, model.eval()(tokens, types, mask))
+
+
+def test_the_dropout_of_the_head_has_the_site_after_those_of_all_layers() -> None:
+    model = build(small("pre"), HeadKind.CLASSIFICATION, head_dropout=0.5).train()
+    tokens, types, mask, _ = batch(HeadKind.CLASSIFICATION)
+    keys = sample_dropout_keys(5, torch.arange(8))
+    pooled = model.pooler(model.transformer(tokens, types, mask, keys)[:, 0]).tanh()
+    keep = counter_keep_mask(site_keys(keys, 8)[1 + 3 * 2], 1, 24, 0.5).squeeze(1)  # embedding, two layers of three
+    expected = model.head(torch.where(keep, pooled / 0.5, 0.0))
+    torch.testing.assert_close(model(tokens, types, mask, keys), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
