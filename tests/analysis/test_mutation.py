@@ -67,6 +67,30 @@ CHANGES = {
         "torch.zeros_like(bias)",
         SUMS,
     ),
+    "dropout of the head at the site of the last MLP": (
+        "src/lmscale/finetune/heads.py",
+        "1 + 3 * config.num_layers",
+        "3 * config.num_layers",
+        "tests/finetune/test_heads.py::test_the_dropout_of_the_head_has_the_site_after_those_of_all_layers",
+    ),
+    "both moments rounded by the same bits": (
+        "src/lmscale/training/step/adamw.py",
+        "round_to_bf16(second, bits >> HALF_BITS)",
+        "round_to_bf16(second, bits)",
+        "tests/training/test_half_moments.py::test_the_two_moments_are_rounded_independently",
+    ),
+    "bias's gradient from the gradient in float8": (
+        "src/lmscale/parallel/fast_linear.py",
+        "d_bias = sum_rows(grad_output)\n        return wait_for_d_x()",
+        "d_bias = (grad.data.float() * grad.factor).sum(0).to(rows.dtype)\n        return wait_for_d_x()",
+        "tests/parallel/test_float8.py::test_the_three_products_equal_those_of_the_rounded_matrices",
+    ),
+    "order loss in the half type": (
+        "src/lmscale/models/bert/loss.py",
+        "wide = order_logits.to(masked.dtype)",
+        "wide = order_logits",
+        "tests/models/test_alone.py::test_the_order_loss_of_a_half_type_is_computed_in_fp32",
+    ),
 }
 
 

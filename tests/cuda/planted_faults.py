@@ -26,28 +26,20 @@ def planted(fault: str | None) -> Iterator[None]:
 
 def unwrapped_first_row() -> Callable[..., Any]:
     """The first row's product goes beyond int32, which Triton refuses on every rank but the first."""
-    mask = _mask_function()
-    return lambda keys, num_rows, num_columns, probability, first_row=0: mask(
-        keys, first_row, num_rows, 0, num_columns, probability
-    )
+    from lmscale.parallel.rng import _GOLDEN
+
+    return lambda keys, first_row: keys + first_row * _GOLDEN
 
 
 def columns_from_four() -> Callable[..., Any]:
     """A mask whose first column's product goes beyond int32."""
-    mask = _mask_function()
-    return lambda keys, num_rows, num_columns, probability, first_row=0: mask(
-        keys, 0, num_rows, 4, num_columns, probability
-    )
-
-
-def _mask_function() -> Callable[..., Any]:
     import torch
 
     from lmscale.parallel.rng import _COLUMN, _GOLDEN, _mix
 
-    def mask(keys: Any, row: int, num_rows: int, column: int, num_columns: int, probability: float) -> Any:
-        rows = torch.arange(row, row + num_rows, dtype=torch.int32, device=keys.device)
-        columns = torch.arange(column, column + num_columns, dtype=torch.int32, device=keys.device)
+    def mask(keys: Any, num_rows: int, num_columns: int, probability: float) -> Any:
+        rows = torch.arange(num_rows, dtype=torch.int32, device=keys.device)
+        columns = torch.arange(4, 4 + num_columns, dtype=torch.int32, device=keys.device)
         row_keys = _mix(keys.unsqueeze(-1) + rows * _GOLDEN)
         return _mix(row_keys.unsqueeze(-1) ^ (columns * _COLUMN)) >= int(probability * 2**32) - 2**31
 
@@ -95,7 +87,7 @@ def rows_without_their_offset() -> Callable[..., Any]:
 
 
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "unwrapped first row": ("lmscale.models.attention.counter_keep_mask", unwrapped_first_row),
+    "unwrapped first row": ("lmscale.models.attention.keys_from_row", unwrapped_first_row),
     "columns from four": ("lmscale.parallel.rng.counter_keep_mask", columns_from_four),
     "sites on the host": ("lmscale.models.transformer.site_keys", sites_on_the_host),
     "loss checked by the host": (

@@ -9,7 +9,7 @@ from ranks import make_context, run_ranks
 
 from lmscale.config import TransformerConfig
 from lmscale.finetune.heads import FinetuneModel, HeadKind, build_finetune_model
-from lmscale.parallel import ParallelContext, sample_dropout_keys
+from lmscale.parallel import ParallelContext, counter_keep_mask, sample_dropout_keys, site_keys
 
 KINDS = list(HeadKind)
 OUTPUTS = {HeadKind.CLASSIFICATION: 3, HeadKind.CHOICE: 4, HeadKind.SPAN: 2}
@@ -129,13 +129,38 @@ def test_the_dropout_of_the_head_is_independent_of_the_layers() -> None:
     assert not torch.equal(first, model.eval()(tokens, types, mask))
 
 
-def test_padding_does_not_change_an_item() -> None:
+def test_the_dropout_of_the_head_has_the_site_after_those_of_all_layers() -> None:
+    model = build(small("pre"), HeadKind.CLASSIFICATION, head_dropout=0.5).train()
+    tokens, types, mask, _ = batch(HeadKind.CLASSIFICATION)
+    keys = sample_dropout_keys(5, torch.arange(8))
+    pooled = model.pooler(model.transformer(tokens, types, mask, keys)[:, 0]).tanh()
+    keep = counter_keep_mask(site_keys(keys, 8)[1 + 3 * 2], 1, 24, 0.5).squeeze(1)  # embedding, two layers of three
+    expected = model.head(torch.where(keep, pooled / 0.5, 0.0))
+    torch.testing.assert_close(model(tokens, types, mask, keys), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_padding_does_not_change_an_item(dropout) -> None:
+    """The longest item of a micro-batch decides its length, so the layout does."""
+    config = small("post", hidden_dropout=dropout, attention_dropout=dropout, attention="exact")
+    keys = sample_dropout_keys(5, torch.arange(8))
     for kind in KINDS:
-        model = build(small("post"), kind).eval()
+        model = build(config, kind, head_dropout=dropout).train()
         tokens, types, mask, labels = batch(kind)
         padded = [F.pad(value, (0, 4)) for value in (tokens, types, mask)]
-        losses = model.item_losses(model(tokens, types, mask), labels)
-        assert (model.item_losses(model(*padded), labels) - losses).abs().max() < 1e-12
+        losses = model.item_losses(model(tokens, types, mask, keys), labels)
+        assert (model.item_losses(model(*padded, keys), labels) - losses).abs().max() < 1e-12
+
+
+def test_the_mask_of_attention_dropout_counts_rows_by_the_longest_sequence() -> None:
+    config = small("pre", attention_dropout=0.4, attention="exact", num_attention_heads=3)
+    layer = build(config, HeadKind.SPAN).train().transformer.layers[1]
+    q, k, v = torch.randn(3, 2, 3, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    keys = sample_dropout_keys(1, torch.arange(2))
+    whole = counter_keep_mask(keys, 3 * 19, 7, 0.4).view(2, 3, 19, 7)
+    probabilities = torch.softmax(q @ k.mT / 8**0.5, dim=-1)
+    expected = torch.where(whole[:, :, :7], probabilities / 0.6, 0.0) @ v
+    torch.testing.assert_close(layer.attention._exact_core(q, k, v, None, keys), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_every_parameter_of_a_span_model_gets_a_gradient() -> None:

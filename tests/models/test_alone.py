@@ -57,6 +57,14 @@ def test_the_losses_are_those_of_torch_on_the_model_s_logits(family: str) -> Non
     torch.testing.assert_close(loss.loss_sums(model, batch, None), torch.stack(expected))
 
 
+def test_the_order_loss_of_a_half_type_is_computed_in_fp32() -> None:
+    order_logits = torch.randn(37, 2, generator=torch.Generator().manual_seed(3)).bfloat16()
+    labels = torch.arange(37) % 2
+    batch = dict.fromkeys(("tokens", "token_types", "attention_mask", "labels", "scored")) | {"sop_labels": labels}
+    found = load(family_of("bert").loss).loss_sums(lambda *_: (torch.tensor(3.0), order_logits), batch, None)
+    assert torch.equal(found, torch.stack([found[0], cross_entropy(order_logits.float(), labels, reduction="sum")]))
+
+
 def test_a_model_of_the_other_family_is_refused(family: str) -> None:
     (other,) = set(MODELS) - {family}
     with pytest.raises(ValueError, match=f"`family` must be that of a {MODELS[family].__name__}, but is '{other}'"):

@@ -12,7 +12,7 @@ from torch import Tensor
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, counter_dropout, counter_keep_mask, sample_dropout_keys, site_keys
-from lmscale.parallel.rng import counter_bits, seed_rank_generator
+from lmscale.parallel.rng import counter_bits, keys_from_row, seed_rank_generator
 
 ONE = ParallelContext()
 ARCHITECTURES, NORM_ORDERS = ["gpt", "bert"], ["pre", "post"]
@@ -158,8 +158,8 @@ def test_masks_do_not_depend_on_batch_order_or_the_rows_of_a_rank() -> None:
     order = torch.tensor([2, 0, 3, 1])
     reordered = site_keys(sample_dropout_keys(3, numbers[order]), 8)[2]
     assert torch.equal(counter_keep_mask(reordered, 12, 29, 0.3), mask[order])
-    parts = [counter_keep_mask(site_keys(keys, 8)[2], 4, 29, 0.3, first_row=4 * rank) for rank in range(3)]
-    assert torch.equal(torch.cat(parts, dim=1), mask)
+    of_parts = keys_from_row(site_keys(keys, 8)[2].unsqueeze(-1), torch.tensor([0, 4, 8]).int())
+    assert torch.equal(torch.cat([counter_keep_mask(part, 4, 29, 0.3) for part in of_parts.unbind(1)], dim=1), mask)
 
 
 def test_keys_masks_and_seeds_are_those_of_runs_on_record() -> None:
@@ -168,7 +168,7 @@ def test_keys_masks_and_seeds_are_those_of_runs_on_record() -> None:
     assert keys.tolist() == [-1705425241, 1356187463, -1749513386, 1737910347]
     assert site_keys(keys, 2)[:, :2].tolist() == [[-602328566, 1236152590], [1484830226, -1144199802]]
     assert sample_dropout_keys(2, torch.tensor([0])).tolist() == [1872853978]  # the hash of this seed is negative
-    mask = counter_keep_mask(keys[1:2], 7, 9, 0.3, first_row=3)
+    mask = counter_keep_mask(keys_from_row(keys[1:2], torch.tensor([3]).int()), 7, 9, 0.3)
     assert hashlib.blake2b(mask.numpy().tobytes(), digest_size=4).hexdigest() == "d1b4d060"
     bits = counter_bits(keys[1:2], torch.tensor([0, 2]).int(), torch.tensor([1, 7]).int())
     assert bits.tolist() == [[[-2118729349, 1480699560], [-447676499, -138509762]]]

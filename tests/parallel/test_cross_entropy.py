@@ -51,7 +51,7 @@ def plain_loss(
 ) -> Tensor:
     """The same loss without chunks, with torch's autograd."""
     logits = vocab_parallel_logits(rows, weight, bias, vocab_size, context)
-    return vocab_parallel_cross_entropy(logits, labels, context).sum()
+    return vocab_parallel_cross_entropy(logits, labels, V, context).sum()
 
 
 @pytest.mark.parametrize("at_once", [1, 3 * V, 11 * V + 5, 100 * V])
@@ -170,8 +170,15 @@ def test_the_loss_per_row_equals_torch() -> None:
     rows, weight, bias, labels = make_inputs()
     logits = (rows @ weight.t() + bias).detach()
     wanted = F.cross_entropy(logits, labels, reduction="none")
-    found = vocab_parallel_cross_entropy(logits, labels, ParallelContext())
+    found = vocab_parallel_cross_entropy(logits, labels, V, ParallelContext())
     assert (found - wanted).abs().max() < 1e-13
+
+
+def test_gathered_logits_are_refused() -> None:
+    """Every rank would add the exponentials of all columns, and the loss would be log p too high."""
+    rows, weight, bias, labels = make_inputs()
+    with pytest.raises(ValueError, match=f"must have `padded_vocab_size` / `tp_size` = {V // 2} columns, but have {V}"):
+        vocab_parallel_cross_entropy(rows @ weight.t() + bias, labels, V, ParallelContext(tp_size=2))
 
 
 def test_the_plain_loss_has_the_gradients_of_torch() -> None:

@@ -1,6 +1,7 @@
 """float8 products against manual rounding, torchao and bf16, and over tensor ranks."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from lmscale.config import TransformerConfig
 from lmscale.kernels import Kernels
 from lmscale.models import build_model
 from lmscale.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear, sync_replicated_gradients
-from lmscale.parallel.float8 import FORWARD, GRADIENT, float8_linear, to_float8
+from lmscale.parallel.fast_linear import overlapped_column_linear, row_linear, sequence_parallel_column_linear
+from lmscale.parallel.float8 import FORWARD, GRADIENT, Float8Products, float8_linear, to_float8
 
 ONE = ParallelContext()
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 14}
@@ -39,9 +41,11 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def test_the_three_products_equal_those_of_the_rounded_matrices() -> None:
+@pytest.mark.parametrize("linear", [row_linear, overlapped_column_linear, sequence_parallel_column_linear])
+def test_the_three_products_equal_those_of_the_rounded_matrices(linear: Callable[..., Tensor]) -> None:
+    """The bias takes part in none: its gradient is the sum of what was not rounded."""
     x, weight, bias, grad = operands()
-    y = float8_linear(x, weight) + bias
+    y = linear(x, weight, bias, ONE, float8_linear if linear is row_linear else Float8Products)
     y.backward(grad)
     rows, d_rows = x.detach().flatten(0, 1), grad.flatten(0, 1)
     x8, w8, g8 = rounded(rows, FORWARD), rounded(weight.detach(), FORWARD), rounded(d_rows, GRADIENT)

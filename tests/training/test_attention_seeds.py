@@ -71,23 +71,30 @@ def module_on(dp_rank: int, micro_batch: int, dropout_seeds: str = "unique") -> 
     return module
 
 
-def hidden_keys(dropout_seeds: str, dp_rank: int, micro_batch: int, first_sample: int | None) -> list[int]:
-    """The dropout keys of 3 samples.
+def hidden_keys(
+    dropout_seeds: str, dp_rank: int, micro_batch: int, first_sample: int | None, num_samples: int = 3
+) -> list[int]:
+    """The dropout keys of some samples.
 
     Args:
         first_sample: number of the first in the run; None for a user's loader, which has no numbers.
     """
-    batch = {"tokens": torch.zeros(3, 5, dtype=torch.int64)}
+    batch = {"tokens": torch.zeros(num_samples, 5, dtype=torch.int64)}
     if first_sample is not None:
-        batch["sample_numbers"] = torch.arange(first_sample, first_sample + 3)
+        batch["sample_numbers"] = torch.arange(first_sample, first_sample + num_samples)
     return module_on(dp_rank, micro_batch, dropout_seeds).dropout_keys(batch, 0).tolist()
 
 
-def test_a_users_loader_gives_every_sample_of_a_run_its_own_key() -> None:
-    found = [key for rank in (0, 1) for index in range(5) for key in hidden_keys("unique", rank, index, None)]
-    assert len(set(found)) == len(found) == 2 * 5 * 3
+@pytest.mark.parametrize("sizes", [(3, 3, 3, 3, 3), (4, 4, 2, 1, 7)])
+def test_a_users_loader_gives_every_sample_of_a_run_its_own_key(sizes: tuple[int, ...]) -> None:
+    found = [
+        key
+        for rank in (0, 1)
+        for index, size in enumerate(sizes)
+        for key in hidden_keys("unique", rank, index, None, size)
+    ]
+    assert len(set(found)) == len(found) == 2 * sum(sizes)
     assert found[:3] == hidden_keys("unique", 0, 0, first_sample=0)  # numbered from 0, as by our loader
-    assert found[-3:] == hidden_keys("unique", 1, 0, first_sample=(4 * 2 + 1) * 3)
 
 
 def test_shared_seeds_give_all_data_ranks_the_keys_of_the_samples_at_the_same_place_on_rank_0() -> None:

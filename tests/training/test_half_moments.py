@@ -52,6 +52,18 @@ def test_stochastic_rounding_tracks_a_second_moment_where_nearest_rounding_stall
     assert second.double().mean().item() == pytest.approx(1 - 0.999**1500, rel=0.01)
 
 
+def test_the_two_moments_are_rounded_independently() -> None:
+    param = parameter(64, 64)
+    moments = torch.zeros(2, 64, 64, dtype=torch.bfloat16)
+    rates = (0.1, 0.1, *RATES[2:])  # both moments of gradients of 1 are 0.1, which bf16 does not have
+    adamw(None, param, torch.ones_like(param), *moments, step_number(1), rates, place_of("w", param, 0))
+    is_up = moments.float() > 0.1
+    shares = is_up.double().mean(dim=(1, 2))
+    assert (is_up[0] & is_up[1]).double().mean().item() == pytest.approx(
+        (shares[0] * shares[1]).item(), abs=4 * 0.5 / 64
+    )
+
+
 @pytest.mark.parametrize(("shape", "dim"), [((6, 20), 0), ((6, 20), 1), ((20,), 0)])
 def test_a_shard_rounds_as_its_part_of_the_whole_tensor(shape, dim) -> None:
     generator = torch.Generator().manual_seed(0)

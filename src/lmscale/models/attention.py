@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config import Recompute, TransformerConfig
 from ..config.family import family_of
-from ..parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear, counter_keep_mask
+from ..parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear, counter_keep_mask, keys_from_row
 from .key_value_cache import KeyValueCache
 
 
@@ -44,6 +44,7 @@ class SelfAttention(nn.Module):
         self.causal = family_of(config.family).is_causal
         self.exact = config.attention == "exact"
         self.dropout = config.attention_dropout
+        self.rows_per_head: int | None = None  # by which the dropout mask counts the heads' rows; None: tokens
         self.recompute_core = config.recompute is Recompute.SELECTIVE
         padding = config.padded_width(context.tp_size) - hidden
         self.qkv = ColumnParallelLinear(hidden, 3 * hidden, context, config.initializer_std, 3 * padding)
@@ -89,7 +90,9 @@ class SelfAttention(nn.Module):
         dtype = torch.promote_types(scores.dtype, torch.float32)
         probabilities = scores.softmax(dim=-1, dtype=dtype).to(v.dtype)
         if self.training and self.dropout > 0.0:
-            # Keyed by the head's number in the whole model, so that the mask does not depend on tp_size.
-            keep = counter_keep_mask(dropout_keys, self.num_local_heads * s, s, self.dropout, self.first_head * s)
-            probabilities = torch.where(keep.view_as(probabilities), probabilities * (1.0 / (1.0 - self.dropout)), 0.0)
+            # By the head's number in the whole model, so that the mask does not depend on tp_size.
+            heads = torch.arange(self.num_local_heads, dtype=torch.int32, device=q.device) + self.first_head
+            keys = keys_from_row(dropout_keys.unsqueeze(-1), heads * (self.rows_per_head or s))  # [b, n/p]
+            keep = counter_keep_mask(keys.flatten(), s, s, self.dropout).view_as(probabilities)
+            probabilities = torch.where(keep, probabilities * (1.0 / (1.0 - self.dropout)), 0.0)
         return probabilities @ v

@@ -16,7 +16,14 @@ from .grad_norm import GradientNorm, global_gradient_norm, gradient_norms_of_par
 from .init import initialize_parameters
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .replicated_layers import LayerNorm, ReplicatedLinear, embedding_lookup
-from .rng import counter_dropout, counter_keep_mask, sample_dropout_keys, seed_rank_generator, site_keys
+from .rng import (
+    counter_dropout,
+    counter_keep_mask,
+    keys_from_row,
+    sample_dropout_keys,
+    seed_rank_generator,
+    site_keys,
+)
 from .sequence_parallel import (
     gather_sequence,
     gather_tokens,
@@ -56,6 +63,7 @@ __all__ = [
     "global_gradient_norm",
     "gradient_norms_of_parts",
     "initialize_parameters",
+    "keys_from_row",
     "keys_of_own_tokens",
     "linear_cross_entropy",
     "open_channel",

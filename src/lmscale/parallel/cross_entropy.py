@@ -31,7 +31,9 @@ def vocab_parallel_logits(
     return F.linear(hidden, weight, bias).masked_fill(ids >= vocab_size, float("-inf"))
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, context: ParallelContext) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, padded_vocab_size: int, context: ParallelContext
+) -> Tensor:
     """Loss of each position in nats, from logits cut over the vocabulary.
 
     Shapes:
@@ -42,13 +44,18 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, context: Parall
         forward three all-reduces of [...] over the tensor group (maximum; sum of exponentials; logit of the label):
         b x s numbers each, instead of the b x s x v of gathered logits; backward nothing.
 
+    Raises:
+        ValueError: logits of another width than v/p, such as gathered ones, whose loss would be log p too high.
+
     Source: section 3 (output embedding).
     """
+    if (width := logits.shape[-1]) != (own := context.shard(padded_vocab_size)):
+        raise ValueError(f"`logits` must have `padded_vocab_size` / `tp_size` = {own} columns, but have {width}")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half types lose the sum of 51,200 terms
     maximum = context.tp_communicator.all_reduce(logits.detach().amax(dim=-1), "max")
     exponentials = (logits - maximum.unsqueeze(-1)).exp().sum(dim=-1)
     total = reduce_from_tensor_parallel_region(exponentials, context)  # g
-    column, elsewhere = context.local_ids(labels, logits.shape[-1])
+    column, elsewhere = context.local_ids(labels, width)
     own = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1)
     target = reduce_from_tensor_parallel_region(own.masked_fill(elsewhere, 0.0), context)  # g
     return (maximum + total.log() - target).masked_fill(labels == IGNORE_LABEL, 0.0)

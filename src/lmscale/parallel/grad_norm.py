@@ -54,7 +54,9 @@ def global_gradient_norm(
 ) -> GradientNorm:
     """L2 norm of the gradient of the logical model: shards are added over the tensor ranks, replicas counted once.
 
-    All ranks get the same result, also about finiteness: an inf on one rank is seen by all. No host synchronization.
+    All ranks get the same result, also about finiteness: all see an inf that one rank has when this is called. Before,
+    `sync_replicated_gradients` has replaced the replicated gradients of tensor ranks above 0, with any inf that only
+    they had. No host synchronization.
 
     Args:
         parameters: with `.shard` and, where they were used, `.grad`; with `context.zero1` only the parameters that this
@@ -65,7 +67,7 @@ def global_gradient_norm(
         one all-reduce of three numbers over the tensor group; with `context.zero1` another over the data group.
 
     Source: section 4.2 (clipping of the global norm). Megatron-LM's `mpu/grads.py` counts replicated gradients on rank
-    0 only; here every rank adds 1/p of its own copy, so that an inf in any copy reaches all ranks.
+    0 only; here every rank adds 1/p of its own copy.
     """
     sums = _sums_of_squares(parameters, context, device)
     bad = (~sums.isfinite()).any().double()

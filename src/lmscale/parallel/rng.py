@@ -9,7 +9,10 @@ torch's default generator, seeded for each micro-batch by (seed, step, micro-ste
 |---|---|---|
 | embedding sum; output of attention; output of MLP | outside | counter, equal on all tensor ranks |
 | attention probabilities, `attention=sdpa` | inside | the rank's generator |
-| attention probabilities, `attention=exact` | inside | counter, keyed by the head's index in the whole model |
+| attention probabilities, `attention=exact` | inside | counter; row = (head's index in the whole model) x S + query |
+
+S is the length of the sequences, which is constant in pretraining. In finetuning a micro-batch is as long as its
+longest item, so S is the model's number of positions.
 """
 
 import hashlib
@@ -76,17 +79,16 @@ def site_keys(sample_keys: Tensor, num_sites: int) -> Tensor:
     return _mix(sample_keys + sites.to(torch.int32).unsqueeze(-1))
 
 
-def counter_keep_mask(keys: Tensor, num_rows: int, num_columns: int, probability: float, first_row: int = 0) -> Tensor:
+def counter_keep_mask(keys: Tensor, num_rows: int, num_columns: int, probability: float) -> Tensor:
     """Which elements dropout keeps, decided by a hash of (key of sample and site, row, column).
 
     Shapes:
-        keys int32 [b], a row of `site_keys`; returns bool [b, num_rows, num_columns], True where kept.
+        keys int32 [b], a row of `site_keys`, or from a later row on `keys_from_row`; returns bool
+        [b, num_rows, num_columns], True where kept.
 
     Args:
         probability: fraction that is dropped, to within 2^-32.
-        first_row: index of the first row, if this rank holds a part of the rows.
     """
-    keys = keys + _wrapped(first_row * _GOLDEN)
     rows = torch.arange(num_rows, dtype=torch.int32, device=keys.device)
     columns = torch.arange(num_columns, dtype=torch.int32, device=keys.device)
     return counter_bits(keys, rows, columns) >= int(probability * 2**32) - 2**31

@@ -177,9 +177,9 @@ class PretrainModule(ValidatedModule):
         if "sample_numbers" in batch:
             samples_per_step = num_samples * self.trainer.accumulate_grad_batches
             numbers = batch["sample_numbers"] - (self.parallel.dp_rank - self._dropout_rank) * samples_per_step
-        else:  # a user-supplied loader: numbers that no other micro-batch has
+        else:  # a user-supplied loader: numbers that no other micro-batch has, of whatever size they are
             micro_batch = self.trainer.fit_loop.epoch_loop.total_batch_idx * self.parallel.dp_size + self._dropout_rank
-            numbers = torch.arange(num_samples, device=self.device) + micro_batch * num_samples
+            numbers = torch.arange(num_samples, device=self.device) + (micro_batch << 31)
         return sample_dropout_keys(self.seed, numbers)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
