@@ -2,11 +2,13 @@
 
 import json
 import random
+import time
 import unicodedata
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
@@ -271,3 +273,36 @@ def test_a_damaged_file_is_refused_in_one_line_that_names_it(tmp_path, kind: str
     elif name == "vocab.txt" and content.isascii():
         message = f"must have the token [UNK] in its vocabulary, but {folder} has not"
     refuse(kind, folder, message)
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache of the hub, which cannot be reached."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    return tmp_path / "hub"
+
+
+def test_settings_of_a_tokenizer_of_the_hub_are_honoured(hub_cache) -> None:
+    folder = hub_cache / "models--me--cased"
+    (folder / "snapshots").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0" * 40)
+    written = write_bert(folder / "snapshots" / ("0" * 40), config={"do_lower_case": False})
+    ours = load_published_tokenizer(TokenizerConfig("bert", name="me/cased"))
+    assert ours.fingerprint == load("bert", written).fingerprint
+
+
+@pytest.mark.parametrize("is_offline", [True, False])
+def test_a_tokenizer_that_cannot_be_downloaded_is_refused_at_once(hub_cache, monkeypatch, is_offline: bool) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", is_offline)
+    start = time.perf_counter()
+    with pytest.raises(ValueError) as caught:
+        load_published_tokenizer(TokenizerConfig("gpt2"))
+    assert time.perf_counter() - start < 5  # the client's retries take 30 s
+    reason = "HF_HUB_OFFLINE is set" if is_offline else "http://127.0.0.1:9 cannot be reached"
+    assert str(caught.value) == (
+        f"`tokenizer.name` must be in the cache of the Hugging Face hub where {reason}, but 'openai-community/gpt2' is "
+        "not; tokenizer.path takes local files"
+    )
