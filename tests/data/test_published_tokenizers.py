@@ -161,6 +161,15 @@ def test_a_vocabulary_with_settings_encodes_as_in_transformers(tmp_path, kind: s
     check_equal(load(kind, tmp_path / "saved"), tmp_path / "saved", FEWER_TEXTS)
 
 
+@pytest.mark.parametrize("kind, name", [("bert", "bert-uncased"), ("gpt2", "gpt2-bpe")])
+def test_the_published_vocabularies_encode_as_in_transformers(tmp_path, shared_data, kind: str, name: str) -> None:
+    names = {"vocab.txt": "vocab.txt", "encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}  # of OpenAI, of theirs
+    for file in (shared_data / name).iterdir():
+        (tmp_path / names[file.name]).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    check_equal(load(kind, shared_data / name), tmp_path, NUM_TEXTS)
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -222,6 +231,19 @@ def test_settings_that_contradict_a_tokenizer_json_are_refused(tmp_path, setting
             assert load("bert", path).fingerprint == cased.fingerprint
         else:
             refuse("bert", path, message.format(tmp_path / "whole" / "tokenizer_config.json"))
+
+
+def test_a_vocabulary_beside_another_tokenizer_json_is_refused(tmp_path) -> None:
+    folder = write_bert(tmp_path / "theirs")
+    load("bert", folder).inner.save(str(folder / "tokenizer.json"))
+    assert load("bert", folder / "vocab.txt").fingerprint == load("bert", folder).fingerprint
+    cased = load("bert", write_bert(tmp_path / "cased", config={"do_lower_case": False}))
+    cased.inner.save(str(folder / "tokenizer.json"))
+    assert load("bert", folder).fingerprint == cased.fingerprint
+    message = (
+        f"`tokenizer.path` must be {folder}, because its tokenizer.json is another tokenizer, but is {folder}/vocab"
+    )
+    refuse("bert", folder / "vocab.txt", message)
 
 
 def refuse(kind: str, path: Path, message: str) -> None:

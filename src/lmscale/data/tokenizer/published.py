@@ -42,6 +42,8 @@ def read_published(config: TokenizerConfig) -> tokenizers.Tokenizer:
     else:
         tokenizer = (_read_wordpiece if form.algorithm == "wordpiece" else _read_bpe)(path, settings)
         settings.add_tokens(tokenizer)
+        if path.is_file() and (folder / WHOLE).is_file():
+            _check_equal(tokenizer, path)
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and tokenizer.token_to_id(unknown) is None:
         raise ValueError(f"`tokenizer.path` must have the token {unknown} in its vocabulary, but {path} has not")
@@ -55,6 +57,16 @@ def wordpiece(model: models.WordPiece, **normalizer: bool | None) -> tokenizers.
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     return tokenizer
+
+
+def _check_equal(tokenizer: tokenizers.Tokenizer, vocabulary: Path) -> None:
+    """Raise an error if the tokenizer.json beside a vocabulary has other tokens or another normalizer."""
+    other = read_whole(vocabulary.parent / WHOLE)
+    if other.get_vocab() != tokenizer.get_vocab() or str(other.normalizer) != str(tokenizer.normalizer):
+        raise ValueError(
+            f"`tokenizer.path` must be {vocabulary.parent}, because its tokenizer.json is another tokenizer, "
+            f"but is {vocabulary}"
+        )
 
 
 def _hub_folder(name: str) -> Path:
