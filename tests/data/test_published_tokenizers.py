@@ -246,6 +246,13 @@ def test_a_vocabulary_beside_another_tokenizer_json_is_refused(tmp_path) -> None
     refuse("bert", folder / "vocab.txt", message)
 
 
+def test_a_tokenizer_that_draws_its_merges_is_refused(tmp_path) -> None:
+    spec = json.loads(load("gpt2", write_gpt2(tmp_path / "theirs")).inner.to_str())
+    spec["model"]["dropout"] = 0.1
+    write_json(tmp_path, {"whole": spec})
+    refuse("gpt2", tmp_path, f"`dropout` of {tmp_path}/tokenizer.json must be null, but is 0.1")
+
+
 def refuse(kind: str, path: Path, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         load(kind, path)

@@ -38,6 +38,8 @@ def read_published(config: TokenizerConfig) -> tokenizers.Tokenizer:
     whole = path / WHOLE if path.is_dir() else path
     if whole.suffix == ".json" and whole.is_file():
         tokenizer = read_whole(whole)
+        if dropout := getattr(tokenizer.model, "dropout", None):
+            raise ValueError(f"`dropout` of {whole} must be null, but is {dropout:g}")
         settings.check_agreement(tokenizer)
     else:
         tokenizer = (_read_wordpiece if form.algorithm == "wordpiece" else _read_bpe)(path, settings)
