@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import threading
 
 import pytest
@@ -207,7 +208,12 @@ def test_a_folder_of_another_kind_is_named(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="is not a checkpoint: it has no metadata.json"):
         read_metadata(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(CheckpointError, match="is a Hugging Face model; `python src/convert.py` imports it"):
+    command = f"import it: python src/convert.py source={tmp_path} target=NEW_FOLDER"
+    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path} is a Hugging Face model; {command}")):
+        read_metadata(tmp_path)
+    (tmp_path / "config.json").write_text("{}")  # of 2019, without a model type
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=re.escape(command)):
         read_metadata(tmp_path)
 
 

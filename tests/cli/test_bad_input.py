@@ -37,6 +37,11 @@ BAD = {
         ["model=gpt_2.5b", "parallel.tp_size=8"],
         "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (8), but is 20",
     ),
+    "a model of Hugging Face": (
+        ["model=gpt2"],
+        "but is 'gpt2'; import one of Hugging Face: python src/convert.py source=",
+    ),
+    "a model of the hub": (["model=google-bert/bert-base-cased"], "`model` must be one of bert_1.3b, bert_3.9b"),
     "unknown model": (["model=gpt_9b"], "`model` must be one of bert_1.3b, bert_3.9b"),
     "unknown precision": (["precision=fp4"], "`precision` must be one of"),
     "unknown data": (["data=webtext"], "`data` must be one of embedded, huggingface, indexed, local, but is 'webtext'"),

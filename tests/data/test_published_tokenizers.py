@@ -2,11 +2,13 @@
 
 import json
 import random
+import time
 import unicodedata
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
@@ -159,6 +161,15 @@ def test_a_vocabulary_with_settings_encodes_as_in_transformers(tmp_path, kind: s
     check_equal(load(kind, tmp_path / "saved"), tmp_path / "saved", FEWER_TEXTS)
 
 
+@pytest.mark.parametrize("kind, name", [("bert", "bert-uncased"), ("gpt2", "gpt2-bpe")])
+def test_the_published_vocabularies_encode_as_in_transformers(tmp_path, shared_data, kind: str, name: str) -> None:
+    names = {"vocab.txt": "vocab.txt", "encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}  # of OpenAI, of theirs
+    for file in (shared_data / name).iterdir():
+        (tmp_path / names[file.name]).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    check_equal(load(kind, shared_data / name), tmp_path, NUM_TEXTS)
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -222,6 +233,26 @@ def test_settings_that_contradict_a_tokenizer_json_are_refused(tmp_path, setting
             refuse("bert", path, message.format(tmp_path / "whole" / "tokenizer_config.json"))
 
 
+def test_a_vocabulary_beside_another_tokenizer_json_is_refused(tmp_path) -> None:
+    folder = write_bert(tmp_path / "theirs")
+    load("bert", folder).inner.save(str(folder / "tokenizer.json"))
+    assert load("bert", folder / "vocab.txt").fingerprint == load("bert", folder).fingerprint
+    cased = load("bert", write_bert(tmp_path / "cased", config={"do_lower_case": False}))
+    cased.inner.save(str(folder / "tokenizer.json"))
+    assert load("bert", folder).fingerprint == cased.fingerprint
+    message = (
+        f"`tokenizer.path` must be {folder}, because its tokenizer.json is another tokenizer, but is {folder}/vocab"
+    )
+    refuse("bert", folder / "vocab.txt", message)
+
+
+def test_a_tokenizer_that_draws_its_merges_is_refused(tmp_path) -> None:
+    spec = json.loads(load("gpt2", write_gpt2(tmp_path / "theirs")).inner.to_str())
+    spec["model"]["dropout"] = 0.1
+    write_json(tmp_path, {"whole": spec})
+    refuse("gpt2", tmp_path, f"`dropout` of {tmp_path}/tokenizer.json must be null, but is 0.1")
+
+
 def refuse(kind: str, path: Path, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         load(kind, path)
@@ -271,3 +302,36 @@ def test_a_damaged_file_is_refused_in_one_line_that_names_it(tmp_path, kind: str
     elif name == "vocab.txt" and content.isascii():
         message = f"must have the token [UNK] in its vocabulary, but {folder} has not"
     refuse(kind, folder, message)
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache of the hub, which cannot be reached."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    return tmp_path / "hub"
+
+
+def test_settings_of_a_tokenizer_of_the_hub_are_honoured(hub_cache) -> None:
+    folder = hub_cache / "models--me--cased"
+    (folder / "snapshots").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0" * 40)
+    written = write_bert(folder / "snapshots" / ("0" * 40), config={"do_lower_case": False})
+    ours = load_published_tokenizer(TokenizerConfig("bert", name="me/cased"))
+    assert ours.fingerprint == load("bert", written).fingerprint
+
+
+@pytest.mark.parametrize("is_offline", [True, False])
+def test_a_tokenizer_that_cannot_be_downloaded_is_refused_at_once(hub_cache, monkeypatch, is_offline: bool) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", is_offline)
+    start = time.perf_counter()
+    with pytest.raises(ValueError) as caught:
+        load_published_tokenizer(TokenizerConfig("gpt2"))
+    assert time.perf_counter() - start < 5  # the client's retries take 30 s
+    reason = "HF_HUB_OFFLINE is set" if is_offline else "http://127.0.0.1:9 cannot be reached"
+    assert str(caught.value) == (
+        f"`tokenizer.name` must be in the cache of the Hugging Face hub where {reason}, but 'openai-community/gpt2' is "
+        "not; tokenizer.path takes local files"
+    )

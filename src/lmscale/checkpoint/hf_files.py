@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .errors import CheckpointError
 from .hf_config import complete, hf_model, read_hf_config
+from .metadata import PUBLISHED_WEIGHTS
 from .tensor_file import TensorFileReader, TensorFileWriter
 
 _CHUNK_ROWS = 4096  # compared at a time
@@ -100,7 +101,7 @@ class HuggingFaceReader:
 
     def _list_files(self) -> dict[Path, set[str]]:
         """The files and the tensors that an index promises in each."""
-        for single in ("model.safetensors", "pytorch_model.bin"):
+        for single in PUBLISHED_WEIGHTS:
             index = self.folder / f"{single}.index.json"
             if (self.folder / single).is_file():
                 return {self.folder / single: set()}

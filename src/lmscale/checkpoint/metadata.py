@@ -24,6 +24,7 @@ from .tensor_file import DTYPE_NAMES, is_shape
 
 FORMAT_VERSION = 2
 METADATA = "metadata.json"
+PUBLISHED_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of a Hugging Face model in one file
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 REPLACED = ".replaced"  # ends the name of a complete checkpoint while a new one of the same step takes its place
 _NAME = re.compile(rf"step_(\d+)\.ckpt({re.escape(REPLACED)})?")
@@ -193,11 +194,21 @@ def check_is_checkpoint(path: Path) -> None:
         return
     if (path / ".metadata").exists() or any(path.glob("*.distcp")):
         what = "a torch.distributed.checkpoint directory, whose pickles could run code; they are not read"
-    elif (path / "config.json").is_file() and '"model_type"' in (path / "config.json").read_text(errors="replace"):
-        what = "a Hugging Face model; `python src/convert.py` imports it"
+    elif is_hugging_face(path):
+        what = f"a Hugging Face model; import it: python src/convert.py source={path} target=NEW_FOLDER"
     else:
         what = f"not a checkpoint: it has no {METADATA}"
     raise CheckpointError(f"{path} is {what}")
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether a folder has a model of transformers, by its config.json, which may be of 2019, or its weights."""
+    try:
+        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    names = (f"{name}{index}" for name in PUBLISHED_WEIGHTS for index in ("", ".index.json"))
+    return isinstance(values, dict) and ("model_type" in values or any((path / name).is_file() for name in names))
 
 
 def check_model(metadata: CheckpointMetadata, model: dict[str, Any], path: str | Path) -> None:

@@ -30,9 +30,11 @@ def _one_line(error: Exception) -> str:
     if hint is not None:
         return hint
     if isinstance(error, MissingConfigException) and error.options:
-        group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+        missing = error.missing_cfg_file or ""
+        given = (override for override in sys.argv[1:] if override.replace("=", "/", 1) == missing)
+        group, _, choice = next(given, "=".join(missing.rsplit("/", 1))).partition("=")  # a choice may have a slash
         choices = [option for option in error.options if not option.startswith("base")]
-        meant = did_you_mean(choice, choices) + _own_file(group, choice)
+        meant = _of_hugging_face(group, choice) or did_you_mean(choice, choices) + _own_file(group, choice)
         return f"`{group}` must be one of {', '.join(choices)}, but is {choice!r}{meant}"
     if isinstance(error, MissingMandatoryValue):
         return f"`{error.full_key}` must be given{_how_to_make(error.full_key)}"
@@ -119,6 +121,16 @@ def _how_to_make(key: str) -> str:
         return ""
     model = "bert_tiny" if entry_point() == "finetune" else "gpt_tiny"
     return f": a checkpoint or a run folder, such as that of `python src/train.py model={model}`"
+
+
+def _of_hugging_face(group: str, choice: str) -> str:
+    """How a model or a tokenizer is given that has a name of Hugging Face's hub; empty for other choices."""
+    if not re.search(r"/|^gpt2|^(megatron-)?bert-", choice):
+        return ""
+    if group == "model":
+        return "; import one of Hugging Face: python src/convert.py source=FOLDER target=NEW_FOLDER"
+    kind = "bert" if "bert" in choice else "gpt2"
+    return f"; for one of Hugging Face: tokenizer={kind} tokenizer.name={choice}" if group == "tokenizer" else ""
 
 
 def _own_file(group: str, choice: str) -> str:

@@ -112,7 +112,7 @@ def _open_dataset(config: DataConfig) -> Corpus:
     import huggingface_hub
 
     # Without a network the libraries retry six times, for over half a minute, before they search their cache.
-    is_offline = not Path(config.name).exists() and not _can_reach_hub()
+    is_offline = not Path(config.name).exists() and not can_reach_hub()
     if is_offline:
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
@@ -140,7 +140,7 @@ def _open_dataset(config: DataConfig) -> Corpus:
     return Corpus(f"{config.name}-{config.subset}-{config.split}-{dataset._fingerprint}", read)
 
 
-def _can_reach_hub() -> bool:
+def can_reach_hub() -> bool:
     """Test once whether the Hugging Face hub can be reached; an HTTP error counts as reached."""
     from huggingface_hub import constants
 

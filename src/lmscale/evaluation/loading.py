@@ -33,6 +33,7 @@ from ..checkpoint import (
 )
 from ..checkpoint.hf_config import config_from_hf, read_hf_config
 from ..checkpoint.hugging_face import import_hugging_face
+from ..checkpoint.metadata import is_hugging_face
 from ..checkpoint.model_tensors import config_of
 from ..checkpoint.reshard import find_checkpoint
 from ..config import TransformerConfig
@@ -138,7 +139,7 @@ def load_model(
     """
     path = Path(path)
     checkpoint = find_checkpoint(path)
-    if not (checkpoint / METADATA).is_file() and _is_hugging_face(path):
+    if not (checkpoint / METADATA).is_file() and is_hugging_face(path):
         return _load_hugging_face(path, context, dtype, device)
     if not path.exists():
         raise CheckpointError(f"`ckpt` must be a checkpoint, a run folder or a Hugging Face folder, but {path} is not")
@@ -155,7 +156,7 @@ def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
         kinds = "a checkpoint, a run folder or a Hugging Face folder"
         raise CheckpointError(f"`ckpt` must be {kinds}, but {path} does not exist")
     checkpoint = find_checkpoint(path)
-    if not (checkpoint / METADATA).is_file() and _is_hugging_face(Path(path)):
+    if not (checkpoint / METADATA).is_file() and is_hugging_face(Path(path)):
         return config_from_hf(read_hf_config(checkpoint / "config.json"), None), checkpoint
     metadata = read_metadata(checkpoint)
     check_files(checkpoint, metadata)
@@ -200,14 +201,6 @@ def _load_hugging_face(
     finally:
         if is_first:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_hugging_face(path: Path) -> bool:
-    """Return whether a folder has transformers' `config.json`; a run folder has a different file of that name."""
-    try:
-        return "model_type" in json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False
 
 
 def _check(path: Path, context: ParallelContext) -> tuple[CheckpointMetadata, TransformerConfig]:

@@ -5,6 +5,7 @@ are ordinary characters here. Only a `tokenizer.json` without a `tokenizer_confi
 where transformers lower-cases for every BERT.
 """
 
+import contextlib
 from pathlib import Path
 
 import tokenizers
@@ -12,12 +13,15 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from ...config.data import TokenizerConfig
 from ...config.family import corpus_forms
-from .settings import Settings
+from ..sources import can_reach_hub
+from .settings import ADDED, CONFIG, SPECIAL, Settings
 from .vocabulary import read_merges, read_vocabulary, read_whole
 
 END_OF_TEXT = "<|endoftext|>"
 BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WHOLE = "tokenizer.json"
 _BPE_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+_VOCABULARIES = ("vocab.txt", *_BPE_FILES[1])
 
 
 def read_published(config: TokenizerConfig) -> tokenizers.Tokenizer:
@@ -28,18 +32,20 @@ def read_published(config: TokenizerConfig) -> tokenizers.Tokenizer:
             the hub is unreachable.
     """
     form = corpus_forms()[config.kind]
-    if config.path is None:
-        return _read_from_hub(config.name or form.hub_name)
-    path = Path(config.path)
+    path = Path(config.path) if config.path is not None else _hub_folder(config.name or form.hub_name)
     folder = path if path.is_dir() else path.parent
     settings = Settings(folder, form)
-    whole = path / "tokenizer.json" if path.is_dir() else path
+    whole = path / WHOLE if path.is_dir() else path
     if whole.suffix == ".json" and whole.is_file():
         tokenizer = read_whole(whole)
+        if dropout := getattr(tokenizer.model, "dropout", None):
+            raise ValueError(f"`dropout` of {whole} must be null, but is {dropout:g}")
         settings.check_agreement(tokenizer)
     else:
         tokenizer = (_read_wordpiece if form.algorithm == "wordpiece" else _read_bpe)(path, settings)
         settings.add_tokens(tokenizer)
+        if path.is_file() and (folder / WHOLE).is_file():
+            _check_equal(tokenizer, path)
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and tokenizer.token_to_id(unknown) is None:
         raise ValueError(f"`tokenizer.path` must have the token {unknown} in its vocabulary, but {path} has not")
@@ -55,10 +61,36 @@ def wordpiece(model: models.WordPiece, **normalizer: bool | None) -> tokenizers.
     return tokenizer
 
 
-def _read_from_hub(name: str) -> tokenizers.Tokenizer:
+def _check_equal(tokenizer: tokenizers.Tokenizer, vocabulary: Path) -> None:
+    """Raise an error if the tokenizer.json beside a vocabulary has other tokens or another normalizer."""
+    other = read_whole(vocabulary.parent / WHOLE)
+    if other.get_vocab() != tokenizer.get_vocab() or str(other.normalizer) != str(tokenizer.normalizer):
+        raise ValueError(
+            f"`tokenizer.path` must be {vocabulary.parent}, because its tokenizer.json is another tokenizer, "
+            f"but is {vocabulary}"
+        )
+
+
+def _hub_folder(name: str) -> Path:
+    """The folder of a tokenizer's files in the hub's cache; they are downloaded if they are not there.
+
+    Without a network the client retries for half a minute, so the hub is contacted only if it can be reached.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    with contextlib.suppress(OSError, ValueError):  # it is not in the cache
+        folder = Path(snapshot_download(name, local_files_only=True))
+        if (folder / WHOLE).is_file() or (folder / CONFIG).is_file():  # other files alone may be a part
+            return folder
+    if not can_reach_hub():
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+        raise ValueError(
+            f"`tokenizer.name` must be in the cache of the Hugging Face hub where {reason}, but {name!r} is not; "
+            "tokenizer.path takes local files"
+        )
     try:
-        return tokenizers.Tokenizer.from_pretrained(name)
-    except Exception as error:  # the hub client raises many types: no such name, no network
+        return Path(snapshot_download(name, allow_patterns=[WHOLE, CONFIG, SPECIAL, ADDED, *_VOCABULARIES]))
+    except Exception as error:  # the hub client raises many types: no such name, a connection that breaks
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"`tokenizer.name` must be on the Hugging Face hub or in its cache, but {name!r}: {reason}; "
