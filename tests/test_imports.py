@@ -44,11 +44,12 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
         {"config", "data", "models", "parallel"},
         {"torch.distributed"} | FRAMEWORKS - {"torch"},
     ),
-    "data": ("token files to samples", {"config"}, {"hydra", "omegaconf"}),
-    "corpus": ("raw text to token files", {"config", "data"}, FRAMEWORKS),
+    "text": ("texts on disk: which files are read, their formats, documents", set(), FRAMEWORKS),
+    "data": ("token files to samples", {"config", "text"}, {"hydra", "omegaconf"}),
+    "corpus": ("raw text to token files", {"config", "data", "text"}, FRAMEWORKS),
     "evaluation": (
         "zero-shot evaluation, scores, text generation",
-        {"config", "parallel", "models", "data", "checkpoint", "results", "paper", "threads"},
+        {"config", "parallel", "models", "text", "data", "checkpoint", "results", "paper", "threads"},
         FRAMEWORKS - {"torch"},
     ),
     "training": (

@@ -164,7 +164,7 @@ def test_two_ranks_print_once_and_give_the_samples_of_one(published, tmp_path) -
 @pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_prompts_can_be_typed_until_the_input_ends(published, tmp_path, tp_size: int) -> None:
     settings = [f"ckpt={published}", "interactive=true", "max_new_tokens=5", "temperature=0", "out=o.jsonl"]
-    text = "one\n\xff\n".encode("latin-1") + ("x, " * 99 + "\ntwo, three").encode()
+    text = b"\xef\xbb\xbfone\r\n\xff\nw\0\n" + ("x, " * 99 + "\ntwo, three").encode()
     done = typed(text, *settings, f"parallel.tp_size={tp_size}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = rows_of(tmp_path / "o.jsonl")
@@ -173,8 +173,9 @@ def test_prompts_can_be_typed_until_the_input_ends(published, tmp_path, tp_size:
     errors = done.stderr.splitlines()
     errors = [line for line in errors if not line.startswith("compared with transformers")]
     assert errors[0] == "error: a prompt must be UTF-8"
-    assert errors[1].startswith("error: prompt: a prompt must be shorter than the model's positions (64), but is")
-    assert len(errors) == 2
+    assert errors[1] == "error: a prompt must be plain UTF-8 text, but line 3 has a zero byte, as UTF-16 has"
+    assert errors[2].startswith("error: prompt: a prompt must be shorter than the model's positions (64), but is")
+    assert len(errors) == 3
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from lmscale.config.data import DataConfig
 from lmscale.corpus.evaluation_sets import read_evaluation_sets
 from lmscale.corpus.inputs import list_inputs, list_skipped
 from lmscale.data.sources import open_corpus
-from lmscale.data.text_file import read_text_file
 from lmscale.evaluation.prompts import read_prompts
+from lmscale.text.whole_file import read_text_file
 
 
 def local(path: Path, **more: object) -> list[str]:
@@ -140,8 +140,8 @@ def hide(folder: Path) -> None:
 
 
 SKIPPED = (
-    "skipped 4 hidden (the first is ._a.txt), 1 linked folders (the first is link), "
-    "2 of other types (the first is read.me)"
+    "skipped: hidden 4 (the first is ._a.txt), linked folders 1 (the first is link), "
+    "other types 2 (the first is read.me)"
 )
 
 

@@ -14,8 +14,8 @@ from input_files import TEXTS, archive, lines, pack, problems, read, source
 from lmscale.config.data import DataConfig
 from lmscale.corpus.inputs import list_inputs
 from lmscale.corpus.reading import SourceReader, check_number
-from lmscale.data import formats
 from lmscale.data.sources import check_corpus
+from lmscale.text import formats
 
 
 @pytest.fixture

@@ -161,6 +161,7 @@ def test_undecodable_bytes_are_replaced_and_counted_on_request(tmp_path) -> None
     config = local_config(tmp_path / "latin.txt", tmp_path, undecodable="replace", validation_every=99)
     prepared = prepare_corpus(config, TRAINED, "gpt", None)
     assert prepared.manifest["sources"]["train"]["problems"] == {"undecodable": 1}
+    assert "files of the train text: undecodable 1" in prepared.manifest["notes"]
 
 
 def test_ids_beyond_the_models_vocabulary_raise(tmp_path) -> None:

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.config.data import TokenizerConfig
-from lmscale.data.text_file import TextFile, read_text_file
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer, train_tokenizer
 from lmscale.evaluation.cloze import predict_last_words
 from lmscale.evaluation.lambada import Passage, encode_passages, fit_passages, read_passages, stop_word_ids
 from lmscale.evaluation.scoring import score_places, vocab_parallel_argmax
 from lmscale.evaluation.zero_shot_task import Lambada
 from lmscale.parallel import ParallelContext
+from lmscale.text.whole_file import TextFile, read_text_file
 
 WORLD = 4
 

@@ -18,13 +18,13 @@ from crafted import save_gpt
 from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
-from lmscale.data.text_file import read_text_file
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer
 from lmscale.evaluation.cloze import _places, predict_last_words
 from lmscale.evaluation.lambada import Passage, encode_passages, read_passages
 from lmscale.evaluation.loading import load_model
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, vocab_parallel_logits
+from lmscale.text.whole_file import read_text_file
 
 NUM_LEARNT, ENOUGH_RIGHT = 96, 80
 TASK = """

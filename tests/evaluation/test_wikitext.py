@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from lmscale.config.data import TokenizerConfig
 from lmscale.config.zero_shot import WikiText103Config
-from lmscale.data.text_file import read_text_file
 from lmscale.data.tokenizer import load_published_tokenizer
 from lmscale.evaluation.wikitext import count_words, detokenize
 from lmscale.evaluation.zero_shot_task import check_complete, read_task
+from lmscale.text.whole_file import read_text_file
 
 WIKI = " \n = Lobsters = \n \n The lobster is blue . \n"
 # Patterns of the rules, combined in every order.

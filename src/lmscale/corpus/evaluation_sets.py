@@ -7,10 +7,10 @@ from pathlib import Path
 
 from ..config.corpus import EvaluationSetConfig
 from ..config.data import DataConfig
-from ..data.documents import FileReport, ReadRules, read_file
-from ..data.input_files import list_files
 from ..data.sources import open_corpus
-from ..data.text_file import read_text_file
+from ..text.documents import FileReport, ReadRules, read_file
+from ..text.input_files import list_files
+from ..text.whole_file import read_text_file
 from .overlap import EvaluationIndex
 from .work_folder import atomic_write
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config.corpus import SourceConfig
-from ..data.documents import reason_of
-from ..data.input_files import list_files
+from ..text.documents import reason_of
+from ..text.input_files import list_files
 
 
 @dataclass(frozen=True)

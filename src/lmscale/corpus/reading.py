@@ -8,8 +8,8 @@ from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from ..config.corpus import SourceConfig
-from ..data.documents import SURROGATE, FileReport, ReadRules, read_documents, read_file, reason_of
-from ..data.formats import Row, row_of
+from ..text.documents import SURROGATE, FileReport, ReadRules, read_documents, read_file, reason_of
+from ..text.formats import Row, row_of
 from .inputs import InputFile
 from .progress import Meter
 from .work_folder import WorkFolder, atomic_write

@@ -89,9 +89,9 @@ def prepare_corpus(
 def _notes(data: DataConfig, tokenizer: TokenizerConfig, vocab_size: int, manifest: dict) -> Iterator[str]:
     """Yield a line for what was wrong in the files, and for each request for which the corpus was too small."""
     for split, notes in manifest["sources"].items():
-        problems = [f"{number:,} {kind.replace('_', ' ')}" for kind, number in notes.get("problems", {}).items()]
+        problems = [f"{kind.replace('_', ' ')} {number:,}" for kind, number in notes.get("problems", {}).items()]
         if problems:
-            yield f"the files of the {split} text have {', '.join(problems)}"
+            yield f"files of the {split} text: {', '.join(problems)}"
     if tokenizer.kind == "trained" and vocab_size < (tokenizer.vocab_size or 0):
         yield (
             f"`tokenizer.vocab_size` is {tokenizer.vocab_size:,}, but the corpus has only {vocab_size:,} "

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config.data import DataConfig
-from .documents import FileReport, ReadRules, read_documents, read_file, reason_of
+from ..text.documents import FileReport, ReadRules, read_documents, read_file, reason_of
+from ..text.formats import row_of
+from ..text.input_files import InputFiles, format_of, list_files
 from .embedded import embedded_documents, embedded_fingerprint
-from .formats import format_of, row_of
-from .input_files import InputFiles, list_files
 
 HUB_TIMEOUT_S = 10.0
 

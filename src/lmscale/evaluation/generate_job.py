@@ -1,6 +1,7 @@
 """One text generation, from its configuration to its texts: checks before the ranks start, and the work per rank."""
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from ..config.family import family_of
 from ..config.generate import GenerateConfig
 from ..data.tokenizer import END_OF_TEXT, Tokenizer
 from ..parallel import ParallelContext
+from ..text.formats import UnreadableError, plain_bytes
 from ..threads import share_cores
 from .generation import Display, Generator, as_json, in_batches
 from .loading import (
@@ -193,18 +195,18 @@ def _usable_lines(reader: PromptReader) -> Iterator[Prompt]:
     # A spawned rank has no sys.stdin, but file descriptor 0 is still open.
     with open(0, "rb", closefd=False) as file:
         is_person = file.isatty()
-        while True:
+        for number in itertools.count(1):
             if is_person:
                 print("> ", end="", flush=True)
             line = file.readline()
             if not line:
                 return
             try:
-                text = line.decode().removesuffix("\n").removesuffix("\r")
+                text = plain_bytes(line, number, "a prompt ").decode().removesuffix("\n").removesuffix("\r")
                 yield reader.read(text, "prompt")
             except UnicodeDecodeError:
                 print("error: a prompt must be UTF-8", file=sys.stderr, flush=True)
-            except ValueError as error:
+            except (UnreadableError, ValueError) as error:
                 print(f"error: {error}", file=sys.stderr, flush=True)
 
 

@@ -4,8 +4,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..data.text_file import TextFile
 from ..data.tokenizer import Tokenizer
+from ..text.whole_file import TextFile
 
 # English function words. Models often predict them, but passages of LAMBADA rarely end in one (37 of 2,577 lines). The
 # list is ours; Radford et al. 2019 (section 3.3) do not publish theirs.

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config import TransformerConfig
-from ..data.formats import format_of
-from ..data.text_file import read_text_file
 from ..data.tokenizer import END_OF_TEXT, Tokenizer
+from ..text.input_files import format_of
+from ..text.whole_file import read_text_file
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 from ..config import TransformerConfig
 from ..config.zero_shot import LambadaConfig, WikiText103Config
-from ..data.text_file import TextFile, read_text_file
 from ..data.tokenizer import Tokenizer
 from ..paper import GPT_SIZES, GPT_VOCABULARY, STEPS, WIKITEXT_TEST_TARGETS, WIKITEXT_TEST_WORDS
+from ..text.whole_file import TextFile, read_text_file
 from .lambada import Passage, encode_passages, fit_passages, read_passages
 from .wikitext import count_words, detokenize
 from .windows import Windows

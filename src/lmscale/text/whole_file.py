@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .documents import reason_of
-from .formats import READ_ERRORS, UnreadableError, is_text, plain_bytes, unpacked
+from .formats import READ_ERRORS, UnreadableError, plain_bytes, unpacked
+from .input_files import is_text
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from .input_files import PACKED, format_of
+
 MAX_ROW_BYTES = 2**30  # a row has to fit into memory several times over
 PARQUET_ROWS, PARQUET_BYTES = 64, 2**24  # decoded at once; some corpora store a whole book per row
 READ_ERRORS = (OSError, EOFError, zlib.error, tarfile.TarError, UnicodeDecodeError)
 
-_FORMATS = {".txt": "text", ".md": "text", ".tokens": "text", ".jsonl": "json", ".json": "json"}  # .tokens: WikiText's
-_FORMATS |= {".tar": "tar", ".parquet": "parquet"}
-_PACKINGS = (".gz", ".zst")
-_OTHER_PACKINGS = (".xz", ".bz2", ".zip", ".7z", ".rar")
-_PACKED = _PACKINGS + _OTHER_PACKINGS
-_TABLES = (".csv", ".tsv", ".xls", ".xlsx")
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's mark begins with the first one
-_SUFFIXES = (*_FORMATS, *(f"{name}{end}" for name in _FORMATS if name != ".parquet" for end in _PACKINGS), ".tgz")
-READABLE = f"{', '.join(_FORMATS)} (all but .parquet also with {' or '.join(_PACKINGS)})"
 
 Decode = Callable[[bytes, int], str]  # (bytes of a row, row number) -> text
 
@@ -51,32 +45,6 @@ class Row:
     text: str | None
     name: str | None = None
     fault: tuple[str, str] | None = None
-
-
-def format_of(name: str) -> str | None:
-    """Return `json`, `text`, `parquet` or `tar` by the suffix of a file's name; None if it is unknown."""
-    name = name.lower()
-    if not name.endswith(_SUFFIXES):
-        return None
-    if name.endswith(".tgz"):
-        return "tar"
-    for packing in _PACKINGS:
-        name = name.removesuffix(packing)
-    return next(kind for suffix, kind in _FORMATS.items() if name.endswith(suffix))
-
-
-def is_text(name: str) -> bool:
-    """Return whether a file that is given by name may be read as text: any but those known to be something else."""
-    return format_of(name) in (None, "text", "json") and not name.lower().endswith(_TABLES + _OTHER_PACKINGS)
-
-
-def advice_on(name: str) -> str:
-    """Return what can be done with a file of another type."""
-    if name.lower().endswith(_TABLES):
-        return "save its text as .jsonl or .parquet (pandas: DataFrame.to_json(FILE, orient='records', lines=True))"
-    if name.lower().endswith(_OTHER_PACKINGS):
-        return "unpack it, or pack it as .gz or .zst"
-    return "if it is plain text, rename it to .txt"
 
 
 def read_rows(raw: BinaryIO, name: str, text_field: str, text_documents: str, decode: Decode) -> Iterator[Row]:
@@ -256,7 +224,7 @@ def _tar_rows(stream: BinaryIO, decode: Decode) -> Iterator[Row]:
                 yield Row(number, None, member.name, ("missing_text", rule))
                 continue
             # Packed or structured members would be read as Latin-1 text.
-            if format_of(member.name) not in (None, "text") or member.name.lower().endswith(_PACKED):
+            if format_of(member.name) not in (None, "text") or member.name.lower().endswith(PACKED):
                 raise UnreadableError(f"must hold texts, but has {member.name}; unpack it first")
             _check_size(member.size, member.name)
             text = plain_bytes(archive.extractfile(member).read(), place=f"{member.name} ")

@@ -1,4 +1,4 @@
-"""Which files of a path are read, and which are skipped."""
+"""Which files are read: the known types by suffix, and those of a path; what is skipped is counted."""
 
 import os
 from collections import defaultdict
@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from .formats import READABLE, advice_on, format_of
+_FORMATS = {".txt": "text", ".md": "text", ".tokens": "text", ".jsonl": "json", ".json": "json"}  # .tokens: WikiText's
+_FORMATS |= {".tar": "tar", ".parquet": "parquet"}
+_PACKINGS = (".gz", ".zst")
+_OTHER_PACKINGS = (".xz", ".bz2", ".zip", ".7z", ".rar")
+PACKED = _PACKINGS + _OTHER_PACKINGS
+_TABLES = (".csv", ".tsv", ".xls", ".xlsx")
+_SUFFIXES = (*_FORMATS, *(f"{name}{end}" for name in _FORMATS if name != ".parquet" for end in _PACKINGS), ".tgz")
+READABLE = f"{', '.join(_FORMATS)} (all but .parquet also with {' or '.join(_PACKINGS)})"
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,32 @@ class InputFiles:
     root: Path
     paths: list[Path]
     skipped: str = ""
+
+
+def format_of(name: str) -> str | None:
+    """Return `json`, `text`, `parquet` or `tar` by the suffix of a file's name; None if it is unknown."""
+    name = name.lower()
+    if not name.endswith(_SUFFIXES):
+        return None
+    if name.endswith(".tgz"):
+        return "tar"
+    for packing in _PACKINGS:
+        name = name.removesuffix(packing)
+    return next(kind for suffix, kind in _FORMATS.items() if name.endswith(suffix))
+
+
+def is_text(name: str) -> bool:
+    """Return whether a file that is given by name may be read as text: any but those known to be something else."""
+    return format_of(name) in (None, "text", "json") and not name.lower().endswith(_TABLES + _OTHER_PACKINGS)
+
+
+def advice_on(name: str) -> str:
+    """Return what can be done with a file of another type."""
+    if name.lower().endswith(_TABLES):
+        return "save its text as .jsonl or .parquet (pandas: DataFrame.to_json(FILE, orient='records', lines=True))"
+    if name.lower().endswith(_OTHER_PACKINGS):
+        return "unpack it, or pack it as .gz or .zst"
+    return "if it is plain text, rename it to .txt"
 
 
 def list_files(path: Path, key: str) -> InputFiles:
@@ -57,15 +90,15 @@ def list_files(path: Path, key: str) -> InputFiles:
         others["linked folders"] += [place for name in folders if (place := Path(folder, name)).is_symlink()]
         for name in files:
             if not name.startswith("."):
-                (found if format_of(name) else others["of other types"]).append(Path(folder, name))
+                (found if format_of(name) else others["other types"]).append(Path(folder, name))
     counts = [
-        f"{len(places)} {reason} (the first is {min(places).relative_to(path)})"
+        f"{reason} {len(places):,} (the first is {min(places).relative_to(path)})"
         for reason, places in sorted(others.items())
         if places
     ]
-    skipped = f"skipped {', '.join(counts)}" if counts else ""
+    skipped = f"skipped: {', '.join(counts)}" if counts else ""
     if not found:
-        advice = f"; {advice_on(min(others['of other types']).name)}" if others["of other types"] else ""
+        advice = f"; {advice_on(min(others['other types']).name)}" if others["other types"] else ""
         why = f"{path} has none; {skipped}{advice}".rstrip("; ")
         raise ValueError(f"`{key}` must hold files ending in {READABLE}, but {why}")
     for file in found:
