@@ -24,9 +24,11 @@ def train(values: dict, files: dict[str, str]) -> None:
     Args:
         files: texts by path, written into the run folder when training starts.
     """
+    from lmscale.training.runtime.fit import check_fits_host
     from lmscale.training.runtime.paths import read_run
 
     run = read_run(values)
+    check_fits_host(run)
     # torch and Lightning take seconds to import, so the cheap checks above come first.
     from lmscale.training.pretrain import prepare_job, pretrain
     from lmscale.training.runtime.launch import launch

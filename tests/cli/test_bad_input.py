@@ -232,15 +232,24 @@ def test_a_restart_by_torchrun_that_would_begin_anew_is_refused(tmp_path) -> Non
     assert "`resume` must be auto under torchrun's --max-restarts" in only_line(done.stderr)
 
 
-def test_an_invalid_size_is_refused_before_torch_is_imported(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["parallel.tp_size=3"],
+            "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (3), but is 4",
+        ),
+        (["model=gpt_8.3b_24heads", "model.num_layers=7200"], "no tp_size that divides this model fits devices of"),
+        (["model=bert_3.9b", "model.num_layers=4800", "parallel.tp_size=auto"], "no tp_size fits (`parallel.tp_size`="),
+    ],
+)
+def test_an_invalid_size_is_refused_before_torch_is_imported(tmp_path, overrides, message) -> None:
     hidden = tmp_path / "without_torch" / "torch.py"
     hidden.parent.mkdir()
     hidden.write_text("raise ImportError('torch is hidden')")
-    done = train(*TINY, "parallel.tp_size=3", f"hydra.run.dir={tmp_path}/run", PYTHONPATH=str(hidden.parent))
-    assert done.returncode == 2
-    assert "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (3), but is 4" in only_line(
-        done.stderr
-    )
+    words = ("trainer.accelerator=cpu", "micro_batch_size=2", *overrides, f"hydra.run.dir={tmp_path}/run")
+    done = train(*words, PYTHONPATH=str(hidden.parent))
+    assert done.returncode == 2 and message in only_line(done.stderr)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """The grid of a run's ranks, its recomputation, and whether it fits the memory; no torch on a host without GPUs."""
 
+import ctypes
 import dataclasses
+from pathlib import Path
 
 from ...config import ParallelConfig, Recompute
 from ...config.layout import ParallelRequest
 from ...config.pretrain import RunConfig
-from ...launcher import World
+from ...kernels import choose_attention
+from ...launcher import World, world_from_outside
 from ...planner.job import (
     STAND_IN_VOCAB_SIZE,
     Job,
@@ -18,6 +21,35 @@ from ...planner.job import (
 )
 from ...planner.memory import GIB
 from .host_memory import host_memory_available
+
+
+def check_fits_host(run: RunConfig) -> None:
+    """Refuse a run on CPUs that cannot fit, in less time than torch takes to import; see `check_memory`.
+
+    A run that may train on a GPU, or whose layout was measured, is left to `check_run`, and one that fits with the
+    attention that needs less of those that `model.attention=auto` chooses from.
+
+    Raises:
+        ValueError: as `resolve_layout` and `check_memory`.
+    """
+    requested = run.trainer.accelerator
+    if requested == "gpu" or (requested == "auto" and _may_have_gpu()) or run.parallel.record is not None:
+        return
+    if run.model.attention == "auto":
+        least = choose_attention(on_gpu=False, compiles=True, dropout=run.model.attention_dropout)
+        run = dataclasses.replace(run, model=run.model.with_attention(least))
+    world = world_from_outside()
+    layout = resolve_layout(run.parallel, job_of(run), world, "cpu")
+    check_memory(resolve_recompute(run, layout, "cpu"), layout, world, "cpu")
+
+
+def _may_have_gpu() -> bool:
+    """Whether torch might find a GPU: NVIDIA's driver is installed, or the kernel has AMD's device."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()
+    return True
 
 
 def resolve_layout(request: ParallelRequest, job: Job, world: World | None, accelerator: str) -> ParallelConfig:
