@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 from lmscale.cli.next_command import after_training
+from lmscale.cli.own_keys import add_own_keys
 from lmscale.training.runtime.interruption import stop_before_training
 
 
@@ -23,9 +24,11 @@ def train(values: dict, files: dict[str, str]) -> None:
     Args:
         files: texts by path, written into the run folder when training starts.
     """
+    from lmscale.training.runtime.fit import check_fits_host
     from lmscale.training.runtime.paths import read_run
 
     run = read_run(values)
+    check_fits_host(run)
     # torch and Lightning take seconds to import, so the cheap checks above come first.
     from lmscale.training.pretrain import prepare_job, pretrain
     from lmscale.training.runtime.launch import launch
@@ -40,8 +43,14 @@ def main(cfg: DictConfig) -> None:
     run_task(partial(train, files=hydra_files(cfg)), cfg, then=after_training)
 
 
+def start() -> None:
+    """Complete the command line of a run that continues in its folder, and start Hydra."""
+    add_own_keys()
+    main()
+
+
 if __name__ == "__main__":
     stop_before_training()
     # `resume=X` is short for `resume.path=X`; plain Hydra would replace the whole group by the text.
     sys.argv = [arg.replace("resume=", "resume.path=", 1) if arg.startswith("resume=") else arg for arg in sys.argv]
-    run_hydra_main(main, joins_ranks=True)
+    run_hydra_main(start, joins_ranks=True)

@@ -70,7 +70,7 @@ def forecast() -> dict[str, Any]:
     from lmscale.planner.job import checkpoint_bytes
     from lmscale.planner.memory import GIB
     from lmscale.planner.plan import make_plan
-    from lmscale.training.runtime.preflight import job_of
+    from lmscale.training.runtime.fit import job_of
 
     found, metrics = runs(), {}
     for cluster in CLUSTERS:

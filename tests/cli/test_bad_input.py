@@ -17,7 +17,7 @@ from lmscale.config.layout import ParallelConfig, ParallelRequest
 from lmscale.models.later_placements import PLACEMENTS
 from lmscale.planner.job import Job, checkpoint_bytes, rank_memory, usable_bytes
 from lmscale.planner.memory import estimate_memory
-from lmscale.training.runtime import preflight
+from lmscale.training.runtime import fit
 
 # overrides -> required parts of the message: rule, name, value
 BAD = {
@@ -242,15 +242,24 @@ def test_a_restart_by_torchrun_that_would_begin_anew_is_refused(tmp_path) -> Non
     assert "`resume` must be auto under torchrun's --max-restarts" in only_line(done.stderr)
 
 
-def test_an_invalid_size_is_refused_before_torch_is_imported(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["parallel.tp_size=3"],
+            "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (3), but is 4",
+        ),
+        (["model=gpt_8.3b_24heads", "model.num_layers=7200"], "no tp_size that divides this model fits devices of"),
+        (["model=bert_3.9b", "model.num_layers=4800", "parallel.tp_size=auto"], "no tp_size fits (`parallel.tp_size`="),
+    ],
+)
+def test_an_invalid_size_is_refused_before_torch_is_imported(tmp_path, overrides, message) -> None:
     hidden = tmp_path / "without_torch" / "torch.py"
     hidden.parent.mkdir()
     hidden.write_text("raise ImportError('torch is hidden')")
-    done = train(*TINY, "parallel.tp_size=3", f"hydra.run.dir={tmp_path}/run", PYTHONPATH=str(hidden.parent))
-    assert done.returncode == 2
-    assert "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (3), but is 4" in only_line(
-        done.stderr
-    )
+    words = ("trainer.accelerator=cpu", "micro_batch_size=2", *overrides, f"hydra.run.dir={tmp_path}/run")
+    done = train(*words, PYTHONPATH=str(hidden.parent))
+    assert done.returncode == 2 and message in only_line(done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +285,7 @@ def test_hydra_full_error_shows_the_traceback(tmp_path) -> None:
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.tp_size=4",)], ids=["one rank", "four ranks on one host"])
 def test_a_model_that_exceeds_the_memory_is_refused_within_seconds(tmp_path, monkeypatch, overrides) -> None:
-    monkeypatch.setattr(preflight, "host_memory_available", lambda: 20 * 10**9)
+    monkeypatch.setattr(fit, "host_memory_available", lambda: 20 * 10**9)
     start = time.process_time()
     options = ("model=bert_3.9b", "trainer.accelerator=cpu", "micro_batch_size=1")
     done = refuse("src/train.py", *options, *overrides, f"hydra.run.dir={tmp_path}", forked=False)
@@ -381,11 +390,11 @@ def test_tp_size_auto_respects_the_host_memory(monkeypatch, dp_size) -> None:
     estimate = estimate_memory(config, 1, 2, 32, "fp32", num_ranks, False, accumulates=False)
     needed = (estimate.total - usable_bytes(0, on_gpu=False)) * num_ranks
     request = ParallelRequest("auto", dp_size)
-    monkeypatch.setattr(preflight, "host_memory_available", lambda: int(1.01 * needed))
-    assert preflight.resolve_layout(request, job, None, "cpu").tp_size == 1
-    monkeypatch.setattr(preflight, "host_memory_available", lambda: int(0.99 * needed))
+    monkeypatch.setattr(fit, "host_memory_available", lambda: int(1.01 * needed))
+    assert fit.resolve_layout(request, job, None, "cpu").tp_size == 1
+    monkeypatch.setattr(fit, "host_memory_available", lambda: int(0.99 * needed))
     with pytest.raises(ValueError, match=r"no tp_size fits \(`parallel.tp_size`=auto\)"):
-        preflight.resolve_layout(request, job, None, "cpu")
+        fit.resolve_layout(request, job, None, "cpu")
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
@@ -396,11 +405,11 @@ def test_background_saves_respect_the_host_memory(monkeypatch, accelerator) -> N
     each = checkpoint_bytes(job, layout) - usable_bytes(0, on_gpu=False)
     if accelerator == "cpu":
         each += rank_memory(job, layout, on_gpu=False).total
-    monkeypatch.setattr(preflight, "job_of", lambda run: job)
-    monkeypatch.setattr(preflight, "host_memory_available", lambda: 4 * each)
-    preflight.check_background_saves(run, layout, None, accelerator)
-    monkeypatch.setattr(preflight, "host_memory_available", lambda: 4 * each - 4)
+    monkeypatch.setattr(fit, "job_of", lambda run: job)
+    monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * each)
+    fit.check_background_saves(run, layout, None, accelerator)
+    monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * each - 4)
     with pytest.raises(ValueError, match=r"`checkpoint.async` must be false .* each of its 4 rank\(s\), but is true"):
-        preflight.check_background_saves(run, layout, None, accelerator)
+        fit.check_background_saves(run, layout, None, accelerator)
     run.checkpoint.async_ = False
-    preflight.check_background_saves(run, layout, None, accelerator)
+    fit.check_background_saves(run, layout, None, accelerator)

@@ -92,10 +92,9 @@ def test_an_unfinished_run_ends_with_the_command_that_completes_it(tmp_path, mon
     done = train(*TINY, "trainer.stop_after_steps=2", f"hydra.run.dir='{run}'")
     assert done.returncode == 0, done.stderr
     (run / "record.json").unlink()
-    hydra_config = SimpleNamespace(mode=RunMode.RUN, runtime=SimpleNamespace(config_sources=[]))
-    monkeypatch.setattr(next_command.HydraConfig, "get", lambda: hydra_config)
     monkeypatch.chdir(REPOSITORY)
-    line = next_command.after_training({"run_dir": str(run), "overrides": [*TINY, "resume.path=none"]})
+    line = next_command.after_training({"run_dir": str(run)})
+    assert line.endswith(f"src/train.py 'hydra.run.dir=\"{run}\"' resume=auto")
     done = run_line(line.removeprefix("continue: "))
     assert done.returncode == 0, done.stderr
     assert "steps 2 to 3 of 3, resumed from" in done.stdout and (run / "record.json").is_file()
@@ -103,9 +102,7 @@ def test_an_unfinished_run_ends_with_the_command_that_completes_it(tmp_path, mon
 
 def test_under_a_launcher_the_user_is_told_to_start_the_same_ranks(tmp_path, monkeypatch) -> None:
     (tmp_path / "checkpoints" / "step_000002.ckpt").mkdir(parents=True)
-    hydra_config = SimpleNamespace(mode=RunMode.RUN, runtime=SimpleNamespace(config_sources=[]))
-    monkeypatch.setattr(next_command.HydraConfig, "get", lambda: hydra_config)
-    values = {"run_dir": str(tmp_path), "overrides": ["parallel.tp_size=2"]}
+    values = {"run_dir": str(tmp_path)}
     alone = next_command.after_training(values)
     for name, value in slurm_task(0, "29500").items():
         monkeypatch.setenv(name, value)
@@ -118,7 +115,7 @@ def test_under_a_launcher_the_user_is_told_to_start_the_same_ranks(tmp_path, mon
 
 def test_a_folder_without_record_and_checkpoints_gets_no_command(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(next_command.HydraConfig, "get", lambda: SimpleNamespace(mode=RunMode.RUN))
-    assert next_command.after_training({"run_dir": str(tmp_path), "overrides": []}) == ""
+    assert next_command.after_training({"run_dir": str(tmp_path)}) == ""
     assert next_command.after_finetuning({"run_dir": str(tmp_path), "overrides": []}) == ""
 
 

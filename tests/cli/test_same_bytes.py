@@ -16,7 +16,7 @@ from lmscale.config.pretrain import RunConfig
 from lmscale.planner.flops import dense_peak_flops_per_s
 from lmscale.planner.job import CPU_RESERVED_GIB, GPU_RESERVED_GIB
 from lmscale.planner.question import plan_layout
-from lmscale.training.runtime import preflight
+from lmscale.training.runtime import fit
 
 GIB = 2**30
 GRID = [
@@ -76,10 +76,10 @@ def as_plan(values: dict, is_gpu: bool, memory_bytes: float, num_devices: int = 
 
 def check(run: RunConfig, accelerator: str, memory_bytes: int, monkeypatch) -> None:
     """The memory check of `train.py` on a machine with this much memory."""
-    monkeypatch.setattr(preflight, "device_memory", lambda _: memory_bytes)
+    monkeypatch.setattr(fit, "device_memory", lambda _: memory_bytes)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    layout = preflight.resolve_layout(run.parallel, preflight.job_of(run), None, accelerator)
-    preflight.check_memory(run, layout, None, accelerator)
+    layout = fit.resolve_layout(run.parallel, fit.job_of(run), None, accelerator)
+    fit.check_memory(run, layout, None, accelerator)
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
@@ -123,12 +123,12 @@ def test_train_and_plan_find_the_same_smallest_layout(composed, model, dp_size, 
     found = set()
     for gib, dtype, sequence_parallel in itertools.product((5, 12, 24, 60, 200), ("fp32", "fp16"), (False, True)):
         memory = gib * GIB
-        monkeypatch.setattr(preflight, "device_memory", lambda _, memory=memory: memory)
+        monkeypatch.setattr(fit, "device_memory", lambda _, memory=memory: memory)
         layout = ("auto", dp_size, 1, sequence_parallel)
         run = as_run(changed(composed[model, "train"], layout, dtype, "full"), tmp_path)
         wanted = as_plan(changed(composed[model, "plan"], layout, dtype, "full"), True, memory)
         try:
-            trained = preflight.resolve_layout(run.parallel, preflight.job_of(run), None, "gpu")
+            trained = fit.resolve_layout(run.parallel, fit.job_of(run), None, "gpu")
         except ValueError:  # no layout fits, or none on eight GPUs
             with pytest.raises(ValueError, match="no tp_size fits"):
                 plan_layout(wanted)
@@ -168,20 +168,20 @@ def test_the_cpu_cluster_reserves_the_same_memory_as_a_run() -> None:
 def test_auto_recomputes_as_little_as_possible_and_the_error_names_what_fits(composed, tmp_path, monkeypatch) -> None:
     values = changed(composed["gpt_2.5b", "train"], (1, 1, 4, False), "bf16", "auto")
     run = as_run(values, tmp_path)
-    layout = preflight.ParallelConfig(1, 1)
+    layout = fit.ParallelConfig(1, 1)
     needed = {}
     for mode in ("none", "selective", "full"):
         plan = changed(composed["gpt_2.5b", "plan"], (1, 1, 4, False), "bf16", mode)
         needed[mode] = plan_layout(as_plan(plan, True, 2**60))[0].needed_bytes + int(GPU_RESERVED_GIB * GIB)
     assert needed["none"] > needed["selective"] > needed["full"]
     for mode, memory in needed.items():
-        monkeypatch.setattr(preflight, "device_memory", lambda _, memory=memory: memory)
-        assert preflight.resolve_recompute(run, layout, "gpu").model.recompute == mode
-        assert preflight.resolve_recompute(run, layout, "cpu").model.recompute == "none"
+        monkeypatch.setattr(fit, "device_memory", lambda _, memory=memory: memory)
+        assert fit.resolve_recompute(run, layout, "gpu").model.recompute == mode
+        assert fit.resolve_recompute(run, layout, "cpu").model.recompute == "none"
         if mode != "none":
             with pytest.raises(ValueError, match=f"; here model.recompute={mode} fits"):
-                preflight.check_memory(run, layout, None, "gpu")
-    monkeypatch.setattr(preflight, "device_memory", lambda _: needed["full"] - 1)
-    assert preflight.resolve_recompute(run, layout, "gpu").model.recompute == "none"
+                fit.check_memory(run, layout, None, "gpu")
+    monkeypatch.setattr(fit, "device_memory", lambda _: needed["full"] - 1)
+    assert fit.resolve_recompute(run, layout, "gpu").model.recompute == "none"
     with pytest.raises(ValueError, match="; model.recompute=full and a smaller micro_batch_size need less"):
-        preflight.check_memory(run, layout, None, "gpu")
+        fit.check_memory(run, layout, None, "gpu")

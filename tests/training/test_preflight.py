@@ -16,7 +16,7 @@ from lmscale.launcher import World
 from lmscale.planner.job import rank_memory, usable_bytes
 from lmscale.training import pretrain
 from lmscale.training.output.announcement import describe_idle_gpus
-from lmscale.training.runtime import kernel_choice, launch, preflight
+from lmscale.training.runtime import fit, kernel_choice, launch, preflight
 from lmscale.training.runtime.run import new_trainer
 
 
@@ -25,7 +25,7 @@ def gpu_of(monkeypatch) -> Callable[[int], None]:
     """Simulates eight GPUs with this many bytes each for a rank's tensors, as far as `check_run` looks at them."""
 
     def simulate(usable: int) -> None:
-        monkeypatch.setattr(preflight, "device_memory", lambda _: usable - usable_bytes(0, True))
+        monkeypatch.setattr(fit, "device_memory", lambda _: usable - usable_bytes(0, True))
 
     monkeypatch.setattr(preflight, "resolve_accelerator", lambda requested: "gpu")
     monkeypatch.setattr(preflight, "set_allocator", lambda cuda_graphs: None)
@@ -36,7 +36,7 @@ def gpu_of(monkeypatch) -> Callable[[int], None]:
 def test_the_layout_is_chosen_for_the_memory_of_the_kernels_that_auto_chose(tmp_path, gpu_of) -> None:
     changes = {"optimizer__moments": "bf16", "precision__dtype": "bf16", "micro_batch_size": 1}
     run = tiny_run("gpt", tmp_path, compile="auto", parallel__tp_size="auto", **changes)
-    job = preflight.job_of(run)
+    job = fit.job_of(run)
     eager, compiled = (
         rank_memory(dataclasses.replace(job, compiles=compiles), ParallelConfig(), True).total
         for compiles in (False, True)
@@ -56,7 +56,7 @@ def test_recomputation_is_chosen_for_the_memory_of_the_attention_that_a_resumed_
     before = SimpleNamespace(run={"trainer": {"accelerator": "gpu"}}, model={"attention": "exact"})
     monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: before)
     monkeypatch.setattr(preflight, "find_checkpoint", lambda run: "checkpoint")
-    job = preflight.job_of(dataclasses.replace(run, model=run.model.with_attention("exact")))
+    job = fit.job_of(dataclasses.replace(run, model=run.model.with_attention("exact")))
     none, selective = (
         rank_memory(job.change(recompute=mode), ParallelConfig(), True).total
         for mode in (Recompute.NONE, Recompute.SELECTIVE)
@@ -110,14 +110,14 @@ def test_dp_size_auto_uses_every_rank_that_another_launcher_started(tmp_path, mo
 def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_is_refused(tmp_path, gpu_of) -> None:
     sizes = {"micro_batch_size": 3, "global_batch_size": 6, "parallel__tp_size": "auto", "parallel__batch_halves": True}
     run = tiny_run("gpt", tmp_path, precision__dtype="bf16", **sizes)
-    needed = rank_memory(preflight.job_of(run), ParallelConfig(), True).total
+    needed = rank_memory(fit.job_of(run), ParallelConfig(), True).total
     gpu_of(needed)
     assert preflight.check_run(run)[2] == ParallelConfig(1, 1, batch_halves=True)
     gpu_of(needed - 1)
     with pytest.raises(ValueError, match="^`micro_batch_size` must be even with `parallel.batch_halves`, but is 3$"):
         preflight.check_run(run)
     even = dataclasses.replace(run, micro_batch_size=2)
-    gpu_of(rank_memory(preflight.job_of(even), ParallelConfig(), True).total - 1)
+    gpu_of(rank_memory(fit.job_of(even), ParallelConfig(), True).total - 1)
     assert preflight.check_run(even)[2] == ParallelConfig(2, 1, batch_halves=True)
 
 

@@ -40,16 +40,17 @@ def after_training(values: Mapping) -> str:
     """What follows a pretraining, by what its run folder holds: a record, checkpoints or nothing.
 
     Args:
-        values: the resolved configuration, with `run_dir` and `overrides`.
+        values: the resolved configuration, with `run_dir`.
     """
-    run, mode = Path(values["run_dir"]), HydraConfig.get().mode
+    run = Path(values["run_dir"])
     has_checkpoint = any((run / "checkpoints").glob("step_*.ckpt"))
     if not (run / "record.json").is_file():
         if has_checkpoint and world_from_outside() is not None:
             keys = f"resume=auto hydra.run.dir={_for_hydra(run)}"
             return f"continue: start the same ranks by the same launcher, with {keys}"
-        return f"continue: {_resume(run, values['overrides'], mode)}" if has_checkpoint else ""
-    if mode == RunMode.MULTIRUN:
+        again = command("src/train.py", hydra__run__dir=run, resume="auto")
+        return f"continue: {again}" if has_checkpoint else ""
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
         return ""
     lines = [f"plot:     {command('analysis/report/your_runs.py', _from_here(run))}"]
     if has_checkpoint:
@@ -87,12 +88,6 @@ def after_finetuning(values: Mapping) -> str:
         return ""
     kept = [o for o in values["overrides"] if not o.startswith(("ckpt=", "trainer.num_epochs=", "from_scratch="))]
     return f"score:    {command('finetune/run.py', *_config_dir(), *kept, ckpt=run, trainer__num_epochs='0')}"
-
-
-def _resume(run: Path, overrides: list[str], mode: RunMode) -> str:
-    kept = [override for override in overrides if not override.startswith("resume")]
-    kept += ["hydra.mode=RUN"] if mode == RunMode.MULTIRUN else []
-    return command("src/train.py", *_config_dir(), *kept, hydra__run__dir=run, resume="auto")
 
 
 def _config_dir() -> list[str]:

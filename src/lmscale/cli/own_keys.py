@@ -1,0 +1,53 @@
+"""`resume=auto` with the run's folder alone: the keys of the run are in its folder."""
+
+import sys
+from pathlib import Path
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from ..launcher import is_first_rank
+
+_OF_A_START = ("resume.path", "resume.weights_only", "trainer.stop_after_steps")  # not of the run
+
+
+def add_own_keys() -> None:
+    """Complete a command line with `resume=auto` by the keys with which the run in `hydra.run.dir` was last started.
+
+    A key on the command line precedes the run's own. One line says which keys were taken and which ones differ; what a
+    checkpoint does not allow to differ is refused when it is read.
+
+    Raises:
+        ValueError: the folder's keys cannot be read.
+    """
+    typed = {_name(word): word for word in sys.argv[1:] if not word.startswith("-")}
+    is_sweep = bool({"-m", "--multirun"} & set(sys.argv))
+    if is_sweep or typed.get("resume.path") != "resume.path=auto" or "hydra.run.dir" not in typed:
+        return
+    folder = OverridesParser.create().parse_override(typed["hydra.run.dir"]).value()
+    saved = Path(str(folder)) / ".hydra"
+    try:
+        words = yaml.safe_load((saved / "overrides.yaml").read_text(encoding="utf-8"))
+        sources = yaml.safe_load((saved / "hydra.yaml").read_text(encoding="utf-8"))["hydra"]["runtime"]
+        own = {_name(word): word for word in words if _name(word) not in _OF_A_START}
+        folders = [source["path"] for source in sources["config_sources"] if source["provider"] == "command-line"]
+    except FileNotFoundError:  # nothing was trained in it
+        return
+    except (OSError, yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"the keys of the run in {folder} cannot be read ({saved}): {error}") from None
+    kept = [word for name, word in own.items() if name not in typed]
+    differing = [
+        f"{word} ({'was ' + own[name].partition('=')[2] if name in own else 'new'})"
+        for name, word in typed.items()
+        if name.partition(".")[0] not in ("hydra", "resume") and word != own.get(name)
+    ]
+    sys.argv[1:1] = ["hydra.mode=RUN", *kept]  # the run may be a job of a sweep
+    if not {"--config-dir", "-cd"} & set(sys.argv):
+        sys.argv += [word for path in folders for word in ("--config-dir", path)]
+    if (kept or differing) and is_first_rank():
+        changed = f"; different here: {' '.join(differing)}" if differing else ""
+        print(f"keys of the run in {folder}: {' '.join(kept) or 'all given'}{changed}", flush=True)
+
+
+def _name(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]

@@ -1,0 +1,87 @@
+"""`resume=auto` with the run's folder alone takes the keys of the run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from entry_points import REPOSITORY, refuse
+
+from lmscale.cli.own_keys import add_own_keys
+
+OWN = "- model=bert_tiny\n- trainer.max_steps=9\n- trainer.stop_after_steps=2\n- resume.path=old\n- +optimizer.eps=1\n"
+SETTINGS = """hydra:
+  runtime:
+    config_sources:
+    - {path: /clone/conf, provider: main}
+    - {path: /my conf, provider: command-line}
+"""
+TAKEN = ["hydra.mode=RUN", "model=bert_tiny", "trainer.max_steps=9", "+optimizer.eps=1"]
+CONF = ["--config-dir", "/my conf"]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    folder = tmp_path / "a run, (1=2)"
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "overrides.yaml").write_text(OWN, encoding="utf-8")
+    (folder / ".hydra" / "hydra.yaml").write_text(SETTINGS, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("typed", "before", "after", "said"),
+    [
+        ([], TAKEN, CONF, "model=bert_tiny trainer.max_steps=9 +optimizer.eps=1"),
+        (["resume.schedule=keep", "--config-dir", "other"], TAKEN, [], "model=bert_tiny trainer.max_steps=9 +optimi"),
+        (
+            ["trainer.max_steps=12", "parallel.tp_size=2"],
+            ["hydra.mode=RUN", "model=bert_tiny", "+optimizer.eps=1"],
+            CONF,
+            "model=bert_tiny +optimizer.eps=1; different here: trainer.max_steps=12 (was 9) parallel.tp_size=2 (new)",
+        ),
+        (
+            ["model=gpt_tiny", "trainer.max_steps=9", "optimizer.eps=1"],
+            ["hydra.mode=RUN"],
+            CONF,
+            "all given; different here: model=gpt_tiny (was bert_tiny) optimizer.eps=1 (was 1)",
+        ),
+    ],
+    ids=["folder alone", "other configuration folder", "new keys", "all keys"],
+)
+def test_the_keys_of_the_run_precede_those_typed(folder, monkeypatch, capsys, typed, before, after, said) -> None:
+    words = ["resume.path=auto", f"hydra.run.dir='{folder}'", *typed]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    add_own_keys()
+    assert sys.argv[1:] == [*before, *words, *after]
+    assert capsys.readouterr().out.startswith(f"keys of the run in {folder}: {said}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["resume.path=auto"],
+        ["hydra.run.dir='{}'"],
+        ["resume.path=none", "hydra.run.dir='{}'"],
+        ["resume.path=auto", "hydra.run.dir=/nowhere/run"],
+        ["-m", "resume.path=auto", "hydra.run.dir='{}'", "seed=1,2"],
+    ],
+    ids=["no folder", "a new run", "resume=none", "nothing in the folder", "a sweep"],
+)
+def test_other_commands_are_left_alone(folder, monkeypatch, capsys, words) -> None:
+    words = [word.format(folder) for word in words]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    add_own_keys()
+    assert sys.argv[1:] == words and capsys.readouterr().out == ""
+
+
+def test_the_run_is_checked_with_its_own_keys(folder) -> None:
+    (folder / ".hydra" / "hydra.yaml").write_text("hydra: {runtime: {config_sources: []}}", encoding="utf-8")
+    (folder / ".hydra" / "overrides.yaml").write_text("- model=bert_tiny\n- global_batch_size=5\n", encoding="utf-8")
+    train = REPOSITORY / "src" / "train.py"
+    done = refuse(train, f"hydra.run.dir='{folder}'", "resume=auto", forked=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: `global_batch_size` must be a multiple") and "but is 5" in done.stderr
+    (folder / ".hydra" / "overrides.yaml").write_text("- [", encoding="utf-8")
+    done = refuse(train, f"hydra.run.dir='{folder}'", "resume=auto", forked=False)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"error: the keys of the run in {folder} cannot be read")
