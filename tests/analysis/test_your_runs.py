@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from analysis.demo import demo
 from analysis.demo.demo import COMMITTED, MARGIN_NATS, TITLES, summarize
 from analysis.report import your_runs
 from analysis.report.style import house_style, label_ends, page_figure
@@ -147,6 +148,18 @@ def test_the_committed_demo_has_learned_and_has_curves() -> None:
     assert set(labels(table)) == set(curves) and all(len(curve) >= 8 for curve in curves.values())
     for model, title in TITLES.items():  # no spike above the untrained loss
         assert curves[title.rpartition(", ")[0]]["train"].max() < metrics[f"{model}/before"]
+
+
+def test_the_demo_says_first_how_long_it_takes(monkeypatch, capsys) -> None:
+    def stop(model: str) -> Path:
+        raise InterruptedError(model)
+
+    monkeypatch.setattr(demo, "train", stop)
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    with pytest.raises(InterruptedError):
+        demo.main()
+    readme = " ".join((your_runs.ROOT / "README.md").read_text().split())
+    assert demo.EXPECTED_TIME in capsys.readouterr().out and f"`make demo` took {demo.EXPECTED_TIME}" in readme
 
 
 def test_the_summary_says_what_each_loss_means_and_what_was_expected() -> None:

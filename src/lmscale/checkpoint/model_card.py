@@ -40,8 +40,8 @@ pipeline_tag: {"text-generation" if causal else "fill-mask"}
 
 # {metadata.run.get("name", name)}
 
-Trained with lmscale, a reproduction of Megatron-LM ([arXiv:1909.08053](https://arxiv.org/abs/1909.08053)), and exported
-after {metadata.step:,} steps.
+Trained with lmscale, a re-implementation of Megatron-LM ([arXiv:1909.08053](https://arxiv.org/abs/1909.08053)), and
+exported after {metadata.step:,} steps.
 
 {"".join(tables)}## Use
 

@@ -173,5 +173,6 @@ def write_run_record(
     )
     write_record(run_record | {"kernels": asdict(job.kernels)}, run_dir / RECORD)
     loss = describe_validation(report.validation, start, terms)
-    print(f"validation loss {loss} after {steps[1]} steps; a unigram has {unigram:.4f} per token")
+    unigram_loss = f"a unigram has {unigram:.4f} per token of all validation text"
+    print(f"validation loss {loss} after {steps[1]} steps; {unigram_loss}")
     print(f"record: {run_dir / RECORD}", flush=True)
