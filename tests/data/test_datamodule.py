@@ -6,13 +6,14 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from corpora import prepare_texts
+from corpora import local_config, prepare_texts
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lmscale.config import BatchConfig
 from lmscale.config.data import DataConfig
-from lmscale.data.datamodule import PretrainDataModule
+from lmscale.data import datamodule
+from lmscale.data.datamodule import PretrainDataModule, TextDataModule
 from lmscale.data.loading import MicroBatches
 
 TEXTS = [f"Number {i} is here. It has {i * 7} words or so. The end of {i}." for i in range(120)]
@@ -209,3 +210,13 @@ def test_a_micro_batch_in_pageable_memory_is_not_pinned(prepared) -> None:
         assert not any(
             value.is_pinned() for value in module.on_before_batch_transfer(micro, 0).values() if value is not None
         )
+
+
+def test_a_users_trainer_is_told_what_was_skipped(tmp_path, monkeypatch) -> None:
+    (tmp_path / "text").mkdir()
+    for name in ("a.txt", ".b.txt"):
+        (tmp_path / "text" / name).write_text("one text\n\ntwo texts\n\nthree texts")
+    said = []
+    monkeypatch.setattr(datamodule, "rank_zero_info", said.append)
+    TextDataModule("gpt", data=local_config(tmp_path / "text", tmp_path), vocab_size=260)
+    assert "note: data.path: skipped: hidden 1 (the first is .b.txt)" in said

@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from ..config import BatchConfig
@@ -210,6 +211,8 @@ class TextDataModule(PretrainDataModule):
         L.LightningDataModule.__init__(self)  # the rest is built in `setup`, once the Trainer is known
         self.data = data or DataConfig(kind="local" if path else "embedded", seq_length=seq_length, path=path)
         self.prepared = prepare_corpus(self.data, tokenizer or TokenizerConfig("trained", vocab_size), family, None)
+        for note in self.prepared.manifest["notes"]:
+            rank_zero_info(f"note: {note}")
         self.micro_batch_size, self.num_wanted, self.order_seed = micro_batch_size, num_validation_samples, seed
 
     @property
