@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,6 +169,19 @@ def test_invalid_race_passages_raise_with_their_rows(tmp_path, changes, message)
     path.write_text(json.dumps(GOOD | changes), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         read_examples(make_task("race"), str(path))
+
+
+def test_hidden_files_in_a_folder_of_race_are_skipped_and_counted(shared_data, tmp_path) -> None:
+    sample = shared_data / "race/sample-original-layout/dev"
+    shutil.copytree(sample, tmp_path / "dev", copy_function=shutil.copyfile)
+    copies = tmp_path / "dev/high/.ipynb_checkpoints"
+    copies.mkdir()
+    article = min((sample / "high").glob("*.txt"))
+    for hidden in (copies / article.name, tmp_path / "dev/middle" / f"._{article.name}"):
+        shutil.copyfile(article, hidden)
+    examples, report = read_examples(make_task("race"), str(tmp_path / "dev"))
+    assert examples == read_examples(make_task("race"), str(sample))[0]
+    assert len(report.skipped["hidden file or folder"]) == 2
 
 
 @pytest.mark.parametrize("name", ["mnli", "race", "squad_v1"])

@@ -29,13 +29,13 @@ def read_race(task: TaskConfig, place: str, report: RowReport) -> list[ChoiceExa
         ValueError: a field is missing, or a folder has no such files.
     """
     examples: list[ChoiceExample] = []
-    passages = _from_hub(task, place) if is_on_hub(place) else _from_files(Path(place))
+    passages = _from_hub(task, place) if is_on_hub(place) else _from_files(Path(place), report)
     for where, level, passage in passages:
         examples += _questions(where, level, passage, report)
     return examples
 
 
-def _from_files(path: Path) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
+def _from_files(path: Path, report: RowReport) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
     if path.is_file():
         for where, passage in jsonl_rows(path):
             yield where, passage.get("level"), passage
@@ -44,9 +44,13 @@ def _from_files(path: Path) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
     if not files:
         raise ValueError(f"{path} must hold files like middle/1.txt and high/1.txt, but has none")
     for file in files:
+        name = file.relative_to(path)
+        if any(part.startswith(".") for part in name.parts):
+            report.skip("hidden file or folder", name.as_posix())
+            continue
         level = next((part for part in file.relative_to(path.parent).parts[:-1][::-1] if part in LEVELS), None)
         for where, passage in jsonl_rows(file):
-            yield f"{file.relative_to(path).as_posix()} {where}", level, passage
+            yield f"{name.as_posix()} {where}", level, passage
 
 
 def _from_hub(task: TaskConfig, place: str) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
