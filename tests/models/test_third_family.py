@@ -25,9 +25,9 @@ def script(name: str, *overrides: str) -> subprocess.CompletedProcess:
     return warm.run([str(REPOSITORY / "src" / name), *overrides], REPOSITORY, environment(), timeout=300)
 
 
-def losses(run_dir: Path) -> list[float]:
+def losses(run_dir: Path, name: str = "train/loss") -> list[float]:
     with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
-        return [float(row["train/loss"]) for row in csv.DictReader(file)]
+        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,12 @@ def test_the_family_takes_few_lines() -> None:
 
 def test_two_tensor_ranks_stopped_and_resumed_equal_one_process(runs: Path) -> None:
     assert losses(runs / "parts") == pytest.approx(losses(runs / "one"), rel=1e-12) and len(losses(runs / "one")) == 3
+
+
+@pytest.mark.parametrize("name", ["val/loss", "val/masked_loss", "val/penalty_loss", "train/penalty_loss"])
+def test_each_of_its_loss_terms_has_a_column(runs: Path, name: str) -> None:
+    assert len(losses(runs / "one", name)) == (3 if name.startswith("train") else 1)
+    assert losses(runs / "parts", name)[-1] == pytest.approx(losses(runs / "one", name)[-1], rel=1e-12)
 
 
 def test_its_checkpoint_names_the_family(runs: Path) -> None:

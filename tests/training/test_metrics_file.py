@@ -11,7 +11,7 @@ from runs import read_rows, run_jobs, tiny_run
 from sharding import small_config
 
 from lmscale.parallel import ParallelContext
-from lmscale.training.module import GPTModule
+from lmscale.training.module import BERTModule, GPTModule
 from lmscale.training.output.metrics_file import MetricsFile
 from lmscale.training.output.timing import memory_in_use
 
@@ -107,6 +107,28 @@ def test_columns_of_an_earlier_part_are_kept(tmp_path) -> None:
     second.log_metrics({"train/loss": 0.5, "lr": 0.1, "mfu": 0.4}, 3)  # another machine reports more columns
     assert [row["lr"] for row in rows(second.path)] == ["0.1"] * 3
     assert "mfu" not in rows(second.path)[0]
+
+
+def test_a_resumed_run_gets_the_validation_columns_that_its_file_lacks(tmp_path) -> None:
+    first = MetricsFile(tmp_path / "metrics.csv")
+    first.resume_at(0)
+    write(first, range(1, 3))
+    second = MetricsFile(tmp_path / "metrics.csv", ("val/loss", "val/penalty_loss"))
+    second.resume_at(2)
+    write(second, range(3, 4))
+    second.log_metrics({"val/loss": 5.0, "val/penalty_loss": 0.5}, 3)
+    assert [row["val/penalty_loss"] for row in rows(second.path)] == ["", "", "0.5"]
+    assert [row["val/loss"] for row in rows(second.path)] == ["", "", "5.0"]
+
+
+def test_the_columns_are_the_validation_metrics_of_the_module(monkeypatch) -> None:
+    monkeypatch.setattr(BERTModule, "parallel", ParallelContext())
+    module = BERTModule(small_config("bert"), logs=False)
+    assert module.validation_metrics == ["val/loss", "val/perplexity", "val/lm_loss", "val/order_loss"]
+    module._validation_sums = torch.ones(2, 2, dtype=torch.float64)
+    module.on_validation_epoch_end()
+    assert list(module.validation) == module.validation_metrics
+    assert GPTModule(small_config("gpt"), logs=False).validation_metrics == ["val/loss", "val/perplexity"]
 
 
 def test_a_validated_step_has_a_row_even_if_it_is_not_logged(tmp_path) -> None:

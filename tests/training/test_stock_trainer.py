@@ -316,11 +316,20 @@ def test_a_run_with_another_step_size_is_refused_instead_of_running_out_of_data(
         resumed.fit(module, data, ckpt_path=tmp_path / "kept" / "last.ckpt")
 
 
-def test_a_strategy_without_tensor_ranks_is_refused(tmp_path) -> None:
-    module, _ = parts()
+@pytest.mark.parametrize("with_own_loader", [True, False])
+def test_a_strategy_without_tensor_ranks_is_refused(with_own_loader) -> None:
+    module, data = parts()
     plain = L.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False)
-    with pytest.raises(ValueError, match="`strategy` must be a TensorParallelStrategy"):
-        plain.fit(module, DataLoader([{"tokens": torch.zeros(2, 5, dtype=torch.int64)}], batch_size=None))
+    with pytest.raises(ValueError, match="^`strategy` must be a TensorParallelStrategy, but is SingleDeviceStrategy$"):
+        plain.fit(module, users_loader() if with_own_loader else data)
+
+
+def test_several_ranks_in_a_notebook_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    with pytest.raises(ValueError, match="^`devices` must be 1 in a notebook or an interactive session.*but is 2$"):
+        L.Trainer(strategy=TensorParallelStrategy(tp_size=2), devices=2, accelerator="cpu")
+    L.Trainer(strategy=TensorParallelStrategy(), devices=1, accelerator="cpu", logger=False)
 
 
 def test_a_users_loader_resumes_with_another_accumulation(tmp_path) -> None:

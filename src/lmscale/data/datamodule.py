@@ -224,9 +224,10 @@ class TextDataModule(PretrainDataModule):
         """Divide the samples over the data ranks and accumulated batches of the Trainer.
 
         Raises:
-            ValueError: a training without end, whose order of samples cannot be made.
+            ValueError: a strategy without tensor ranks, or a training without end, whose order cannot be made.
         """
         trainer = self.trainer
+        check_strategy(trainer)
         if stage == "fit" and max(trainer.max_steps, trainer.max_epochs or 0) < 0:
             raise ValueError(f"`max_steps` or `max_epochs` must be set, but both are {trainer.max_steps}")
         dp_size, accumulated = trainer.strategy.parallel.dp_size, trainer.accumulate_grad_batches
@@ -262,6 +263,12 @@ class TextDataModule(PretrainDataModule):
         return (Sized if hasattr(loader.batch_sampler, "__len__") else Unsized)(loader)
 
     test_dataloader = predict_dataloader = val_dataloader
+
+
+def check_strategy(trainer: L.Trainer) -> None:
+    """Raise `ValueError` for a strategy without data and tensor ranks; Lightning asks the data before the module."""
+    if not hasattr(trainer.strategy, "parallel"):
+        raise ValueError(f"`strategy` must be a TensorParallelStrategy, but is {type(trainer.strategy).__name__}")
 
 
 def make_dataset(

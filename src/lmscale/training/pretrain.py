@@ -86,7 +86,7 @@ def train_from(job: PretrainJob, start: Start, running: Run) -> int:
     data = job.build_data()
     if start.resumes:
         check_data_digest(start.checkpoint, data, strategy)
-    metrics, last_step = MetricsFile(folder / METRICS), trainer.max_steps
+    metrics, last_step = MetricsFile(folder / METRICS, model.validation_metrics), trainer.max_steps
     if not begin_run_folder(job, folder, start, last_step, metrics, strategy):
         return DONE  # an earlier start has completed the run
     if running.is_first:

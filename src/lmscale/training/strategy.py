@@ -1,5 +1,6 @@
 """The Lightning strategy: the (data, tensor) grid of ranks, with DDP over the data group."""
 
+import sys
 import uuid
 from dataclasses import replace
 from datetime import timedelta
@@ -66,8 +67,16 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         """Use no launcher for one process, so that a notebook works too, nor for ranks that exist already.
 
         There it would start nothing, and only set its own number of CPU threads.
+
+        Raises:
+            ValueError: several ranks would have to be started from a notebook.
         """
         if self.num_nodes * self.num_processes > 1 and not self.cluster_environment.creates_processes_externally:
+            if hasattr(sys, "ps1") or sys.flags.interactive:
+                raise ValueError(
+                    "`devices` must be 1 in a notebook or an interactive session (save the code as a script and start "
+                    f"it with python for more), but is {self.num_processes}"
+                )
             super()._configure_launcher()
 
     def setup_distributed(self) -> None:

@@ -10,7 +10,7 @@ class RoBERTa(LanguageModel):
     """Bidirectional encoder with a masked-LM head.
 
     Shapes:
-        as `BERT`; returns logits [b, s, v/p] without labels, else the sum of the losses in nats.
+        as `BERT`; returns logits [b, s, v/p] without labels, else the sum of the losses in nats and of the penalties.
     """
 
     def add_heads(self) -> None:
@@ -24,10 +24,11 @@ class RoBERTa(LanguageModel):
         labels: Tensor | None = None,
         sample_keys: Tensor | None = None,
         scored: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         hidden = self.transformer(tokens, attention_mask=attention_mask, sample_keys=sample_keys)
         weight = self.transformer.word_embedding.weight
         if labels is None:
             return self.lm_head(hidden, weight)
         rows, labels = (tensor.flatten(0, 1).index_select(0, scored) for tensor in (hidden, labels))
-        return self.lm_head.sum_losses(rows, weight, labels, self.compiles)
+        penalty = hidden.square().mean(dim=(1, 2)).sum()
+        return self.lm_head.sum_losses(rows, weight, labels, self.compiles), penalty

@@ -3,6 +3,7 @@
 import csv
 import io
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,6 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from ...checkpoint import write_atomically
-
-_VALIDATION_COLUMNS = ("val/loss", "val/perplexity", "val/lm_loss", "val/order_loss")
 
 
 class MetricsFile(Logger):
@@ -26,11 +25,12 @@ class MetricsFile(Logger):
 
     Args:
         path: the file.
+        validation: the metrics of a validation; the first row, which determines the columns, has none.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, validation: Sequence[str] = ("val/loss", "val/perplexity")) -> None:
         super().__init__()
-        self.path = path
+        self.path, self.validation = path, validation
         self.columns: list[str] = []
         self.rows: list[dict[str, Any]] = []  # the last row, and those before it that are not on disk yet
         self.offset = 0  # of the first of them in the file, bytes
@@ -60,8 +60,11 @@ class MetricsFile(Logger):
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
         rows = csv.reader(lines[1:])
         kept = [line for line, row in zip(lines[1:], rows, strict=True) if line.endswith("\n") and int(row[0]) <= step]
-        self.columns = next(csv.reader(lines[:1]))
-        write_atomically(self.path, (lines[0] + "".join(kept)).encode())
+        columns = next(csv.reader(lines[:1]))
+        more = [name for name in self.validation if name not in columns]
+        kept = [line.rstrip("\n") + "," * len(more) + "\n" for line in kept]
+        self.columns = columns + more
+        write_atomically(self.path, (",".join(self.columns) + "\n" + "".join(kept)).encode())
         self.offset = self.path.stat().st_size
 
     @rank_zero_only
@@ -72,7 +75,7 @@ class MetricsFile(Logger):
                 self.rows[-1] |= metrics
                 self._write()
             return
-        self.columns = self.columns or ["step", *metrics, *_VALIDATION_COLUMNS]
+        self.columns = self.columns or ["step", *metrics, *self.validation]
         if self.problem is None and self.rows:
             self.rows, self.offset = [], self.path.stat().st_size
         self.rows.append({"step": step} | metrics)

@@ -3,6 +3,8 @@
 import lightning as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 
+from ...data.datamodule import check_strategy
+
 _DTYPES = {"64-true": "fp64", "32-true": "fp32", "bf16-true": "bf16", "16-true": "fp16"}
 
 
@@ -26,8 +28,7 @@ def check_trainer(trainer: L.Trainer) -> None:
         ValueError: a strategy without tensor ranks, clipping by value, mixed precision, an accumulation that changes,
             or an average of weights.
     """
-    if not hasattr(trainer.strategy, "parallel"):
-        raise ValueError(f"`strategy` must be a TensorParallelStrategy, but is {type(trainer.strategy).__name__}")
+    check_strategy(trainer)
     dtype_of_trainer(trainer)
     if trainer.gradient_clip_algorithm == "value":
         raise ValueError("`gradient_clip_algorithm` must be norm (of the whole model's gradient), but is value")

@@ -82,13 +82,20 @@ class ValidatedModule(L.LightningModule):
 
     def _reduce_validation(self, stage: str) -> dict[str, float]:
         sums, counts = sum_over_data_ranks(self._validation_sums, self.parallel).tolist()
-        means = [s / max(c, 1.0) for s, c in zip(sums, counts, strict=True)]
-        perplexity = torch.tensor(means[0], dtype=torch.float64).exp().item()  # inf, while math.exp would raise
-        loss, *terms = self.named_losses(stage, means).items()
-        metrics = dict([loss, (f"{stage}/perplexity", perplexity), *terms])
+        metrics = self._metrics(stage, [s / max(c, 1.0) for s, c in zip(sums, counts, strict=True)])
         if self.logs:
             self.log_dict(metrics, prog_bar=stage == "val", sync_dist=True)
         return metrics
+
+    def _metrics(self, stage: str, means: list[float]) -> dict[str, float]:
+        perplexity = torch.tensor(means[0], dtype=torch.float64).exp().item()  # inf, while math.exp would raise
+        loss, *terms = self.named_losses(stage, means).items()
+        return dict([loss, (f"{stage}/perplexity", perplexity), *terms])
+
+    @property
+    def validation_metrics(self) -> list[str]:
+        """Names of the metrics of a validation."""
+        return list(self._metrics("val", [0.0] * len(self.loss_terms)))
 
     def named_losses(self, stage: str, losses: list[float]) -> dict[str, float]:
         """The loss and, if it has several terms, each of them, by metric name."""
