@@ -9,6 +9,7 @@ reads from metrics.csv how long the steps waited. Prints the medians and writes 
 import argparse
 import csv
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -57,6 +58,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=None, help="default: outputs/checkpoint_cost/<time>")
     parser.add_argument("--record", type=record_argument, default=None, help="default: record.json in the folder")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the training, too
     folder = options.folder or ROOT / "outputs" / "checkpoint_cost" / time.strftime("%Y-%m-%d_%H-%M-%S")
     waits: dict[bool, list[float]] = {False: [], True: []}
     steps: dict[bool, list[float]] = {False: [], True: []}

@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -178,6 +179,7 @@ def main() -> int:
     parser.add_argument("--record", type=record_argument, help="path of a record of both runs; none by default")
     options = parser.parse_args()
     print(f"This trains a GPT and a BERT, each on two tensor-parallel ranks: {EXPECTED_TIME}.", flush=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the training, too
     start = time.time()
     run_dirs = {model: train(model) for model in MARGIN_NATS}
     measured = {model: measure(model, run_dir) for model, run_dir in run_dirs.items()}

@@ -20,6 +20,7 @@ import gzip
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -243,6 +244,7 @@ def main() -> int:
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "finetune_small", help="run folders")
     parser.add_argument("--records", type=Path, default=RECORDS / "finetune_small", help="folder of the runs' records")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the training, too
     source = Path(os.environ.get("LMSCALE_DATA", ROOT.parent / "shared" / "data"))
     outputs = options.outputs.resolve()
     try:

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -182,6 +183,7 @@ def main() -> int:
     parser.add_argument("--record", type=record_argument, default=RECORDS / "finetune_speed.json")
     parser.add_argument("--only-trainer", choices=SIDES[1:], help="run one training with Trainer (used internally)")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the training, too
     outputs = options.outputs.resolve()
     if options.only_trainer:
         task = options.tasks[0]

@@ -15,6 +15,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -203,6 +204,7 @@ def main() -> int:
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "model_size", help="run folders")
     parser.add_argument("--records", type=Path, default=RECORDS / "model_size", help="folder of the cells' records")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the training, too
     for seed in options.seeds or swept("seed"):
         for size in options.sizes or swept("model.hidden_size"):
             run_cell(size, seed, options.overrides, options.outputs.resolve(), options.records)

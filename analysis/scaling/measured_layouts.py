@@ -11,6 +11,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -61,6 +62,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60, help="timed steps of a long run")
     parser.add_argument("--record", type=record_argument, default=RECORD)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the training, too
     if options.steps < 1:
         parser.error(f"--steps must be at least 1, but is {options.steps}")
     load, started, rows = os.getloadavg()[0], time.time(), []

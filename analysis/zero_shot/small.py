@@ -10,6 +10,7 @@ include the training data, are `zero_shot_small_*.json` in `--output`.
 import argparse
 import gzip
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,7 @@ def main() -> int:
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RECORDS)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the training, too
     run = train(options.race, options.folder, options.num_threads)
     for task, path in (("lambada", options.lambada), ("wikitext103", options.wikitext)):
         record = evaluate(task, path, run, options.folder)

@@ -47,6 +47,11 @@ BAD = {
     "unknown data": (["data=webtext"], "`data` must be one of embedded, huggingface, indexed, local, but is 'webtext'"),
     "a sweep of finetuning": (["sweep=finetune_search"], "`sweep` must be one of model_size, norm_order, but is"),
     "unknown key": (["trainer.max_stps=3"], "key or group of the configuration; did you mean `trainer.max_steps`?"),
+    "a key of Lightning's": (["trainer.devices=2"], "; `parallel.tp_size` and `parallel.dp_size` say that here"),
+    "a key of Lightning's for one": (
+        ["gradient_clip_val=2"],
+        "; `optimizer.max_grad_norm` says that here",
+    ),
     "a key without its group": (["max_steps=3"], "of the configuration; did you mean `trainer.max_steps`?"),
     "appended key": (["+wings=2"], "`wings` is not a known key"),
     "appended key of the model": (["+model.wings=2"], "`model.wings` is not a known key; known here: family"),

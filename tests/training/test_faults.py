@@ -159,6 +159,23 @@ def test_a_full_disk_is_reported_and_training_continues(whole, tmp_path, capfd, 
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_at_the_last_step_is_reported_once(tmp_path, capfd, monkeypatch, in_background) -> None:
+    original = TensorFileWriter.write
+
+    def write(self, name, tensor):
+        if "step_3" in str(self.path):
+            raise OSError(28, "No space left on device")
+        return original(self, name, tensor)
+
+    monkeypatch.setattr(TensorFileWriter, "write", write)
+    run = run_of(tmp_path, checkpoint__async=in_background, trainer__stop_after_steps=3)
+    assert train_here(run) == NOT_SAVED
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: checkpoint of step 3 not saved: ")
+    assert line.endswith("No space left on device; step_2.ckpt stays; the run ends without it (exit code 74)")
+
+
 def test_a_full_disk_stops_the_run_if_configured(tmp_path, capfd, monkeypatch) -> None:
     def write(self, name, tensor):
         raise OSError(28, "No space left on device")

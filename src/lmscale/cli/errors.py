@@ -17,6 +17,18 @@ from .conf_files import CONF, entry_point, files_of
 USER_ERROR = 2
 WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")  # before `run_hydra_main` sets it for Hydra
 
+# Arguments of Lightning's Trainer, by what says the same here.
+_OF_LIGHTNING = {
+    "accumulate_grad_batches": ("micro_batch_size", "global_batch_size"),
+    "devices": ("parallel.tp_size", "parallel.dp_size"),
+    "gradient_clip_val": ("optimizer.max_grad_norm",),
+    "limit_val_batches": ("trainer.num_validation_samples",),
+    "log_every_n_steps": ("logger.log_every_steps",),
+    "num_nodes": ("parallel.tp_size", "parallel.dp_size"),
+    "strategy": ("parallel.tp_size", "parallel.dp_size"),
+    "val_check_interval": ("trainer.validate_every_steps",),
+}
+
 
 def exit_with(error: Exception, job: str = "") -> NoReturn:
     """Print the error in one line, after the name of the sweep's job if any, and end with exit code 2."""
@@ -88,6 +100,9 @@ def _closest(key: str) -> str:
         return f"; conf/ has no default for it: type +{key}="
     by_last_word = {other.rpartition(".")[2]: other for other in reversed(known)}
     last_word = key.rpartition(".")[2]
+    same = [f"`{name}`" for name in _OF_LIGHTNING.get(last_word, ()) if name in known]
+    if same:
+        return f"; {' and '.join(same)} {'says' if len(same) == 1 else 'say'} that here"
     if last_word in by_last_word:
         return f"; did you mean `{by_last_word[last_word]}`?"
     if "." in key:

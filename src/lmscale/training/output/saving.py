@@ -53,6 +53,7 @@ class Checkpointing(L.Callback):
         self.interruption, self.ending, self.report, self.digest = interruption, ending, report, digest
         self.last_saved = 0  # step of the newest complete checkpoint
         self.begun: int | None = None  # step of the checkpoint being written
+        self.failed: int | None = None  # step of the newest one that could not be written
         self.saved_at = time.monotonic()
         self.is_due = False
         self.best_losses: list[float] = []  # as many as are kept, lowest first
@@ -131,7 +132,7 @@ class Checkpointing(L.Callback):
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start saving this step unless it is saved; returns when the tensors may change again."""
         start, step = time.perf_counter(), pl_module.completed_steps
-        if step in (self.last_saved, self.begun) or not self._finish(trainer, pl_module):
+        if step in (self.last_saved, self.begun, self.failed) or not self._finish(trainer, pl_module):
             return
         self.report.watchdog.mark(f"saving step {step}")
         path, state = self.folder / checkpoint_name(step), self._state(trainer, pl_module)
@@ -158,10 +159,15 @@ class Checkpointing(L.Callback):
         if error is None:
             self.last_saved = step
             return True
+        self.failed = step
         stops = self.config.on_error == "stop"
         if trainer.is_global_zero:
             kept = f"step_{self.last_saved}.ckpt stays" if self.last_saved else "there is no earlier one"
-            then = "the run stops (checkpoint.on_error=stop)" if stops else "training continues"
+            then = "training continues"
+            if stops:
+                then = "the run stops (checkpoint.on_error=stop)"
+            elif step >= trainer.max_steps:
+                then = f"the run ends without it (exit code {NOT_SAVED})"
             print(f"error: checkpoint of step {step} not saved: {error}; {kept}; {then}", file=sys.stderr, flush=True)
         if stops:
             self.ending.stop(trainer, NOT_SAVED)
