@@ -1,4 +1,4 @@
-# Targets: setup demo test test-all coverage test-without-torch test-cuda-all check-gpus mutants lint format tables figures report reference docs h200-wheels clean
+# Targets: setup demo test test-documents test-all coverage test-without-torch test-cuda-all check-gpus mutants lint format tables figures report reference docs h200-wheels clean
 # To use another Python: make setup PYTHON=python3.12
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,7 +9,7 @@ MKDOCS := .venv/.mkdocs
 # In parallel, whole files at a time. pytest-randomly shuffles the files, and the tests within each, and prints its seed.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-all coverage test-without-torch test-cuda-all check-gpus mutants h200-wheels tables figures report reference docs lint format clean
+.PHONY: setup demo test test-documents test-all coverage test-without-torch test-cuda-all check-gpus mutants h200-wheels tables figures report reference docs lint format clean
 
 setup: $(INSTALLED)
 
@@ -35,6 +35,10 @@ demo: setup
 
 test: setup $(REAL_BERT)
 	$(PYTEST)
+
+# What readers run: the notebooks again, and every command of the documents.
+test-documents: setup
+	$(PYTEST) -m slow tests/notebooks tests/cli/test_runs.py::test_every_python_command_of_the_documents_runs
 
 # Every test that needs no GPU.
 test-all: setup $(REAL_BERT)
