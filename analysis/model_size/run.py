@@ -94,7 +94,9 @@ def describe_cell(run_dir: Path, cpu_s: float) -> dict[str, Any]:
     kept = {name: config[name] for name in KEPT}
     kept["corpus"] = {part: config["corpus"][part] for part in ("train", "validation")}
     kept["curve"] = read_curve(run_dir / "metrics.csv")
-    return new_record(config["name"], "scaled_down", kept, run["seed"], metrics, device="cpu", layout=run["layout"])
+    record = new_record(config["name"], "scaled_down", kept, run["seed"], metrics, device="cpu", layout=run["layout"])
+    record["environment"]["cpu_details"] = run["environment"]["cpu_details"]  # this process may not have torch
+    return record
 
 
 def read_curve(path: Path) -> list[dict[str, float]]:

@@ -1,7 +1,7 @@
 """Cells of the second study that were repeated on another CPU type: how much their losses differ.
 
-Numbers of a cell are equal to the bit on one type of CPU only. Where the arms of a test ran on two types, the repeats
-give the effect on one. They are described and decide nothing.
+Numbers of a cell differ between CPU types by rounding, which training amplifies. Where the arms of a test ran on two
+types, the repeats give the effect on one. They are described and decide nothing.
 """
 
 from typing import Any

@@ -201,7 +201,10 @@ def describe_cell(
             metric["unit"] = NATS_PER_TOKEN if metric["unit"] == NATS else metric["unit"]
     config |= {"cell": vars(cell), "losses_sha256": digest(rows), "statistics": read_statistics(run_dir)} | curves
     layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
-    return new_record("norm_order_cell", "scaled_down", config, cell.seed, metrics, device="cpu", layout=layout)
+    record = new_record("norm_order_cell", "scaled_down", config, cell.seed, metrics, device="cpu", layout=layout)
+    if not diverged:  # this process may not have torch
+        record["environment"]["cpu_details"] = run["environment"]["cpu_details"]
+    return record
 
 
 def main() -> int:

@@ -161,10 +161,19 @@ def differing(record: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return names + [part for part in parts if record["config"].get(part) != other["config"].get(part)]
 
 
+def cpu_of(environment: dict[str, Any]) -> str:
+    """The CPU of a record, with its numbers and torch's instruction set where the record has them."""
+    details = environment.get("cpu_details", {})
+    numbers = ", ".join(
+        f"{key} {details[key]}" for key in ("family", "model", "stepping", "amx_bf16", "capability") if key in details
+    )
+    return environment["cpu"] + (f" ({numbers})" if numbers else "")
+
+
 def repeat(names: list[str], records: Path, outputs: Path, more: list[str]) -> int:
     """Run cells again and compare; returns the number that differ. The new records stay in `outputs`/repeated.
 
-    Numbers are the same to the bit on the same type of CPU.
+    Numbers need not be the same to the bit on CPUs of different models; results.md says what makes them so.
 
     Raises:
         ValueError: a name is not that of a cell with a record.
@@ -183,7 +192,7 @@ def repeat(names: list[str], records: Path, outputs: Path, more: list[str]) -> i
         found = differing(recorded, again)
         num_differing += bool(found)
         losses = [
-            f"{record['metrics']['train_loss']['value']} on {record['environment']['cpu']}"
+            f"{record['metrics']['train_loss']['value']} on {cpu_of(record['environment'])}"
             for record in (again, recorded)
         ]
         differs = f"differs in {', '.join(found)}; training loss {losses[0]}, recorded {losses[1]}"

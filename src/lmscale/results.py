@@ -276,13 +276,15 @@ def describe_cpu() -> dict[str, Any]:
     """What decides how this host and this process round: the CPU, and what torch runs on it if it is imported.
 
     Returns:
-        family, model and stepping as Linux numbers them (None elsewhere, or on other CPUs than x86); capability, the
-        instruction set that torch has chosen; libraries, the lines of `torch.__config__` with the versions of MKL and
-        oneDNN; variables, those of the environment that limit instruction sets.
+        family, model and stepping as Linux numbers them (None elsewhere, or on other CPUs than x86); amx_bf16, whether
+        fp32 products may be rounded to bf16; capability, the instruction set that torch has chosen; libraries, the
+        lines of `torch.__config__` with the versions of MKL and oneDNN; variables, those of the environment that limit
+        instruction sets.
     """
     facts, torch = _cpu_facts(), sys.modules.get("torch")
     names = {"family": "cpu family", "model": "model", "stepping": "stepping"}
     found: dict[str, Any] = {key: int(facts[name]) if name in facts else None for key, name in names.items()}
+    found["amx_bf16"] = "amx_bf16" in facts.get("flags", "").split()
     found["capability"] = torch and torch.backends.cpu.get_cpu_capability()
     lines = torch.__config__.show().split("\n") if torch else []
     found["libraries"] = [line.strip(" -") for line in lines if "Math Kernel Library" in line or "MKL-DNN" in line]

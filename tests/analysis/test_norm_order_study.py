@@ -168,7 +168,10 @@ def test_a_cell_killed_half_way_starts_afresh_and_its_repetition_is_equal(tmp_pa
     assert "equal, bit by bit" in capsys.readouterr().out
     path.write_text(path.read_text().replace(config["losses_sha256"], "0" * 64))
     assert study.repeat([cell.name], records, outputs, TINY) == 1
-    assert f"{cell.name}: differs in losses_sha256" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{cell.name}: differs in losses_sha256" in printed
+    assert f"capability {record['environment']['cpu_details']['capability']})" in printed
+    assert record["environment"]["cpu_details"]["capability"] is not None  # of the torch that trained it
     with pytest.raises(ValueError, match="`--only` must name cells with a record, but is 12_mid"):
         study.repeat(["12_mid"], records, outputs, TINY)
 

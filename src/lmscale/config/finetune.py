@@ -169,7 +169,8 @@ class FinetuneTrainer:
         accelerator: `auto` (a GPU if there is one), `cpu` or `gpu`.
         num_threads: CPU threads per rank; None: OMP_NUM_THREADS if it is set, else srun's `--cpus-per-task`, else the
             cores over the local ranks.
-        matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
+        matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision);
+            a GPU may use TF32 unless it is `highest`, and with `medium` a CPU with AMX may round the factors to bf16.
     """
 
     num_epochs: int

@@ -101,7 +101,8 @@ class TrainerConfig:
         check_replicas_every_steps: how often the ranks compare hashes of tensors that must be equal; 0: never.
         num_threads: CPU threads per rank, at most the machine's cores; None: OMP_NUM_THREADS if it is set, else
             srun's `--cpus-per-task`, else the cores over the local ranks.
-        matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision).
+        matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision);
+            a GPU may use TF32 unless it is `highest`, and with `medium` a CPU with AMX may round the factors to bf16.
         profiler: `torch` writes a trace of the 4th to 6th step of a start into the run folder's `profile`, from the
             tensor ranks of data rank 0; None: no profile.
         progress_bar: show the progress in one line, rewritten on a terminal, and a new one every 100 steps elsewhere.
