@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..config.checks import did_you_mean
+from ..config.family import corpus_forms
 from .conf_files import CONF, entry_point, files_of
 
 USER_ERROR = 2
@@ -144,8 +145,11 @@ def _of_hugging_face(group: str, choice: str) -> str:
         return ""
     if group == "model":
         return "; import one of Hugging Face: python src/convert.py source=FOLDER target=NEW_FOLDER"
-    kind = "bert" if "bert" in choice else "gpt2"
-    return f"; for one of Hugging Face: tokenizer={kind} tokenizer.name={choice}" if group == "tokenizer" else ""
+    if group == "tokenizer":
+        return (
+            f"; one of Hugging Face is given by its kind, {' or '.join(corpus_forms())}, with tokenizer.name={choice}"
+        )
+    return ""
 
 
 def _own_file(group: str, choice: str) -> str:
