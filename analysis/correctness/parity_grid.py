@@ -5,7 +5,6 @@ import csv
 import dataclasses
 import itertools
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from lmscale.checkpoint import CheckpointReader, list_checkpoints
 from lmscale.config import ParallelConfig
 from lmscale.config.pretrain import RunConfig
+from lmscale.launcher import world_from_outside
 from lmscale.training.job import PretrainJob
 from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.runtime.launch import launch
@@ -180,12 +180,12 @@ def run_folders(keep: Path | None) -> Iterator[Path]:
 def _train_on_this_rank(work: tuple[list[PretrainJob], bool]) -> int:
     """Train every run; returns the exit code of the first that failed, else 0."""
     jobs, last_replica_is_wrong = work
-    started_by_agent = "TORCHELASTIC_RUN_ID" in os.environ
-    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if started_by_agent else (0, 1)
+    world = world_from_outside()
+    rank, world_size = (0, 1) if world is None else (world.rank, world.size)
     for job in jobs:
         folder = Path(job.run.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        if started_by_agent:
+        if world is not None:
             # The agent's store keeps the keys of the first run, so each run uses a file store instead.
             store = dist.FileStore(str(folder / "rendezvous"), world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=PATIENCE)
