@@ -207,7 +207,7 @@ def test_a_run_takes_the_options_of_the_fastest_layout(record) -> None:
         ("global_batch_size=8", "global_batch_size 4 instead of 8"),
         ("precision=bf16", "precision 'fp32' instead of 'bf16'"),
         ("optimizer.moments=bf16", "optimizer.moments 'fp32' instead of 'bf16'"),
-        ("trainer.matmul_precision=highest", "trainer.matmul_precision 'medium' instead of 'highest'"),
+        ("trainer.matmul_precision=highest", "trainer.matmul_precision 'high' instead of 'highest'"),
         ("compile=true", "compile False instead of True"),
         ("parallel.zero1=true", "parallel.zero1 False instead of True"),
         ("parallel.sequence_parallel=true", "parallel.sequence_parallel False instead of True"),

@@ -185,7 +185,7 @@ class FinetuneTrainer:
     log_every_steps: int = 10
     accelerator: str = "auto"
     num_threads: int | None = None
-    matmul_precision: str = "medium"
+    matmul_precision: str = "high"
 
     def __post_init__(self) -> None:
         require_not_negative(self, "num_epochs", "max_skipped_steps")

@@ -116,7 +116,7 @@ class TrainerConfig:
     check_replicas_every_steps: int = 100
     accelerator: str = "auto"
     num_threads: int | None = None
-    matmul_precision: str = "medium"
+    matmul_precision: str = "high"
     profiler: str | None = None
     progress_bar: bool = True
 
