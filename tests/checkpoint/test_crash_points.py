@@ -152,7 +152,7 @@ def resume(folder: Path, rank: int) -> None:
     assert agree_on_checkpoint(RUN, folder, None, STRATEGY) == str(folder / "checkpoints" / "step_2.ckpt")
     run = SimpleNamespace(to_dict=dict)
     job = SimpleNamespace(run=run, files={".hydra/config.yaml": "a: 1\n"}, corpus=SimpleNamespace(folder=corpus))
-    assert prepare_folder(job, folder, MetricsFile(folder / "metrics.csv"), 2) is None
+    assert prepare_folder(job, folder, MetricsFile(folder / "metrics.csv", ()), 2) is None
 
 
 def check_resumed(folder: Path) -> None:
