@@ -76,6 +76,10 @@ BAD = {
     "type of a switch or auto": (["compile=1"], "`compile` must be true or false or auto, but is 1"),
     "type of a switch": (["deterministic=maybe"], "`deterministic` must be true or false, but is 'maybe'"),
     "no such layout": (["parallel.tp_size=two"], "must be auto or a whole number of at least 1, but is 'two'"),
+    "nothing masked": (
+        ["model=bert_tiny", "data.mask_probability=0"],
+        "`data.mask_probability` must be above 0, but is 0",
+    ),
     "a logger that is missing": (["logger.wandb=true"], "`logger.wandb` must be false where wandb is not installed"),
     "batch": (
         ["global_batch_size=5"],
