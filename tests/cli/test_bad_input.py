@@ -75,6 +75,14 @@ BAD = {
     "type of a size": (["model.hidden_size=1e9x"], "`model.hidden_size` must be a whole number, but is '1e9x'"),
     "type of a switch or auto": (["compile=1"], "`compile` must be true or false or auto, but is 1"),
     "type of a switch": (["deterministic=maybe"], "`deterministic` must be true or false, but is 'maybe'"),
+    "a name that is a number": (
+        ["name=1E234"],
+        """`name` must be text, but is 1e+234; quotes make it text: 'name="..."'""",
+    ),
+    "a path that is a number": (
+        ["data=local", "data.path=2024"],
+        """text or a group of keys or null, but is 2024; quotes make it text: 'data.path="..."'""",
+    ),
     "no such layout": (["parallel.tp_size=two"], "must be auto or a whole number of at least 1, but is 'two'"),
     "nothing masked": (
         ["model=bert_tiny", "data.mask_probability=0"],
