@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from entry_points import REPOSITORY, TINY, environment, forked_too, refuse, train
 
+from lmscale.cli.errors import exit_with
 from lmscale.config import TransformerConfig
 from lmscale.config.layout import ParallelConfig, ParallelRequest
 from lmscale.models.later_placements import PLACEMENTS
@@ -395,3 +396,17 @@ def test_background_saves_respect_the_host_memory(monkeypatch, accelerator) -> N
         preflight.check_background_saves(run, layout, None, accelerator)
     run.checkpoint.async_ = False
     preflight.check_background_saves(run, layout, None, accelerator)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (FileNotFoundError(2, "No such file or directory"), "the working directory must exist, but was removed"),
+        (OSError(28, "No space left on device"), "the run folder cannot be written: No space left on device"),
+    ],
+)
+def test_an_error_of_the_system_without_a_file_is_told_without_one(error, message, capsys) -> None:
+    """os.getcwd in a removed folder, and Hydra's write to a full disk."""
+    with pytest.raises(SystemExit, match="2"):
+        exit_with(error)
+    assert capsys.readouterr().err == f"error: {message}\n"
