@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from entry_points import REPOSITORY, TINY, environment, forked_too, refuse, slurm_task, train
 
+from lmscale.cli.errors import exit_with
 from lmscale.config import TransformerConfig
 from lmscale.config.layout import ParallelConfig, ParallelRequest
 from lmscale.models.later_placements import PLACEMENTS
@@ -90,7 +91,19 @@ BAD = {
     "type of a size": (["model.hidden_size=1e9x"], "`model.hidden_size` must be a whole number, but is '1e9x'"),
     "type of a switch or auto": (["compile=1"], "`compile` must be true or false or auto, but is 1"),
     "type of a switch": (["deterministic=maybe"], "`deterministic` must be true or false, but is 'maybe'"),
+    "a name that is a number": (
+        ["name=1E234"],
+        """`name` must be text, but is 1e+234; quotes make it text: 'name="..."'""",
+    ),
+    "a path that is a number": (
+        ["data=local", "data.path=2024"],
+        """text or a group of keys or null, but is 2024; quotes make it text: 'data.path="..."'""",
+    ),
     "no such layout": (["parallel.tp_size=two"], "must be auto or a whole number of at least 1, but is 'two'"),
+    "nothing masked": (
+        ["model=bert_tiny", "data.mask_probability=0"],
+        "`data.mask_probability` must be above 0, but is 0",
+    ),
     "a logger that is missing": (["logger.wandb=true"], "`logger.wandb` must be false where wandb is not installed"),
     "batch": (
         ["global_batch_size=5"],
@@ -418,3 +431,17 @@ def test_background_saves_respect_the_host_memory(monkeypatch, accelerator) -> N
         fit.check_background_saves(run, layout, None, accelerator)
     run.checkpoint.async_ = False
     fit.check_background_saves(run, layout, None, accelerator)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (FileNotFoundError(2, "No such file or directory"), "the working directory must exist, but was removed"),
+        (OSError(28, "No space left on device"), "the run folder cannot be written: No space left on device"),
+    ],
+)
+def test_an_error_of_the_system_without_a_file_is_told_without_one(error, message, capsys) -> None:
+    """os.getcwd in a removed folder, and Hydra's write to a full disk."""
+    with pytest.raises(SystemExit, match="2"):
+        exit_with(error)
+    assert capsys.readouterr().err == f"error: {message}\n"

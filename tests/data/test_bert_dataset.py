@@ -121,7 +121,7 @@ def test_the_layout_is_cls_a_sep_b_sep_and_padding(tmp_path) -> None:
 
 
 def test_a_swapped_pair_has_the_later_sentence_first(tmp_path) -> None:
-    dataset = make(SyntheticBERTCorpus(tmp_path, 50, 4, 5), 1, seq_length=40, mask_probability=0.0)
+    dataset = make(SyntheticBERTCorpus(tmp_path, 50, 4, 5), 1, seq_length=40)
     seen = set()
     for index in range(len(dataset)):
         s = sample(dataset, 0, index)

@@ -74,6 +74,10 @@ def _one_line(error: Exception) -> str:
         return f"`{unknown.group(1)}` is not a known key or group of the configuration{_closest(unknown.group(1))}"
     if text.startswith(("Config group override must be", "Error resolving interpolation '${model}'")):
         text = _wrong_choice(sys.argv[1:]) or text
+    if isinstance(error, OSError) and error.filename is None and not isinstance(error, HydraException):
+        if isinstance(error, FileNotFoundError):  # of os.getcwd
+            return "the working directory must exist, but was removed"
+        return f"the run folder cannot be written: {error.strerror}"
     no_row = re.search(r"Interpolation key 'task\.by_size\[([^]]+)\]", text)
     if no_row:
         return f"`size` must be one of the rows that the task's file has in `by_size`, but is {no_row[1]}"

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from .checks import require_fraction, require_not_negative, require_one_of, require_positive
+from .checks import require_above_zero, require_fraction, require_not_negative, require_one_of, require_positive
 from .family import corpus_forms
 
 UNDECODABLE = ("fall_back", "replace", "refuse")
@@ -98,6 +98,7 @@ class DataConfig:
         if self.kind == "indexed":
             self.split_shares()  # raises if it is invalid
         require_fraction(self, "short_seq_probability", "mask_probability")
+        require_above_zero(self, "mask_probability")  # else BERT's loss would be a mean over no token
 
     def split_shares(self) -> tuple[float, float, float]:
         """Shares of training, validation and test documents of an indexed dataset, adding up to 1.

@@ -106,7 +106,10 @@ def _convert(hint: object, value: object, name: str) -> object:
         return int(value)
     words = _IN_WORDS | ({str: "auto"} if {bool, int} & set(kinds) else {})  # the only text in place of these
     expected = " or ".join(words.get(k, str(k)) for k in kinds)
-    raise ValueError(f"`{name}` must be {expected}, but is {value!r}")
+    # Hydra reads 2024, 1E5 and true as numbers and a switch, as which they lose how they were written.
+    is_lost = words.get(kinds[0]) == "text" and isinstance(value, int | float)
+    quotes = f"""; quotes make it text: '{name}="..."'""" if is_lost else ""
+    raise ValueError(f"`{name}` must be {expected}, but is {value!r}{quotes}")
 
 
 def _finite(value: float, name: str) -> float:

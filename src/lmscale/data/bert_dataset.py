@@ -136,8 +136,8 @@ class BERTDataset:
     def _mask(self, tokens: np.ndarray, length_a: int, target: int, generator: np.random.Generator) -> np.ndarray:
         """Mask `tokens` in place and return the labels; [CLS] and the [SEP]s are never masked."""
         share = self.config.mask_probability
-        # Mask at least one token if the probability is above 0; Megatron-LM masks none in targets below 7 tokens.
-        limit = max(min(share * target, round(share * len(tokens))), 1 if share > 0 else 0)
+        # Mask at least one token; Megatron-LM masks none in targets below 7 tokens.
+        limit = max(min(share * target, round(share * len(tokens))), 1)
         ordinary = np.ones(len(tokens), dtype=bool)
         ordinary[[0, length_a + 1, len(tokens) - 1]] = False
         positions = np.flatnonzero(ordinary)
