@@ -26,6 +26,10 @@ def write(logger: MetricsFile, steps: range) -> None:
         logger.log_metrics({"train/loss": 1.0 / step, "lr": 0.1}, step)
 
 
+def full(path, *args, **kwargs) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path) -> None:
     logger = MetricsFile(tmp_path / "run" / "metrics.csv")
     logger.resume_at(0)
@@ -71,9 +75,6 @@ def test_rows_are_buffered_while_the_disk_is_full_with_one_warning(tmp_path, mon
     logger.resume_at(0)
     write(logger, range(1, 3))
 
-    def full(path, *args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patched:
         patched.setattr("builtins.open", full)
         write(logger, range(3, 5))
@@ -104,9 +105,32 @@ def test_columns_of_an_earlier_part_are_kept(tmp_path) -> None:
     write(first, range(1, 3))
     second = MetricsFile(tmp_path / "metrics.csv")
     second.resume_at(2)
-    second.log_metrics({"train/loss": 0.5, "lr": 0.1, "mfu": 0.4}, 3)  # another machine reports more columns
+    second.log_metrics({"train/loss": 0.5, "lr": 0.1}, 3)
     assert [row["lr"] for row in rows(second.path)] == ["0.1"] * 3
-    assert "mfu" not in rows(second.path)[0]
+
+
+def test_a_metric_that_only_the_later_part_has_gets_a_column(tmp_path, monkeypatch) -> None:
+    """As with logger.layer_grad_norms=true at a resume, or on a machine with a known peak rate."""
+    first = MetricsFile(tmp_path / "metrics.csv")
+    first.resume_at(0)
+    write(first, range(1, 3))
+    first.log_metrics({"val/loss": 5.0}, 2)
+    second = MetricsFile(tmp_path / "metrics.csv")
+    second.resume_at(2)
+    write(second, range(3, 4))
+    with monkeypatch.context() as patched:
+        patched.setattr("lmscale.training.output.metrics_file.write_atomically", full)
+        second.log_metrics({"train/loss": 0.2, "lr": 0.1, "mfu": 0.4}, 4)
+        assert [row["step"] for row in rows(second.path)] == ["1", "2", "3"]
+    second.log_metrics({"train/loss": 0.2, "lr": 0.1, "mfu": 0.5}, 5)
+    assert [row["mfu"] for row in rows(second.path)] == ["", "", "", "0.4", "0.5"]
+    assert [row["val/loss"] for row in rows(second.path)] == ["", "5.0", "", "", ""]
+    third = MetricsFile(tmp_path / "metrics.csv")
+    third.resume_at(5)
+    write(third, range(6, 7))
+    third.log_metrics({"val/loss": 4.0}, 6)
+    assert [row["mfu"] for row in rows(third.path)] == ["", "", "", "0.4", "0.5", ""]
+    assert float(rows(third.path)[5]["train/loss"]) == 1.0 / 6 and rows(third.path)[5]["val/loss"] == "4.0"
 
 
 def test_a_resumed_run_gets_the_validation_columns_that_its_file_lacks(tmp_path) -> None:

@@ -25,7 +25,7 @@ class MetricsFile(Logger):
 
     Args:
         path: the file.
-        validation: the metrics of a validation; the first row, which determines the columns, has none.
+        validation: the metrics of a validation, which have columns from the first row on.
     """
 
     def __init__(self, path: Path, validation: Sequence[str] = ("val/loss", "val/perplexity")) -> None:
@@ -60,11 +60,8 @@ class MetricsFile(Logger):
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
         rows = csv.reader(lines[1:])
         kept = [line for line, row in zip(lines[1:], rows, strict=True) if line.endswith("\n") and int(row[0]) <= step]
-        columns = next(csv.reader(lines[:1]))
-        more = [name for name in self.validation if name not in columns]
-        kept = [line.rstrip("\n") + "," * len(more) + "\n" for line in kept]
-        self.columns = columns + more
-        write_atomically(self.path, (",".join(self.columns) + "\n" + "".join(kept)).encode())
+        self.columns = next(csv.reader(lines[:1]))
+        write_atomically(self.path, (lines[0] + "".join(kept)).encode())
         self.offset = self.path.stat().st_size
 
     @rank_zero_only
@@ -75,7 +72,6 @@ class MetricsFile(Logger):
                 self.rows[-1] |= metrics
                 self._write()
             return
-        self.columns = self.columns or ["step", *metrics, *self.validation]
         if self.problem is None and self.rows:
             self.rows, self.offset = [], self.path.stat().st_size
         self.rows.append({"step": step} | metrics)
@@ -90,9 +86,11 @@ class MetricsFile(Logger):
             self._say(f"{len(self.rows)} rows, from step {self.rows[0]['step']} on, are not in it: {self.problem}")
 
     def _write(self) -> None:
-        """Write `rows` at `offset`, after the header if the file is empty."""
+        """Write `rows` at `offset`, after the header if the file is empty; a metric without a column gets one."""
+        names = (name for row in self.rows for name in row)
+        columns = list(dict.fromkeys([*self.columns, *names, *self.validation]))
         text = io.StringIO()
-        table = csv.DictWriter(text, self.columns, extrasaction="ignore", lineterminator="\n")
+        table = csv.DictWriter(text, columns, lineterminator="\n")
         if self.offset == 0:
             table.writeheader()
         table.writerows({k: repr(v) if isinstance(v, float) else v for k, v in row.items()} for row in self.rows)
@@ -100,6 +98,9 @@ class MetricsFile(Logger):
             if self.offset == 0:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.path.touch()
+            elif columns != self.columns:
+                self._add_columns(columns)
+            self.columns = columns
             with open(self.path, "r+", encoding="utf-8") as file:
                 file.seek(self.offset)
                 file.write(text.getvalue())
@@ -110,6 +111,15 @@ class MetricsFile(Logger):
             self.problem = error
         else:
             self.problem = None
+
+    def _add_columns(self, columns: list[str]) -> None:
+        """Give the rows of the file empty cells for the columns that it lacks."""
+        text = self.path.read_text(encoding="utf-8")
+        _, *lines = text.splitlines()
+        commas, num_before = "," * (len(columns) - len(self.columns)), text[: self.offset].count("\n")
+        wider = [line + "\n" for line in (",".join(columns), *(line + commas for line in lines))]
+        write_atomically(self.path, "".join(wider).encode())
+        self.offset = len("".join(wider[:num_before]))
 
     def _say(self, text: str) -> None:
         print(f"WARNING: {self.path}: {text}", file=sys.stderr, flush=True)
