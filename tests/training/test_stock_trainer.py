@@ -349,3 +349,16 @@ def test_a_perplexity_beyond_fp32_is_finite() -> None:
     module._trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=ParallelContext()))
     module._validation_sums = torch.tensor([[200.0], [2.0]], dtype=torch.float64)
     assert module._reduce_validation("val") == {"val/loss": 100.0, "val/perplexity": pytest.approx(math.exp(100))}
+
+
+class MaskLabels(L.Callback):
+    """Removes all targets of the validation."""
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, *args) -> None:
+        batch["labels"].fill_(-100)
+
+
+def test_the_validation_loss_over_no_target_is_nan(tmp_path) -> None:
+    """A mean over nothing is no number: 0 would be the best loss that a `ModelCheckpoint` has seen."""
+    [found] = trainer(tmp_path, callbacks=[MaskLabels()]).validate(*parts(), verbose=False)
+    assert math.isnan(found["val/loss"]) and math.isnan(found["val/perplexity"])

@@ -82,7 +82,8 @@ class ValidatedModule(L.LightningModule):
 
     def _reduce_validation(self, stage: str) -> dict[str, float]:
         sums, counts = sum_over_data_ranks(self._validation_sums, self.parallel).tolist()
-        metrics = self._metrics(stage, [s / max(c, 1.0) for s, c in zip(sums, counts, strict=True)])
+        means = [s / c if c else float("nan") for s, c in zip(sums, counts, strict=True)]
+        metrics = self._metrics(stage, means)
         if self.logs:
             self.log_dict(metrics, prog_bar=stage == "val", sync_dist=True)
         return metrics
