@@ -45,6 +45,7 @@ class StepOrder:
     def __init__(self, context: Any, device: Any) -> None:
         self.strategy = SimpleNamespace(parallel=context, root_device=device, model=None, any_rank=lambda *flags: flags)
         self.accumulate_grad_batches, self.optimizers, self.is_last = NUM_MICRO_BATCHES, [], False
+        self.precision, self.gradient_clip_algorithm, self.callbacks = "32-true", None, []
         self.fit_loop = SimpleNamespace(_should_accumulate=lambda: not self.is_last)
 
     def build(self, module: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -280,6 +281,7 @@ REFUSED = {
         "`accumulate_grad_batches` must stay the same",
     ),
     "average": ({"callbacks": [StochasticWeightAveraging(1e-2)]}, "`callbacks` must not average weights"),
+    "running average": ({"callbacks": [EMAWeightAveraging()]}, "`callbacks` must not average .* EMAWeightAveraging"),
     "size": ({"tp_size": 2}, "`tp_size` must divide the 1 ranks, but is 2"),
 }
 

@@ -93,8 +93,7 @@ class PretrainModule(ValidatedModule):
         return not self.trainer.fit_loop._should_accumulate()
 
     def setup(self, stage: str) -> None:
-        """Raise `ValueError` for settings of the Trainer that are not supported (`check_trainer`)."""
-        check_trainer(self.trainer)
+        """Take the Trainer's precision if no other is given; raises `ValueError` if it is not supported."""
         if self._takes_trainers_precision:
             dtype = dtype_of_trainer(self.trainer)
             if self.model is not None and dtype != self.precision.dtype:
@@ -102,7 +101,14 @@ class PretrainModule(ValidatedModule):
             self.precision = PrecisionConfig(dtype)
 
     def configure_model(self) -> None:
-        """Build this rank's shard on its device; the strategy has created the groups."""
+        """Build this rank's shard on its device; the strategy has created the groups.
+
+        Lightning calls it after `setup`, and callbacks that average weights call it before.
+
+        Raises:
+            ValueError: a setting of the Trainer that is not supported (`check_trainer`).
+        """
+        check_trainer(self.trainer)
         if self.model is not None:
             if (built_for := self.model.context.tp_size) != self.parallel.tp_size:
                 raise ValueError(f"`tp_size` must stay {built_for} for this module, but is {self.parallel.tp_size}")

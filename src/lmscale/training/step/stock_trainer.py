@@ -1,7 +1,7 @@
 """Check the settings of a user's Lightning Trainer before anything is built."""
 
 import lightning as L
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 
 from ...data.datamodule import check_strategy
 
@@ -37,8 +37,8 @@ def check_trainer(trainer: L.Trainer) -> None:
             raise ValueError(
                 f"`accumulate_grad_batches` must stay the same during a run, but is {callback.scheduling} by epoch"
             )
-        if isinstance(callback, StochasticWeightAveraging):
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ValueError(
-                "`callbacks` must not average weights: the shards do not exist yet when StochasticWeightAveraging "
-                "copies the module"
+                "`callbacks` must not average weights, which copies a module without its ranks, but there is "
+                f"{type(callback).__name__}"
             )
