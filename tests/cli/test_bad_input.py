@@ -73,7 +73,7 @@ BAD = {
     "unknown group": (["modle=gpt_tiny"], "did you mean `model`?"),
     "grammar": (
         ["trainer.max_steps=[1"],
-        "must be of the form key=value, with quotes around what is special, but is 'trainer.",
+        "with quotes around what is special ('trainer.max_steps=\"[1\"'), but is 'trainer.max_steps=[1'",
     ),
     "a word": (["bert_tiny"], "must be of the form key=value, with quotes around what is special, but is 'bert_tiny'"),
     "a number for a group": (["parallel=4"], "`parallel` must be one of auto, default, measured, but is 4"),

@@ -157,6 +157,11 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
         assert len((tmp_path / f"{form}_two/dev/rte.tsv").read_text().splitlines()) == 21
 
 
+def test_a_task_without_a_file_is_answered_by_how_to_give_one(tmp_path) -> None:
+    done = refuse(REPOSITORY / "finetune" / "run.py", "task=sst2", "ckpt=x", forked=True, cwd=tmp_path)
+    assert "but is 'sst2'; a table of your own needs task/sst2.yaml in --config-dir" in done.stderr
+
+
 @forked_too
 def test_a_size_that_a_task_has_no_row_for_is_refused(tmp_path, forked) -> None:
     text = (REPOSITORY / "docs/guides/finetune.md").read_text(encoding="utf-8")

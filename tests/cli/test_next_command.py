@@ -119,7 +119,9 @@ def test_a_folder_without_record_and_checkpoints_gets_no_command(tmp_path, monke
     assert next_command.after_finetuning({"run_dir": str(tmp_path), "overrides": []}) == ""
 
 
-@pytest.mark.parametrize("path", ["plain/run", "a b", "it's", 'say "x"', "a=b,c", "$HOME", "back\\slash", "ends\\"])
+@pytest.mark.parametrize(
+    "path", ["plain/run", "Größe", "a b", "it's", 'say "x"', "a=b,c", "$HOME", "back\\slash", "ends\\"]
+)
 def test_a_path_reaches_the_script_as_it_is(path, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     line = next_command.command("src/convert.py", source=Path(path))

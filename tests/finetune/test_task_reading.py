@@ -134,6 +134,7 @@ def test_labels_for_only_some_examples_raise(tmp_path) -> None:
         ("mnli", [MNLI, "1\ta\tb\tmaybe"], "line 2: `gold_label` must be one of contradiction.*'maybe'"),
         ("mnli", [MNLI, "1\ta\tb"], "line 2: a row must have 4 columns, but is 3"),
         ("mnli", ["index\tsentence1", "1\ta"], "lacks sentence2"),
+        ("qqp", ["id,question1,question2,is_duplicate", "1,a,b,0"], "separated by commas, not by tabs"),
         ("mnli", [MNLI], "at least one example"),
         ("mnli", [MNLI, "1\ta\tb\tneutral", "1\tc\td\tneutral"], "'1' is there twice, examples 1 and 2"),
         ("mnli", [""], "begin with a line of column names"),

@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -52,8 +53,12 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"`{error.full_key}` must be given{_how_to_make(error.full_key)}"
     if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        quoted = shlex.quote(f'{key}="{value}"')
+        form = f" ({quoted})" if value and '"' not in value else ""
         return (
-            f"an argument must be of the form key=value, with quotes around what is special, but is {error.override!r}"
+            f"an argument must be of the form key=value, with quotes around what is special{form}, but is "
+            f"{error.override!r}"
         )
     text = str(error)
     raised_here = re.search(r"^ValueError raised while resolving interpolation: (`.*)$", text, re.M)
@@ -160,6 +165,8 @@ def _own_file(group: str, choice: str) -> str:
     """What a model without a file, or without a recipe, needs."""
     if group == "model":
         return f"; a model of your own needs model/{choice}.yaml and recipe/{choice}.yaml in conf/ or in --config-dir"
+    if group == "task":
+        return f"; a table of your own needs task/{choice}.yaml in --config-dir"
     if group == "recipe":
         return (
             f"; model={choice} needs recipe/{choice}.yaml beside its model file, such as conf/recipe/gpt_tiny.yaml, or "

@@ -20,7 +20,7 @@ from .conf_files import CONF
 
 ROOT = CONF.parent
 GRID = ("parallel", *(f"parallel.{name}" for name in ("tp_size", "dp_size", "zero1", "batch_halves")))
-_PLAIN = re.compile(r"[\w./\-+:@%?*]+")  # what the grammar of Hydra takes without quotes
+_PLAIN = re.compile(r"[\w./\-+:@%?*]+", re.ASCII)  # what the grammar of Hydra takes without quotes
 
 
 def command(script: str, *arguments: str, **keys: str | Path) -> str:

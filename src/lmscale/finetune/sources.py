@@ -123,7 +123,8 @@ def check_columns(source: str, header: list[str], needed: tuple[str, ...]) -> No
     """
     missing = [name for name in needed if name not in header]
     if missing:
-        raise ValueError(f"{source} must have the columns {', '.join(needed)}, but lacks {', '.join(missing)}")
+        commas = ": it is separated by commas, not by tabs" if len(header) == 1 and "," in header[0] else ""
+        raise ValueError(f"{source} must have the columns {', '.join(needed)}, but lacks {', '.join(missing)}{commas}")
 
 
 def json_file(path: Path) -> Any:
