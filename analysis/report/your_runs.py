@@ -35,23 +35,22 @@ _CURVE = {"step": "step", "train/loss": "train", "val/loss": "val", "tokens_per_
 
 @dataclass(frozen=True)
 class Run:
-    """A pretraining run.
+    """What the table and the figure show of a pretraining run; `read_run` has checked it.
 
     Args:
         folder: of the run.
-        record: its record.
+        validation_set: name of the text of its validation loss.
+        overrides: of its command, without those of Hydra itself.
+        row: of the table; a metric that is absent or not finite is nan.
         curve: columns step, train, val and tokens_per_s as recorded; the validation before the first step is of the
             record.
     """
 
     folder: Path
-    record: dict[str, Any]
+    validation_set: str
+    overrides: list[str]
+    row: dict[str, Any]
     curve: pd.DataFrame
-
-    def value(self, metric: str) -> float:
-        """A metric of the record; nan if it is absent or not finite."""
-        value = self.record["metrics"].get(metric, {}).get("value")
-        return math.nan if value is None else value
 
 
 def find_runs(folders: Sequence[str | Path] = (), root: Path = ROOT) -> tuple[list[Run], list[str]]:
@@ -79,7 +78,7 @@ def find_runs(folders: Sequence[str | Path] = (), root: Path = ROOT) -> tuple[li
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder.
+    """Read a run folder, and check everything that is shown of it.
 
     Raises:
         ValueError: a file is missing or damaged, or the run is of another kind.
@@ -88,18 +87,36 @@ def read_run(folder: Path) -> Run:
         if not (folder / name).is_file():
             raise ValueError(f"it has no {name}")
     record = read_record(folder / "record.json")
+    if isinstance(record.get("metrics"), dict) and "val/loss" not in record["metrics"]:
+        raise ValueError(f"it is not a pretraining run ({record.get('name')})")
+    file = "record.json"
     try:
-        if "val/loss" not in record["metrics"]:
-            raise ValueError(f"it is not a pretraining run ({record['name']})")
-        rows = pd.read_csv(folder / "metrics.csv").rename(columns=_CURVE)
-        run = Run(folder, record, rows.reindex(columns=list(_CURVE.values())).astype(float))
-        start = run.value("val_start/loss")  # a resumed run has none
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is damaged ({error!r})") from None
-    if run.curve["train"].isna().all():
-        raise ValueError("its metrics.csv has no training loss")
-    before = pd.DataFrame([] if math.isnan(start) else [{"step": 0, "val": start}], columns=run.curve.columns)
-    return Run(folder, record, pd.concat([before, run.curve], ignore_index=True))
+        metrics = record["metrics"]
+        row = {shown: _value(metrics, name) for name, shown in _TABLE.items()}
+        row |= {"unit": f"{metrics['val/loss']['unit']:s}", "folder": _shorten(folder)}  # `:s` refuses other types
+        overrides = [word for word in record["config"]["overrides"] if not word.startswith("hydra.")]
+        name, start = validation_set(record), _value(metrics, "val_start/loss")  # a resumed run has no start
+        file = "metrics.csv"
+        curve = _read_curve(folder / file)
+    except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"its {file} is damaged ({type(error).__name__}: {reason})") from None
+    before = pd.DataFrame([] if math.isnan(start) else [{"step": 0, "val": start}], columns=curve.columns)
+    return Run(folder, name, overrides, row, pd.concat([before, curve], ignore_index=True))
+
+
+def _value(metrics: dict[str, Any], name: str) -> float:
+    value = metrics[name]["value"] if name in metrics else None
+    return math.nan if value is None else float(value)
+
+
+def _read_curve(path: Path) -> pd.DataFrame:
+    rows = pd.read_csv(path)
+    if not rows.index.equals(pd.RangeIndex(len(rows))):  # pandas has taken the first fields as an index
+        raise ValueError("its rows have more fields than its header")
+    if rows["step"].isna().any() or rows["train/loss"].isna().all():
+        raise ValueError("it must have the step of every row and a training loss")
+    return rows.reindex(columns=list(_CURVE)).rename(columns=_CURVE).astype(float)
 
 
 def tabulate(runs: Sequence[Run]) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
@@ -107,17 +124,12 @@ def tabulate(runs: Sequence[Run]) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]
 
     A label has the overrides that differ between the runs, or the folder's name if they are long.
     """
-    overrides = [[w for w in run.record["config"]["overrides"] if not w.startswith("hydra.")] for run in runs]
-    shared = set.intersection(*map(set, overrides))
-    labels = [", ".join(word for word in words if word not in shared) for words in overrides]
+    shared = set.intersection(*(set(run.overrides) for run in runs))
+    labels = [", ".join(word for word in run.overrides if word not in shared) for run in runs]
     labels = [label if 0 < len(label) <= LONGEST else run.folder.name for label, run in zip(labels, runs, strict=True)]
     labels = [label if labels.count(label) == 1 else f"{label} ({i + 1})" for i, label in enumerate(labels)]
-    rows = [{shown: run.value(metric) for metric, shown in _TABLE.items()} for run in runs]
-    table = pd.DataFrame(rows).assign(
-        unit=[run.record["metrics"]["val/loss"]["unit"] for run in runs],
-        folder=[_shorten(run.folder) for run in runs],
-    )
-    table.index = pd.MultiIndex.from_arrays([[validation_set(run.record) for run in runs], labels], names=RANKED)
+    table = pd.DataFrame([run.row for run in runs])
+    table.index = pd.MultiIndex.from_arrays([[run.validation_set for run in runs], labels], names=RANKED)
     return _rank(table), {label: run.curve for label, run in zip(labels, runs, strict=True)}
 
 

@@ -13,6 +13,12 @@ from test_runs import losses
 
 from lmscale.cli.sweep_summary import SweepSummary
 
+VALIDATED = {  # the part of a configuration that names the validation set
+    "model": {"architecture": "gpt"},
+    "data": {"seq_length": 32},
+    "corpus": {"tokenizer": "t", "validation": {"tokens": 640}},
+}
+
 
 def test_a_sweep_over_layouts_and_norm_orders_makes_four_runs(tmp_path) -> None:
     sweep = ("-m", "parallel.tp_size=1,2", "model.norm_order=pre,post", f"hydra.sweep.dir={tmp_path}")
@@ -142,7 +148,8 @@ def test_a_sweep_of_runs_with_one_row_shows_points(tmp_path, monkeypatch) -> Non
     for number in range(2):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "metrics.csv").write_text("step,train/loss\n2,0.7\n")
-        record = {"config": {"overrides": [f"seed={number}"]}, "metrics": {"val/loss": {"value": number}}}
+        config = {"overrides": [f"seed={number}"], **VALIDATED}
+        record = {"config": config, "metrics": {"val/loss": {"value": number}}}
         (tmp_path / str(number) / "record.json").write_text(json.dumps(record))
     sweep = {"hydra": {"sweep": {"dir": str(tmp_path)}}}
     SweepSummary("val/loss").on_multirun_end(OmegaConf.create(sweep))
@@ -154,8 +161,9 @@ def test_a_sweep_of_runs_with_one_row_shows_points(tmp_path, monkeypatch) -> Non
 def make_job(folder: Path, family: str, lr: float, losses: list[float], **changes) -> None:
     """The files of one finished job that the summary reads."""
     corpus = {"tokenizer": "t", "validation": {"tokens": 640, "sha256": family}}
-    config = {"overrides": [f"model={family}", f"optimizer.lr={lr}"], "model": {"architecture": family}}
-    record = {"metrics": {"val/loss": {"value": losses[-1]}}, "config": config | {"corpus": corpus}} | changes
+    config = VALIDATED | {"model": {"architecture": family}, "corpus": corpus}
+    config |= {"overrides": [f"model={family}", f"optimizer.lr={lr}"]}
+    record = {"metrics": {"val/loss": {"value": losses[-1]}}, "config": config} | changes
     folder.mkdir()
     (folder / "record.json").write_text(json.dumps(record))
     rows = [f"{step},{loss}" for step, loss in enumerate(losses, 1)]
@@ -186,9 +194,10 @@ def test_runs_of_one_label_are_drawn_apart_and_a_run_without_a_loss_is_left_out(
     make_job(tmp_path / "3", "gpt", 0.3, [7.0], metrics={"qqp/accuracy": {"value": 50.0}})
     make_job(tmp_path / "4", "gpt", 0.4, [7.0])
     (tmp_path / "4" / "record.json").write_text('{"metrics": ')
+    make_job(tmp_path / "5", "gpt", 0.5, [7.0], config={"overrides": []})
     SweepSummary("val/loss").on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
     notes = [line.split(",")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
-    assert notes == ["left out: 2", "left out: 3", "left out: 4"]
+    assert notes == ["left out: 2", "left out: 3", "left out: 4", "left out: 5"]
     drawn = [list(line.get_ydata()) for line in plt.gcf().axes[0].get_lines() if len(line.get_xdata())]
     plt.close("all")
     assert sorted(drawn) == [[8.0, 6.0], [9.0, 5.0]]
