@@ -66,7 +66,9 @@ def find_runs(folders: Sequence[str | Path] = (), root: Path = ROOT) -> tuple[li
     for folder in map(Path, folders) if folders else (root / "outputs", root / "multirun"):
         held = sorted({path.parent for name in ("record.json", "metrics.csv") for path in folder.rglob(name)})
         if folders and not held:
-            raise ValueError(f"`folders` must hold run folders with record.json and metrics.csv, but {folder} has none")
+            raise ValueError(
+                f"a run folder must have record.json or metrics.csv, but {folder} and the folders in it have none"
+            )
         for run in held:
             try:
                 runs.append(read_run(run))
@@ -83,9 +85,10 @@ def read_run(folder: Path) -> Run:
     Raises:
         ValueError: a file is missing or damaged, or the run is of another kind.
     """
-    for name in ("record.json", "metrics.csv"):
-        if not (folder / name).is_file():
-            raise ValueError(f"it has no {name}")
+    if not (folder / "record.json").is_file():
+        raise ValueError("it has not finished: it has no record.json; resume=auto continues a pretraining")
+    if not (folder / "metrics.csv").is_file():
+        raise ValueError("it has no metrics.csv")
     record = read_record(folder / "record.json")
     if isinstance(record.get("metrics"), dict) and "val/loss" not in record["metrics"]:
         raise ValueError(f"it is not a pretraining run ({record.get('name')})")
@@ -155,26 +158,32 @@ def demo_runs() -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
 def draw_runs(table: pd.DataFrame, curves: dict[str, pd.DataFrame]) -> Figure:
     """Draw the recorded training and validation losses, and the throughput, of each run; the best is the darkest.
 
-    Each validation set has its own row of panels. Validations are not joined: nothing is known between them.
+    Each validation set has its own row of panels; runs of one step have no panel of throughput. Validations are not
+    joined: nothing is known between them.
     """
     groups = [(name, rows.droplevel(0)) for name, rows in table.groupby(level=0, sort=False)]
     best = [f"{rows['validation loss'].iloc[0]:.3f} {rows['unit'].iloc[0]}, {rows.index[0]}" for _, rows in groups]
     with house_style():
         figure = page_figure("Lowest validation loss: " + "; ".join(best), 0.6 + 3 * len(groups))
-        panels = figure.subplots(len(groups), 2, width_ratios=(2, 1), squeeze=False)
-        for (name, rows), (loss, speed) in zip(groups, panels, strict=True):
+        grid = figure.add_gridspec(len(groups), 2, width_ratios=(2, 1))
+        for number, (name, rows) in enumerate(groups):
+            has_speed = any(curves[label]["tokens_per_s"].count() > 1 for label in rows.index)
+            loss = figure.add_subplot(grid[number, 0] if has_speed else grid[number, :])
+            speed = figure.add_subplot(grid[number, 1]) if has_speed else None
             ends = {}
             for i, label in enumerate(rows.index):
                 curve, color = curves[label], colormaps["viridis"](0.5 * i / max(len(rows) - 1, 1))
                 loss.plot(curve["step"], curve["train"], color=color, linewidth=0.8, alpha=0.6)
                 scored = curve.dropna(subset=["val"])
                 loss.plot(scored["step"], scored["val"], color=color, marker="o", markersize=4, linestyle="none")
-                speed.plot(curve["step"], curve["tokens_per_s"], color=color, linewidth=0.8)
+                if has_speed:
+                    speed.plot(curve["step"], curve["tokens_per_s"], color=color, linewidth=0.8)
                 last = scored if len(scored) else curve.assign(val=curve["train"])
                 ends[label] = (*last[["step", "val"]].iloc[-1], color)
             loss.set(xlabel="optimizer step", ylabel=f"loss, {rows['unit'].iloc[0]}")
             loss.set_title(f"{name}\nline: training; points: validation", loc="left")
-            speed.set(xlabel="optimizer step", title="tokens per second", ylim=(0, None))
+            if has_speed:
+                speed.set(xlabel="optimizer step", title="tokens per second", ylim=(0, None))
             label_ends(loss, ends, gap=0.07)
         sns.despine(figure)
     return figure
@@ -190,12 +199,16 @@ def main() -> int:
     try:
         if options.output.suffix[1:] not in known:
             raise ValueError(f"`--output` must end in one of {', '.join(known)}, but is {options.output}")
+        try:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"{options.output}: {error.strerror}"
+            raise ValueError(f"`--output` must be in a folder that can be made, but {reason}") from None
         runs, left_out = find_runs(options.runs)
         print("\n".join(left_out), end="\n" if left_out else "")
         if not runs:
             raise ValueError(f"`runs` must have a pretraining run, but {options.runs or ROOT} has none")
         table, curves = tabulate(runs)
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         draw_runs(table, curves).savefig(options.output)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

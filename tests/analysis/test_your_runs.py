@@ -60,7 +60,9 @@ def test_the_figure_of_a_short_run_shows_validation_before_and_after_it(tmp_path
     assert your_runs.main() == 0 and (tmp_path / "curves.png").stat().st_size > 10_000
     assert capsys.readouterr().out.endswith(f"figure: {tmp_path / 'curves.png'}\n")
     monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path / "none")])
-    assert your_runs.main() == 2 and capsys.readouterr().err.startswith("error: `folders` must hold run folders")
+    assert your_runs.main() == 2
+    none = f"{tmp_path}/none and the folders in it have none"
+    assert capsys.readouterr().err == f"error: a run folder must have record.json or metrics.csv, but {none}\n"
 
 
 def test_the_lines_are_the_recorded_losses() -> None:
@@ -100,7 +102,7 @@ def test_runs_of_other_kinds_and_damaged_folders_are_left_out_with_the_reason(tm
         "empty: its metrics.csv is damaged (EmptyDataError: No columns to parse from file)"[:45],
         "finetuned: it is not a pretraining run (finet",
         f"torn: {tmp_path}/torn/record.json must"[:45],
-        "unfinished: it has no record.json",
+        "unfinished: it has not finished: it has no record.json; resume=auto continues a pretraining"[:45],
         "without_metrics: it has no metrics.csv",
     ]
     monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path), "--output", str(tmp_path / "curves.png")])
@@ -193,8 +195,25 @@ def test_the_default_is_the_newest_runs_of_both_folders(tmp_path) -> None:
 
 
 def test_a_folder_without_runs_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="`folders` must hold run folders .* but .*empty has none"):
+    with pytest.raises(ValueError, match="a run folder must have .* but .*empty and the folders in it have none"):
         find_runs([tmp_path / "empty"])
+
+
+def test_a_figure_in_a_folder_that_cannot_be_made_is_refused_by_its_argument(tmp_path, monkeypatch, capsys) -> None:
+    place = make_run(tmp_path, 4.0) / "metrics.csv" / "x.png"
+    monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path), "--output", str(place)])
+    assert your_runs.main() == 2
+    reason = f"{place}: File exists"
+    assert capsys.readouterr().err == f"error: `--output` must be in a folder that can be made, but {reason}\n"
+
+
+def test_a_throughput_of_one_step_has_no_panel(tmp_path) -> None:
+    for name, family in (("short", "bert"), ("long", "gpt")):
+        make_run(tmp_path / name, 4.0, family=family)
+    (tmp_path / "short" / "metrics.csv").write_text("step,train/loss,val/loss,tokens_per_s\n1,9,4,80.5\n")
+    table, curves = tabulate(find_runs([tmp_path])[0])
+    titles = [axis.get_title() for axis in draw_runs(table, curves).axes]
+    assert titles == ["", "", "tokens per second"]  # those of the losses are on the left
 
 
 def test_labels_at_the_ends_of_lines_do_not_overlap_and_stay_in_the_axes() -> None:
