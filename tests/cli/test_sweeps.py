@@ -49,8 +49,8 @@ def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
     assert units[1] == dict.fromkeys(losses[:3], "nats") | {losses[3]: "nats/masked token", losses[4]: "nats/sequence"}
     number = r"(\d+\.\d{4})"
     change = rf"{number} -> {number}"
-    assert re.search(rf"^validation loss {change} nats per token after 3 steps; a unigram has ", done.stdout, re.M)
-    bert = rf"^validation loss {change} nats \({change} per masked token \+ {change} per sequence\) after 3 steps"
+    assert re.search(rf"^validation loss {change} nats per token at step 3; a unigram has ", done.stdout, re.M)
+    bert = rf"^validation loss {change} nats \({change} per masked token \+ {change} per sequence\) at step 3;"
     before, after, *parts = map(float, re.search(bert, done.stdout, re.M).groups())
     assert [before, after] == pytest.approx([parts[0] + parts[2], parts[1] + parts[3]], abs=2e-4)
 
@@ -178,7 +178,7 @@ def test_losses_over_different_validation_sets_are_not_in_one_list(tmp_path, cap
     headings = [line for line in capsys.readouterr().out.splitlines() if "best val/loss first" in line]
     assert [heading[: heading.index(",", 9)] for heading in headings] == [
         "2 runs, best val/loss first (gpt",
-        "1 runs, best val/loss first (bert",
+        "1 run, best val/loss first (bert",
     ]
     with open(tmp_path / "sweep.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))

@@ -80,7 +80,7 @@ class SweepSummary(Callback):
 def _heading(runs: list[dict[str, Any]], metric: str, loss_over: str, groups: Collection[tuple[str, str]]) -> str:
     """What ranks the runs; the validation set only if the metric is of several, which are not comparable."""
     several = sum(other == metric for other, _ in groups) > 1
-    return f"{len(runs)} runs, best {metric} first" + (f" ({loss_over})" if several else "")
+    return f"{len(runs)} run{'s' * (len(runs) > 1)}, best {metric} first" + (f" ({loss_over})" if several else "")
 
 
 def _overrides(record: dict[str, Any]) -> dict[str, str]:
