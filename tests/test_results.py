@@ -140,7 +140,12 @@ def test_losses_are_comparable_only_over_the_same_validation_set(place: str) -> 
         return validation_set({"config": {"model": model, "data": {"seq_length": seq_length}, "corpus": corpus}})
 
     assert name() == name(hidden=16) and name().startswith("gpt, 640 validation tokens in sequences of 32, set ")
-    assert name(**{place: "another"}) != name()
+    assert name(**{place: 64 if place == "seq_length" else "another"}) != name()
+
+
+def test_a_record_that_names_no_validation_set_is_refused() -> None:
+    with pytest.raises(KeyError, match="data"):
+        validation_set({"config": {"model": {"architecture": "gpt"}, "corpus": {"validation": {"tokens": 640}}}})
 
 
 def test_writing_records_needs_neither_torch_nor_pandas() -> None:

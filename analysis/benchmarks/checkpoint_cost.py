@@ -9,13 +9,15 @@ reads from metrics.csv how long the steps waited. Prints the medians and writes 
 import argparse
 import csv
 import json
-import signal
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
+from analysis.running import run_python
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.results import new_record, record_argument, write_record
 
@@ -43,7 +45,7 @@ SETTINGS = (
 def train(run_dir: Path, in_background: bool) -> tuple[list[float], list[float], int]:
     """Train; returns seconds waited per save except the first, seconds per step and the checkpoint's bytes."""
     overrides = (*SETTINGS, f"checkpoint.async={str(in_background).lower()}", f"hydra.run.dir={run_dir}")
-    subprocess.run([sys.executable, ROOT / "src" / "train.py", *overrides], check=True, stdout=subprocess.DEVNULL)
+    run_python("src/train.py", *overrides, stdout=subprocess.DEVNULL)
     with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     waits = [float(row["time/checkpoint_s"]) for row in rows]  # recorded in the row of the step after the save
@@ -58,7 +60,6 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=None, help="default: outputs/checkpoint_cost/<time>")
     parser.add_argument("--record", type=record_argument, default=None, help="default: record.json in the folder")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the training, too
     folder = options.folder or ROOT / "outputs" / "checkpoint_cost" / time.strftime("%Y-%m-%d_%H-%M-%S")
     waits: dict[bool, list[float]] = {False: [], True: []}
     steps: dict[bool, list[float]] = {False: [], True: []}

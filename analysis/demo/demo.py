@@ -10,8 +10,6 @@ import argparse
 import json
 import math
 import resource
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,6 +26,7 @@ import seaborn as sns
 
 from analysis.demo.ngram import context_free_losses, kneser_ney_losses
 from analysis.report.style import BLUE, GREY, house_style, label_ends, page_figure
+from analysis.running import run_python
 from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.config.from_dict import build
 from lmscale.data.bert_dataset import IGNORE_LABEL
@@ -57,8 +56,7 @@ def train(model: str) -> Path:
     run_dir = OUTPUT / f"{model}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     overrides = [f"experiment=demo_{model}", "parallel.tp_size=2", "trainer.accelerator=cpu"]
     print(f"$ python src/train.py {' '.join(overrides)}", flush=True)
-    command = [sys.executable, REPOSITORY / "src" / "train.py", *overrides, f"hydra.run.dir={run_dir}"]
-    subprocess.run(command, check=True, cwd=REPOSITORY)
+    run_python("src/train.py", *overrides, f"hydra.run.dir={run_dir}", cwd=REPOSITORY)
     return run_dir
 
 
@@ -179,7 +177,6 @@ def main() -> int:
     parser.add_argument("--record", type=record_argument, help="path of a record of both runs; none by default")
     options = parser.parse_args()
     print(f"This trains a GPT and a BERT, each on two tensor-parallel ranks: {EXPECTED_TIME}.", flush=True)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the training, too
     start = time.time()
     run_dirs = {model: train(model) for model in MARGIN_NATS}
     measured = {model: measure(model, run_dir) for model, run_dir in run_dirs.items()}

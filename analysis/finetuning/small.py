@@ -20,14 +20,15 @@ import gzip
 import importlib.util
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
+from analysis.running import run_python
 from lmscale.results import new_record, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +77,7 @@ def find_minilm() -> Path:
 def run_script(script: str, *arguments: str) -> None:
     """Run an entry script on one thread with the current interpreter; its output goes to the terminal."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, str(ROOT / script), *arguments], check=True, cwd=ROOT, env=environment)
+    run_python(script, *arguments, cwd=ROOT, env=environment)
 
 
 def import_bert(folder: Path) -> Path:
@@ -244,7 +245,6 @@ def main() -> int:
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "finetune_small", help="run folders")
     parser.add_argument("--records", type=Path, default=RECORDS / "finetune_small", help="folder of the runs' records")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the training, too
     source = Path(os.environ.get("LMSCALE_DATA", ROOT.parent / "shared" / "data"))
     outputs = options.outputs.resolve()
     try:

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 import numpy as np
 
 from analysis.finetuning.small import RECORDS, ROOT, find_data, find_minilm, import_bert
+from analysis.running import run_python
 from lmscale.finetune.features import Features, load_features
 from lmscale.finetune.timing import Timer
 from lmscale.results import new_record, record_argument, write_record
@@ -80,9 +80,7 @@ def _run(arguments: list[str]) -> subprocess.CompletedProcess:
         "LRU_CACHE_CAPACITY": "128",
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     }  # as in finetune/run.py
-    return subprocess.run(
-        [sys.executable, *arguments], check=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    )
+    return run_python(*arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def as_rows(features: Features, count: int) -> list[dict[str, Any]]:
@@ -183,7 +181,6 @@ def main() -> int:
     parser.add_argument("--record", type=record_argument, default=RECORDS / "finetune_speed.json")
     parser.add_argument("--only-trainer", choices=SIDES[1:], help="run one training with Trainer (used internally)")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the training, too
     outputs = options.outputs.resolve()
     if options.only_trainer:
         task = options.tasks[0]

@@ -15,9 +15,7 @@ import json
 import os
 import resource
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 from omegaconf import OmegaConf
 
 from analysis.model_size.power_law import PowerLaw, fit_power_law
+from analysis.running import run_python
 from lmscale.config import TransformerConfig
 from lmscale.planner.flops import model_flops_per_step
 from lmscale.planner.params import count_parameters
@@ -55,7 +54,7 @@ def swept(key: str) -> list[int]:
 def train(overrides: Sequence[str]) -> None:
     """Run `src/train.py` on one thread with the current interpreter; its output goes to the terminal."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, str(ROOT / "src" / "train.py"), *overrides], check=True, cwd=ROOT, env=environment)
+    run_python("src/train.py", *overrides, cwd=ROOT, env=environment)
 
 
 def run_cell(size: int, seed: int, more: Sequence[str], outputs: Path, records: Path) -> None:
@@ -206,7 +205,6 @@ def main() -> int:
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "model_size", help="run folders")
     parser.add_argument("--records", type=Path, default=RECORDS / "model_size", help="folder of the cells' records")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the training, too
     for seed in options.seeds or swept("seed"):
         for size in options.sizes or swept("model.hidden_size"):
             run_cell(size, seed, options.overrides, options.outputs.resolve(), options.records)

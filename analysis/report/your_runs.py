@@ -35,23 +35,22 @@ _CURVE = {"step": "step", "train/loss": "train", "val/loss": "val", "tokens_per_
 
 @dataclass(frozen=True)
 class Run:
-    """A pretraining run.
+    """What the table and the figure show of a pretraining run; `read_run` has checked it.
 
     Args:
         folder: of the run.
-        record: its record.
+        validation_set: name of the text of its validation loss.
+        overrides: of its command, without those of Hydra itself.
+        row: of the table; a metric that is absent or not finite is nan.
         curve: columns step, train, val and tokens_per_s as recorded; the validation before the first step is of the
             record.
     """
 
     folder: Path
-    record: dict[str, Any]
+    validation_set: str
+    overrides: list[str]
+    row: dict[str, Any]
     curve: pd.DataFrame
-
-    def value(self, metric: str) -> float:
-        """A metric of the record; nan if it is absent or not finite."""
-        value = self.record["metrics"].get(metric, {}).get("value")
-        return math.nan if value is None else value
 
 
 def find_runs(folders: Sequence[str | Path] = (), root: Path = ROOT) -> tuple[list[Run], list[str]]:
@@ -67,7 +66,9 @@ def find_runs(folders: Sequence[str | Path] = (), root: Path = ROOT) -> tuple[li
     for folder in map(Path, folders) if folders else (root / "outputs", root / "multirun"):
         held = sorted({path.parent for name in ("record.json", "metrics.csv") for path in folder.rglob(name)})
         if folders and not held:
-            raise ValueError(f"`folders` must hold run folders with record.json and metrics.csv, but {folder} has none")
+            raise ValueError(
+                f"a run folder must have record.json or metrics.csv, but {folder} and the folders in it have none"
+            )
         for run in held:
             try:
                 runs.append(read_run(run))
@@ -79,27 +80,46 @@ def find_runs(folders: Sequence[str | Path] = (), root: Path = ROOT) -> tuple[li
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder.
+    """Read a run folder, and check everything that is shown of it.
 
     Raises:
         ValueError: a file is missing or damaged, or the run is of another kind.
     """
-    for name in ("record.json", "metrics.csv"):
-        if not (folder / name).is_file():
-            raise ValueError(f"it has no {name}")
+    if not (folder / "record.json").is_file():
+        raise ValueError("it has not finished: it has no record.json; resume=auto continues a pretraining")
+    if not (folder / "metrics.csv").is_file():
+        raise ValueError("it has no metrics.csv")
     record = read_record(folder / "record.json")
+    if isinstance(record.get("metrics"), dict) and "val/loss" not in record["metrics"]:
+        raise ValueError(f"it is not a pretraining run ({record.get('name')})")
+    file = "record.json"
     try:
-        if "val/loss" not in record["metrics"]:
-            raise ValueError(f"it is not a pretraining run ({record['name']})")
-        rows = pd.read_csv(folder / "metrics.csv").rename(columns=_CURVE)
-        run = Run(folder, record, rows.reindex(columns=list(_CURVE.values())).astype(float))
-        start = run.value("val_start/loss")  # a resumed run has none
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is damaged ({error!r})") from None
-    if run.curve["train"].isna().all():
-        raise ValueError("its metrics.csv has no training loss")
-    before = pd.DataFrame([] if math.isnan(start) else [{"step": 0, "val": start}], columns=run.curve.columns)
-    return Run(folder, record, pd.concat([before, run.curve], ignore_index=True))
+        metrics = record["metrics"]
+        row = {shown: _value(metrics, name) for name, shown in _TABLE.items()}
+        row |= {"unit": f"{metrics['val/loss']['unit']:s}", "folder": _shorten(folder)}  # `:s` refuses other types
+        overrides = [word for word in record["config"]["overrides"] if not word.startswith("hydra.")]
+        name, start = validation_set(record), _value(metrics, "val_start/loss")  # a resumed run has no start
+        file = "metrics.csv"
+        curve = _read_curve(folder / file)
+    except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"its {file} is damaged ({type(error).__name__}: {reason})") from None
+    before = pd.DataFrame([] if math.isnan(start) else [{"step": 0, "val": start}], columns=curve.columns)
+    return Run(folder, name, overrides, row, pd.concat([before, curve], ignore_index=True))
+
+
+def _value(metrics: dict[str, Any], name: str) -> float:
+    value = metrics[name]["value"] if name in metrics else None
+    return math.nan if value is None else float(value)
+
+
+def _read_curve(path: Path) -> pd.DataFrame:
+    rows = pd.read_csv(path)
+    if not rows.index.equals(pd.RangeIndex(len(rows))):  # pandas has taken the first fields as an index
+        raise ValueError("its rows have more fields than its header")
+    if rows["step"].isna().any() or rows["train/loss"].isna().all():
+        raise ValueError("it must have the step of every row and a training loss")
+    return rows.reindex(columns=list(_CURVE)).rename(columns=_CURVE).astype(float)
 
 
 def tabulate(runs: Sequence[Run]) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
@@ -107,17 +127,12 @@ def tabulate(runs: Sequence[Run]) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]
 
     A label has the overrides that differ between the runs, or the folder's name if they are long.
     """
-    overrides = [[w for w in run.record["config"]["overrides"] if not w.startswith("hydra.")] for run in runs]
-    shared = set.intersection(*map(set, overrides))
-    labels = [", ".join(word for word in words if word not in shared) for words in overrides]
+    shared = set.intersection(*(set(run.overrides) for run in runs))
+    labels = [", ".join(word for word in run.overrides if word not in shared) for run in runs]
     labels = [label if 0 < len(label) <= LONGEST else run.folder.name for label, run in zip(labels, runs, strict=True)]
     labels = [label if labels.count(label) == 1 else f"{label} ({i + 1})" for i, label in enumerate(labels)]
-    rows = [{shown: run.value(metric) for metric, shown in _TABLE.items()} for run in runs]
-    table = pd.DataFrame(rows).assign(
-        unit=[run.record["metrics"]["val/loss"]["unit"] for run in runs],
-        folder=[_shorten(run.folder) for run in runs],
-    )
-    table.index = pd.MultiIndex.from_arrays([[validation_set(run.record) for run in runs], labels], names=RANKED)
+    table = pd.DataFrame([run.row for run in runs])
+    table.index = pd.MultiIndex.from_arrays([[run.validation_set for run in runs], labels], names=RANKED)
     return _rank(table), {label: run.curve for label, run in zip(labels, runs, strict=True)}
 
 
@@ -143,26 +158,32 @@ def demo_runs() -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
 def draw_runs(table: pd.DataFrame, curves: dict[str, pd.DataFrame]) -> Figure:
     """Draw the recorded training and validation losses, and the throughput, of each run; the best is the darkest.
 
-    Each validation set has its own row of panels. Validations are not joined: nothing is known between them.
+    Each validation set has its own row of panels; runs of one step have no panel of throughput. Validations are not
+    joined: nothing is known between them.
     """
     groups = [(name, rows.droplevel(0)) for name, rows in table.groupby(level=0, sort=False)]
     best = [f"{rows['validation loss'].iloc[0]:.3f} {rows['unit'].iloc[0]}, {rows.index[0]}" for _, rows in groups]
     with house_style():
         figure = page_figure("Lowest validation loss: " + "; ".join(best), 0.6 + 3 * len(groups))
-        panels = figure.subplots(len(groups), 2, width_ratios=(2, 1), squeeze=False)
-        for (name, rows), (loss, speed) in zip(groups, panels, strict=True):
+        grid = figure.add_gridspec(len(groups), 2, width_ratios=(2, 1))
+        for number, (name, rows) in enumerate(groups):
+            has_speed = any(curves[label]["tokens_per_s"].count() > 1 for label in rows.index)
+            loss = figure.add_subplot(grid[number, 0] if has_speed else grid[number, :])
+            speed = figure.add_subplot(grid[number, 1]) if has_speed else None
             ends = {}
             for i, label in enumerate(rows.index):
                 curve, color = curves[label], colormaps["viridis"](0.5 * i / max(len(rows) - 1, 1))
                 loss.plot(curve["step"], curve["train"], color=color, linewidth=0.8, alpha=0.6)
                 scored = curve.dropna(subset=["val"])
                 loss.plot(scored["step"], scored["val"], color=color, marker="o", markersize=4, linestyle="none")
-                speed.plot(curve["step"], curve["tokens_per_s"], color=color, linewidth=0.8)
+                if has_speed:
+                    speed.plot(curve["step"], curve["tokens_per_s"], color=color, linewidth=0.8)
                 last = scored if len(scored) else curve.assign(val=curve["train"])
                 ends[label] = (*last[["step", "val"]].iloc[-1], color)
             loss.set(xlabel="optimizer step", ylabel=f"loss, {rows['unit'].iloc[0]}")
             loss.set_title(f"{name}\nline: training; points: validation", loc="left")
-            speed.set(xlabel="optimizer step", title="tokens per second", ylim=(0, None))
+            if has_speed:
+                speed.set(xlabel="optimizer step", title="tokens per second", ylim=(0, None))
             label_ends(loss, ends, gap=0.07)
         sns.despine(figure)
     return figure
@@ -178,12 +199,16 @@ def main() -> int:
     try:
         if options.output.suffix[1:] not in known:
             raise ValueError(f"`--output` must end in one of {', '.join(known)}, but is {options.output}")
+        try:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"{options.output}: {error.strerror}"
+            raise ValueError(f"`--output` must be in a folder that can be made, but {reason}") from None
         runs, left_out = find_runs(options.runs)
         print("\n".join(left_out), end="\n" if left_out else "")
         if not runs:
             raise ValueError(f"`runs` must have a pretraining run, but {options.runs or ROOT} has none")
         table, curves = tabulate(runs)
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         draw_runs(table, curves).savefig(options.output)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

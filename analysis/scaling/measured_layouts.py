@@ -11,14 +11,15 @@ import argparse
 import itertools
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
+from analysis.running import run_python
 from lmscale.results import new_record, record_argument, write_record
 from lmscale.training.measuring import WARM_UP_STEPS, label, layout_overrides, time_training
 
@@ -33,7 +34,7 @@ def measure() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "layouts.json"
         words = [*JOB, "cluster=cpu", "num_devices=2", "measure=4", f"record={path}"]
-        subprocess.run([sys.executable, str(ROOT / "src" / "plan.py"), *words], check=True)
+        run_python("src/plan.py", *words)
         return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -62,7 +63,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60, help="timed steps of a long run")
     parser.add_argument("--record", type=record_argument, default=RECORD)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the training, too
     if options.steps < 1:
         parser.error(f"--steps must be at least 1, but is {options.steps}")
     load, started, rows = os.getloadavg()[0], time.time(), []

@@ -10,11 +10,12 @@ include the training data, are `zero_shot_small_*.json` in `--output`.
 import argparse
 import gzip
 import json
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
+from analysis.running import run_python
 from lmscale.results import write_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,9 +55,8 @@ def write_articles(source: Path, target: Path) -> None:
 
 def run_script(name: str, *overrides: str) -> None:
     """Run an entry script; its output goes to the terminal."""
-    command = [sys.executable, str(ROOT / "src" / name), *overrides]
     print("python", f"src/{name}", *overrides, flush=True)
-    subprocess.run(command, check=True)
+    run_python(f"src/{name}", *overrides)
 
 
 def train(race: Path, folder: Path, num_threads: int) -> Path:
@@ -96,7 +96,6 @@ def main() -> int:
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RECORDS)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the training, too
     run = train(options.race, options.folder, options.num_threads)
     for task, path in (("lambada", options.lambada), ("wikitext103", options.wikitext)):
         record = evaluate(task, path, run, options.folder)

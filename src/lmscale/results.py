@@ -192,15 +192,18 @@ def validation_set(record: dict[str, Any]) -> str:
     """Name what a pretraining run's validation loss is a mean over: losses are comparable only if the names are equal.
 
     The name ends in a hash of the family, the samples, the text and the tokenizer.
+
+    Raises:
+        KeyError, TypeError, ValueError: the record does not describe a validation set.
     """
     config = record["config"]
-    data, corpus = config.get("data", {}), config.get("corpus", {})
-    family, held_out = config.get("model", {}).get("architecture"), corpus.get("validation", {})
+    data, corpus, family = config["data"], config["corpus"], config["model"]["architecture"]
+    held_out = corpus["validation"]
     samples = [data.get(key) for key in ("seq_length", "short_seq_probability", "mask_probability", "max_ngram")]
     samples.append(config.get("trainer", {}).get("num_validation_samples"))
     facts = json.dumps([family, samples, held_out, corpus.get("tokenizer")])
-    size = f"{held_out.get('tokens', 0):,} validation tokens in sequences of {data.get('seq_length')}"
-    return f"{family}, {size}, set {hashlib.sha256(facts.encode()).hexdigest()[:6]}"
+    size = f"{held_out['tokens']:,} validation tokens in sequences of {data['seq_length']:d}"
+    return f"{family:s}, {size}, set {hashlib.sha256(facts.encode()).hexdigest()[:6]}"
 
 
 def _checked(metric: str, entry: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,15 @@ from analysis.report.your_runs import NEWEST, demo_runs, draw_runs, find_runs, r
 from lmscale.results import new_record, write_record
 
 
+def validated(family: str) -> dict:
+    """The part of a configuration that names the validation set."""
+    corpus = {"tokenizer": "t", "validation": {"tokens": 640, "sha256": family}}
+    return {"model": {"architecture": family}, "data": {"seq_length": 32}, "corpus": corpus}
+
+
 def make_run(folder: Path, loss: float, *overrides: str, family: str = "gpt") -> Path:
     metrics = {"val/loss": {"value": loss, "unit": "nats/token"}, "tokens_per_s": {"value": 90.0, "unit": "tokens/s"}}
-    config = {"overrides": list(overrides), "model": {"architecture": family}}
+    config = validated(family) | {"overrides": list(overrides)}
     write_record(new_record(family, "run", config, 1, metrics), folder / "record.json")
     rows = [f"{step},{9 - step},{'' if step % 2 else loss},80.5" for step in range(1, 5)]
     (folder / "metrics.csv").write_text("\n".join(["step,train/loss,val/loss,tokens_per_s", *rows]) + "\n")
@@ -44,7 +50,7 @@ def test_runs_of_a_sweep_are_named_by_what_differs_and_the_best_is_first(tmp_pat
 
 def test_the_figure_of_a_short_run_shows_validation_before_and_after_it(tmp_path, monkeypatch, capsys) -> None:
     metrics = {name: {"value": loss, "unit": "nats"} for name, loss in (("val_start/loss", 9.0), ("val/loss", 6.0))}
-    write_record(new_record("bert", "run", {"overrides": []}, 1, metrics), tmp_path / "record.json")
+    write_record(new_record("bert", "run", validated("bert") | {"overrides": []}, 1, metrics), tmp_path / "record.json")
     (tmp_path / "metrics.csv").write_text("step,train/loss,val/loss,tokens_per_s\n1,8.5,,70.5\n2,7.5,6.0,80.5\n")
     training, validation = draw_runs(*tabulate([read_run(tmp_path)])).axes[0].lines
     assert [list(validation.get_xdata()), list(validation.get_ydata())] == [[0, 2], [9.0, 6.0]]
@@ -54,7 +60,9 @@ def test_the_figure_of_a_short_run_shows_validation_before_and_after_it(tmp_path
     assert your_runs.main() == 0 and (tmp_path / "curves.png").stat().st_size > 10_000
     assert capsys.readouterr().out.endswith(f"figure: {tmp_path / 'curves.png'}\n")
     monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path / "none")])
-    assert your_runs.main() == 2 and capsys.readouterr().err.startswith("error: `folders` must hold run folders")
+    assert your_runs.main() == 2
+    none = f"{tmp_path}/none and the folders in it have none"
+    assert capsys.readouterr().err == f"error: a run folder must have record.json or metrics.csv, but {none}\n"
 
 
 def test_the_lines_are_the_recorded_losses() -> None:
@@ -91,16 +99,77 @@ def test_runs_of_other_kinds_and_damaged_folders_are_left_out_with_the_reason(tm
     runs, left_out = find_runs([tmp_path])
     assert [run.folder.name for run in runs] == ["good"]
     assert [line.removeprefix(f"left out: {tmp_path}/")[:45] for line in left_out] == [
-        "empty: No columns to parse from file",
+        "empty: its metrics.csv is damaged (EmptyDataError: No columns to parse from file)"[:45],
         "finetuned: it is not a pretraining run (finet",
         f"torn: {tmp_path}/torn/record.json must"[:45],
-        "unfinished: it has no record.json",
+        "unfinished: it has not finished: it has no record.json; resume=auto continues a pretraining"[:45],
         "without_metrics: it has no metrics.csv",
     ]
     monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path), "--output", str(tmp_path / "curves.png")])
     assert your_runs.main() == 0 and capsys.readouterr().out.count("left out: ") == 5
     monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path / "finetuned")])
     assert your_runs.main() == 2 and "error: `runs` must have a pretraining run" in capsys.readouterr().err
+
+
+def change_record(folder: Path, path: str, value: object) -> None:
+    """Set a value of record.json by its path of keys; None removes it."""
+    record = json.loads((folder / "record.json").read_text())
+    entry, (*keys, last) = record, path.split(".")
+    for key in keys:
+        entry = entry[key]
+    if value is None:
+        del entry[last]
+    else:
+        entry[last] = value
+    (folder / "record.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("metrics", None, "KeyError: 'metrics'"),
+        ("config", {}, "KeyError: 'overrides'"),
+        ("config.overrides", None, "KeyError: 'overrides'"),
+        ("config.overrides", [1], "AttributeError: 'int' object has no attribute 'startswith'"),
+        ("config.data", None, "KeyError: 'data'"),
+        ("config.data.seq_length", "32", "ValueError: Unknown format code 'd' for object of type 'str'"),
+        ("config.corpus.validation", {}, "KeyError: 'tokens'"),
+        ("config.model.architecture", None, "KeyError: 'architecture'"),
+        ("metrics.val/loss.unit", None, "KeyError: 'unit'"),
+        ("metrics.val/loss.unit", 1, "ValueError: Unknown format code 's' for object of type 'int'"),
+        ("metrics.val/loss.value", None, "KeyError: 'value'"),
+        ("metrics.val/loss.value", "abc", "ValueError: could not convert string to float: 'abc'"),
+    ],
+)
+def test_a_record_without_what_is_shown_is_left_out(tmp_path, path: str, value: object, reason: str) -> None:
+    for name in ("bad", "good"):
+        make_run(tmp_path / name, 4.0)
+    change_record(tmp_path / "bad", path, value)
+    runs, left_out = find_runs([tmp_path])
+    assert left_out == [f"left out: {tmp_path}/bad: its record.json is damaged ({reason})"]
+    table, curves = tabulate(runs)
+    assert labels(table) == ["good"] and draw_runs(table, curves).axes
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "EmptyDataError: No columns to parse from file"),
+        ("train/loss,val/loss\n9,4\n", "KeyError: 'step'"),
+        ("step,val/loss\n1,4\n", "KeyError: 'train/loss'"),
+        ("step,train/loss\n1,9\n,8\n", "ValueError: it must have the step of every row and a training loss"),
+        ("step,train/loss\n1,\n", "ValueError: it must have the step of every row and a training loss"),
+        ("step,train/loss\n1,abc\n", "ValueError: could not convert string to float: 'abc'"),
+        ("step,train/loss\n1,9,7\n2,8,7\n", "ValueError: its rows have more fields than its header"),
+        (
+            "step,train/loss\n1,9\n2,8,7\n",
+            "ParserError: Error tokenizing data. C error: Expected 2 fields in line 3, saw 3",
+        ),
+    ],
+)
+def test_a_table_of_metrics_without_what_is_drawn_is_left_out(tmp_path, text: str, reason: str) -> None:
+    (make_run(tmp_path / "bad", 4.0) / "metrics.csv").write_text(text)
+    assert find_runs([tmp_path]) == ([], [f"left out: {tmp_path}/bad: its metrics.csv is damaged ({reason})"])
 
 
 def test_a_run_without_a_finite_validation_loss_is_last_and_drawn(tmp_path) -> None:
@@ -126,8 +195,25 @@ def test_the_default_is_the_newest_runs_of_both_folders(tmp_path) -> None:
 
 
 def test_a_folder_without_runs_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="`folders` must hold run folders .* but .*empty has none"):
+    with pytest.raises(ValueError, match="a run folder must have .* but .*empty and the folders in it have none"):
         find_runs([tmp_path / "empty"])
+
+
+def test_a_figure_in_a_folder_that_cannot_be_made_is_refused_by_its_argument(tmp_path, monkeypatch, capsys) -> None:
+    place = make_run(tmp_path, 4.0) / "metrics.csv" / "x.png"
+    monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path), "--output", str(place)])
+    assert your_runs.main() == 2
+    reason = f"{place}: File exists"
+    assert capsys.readouterr().err == f"error: `--output` must be in a folder that can be made, but {reason}\n"
+
+
+def test_a_throughput_of_one_step_has_no_panel(tmp_path) -> None:
+    for name, family in (("short", "bert"), ("long", "gpt")):
+        make_run(tmp_path / name, 4.0, family=family)
+    (tmp_path / "short" / "metrics.csv").write_text("step,train/loss,val/loss,tokens_per_s\n1,9,4,80.5\n")
+    table, curves = tabulate(find_runs([tmp_path])[0])
+    titles = [axis.get_title() for axis in draw_runs(table, curves).axes]
+    assert titles == ["", "", "tokens per second"]  # those of the losses are on the left
 
 
 def test_labels_at_the_ends_of_lines_do_not_overlap_and_stay_in_the_axes() -> None:

@@ -13,6 +13,12 @@ from test_runs import losses
 
 from lmscale.cli.sweep_summary import SweepSummary
 
+VALIDATED = {  # the part of a configuration that names the validation set
+    "model": {"architecture": "gpt"},
+    "data": {"seq_length": 32},
+    "corpus": {"tokenizer": "t", "validation": {"tokens": 640}},
+}
+
 
 def test_a_sweep_over_layouts_and_norm_orders_makes_four_runs(tmp_path) -> None:
     sweep = ("-m", "parallel.tp_size=1,2", "model.norm_order=pre,post", f"hydra.sweep.dir={tmp_path}")
@@ -43,8 +49,8 @@ def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
     assert units[1] == dict.fromkeys(losses[:3], "nats") | {losses[3]: "nats/masked token", losses[4]: "nats/sequence"}
     number = r"(\d+\.\d{4})"
     change = rf"{number} -> {number}"
-    assert re.search(rf"^validation loss {change} nats per token after 3 steps; a unigram has ", done.stdout, re.M)
-    bert = rf"^validation loss {change} nats \({change} per masked token \+ {change} per sequence\) after 3 steps"
+    assert re.search(rf"^validation loss {change} nats per token at step 3; a unigram has ", done.stdout, re.M)
+    bert = rf"^validation loss {change} nats \({change} per masked token \+ {change} per sequence\) at step 3;"
     before, after, *parts = map(float, re.search(bert, done.stdout, re.M).groups())
     assert [before, after] == pytest.approx([parts[0] + parts[2], parts[1] + parts[3]], abs=2e-4)
 
@@ -142,7 +148,8 @@ def test_a_sweep_of_runs_with_one_row_shows_points(tmp_path, monkeypatch) -> Non
     for number in range(2):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "metrics.csv").write_text("step,train/loss\n2,0.7\n")
-        record = {"config": {"overrides": [f"seed={number}"]}, "metrics": {"val/loss": {"value": number}}}
+        config = {"overrides": [f"seed={number}"], **VALIDATED}
+        record = {"config": config, "metrics": {"val/loss": {"value": number}}}
         (tmp_path / str(number) / "record.json").write_text(json.dumps(record))
     sweep = {"hydra": {"sweep": {"dir": str(tmp_path)}}}
     SweepSummary("val/loss").on_multirun_end(OmegaConf.create(sweep))
@@ -154,8 +161,9 @@ def test_a_sweep_of_runs_with_one_row_shows_points(tmp_path, monkeypatch) -> Non
 def make_job(folder: Path, family: str, lr: float, losses: list[float], **changes) -> None:
     """The files of one finished job that the summary reads."""
     corpus = {"tokenizer": "t", "validation": {"tokens": 640, "sha256": family}}
-    config = {"overrides": [f"model={family}", f"optimizer.lr={lr}"], "model": {"architecture": family}}
-    record = {"metrics": {"val/loss": {"value": losses[-1]}}, "config": config | {"corpus": corpus}} | changes
+    config = VALIDATED | {"model": {"architecture": family}, "corpus": corpus}
+    config |= {"overrides": [f"model={family}", f"optimizer.lr={lr}"]}
+    record = {"metrics": {"val/loss": {"value": losses[-1]}}, "config": config} | changes
     folder.mkdir()
     (folder / "record.json").write_text(json.dumps(record))
     rows = [f"{step},{loss}" for step, loss in enumerate(losses, 1)]
@@ -170,7 +178,7 @@ def test_losses_over_different_validation_sets_are_not_in_one_list(tmp_path, cap
     headings = [line for line in capsys.readouterr().out.splitlines() if "best val/loss first" in line]
     assert [heading[: heading.index(",", 9)] for heading in headings] == [
         "2 runs, best val/loss first (gpt",
-        "1 runs, best val/loss first (bert",
+        "1 run, best val/loss first (bert",
     ]
     with open(tmp_path / "sweep.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -186,9 +194,10 @@ def test_runs_of_one_label_are_drawn_apart_and_a_run_without_a_loss_is_left_out(
     make_job(tmp_path / "3", "gpt", 0.3, [7.0], metrics={"qqp/accuracy": {"value": 50.0}})
     make_job(tmp_path / "4", "gpt", 0.4, [7.0])
     (tmp_path / "4" / "record.json").write_text('{"metrics": ')
+    make_job(tmp_path / "5", "gpt", 0.5, [7.0], config={"overrides": []})
     SweepSummary("val/loss").on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
     notes = [line.split(",")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
-    assert notes == ["left out: 2", "left out: 3", "left out: 4"]
+    assert notes == ["left out: 2", "left out: 3", "left out: 4", "left out: 5"]
     drawn = [list(line.get_ydata()) for line in plt.gcf().axes[0].get_lines() if len(line.get_xdata())]
     plt.close("all")
     assert sorted(drawn) == [[8.0, 6.0], [9.0, 5.0]]

@@ -210,7 +210,10 @@ def test_a_non_finite_loss_stops_the_run_and_names_the_first_non_finite_paramete
     rows = read_rows(tmp_path)
     assert rows[-1]["num_skipped"] == 3 and rows[-1]["step"] < 50
     message = capfd.readouterr().err.splitlines()[-1]
-    assert "error: no finite gradient in more than 2 steps in a row" in message and "; first the " in message
+    assert (
+        "error: no finite gradient in more steps in a row than trainer.max_skipped_steps (2)" in message
+        and "; first the " in message
+    )
     (report,) = json.loads(next(tmp_path.glob("not_finite_step_*.json")).read_text())
     assert report["weights"] or report["forward"]
     assert list_checkpoints(tmp_path / "checkpoints")

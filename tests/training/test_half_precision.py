@@ -110,7 +110,7 @@ def test_a_run_that_never_updates_says_so(tmp_path, capsys) -> None:
     pretrain(prepare_job(tiny_run("gpt", tmp_path / "none", precision__dtype="fp16")))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
     assert lines == [
-        "WARNING: the weights are the initial ones: all 3 steps were skipped for a gradient that is not finite; "
+        "WARNING: the weights are the initial ones: every step (3) was skipped for a gradient that is not finite; "
         "the loss scale is still 1.07374e+09"
     ]
     settings = {"precision__dtype": "fp16", "precision__initial_loss_scale": 1024.0}

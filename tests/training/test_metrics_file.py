@@ -81,7 +81,7 @@ def test_rows_are_buffered_while_the_disk_is_full_with_one_warning(tmp_path, mon
         logger.log_metrics({"val/loss": 5.0}, 4)
         assert capsys.readouterr().err.count("WARNING") == 1
         logger.finalize("success")
-        assert "2 rows, from step 3 on, are not in it: [Errno 28] No space left" in capsys.readouterr().err
+        assert "the rows from step 3 on (2) are not in it: [Errno 28] No space left" in capsys.readouterr().err
     assert [row["step"] for row in rows(logger.path)] == ["1", "2"]
     write(logger, range(5, 6))
     assert [row["step"] for row in rows(logger.path)] == ["1", "2", "3", "4", "5"]

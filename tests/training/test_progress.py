@@ -49,7 +49,7 @@ def test_without_a_terminal_first_and_last_step_have_a_line_that_counts_on_after
     first = train(*shown, "trainer.stop_after_steps=1")
     assert first.returncode == 0, first.stderr
     assert re.findall(r"^step (\d+/\d+)  loss \d", first.stdout, re.M) == ["1/1"]
-    second = train(*shown, "resume=auto", COLUMNS="300")
+    second = train(*shown, "resume=auto")
     assert second.returncode == 0, second.stderr
     lines = [line for line in second.stdout.splitlines() if re.match(r"step \d+/", line)]
     assert [line.split()[1] for line in lines] == ["2/3", "3/3"]
@@ -81,6 +81,24 @@ def test_a_terminal_of_80_columns_gets_one_line_that_is_rewritten() -> None:
     versions = [part.removesuffix("\x1b[K") for part in line.split("\r")[1:]]
     assert versions[0].startswith("step 1/3") and versions[-1].startswith("step 3/3")
     assert max(map(len, versions)) < 80 and text.count(b"step 3/3") <= 2
+
+
+@pytest.mark.parametrize("log_every", [1, 5])
+def test_without_a_terminal_the_first_logged_step_has_a_line_and_no_line_is_cut(monkeypatch, capsys, log_every) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    trainer = SimpleNamespace(is_global_zero=True, max_steps=2000)
+    module = SimpleNamespace(completed_steps=0, is_last_micro_batch=True)
+    shown = report()
+    logged, shown.metrics = shown.metrics, {}
+    progress = ProgressLine(shown)
+    progress.on_train_start(trainer, module)
+    for step in range(1, 102):
+        module.completed_steps = step
+        shown.metrics = logged if step >= log_every else {}
+        progress.on_train_batch_end(trainer, module)
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == [f"step {log_every}/2000", "step 100/2000"]
+    assert [line[-1] for line in lines] == ["scale 4.29e+09"] * 2 and all(line[5].endswith(" left") for line in lines)
 
 
 class Terminal(io.StringIO):

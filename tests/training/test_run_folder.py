@@ -42,8 +42,8 @@ def test_a_validation_that_costs_much_of_the_training_is_announced(tmp_path) -> 
     run = tiny_run("gpt", tmp_path, **every)
     line = warn_of_costly_validation(run, 68_507 * 512 // 29)  # the paper's corpus, Table 2
     assert line == (
-        "WARNING: a validation, every 1,000 steps, scores 1,209,502 sequences and takes 79 % of the time of these "
-        "steps; with trainer.num_validation_samples=76800 it takes 5 %\n"
+        "WARNING: a validation of 1,209,502 sequences takes 79 % of the time that training takes with "
+        "trainer.validate_every_steps=1000; with trainer.num_validation_samples=76800 it takes 5 %\n"
     )
     assert warn_of_costly_validation(run, 76_800) == warn_of_costly_validation(run, 153_600) == ""
     assert warn_of_costly_validation(run, 153_603).startswith("WARNING: ")

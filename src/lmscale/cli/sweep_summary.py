@@ -38,13 +38,13 @@ class SweepSummary(Callback):
                 record = read_record(path)
                 metric = self._metric_of(record, config)
                 entry = record["metrics"][metric]
-            except (ValueError, KeyError) as error:
+                loss_over = validation_set(record) if "/" in self.metric else ""
+            except (ValueError, KeyError, TypeError) as error:
                 print(f"left out: {run}, whose record has no such metric or cannot be read ({error})")
                 continue
             if entry["value"] is None:
                 print(f"left out: {run}, whose {metric} is {entry['non_finite']}")
                 continue
-            loss_over = validation_set(record) if "/" in self.metric else ""
             row = {metric: entry["value"], "run": run} | _overrides(record) | {SET: loss_over}
             groups.setdefault((metric, loss_over), []).append(row)
         for (metric, loss_over), runs in groups.items():
@@ -80,7 +80,7 @@ class SweepSummary(Callback):
 def _heading(runs: list[dict[str, Any]], metric: str, loss_over: str, groups: Collection[tuple[str, str]]) -> str:
     """What ranks the runs; the validation set only if the metric is of several, which are not comparable."""
     several = sum(other == metric for other, _ in groups) > 1
-    return f"{len(runs)} runs, best {metric} first" + (f" ({loss_over})" if several else "")
+    return f"{len(runs)} run{'s' * (len(runs) > 1)}, best {metric} first" + (f" ({loss_over})" if several else "")
 
 
 def _overrides(record: dict[str, Any]) -> dict[str, str]:

@@ -58,8 +58,8 @@ def announce(job: FinetuneJob, module: FinetuneModule, features: Features | None
 def report_divergence(job: FinetuneJob, step: int) -> None:
     """Print why the run stopped after `step`."""
     print(
-        f"error: the training has diverged at step {step}: more than {job.run.trainer.max_skipped_steps} steps in a "
-        "row without a finite gradient, or scores not finite",
+        f"error: the training has diverged at step {step}: more steps in a row without a finite gradient than "
+        f"trainer.max_skipped_steps ({job.run.trainer.max_skipped_steps}), or scores not finite",
         file=sys.stderr,
         flush=True,
     )

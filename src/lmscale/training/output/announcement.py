@@ -33,8 +33,8 @@ def announce(
         f"hidden {config.hidden_size}, {config.num_attention_heads} heads, norm order {config.norm_order}\n"
         f"ranks: {layout.world_size} = {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}"
         f"{describe_channel(context, job.accelerator)}{chosen}; "
-        f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x "
-        f"{batch.num_micro_batches} micro-steps x {run.micro_batch_size}; {run.data.seq_length} tokens per sequence\n"
+        f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x {batch.num_micro_batches} x "
+        f"{run.micro_batch_size} (data ranks x micro-steps x micro-batch); {run.data.seq_length} tokens per sequence\n"
         f"{describe_options(run, config, layout, job.kernels.compiles)}"
         f"kernels: {job.kernels.describe()}, attention by {config.attention} "
         f"({job.compile_choice}, kernels={run.kernels})\n"
@@ -135,7 +135,7 @@ def warn_of_costly_validation(run: RunConfig, num_samples: int) -> str:
         return ""
     fewer = max(1, round(0.05 * between * 3 * run.global_batch_size))
     return (
-        f"WARNING: a validation, every {between:,} steps, scores {num_samples:,} sequences and takes "
-        f"{100 * steps / between:.0f} % of the time of these steps; with trainer.num_validation_samples={fewer} it "
+        f"WARNING: a validation of {num_samples:,} sequences takes {100 * steps / between:.0f} % of the time that "
+        f"training takes with trainer.validate_every_steps={between}; with trainer.num_validation_samples={fewer} it "
         "takes 5 %\n"
     )

@@ -36,8 +36,8 @@ def count_updates(counters: Counters) -> dict[str, dict[str, Any]]:
     if counters.num_skipped and not counters.num_updates:
         scale = "" if counters.loss_scale == 1 else f"; the loss scale is still {counters.loss_scale:g}"
         print(
-            f"WARNING: the weights are the initial ones: all {counters.num_skipped} steps were skipped for a gradient "
-            f"that is not finite{scale}",
+            f"WARNING: the weights are the initial ones: every step ({counters.num_skipped}) was skipped for a "
+            f"gradient that is not finite{scale}",
             file=sys.stderr,
             flush=True,
         )

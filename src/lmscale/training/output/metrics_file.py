@@ -83,7 +83,7 @@ class MetricsFile(Logger):
         if self.problem is not None:
             self._write()
         if self.problem is not None:
-            self._say(f"{len(self.rows)} rows, from step {self.rows[0]['step']} on, are not in it: {self.problem}")
+            self._say(f"the rows from step {self.rows[0]['step']} on ({len(self.rows)}) are not in it: {self.problem}")
 
     def _write(self) -> None:
         """Write `rows` at `offset`, after the header if the file is empty; a metric without a column gets one."""

@@ -12,13 +12,13 @@ from .reporting import StepReport
 
 
 class ProgressLine(L.Callback):
-    """Shows the last row of metrics in one line, as much of it as fits the columns of the terminal.
+    """Shows the last row of metrics in one line.
 
-    The fields are ordered by importance, so that a wider terminal (or COLUMNS=200 in the environment) shows the rest. A
-    terminal gets one line, rewritten a few times per second; a file or pipe gets a new line every `every_steps` steps.
+    A terminal gets one line, rewritten a few times per second, with as many fields as fit its columns: they are ordered
+    by importance. A file or pipe gets a new line with all fields every `every_steps` steps.
 
     Args:
-        every_steps: between lines in a file; also the first step and the last have one.
+        every_steps: between lines in a file; also the first step with a row and the last have one.
     """
 
     def __init__(self, report: StepReport, every_steps: int = 100) -> None:
@@ -45,7 +45,7 @@ class ProgressLine(L.Callback):
         if self.live:
             is_due = time.monotonic() - self._shown_at > 0.25
         else:
-            is_due = step == self._first_step + 1 or step % self.every_steps == 0
+            is_due = not self._shown_at or step % self.every_steps == 0
         if is_due or step == self._last_step:
             self._show(step)
 
@@ -70,13 +70,15 @@ class ProgressLine(L.Callback):
             self._is_shown = False
 
     def _show(self, step: int) -> None:
-        columns = shutil.get_terminal_size().columns
         seconds = (time.monotonic() - self._began) / max(1, step - self._first_step)
         seconds *= self._last_step - step
-        text = fit([f"step {step}/{self._last_step}", *fields(self.report, seconds)], columns - self.live)
-        # A terminal wraps a line that fills its last column, and keeps the rest of a longer line before it.
-        line, end = (f"\r{text}\x1b[K", "") if self.live else (text, "\n")
-        print(line, end=end, file=self._streams[0] if self.live else None, flush=True)
+        parts = [f"step {step}/{self._last_step}", *fields(self.report, seconds)]
+        if self.live:
+            # A terminal wraps a line that fills its last column, and keeps the rest of a longer line before it.
+            text = fit(parts, shutil.get_terminal_size().columns - 1)
+            print(f"\r{text}\x1b[K", end="", file=self._streams[0], flush=True)
+        else:
+            print("  ".join(parts), flush=True)
         self._is_shown, self._shown_at = self.live, time.monotonic()
 
 

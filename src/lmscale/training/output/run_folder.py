@@ -94,8 +94,8 @@ def report_failure(
         reports = strategy.gather(report.diagnosis)
         path = run_dir / f"not_finite_step_{step}.json"
         message = (
-            f"error: no finite gradient in more than {report.run.trainer.max_skipped_steps} steps in a row, up to step "
-            f"{step}; first {first_cause(reports)}; see {path}"
+            f"error: no finite gradient in more steps in a row than trainer.max_skipped_steps "
+            f"({report.run.trainer.max_skipped_steps}), up to step {step}; first {first_cause(reports)}; see {path}"
         )
         if strategy.is_global_zero:
             path.write_text(json.dumps(reports, indent=1), encoding="utf-8")
@@ -174,5 +174,5 @@ def write_run_record(
     write_record(run_record | {"kernels": asdict(job.kernels)}, run_dir / RECORD)
     loss = describe_validation(report.validation, start, terms)
     unigram_loss = f"a unigram has {unigram:.4f} per token of all validation text"
-    print(f"validation loss {loss} after {steps[1]} steps; {unigram_loss}")
+    print(f"validation loss {loss} at step {steps[1]}; {unigram_loss}")
     print(f"record: {run_dir / RECORD}", flush=True)
