@@ -250,6 +250,15 @@ def test_two_nodes_with_the_same_process_id_store_the_published_tokenizer(folder
     opened(folder / "a_text_document", folder, tokenizer=published)
 
 
+def test_a_cache_that_cannot_hold_the_published_tokenizer_is_named(folder, tokenizers) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "cache").mkdir()
+    (folder / "cache" / "tokenizers").write_text("in the way")
+    published = TokenizerConfig("gpt2", path=str(tokenizers["gpt"] / "tokenizer.json"))
+    with pytest.raises(ValueError, match="^`data.cache_dir` must be a folder .*cache/tokenizers"):
+        opened(folder / "a_text_document", folder, tokenizer=published)
+
+
 def test_ids_outside_the_vocabulary_raise_before_the_run_or_in_their_batch(folder) -> None:
     part = whole(write_dataset(folder / "wrong", [[[1] * 50], [[2, 3, 299]], [[4] * 20]]))
     with pytest.raises(ValueError, match=r"wrong.bin: ids must be from 0 to \d+ \(the tokenizer's\), but there is 299"):

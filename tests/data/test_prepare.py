@@ -1,5 +1,6 @@
 """Preparing a corpus: counts, the cache, and all errors."""
 
+import errno
 import gzip
 import json
 import os
@@ -256,3 +257,23 @@ def test_a_prepared_corpus_in_a_shared_cache_is_readable_by_others(tmp_path) -> 
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
     assert "manifest.json" in modes and set(modes.values()) == {0o755, 0o644}, modes
+
+
+@pytest.mark.parametrize("name", ["tokenizers", "corpora"])
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, name) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / name).write_text("in the way")
+    with pytest.raises(ValueError, match=r"^`data.cache_dir` must be a folder .*, but .*cache/\w+: File exists$"):
+        prepare_texts(tmp_path, TEXTS, "gpt")
+
+
+def test_a_cache_on_a_full_disk_is_named_and_left_clean(tmp_path, monkeypatch) -> None:
+    (tmp_path / "a.txt").write_text("\n\n".join(TEXTS))
+
+    def full(*args, **kwargs) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    with pytest.raises(ValueError, match=r"^`data.cache_dir` must be a folder .*, but .*/cache: No space left"):
+        prepare_corpus(local_config(tmp_path / "a.txt", tmp_path), TRAINED, "gpt", None)
+    assert not list((tmp_path / "cache" / "corpora").iterdir())

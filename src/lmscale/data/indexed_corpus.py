@@ -12,7 +12,15 @@ from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import CorpusForm, family_of
 from .bert_index import usable_documents
 from .indexed_dataset import IndexedDataset
-from .prepared import INDEX_FOLDER, MANIFEST, CorpusPart, PreparedCorpus, check_vocabulary, read_manifest
+from .prepared import (
+    INDEX_FOLDER,
+    MANIFEST,
+    CorpusPart,
+    PreparedCorpus,
+    cache_error,
+    check_vocabulary,
+    read_manifest,
+)
 from .tokenizer import Tokenizer, load_published_tokenizer, read_tokenizer
 
 TOKENIZER = "tokenizer.json"
@@ -243,11 +251,14 @@ def _find_tokenizer(
         )
     folder = cache / "tokenizers" / named.fingerprint[:24]
     if not (folder / TOKENIZER).is_file():
-        folder.mkdir(parents=True, exist_ok=True)
         # Unique even if several machines share the folder; no other user could read a file of mkstemp.
         temporary = folder / f".unfinished_{uuid.uuid4().hex}"
-        named.inner.save(str(temporary))
-        os.replace(temporary, folder / TOKENIZER)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(named.inner.to_str(pretty=True), encoding="utf-8")
+            os.replace(temporary, folder / TOKENIZER)
+        except OSError as error:
+            raise cache_error(cache, error) from None
     return named, folder
 
 

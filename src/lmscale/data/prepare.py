@@ -17,7 +17,7 @@ from ..config.family import CorpusForm, family_of
 from .indexed_corpus import open_indexed, special_ids_of
 from .indexed_dataset import IndexedDataset
 from .indexed_writer import IndexedWriter, best_dtype
-from .prepared import INDEX_FOLDER, CorpusPart, PreparedCorpus, check_vocabulary
+from .prepared import INDEX_FOLDER, CorpusPart, PreparedCorpus, cache_error, check_vocabulary
 from .sentences import SentenceEncoder, encode_arrays
 from .sources import Corpus, Documents, open_corpus
 from .tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
@@ -43,8 +43,8 @@ def prepare_corpus(
         model_vocab_size: vocabulary size of the model; None uses the tokenizer's.
 
     Raises:
-        ValueError: the sources or the tokenizer cannot be used, the corpus is too small to hold out a document, or the
-            tokenizer has more ids than the model.
+        ValueError: the sources or the tokenizer cannot be used, the corpus is too small to hold out a document, the
+            tokenizer has more ids than the model, or the cache cannot be written.
     """
     cache, form = cache_folder(data.cache_dir), family_of(architecture).corpus
     if data.kind == "indexed":
@@ -61,12 +61,15 @@ def prepare_corpus(
         return _split(read, data.validation_every)
 
     source = _source_key(data, corpus, held_out)
-    loaded = load_tokenizer(tokenizer, architecture, model_vocab_size, lambda: documents()[0], source, cache)
-    check_vocabulary(loaded, model_vocab_size)
-    facts = (FORMAT_VERSION, source, form.name, loaded.fingerprint, tokenizers.__version__)
-    folder = cache / "corpora" / hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-    if not (folder / "manifest.json").is_file():
-        _build(folder, documents(), loaded, form, {k: d.notes for k, d in read.items()})
+    try:
+        loaded = load_tokenizer(tokenizer, architecture, model_vocab_size, lambda: documents()[0], source, cache)
+        check_vocabulary(loaded, model_vocab_size)
+        facts = (FORMAT_VERSION, source, form.name, loaded.fingerprint, tokenizers.__version__)
+        folder = cache / "corpora" / hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+        if not (folder / "manifest.json").is_file():
+            _build(folder, documents(), loaded, form, {k: d.notes for k, d in read.items()})
+    except OSError as error:  # reading the sources raises ValueErrors
+        raise cache_error(cache, error) from None
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     skipped = [found.skipped for found in (corpus, held_out) if found is not None and found.skipped]
     manifest["notes"] = [*skipped, *_notes(data, tokenizer, loaded.vocab_size, manifest)]
@@ -221,7 +224,8 @@ def _build(
                 "tokens": sum(writer.sizes),
                 "sha256": hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest(),
             } | counts
-        tokenizer.inner.save(str(building / "tokenizer.json"))
+        # `inner.save` writes the same and raises no OSError.
+        (building / "tokenizer.json").write_text(tokenizer.inner.to_str(pretty=True), encoding="utf-8")
         (building / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         try:
             os.rename(building, folder)

@@ -59,6 +59,14 @@ class PreparedCorpus:
         return read_tokenizer(Path(self.folder) / "tokenizer.json")
 
 
+def cache_error(cache: Path, error: OSError) -> ValueError:
+    """The error of a run whose cache cannot be written."""
+    return ValueError(
+        "`data.cache_dir` must be a folder that can be written and has free space, but "
+        f"{error.filename or cache}: {error.strerror}"
+    )
+
+
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int | None) -> None:
     """Check that the model has a row for every id of the tokenizer.
 
