@@ -42,6 +42,7 @@ def run_hydra_main(main: Callable[[], None], literal: Collection[str] = (), join
             ends, or as `null`.
         joins_ranks: whether the entry point joins the ranks that a launcher has started; the others run in any job.
     """
+    _open_closed_streams()
     literal_values.set_aside(literal)
     if {"--help", "-h"} & set(sys.argv[1:]):
         main = _print_help
@@ -146,6 +147,15 @@ def _require_named_folder(hydra_config: DictConfig) -> None:
             f"`hydra.{key}.dir` must be given with resume=auto, which continues the run in it, but is {folder}: a new "
             "folder at every start"
         )
+
+
+def _open_closed_streams() -> None:
+    """Open the null device for each standard stream that was closed at the start, as by `>&-`, for the ranks too."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # it takes the descriptor that is closed
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _print_help() -> None:
