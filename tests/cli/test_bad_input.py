@@ -418,3 +418,15 @@ def test_background_saves_respect_the_host_memory(monkeypatch, accelerator) -> N
         fit.check_background_saves(run, layout, None, accelerator)
     run.checkpoint.async_ = False
     fit.check_background_saves(run, layout, None, accelerator)
+
+
+@forked_too
+@pytest.mark.parametrize("options", [(), ("-m", "seed=1")], ids=["run", "sweep"])
+def test_an_interpolation_in_the_name_of_the_run_folder_is_refused_in_one_line(tmp_path, options, forked) -> None:
+    """Hydra creates the folder of the name as it is, and resolves the name later."""
+    key = "hydra.sweep.dir" if options else "hydra.run.dir"
+    word = key + r"=runs/d\${x}y"
+    done = refuse(REPOSITORY / "src" / "train.py", *options, word, forked=forked, cwd=tmp_path)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert f"`{key}` must not have ${{ in it, but is " in done.stderr and "d${x}y" in done.stderr
+    assert options or not list(tmp_path.iterdir())  # a sweep leaves Hydra's multirun.yaml

@@ -76,10 +76,13 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
     """
     global _task_is_running
     hydra_config = HydraConfig.get()
-    ctrl_c.before_exit[:] = [partial(_remove_if_empty, Path(hydra_config.runtime.output_dir))]
+    folder = OmegaConf.to_container(hydra_config.runtime, resolve=False)["output_dir"]  # as Hydra has created it
+    ctrl_c.before_exit[:] = [partial(_remove_if_empty, Path(folder))]
     try:
+        if "${" in folder:
+            raise ValueError(f"`hydra.{_group_of_folder(hydra_config)}.dir` must not have ${{ in it, but is {folder}")
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        values["run_dir"] = str(Path(hydra_config.runtime.output_dir).absolute())
+        values["run_dir"] = str(Path(folder).absolute())
         values["overrides"] = list(hydra_config.overrides.task)
         values = literal_values.put_back(values)
         if values.get("resume", {}).get("path") == "auto":
@@ -102,7 +105,7 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
             raise
         exit_with(error, _name_of_job(hydra_config))
     finally:
-        _remove_if_empty(Path(hydra_config.runtime.output_dir))
+        _remove_if_empty(Path(folder))
 
 
 def _put_options_last() -> None:
@@ -140,13 +143,18 @@ def hydra_files(cfg: DictConfig) -> dict[str, str]:
 
 def _require_named_folder(hydra_config: DictConfig) -> None:
     """Refuse a run folder whose name has the time of the start, as it has by default: no earlier run can be in it."""
-    key = "sweep" if hydra_config.mode == RunMode.MULTIRUN else "run"
-    folder = OmegaConf.to_container(HydraConfig.instance().cfg.hydra[key], resolve=False)["dir"]
+    group = _group_of_folder(hydra_config)
+    folder = OmegaConf.to_container(HydraConfig.instance().cfg.hydra[group], resolve=False)["dir"]
     if "${now:" in folder:
         raise ValueError(
-            f"`hydra.{key}.dir` must be given with resume=auto, which continues the run in it, but is {folder}: a new "
-            "folder at every start"
+            f"`hydra.{group}.dir` must be given with resume=auto, which continues the run in it, but is {folder}: a "
+            "new folder at every start"
         )
+
+
+def _group_of_folder(hydra_config: DictConfig) -> str:
+    """Which group of Hydra's names the folder: `sweep` under -m, else `run`."""
+    return "sweep" if hydra_config.mode == RunMode.MULTIRUN else "run"
 
 
 def _open_closed_streams() -> None:
