@@ -83,8 +83,13 @@ BAD = {
     ),
     "a new folder to resume from": (
         ["resume=auto", "hydra.run.dir=outputs/${now:%Y-%m-%d_%H-%M-%S}"],  # as by default
-        "`hydra.run.dir` must be given with resume=auto, which continues the run in it, but is outputs/",
+        "`hydra.run.dir` must be the folder of the run to continue with resume=auto, but every start has a new one: /",
     ),
+    "a switch for a checkpoint": (
+        ["resume=true"],
+        "`resume` must be none, auto or the path of a checkpoint, but is True",
+    ),
+    "no checkpoint at all": (["resume=null"], "`resume` must be none, auto or the path of a checkpoint, but is None"),
     "a run folder nowhere": (["hydra.run.dir=/proc/none/run"], "made and written, but /proc/none"),
     "type": (["trainer.max_steps=many"], "`trainer.max_steps` must be a whole number, but is 'many'"),
     "type of a size": (["model.hidden_size=1e9x"], "`model.hidden_size` must be a whole number, but is '1e9x'"),

@@ -86,7 +86,7 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
         values["overrides"] = list(hydra_config.overrides.task)
         values = literal_values.put_back(values)
         if values.get("resume", {}).get("path") == "auto":
-            _require_named_folder(hydra_config)
+            _require_named_folder(hydra_config, folder)
         _task_is_running = True
         try:
             task(values)
@@ -141,14 +141,13 @@ def hydra_files(cfg: DictConfig) -> dict[str, str]:
     return {f".hydra/{name}.yaml": OmegaConf.to_yaml(content) for name, content in contents.items()}
 
 
-def _require_named_folder(hydra_config: DictConfig) -> None:
-    """Refuse a run folder whose name has the time of the start, as it has by default: no earlier run can be in it."""
+def _require_named_folder(hydra_config: DictConfig, folder: str) -> None:
+    """Refuse a `folder` whose name has the time of the start, as it has by default: no earlier run can be in it."""
     group = _group_of_folder(hydra_config)
-    folder = OmegaConf.to_container(HydraConfig.instance().cfg.hydra[group], resolve=False)["dir"]
-    if "${now:" in folder:
+    if "${now:" in OmegaConf.to_container(HydraConfig.instance().cfg.hydra[group], resolve=False)["dir"]:
         raise ValueError(
-            f"`hydra.{group}.dir` must be given with resume=auto, which continues the run in it, but is {folder}: a "
-            "new folder at every start"
+            f"`hydra.{group}.dir` must be the folder of the run to continue with resume=auto, but every start has "
+            f"a new one: {folder}"
         )
 
 
