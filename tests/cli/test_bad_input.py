@@ -84,8 +84,13 @@ BAD = {
     ),
     "a new folder to resume from": (
         ["resume=auto", "hydra.run.dir=outputs/${now:%Y-%m-%d_%H-%M-%S}"],  # as by default
-        "`hydra.run.dir` must be given with resume=auto, which continues the run in it, but is outputs/",
+        "`hydra.run.dir` must be the folder of the run to continue with resume=auto, but every start has a new one: /",
     ),
+    "a switch for a checkpoint": (
+        ["resume=true"],
+        "`resume` must be none, auto or the path of a checkpoint, but is True",
+    ),
+    "no checkpoint at all": (["resume=null"], "`resume` must be none, auto or the path of a checkpoint, but is None"),
     "a run folder nowhere": (["hydra.run.dir=/proc/none/run"], "made and written, but /proc/none"),
     "type": (["trainer.max_steps=many"], "`trainer.max_steps` must be a whole number, but is 'many'"),
     "type of a size": (["model.hidden_size=1e9x"], "`model.hidden_size` must be a whole number, but is '1e9x'"),
@@ -215,7 +220,7 @@ def test_an_error_is_one_line_and_exit_code_2(case, forked, tmp_path) -> None:
     ("content", "message"),
     [
         (b"", "must hold at least one document"),
-        (b"caf\xe9\n\nna\xefve", "2 undecodable bytes, the first at offset 3; data.undecodable=replace"),
+        (b"caf\xe9\n\nna\xefve", "row 1: must be UTF-8, but byte 3 is 0xe9; data.undecodable=replace"),
         (b"One short document.\n\nAnother one.", "the train part must have at least `data.seq_length` + 1 (33) tokens"),
     ],
     ids=["empty", "undecodable", "too short"],
@@ -445,3 +450,15 @@ def test_an_error_of_the_system_without_a_file_is_told_without_one(error, messag
     with pytest.raises(SystemExit, match="2"):
         exit_with(error)
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@forked_too
+@pytest.mark.parametrize("options", [(), ("-m", "seed=1")], ids=["run", "sweep"])
+def test_an_interpolation_in_the_name_of_the_run_folder_is_refused_in_one_line(tmp_path, options, forked) -> None:
+    """Hydra creates the folder of the name as it is, and resolves the name later."""
+    key = "hydra.sweep.dir" if options else "hydra.run.dir"
+    word = key + r"=runs/d\${x}y"
+    done = refuse(REPOSITORY / "src" / "train.py", *options, word, forked=forked, cwd=tmp_path)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert f"`{key}` must not have ${{ in it, but is " in done.stderr and "d${x}y" in done.stderr
+    assert options or not list(tmp_path.iterdir())  # a sweep leaves Hydra's multirun.yaml

@@ -62,7 +62,7 @@ def test_the_keys_of_the_run_precede_those_typed(folder, monkeypatch, capsys, ty
         ["resume.path=auto"],
         ["hydra.run.dir='{}'"],
         ["resume.path=none", "hydra.run.dir='{}'"],
-        ["resume.path=auto", "hydra.run.dir=/nowhere/run"],
+        ["resume.path=auto", "hydra.run.dir=/nowhere/run", "model=bert_tiny"],
         ["-m", "resume.path=auto", "hydra.run.dir='{}'", "seed=1,2"],
     ],
     ids=["no folder", "a new run", "resume=none", "nothing in the folder", "a sweep"],
@@ -72,6 +72,18 @@ def test_other_commands_are_left_alone(folder, monkeypatch, capsys, words) -> No
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     add_own_keys()
     assert sys.argv[1:] == words and capsys.readouterr().out == ""
+
+
+def test_a_folder_without_a_run_is_refused_where_no_key_of_a_new_one_is_typed(tmp_path, monkeypatch) -> None:
+    words = ["resume.path=auto", f"hydra.run.dir={tmp_path}/gone", "resume.schedule=keep"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    with pytest.raises(
+        ValueError, match=r"^`hydra.run.dir` must be the folder of a run to continue .* but .*/gone has"
+    ):
+        add_own_keys()
+    (tmp_path / "gone" / "checkpoints").mkdir(parents=True)  # of a run that another program has started
+    add_own_keys()
+    assert sys.argv[1:] == words
 
 
 def test_the_run_is_checked_with_its_own_keys(folder) -> None:

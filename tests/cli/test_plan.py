@@ -1,5 +1,6 @@
 """`python src/plan.py` as a user runs it: output, speed and errors."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from plan_output import PAPER, planned, printed, refusal
 
 import lmscale.planner.flops as flops
 from analysis.scaling.study import SIZES, study_model
-from lmscale.cli.hydra_main import run_task
+from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.planner.params import count_parameters
 
 
@@ -43,6 +44,23 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch) -> None:
 
     with pytest.raises(BrokenPipeError):
         run_task(lose_a_process, OmegaConf.create({}))
+
+
+def test_closed_standard_streams_end_nothing(monkeypatch) -> None:
+    """Python sets a stream to None that was closed when it started, as by `>&-`."""
+    monkeypatch.setattr(sys, "argv", ["plan.py"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    descriptors = []
+
+    def use_them() -> None:
+        print("a line", flush=True)
+        assert sys.stdin.read() == "" and not sys.stdout.isatty()
+        descriptors.extend(stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr))
+
+    run_hydra_main(use_them)
+    assert [os.get_inheritable(number) for number in descriptors] == [True] * 3  # the ranks have them too
 
 
 def test_the_papers_largest_configuration_is_planned_within_seconds() -> None:

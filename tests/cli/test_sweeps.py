@@ -79,9 +79,14 @@ def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
         ),
         (["resume=none,gone"], "job 1 of the sweep (resume.path=gone): `resume` must be none, auto or the path"),
         (["trainer.num_threads=1,9999"], "job 1 of the sweep (trainer.num_threads=9999): `trainer.num_threads` must"),
+        (
+            ["seed=1,2", "hydra.sweep.subdir=same"],
+            "job 1 of the sweep (seed=2): `hydra.sweep.subdir` must give each job a folder of its own, but that of job "
+            "0 is the same: ",
+        ),
         (["seed=1,two"], "job 1 of the sweep (seed=two): `seed` must be a whole number, but is 'two'"),
     ],
-    ids=["size", "model", "key", "schedule", "path", "dataset", "resume", "threads", "type"],
+    ids=["size", "model", "key", "schedule", "path", "dataset", "resume", "threads", "folder", "type"],
 )
 def test_an_invalid_job_is_reported_before_the_first_one_starts(tmp_path, sweep, message, forked) -> None:
     done = refuse(REPOSITORY / "src" / "train.py", "-m", *sweep, f"hydra.sweep.dir={tmp_path}/sweep", forked=forked)

@@ -1,5 +1,6 @@
 """Indexed datasets as a run's corpus: windows, blends, splits, and all errors."""
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -257,6 +258,19 @@ def test_a_cache_that_cannot_hold_the_published_tokenizer_is_named(folder, token
     published = TokenizerConfig("gpt2", path=str(tokenizers["gpt"] / "tokenizer.json"))
     with pytest.raises(ValueError, match="^`data.cache_dir` must be a folder .*cache/tokenizers"):
         opened(folder / "a_text_document", folder, tokenizer=published)
+
+
+def test_a_full_disk_leaves_no_part_of_the_published_tokenizer(folder, tokenizers, monkeypatch) -> None:
+    (folder / "tokenizer.json").unlink()
+
+    def full(*args, **kwargs) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    published = TokenizerConfig("gpt2", path=str(tokenizers["gpt"] / "tokenizer.json"))
+    with pytest.raises(ValueError, match="^`data.cache_dir` must be a folder .*No space left"):
+        opened(folder / "a_text_document", folder, tokenizer=published)
+    assert not [path for path in (folder / "cache" / "tokenizers").rglob("*") if path.is_file()]
 
 
 def test_ids_outside_the_vocabulary_raise_before_the_run_or_in_their_batch(folder) -> None:

@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -267,13 +268,18 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, name) -> None:
         prepare_texts(tmp_path, TEXTS, "gpt")
 
 
-def test_a_cache_on_a_full_disk_is_named_and_left_clean(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["tokenizers", "corpora"])
+def test_a_cache_on_a_full_disk_is_named_and_left_clean(tmp_path, monkeypatch, name) -> None:
     (tmp_path / "a.txt").write_text("\n\n".join(TEXTS))
+    write = Path.write_text
 
-    def full(*args, **kwargs) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def write_some(path: Path, text: str, **kwargs) -> None:
+        write(path, text[:20], **kwargs)
+        if name in path.parts:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, text, **kwargs)
 
-    monkeypatch.setattr("pathlib.Path.write_text", full)
+    monkeypatch.setattr(Path, "write_text", write_some)
     with pytest.raises(ValueError, match=r"^`data.cache_dir` must be a folder .*, but .*/cache: No space left"):
         prepare_corpus(local_config(tmp_path / "a.txt", tmp_path), TRAINED, "gpt", None)
-    assert not list((tmp_path / "cache" / "corpora").iterdir())
+    assert not list((tmp_path / "cache" / name).iterdir())

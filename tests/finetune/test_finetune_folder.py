@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from finetune_runs import make_checkpoint, make_run, read_metrics, run_here
+from omegaconf import OmegaConf
 
 from lmscale.checkpoint import CheckpointError
 from lmscale.finetune.finetuning import prepare_job
@@ -56,3 +57,16 @@ def test_a_run_that_saves_checks_first_that_all_ranks_share_the_folder(tmp_path,
     run = make_run("qqp", tmp_path, ckpt, trainer__save=save)
     assert run_here(run) == (2 if save else 0)
     assert (Path(run.run_dir) / "metrics.csv").exists() != save
+
+
+def test_encoded_data_are_in_the_same_cache_as_those_of_training(tmp_path, ckpt, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("LMSCALE_CACHE", "")  # as not set
+    assert prepare_job(make_run("qqp", tmp_path, ckpt, cache_dir=None)).train.parent == (
+        tmp_path / "home/.cache/lmscale/finetune"
+    )
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="^`cache_dir` must be a folder that exists or can be created"):
+        prepare_job(make_run("qqp", tmp_path, ckpt, cache_dir=str(tmp_path / "file")))
+    values = OmegaConf.load(Path(__file__).parents[2] / "conf/finetune.yaml")
+    assert values.cache_dir is None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
-from lmscale.checkpoint import CheckpointError, list_checkpoints, read_metadata
+from lmscale.checkpoint import CheckpointError, check_model, list_checkpoints, read_metadata
 from lmscale.data.sampler import GlobalBatchSampler
 from lmscale.training import checkpointing
 from lmscale.training.output.resuming import find_checkpoint
@@ -134,6 +134,19 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(finished
     assert "num_layers is 3 here and 2 there" in message
     assert "norm_order is 'post' here and 'pre' there" in message
     assert "hidden_dropout" not in message  # may change on resume
+
+
+def test_what_to_type_is_named_with_what_differs(finished, tmp_path) -> None:
+    longer = {"trainer__max_steps": 8, "schedule__decay_steps": 8}
+    with pytest.raises(
+        ValueError, match=r"schedule.decay_steps is 8 here and 10 there \(by default trainer.max_steps\)"
+    ):
+        prepare_job(tiny_run("gpt", tmp_path, resume=str(finished), **longer))
+    metadata = read_metadata(finished / "checkpoints" / "step_6.ckpt")
+    named = dataclasses.replace(metadata, run={"model": {"name": "gpt_small"}})
+    other = metadata.model | {"architecture": "bert"}
+    with pytest.raises(CheckpointError, match="architecture is 'bert' here and 'gpt' .*; it is of model=gpt_small$"):
+        check_model(named, other, "step_6.ckpt")
 
 
 def test_a_run_continues_with_the_initial_weights_that_its_record_names(finished, tmp_path) -> None:

@@ -225,7 +225,9 @@ def check_model(metadata: CheckpointMetadata, model: dict[str, Any], path: str |
         if saved.get(key) != model.get(key)
     ]
     if differences:
-        raise CheckpointError(f"checkpoint {Path(path).name} is of another model: {'; '.join(differences)}")
+        name = metadata.run.get("model", {}).get("name")
+        of_name = f"; it is of model={name}" if name else ""
+        raise CheckpointError(f"checkpoint {Path(path).name} is of another model: {'; '.join(differences)}{of_name}")
 
 
 def _effective(model: dict[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ def run_hydra_main(main: Callable[[], None], literal: Collection[str] = (), join
             ends, or as `null`.
         joins_ranks: whether the entry point joins the ranks that a launcher has started; the others run in any job.
     """
+    _open_closed_streams()
     literal_values.set_aside(literal)
     if {"--help", "-h"} & set(sys.argv[1:]):
         main = _print_help
@@ -75,14 +76,17 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
     """
     global _task_is_running
     hydra_config = HydraConfig.get()
-    ctrl_c.before_exit[:] = [partial(_remove_if_empty, Path(hydra_config.runtime.output_dir))]
+    folder = OmegaConf.to_container(hydra_config.runtime, resolve=False)["output_dir"]  # as Hydra has created it
+    ctrl_c.before_exit[:] = [partial(_remove_if_empty, Path(folder))]
     try:
+        if "${" in folder:
+            raise ValueError(f"`hydra.{_group_of_folder(hydra_config)}.dir` must not have ${{ in it, but is {folder}")
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        values["run_dir"] = str(Path(hydra_config.runtime.output_dir).absolute())
+        values["run_dir"] = str(Path(folder).absolute())
         values["overrides"] = list(hydra_config.overrides.task)
         values = literal_values.put_back(values)
         if values.get("resume", {}).get("path") == "auto":
-            _require_named_folder(hydra_config)
+            _require_named_folder(hydra_config, folder)
         _task_is_running = True
         try:
             task(values)
@@ -101,7 +105,7 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
             raise
         exit_with(error, _name_of_job(hydra_config))
     finally:
-        _remove_if_empty(Path(hydra_config.runtime.output_dir))
+        _remove_if_empty(Path(folder))
 
 
 def _put_options_last() -> None:
@@ -137,15 +141,28 @@ def hydra_files(cfg: DictConfig) -> dict[str, str]:
     return {f".hydra/{name}.yaml": OmegaConf.to_yaml(content) for name, content in contents.items()}
 
 
-def _require_named_folder(hydra_config: DictConfig) -> None:
-    """Refuse a run folder whose name has the time of the start, as it has by default: no earlier run can be in it."""
-    key = "sweep" if hydra_config.mode == RunMode.MULTIRUN else "run"
-    folder = OmegaConf.to_container(HydraConfig.instance().cfg.hydra[key], resolve=False)["dir"]
-    if "${now:" in folder:
+def _require_named_folder(hydra_config: DictConfig, folder: str) -> None:
+    """Refuse a `folder` whose name has the time of the start, as it has by default: no earlier run can be in it."""
+    group = _group_of_folder(hydra_config)
+    if "${now:" in OmegaConf.to_container(HydraConfig.instance().cfg.hydra[group], resolve=False)["dir"]:
         raise ValueError(
-            f"`hydra.{key}.dir` must be given with resume=auto, which continues the run in it, but is {folder}: a new "
-            "folder at every start"
+            f"`hydra.{group}.dir` must be the folder of the run to continue with resume=auto, but every start has "
+            f"a new one: {folder}"
         )
+
+
+def _group_of_folder(hydra_config: DictConfig) -> str:
+    """Which group of Hydra's names the folder: `sweep` under -m, else `run`."""
+    return "sweep" if hydra_config.mode == RunMode.MULTIRUN else "run"
+
+
+def _open_closed_streams() -> None:
+    """Open the null device for each standard stream that was closed at the start, as by `>&-`, for the ranks too."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # it takes the descriptor that is closed
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _print_help() -> None:

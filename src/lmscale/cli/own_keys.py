@@ -18,7 +18,7 @@ def add_own_keys() -> None:
     checkpoint does not allow to differ is refused when it is read.
 
     Raises:
-        ValueError: the folder's keys cannot be read.
+        ValueError: the folder's keys cannot be read, or it has no run and no key of a new one is typed.
     """
     typed = {_name(word): word for word in sys.argv[1:] if not word.startswith("-")}
     is_sweep = bool({"-m", "--multirun"} & set(sys.argv))
@@ -32,14 +32,19 @@ def add_own_keys() -> None:
         own = {_name(word): word for word in words if _name(word) not in _OF_A_START}
         folders = [source["path"] for source in sources["config_sources"] if source["provider"] == "command-line"]
     except FileNotFoundError:  # nothing was trained in it
-        return
+        if _of_the_run(typed) or Path(str(folder), "checkpoints").exists():
+            return
+        raise ValueError(
+            f"`hydra.run.dir` must be the folder of a run to continue with resume=auto, but {folder} has none; type a "
+            "key of the run, such as model=, to start one in it"
+        ) from None
     except (OSError, yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the keys of the run in {folder} cannot be read ({saved}): {error}") from None
     kept = [word for name, word in own.items() if name not in typed]
     differing = [
         f"{word} ({'was ' + own[name].partition('=')[2] if name in own else 'new'})"
-        for name, word in typed.items()
-        if name.partition(".")[0] not in ("hydra", "resume") and word != own.get(name)
+        for name, word in _of_the_run(typed).items()
+        if word != own.get(name)
     ]
     sys.argv[1:1] = ["hydra.mode=RUN", *kept]  # the run may be a job of a sweep
     if not {"--config-dir", "-cd"} & set(sys.argv):
@@ -47,6 +52,10 @@ def add_own_keys() -> None:
     if (kept or differing) and is_first_rank():
         changed = f"; different here: {' '.join(differing)}" if differing else ""
         print(f"keys of the run in {folder}: {' '.join(kept) or 'all given'}{changed}", flush=True)
+
+
+def _of_the_run(words: dict[str, str]) -> dict[str, str]:
+    return {name: word for name, word in words.items() if name.partition(".")[0] not in ("hydra", "resume")}
 
 
 def _name(override: str) -> str:

@@ -39,6 +39,7 @@ class SweepCheck(Callback):
         check, loader = hydra.utils.get_method(self.check), GlobalHydra.instance().hydra.config_loader
         parser = OverridesParser.create(loader)
         jobs = BasicSweeper.split_arguments(parser.parse_overrides([*swept, *config.hydra.overrides.task]), None)[0]
+        job_of: dict[Path, int] = {}
         for number, overrides in enumerate(jobs):
             try:
                 job = loader.load_sweep_config(config, list(overrides))
@@ -46,6 +47,11 @@ class SweepCheck(Callback):
                     job.hydra.job.num = number
                     run_dir = Path(config.hydra.sweep.dir, job.hydra.sweep.subdir).absolute()
                     del job["hydra"]
+                if job_of.setdefault(run_dir, number) != number:
+                    raise ValueError(
+                        "`hydra.sweep.subdir` must give each job a folder of its own, but that of job "
+                        f"{job_of[run_dir]} is the same: {run_dir}"
+                    )
                 values = OmegaConf.to_container(job, resolve=True, throw_on_missing=True)
                 check(put_back(values | {"run_dir": str(run_dir), "overrides": list(overrides)}))
             except (ValueError, HydraException, OmegaConfBaseException) as error:

@@ -217,7 +217,7 @@ class FinetuneConfig:
         new_pooler: draw the pooler from the seed if the checkpoint has no trained one.
         micro_batch_size: examples (questions of RACE, windows of SQuAD) per rank and forward pass.
         global_batch_size: examples of a step over all ranks; the last step of an epoch may have fewer.
-        cache_dir: folder of encoded inputs.
+        cache_dir: encoded inputs are in its folder `finetune`; None means $LMSCALE_CACHE or ~/.cache/lmscale.
         hidden_dropout: of sublayer outputs; None: the checkpoint's.
         attention_dropout: of attention probabilities; None: the checkpoint's.
         head_dropout: before the head; None: the hidden one.
@@ -240,7 +240,7 @@ class FinetuneConfig:
     precision: PrecisionConfig
     micro_batch_size: int
     global_batch_size: int
-    cache_dir: str
+    cache_dir: str | None = None
     from_scratch: bool = False
     new_pooler: bool = False
     hidden_dropout: float | None = None

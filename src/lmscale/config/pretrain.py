@@ -181,6 +181,9 @@ class RunConfig:
         """
         if isinstance(values.get("resume"), str):
             values = values | {"resume": {"path": values["resume"]}}
+        path = (values.get("resume") or {}).get("path", "none")
+        if path is None or isinstance(path, bool):  # `resume=true`
+            raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but is {path}")
         if isinstance(values.get("model"), dict):
             values = values | {"model": from_file(values["model"])}
         return build(cls, values, "")

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from .prepared import (
     check_vocabulary,
     read_manifest,
 )
-from .tokenizer import Tokenizer, load_published_tokenizer, read_tokenizer
+from .tokenizer import Tokenizer, load_published_tokenizer, read_tokenizer, write_tokenizer
 
 TOKENIZER = "tokenizer.json"
 _NUM_PROBES, _PROBE = 64, 1 << 16  # excerpts that represent a token file, and their size in bytes
@@ -251,12 +250,8 @@ def _find_tokenizer(
         )
     folder = cache / "tokenizers" / named.fingerprint[:24]
     if not (folder / TOKENIZER).is_file():
-        # Unique even if several machines share the folder; no other user could read a file of mkstemp.
-        temporary = folder / f".unfinished_{uuid.uuid4().hex}"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(named.inner.to_str(pretty=True), encoding="utf-8")
-            os.replace(temporary, folder / TOKENIZER)
+            write_tokenizer(named.inner, folder / TOKENIZER)
         except OSError as error:
             raise cache_error(cache, error) from None
     return named, folder

@@ -108,10 +108,10 @@ def _notes(data: DataConfig, tokenizer: TokenizerConfig, vocab_size: int, manife
         )
 
 
-def cache_folder(cache_dir: str | None) -> Path:
+def cache_folder(cache_dir: str | None, key: str = "data.cache_dir") -> Path:
     """Return the folder of prepared data, created if missing.
 
-    It is `data.cache_dir`, or $LMSCALE_CACHE, or ~/.cache/lmscale, in this order.
+    It is the value of `key`, or $LMSCALE_CACHE, or ~/.cache/lmscale, in this order.
 
     Raises:
         ValueError: it cannot be created.
@@ -121,7 +121,7 @@ def cache_folder(cache_dir: str | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"`data.cache_dir` must be a folder that exists or can be created, but {folder}: {error.strerror}"
+            f"`{key}` must be a folder that exists or can be created, but {folder}: {error.strerror}"
         ) from None
     return folder
 

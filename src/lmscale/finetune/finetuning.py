@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..checkpoint import CheckpointError
 from ..config import ParallelConfig
 from ..config.finetune import FinetuneConfig
+from ..data.prepare import cache_folder
 from ..launcher import is_first_rank, world_from_outside
 from ..parallel import ParallelContext
 from ..training.output.metrics_file import MetricsFile
@@ -46,7 +47,7 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     start, tokenizer = check_initial_checkpoint(run)
     layout = _layout(run, accelerator)
     start.config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
-    cache = Path(run.cache_dir)
+    cache = cache_folder(run.cache_dir, "cache_dir") / "finetune"
     train = prepare_features(task, task.train, tokenizer, cache) if run.trainer.num_epochs else None
     sets = {name: prepare_features(task, place, tokenizer, cache) for name, place in places.items()}
     job = FinetuneJob(run=run, layout=layout, accelerator=accelerator, start=start, train=train, sets=sets)

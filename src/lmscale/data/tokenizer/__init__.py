@@ -1,6 +1,6 @@
 """Tokenizers: trained on the corpus, or published by the authors of GPT-2 and BERT."""
 
-from .encoding import Tokenizer, read_tokenizer
+from .encoding import Tokenizer, read_tokenizer, write_tokenizer
 from .loading import DEFAULT_VOCAB_SIZE, check_tokenizer, load_published_tokenizer, load_tokenizer
 from .published import BERT_SPECIALS, END_OF_TEXT
 from .training import train_tokenizer
@@ -15,4 +15,5 @@ __all__ = [
     "load_tokenizer",
     "read_tokenizer",
     "train_tokenizer",
+    "write_tokenizer",
 ]

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import re
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,3 +84,19 @@ def read_tokenizer(path: Path) -> Tokenizer:
     inner = read_whole(path)
     inner.encode_special_tokens = True
     return Tokenizer(inner)
+
+
+def write_tokenizer(inner: tokenizers.Tokenizer, path: Path) -> None:
+    """Write a tokenizer.json, which other processes see only once it is complete, and create its folder.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Unique even if several machines share the folder; no other user could read a file of mkstemp.
+    temporary = path.with_name(f".unfinished_{uuid.uuid4().hex}")
+    try:
+        temporary.write_text(inner.to_str(pretty=True), encoding="utf-8")  # on a full disk `save` raises no OSError
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

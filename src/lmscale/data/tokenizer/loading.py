@@ -1,8 +1,6 @@
 """Load the tokenizer of a run: trained on the corpus, or published by the authors of GPT-2 and BERT."""
 
 import hashlib
-import os
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import tokenizers
 
 from ...config.data import TokenizerConfig
 from ...config.family import corpus_forms, family_of
-from .encoding import Tokenizer, read_tokenizer
+from .encoding import Tokenizer, read_tokenizer, write_tokenizer
 from .published import read_published
 from .training import NUM_BYTES, TRAINING_VERSION, too_small, train_tokenizer
 
@@ -33,18 +31,14 @@ def load_tokenizer(
 
     Raises:
         ValueError: files are missing or unreadable, the kind does not suit the architecture, or the hub is unreachable.
+        OSError: the cache cannot be written.
     """
     if config.kind == "trained":
         path = cache_dir / _trained_name(config, architecture, model_vocab_size, corpus_fingerprint)
         if not path.is_file():
             size = _size_to_train(config, model_vocab_size)
             key = "model.vocab_size" if config.vocab_size is None and model_vocab_size else "tokenizer.vocab_size"
-            trained = train_tokenizer(training_texts(), architecture, size, key)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Unique even if several machines share the folder; no other user could read a file of mkstemp.
-            temporary = path.with_name(f".unfinished_{uuid.uuid4().hex}")
-            trained.save(str(temporary))
-            os.replace(temporary, path)
+            write_tokenizer(train_tokenizer(training_texts(), architecture, size, key), path)
         return read_tokenizer(path)
     return load_published_tokenizer(config, architecture)
 

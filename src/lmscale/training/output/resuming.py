@@ -183,10 +183,13 @@ def _differences(keys: Iterable[str], now: dict[str, Any], then: dict[str, Any])
 
 def _settle_schedule(run: RunConfig, metadata: CheckpointMetadata, name: str) -> RunConfig:
     """The run with the schedule that `resume.schedule` chooses."""
-    now = dataclasses.asdict(run.schedule) | {"lr": run.optimizer.lr}
+    now = _flat({"schedule": dataclasses.asdict(run.schedule), "optimizer": {"lr": run.optimizer.lr}})
     saved = _flat(metadata.run)
-    then = {key: saved.get("optimizer.lr" if key == "lr" else f"schedule.{key}") for key in now}
-    differences = _differences(now, now, then)
+    then = {key: saved.get(key) for key in now}
+    differences = [
+        f"{each} (by default trainer.max_steps)" if each.startswith("schedule.decay_steps") else each
+        for each in _differences(now, now, then)
+    ]
     if not differences:
         return run
     policy = run.resume.schedule
@@ -196,8 +199,8 @@ def _settle_schedule(run: RunConfig, metadata: CheckpointMetadata, name: str) ->
             f"({'; '.join(differences)}), but is assert"
         )
     if policy == "keep":
-        lr = then.pop("lr")
-        schedule = dataclasses.replace(run.schedule, **then)
+        lr = then.pop("optimizer.lr")
+        schedule = dataclasses.replace(run.schedule, **{key.removeprefix("schedule."): then[key] for key in then})
         run = dataclasses.replace(run, schedule=schedule, optimizer=dataclasses.replace(run.optimizer, lr=lr))
     return run
 
