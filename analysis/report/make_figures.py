@@ -63,7 +63,7 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
     found = {
         "parameters": ("Parameters of the paper's models by part", draw_parts(parameter_table())),
         "memory_wall": (
-            "Predicted memory per rank of the study's models with full recomputation, and the capacity of devices",
+            "Predicted memory per rank of the study's models, and what devices offer for tensors",
             draw_memory_wall(memory_table(), DEVICES),
         ),
         "figure_1": (
