@@ -202,7 +202,7 @@ def check_is_checkpoint(path: Path) -> None:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether a folder has a model of transformers, by its config.json, which may be of 2019, or its weights."""
+    """Whether a folder has a config.json of transformers: with a model type, or (files of 2019) beside weights."""
     try:
         values = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

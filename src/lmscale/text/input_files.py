@@ -67,7 +67,7 @@ def list_files(path: Path, key: str) -> InputFiles:
         key: of the path in the configuration, for messages.
 
     Raises:
-        ValueError: there is none, one is a link without target, a pipe or a device (reading would wait for ever), or a
+        ValueError: there is none, one is a link without target, a pipe or a device (reading would block), or a
             folder cannot be listed.
     """
     if path.is_file():
