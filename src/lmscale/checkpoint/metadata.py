@@ -130,7 +130,7 @@ def read_metadata(path: str | Path) -> CheckpointMetadata:
     """Read the metadata of a checkpoint and check its checksum and the locations of all pieces.
 
     Raises:
-        CheckpointError: `path` is not a checkpoint of this package, has another format version, or its metadata is
+        CheckpointError: `path` is not a checkpoint of this package, has a different format version, or its metadata is
             damaged.
     """
     path = Path(path)
@@ -166,7 +166,7 @@ def check_files(path: Path, metadata: CheckpointMetadata) -> None:
         path, metadata: of the same checkpoint.
 
     Raises:
-        CheckpointError: a file is missing or has another length.
+        CheckpointError: a file is missing or has a different length.
     """
     for name, entry in metadata.files.items():
         problem = wrong_length(path / name, entry)
