@@ -97,6 +97,12 @@ def at_chosen_rates(rows: pd.DataFrame, cells: pd.DataFrame, factorial: int) -> 
     return rows[[rates.get((row.order, row.scaled)) == row.lr for row in rows.itertuples()]]
 
 
+def learned_means(cells: pd.DataFrame) -> pd.Series:
+    """Mean training loss by learning rate, of the rates at which all runs learned."""
+    learned = cells.groupby("lr").filter(lambda rows: (rows["state"] == "learned").all())
+    return learned.groupby("lr")["train_loss"].mean()
+
+
 def retried_cells(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
     """Cells at other depths with a rate other than the chosen one: reruns of cells that did not learn."""
     chosen = at_chosen_rates(cells, cells, factorial)

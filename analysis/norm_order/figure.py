@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from analysis.report.style import BLUE, FONT_SIZE, GREY, ORANGE, house_style, page_figure
 
-from .cells import CELL, at_chosen_rates
+from .cells import CELL, at_chosen_rates, learned_means
 from .run_folder import NATS
 
 _ORDERS = {"pre": BLUE, "post": ORANGE}
@@ -86,7 +86,7 @@ def draw_true_widths(curves: pd.DataFrame, cells: pd.DataFrame) -> Figure:
 def draw_rates(cells: pd.DataFrame, factorial: int) -> Figure:
     """Draw final training loss over learning rate at the factorial's depth: one panel per initialization.
 
-    Points are seeds, lines their means.
+    Points are seeds; lines join the means of the rates at which all seeds learned.
     """
     rows = cells[cells["layers"] == factorial]
     rates = _values(rows, "lr")
@@ -98,7 +98,7 @@ def draw_rates(cells: pd.DataFrame, factorial: int) -> Figure:
         for axis, (scaled, name) in zip(axes, _STARTS.items(), strict=True):
             for order, color in _ORDERS.items():
                 part = rows[(rows["scaled"] == scaled) & (rows["order"] == order)]
-                axis.plot(part.groupby("lr")["train_loss"].mean(), color=color)
+                axis.plot(learned_means(part), color=color)
                 axis.scatter(part["lr"], part["train_loss"], color=color, s=14, zorder=3)
             _mark_references(axis, cells)
             axis.set(xscale="log", xlabel="learning rate", title=f"initialization {name}")
@@ -215,12 +215,12 @@ def _key(figure: Figure, colors: Mapping[str, str] | None = None, references: bo
 
 
 def _logarithmic(figure: Figure) -> None:
-    """Use a logarithmic y axis with labels at 1 and 3 of each decade, or at decades only if it spans many."""
+    """Use a logarithmic y axis with four labels per decade, or at decades only if it spans many."""
     for axis in figure.axes:
         axis.set(yscale="log")
         low, high = axis.get_ylim()
         if high / low < 1e3:
-            axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+            axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 4.0, 7.0)))
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter(NullFormatter())
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pandas as pd
 
+from .cells import learned_means
 from .significance import LEVEL, student_quantile, student_tail
 
 GRID = [0.1875e-3 * 2**i for i in range(9)]  # 0.19e-3 to 48e-3; a rate's place is its index
@@ -60,8 +61,8 @@ def read_limits(cells: pd.DataFrame) -> pd.DataFrame:
 
 def _best(cells: pd.DataFrame) -> int | None:
     """The place of the rate with the lowest mean loss, of those at which all seeds learned."""
-    learned = cells.groupby("lr").filter(lambda rows: (rows["state"] == "learned").all())
-    return None if learned.empty else place(learned.groupby("lr")["train_loss"].mean().idxmin())
+    means = learned_means(cells)
+    return None if means.empty else place(means.idxmin())
 
 
 def cells_to_add(limits: pd.DataFrame) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The outcome of the second study (plan.md) from the records that exist, at any stage.
 
-    python analysis/norm_order/outcome.py    # writes records/norm_order_study.json; prints the tests, and cells to add
+    python analysis/norm_order/outcome.py    # writes records/norm_order_study.json; prints the tests, and runs to add
 
 The record has the twelve tests with Holm's decisions, limits, chosen rates, recovery, the mechanism and what is
 refuted. What needs a cell without a record is `not run`, or null.
@@ -195,8 +195,8 @@ def summarize(cells: pd.DataFrame, repeats: pd.DataFrame | None = None) -> dict[
         "cells_to_add": list(cells_to_add(limits)),
         "cpus": {str(cpu): int(count) for cpu, count in cells["cpu"].value_counts().sort_index().items()},
     }
-    metrics = {"cells": {"value": int(cells["state"].notna().sum()), "unit": "cells"}}
-    metrics["cells_planned"] = {"value": len(cells), "unit": "cells"}
+    metrics = {"cells": {"value": int(cells["state"].notna().sum()), "unit": "runs"}}
+    metrics["cells_planned"] = {"value": len(cells), "unit": "runs"}
     metrics["cpu_time"] = {"value": float(cells["cpu_time"].sum()), "unit": "s"}
     metrics |= {} if repeats is None else describe_repeats(cells, repeats)
     metrics |= {
@@ -212,9 +212,9 @@ def summarize(cells: pd.DataFrame, repeats: pd.DataFrame | None = None) -> dict[
 def _stage(groups: dict[str, dict[str, int]]) -> str:
     recorded, planned = (sum(group[key] for group in groups.values()) for key in ("recorded", "planned"))
     if not recorded:
-        return "no cell has run"
+        return "no run is recorded"
     missing = [name for name, group in groups.items() if group["recorded"] < group["planned"]]
-    return f"{recorded} of {planned} cells have run" + (f"; incomplete: {', '.join(missing)}" if missing else "")
+    return f"{recorded} of {planned} runs are recorded" + (f"; incomplete: {', '.join(missing)}" if missing else "")
 
 
 def _limit(row: dict[str, Any]) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def main() -> int:
     """Write the record and print the tests."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--records", type=Path, default=RECORDS, help="folder of the cells; repeated ones are in `repeated` beside it"
+        "--records", type=Path, default=RECORDS, help="folder of the runs; repeated ones are in `repeated` beside it"
     )
     parser.add_argument("--record", type=Path, default=RECORDS.parent / "norm_order_study.json", help="to write")
     options = parser.parse_args()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pandas as pd
 
-NAMES = {"pre": "pre-norm", "post": "post-norm", "b2t": "B2T"}
+NAMES = {"pre": "pre-norm", "post": "post-norm", "b2t": "B2T", "deepnorm": "DeepNorm"}
 ANSWERS = {True: "yes", False: "no", None: "open"}
 REFUTED = "expectation refuted"
 QUESTIONS = (
@@ -125,11 +125,11 @@ def _mechanism(config: dict[str, Any]) -> str:
         side = "above" if chosen["above"] else "below"
         words = (
             f"{chosen['statistic']} {side} {chosen['threshold']:.3g} at step 100 is right for {rule['accuracy']:.0%} "
-            f"[{rule['low']:.0%}, {rule['high']:.0%}] of {rule['n']} held-out cells; the loss alone "
+            f"[{rule['low']:.0%}, {rule['high']:.0%}] of {rule['n']} held-out runs; the loss alone "
             f"{rule['loss_accuracy']:.0%}, the majority {rule['majority_accuracy']:.0%}, depth, rate and warm-up "
             f"{rule['condition_accuracy']:.0%} (test 9: {tests[8]['decision']}). Medians of constant_share: "
             f"{', '.join(f'{state} {value:.2f}' for state, value in rule['constant_share'].items())}. "
-            f"Cells without statistics: {config['without_statistics']}."
+            f"Runs without statistics: {config['without_statistics']}."
         )
     return f"{words} Warm-up (test 8): {_decided(tests[7])}. DeepNorm (test 10): {_decided(tests[9])}."
 

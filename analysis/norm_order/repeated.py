@@ -36,8 +36,8 @@ def describe_repeats(cells: pd.DataFrame, repeats: pd.DataFrame) -> dict[str, di
     first = recorded.loc[again.index]
     difference = again["train_loss"] - first["train_loss"]
     found = {
-        "cells": (len(again), "cells"),
-        "other_states": (int((again["state"] != first["state"]).sum()), "cells"),
+        "cells": (len(again), "runs"),
+        "other_states": (int((again["state"] != first["state"]).sum()), "runs"),
         "largest_difference": (float(difference[difference.abs().idxmax()]), NATS),
         "mean_difference": (float(difference.mean()), NATS),
     }

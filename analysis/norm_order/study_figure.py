@@ -15,6 +15,7 @@ from matplotlib.ticker import NullFormatter, NullLocator
 
 from analysis.report.style import BLUE, FONT_SIZE, GREY, ORANGE, house_style, page_figure
 
+from .cells import learned_means
 from .limits import LIMIT_GROUPS, observations, rate, read_limits
 from .mechanism import STEP, Rule, mechanism_cells
 from .outcome_table import NAMES
@@ -26,11 +27,17 @@ COLORS = {"pre": BLUE, "post": ORANGE, "b2t": GREEN}
 MARKS = {"learned": "o", "stuck": "x", "diverged": "^"}
 LOSS = f"training loss, {NATS}"
 RATE = "learning rate"
+REFERENCES = {  # lines that may lie on each other and on post-norm's: a wide one below, dots above
+    "pre": {"linewidth": 5, "alpha": 0.35, "zorder": 1},
+    "b2t": {"linewidth": 2, "linestyle": ":", "zorder": 3},
+}
 STYLES = {"pre": "--", "post": "-", "b2t": ":"}  # of lines that may lie on each other
 
 
 def draw_final_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
-    """Final loss over learning rate: one panel per depth, one mark per seed (101 and 102), lines through the means.
+    """Final loss over learning rate: one panel per depth, one mark per seed (101 and 102).
+
+    Lines join the means of the rates at which both seeds learned.
 
     Args:
         cells, record: results of `read_study` and `outcome.summarize`.
@@ -43,11 +50,13 @@ def draw_final_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | N
         return None
     limits = {(row["layers"], row["order"], row["warmup"]): row for row in record["config"]["limits"]}
     deepest = [layers for layers in sorted(ran["layers"].unique()) if (layers, "post", 100) in limits]
-    words = [
-        f"{NAMES[o]} {_bounded(limits[deepest[-1], o, 100])}"
-        for o in COLORS
-        if deepest and (deepest[-1], o, 100) in limits
-    ]
+    words = []
+    for order in COLORS if deepest else ():
+        tried = ran[(ran["layers"] == deepest[-1]) & (ran["order"] == order)]
+        if (deepest[-1], order, 100) in limits:
+            words.append(f"{NAMES[order]} {_bounded(limits[deepest[-1], order, 100])}")
+        elif not learned_means(tried).empty:  # no limit was looked for
+            words.append(f"{NAMES[order]} learns at {learned_means(tried).index.max():.2g}")
     title = f"Rate limits at {deepest[-1]} layers: {', '.join(words)}" if deepest else "Final loss by learning rate"
     with house_style():
         figure = page_figure(title + _missing(rows), 3.4)
@@ -56,14 +65,15 @@ def draw_final_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | N
         for axis, layers in zip(axes, depths, strict=True):
             for order, color in COLORS.items():
                 part = ran[(ran["layers"] == layers) & (ran["order"] == order)]
-                axis.plot(part.groupby("lr")["train_loss"].mean(), color=color, linewidth=1)
+                axis.plot(learned_means(part), color=color, linewidth=1)
                 _marks(axis, part["lr"], part["train_loss"], part["state"], color)
             axis.set(title=f"{layers} layers", xlabel=RATE)
             _rates(axis.xaxis, axis, ran["lr"], "x")
         axes[0].set_ylabel(LOSS)
         handles = [Line2D([], [], color=color, label=NAMES[order]) for order, color in COLORS.items()]
         for state, mark in MARKS.items():
-            handles.append(Line2D([], [], color="0.2", marker=mark, linestyle="", markersize=4, label=state))
+            if (ran["state"] == state).any():
+                handles.append(Line2D([], [], color="0.2", marker=mark, linestyle="", markersize=4, label=state))
         figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, handlelength=1.8)
         sns.despine(figure)
     return figure
@@ -155,7 +165,7 @@ def draw_paired_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | 
 
 
 def draw_mechanism(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
-    """The rule's statistic at step 100 by state, held-out cells dark, with the threshold; and the confusion table.
+    """The rule's statistic at step 100 by state, held-out runs dark, with the threshold; and the confusion table.
 
     Drawn once the rule has been judged.
     """
@@ -163,7 +173,7 @@ def draw_mechanism(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None
     if found is None:
         return None
     used, rule = mechanism_cells(cells), Rule(**found["rule"])
-    title = f"{rule.statistic} at step {STEP} is right for {found['accuracy']:.0%} of {found['n']} held-out cells"
+    title = f"{rule.statistic} at step {STEP} is right for {found['accuracy']:.0%} of {found['n']} held-out runs"
     states = [state for state in MARKS if (used["state"] == state).any()]
     with house_style():
         figure = page_figure(f"{title} ({found['low']:.0%} to {found['high']:.0%})", 3.4)
@@ -186,7 +196,7 @@ def draw_mechanism(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None
                 right.text(j, i, str(count), ha="center", va="center", fontsize=FONT_SIZE + 2)
         right.set_xticks((0, 1), ("stuck", "not stuck"))
         right.set_yticks((0, 1), ("stuck", "not stuck"))
-        right.set(xlabel="predicted", ylabel="held-out cells")
+        right.set(xlabel="predicted", ylabel="held-out runs")
         rules = f"loss alone {found['loss_accuracy']:.0%},\ndepth, rate, warm-up {found['condition_accuracy']:.0%}"
         right.set_title(rules)
         points = {"chooses the rule": GREY, "scores it": BLUE}
@@ -216,24 +226,23 @@ def draw_recovery(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
         for name, rows in counts.items()
         if has_run(rows)
     ]
-    arms = counts["post-norm"][["layers", "lr"]].drop_duplicates()
-    where = ", ".join(f"{row.layers} layers at {row.lr * 1e3:g}e-3" for row in arms.itertuples())
-    title = f"Cells that learn: {', '.join(learned)}" if learned else "Rate limit by warm-up"
+    conditions = counts["post-norm"][["layers", "lr"]].drop_duplicates()
+    where = ", ".join(f"{row.layers} layers at {row.lr * 1e3:g}e-3" for row in conditions.itertuples())
+    title = f"Runs that learn: {', '.join(learned)}" if learned else "Rate limit by warm-up"
     with house_style():
         figure = page_figure(title + _missing(pd.concat(counts.values())), 3.4)
         axes = figure.subplots(1, 3, width_ratios=(2, 2, 3))
+        axes[1].sharey(axes[0])
         for axis, layers in zip(axes, (12, 24), strict=False):
             of_depth = [row for row in limits if row["layers"] == layers]
             post = sorted((row["warmup"], row["limit"]) for row in of_depth if row["order"] == "post")
             axis.plot(*zip(*post, strict=True), "o-", color=ORANGE, markersize=4) if post else None
-            for row in sorted(of_depth, key=lambda row: row["order"], reverse=True):  # B2T's dots on pre-norm's dashes
+            for row in of_depth:
                 if row["order"] != "post":
-                    axis.axhline(
-                        row["limit"], color=COLORS[row["order"]], linewidth=1.2, linestyle=STYLES[row["order"]]
-                    )
+                    axis.axhline(row["limit"], color=COLORS[row["order"]], **REFERENCES[row["order"]])
             axis.set(title=f"{layers} layers", xlabel="warm-up, steps")
             _rates(axis.yaxis, axis, pd.Series([row["limit"] for row in limits]), "y")
-        axes[0].set_ylabel("rate limit, lower seed")
+        axes[0].set_ylabel("rate limit, lower of two seeds")
         for at, rows in enumerate(counts.values()):
             learned = int((rows["state"] == "learned").sum())
             axes[2].bar(at, len(rows), color="none", edgecolor=GREY, width=0.6)
@@ -242,12 +251,13 @@ def draw_recovery(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
             axes[2].text(
                 at, len(rows) + 0.15, f"{learned} of {ran}" if ran else "not run", ha="center", fontsize=FONT_SIZE - 1
             )
-        axes[2].set_xticks(range(len(counts)), list(counts))
-        axes[2].set(ylabel="cells that learned", title=where)
+        arms = [rows.iloc[0] for rows in counts.values()]
+        axes[2].set_xticks(range(len(arms)), [f"{NAMES[arm.order]}\nwarm-up {arm.warmup}" for arm in arms])
+        axes[2].set(ylabel="runs that learned", title=where)
         handles = [Line2D([], [], color=ORANGE, marker="o", markersize=4, label=NAMES["post"])]
         for order in ("pre", "b2t"):
             label = f"{NAMES[order]} at a warm-up of 100"
-            handles.append(Line2D([], [], color=COLORS[order], linestyle=STYLES[order], label=label))
+            handles.append(Line2D([], [], color=COLORS[order], label=label, **REFERENCES[order]))
         figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
         sns.despine(figure)
     return figure
@@ -255,7 +265,7 @@ def draw_recovery(cells: pd.DataFrame, record: dict[str, Any]) -> Figure | None:
 
 def _missing(rows: pd.DataFrame) -> str:
     ran = int(rows["state"].notna().sum())
-    return "" if ran == len(rows) else f" ({ran} of {len(rows)} cells have run)"
+    return "" if ran == len(rows) else f" ({ran} of {len(rows)} runs are recorded)"
 
 
 def _bounded(limit: dict[str, Any]) -> str:

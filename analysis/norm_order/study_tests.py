@@ -38,7 +38,7 @@ HYPOTHESES = {
     6: "B2T ends lower than pre-norm at 24 layers",
     7: "post-norm's rate limit falls faster with depth than pre-norm's",
     8: "a warm-up of 400 steps makes post-norm learn where it is stuck with 100",
-    9: "the first 100 steps predict whether a post-norm cell is stuck",
+    9: "the first 100 steps predict whether a post-norm run is stuck",
     10: "DeepNorm learns where post-norm is stuck",
     11: "post-norm ends lower than pre-norm on RACE at 12 layers",
     12: "post-norm ends lower than pre-norm for GPT at 12 layers",
@@ -210,7 +210,7 @@ def intervene(cells: pd.DataFrame, group: str) -> dict[str, Any] | None:
 
 
 def _predicted(rule: dict[str, Any]) -> dict[str, Any]:
-    note = f"accuracy {rule['accuracy']:.3f} [{rule['low']:.3f}, {rule['high']:.3f}] of {rule['n']} held-out cells, "
+    note = f"accuracy {rule['accuracy']:.3f} [{rule['low']:.3f}, {rule['high']:.3f}] of {rule['n']} held-out runs, "
     note += f"majority {rule['majority_accuracy']:.3f}"
     result = _of_pairs(rule["gained"], rule["lost"], rule["p"])
     return {"method": "exact one-sided McNemar", "note": note, "expected": rule["gained"] > rule["lost"]} | result

@@ -63,7 +63,7 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
     found = {
         "parameters": ("Parameters of the paper's models by part", draw_parts(parameter_table())),
         "memory_wall": (
-            "Predicted memory per rank of the study's models with full recomputation, and the capacity of devices",
+            "Predicted memory per rank of the study's models, and what devices offer for tensors",
             draw_memory_wall(memory_table(), DEVICES),
         ),
         "figure_1": (
@@ -112,8 +112,8 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
                 draw_loss_curves(curves, rows, factorial),
             ),
             "norm_order_rates": (
-                f"{of} Final training loss over learning rate at {factorial} layers, one mark per seed, "
-                f"lines through their means; {references}",
+                f"{of} Final training loss over learning rate at {factorial} layers, one mark per seed; "
+                f"lines join the means of the rates at which all seeds learned; {references}",
                 draw_rates(rows, factorial),
             ),
             "norm_order_gradients": (
@@ -135,7 +135,8 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
         of = "Layer-norm placement, second study."
         drawn = {
             "placement_rates": (
-                f"{of} Final training loss over learning rate by depth, one mark per seed, lines through their means",
+                f"{of} Final training loss over learning rate by depth, one mark per seed; "
+                "lines join the means of the rates at which both seeds learned",
                 draw_final_losses(study, outcome),
             ),
             "placement_limits": (
@@ -147,11 +148,11 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
                 draw_paired_losses(study, outcome),
             ),
             "placement_mechanism": (
-                f"{of} The rule's statistic at step 100, its threshold and its errors on held-out cells",
+                f"{of} The rule's statistic at step 100, its threshold and its errors on held-out runs",
                 draw_mechanism(study, outcome),
             ),
             "placement_recovery": (
-                f"{of} Post-norm's rate limit by warm-up, and cells that learn with an intervention",
+                f"{of} Post-norm's rate limit by warm-up, and the runs that learn with an intervention",
                 draw_recovery(study, outcome),
             ),
         }

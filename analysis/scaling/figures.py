@@ -7,7 +7,8 @@ from matplotlib.patches import Patch
 
 from analysis.report.style import BLUE, GREY, ORANGE, PALETTE, house_style, label_ends, page_figure
 
-from .study import BASELINE_FLOPS_PER_S
+from .sizes import paper_models
+from .study import BASELINE_FLOPS_PER_S, MICRO_BATCH
 from .tables import OURS, PAPER
 
 _LABELS = {"edge": ("black", "black"), "center": ("white", "white")}  # colors legible at that position
@@ -103,11 +104,11 @@ def _least_share(rows: pd.DataFrame) -> str:
 
 
 def draw_memory_wall(rows: pd.DataFrame, devices: dict[str, float]) -> Figure:
-    """Draw memory per rank over tensor-parallel size with full recomputation, and the capacity of devices.
+    """Draw memory per rank over tensor-parallel size with full recomputation, and what devices offer.
 
     Args:
         rows: result of `memory_table`.
-        devices: capacity in GiB by name.
+        devices: GiB for tensors by name.
     """
     rows = rows[(rows["recompute"] == "full") & rows["model"].str.startswith("gpt")]
     tall = rows.melt("model", [column for column in rows if column.startswith("tp ")], "tp", "GiB").dropna()
@@ -129,12 +130,18 @@ def draw_memory_wall(rows: pd.DataFrame, devices: dict[str, float]) -> Figure:
                 va="center",
                 color=color,
             )
+            if part["tensor ranks"].max() < sizes[-1]:
+                heads = paper_models()[model].num_attention_heads
+                last = part[["tensor ranks", "GiB"]].iloc[-1]
+                text = f"{heads} heads are not\ndivisible by {sizes[-1]}"
+                axis.annotate(text, last, (4, -3), textcoords="offset points", va="top", color=color)
+        axis.set_title(f"fp16, {MICRO_BATCH} sequences, full recomputation; dotted: GiB for tensors on each device")
         axis.set(xscale="log", yscale="log", xlabel="tensor ranks", ylabel="GiB per rank", xlim=(0.7, 8.3))
         axis.set_xticks(sizes, [str(size) for size in sizes])
-        axis.set_yticks([4, 8, 16, 32, 64, 128], ["4", "8", "16", "32", "64", "128"])
+        axis.set_yticks([2, 4, 8, 16, 32, 64, 128], ["2", "4", "8", "16", "32", "64", "128"])
         axis.minorticks_off()
         for gib in devices.values():
             axis.hlines(gib, 1, 8.3, color=GREY, linewidth=0.8, linestyle=":")
-        label_ends(axis, {name: (1, gib, GREY) for name, gib in devices.items()})
+        label_ends(axis, {f"{name}, {gib:.1f}": (1, gib, GREY) for name, gib in devices.items()})
         sns.despine(figure)
     return figure

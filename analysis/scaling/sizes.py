@@ -15,7 +15,7 @@ from lmscale.planner.params import count_parameters
 from .study import MICRO_BATCH, SIZES, STUDY_TP_SIZES, study_model
 
 TP_SIZES = (1, 2, 4, 8)
-DEVICES = {"V100": 32.0, "A100": 79.2, "H200": 139.8}  # GiB, as in conf/cluster/
+DEVICES = {"V100": 30.0, "A100": 77.2, "H200": 137.8}  # GiB for tensors: memory less reserve, as in conf/cluster/
 _EMBEDDINGS = ("word embedding", "position embedding", "token-type embedding")
 _GIB = 2**30
 BERT_MICRO_BATCH = 4  # sequences

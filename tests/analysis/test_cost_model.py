@@ -11,8 +11,8 @@ from entry_points import environment
 
 from analysis.scaling import fit_cost_model, measure, what_if
 from analysis.scaling.cases import cpu_cases, gpu_cases
-from analysis.scaling.figures import draw_figure_1, draw_figure_5
-from analysis.scaling.sizes import DEVICES
+from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_wall
+from analysis.scaling.sizes import DEVICES, memory_table
 from analysis.scaling.study import (
     CELLS,
     TRAINING_DAYS,
@@ -119,9 +119,17 @@ def test_a_wrong_constant_is_detected(fitted: Cluster) -> None:
     assert worst > 5
 
 
-def test_the_devices_of_the_memory_wall_have_the_memory_of_the_clusters() -> None:
+def test_the_devices_of_the_memory_wall_offer_what_the_planner_allows() -> None:
     clusters = {"V100": "dgx2h_v100", "A100": "dgx_a100", "H200": "h200"}
-    assert {device: shipped(name).memory_gib for device, name in clusters.items()} == DEVICES
+    usable = {device: shipped(name).usable_bytes / 2**30 for device, name in clusters.items()}
+    assert usable == pytest.approx(DEVICES)
+
+
+def test_the_memory_wall_states_its_batch_and_why_a_model_lacks_a_size() -> None:
+    (axis,) = draw_memory_wall(memory_table(), DEVICES).axes
+    words = {text.get_text() for text in axis.texts}
+    assert axis.get_title().startswith("fp16, 8 sequences, full recomputation")
+    assert "20 heads are not\ndivisible by 8" in words and "V100, 30.0" in words
 
 
 def test_figure_5_has_every_bar_of_the_paper_with_its_role(fitted: Cluster) -> None:

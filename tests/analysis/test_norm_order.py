@@ -174,6 +174,9 @@ def test_the_figures_have_one_panel_per_initialization_and_depth_and_units(study
         f"Runs that learned, initialization scaled by 1/sqrt(2 L): pre-norm {learned[True, 'pre']}, post-norm "
         f"{learned[True, 'post']}; not scaled: pre-norm {learned[False, 'pre']}, post-norm {learned[False, 'post']}"
     )
+    for axis in failures.axes:
+        low, high = axis.get_ylim()
+        assert sum(low <= tick <= high for tick in axis.get_yticks()) >= 2
     assert NATS in curves.axes[0].get_ylabel() and norms.axes[0].get_yscale() == "log"
     assert len(norms.axes[1].lines[0].get_xdata()) == 8
     means = read_curves(records_of(study))["step"].unique()

@@ -35,7 +35,7 @@ def decisions(config: dict) -> list[str]:
 def test_planted_effects_are_found(planted, found) -> None:
     wanted = ["supported"] * 12
     wanted[2] = wanted[3] = "not supported"  # B2T and post-norm differ by less than the noise
-    assert decisions(found) == wanted and found["stage"] == f"{len(planted)} of {len(planted)} cells have run"
+    assert decisions(found) == wanted and found["stage"] == f"{len(planted)} of {len(planted)} runs are recorded"
     first, third, seventh, eighth = (found["tests"][test - 1] for test in (1, 3, 7, 8))
     assert first["effect"] == pytest.approx(-0.15, abs=0.02) and first["low"] < first["effect"] < first["high"] < 0
     assert (first["method"], first["n"]) == ("paired t", 8) and "post 8 of 8 learned" in first["note"]
@@ -299,5 +299,5 @@ def test_the_script_prints_tests_and_writes_the_record(tmp_path, monkeypatch, ca
     monkeypatch.setattr("sys.argv", ["outcome.py", "--records", str(tmp_path / "none"), "--record", str(record)])
     assert outcome.main() == 0
     printed = capsys.readouterr().out
-    assert "no cell has run" in printed and "  1 post-norm ends lower than pre-norm at 12 layers: not run" in printed
-    assert json.loads(record.read_text())["config"]["stage"] == "no cell has run"
+    assert "no run is recorded" in printed and "  1 post-norm ends lower than pre-norm at 12 layers: not run" in printed
+    assert json.loads(record.read_text())["config"]["stage"] == "no run is recorded"

@@ -71,7 +71,13 @@ def test_the_figures_show_every_cell_and_the_rules(planted) -> None:
     shown = sum(len(points.get_offsets()) for axis in rates for points in axis.collections)
     at_100 = planted["group"].isin(["selection", "six", "deep", "deep_pre", "deep_b2t"])
     assert shown == at_100.sum()
-    assert figures["final_losses"].get_suptitle() == "Rate limits at 48 layers: pre-norm 0.006, post-norm 0.0015"
+    title = "Rate limits at 48 layers: pre-norm 0.006, post-norm 0.0015, B2T learns at 0.003"
+    assert figures["final_losses"].get_suptitle() == title
+    seeds = planted[at_100 & (planted["layers"] == 12) & (planted["order"] == "post")].groupby("lr")["state"]
+    both = [rate for rate, states in seeds if set(states) == {"learned"}]
+    assert list(rates[1].lines[1].get_xdata()) == both and len(both) < len(seeds)  # no mean over a stuck run
+    marks = [text.get_text() for text in figures["final_losses"].legends[0].get_texts()]
+    assert marks == ["pre-norm", "post-norm", "B2T", "learned", "stuck"]  # no run diverged
     assert len(pairs) == 2 and all(len(axis.lines) == 8 for axis in pairs)
     assert "8 of 8 learned" in pairs[0].get_xticklabels()[1].get_text()
     assert figures["limits"].get_suptitle() == "Post-norm's rate limit falls faster with depth than pre-norm's"
@@ -81,7 +87,11 @@ def test_the_figures_show_every_cell_and_the_rules(planted) -> None:
     assert np.diff(np.log2(steep[:, 1])) == pytest.approx(-1)
     assert figures["mechanism"].axes[0].lines[0].get_ydata()[0] == pytest.approx(0.6, abs=0.05)
     assert {text.get_text() for text in figures["mechanism"].axes[1].texts} >= {"0"}
-    assert "post-norm 0 of 8, warm-up 400 8 of 8, DeepNorm 8 of 8" in figures["recovery"].get_suptitle()
+    recovery = figures["recovery"]
+    assert "post-norm 0 of 8, warm-up 400 8 of 8, DeepNorm 8 of 8" in recovery.get_suptitle()
+    bars = [text.get_text() for text in recovery.axes[2].get_xticklabels()]
+    assert bars == ["post-norm\nwarm-up 100", "post-norm\nwarm-up 400", "DeepNorm\nwarm-up 100"]
+    assert len({line.get_linewidth() for line in recovery.axes[0].lines[1:]}) == 2  # equal limits stay visible
 
 
 def test_an_incomplete_figure_says_what_is_missing(planted) -> None:
@@ -90,8 +100,8 @@ def test_an_incomplete_figure_says_what_is_missing(planted) -> None:
     listed = planted["group"].isin(["selection", "six", "deep", "deep_pre", "deep_b2t"]).sum()
     selected = (planted["group"] == "selection").sum()
     title = figures["final_losses"].get_suptitle().replace("\n", " ")
-    assert title.endswith(f"({selected} of {listed} cells have run)")
-    assert figures["paired_losses"].get_suptitle() == "Final loss of the scored seeds (18 of 48 cells have run)"
+    assert title.endswith(f"({selected} of {listed} runs are recorded)")
+    assert figures["paired_losses"].get_suptitle() == "Final loss of the scored seeds (18 of 48 runs are recorded)"
     assert figures["limits"].get_suptitle() == "Rate limit by depth (test 7 not run)"
     assert not any(axis.get_legend_handles_labels()[1][0].count("k ") for axis in figures["limits"].axes)
     assert figures["mechanism"] is figures["recovery"] is None

@@ -42,7 +42,7 @@ def test_a_vocabulary_is_copied_with_the_settings_beside_it(tmp_path) -> None:
 )
 def test_a_damaged_file_is_refused_in_one_line_that_names_it(tmp_path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"`tokenizer_path` must be of files .*{name} must be ") as caught:
+    with pytest.raises(CheckpointError, match=f"`tokenizer_path` must name valid files, .*{name} must be ") as caught:
         TokenizerFiles(tmp_path, CONFIG)
     assert "\n" not in str(caught.value)
     with pytest.raises(CheckpointError, match="`tokenizer_path` must be a tokenizer.json, a vocab.txt or a folder"):

@@ -241,7 +241,7 @@ def test_a_vocabulary_beside_another_tokenizer_json_is_refused(tmp_path) -> None
     cased.inner.save(str(folder / "tokenizer.json"))
     assert load("bert", folder).fingerprint == cased.fingerprint
     message = (
-        f"`tokenizer.path` must be {folder}, because its tokenizer.json is another tokenizer, but is {folder}/vocab"
+        f"`tokenizer.path` must be {folder}, because its tokenizer.json is a different tokenizer, but is {folder}/vocab"
     )
     refuse("bert", folder / "vocab.txt", message)
 
@@ -300,7 +300,7 @@ def test_a_damaged_file_is_refused_in_one_line_that_names_it(tmp_path, kind: str
     if content == b'{"a": 0}':
         message = f"must hold merges of the tokens of {folder / name}, but: "
     elif name == "vocab.txt" and content.isascii():
-        message = f"must have the token [UNK] in its vocabulary, but {folder} has not"
+        message = f"must have the token [UNK] in its vocabulary, but {folder} lacks it"
     refuse(kind, folder, message)
 
 

@@ -318,7 +318,7 @@ def test_sets_without_labels_may_only_be_tested_on(tmp_path, ckpt) -> None:
             prepare_job(make_run("qqp", tmp_path, ckpt, **{key: value}))
     own = {"task__name": "mine", "task__labels": ["0", "1"], "task__validation": {"dev": str(unlabelled)}}
     own["task__columns"] = {"id": "id", "first": "question1", "second": "question2", "label": "is_duplicate"}
-    with pytest.raises(ValueError, match="label for every example, in the column `is_duplicate`, but has not"):
+    with pytest.raises(ValueError, match="label for every example, in the column `is_duplicate`, but lacks labels"):
         prepare_job(make_run("qqp", tmp_path, ckpt, **own))
     run = make_run("qqp", tmp_path, ckpt, task__test={"final": str(unlabelled)})
     assert run_here(run) == 0

@@ -9,4 +9,4 @@ class CheckpointError(ValueError):
 
 
 class CheckpointVersionError(CheckpointError):
-    """A checkpoint has another format version; it is not damaged and is never renamed."""
+    """A checkpoint has a different format version; it is not damaged and is never renamed."""

@@ -59,7 +59,7 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def hf_model(values: dict[str, Any]) -> HuggingFaceModel:
-    """The model that a `config.json` is of.
+    """Return the model that a `config.json` describes.
 
     Raises:
         CheckpointError: it is not GPT-2, BERT or Megatron-BERT.
@@ -71,7 +71,7 @@ def hf_model(values: dict[str, Any]) -> HuggingFaceModel:
 
 
 def complete(values: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The values with the model type and the sizes that they lack, as files of 2019 do, taken from the tensors.
+    """Add the model type and the sizes if they are missing, as in files of 2019; the tensors give them.
 
     Args:
         shapes: of the tensors, by their names in the files.

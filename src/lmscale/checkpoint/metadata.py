@@ -130,7 +130,7 @@ def read_metadata(path: str | Path) -> CheckpointMetadata:
     """Read the metadata of a checkpoint and check its checksum and the locations of all pieces.
 
     Raises:
-        CheckpointError: `path` is not a checkpoint of this package, has another format version, or its metadata is
+        CheckpointError: `path` is not a checkpoint of this package, has a different format version, or its metadata is
             damaged.
     """
     path = Path(path)
@@ -166,7 +166,7 @@ def check_files(path: Path, metadata: CheckpointMetadata) -> None:
         path, metadata: of the same checkpoint.
 
     Raises:
-        CheckpointError: a file is missing or has another length.
+        CheckpointError: a file is missing or has a different length.
     """
     for name, entry in metadata.files.items():
         problem = wrong_length(path / name, entry)
@@ -202,7 +202,7 @@ def check_is_checkpoint(path: Path) -> None:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether a folder has a model of transformers, by its config.json, which may be of 2019, or its weights."""
+    """Whether a folder has a config.json of transformers: with a model type, or (files of 2019) beside weights."""
     try:
         values = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -40,7 +40,7 @@ def config_of(path: Path, metadata: CheckpointMetadata, needs_heads: bool = True
     missing. A finetuned one has its task's head instead, a linear layer of the model's width.
 
     Raises:
-        CheckpointError: the configuration is invalid; a tensor is missing, unknown, or has another shape or shard
+        CheckpointError: the configuration is invalid; a tensor is missing, unknown, or has a different shape or shard
             dimension than the model's.
     """
     try:

@@ -38,7 +38,7 @@ class TokenizerFiles:
         try:
             self.ids = self._read_ids()
         except (KeyError, ValueError) as error:
-            raise CheckpointError(f"`tokenizer_path` must be of files that can be read, but {error}") from None
+            raise CheckpointError(f"`tokenizer_path` must name valid files, but {error}") from None
         highest = max(self.ids.values(), default=-1)
         if highest >= config.vocab_size:
             raise CheckpointError(f"`tokenizer_path` must have ids below {config.vocab_size}, but {path} has {highest}")

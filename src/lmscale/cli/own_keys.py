@@ -8,7 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ..launcher import is_first_rank
 
-_OF_A_START = ("resume.path", "resume.weights_only", "trainer.stop_after_steps")  # not of the run
+_START_KEYS = ("resume.path", "resume.weights_only", "trainer.stop_after_steps")  # of one start, not of the run
 
 
 def add_own_keys() -> None:
@@ -29,7 +29,7 @@ def add_own_keys() -> None:
     try:
         words = yaml.safe_load((saved / "overrides.yaml").read_text(encoding="utf-8"))
         sources = yaml.safe_load((saved / "hydra.yaml").read_text(encoding="utf-8"))["hydra"]["runtime"]
-        own = {_name(word): word for word in words if _name(word) not in _OF_A_START}
+        own = {_name(word): word for word in words if _name(word) not in _START_KEYS}
         folders = [source["path"] for source in sources["config_sources"] if source["provider"] == "command-line"]
     except FileNotFoundError:  # nothing was trained in it
         if _of_the_run(typed) or Path(str(folder), "checkpoints").exists():

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -117,7 +118,7 @@ def _fields(cls: type) -> list[tuple[dataclasses.Field, typing.Any]]:
 def _documented_fields(cls: type) -> dict[str, str]:
     """The lines of `Args:` in the docstring of a class (Google form), by field."""
     section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(cls), re.S | re.M)
-    entries = re.split(r"\n(?=\S)", inspect.cleandoc(section[1])) if section else []
+    entries = re.split(r"\n(?=\S)", textwrap.dedent(section[1]).strip()) if section else []
     found = dict(entry.split(":", 1) for entry in entries)
     return {name.split()[0]: re.sub(r"\bNone\b", "null", " ".join(text.split())) for name, text in found.items()}
 

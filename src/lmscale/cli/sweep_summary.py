@@ -29,9 +29,9 @@ class SweepSummary(Callback):
         self.metric = metric
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Read the records below the sweep's folder; a sweep without any leaves nothing."""
+        """Rank the runs by their records below the sweep's folder; without records, nothing is written."""
         folder = Path(config.hydra.sweep.dir)
-        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}  # runs by what ranks them: metric and validation set
+        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}  # comparable runs, by metric and validation set
         for path in sorted(folder.rglob("record.json")):
             run = path.parent.relative_to(folder).as_posix()
             try:
@@ -78,7 +78,7 @@ class SweepSummary(Callback):
 
 
 def _heading(runs: list[dict[str, Any]], metric: str, loss_over: str, groups: Collection[tuple[str, str]]) -> str:
-    """What ranks the runs; the validation set only if the metric is of several, which are not comparable."""
+    """Name the ranking metric, and the validation set if there are several, whose losses are not comparable."""
     several = sum(other == metric for other, _ in groups) > 1
     return f"{len(runs)} run{'s' * (len(runs) > 1)}, best {metric} first" + (f" ({loss_over})" if several else "")
 

@@ -18,7 +18,9 @@ class TokenizerConfig:
         vocab_size: size to train; None: `model.vocab_size` if that is set and below 2,000, else 2,000.
         path: for gpt2 a folder with encoder.json/vocab.bpe (or vocab.json/merges.txt), for bert a vocab.txt or its
             folder, for both a tokenizer.json or its folder. The settings of a tokenizer_config.json beside them are
-            honoured, or refused by their names. None loads `name` from the Hugging Face hub or its cache.
+            honoured, or refused by their names. A vocab.txt without one is lower-cased, as in transformers; write
+            do_lower_case false into one for a cased vocabulary. None loads `name` from the Hugging Face hub or its
+            cache.
         name: on the Hugging Face hub.
     """
 

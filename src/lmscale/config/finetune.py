@@ -54,7 +54,8 @@ class TaskConfig:
             the best threshold on the first validation set.
         columns: a user's own task: the table's names of the columns `id` (null: the number of the row), `first` and
             `second` text (null: only one text) and `label`, which a test set may lack.
-        labels: a user's own task: names of the classes; a label is a name or, if no name is another number, its index.
+        labels: a user's own task: names of the classes. A label is a name, or a class's index unless a name is a number
+            other than its own index.
         by_size: batch size, learning rate and epochs by size of the model, for the paper's tasks those of Table 6;
             conf/finetune.yaml uses those of `size`.
 
@@ -145,7 +146,8 @@ class TokenizerPath:
     """`tokenizer=`: the checkpoint's own unless `path` is set.
 
     Args:
-        path: tokenizer.json, vocab.txt, or a folder with one; None: the checkpoint's own.
+        path: tokenizer.json, vocab.txt, or a folder with one; None: the checkpoint's own. A vocab.txt without a
+            tokenizer_config.json is lower-cased, as in transformers; write do_lower_case false there for a cased one.
     """
 
     path: str | None = None

@@ -151,6 +151,6 @@ class GenerateConfig:
         """Build from plain values; `run_dir` and `overrides`, which the entry point adds, are not part of a generation.
 
         Raises:
-            ValueError: an unknown key, a missing one or a value of another type.
+            ValueError: an unknown key, a missing one or a value of a different type.
         """
         return build(cls, {key: value for key, value in values.items() if key not in ("run_dir", "overrides")}, "")

@@ -110,7 +110,7 @@ class PlanConfig:
         """Build from nested plain values; keys that concern only training are left out.
 
         Raises:
-            ValueError: an unknown key, a missing key or a value of another type, with its dotted name.
+            ValueError: an unknown key, a missing key or a value of a different type, with its dotted name.
         """
         overrides = values.get("overrides") or []
         values = {key: value for key, value in values.items() if key not in (*_TRAINING_ONLY, *_ENTRY_POINT_ONLY)}

@@ -176,8 +176,8 @@ class RunConfig:
         """Build from nested plain values; `resume` may be its `path` alone.
 
         Raises:
-            ValueError: an unknown key, a missing key or a value of another type, with its dotted name; sizes that do
-                not fit together.
+            ValueError: an unknown key, a missing key or a value of a different type, with its dotted name; sizes that
+                do not fit together.
         """
         if isinstance(values.get("resume"), str):
             values = values | {"resume": {"path": values["resume"]}}

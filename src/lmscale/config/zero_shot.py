@@ -113,7 +113,7 @@ class ZeroShotConfig:
         """Build from nested plain values; `overrides`, which the entry point adds, are not part of an evaluation.
 
         Raises:
-            ValueError: an unknown key, a missing one or a value of another type, with its dotted name.
+            ValueError: an unknown key, a missing one or a value of a different type, with its dotted name.
         """
         values = {key: value for key, value in values.items() if key != "overrides"}
         task = values.pop("task", None)

@@ -40,7 +40,7 @@ def read_evaluation_sets(sets: dict[str, EvaluationSetConfig]) -> dict[str, list
     """Read the texts of the items of every evaluation set.
 
     Raises:
-        ValueError: a set cannot be read, is empty or has another form; the message names its key.
+        ValueError: a set cannot be read, is empty or has a different form; the message names its key.
     """
     return {name: _read_items(f"evaluation_sets.{name}", config) for name, config in sets.items()}
 

@@ -57,7 +57,7 @@ def make_plan(config: PrepareConfig) -> Plan:
 
     Raises:
         ValueError: a source, tokenizer or evaluation set cannot be used, the output folder holds something else or
-            another number of shards, or there are too few documents for both splits.
+            a different number of shards, or there are too few documents for both splits.
     """
     output = Path(config.output).absolute()
     check_tokenizer(config.tokenizer, config.architecture)

@@ -99,7 +99,7 @@ class QuietLocalExecutor(LocalPipelineExecutor):
     """datatrove's local executor, with task logs in files only, and an error where a worker is killed."""
 
     def run(self) -> None:
-        """Run the incomplete tasks; datatrove's own pool waits for ever for the task of a killed worker.
+        """Run the incomplete tasks; datatrove's own pool never returns if a worker is killed.
 
         Raises:
             ValueError: a worker was killed.
@@ -132,7 +132,7 @@ class QuietLocalExecutor(LocalPipelineExecutor):
 
 
 def _end_with_parent() -> None:
-    """Let a worker end with the process that started it; it would wait for tasks for ever."""
+    """Let a worker end with the process that started it; it would wait for tasks forever."""
 
     def wait() -> None:
         multiprocessing.parent_process().join()

@@ -247,7 +247,7 @@ class TextDataModule(PretrainDataModule):
         """Continue after the consumed sequences.
 
         Raises:
-            ValueError: a step has another number of sequences than in the checkpoint, so its steps are not ours.
+            ValueError: a step has a different number of sequences than in the checkpoint, so its steps are not ours.
         """
         saved, now = state_dict.get("global_batch_size"), self.batch.global_batch_size
         if saved is not None and saved != now:

@@ -10,7 +10,7 @@ from typing import IO
 
 import numpy as np
 
-INDEX_VERSION = 1  # incremented when the same facts give another index
+INDEX_VERSION = 1  # incremented when the same facts give a different index
 # Without locks between nodes several processes build the same file, each under its own name; the last rename wins.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 

@@ -109,7 +109,7 @@ def read_manifest(folder: Path, key: str) -> dict:
 
 
 def _check_manifest(manifest: dict) -> None:
-    """Raise a LookupError, TypeError or AttributeError if what a run needs is missing or of another type."""
+    """Raise a LookupError, TypeError or AttributeError if what a run needs is missing or of a different type."""
     texts = [manifest["architecture"], manifest["tokenizer"], *manifest["sources"]]
     for source in manifest["sources"].values():
         if type(source["weight"]) not in (int, float) or not 0 <= source["weight"] < math.inf:

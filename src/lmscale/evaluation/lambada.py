@@ -43,7 +43,7 @@ def read_passages(file: TextFile, form: str) -> list[tuple[str, str]]:
             line, tokenized into words and lower-cased).
 
     Raises:
-        ValueError: a line has another form or fewer than two words.
+        ValueError: a line has a different form or fewer than two words.
     """
     found = []
     for number, line in enumerate(file.text.removesuffix("\n").split("\n"), start=1):

@@ -71,8 +71,8 @@ def score(dataset: Mapping[str, Any], predictions: Mapping[str, str]) -> dict[st
         `HasAns_f1`, `HasAns_total` and the same with `NoAns`, if there are such questions.
 
     Raises:
-        ValueError: the dataset has another form, no questions or a repeated id; or the predictions are not a mapping by
-            id, or one is not a text.
+        ValueError: the dataset has a different form, no questions or a repeated id; or the predictions are not a
+            mapping by id, or one is not a text.
 
     Warns:
         AllNullWarning: a 2.0 score equals the fraction of questions without answer.

@@ -56,7 +56,7 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     for key, features in must_have.items():
         if not features.is_labelled:
             column = f", in the column `{task.columns['label']}`" if task.columns is not None else ""
-            raise ValueError(f"`{key}` must have a label for every example{column}, but has not")
+            raise ValueError(f"`{key}` must have a label for every example{column}, but lacks labels")
     if task.name == "squad_v2" and not task.chosen_on() and task.null_threshold is None:
         raise ValueError("`task.null_threshold` must be given where `task.validation` has no set, but is null")
     if run.objective is not None:

@@ -165,7 +165,7 @@ def hub_rows(
         label: column whose numbers are indices into `classes`.
 
     Raises:
-        ValueError: the split cannot be loaded, lacks columns, or has the classes in another order.
+        ValueError: the split cannot be loaded, lacks columns, or has the classes in a different order.
     """
     table, source = load_hub(task, place), hub_source(task, place)
     check_columns(source, table.column_names, needed)

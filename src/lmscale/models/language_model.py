@@ -11,7 +11,7 @@ DEFAULT_SEED = 1234  # of a model built without a context
 
 
 class LanguageModel(nn.Module):
-    """A transformer with its heads on this rank; `build_model` builds one in another dtype, or compiled.
+    """A transformer with its heads on this rank; `build_model` builds one in a different dtype, or compiled.
 
     Args:
         config: sizes.

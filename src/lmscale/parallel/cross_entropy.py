@@ -45,7 +45,7 @@ def vocab_parallel_cross_entropy(
         b x s numbers each, instead of the b x s x v of gathered logits; backward nothing.
 
     Raises:
-        ValueError: logits of another width than v/p, such as gathered ones, whose loss would be log p too high.
+        ValueError: logits of a different width than v/p, such as gathered ones, whose loss would be log p too high.
 
     Source: section 3 (output embedding).
     """

@@ -25,8 +25,8 @@ def sync_replicated_gradients(parameters: Iterable[nn.Parameter], context: Paral
     Partial gradients (`ShardSpec.grad_is_partial`) are added. Of the others all ranks have computed the same, but on
     GPUs not always the same bits: a compiled kernel is tuned by timing on each rank, and the sums over the data ranks
     run in a communicator of each tensor rank. All take rank 0's, so that the replicas of a parameter cannot drift.
-    The sums of partial gradients run in a communicator of each data rank, which may add in another order, so all data
-    ranks take data rank 0's.
+    The sums of partial gradients run in a communicator of each data rank, which may add in a different order, so all
+    data ranks take data rank 0's.
 
     Args:
         parameters: with `.shard` and, where they were used, `.grad`, which is changed in place.

@@ -49,7 +49,7 @@ def is_text(name: str) -> bool:
 
 
 def advice_on(name: str) -> str:
-    """Return what can be done with a file of another type."""
+    """Return what can be done with a file of a different type."""
     if name.lower().endswith(_TABLES):
         return "save its text as .jsonl or .parquet (pandas: DataFrame.to_json(FILE, orient='records', lines=True))"
     if name.lower().endswith(_OTHER_PACKINGS):
@@ -67,7 +67,7 @@ def list_files(path: Path, key: str) -> InputFiles:
         key: of the path in the configuration, for messages.
 
     Raises:
-        ValueError: there is none, one is a link without target, a pipe or a device (reading would wait for ever), or a
+        ValueError: there is none, one is a link without target, a pipe or a device (reading would block), or a
             folder cannot be listed.
     """
     if path.is_file():

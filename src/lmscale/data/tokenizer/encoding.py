@@ -47,7 +47,7 @@ class Tokenizer:
 
     @cached_property
     def splits_at_spaces(self) -> bool:
-        """Whether no token depends on both sides of the start of a run of spaces, as in GPT-2's and BERT's."""
+        """Whether splitting a text before a run of spaces leaves its tokens unchanged, as with GPT-2 and BERT."""
         spec = json.loads(self.inner.to_str())
         for token in spec["added_tokens"]:
             if token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"]):

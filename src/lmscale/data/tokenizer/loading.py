@@ -65,8 +65,8 @@ def check_tokenizer(config: TokenizerConfig, architecture: str) -> None:
     """Check the configuration of a tokenizer before anything is read.
 
     Raises:
-        ValueError: a published tokenizer is of another architecture or its path is missing, or the size is too small
-            for all bytes.
+        ValueError: a published tokenizer is of a different architecture or its path is missing, or the size is too
+            small for all bytes.
     """
     size, form = config.vocab_size, family_of(architecture).corpus
     if config.kind == "trained" and form.algorithm == "bpe" and size is not None and size <= NUM_BYTES:

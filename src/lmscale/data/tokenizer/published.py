@@ -48,7 +48,7 @@ def read_published(config: TokenizerConfig) -> tokenizers.Tokenizer:
             _check_equal(tokenizer, path)
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and tokenizer.token_to_id(unknown) is None:
-        raise ValueError(f"`tokenizer.path` must have the token {unknown} in its vocabulary, but {path} has not")
+        raise ValueError(f"`tokenizer.path` must have the token {unknown} in its vocabulary, but {path} lacks it")
     return tokenizer
 
 
@@ -62,11 +62,11 @@ def wordpiece(model: models.WordPiece, **normalizer: bool | None) -> tokenizers.
 
 
 def _check_equal(tokenizer: tokenizers.Tokenizer, vocabulary: Path) -> None:
-    """Raise an error if the tokenizer.json beside a vocabulary has other tokens or another normalizer."""
+    """Raise an error if the tokenizer.json beside a vocabulary has different tokens or a different normalizer."""
     other = read_whole(vocabulary.parent / WHOLE)
     if other.get_vocab() != tokenizer.get_vocab() or str(other.normalizer) != str(tokenizer.normalizer):
         raise ValueError(
-            f"`tokenizer.path` must be {vocabulary.parent}, because its tokenizer.json is another tokenizer, "
+            f"`tokenizer.path` must be {vocabulary.parent}, because its tokenizer.json is a different tokenizer, "
             f"but is {vocabulary}"
         )
 

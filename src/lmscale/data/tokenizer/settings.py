@@ -27,10 +27,10 @@ _CLASSES = {
     "wordpiece": ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer"),
     "bpe": ("GPT2Tokenizer",),
 }
-# Keys that would change them too, with the values that do not; so would those of the other algorithm.
+# Further keys that can change the ids, with the values that do not. The other algorithm's keys must be null or false.
 _NEUTRAL = {"do_basic_tokenize": (None, True), "never_split": (None, [])}
 _ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-# Keys that do not: special tokens, which never occur in a text, truncation and padding, decoding, names of files.
+# Keys that cannot: special tokens, which never occur in a text, truncation and padding, decoding, names of files.
 _WITHOUT_EFFECT = {
     *_ROLES,
     *"""_commit_hash add_bos_token add_eos_token added_tokens_decoder additional_special_tokens auto_map backend
@@ -76,7 +76,7 @@ class Settings:
         """The arguments of BERT's normalizer or of GPT-2's pre-tokenizer, for a vocabulary without a tokenizer.json.
 
         Raises:
-            ValueError: another class builds the tokenizer, or a key is not known here.
+            ValueError: a different class builds the tokenizer, or a key is not known here.
         """
         if not self._has_known_class():
             classes = ", ".join(_CLASSES[self.form.algorithm])
@@ -113,7 +113,7 @@ class Settings:
         name, kind = _PARTS[self.form.algorithm]
         part, known = getattr(tokenizer, name), self._has_known_class()
         if known and not isinstance(part, kind):
-            expected = f"be PreTrainedTokenizerFast, because tokenizer.json has another {name} than {kind.__name__}"
+            expected = f"be PreTrainedTokenizerFast, because the {name} of tokenizer.json is not {kind.__name__}"
             self._refuse("tokenizer_class", expected, self.values.get("tokenizer_class"))
         for key, (argument, default) in _ARGUMENTS[self.form.algorithm].items():
             if isinstance(part, kind) and (known or key in self.values):

@@ -8,7 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from ...config.family import family_of
 from .published import BERT_SPECIALS, END_OF_TEXT, wordpiece
 
-TRAINING_VERSION = 2  # incremented when the same text gives another tokenizer, so that cached ones are trained again
+TRAINING_VERSION = 2  # incremented when the same text gives a different tokenizer, to train cached ones again
 NUM_BYTES = 256  # alphabet of a byte-level BPE
 MAX_LETTERS = 200  # WordPiece: rarer letters of the corpus map to [UNK]
 

@@ -44,7 +44,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be JSON, but: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, but holds another value")
+        raise ValueError(f"{path} must hold a JSON object, but holds a different value")
     return values
 
 

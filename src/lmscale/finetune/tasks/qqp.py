@@ -20,7 +20,7 @@ def score_qqp(chosen: list[int], labels: list[int], facts: dict[str, Any]) -> di
 def read_qqp(task: TaskConfig, place: str, report: RowReport) -> list[PairExample]:
     """Read pairs of a `train.tsv` or `dev.tsv` (six columns), a `test.tsv` (three, no labels), or of a hub split.
 
-    Rows with another number of columns or an empty question are skipped and counted, as in Megatron-LM. In a set
+    Rows with a different number of columns or an empty question are skipped and counted, as in Megatron-LM. In a set
     without labels, rows with an empty question are kept and counted, because GLUE expects a prediction for every row.
 
     Raises:

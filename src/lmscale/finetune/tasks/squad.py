@@ -13,7 +13,7 @@ def read_squad(task: TaskConfig, place: str, report: RowReport) -> list[SpanExam
     """Read questions of an official JSON file or of a hub split, in order.
 
     Raises:
-        ValueError: the file has another form.
+        ValueError: the file has a different form.
     """
     return list(_from_hub(task, place, report) if is_on_hub(place) else _from_json(task, place, report))
 

@@ -55,7 +55,7 @@ def _has_compiler(on_gpu: bool = False) -> bool:
 def _kept(checkpoint: str | None, on_gpu: bool) -> CheckpointMetadata | None:
     """The checkpoint that a run resumes from, if the run keeps its kernels: it was written on the same accelerator.
 
-    A resumed run that decided anew, on another number of cores or by another measurement, would round otherwise and
+    A resumed run that decided anew, on a different number of cores or by another measurement, would round otherwise and
     draw other dropout. A run that goes on from a CPU to a GPU, or back, does so in any case.
     """
     if checkpoint is None:

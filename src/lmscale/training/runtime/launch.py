@@ -96,7 +96,7 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
             signals_to_handle="SIGHUP,SIGQUIT" if saves else "SIGINT,SIGHUP,SIGQUIT",
         )
         # A pipe to a rank holds 64 KiB: beyond, Python would wait until the rank has imported its entry point, and
-        # for ever if the rank ends before.
+        # forever if the rank ends before.
         path = Path(folder) / "job.pickle"
         path.write_bytes(pickle.dumps(job))
         code = _run_agent(config, worker, path, saves)

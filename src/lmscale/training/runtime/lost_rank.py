@@ -90,7 +90,7 @@ def _write_traceback(folder: Path | None, rank: int) -> str:
 
 
 def abort_nccl() -> bool:
-    """Abandon all collectives if they run over NCCL, where one may wait for ever for a rank that is gone.
+    """Abandon all collectives if they run over NCCL, where one may wait forever for a rank that is gone.
 
     Returns:
         whether there were any groups of NCCL; afterwards there is no process group. Other backends fail by themselves.

@@ -95,7 +95,7 @@ class ValidatedModule(L.LightningModule):
 
     @property
     def validation_metrics(self) -> list[str]:
-        """Names of the metrics of a validation."""
+        """Names of the metrics that a validation reports."""
         return list(self._metrics("val", [0.0] * len(self.loss_terms)))
 
     def named_losses(self, stage: str, losses: list[float]) -> dict[str, float]:
