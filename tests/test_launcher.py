@@ -26,6 +26,15 @@ SRUN = {
     "SLURM_LOCALID": "1",
     "SLURM_NODELIST": "a[03-05]",
 }
+# A step on three of the job's four nodes: srun leaves the job's own SLURM_NNODES and SLURM_NODELIST as they are.
+STEP_ON_SOME_NODES = {
+    "SLURM_NTASKS": "8",
+    "SLURM_NNODES": "4",
+    "SLURM_NODELIST": "a[03-06]",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NODELIST": "a[03-05]",
+}
 BATCH = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
 OF_TORCHRUN = World("torchrun", 6, 2, 3, 1, address=("a3", 29500))
 OF_SRUN = World("srun", 6, 2, 3, 1, address=("a03", 19567))
@@ -57,6 +66,11 @@ FOREIGN = r"must be unset, or the number of ranks that torchrun or srun has star
         (SRUN | {"SLURM_NODELIST": "b"}, World("srun", 6, 2, 3, 1, address=("b", 19567))),
         (SRUN | {"SLURM_NODELIST": "b7,a[1-2]"}, World("srun", 6, 2, 3, 1, address=("b7", 19567))),
         (SRUN | {"SLURM_NODELIST": "r1-[2,4-5]-ib,b"}, World("srun", 6, 2, 3, 1, address=("r1-2-ib", 19567))),
+        (SRUN | STEP_ON_SOME_NODES, OF_SRUN),
+        (
+            SRUN | STEP_ON_SOME_NODES | {"SLURM_STEP_NODELIST": "a[04-06]"},
+            World("srun", 6, 2, 3, 1, address=("a04", 19567)),
+        ),
         (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "4"}, World("srun", 6, 2, 3, 1, address=("b", 4))),
         (SRUN | {"MASTER_ADDR": "", "MASTER_PORT": ""}, OF_SRUN),
         (SRUN | {"WORLD_SIZE": "6", "RANK": "5", "LOCAL_RANK": "0"}, OF_SRUN),  # a batch script that exports them
@@ -116,6 +130,7 @@ FOREIGN = r"must be unset, or the number of ranks that torchrun or srun has star
         (SRUN | {"SLURM_JOB_ID": "x"}, f"^`SLURM_JOB_ID` {NUMBER} 'x'$"),
         (SRUN | {"SLURM_CPUS_PER_TASK": "x"}, f"^`SLURM_CPUS_PER_TASK` {NUMBER} 'x'$"),
         (SRUN | {"MASTER_PORT": "x"}, f"^`MASTER_PORT` {NUMBER} 'x'$"),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "x"}, f"^`SLURM_STEP_NUM_NODES` {NUMBER} 'x'$"),
         (SRUN | {"WORLD_SIZE": "8"}, f"^`WORLD_SIZE` {FOREIGN.format(6, 8)}"),
         ({"WORLD_SIZE": "8"}, f"^`WORLD_SIZE` {FOREIGN.format(1, 8)}"),  # DeepSpeed's launcher, or left over
         ({"WORLD_SIZE": "x"}, f"^`WORLD_SIZE` {FOREIGN.format(1, 'x')}"),

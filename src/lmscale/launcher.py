@@ -129,14 +129,17 @@ def _world_of_srun() -> World | None:
             f"the {size} tasks of a Slurm job must be started by srun, but this process was not (SLURM_STEP_ID is "
             "unset): put srun before python, or unset SLURM_NTASKS to start the ranks of this host here"
         )
-    per_node, num_nodes = _number("SLURM_NTASKS_PER_NODE"), _number("SLURM_NNODES") or 1
+    # Within `sbatch`, a step on some of the job's nodes keeps the job's SLURM_NNODES and SLURM_NODELIST.
+    num_nodes = _number("SLURM_STEP_NUM_NODES") or _number("SLURM_NNODES") or 1
+    per_node = _number("SLURM_NTASKS_PER_NODE")
     if not per_node:
         raise ValueError(f"`srun` must have `--ntasks-per-node`, but has {size} tasks without it")
     if size != num_nodes * per_node:
         raise ValueError(
             f"the tasks of `srun` must be its nodes x `--ntasks-per-node` ({num_nodes} x {per_node}), but are {size}"
         )
-    nodes, local_rank = os.environ.get("SLURM_NODELIST", ""), _number("SLURM_LOCALID")
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
+    local_rank = _number("SLURM_LOCALID")
     if local_rank is None or not (os.environ.get("MASTER_ADDR") or nodes):
         name = "SLURM_LOCALID" if local_rank is None else "SLURM_NODELIST"
         raise ValueError(f"`{name}` must be set where SLURM_PROCID is, but is not; srun sets both")
