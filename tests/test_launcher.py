@@ -40,6 +40,7 @@ OF_TORCHRUN = World("torchrun", 6, 2, 3, 1, address=("a3", 29500))
 OF_SRUN = World("srun", 6, 2, 3, 1, address=("a03", 19567))
 MISSING = "must be set where TORCHELASTIC_RUN_ID is, but is not"
 NUMBER = "must be a whole number, but is"
+PORT = "must be at least 1 and at most 65535, but is"
 FOREIGN = r"must be unset, or the number of ranks that torchrun or srun has started \({}\), but is '{}'"
 
 
@@ -130,6 +131,9 @@ FOREIGN = r"must be unset, or the number of ranks that torchrun or srun has star
         (SRUN | {"SLURM_JOB_ID": "x"}, f"^`SLURM_JOB_ID` {NUMBER} 'x'$"),
         (SRUN | {"SLURM_CPUS_PER_TASK": "x"}, f"^`SLURM_CPUS_PER_TASK` {NUMBER} 'x'$"),
         (SRUN | {"MASTER_PORT": "x"}, f"^`MASTER_PORT` {NUMBER} 'x'$"),
+        (SRUN | {"MASTER_PORT": "99999999"}, f"^`MASTER_PORT` {PORT} 99999999$"),
+        (SRUN | {"MASTER_PORT": "0"}, f"^`MASTER_PORT` {PORT} 0$"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, f"^`MASTER_PORT` {PORT} 65536$"),
         (SRUN | {"SLURM_STEP_NUM_NODES": "x"}, f"^`SLURM_STEP_NUM_NODES` {NUMBER} 'x'$"),
         (SRUN | {"WORLD_SIZE": "8"}, f"^`WORLD_SIZE` {FOREIGN.format(6, 8)}"),
         ({"WORLD_SIZE": "8"}, f"^`WORLD_SIZE` {FOREIGN.format(1, 8)}"),  # DeepSpeed's launcher, or left over

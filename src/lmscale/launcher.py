@@ -111,7 +111,7 @@ def _world_of_torchrun() -> World:
         numbers["LOCAL_RANK"],
         _number("TORCHELASTIC_RESTART_COUNT") or 0,
         _number("TORCHELASTIC_MAX_RESTARTS") or 0,
-        address=(os.environ["MASTER_ADDR"], numbers["MASTER_PORT"]),
+        address=(os.environ["MASTER_ADDR"], _port()),
     )
 
 
@@ -143,7 +143,7 @@ def _world_of_srun() -> World | None:
     if local_rank is None or not (os.environ.get("MASTER_ADDR") or nodes):
         name = "SLURM_LOCALID" if local_rank is None else "SLURM_NODELIST"
         raise ValueError(f"`{name}` must be set where SLURM_PROCID is, but is not; srun sets both")
-    port = _number("MASTER_PORT") or 15000 + (_number("SLURM_JOB_ID") or 0) % 10000
+    port = _port() or 15000 + (_number("SLURM_JOB_ID") or 0) % 10000
     address = os.environ.get("MASTER_ADDR") or _first_node(nodes), port
     cores = _number("SLURM_CPUS_PER_TASK") or None
     return World("srun", size, per_node, _number("SLURM_PROCID"), local_rank, num_cores=cores, address=address)
@@ -161,6 +161,13 @@ def _number(name: str) -> int | None:
     if text and not text.isdecimal():
         raise ValueError(f"`{name}` must be a whole number, but is {text!r}")
     return int(text) if text else None
+
+
+def _port() -> int | None:
+    port = _number("MASTER_PORT")
+    if port is not None and not 1 <= port <= 65535:
+        raise ValueError(f"`MASTER_PORT` must be at least 1 and at most 65535, but is {port}")
+    return port
 
 
 def _require_below(name: str, bound_name: str, value: int, bound: int) -> None:
