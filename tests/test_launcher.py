@@ -67,6 +67,8 @@ FOREIGN = r"must be unset, or the number of ranks that torchrun or srun has star
         (SRUN | {"SLURM_NODELIST": "b"}, World("srun", 6, 2, 3, 1, address=("b", 19567))),
         (SRUN | {"SLURM_NODELIST": "b7,a[1-2]"}, World("srun", 6, 2, 3, 1, address=("b7", 19567))),
         (SRUN | {"SLURM_NODELIST": "r1-[2,4-5]-ib,b"}, World("srun", 6, 2, 3, 1, address=("r1-2-ib", 19567))),
+        (SRUN | {"SLURM_NODELIST": "rack[1-2]n[01-08]"}, World("srun", 6, 2, 3, 1, address=("rack1n01", 19567))),
+        (SRUN | {"SLURM_NODELIST": "r[3,5]n[2-4]x,b[1]"}, World("srun", 6, 2, 3, 1, address=("r3n2x", 19567))),
         (SRUN | STEP_ON_SOME_NODES, OF_SRUN),
         (
             SRUN | STEP_ON_SOME_NODES | {"SLURM_STEP_NODELIST": "a[04-06]"},

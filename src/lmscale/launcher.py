@@ -150,9 +150,9 @@ def _world_of_srun() -> World | None:
 
 
 def _first_node(nodes: str) -> str:
-    """The first of Slurm's list of hosts: a[03-07,9],b is a03."""
-    name, number, rest = re.match(r"([^,\[\s]*)(?:\[(\w*)[^]]*\]([^,\s]*))?", nodes).groups(default="")
-    return name + number + rest
+    """The first of Slurm's list of hosts: of rack[1-2]n[03-07,9],b it is rack1n03."""
+    first = re.match(r"(?:[^,\[\s]|\[[^]]*\])*", nodes)[0]
+    return re.sub(r"\[(\w*)[^]]*\]", r"\1", first)
 
 
 def _number(name: str) -> int | None:
