@@ -75,6 +75,25 @@ def world_from_outside() -> World | None:
     return world
 
 
+def join_ranks() -> World:
+    """Set the variables by which torch and Lightning find the ranks, as torchrun does; returns what they say.
+
+    srun sets others, and some may be left over where one process is alone.
+    """
+    world = world_from_outside() or World("", size=1, local_size=1, rank=0, local_rank=0)
+    values = {
+        "RANK": world.rank,
+        "LOCAL_RANK": world.local_rank,
+        "GROUP_RANK": world.rank // world.local_size,
+        "WORLD_SIZE": world.size,
+        "LOCAL_WORLD_SIZE": world.local_size,
+    }
+    if world.size > 1:
+        values["MASTER_ADDR"], values["MASTER_PORT"] = world.address
+    os.environ |= {name: str(value) for name, value in values.items()}
+    return world
+
+
 def is_first_rank() -> bool:
     """Whether this process is rank 0, or alone."""
     world = world_from_outside()
