@@ -14,25 +14,25 @@ _FOREIGN_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that a launcher has started, and which one of them this process is.
+    """The ranks that a launcher has started, and which one of them this process is; by default one rank alone.
 
     Args:
-        launcher: `torchrun`, `srun`, or `lmscale`, whose agent starts the ranks of one host.
+        launcher: `torchrun`, `srun`, or `lmscale`, whose agent starts the ranks of one host; empty: none.
         size: number of ranks.
-        local_size: ranks on this host; every host has as many.
-        rank: of this process.
-        local_rank: on its host.
+        local_size: number of ranks on this host; every host has as many.
+        rank: number of this process among all ranks.
+        local_rank: its number among those of its host.
         restarts: how often an elastic agent has restarted the ranks.
-        max_restarts: how often it may.
-        num_cores: that srun gave each task; None if it was not told.
+        max_restarts: how often it may restart them.
+        num_cores: number of cores that srun gave each task; None if srun set no variable for it.
         address: host and port at which the ranks meet.
     """
 
-    launcher: str
-    size: int
-    local_size: int
-    rank: int
-    local_rank: int
+    launcher: str = ""
+    size: int = 1
+    local_size: int = 1
+    rank: int = 0
+    local_rank: int = 0
     restarts: int = 0
     max_restarts: int = 0
     num_cores: int | None = None
@@ -78,9 +78,10 @@ def world_from_outside() -> World | None:
 def join_ranks() -> World:
     """Set the variables by which torch and Lightning find the ranks, as torchrun does; returns what they say.
 
-    srun sets others, and some may be left over where one process is alone.
+    srun sets others, and some may be left over, or empty, where one process is alone. Lightning and torchmetrics read
+    some as they are imported.
     """
-    world = world_from_outside() or World("", size=1, local_size=1, rank=0, local_rank=0)
+    world = world_from_outside() or World()
     values = {
         "RANK": world.rank,
         "LOCAL_RANK": world.local_rank,

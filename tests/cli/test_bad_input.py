@@ -1,13 +1,15 @@
 """Invalid configurations: one line, exit code 2, nothing started, nothing written."""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import NoReturn
 
 import pytest
 from entry_points import REPOSITORY, TINY, environment, forked_too, refuse, slurm_task, train
@@ -294,6 +296,34 @@ def test_wrong_variables_of_a_launcher_are_refused(tmp_path, script, changes, me
     done = refuse(REPOSITORY / script, f"hydra.run.dir={tmp_path}/run", forked=False, **changes)
     assert done.returncode == 2 and message in only_line(done.stderr)
     assert not (tmp_path / "run").exists()
+
+
+class Imported(ModuleType):
+    """A module whose import tells the variables that Lightning and torchmetrics read as they are imported."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ValueError(f"RANK is {os.environ.get('RANK')!r}, LOCAL_RANK {os.environ.get('LOCAL_RANK')!r}")
+
+
+@pytest.mark.parametrize(
+    ("script", "first", "overrides"),
+    [
+        ("src/train.py", "training.pretrain", TINY),
+        ("finetune/run.py", "training.runtime.launch", ("task=qqp", "task.train=finetune", "ckpt=finetune")),
+    ],
+)
+@pytest.mark.parametrize(
+    ("changes", "rank"),
+    [({"RANK": "x", "LOCAL_RANK": ""}, 0), (slurm_task(1, "29500") | {"LOCAL_RANK": ""}, 1)],
+    ids=["left over", "srun"],
+)
+def test_the_ranks_are_known_before_lightning_is_imported(
+    monkeypatch, tmp_path, script, first, overrides, changes, rank
+) -> None:
+    for name in (first, "finetune.finetuning"):
+        monkeypatch.setitem(sys.modules, f"lmscale.{name}", Imported(name))
+    done = refuse(REPOSITORY / script, *overrides, f"hydra.run.dir={tmp_path}/run", forked=False, **changes)
+    assert done.returncode == 2 and only_line(done.stderr) == f"error: RANK is '{rank}', LOCAL_RANK '{rank}'"
 
 
 def test_hydra_full_error_shows_the_traceback(tmp_path) -> None:
