@@ -1,11 +1,13 @@
 """Who started this process: every variable of torchrun, Slurm, MPI and Lightning set, empty, wrong and left over."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from lmscale.launcher import World, is_first_rank, was_requeued, world_from_outside
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "WORLD_SIZE": "6",
@@ -155,6 +157,14 @@ def test_the_variables_that_count(monkeypatch, variables: dict[str, str], expect
     else:
         assert world_from_outside() == expected
         assert is_first_rank() is (expected is None)
+
+
+def test_the_guide_knows_the_message_for_two_tasks_without_ntasks_per_node(monkeypatch) -> None:
+    two_tasks = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": ""}
+    monkeypatch.setattr(os, "environ", SRUN | two_tasks)
+    with pytest.raises(ValueError, match="has 2 tasks without it$"):
+        world_from_outside()
+    assert "| `has 2 tasks without it` |" in (REPOSITORY / "docs/guides/clusters.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("rank", ["0", "5"])
