@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 from lmscale.cli.next_command import after_finetuning
-from lmscale.launcher import world_from_outside
+from lmscale.launcher import join_ranks, world_from_outside
 
 # On a CPU, torch caches a kernel with its buffers for each of the last 1,024 shapes. Batches of similar length have
 # many shapes, which took gigabytes. torch reads this when it is imported; 128 is as fast.
@@ -42,6 +42,7 @@ def finetune(values: dict, files: dict[str, str]) -> None:
         return
     check_places(run)
     # torch and Lightning take seconds to import, so the cheap checks above come first.
+    join_ranks()
     from lmscale.finetune import finetuning
     from lmscale.training.runtime.launch import launch
 

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 from lmscale.cli.next_command import after_training
 from lmscale.cli.own_keys import add_own_keys
+from lmscale.launcher import join_ranks
 from lmscale.training.runtime.interruption import stop_before_training
 
 
@@ -30,6 +31,7 @@ def train(values: dict, files: dict[str, str]) -> None:
     run = read_run(values)
     check_fits_host(run)
     # torch and Lightning take seconds to import, so the cheap checks above come first.
+    join_ranks()
     from lmscale.training.pretrain import prepare_job, pretrain
     from lmscale.training.runtime.launch import launch
 

@@ -101,15 +101,20 @@ def run_in_turn(rank: int, run: Callable, jobs: list) -> list[Any]:
     dist.broadcast_object_list(ports, src=0)
     dist.barrier()
     dist.destroy_process_group()
-    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size}
-    names |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"}
-    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= torchrun_rank(rank, world_size)
     results = []
     for job, port in zip(jobs, ports[0][1:], strict=True):
         os.environ["MASTER_PORT"] = str(port)
         results.append(run(job))
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0][0]}", rank=rank, world_size=world_size)
     return results
+
+
+def torchrun_rank(rank: int, world_size: int) -> dict[str, str]:
+    """The variables that torchrun sets for a rank on one host, with a port at which nobody listens."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size, "MASTER_PORT": 1}
+    names |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"}
+    return {name: str(value) for name, value in names.items()}
 
 
 def free_ports(count: int = 1) -> list[int]:

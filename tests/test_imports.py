@@ -49,7 +49,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "corpus": ("raw text to token files", {"config", "data", "text"}, FRAMEWORKS),
     "evaluation": (
         "zero-shot evaluation, scores, text generation",
-        {"config", "parallel", "models", "text", "data", "checkpoint", "results", "paper", "threads"},
+        {"config", "parallel", "models", "text", "data", "checkpoint", "results", "paper", "launcher", "threads"},
         FRAMEWORKS - {"torch"},
     ),
     "training": (

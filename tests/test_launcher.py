@@ -1,11 +1,13 @@
 """Who started this process: every variable of torchrun, Slurm, MPI and Lightning set, empty, wrong and left over."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from lmscale.launcher import World, is_first_rank, was_requeued, world_from_outside
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "WORLD_SIZE": "6",
@@ -26,11 +28,21 @@ SRUN = {
     "SLURM_LOCALID": "1",
     "SLURM_NODELIST": "a[03-05]",
 }
+# A step on three of the job's four nodes: srun leaves the job's own SLURM_NNODES and SLURM_NODELIST as they are.
+STEP_ON_SOME_NODES = {
+    "SLURM_NTASKS": "8",
+    "SLURM_NNODES": "4",
+    "SLURM_NODELIST": "a[03-06]",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NODELIST": "a[03-05]",
+}
 BATCH = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
 OF_TORCHRUN = World("torchrun", 6, 2, 3, 1, address=("a3", 29500))
 OF_SRUN = World("srun", 6, 2, 3, 1, address=("a03", 19567))
 MISSING = "must be set where TORCHELASTIC_RUN_ID is, but is not"
 NUMBER = "must be a whole number, but is"
+PORT = "must be at least 1 and at most 65535, but is"
 FOREIGN = r"must be unset, or the number of ranks that torchrun or srun has started \({}\), but is '{}'"
 
 
@@ -57,6 +69,13 @@ FOREIGN = r"must be unset, or the number of ranks that torchrun or srun has star
         (SRUN | {"SLURM_NODELIST": "b"}, World("srun", 6, 2, 3, 1, address=("b", 19567))),
         (SRUN | {"SLURM_NODELIST": "b7,a[1-2]"}, World("srun", 6, 2, 3, 1, address=("b7", 19567))),
         (SRUN | {"SLURM_NODELIST": "r1-[2,4-5]-ib,b"}, World("srun", 6, 2, 3, 1, address=("r1-2-ib", 19567))),
+        (SRUN | {"SLURM_NODELIST": "rack[1-2]n[01-08]"}, World("srun", 6, 2, 3, 1, address=("rack1n01", 19567))),
+        (SRUN | {"SLURM_NODELIST": "r[3,5]n[2-4]x,b[1]"}, World("srun", 6, 2, 3, 1, address=("r3n2x", 19567))),
+        (SRUN | STEP_ON_SOME_NODES, OF_SRUN),
+        (
+            SRUN | STEP_ON_SOME_NODES | {"SLURM_STEP_NODELIST": "a[04-06]"},
+            World("srun", 6, 2, 3, 1, address=("a04", 19567)),
+        ),
         (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "4"}, World("srun", 6, 2, 3, 1, address=("b", 4))),
         (SRUN | {"MASTER_ADDR": "", "MASTER_PORT": ""}, OF_SRUN),
         (SRUN | {"WORLD_SIZE": "6", "RANK": "5", "LOCAL_RANK": "0"}, OF_SRUN),  # a batch script that exports them
@@ -116,6 +135,10 @@ FOREIGN = r"must be unset, or the number of ranks that torchrun or srun has star
         (SRUN | {"SLURM_JOB_ID": "x"}, f"^`SLURM_JOB_ID` {NUMBER} 'x'$"),
         (SRUN | {"SLURM_CPUS_PER_TASK": "x"}, f"^`SLURM_CPUS_PER_TASK` {NUMBER} 'x'$"),
         (SRUN | {"MASTER_PORT": "x"}, f"^`MASTER_PORT` {NUMBER} 'x'$"),
+        (SRUN | {"MASTER_PORT": "99999999"}, f"^`MASTER_PORT` {PORT} 99999999$"),
+        (SRUN | {"MASTER_PORT": "0"}, f"^`MASTER_PORT` {PORT} 0$"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, f"^`MASTER_PORT` {PORT} 65536$"),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "x"}, f"^`SLURM_STEP_NUM_NODES` {NUMBER} 'x'$"),
         (SRUN | {"WORLD_SIZE": "8"}, f"^`WORLD_SIZE` {FOREIGN.format(6, 8)}"),
         ({"WORLD_SIZE": "8"}, f"^`WORLD_SIZE` {FOREIGN.format(1, 8)}"),  # DeepSpeed's launcher, or left over
         ({"WORLD_SIZE": "x"}, f"^`WORLD_SIZE` {FOREIGN.format(1, 'x')}"),
@@ -134,6 +157,14 @@ def test_the_variables_that_count(monkeypatch, variables: dict[str, str], expect
     else:
         assert world_from_outside() == expected
         assert is_first_rank() is (expected is None)
+
+
+def test_the_guide_knows_the_message_for_two_tasks_without_ntasks_per_node(monkeypatch) -> None:
+    two_tasks = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": ""}
+    monkeypatch.setattr(os, "environ", SRUN | two_tasks)
+    with pytest.raises(ValueError, match="has 2 tasks without it$"):
+        world_from_outside()
+    assert "| `has 2 tasks without it` |" in (REPOSITORY / "docs/guides/clusters.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("rank", ["0", "5"])

@@ -14,25 +14,25 @@ _FOREIGN_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that a launcher has started, and which one of them this process is.
+    """The ranks that a launcher has started, and which one of them this process is; by default one rank alone.
 
     Args:
-        launcher: `torchrun`, `srun`, or `lmscale`, whose agent starts the ranks of one host.
+        launcher: `torchrun`, `srun`, or `lmscale`, whose agent starts the ranks of one host; empty: none.
         size: number of ranks.
-        local_size: ranks on this host; every host has as many.
-        rank: of this process.
-        local_rank: on its host.
+        local_size: number of ranks on this host; every host has as many.
+        rank: number of this process among all ranks.
+        local_rank: its number among those of its host.
         restarts: how often an elastic agent has restarted the ranks.
-        max_restarts: how often it may.
-        num_cores: that srun gave each task; None if it was not told.
+        max_restarts: how often it may restart them.
+        num_cores: number of cores that srun gave each task; None if srun set no variable for it.
         address: host and port at which the ranks meet.
     """
 
-    launcher: str
-    size: int
-    local_size: int
-    rank: int
-    local_rank: int
+    launcher: str = ""
+    size: int = 1
+    local_size: int = 1
+    rank: int = 0
+    local_rank: int = 0
     restarts: int = 0
     max_restarts: int = 0
     num_cores: int | None = None
@@ -75,6 +75,26 @@ def world_from_outside() -> World | None:
     return world
 
 
+def join_ranks() -> World:
+    """Set the variables by which torch and Lightning find the ranks, as torchrun does; returns what they say.
+
+    srun sets others, and some may be left over, or empty, where one process is alone. Lightning and torchmetrics read
+    some as they are imported.
+    """
+    world = world_from_outside() or World()
+    values = {
+        "RANK": world.rank,
+        "LOCAL_RANK": world.local_rank,
+        "GROUP_RANK": world.rank // world.local_size,
+        "WORLD_SIZE": world.size,
+        "LOCAL_WORLD_SIZE": world.local_size,
+    }
+    if world.size > 1:
+        values["MASTER_ADDR"], values["MASTER_PORT"] = world.address
+    os.environ |= {name: str(value) for name, value in values.items()}
+    return world
+
+
 def is_first_rank() -> bool:
     """Whether this process is rank 0, or alone."""
     world = world_from_outside()
@@ -111,7 +131,7 @@ def _world_of_torchrun() -> World:
         numbers["LOCAL_RANK"],
         _number("TORCHELASTIC_RESTART_COUNT") or 0,
         _number("TORCHELASTIC_MAX_RESTARTS") or 0,
-        address=(os.environ["MASTER_ADDR"], numbers["MASTER_PORT"]),
+        address=(os.environ["MASTER_ADDR"], _port()),
     )
 
 
@@ -129,27 +149,30 @@ def _world_of_srun() -> World | None:
             f"the {size} tasks of a Slurm job must be started by srun, but this process was not (SLURM_STEP_ID is "
             "unset): put srun before python, or unset SLURM_NTASKS to start the ranks of this host here"
         )
-    per_node, num_nodes = _number("SLURM_NTASKS_PER_NODE"), _number("SLURM_NNODES") or 1
+    # Within `sbatch`, a step on some of the job's nodes keeps the job's SLURM_NNODES and SLURM_NODELIST.
+    num_nodes = _number("SLURM_STEP_NUM_NODES") or _number("SLURM_NNODES") or 1
+    per_node = _number("SLURM_NTASKS_PER_NODE")
     if not per_node:
         raise ValueError(f"`srun` must have `--ntasks-per-node`, but has {size} tasks without it")
     if size != num_nodes * per_node:
         raise ValueError(
             f"the tasks of `srun` must be its nodes x `--ntasks-per-node` ({num_nodes} x {per_node}), but are {size}"
         )
-    nodes, local_rank = os.environ.get("SLURM_NODELIST", ""), _number("SLURM_LOCALID")
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
+    local_rank = _number("SLURM_LOCALID")
     if local_rank is None or not (os.environ.get("MASTER_ADDR") or nodes):
         name = "SLURM_LOCALID" if local_rank is None else "SLURM_NODELIST"
         raise ValueError(f"`{name}` must be set where SLURM_PROCID is, but is not; srun sets both")
-    port = _number("MASTER_PORT") or 15000 + (_number("SLURM_JOB_ID") or 0) % 10000
+    port = _port() or 15000 + (_number("SLURM_JOB_ID") or 0) % 10000
     address = os.environ.get("MASTER_ADDR") or _first_node(nodes), port
     cores = _number("SLURM_CPUS_PER_TASK") or None
     return World("srun", size, per_node, _number("SLURM_PROCID"), local_rank, num_cores=cores, address=address)
 
 
 def _first_node(nodes: str) -> str:
-    """The first of Slurm's list of hosts: a[03-07,9],b is a03."""
-    name, number, rest = re.match(r"([^,\[\s]*)(?:\[(\w*)[^]]*\]([^,\s]*))?", nodes).groups(default="")
-    return name + number + rest
+    """The first of Slurm's list of hosts: of rack[1-2]n[03-07,9],b it is rack1n03."""
+    first = re.match(r"(?:[^,\[\s]|\[[^]]*\])*", nodes)[0]
+    return re.sub(r"\[(\w*)[^]]*\]", r"\1", first)
 
 
 def _number(name: str) -> int | None:
@@ -158,6 +181,13 @@ def _number(name: str) -> int | None:
     if text and not text.isdecimal():
         raise ValueError(f"`{name}` must be a whole number, but is {text!r}")
     return int(text) if text else None
+
+
+def _port() -> int | None:
+    port = _number("MASTER_PORT")
+    if port is not None and not 1 <= port <= 65535:
+        raise ValueError(f"`MASTER_PORT` must be at least 1 and at most 65535, but is {port}")
+    return port
 
 
 def _require_below(name: str, bound_name: str, value: int, bound: int) -> None:

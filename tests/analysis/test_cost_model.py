@@ -77,6 +77,14 @@ def test_the_days_of_table_2_with_validation_are_within_13_percent_and_low(figur
     assert all(-0.13 < difference < 0 for difference in days)
 
 
+def test_the_guide_gives_the_days_of_table_2_in_both_conventions(figures: dict[str, float]) -> None:
+    how_counted = ("steps alone", "with validation")
+    low = {how: [-100 * figures[f"Table 2, {size}, {how}"] for size, *_ in TRAINING_DAYS] for how in how_counted}
+    alone, validated = (f"{min(days):.0f} to {max(days):.0f} %" for days in low.values())
+    page = " ".join((ROOT / "docs/guides/plan.md").read_text(encoding="utf-8").split())
+    assert f"come out {alone} low for the steps alone, and {validated} with validation" in page
+
+
 def test_validation_takes_a_few_percent_of_the_days(fitted: Cluster) -> None:
     alone, validated = predict_days(*TRAINING_DAYS[1][:4], fitted)
     assert 1.02 < validated / alone < 1.04  # 100 forward passes, a quarter to a third of a step, every 1,000 steps

@@ -56,6 +56,7 @@ def test_the_guide_shows_the_committed_record() -> None:
     excess = [row["bytes"] / row["modelled_bytes"] - 1 for row in rows]
     assert worst["modelled"] < 0  # too low
     for said in (
+        f"The load average before it was {metrics['load_average_before']['value']:.1f}, so other processes",
         f"are within {abs(worst['short']):.1%} of the long ones",
         f"They order {in_order['short']} of the 6 pairs alike; the other pair differs by {reversed_pair:.1%} in",
         f"orders only {in_order['modelled']} of them alike, and its times are up to {-worst['modelled']:.1%} too low",

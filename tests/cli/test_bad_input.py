@@ -1,13 +1,15 @@
 """Invalid configurations: one line, exit code 2, nothing started, nothing written."""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import NoReturn
 
 import pytest
 from entry_points import REPOSITORY, TINY, environment, forked_too, refuse, slurm_task, train
@@ -272,7 +274,7 @@ def test_a_restart_by_torchrun_that_would_begin_anew_is_refused(tmp_path) -> Non
             ["parallel.tp_size=3"],
             "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (3), but is 4",
         ),
-        (["model=gpt_8.3b_24heads", "model.num_layers=7200"], "no tp_size that divides this model fits devices of"),
+        (["model=gpt_8.3b_24heads", "model.num_layers=7200"], "no tp_size that divides this model fits hosts with"),
         (["model=bert_3.9b", "model.num_layers=4800", "parallel.tp_size=auto"], "no tp_size fits (`parallel.tp_size`="),
     ],
 )
@@ -301,6 +303,34 @@ def test_wrong_variables_of_a_launcher_are_refused(tmp_path, script, changes, me
     assert not (tmp_path / "run").exists()
 
 
+class Imported(ModuleType):
+    """A module whose import tells the variables that Lightning and torchmetrics read as they are imported."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ValueError(f"RANK is {os.environ.get('RANK')!r}, LOCAL_RANK {os.environ.get('LOCAL_RANK')!r}")
+
+
+@pytest.mark.parametrize(
+    ("script", "first", "overrides"),
+    [
+        ("src/train.py", "training.pretrain", TINY),
+        ("finetune/run.py", "training.runtime.launch", ("task=qqp", "task.train=finetune", "ckpt=finetune")),
+    ],
+)
+@pytest.mark.parametrize(
+    ("changes", "rank"),
+    [({"RANK": "x", "LOCAL_RANK": ""}, 0), (slurm_task(1, "29500") | {"LOCAL_RANK": ""}, 1)],
+    ids=["left over", "srun"],
+)
+def test_the_ranks_are_known_before_lightning_is_imported(
+    monkeypatch, tmp_path, script, first, overrides, changes, rank
+) -> None:
+    for name in (first, "finetune.finetuning"):
+        monkeypatch.setitem(sys.modules, f"lmscale.{name}", Imported(name))
+    done = refuse(REPOSITORY / script, *overrides, f"hydra.run.dir={tmp_path}/run", forked=False, **changes)
+    assert done.returncode == 2 and only_line(done.stderr) == f"error: RANK is '{rank}', LOCAL_RANK '{rank}'"
+
+
 def test_hydra_full_error_shows_the_traceback(tmp_path) -> None:
     done = train(*TINY, "global_batch_size=5", f"hydra.run.dir={tmp_path}", HYDRA_FULL_ERROR="1")
     assert done.returncode != 0 and "Traceback" in done.stderr
@@ -317,6 +347,38 @@ def test_a_model_that_exceeds_the_memory_is_refused_within_seconds(tmp_path, mon
     assert done.returncode == 2
     assert "bytes" in line and "GiB) per rank" in line and f"x {4 if overrides else 1} rank(s)" in line
     assert "parallel.tp_size=" in line.split("smallest layout that fits is ")[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "free_gib", "way_out"),
+    [
+        (
+            ["micro_batch_size=1"],
+            40,
+            "the smallest layout that fits is parallel.tp_size=2 parallel.dp_size=1 micro_batch_size=1 "
+            "model.recompute=none on 2 host(s) with as much free memory; model.recompute=full and a smaller",
+        ),
+        (
+            ["micro_batch_size=16"],
+            20,
+            "the smallest layout that fits is parallel.tp_size=4 parallel.dp_size=1 micro_batch_size=1 "
+            "model.recompute=full on 4 host(s) with as much free memory",
+        ),
+        (
+            ["micro_batch_size=16", "model.num_layers=7200"],
+            20,
+            "no tp_size that divides this model fits hosts with as much free memory, even with micro_batch_size=1 "
+            "model.recompute=full",
+        ),
+    ],
+    ids=["more ranks", "least memory", "nothing"],
+)
+def test_a_refused_run_names_the_layout_that_fits(tmp_path, monkeypatch, overrides, free_gib, way_out) -> None:
+    monkeypatch.setattr(fit, "host_memory_available", lambda: free_gib * 2**30)
+    words = ("model=gpt_2.5b", "trainer.accelerator=cpu", *overrides, f"hydra.run.dir={tmp_path}/run")
+    line = only_line(refuse("src/train.py", *words, forked=False).stderr)
+    assert f"which has {free_gib * 2**30:,} bytes ({free_gib}.0 GiB) free; {way_out}" in line
+    assert line.endswith(way_out) or "need less" in line.split(way_out)[1]
 
 
 @pytest.fixture(scope="module")

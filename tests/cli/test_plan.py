@@ -256,6 +256,17 @@ def test_a_plan_and_a_ranking_print_the_expected_error_of_their_times(cluster: s
         assert output.count(f"  expected error: {error}\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("cluster", "constants"),
+    [(name, "fitted to published step times") for name in ("dgx2h_v100", "dgx_a100", "h100")]
+    + [("h200", "carried over from another machine"), ("cpu", "from measurements of such a machine")],
+)
+def test_a_plan_and_a_ranking_say_where_the_constants_come_from(cluster: str, constants: str) -> None:
+    job = ["model=gpt_355m", f"cluster={cluster}", "num_devices=2", "precision=fp32"]
+    for output in (printed(*job), printed(*job, "best=true")):
+        assert output.count("constants") == 1 and f"modelled; constants {constants}" in output
+
+
 def test_halves_send_twice_as_many_messages_of_half_the_size_and_wait_less() -> None:
     options = ["model=gpt_8.3b", "cluster=h200", "num_devices=8", "parallel.tp_size=8", "micro_batch_size=8"]
     options += ["global_batch_size=8", "operations=true"]

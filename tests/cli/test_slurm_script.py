@@ -11,6 +11,8 @@ import pytest
 from entry_points import REPOSITORY
 from plan_output import planned
 
+from lmscale.launcher import world_from_outside
+
 GUIDE = (REPOSITORY / "docs" / "guides" / "h100_64.md").read_text(encoding="utf-8")
 RECORDS = REPOSITORY / "analysis" / "data_costs" / "records"
 SCRIPT = re.search(r"```\n(#!/bin/bash\n.*?)```", GUIDE, re.S)[1]
@@ -28,13 +30,18 @@ def submit(folder: Path, srun: str, num_nodes: int = 8, script: str = SCRIPT) ->
     names = f"seq -f n%g {num_nodes}"
     stub(folder / "bin/scontrol", f'if [ "$1" = show ]; then {names}; else echo "$@" >> {folder / "requeued"}; fi')
     stub(folder / ".venv/bin/activate", "")
-    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": str(num_nodes), "SLURM_JOB_NODELIST": f"n[1-{num_nodes}]"}
+    nodes = f"n[1-{num_nodes}]"
+    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": str(num_nodes), "SLURM_JOB_NODELIST": nodes}
+    job |= {"SLURM_NNODES": str(num_nodes), "SLURM_NODELIST": nodes, "SLURM_NTASKS_PER_NODE": "8"}
     environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", **job}
     return subprocess.run(["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
-    ("code", "most"), [(0, 0), (1, 3), (2, 0), (3, 0), (4, 0), (5, 3), (74, 0), (75, 5), (134, 3), (137, 3), (138, 5)]
+    ("code", "most"),
+    [(code, 0) for code in (0, 2, 3, 4, 74)]
+    + [(code, 3) for code in (1, 5, 134, 137, 139)]
+    + [(code, 5) for code in (75, 138, 143)],
 )
 def test_the_job_ends_with_the_code_of_the_run_and_is_requeued_by_the_guides_rule(
     tmp_path, code: int, most: int
@@ -60,19 +67,33 @@ ON_512 = (
     [(SCRIPT, 4, 4), (SCRIPT, 7, 4), (SCRIPT, 8, 8), (WITH_SPARE, 9, 8)]
     + [(ON_512, 32, 32), (ON_512, 63, 32), (ON_512, 64, 64)],
 )
-def test_after_a_requeue_any_number_of_nodes_trains_with_the_same_batch(tmp_path, script, given, used) -> None:
-    """With fewer nodes the job had ended with 2, which the script never requeues. The planner checks what it starts."""
+def test_after_a_requeue_any_number_of_nodes_trains_with_the_same_batch(
+    monkeypatch, tmp_path, script, given, used
+) -> None:
+    """With fewer nodes the job had ended with 2, which the script never requeues.
+
+    The planner checks what the script starts, and the launcher reads what Slurm would set for the last rank.
+    """
     low, high = map(int, re.search(r"--nodes=(\d+)-(\d+)", script).groups())
     assert low <= given <= high
-    done = submit(tmp_path, f'echo "$@" > {tmp_path / "started"}', given, script)
+    done = submit(tmp_path, f'echo "$@" > {tmp_path / "started"}; env > {tmp_path / "job"}', given, script)
     assert (done.returncode, done.stderr) == (0, "")
     words = (tmp_path / "started").read_text().split()
     options, overrides = words[: words.index("python")], words[words.index("src/train.py") + 1 :]
     num_tasks = 8 * used
     assert {f"--nodes={used}", f"--ntasks={num_tasks}", "--ntasks-per-node=8"} < set(options)
-    assert f"--nodelist={','.join(f'n{n + 1}' for n in range(used))}" in options  # rank 0 is on the job's first node
+    names = ",".join(f"n{n + 1}" for n in range(used))
+    assert f"--nodelist={names}" in options  # rank 0 is on the job's first node
+    job = dict(line.split("=", 1) for line in (tmp_path / "job").read_text().splitlines() if line.startswith("SLURM_"))
+    step = {"ID": 0, "NUM_NODES": used, "NUM_TASKS": num_tasks, "NODELIST": names}
+    step = {f"SLURM_STEP_{name}": str(value) for name, value in step.items()}
+    task = {"SLURM_NTASKS": str(num_tasks), "SLURM_PROCID": str(num_tasks - 1), "SLURM_LOCALID": "7"}
+    monkeypatch.setattr(os, "environ", job | step | task)
+    world = world_from_outside()
+    assert (world.size, world.local_size, world.rank, world.address) == (num_tasks, 8, num_tasks - 1, ("n1", 15017))
     assert "parallel.dp_size=auto" in overrides
     kept = [o for o in overrides if o.startswith(("model", "parallel", "micro_batch_size", "global_batch_size"))]
+    monkeypatch.undo()
     answer = planned(*kept, "cluster=h100", f"num_devices={num_tasks}")
     layout = answer["layout"]
     assert (layout["num_devices"], layout["global_batch_size"], layout["recompute"]) == (num_tasks, 512, "none")
@@ -92,8 +113,9 @@ def test_the_guides_numbers_follow_from_the_plan_the_records_and_the_failure_rat
     assert f"takes {eight['step_time_s']['total']:.2f} s per step, modelled, and {eight['days']:.1f} days" in text
     assert f"of 32 it takes {four['step_time_s']['total']:.2f} s" in text
     assert f"modelled {large['step_time_s']['total']:.2f} s per step" in text
-    largest = eight["rank_memory_bytes"]["none"]["total"] / 2**30
-    assert f"at most {largest:.1f}, counted" in text and f"| {eight['mfu']:.0%}".replace("%", " % modelled") in text
+    most, most_on_four = (plan["rank_memory_bytes"]["none"]["total"] / 2**30 for plan in (eight, four))
+    assert f"at most {most:.1f}, or {most_on_four:.1f} on 32 GPUs, counted" in text
+    assert f"| {eight['mfu']:.0%}".replace("%", " % modelled") in text
 
     rates = {"language": "clean/all_steps", "dedup": "whole/ours", "tokenize": "gpt/1_cores/stage/wall"}
     records = {name: json.loads((RECORDS / f"{name}_cost_cpu.json").read_text())["metrics"] for name in rates}

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from crafted import save_gpt
-from ranks import make_context, run_ranks
+from ranks import make_context, run_ranks, torchrun_rank
 from safetensors.torch import load_file, save_file
 from sharding import random_model, small_config
 
@@ -91,7 +91,7 @@ def test_the_identity_depends_on_the_weights_and_not_on_the_path(tmp_path) -> No
 
 
 def loaded_shards(rank: int, path: str, published: str) -> list[bool]:
-    os.environ["LOCAL_RANK"] = str(rank)  # one rank converts for all
+    os.environ |= torchrun_rank(rank, dist.get_world_size())  # one rank converts for all
     found = []
     for tp_size, dp_size, sources in ((2, 2, (path, published)), (4, 1, (path,)), (1, 4, (path,))):
         context = make_context(tp_size, dp_size)
@@ -199,8 +199,9 @@ def test_the_model_is_described_without_its_weights(tmp_path) -> None:
 
 
 def test_a_wrong_world_size_raises(monkeypatch) -> None:
+    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "", "LOCAL_RANK": ""})
     assert evaluation_groups(1, 1) == PLAIN
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(os, "environ", torchrun_rank(0, 3))
     with pytest.raises(ValueError, match=r"must be `parallel.tp_size` x `parallel.dp_size` \(2 x 2\), but 3 ranks"):
         evaluation_groups(2, 2)
 
@@ -257,8 +258,7 @@ def test_the_process_group_is_ended_only_with_all_ranks(monkeypatch, capsys, err
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_see_only_their_own_gpu_are_all_refused(monkeypatch, rank: int) -> None:
-    monkeypatch.setenv("LOCAL_RANK", str(rank))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(os, "environ", torchrun_rank(rank, 2))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="must see the GPUs of all 2 ranks of its node, but sees 1 "):
-        evaluation_groups(1, 1, "cuda")
+        evaluation_groups(2, 1, "cuda")

@@ -9,9 +9,9 @@ from paper_models import SIZES, paper_model
 
 from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.config.cluster import Calibration, Cluster, Peaks
-from lmscale.planner.communication import micro_batch_collectives
+from lmscale.planner.communication import Collective, micro_batch_collectives
 from lmscale.planner.operations import step_operations
-from lmscale.planner.step_time import StepTime, Techniques, predict_step_time
+from lmscale.planner.step_time import StepTime, Techniques, collective_s, predict_step_time
 
 CLUSTER = Cluster(
     name="some",
@@ -126,6 +126,19 @@ def test_communication_between_nodes_runs_at_the_networks_rate() -> None:
     assert beyond > 8 * inside  # a tenth of the bandwidth
     assert predicted(config, 1, 8).data < predicted(config, 1, 16).data / 8
     assert predicted(config, 2, 8).data > 4 * predicted(config, 2, 4).data
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "dp_size", "inside"),
+    [(p, d, True) for p, d in ((4, 16), (8, 5), (5, 1), (3, 2))]
+    + [(p, d, False) for p, d in ((5, 2), (5, 8), (6, 2), (16, 1))],
+)
+def test_tensor_groups_send_over_fast_links_only_if_every_group_lies_within_a_node(tp_size, dp_size, inside) -> None:
+    """Of groups of 5 on nodes of 8, ranks 5 to 9 are on two nodes; 6 ranks in all are on one."""
+    bandwidth = 100e9 if inside else 10e9
+    message = Collective("outputs", "all_reduce", "tensor", "forward", 1, 10**9)
+    seconds = 2 * (tp_size - 1) / tp_size * 10**9 / bandwidth + 10e-6
+    assert collective_s(message, ParallelConfig(tp_size, dp_size), CLUSTER) == pytest.approx(seconds)
 
 
 def test_sequence_parallelism_divides_replicated_work() -> None:

@@ -98,8 +98,9 @@ def generate(job: GenerateJob) -> int:
     config = job.config
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack some letters
     share_cores()
-    device = _device(config)
-    context = evaluation_groups(config.parallel.tp_size, 1, device.type, config.parallel.pad_heads)
+    use_gpu = config.accelerator != "cpu" and torch.cuda.is_available()
+    context = evaluation_groups(config.parallel.tp_size, 1, "cuda" if use_gpu else "cpu", config.parallel.pad_heads)
+    device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
     code = 0
     try:
         _generate(job, context, device)
@@ -115,12 +116,6 @@ def generate(job: GenerateJob) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
-
-
-def _device(config: GenerateConfig) -> torch.device:
-    if config.accelerator == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _discard_output() -> None:

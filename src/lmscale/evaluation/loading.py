@@ -7,7 +7,6 @@ into a temporary folder by the importer, which compares the outputs of both impl
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import socket
 import tempfile
@@ -40,6 +39,7 @@ from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
 from ..config.family import family_of
 from ..data.tokenizer import Tokenizer, load_published_tokenizer
+from ..launcher import World, world_from_outside
 from ..models import build_model
 from ..parallel import ParallelContext, choose_communicator, padding_of
 
@@ -79,28 +79,27 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_
         pad_heads: see `ParallelConfig`.
 
     Raises:
-        ValueError: the world size of the environment (`WORLD_SIZE`) is not tp_size x dp_size, or a rank does not see
-            the GPUs of its node's ranks.
+        ValueError: the number of ranks that were started is not tp_size x dp_size, or a rank does not see the GPUs of
+            its node's ranks.
 
     Communicates:
         makes the groups of the grid, tensor ranks next to each other as in training, and on a CPU what they
         communicate through (`choose_communicator`).
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != tp_size * dp_size:
+    world = world_from_outside() or World()
+    if world.size != tp_size * dp_size:
         raise ValueError(
             f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "
-            f"but {world_size} ranks were started"
+            f"but {world.size} ranks were started"
         )
     if device_type == "cuda":
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if torch.cuda.device_count() < local_size:
+        if torch.cuda.device_count() < world.local_size:
             raise ValueError(
-                f"every rank must see the GPUs of all {local_size} ranks of its node, but sees "
+                f"every rank must see the GPUs of all {world.local_size} ranks of its node, but sees "
                 f"{torch.cuda.device_count()} (Slurm: --gpus-per-node, not --gpus-per-task)"
             )
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if world_size == 1:
+        torch.cuda.set_device(world.local_rank)
+    if world.size == 1:
         return ParallelContext()
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)
@@ -188,7 +187,7 @@ def _load_hugging_face(
     path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str
 ) -> LoadedModel:
     """Convert on the first rank of each host into a temporary folder, which all ranks of the host read."""
-    is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0 or not dist.is_initialized()
+    is_first = (world_from_outside() or World()).local_rank == 0
     folder = tempfile.mkdtemp(prefix="lmscale_import_") if is_first else None
     try:
         convert = (lambda: import_hugging_face(path, Path(folder) / "model")) if is_first else lambda: None

@@ -126,7 +126,7 @@ def _ratio(plan: Plan) -> str:
 _EVIDENCE = {
     "fitted": "modelled; constants fitted to published step times",
     "measured": "modelled; constants from measurements of such a machine",
-    "modelled": "modelled; constants carried over from published figures of others",
+    "modelled": "modelled; constants carried over from another machine",
 }
 
 

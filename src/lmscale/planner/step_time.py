@@ -232,7 +232,9 @@ def exposed_s(
 def collective_s(message: Collective, layout: ParallelConfig, cluster: Cluster) -> float:
     """Seconds of all of a collective, when nothing overlaps with it."""
     num_ranks = layout.tp_size if message.group == "tensor" else layout.dp_size
-    span = layout.tp_size if message.group == "tensor" else layout.world_size
+    # Groups of consecutive ranks lie within nodes only if they divide one; else some group is on two of several nodes.
+    whole = message.group == "tensor" and cluster.devices_per_node % layout.tp_size == 0
+    span = layout.tp_size if whole else layout.world_size
     return message.count * _message_s(message.kind, message.num_bytes, num_ranks, cluster, span)
 
 

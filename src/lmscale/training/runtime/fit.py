@@ -81,8 +81,9 @@ def resolve_layout(request: ParallelRequest, job: Job, world: World | None, acce
         # If lmscale starts the ranks on this host, more ranks need more of its memory, never less.
         if tp_size is None or (tp_size > 1 and accelerator == "cpu" and world is None):
             raise ValueError(
-                "no tp_size fits (`parallel.tp_size`=auto): no power of two divides the model and fits the memory of "
-                f"{device_memory(accelerator) / 2**30:.1f} GiB per {'host' if accelerator == 'cpu' else 'GPU'}"
+                "no tp_size fits (`parallel.tp_size`=auto): no power of two divides the model and fits the "
+                f"{device_memory(accelerator) / 2**30:.1f} GiB of "
+                f"{'free memory of this host' if accelerator == 'cpu' else 'a GPU'}"
             )
     layout = request.resolve(tp_size, data_ranks(tp_size))
     if world is not None and layout.world_size != world.size:
@@ -117,8 +118,8 @@ def check_memory(run: RunConfig, layout: ParallelConfig, world: World | None, ac
     On a CPU the local ranks share the host's memory; on GPUs each has its own.
 
     Raises:
-        ValueError: with the bytes needed per rank, the bytes available and the smallest tp_size that would fit
-            devices of this size.
+        ValueError: with the bytes needed per rank, the bytes available and the smallest layout that would fit such
+            devices: of this job, or else with the smallest micro-batch and full recomputation.
     """
     on_gpu, job, sharing = accelerator == "gpu", job_of(run), 1
     if not on_gpu:
@@ -126,25 +127,33 @@ def check_memory(run: RunConfig, layout: ParallelConfig, world: World | None, ac
     there, needed = device_memory(accelerator), rank_memory(job, layout, on_gpu).total
     if needed <= usable_bytes(there, on_gpu, sharing):
         return
-    fits = smallest_layout(job, lambda tp: dataclasses.replace(layout, tp_size=tp), usable_bytes(there, on_gpu), on_gpu)
-    device = "GPU" if on_gpu else "host"
-    way_out = (
-        f"the smallest layout that fits is parallel.tp_size={fits.tp_size} parallel.dp_size={fits.dp_size} on "
-        f"{fits.world_size} {device}s of this size"
-        if fits is not None and (fits.tp_size > layout.tp_size or sharing > 1)
-        else "no tp_size that divides this model fits devices of this size"
-    )
+    least = job.change(2 if layout.batch_halves else 1, Recompute.FULL)
+    device, size, free = ("GPU", "of this size", "") if on_gpu else ("host", "with as much free memory", " free")
+    for smaller in (job, least):
+        fits = smallest_layout(
+            smaller, lambda tp: dataclasses.replace(layout, tp_size=tp), usable_bytes(there, on_gpu), on_gpu
+        )
+        if fits is not None:
+            way_out = (
+                f"the smallest layout that fits is {smaller.overrides(fits)} on {fits.world_size} {device}(s) {size}"
+            )
+            break
+    else:
+        way_out = (
+            f"no tp_size that divides this model fits {device}s {size}, even with micro_batch_size="
+            f"{least.micro_batch_size} model.recompute=full"
+        )
     mode = first_mode_that_fits(job, layout, usable_bytes(there, on_gpu, sharing), on_gpu)
     if mode is not None:
         way_out += f"; here model.recompute={mode.value} fits"
-    elif job.config.recompute is not Recompute.FULL:
+    elif smaller is job and job.config.recompute is not Recompute.FULL:
         way_out += "; model.recompute=full and a smaller micro_batch_size need less"
     reserved = -usable_bytes(0, on_gpu)
     raise ValueError(
-        f"the memory a rank needs must be at most what its {device} has: {run.name} at {job.dtype}, "
+        f"the memory a rank needs must be at most what its {device} has{free}: {run.name} at {job.dtype}, "
         f"tp_size {layout.tp_size}, micro_batch_size {run.micro_batch_size} needs {needed:,} bytes "
         f"({needed / GIB:.1f} GiB) per rank, and {reserved / GIB:.1f} GiB for the framework, x {sharing} rank(s) on "
-        f"this {device}, which has {there:,} ({there / GIB:.1f} GiB); {way_out}"
+        f"this {device}, which has {there:,} bytes ({there / GIB:.1f} GiB){free}; {way_out}"
     )
 
 

@@ -20,31 +20,12 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ...launcher import World, own_run_id, world_from_outside
+from ...launcher import join_ranks, own_run_id, world_from_outside
 from ...parallel.shared_memory import RankGoneError
 from .exit_codes import FAILED, INTERRUPTED, STALLED
 from .interruption import PASSED_ON, Interruption
 from .lost_rank import CollectiveError, LostRank
 from .watchdog import StalledError
-
-
-def join_ranks() -> World:
-    """Set the variables by which torch and Lightning find the ranks, as torchrun does; returns what they say.
-
-    srun sets others, and some may be left over where one process is alone.
-    """
-    world = world_from_outside() or World("", size=1, local_size=1, rank=0, local_rank=0)
-    values = {
-        "RANK": world.rank,
-        "LOCAL_RANK": world.local_rank,
-        "GROUP_RANK": world.rank // world.local_size,
-        "WORLD_SIZE": world.size,
-        "LOCAL_WORLD_SIZE": world.local_size,
-    }
-    if world.size > 1:
-        values["MASTER_ADDR"], values["MASTER_PORT"] = world.address
-    os.environ |= {name: str(value) for name, value in values.items()}
-    return world
 
 
 def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts: int = 0, saves: bool = False) -> None:

@@ -28,7 +28,7 @@ def check_paths(run: RunConfig) -> None:
     check_corpus(run.data)
     check_indexed(run.data, run.model.family)
     path, world = run.resume.path, world_from_outside()
-    # Nothing else tells a restart: a node that only waited for another one's restart counts none of its own.
+    # `max_restarts` decides, because a node that only waited for another node's restart has counted no restart.
     if world is not None and world.launcher == "torchrun" and world.max_restarts and path != "auto":
         raise ValueError(
             f"`resume` must be auto under torchrun's --max-restarts, or a restart loses what was trained, but is {path}"

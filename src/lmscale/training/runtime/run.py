@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from ...checkpoint import CheckpointError
+from ...launcher import join_ranks
 from ...parallel.shared_memory import SharedMemoryError
 from ...threads import share_cores
 from ..job import Job
@@ -25,7 +26,6 @@ from .ending import Ending
 from .exit_codes import USER_ERROR
 from .gpu_settings import keep_partial_sums_in_fp32
 from .interruption import Interruption
-from .launch import join_ranks
 from .lost_rank import abort_nccl, end_rank
 from .run_lock import RunLock
 from .watchdog import Watchdog
