@@ -524,3 +524,12 @@ def test_an_interpolation_in_the_name_of_the_run_folder_is_refused_in_one_line(t
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert f"`{key}` must not have ${{ in it, but is " in done.stderr and "d${x}y" in done.stderr
     assert options or not list(tmp_path.iterdir())  # a sweep leaves Hydra's multirun.yaml
+
+
+@pytest.mark.slow
+def test_libraries_without_their_caches_add_no_line(tmp_path) -> None:
+    """Lightning imports matplotlib, which looks for fonts where it has no cache of them."""
+    overrides = (*TINY, "trainer.accelerator=gpu", f"hydra.run.dir={tmp_path}/run")
+    script = REPOSITORY / "src" / "train.py"
+    done = refuse(script, *overrides, forked=False, MPLCONFIGDIR=str(tmp_path / "fonts"))
+    assert list((tmp_path / "fonts").iterdir()) and only_line(done.stderr), done.stderr

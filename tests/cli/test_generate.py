@@ -304,19 +304,6 @@ def test_an_error_is_one_line(published, bert, bare, tmp_path, mistake: str, for
     assert done.stdout == "" and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_libraries_without_their_caches_add_no_line(bert, tmp_path) -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, f"ckpt={bert}", "prompt=a"],
-        env=environment(MPLCONFIGDIR=str(tmp_path / "fonts")),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert list((tmp_path / "fonts").iterdir()) and done.stderr.count("\n") == 1, done.stderr
-
-
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory) -> Path:
     """A GPT-2 without a tokenizer."""
