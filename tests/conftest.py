@@ -15,6 +15,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+# Those that are set before the tests start stay.
+RANK_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+RANK_VARIABLES -= os.environ.keys()
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 for folder in (".", "corpus", "data", "cli", "training"):  # support modules: ranks, sharding, warm, corpora, runs
     sys.path.insert(0, str(Path(__file__).parent / folder))
@@ -48,6 +52,14 @@ def exact_products() -> Iterator[None]:
     yield
     if "torch" in sys.modules:  # some tests also run where it is not installed
         sys.modules["torch"].set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(autouse=True)
+def no_ranks_left_over() -> Iterator[None]:
+    """Remove the variables by which a run in the test process has told torch and Lightning of its ranks."""
+    yield
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
 
 
 @pytest.fixture
