@@ -105,11 +105,10 @@ def test_auto_refuses_to_start_from_scratch_if_all_checkpoints_are_damaged(three
     folder = copy(three_steps, tmp_path / "run")
     for path in list_checkpoints(folder / "checkpoints"):
         damage(path, "flipped byte")
-    assert train_here(run_of(folder)) == USER_ERROR
-    assert "error: none of the 3 checkpoints" in capfd.readouterr().err
-    assert len(read_rows(folder)) == 3  # the measured rows are kept
-    for path in (folder / "checkpoints").glob("*.damaged"):
-        path.rename(path.with_name(path.name.removesuffix(".damaged")))
+    for _ in range(2):  # a requeued job tries again
+        assert train_here(run_of(folder)) == USER_ERROR
+        assert "error: none of the 3 checkpoints" in capfd.readouterr().err
+        assert len(read_rows(folder)) == 3  # the measured rows are kept
     for path in list_checkpoints(folder / "checkpoints"):
         damage(path, "truncated")
     with pytest.raises(CheckpointError, match="can be read"):

@@ -211,7 +211,7 @@ def agree_on_checkpoint(
     """Choose the checkpoint to load, on all ranks, and compare every byte of it with its checksums.
 
     The ranks divide the files among them. Under `resume=auto`, and when a job with `max_restarts` restarts, a damaged
-    checkpoint of the run is set aside with a warning and the one before it is tried.
+    checkpoint of the run is set aside with a warning if one before it is intact.
 
     Args:
         chosen: the result of `find_checkpoint` on rank 0.
@@ -226,24 +226,24 @@ def agree_on_checkpoint(
     falls_back = run.resume.path == "auto" or (is_restart() and bool(own))
     candidates = own if falls_back else [Path(chosen)] if chosen else []
     falls_back, candidates = strategy.broadcast((falls_back, candidates))
+    damaged: list[tuple[Path, str]] = []
     for path in candidates:
         problem = strategy.first_error(_problem(path))
         if problem is None:
             damage = find_damage(path, read_metadata(path), strategy.global_rank, strategy.world_size)
             problem = strategy.first_error(damage and f"checkpoint {path.name} is damaged: {damage}")
         if problem is None:
+            if strategy.is_global_zero:
+                for worse, reason in damaged:
+                    warning = f"WARNING: {reason}; set aside as {set_aside(worse).name}, falling back to {path.name}"
+                    print(warning, file=sys.stderr, flush=True)
             return str(path)
         if not falls_back:
             raise CheckpointError(problem)
-        if strategy.is_global_zero:
-            kept = set_aside(path)
-            print(
-                f"WARNING: {problem}; set aside as {kept.name}, falling back to the one before",
-                file=sys.stderr,
-                flush=True,
-            )
-    if candidates:
-        raise CheckpointError(f"none of the {len(candidates)} checkpoints in {run_dir / CHECKPOINTS} is good")
+        damaged.append((path, problem))
+    if damaged:  # all keep their names: without any, the next start would begin the run anew
+        number, folder = len(damaged), run_dir / CHECKPOINTS
+        raise CheckpointError(f"none of the {number} checkpoints in {folder} is good; the newest: {damaged[0][1]}")
     return None
 
 
