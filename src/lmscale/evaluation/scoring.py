@@ -34,11 +34,11 @@ def score_places(
     """
     hidden = model.transformer(tokens)[rows, columns]  # [n, h]
     losses, best, allowed = [], [], []
-    num_columns = model.config.padded_vocab_size
+    padded = model.config.padded_vocab_size
     for part, wanted in zip(hidden.split(PLACES_AT_ONCE), targets.split(PLACES_AT_ONCE), strict=True):
         weight = model.transformer.word_embedding.weight
         logits = vocab_parallel_logits(part, weight, None, model.config.vocab_size, model.context)  # [n, v/p]
-        losses.append(vocab_parallel_cross_entropy(logits, wanted, num_columns, model.context).double())
+        losses.append(vocab_parallel_cross_entropy(logits, wanted, padded, model.context).double())
         best.append(vocab_parallel_argmax(logits, model.context))
         if banned is not None:
             local = banned - model.context.tp_rank * logits.shape[-1]

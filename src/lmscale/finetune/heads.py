@@ -43,9 +43,8 @@ class FinetuneModel(nn.Module):
         self.kind, self.num_outputs, self.head_dropout = kind, num_outputs, head_dropout
         self.dropout_site = 1 + 3 * config.num_layers  # after those of the embedding and of every layer
         self.transformer = transformer
-        for (
-            layer
-        ) in transformer.layers:  # a micro-batch is padded to its longest item: its length depends on the layout
+        # A micro-batch is padded to its longest item, so its length depends on the layout.
+        for layer in transformer.layers:
             layer.attention.rows_per_head = config.max_position_embeddings
         if kind is not HeadKind.SPAN:
             self.pooler = pooler

@@ -49,8 +49,9 @@ def vocab_parallel_cross_entropy(
 
     Source: section 3 (output embedding).
     """
-    if (width := logits.shape[-1]) != (own := context.shard(padded_vocab_size)):
-        raise ValueError(f"`logits` must have `padded_vocab_size` / `tp_size` = {own} columns, but have {width}")
+    width, share = logits.shape[-1], context.shard(padded_vocab_size)
+    if width != share:
+        raise ValueError(f"`logits` must have `padded_vocab_size` / `tp_size` = {share} columns, but have {width}")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half types lose the sum of 51,200 terms
     maximum = context.tp_communicator.all_reduce(logits.detach().amax(dim=-1), "max")
     exponentials = (logits - maximum.unsqueeze(-1)).exp().sum(dim=-1)
