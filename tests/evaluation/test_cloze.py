@@ -179,10 +179,11 @@ def test_a_passage_longer_than_the_positions_raises_with_its_line() -> None:
 def test_a_long_passage_loses_its_first_tokens_on_request() -> None:
     fits, long = Passage(1, (1,) * 12, (5, 6)), Passage(2, (7, 8, *range(9, 21)), (5, 6, 7))
     fitted = fit_passages([fits, long], 13, "file", truncate_left=True)
-    assert fitted == [fits, Passage(2, tuple(range(10, 21)), (5, 6, 7))]  # the last 11, and 2 of the word, are read
+    assert fitted == [fits, Passage(2, tuple(range(10, 21)), (5, 6, 7), 3)]  # the last 11, and 2 of the word, are read
     task = Lambada("file", "0", "openai", [fits, long])
     assert task.fit(13, truncate_left=True).counts["truncated"] == 1
     assert task.fit(99, truncate_left=True).counts["truncated"] == 0
+    assert task.fit(13, truncate_left=True).counts["longest"] == task.counts["longest"] == 17  # of the file
     assert "truncated" not in task.fit(99, truncate_left=False).counts
     with pytest.raises(ValueError, match=r"a word must leave a position .* \(3\) .*, but that of file, line 2 has 4"):
         fit_passages([Passage(2, (7, 8), (5, 6, 7, 8))], 3, "file", truncate_left=True)

@@ -28,11 +28,16 @@ STOP_WORDS = frozenset(
 
 @dataclass(frozen=True)
 class Passage:
-    """One item: its line number, the tokens of the context, and the tokens of the word to predict."""
+    """One item: its line number, the tokens of the context, and the tokens of the word to predict.
+
+    Args:
+        num_dropped: first tokens of the passage that the context lacks, because the model could not read them.
+    """
 
     line: int
     context: tuple[int, ...]
     word: tuple[int, ...]
+    num_dropped: int = 0
 
 
 def read_passages(file: TextFile, form: str) -> list[tuple[str, str]]:
@@ -96,7 +101,8 @@ def fit_passages(passages: Sequence[Passage], max_positions: int, name: str, tru
                 f"a word must leave a position of the model's ({max_positions}) to its context, but that of {where} "
                 f"has {len(passage.word)} tokens"
             )
-        found.append(replace(passage, context=passage.context[-num_free:]))
+        context = passage.context[-num_free:]
+        found.append(replace(passage, context=context, num_dropped=len(passage.context) - len(context)))
     return found
 
 

@@ -73,20 +73,20 @@ class Lambada:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of passages, of last words of several tokens, of tokens of the longest passage with its word, and,
-        if allowed, of truncated passages.
+        """Number of passages, of last words of several tokens, of tokens of the longest passage of the file with its
+        word, and, if allowed, of truncated passages.
         """
         counts = {
             "passages": len(self.passages),
             "words_of_several_tokens": sum(len(passage.word) > 1 for passage in self.passages),
-            "longest": max(len(passage.context) + len(passage.word) for passage in self.passages),
+            "longest": max(p.num_dropped + len(p.context) + len(p.word) for p in self.passages),
         }
         return counts if self.num_truncated is None else counts | {"truncated": self.num_truncated}
 
     def fit(self, max_positions: int, truncate_left: bool) -> "Lambada":
         """The task with passages that a model of so many positions can read; see `fit_passages`."""
         passages = fit_passages(self.passages, max_positions, self.file_name, truncate_left)
-        num_truncated = sum(new != old for new, old in zip(passages, self.passages, strict=True))
+        num_truncated = sum(passage.num_dropped > 0 for passage in passages)
         return replace(self, passages=passages, num_truncated=num_truncated if truncate_left else None)
 
 
