@@ -119,6 +119,8 @@ def _read_curve(path: Path) -> pd.DataFrame:
         raise ValueError("its rows have more fields than its header")
     if rows["step"].isna().any() or rows["train/loss"].isna().all():
         raise ValueError("it must have the step of every row and a training loss")
+    if not rows["step"].is_monotonic_increasing or not rows["step"].is_unique:
+        raise ValueError("its steps must increase")
     return rows.reindex(columns=list(_CURVE)).rename(columns=_CURVE).astype(float)
 
 

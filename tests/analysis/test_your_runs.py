@@ -158,6 +158,8 @@ def test_a_record_without_what_is_shown_is_left_out(tmp_path, path: str, value: 
         ("train/loss,val/loss\n9,4\n", "KeyError: 'step'"),
         ("step,val/loss\n1,4\n", "KeyError: 'train/loss'"),
         ("step,train/loss\n1,9\n,8\n", "ValueError: it must have the step of every row and a training loss"),
+        ("step,train/loss\n2,9\n1,8\n", "ValueError: its steps must increase"),
+        ("step,train/loss\n1,9\n1,9\n", "ValueError: its steps must increase"),
         ("step,train/loss\n1,\n", "ValueError: it must have the step of every row and a training loss"),
         ("step,train/loss\n1,abc\n", "ValueError: could not convert string to float: 'abc'"),
         ("step,train/loss\n1,9,7\n2,8,7\n", "ValueError: its rows have more fields than its header"),
