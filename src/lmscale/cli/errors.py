@@ -135,7 +135,7 @@ def _choices_with(key: str) -> list[str]:
 
 def _missing_path(key: str) -> str:
     """What the message begins with if the key's value is a path that does not exist."""
-    path = next(arg.partition("=")[2] for arg in sys.argv[1:] if arg.lstrip("+").startswith(f"{key}="))
+    path = next((arg.partition("=")[2] for arg in sys.argv[1:] if arg.lstrip("+").startswith(f"{key}=")), "")
     is_missing = key.endswith("path") and not (Path(path).exists() or Path(f"{path}.idx").exists())
     return f"must exist, but {path} does not; it " if is_missing else ""
 
