@@ -91,6 +91,14 @@ def refuse(
     return subprocess.CompletedProcess([str(script), *overrides], code, out.getvalue(), err.getvalue())
 
 
+def only_line(stderr: str) -> str:
+    """The line `error: ...` that standard error consists of."""
+    lines = stderr.splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
 def slurm_task(rank: int, port: str) -> dict[str, str]:
     """The environment of one of two tasks of `srun`."""
     return {

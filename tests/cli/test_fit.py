@@ -1,0 +1,92 @@
+"""Whether a run fits the memory: refused before torch is imported, with the layout that would fit."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from entry_points import only_line, refuse
+
+from lmscale.config import TransformerConfig
+from lmscale.config.layout import ParallelConfig, ParallelRequest
+from lmscale.planner.job import Job, checkpoint_bytes, rank_memory, usable_bytes
+from lmscale.planner.memory import estimate_memory
+from lmscale.training.runtime import fit
+
+
+@pytest.mark.parametrize("overrides", [(), ("parallel.tp_size=4",)], ids=["one rank", "four ranks on one host"])
+def test_a_model_that_exceeds_the_memory_is_refused_within_seconds(tmp_path, monkeypatch, overrides) -> None:
+    monkeypatch.setattr(fit, "host_memory_available", lambda: 20 * 10**9)
+    start = time.process_time()
+    options = ("model=bert_3.9b", "trainer.accelerator=cpu", "micro_batch_size=1")
+    done = refuse("src/train.py", *options, *overrides, f"hydra.run.dir={tmp_path}", forked=False)
+    assert time.process_time() - start < 15
+    line = only_line(done.stderr)
+    assert done.returncode == 2
+    assert "bytes" in line and "GiB) per rank" in line and f"x {4 if overrides else 1} rank(s)" in line
+    assert "parallel.tp_size=" in line.split("smallest layout that fits is ")[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "free_gib", "way_out"),
+    [
+        (
+            ["micro_batch_size=1"],
+            40,
+            "the smallest layout that fits is parallel.tp_size=2 parallel.dp_size=1 micro_batch_size=1 "
+            "model.recompute=none on 2 host(s) with as much free memory; model.recompute=full and a smaller",
+        ),
+        (
+            ["micro_batch_size=16"],
+            20,
+            "the smallest layout that fits is parallel.tp_size=4 parallel.dp_size=1 micro_batch_size=1 "
+            "model.recompute=full on 4 host(s) with as much free memory",
+        ),
+        (
+            ["micro_batch_size=16", "model.num_layers=7200"],
+            20,
+            "no tp_size that divides this model fits hosts with as much free memory, even with micro_batch_size=1 "
+            "model.recompute=full",
+        ),
+    ],
+    ids=["more ranks", "least memory", "nothing"],
+)
+def test_a_refused_run_names_the_layout_that_fits(tmp_path, monkeypatch, overrides, free_gib, way_out) -> None:
+    monkeypatch.setattr(fit, "host_memory_available", lambda: free_gib * 2**30)
+    words = ("model=gpt_2.5b", "trainer.accelerator=cpu", *overrides, f"hydra.run.dir={tmp_path}/run")
+    line = only_line(refuse("src/train.py", *words, forked=False).stderr)
+    assert f"which has {free_gib * 2**30:,} bytes ({free_gib}.0 GiB) free; {way_out}" in line
+    assert line.endswith(way_out) or "need less" in line.split(way_out)[1]
+
+
+@pytest.mark.parametrize("dp_size", ["auto", 2])
+def test_tp_size_auto_respects_the_host_memory(monkeypatch, dp_size) -> None:
+    """On a CPU the ranks share the memory, so more ranks do not reduce the total."""
+    config = TransformerConfig("gpt", 2, 64, 4, 2000, 32)
+    num_ranks = 1 if dp_size == "auto" else dp_size
+    job = Job(config, 2, 2 * num_ranks, 32, "fp32", 1)
+    estimate = estimate_memory(config, 1, 2, 32, "fp32", num_ranks, False, accumulates=False)
+    needed = (estimate.total - usable_bytes(0, on_gpu=False)) * num_ranks
+    request = ParallelRequest("auto", dp_size)
+    monkeypatch.setattr(fit, "host_memory_available", lambda: int(1.01 * needed))
+    assert fit.resolve_layout(request, job, None, "cpu").tp_size == 1
+    monkeypatch.setattr(fit, "host_memory_available", lambda: int(0.99 * needed))
+    with pytest.raises(ValueError, match=r"no tp_size fits \(`parallel.tp_size`=auto\)"):
+        fit.resolve_layout(request, job, None, "cpu")
+
+
+@pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
+def test_background_saves_respect_the_host_memory(monkeypatch, accelerator) -> None:
+    """The copies of all local ranks; on a CPU beside the memory in which they train."""
+    job, layout = Job(TransformerConfig("gpt", 2, 64, 4, 2000, 32), 2, 4, 32, "bf16", 1), ParallelConfig(2, 2)
+    run = SimpleNamespace(checkpoint=SimpleNamespace(async_=True))
+    each = checkpoint_bytes(job, layout) - usable_bytes(0, on_gpu=False)
+    if accelerator == "cpu":
+        each += rank_memory(job, layout, on_gpu=False).total
+    monkeypatch.setattr(fit, "job_of", lambda run: job)
+    monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * each)
+    fit.check_background_saves(run, layout, None, accelerator)
+    monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * each - 4)
+    with pytest.raises(ValueError, match=r"`checkpoint.async` must be false .* each of its 4 rank\(s\), but is true"):
+        fit.check_background_saves(run, layout, None, accelerator)
+    run.checkpoint.async_ = False
+    fit.check_background_saves(run, layout, None, accelerator)
