@@ -30,6 +30,7 @@ from lmscale.results import new_record, record_argument, write_record
 ROOT = Path(__file__).resolve().parents[2]
 SAVE_EVERY, KEEP_LAST = 5, 3
 SETTINGS = (
+    "model=gpt_tiny",
     "model.num_layers=2",
     "model.hidden_size=64",
     "data.seq_length=32",

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "analysis" / "zero_shot" / "records"
 TRAINED_ON = "2 million tokens of the 25,137 articles of RACE's training set (40 MB of English for learners)"
 TRAINING = (
+    "model=gpt_tiny",
     "name=gpt_race",
     "model.num_layers=4",
     "model.hidden_size=256",

@@ -79,7 +79,7 @@ BAD = {
         "`hydra.run.dir` must be a folder that can be made and written, but README.md: File exists",
     ),
     "a new folder to resume from": (
-        ["resume=auto", "hydra.run.dir=outputs/${now:%Y-%m-%d_%H-%M-%S}"],  # as by default
+        ["resume=auto", "model=gpt_tiny", "hydra.run.dir=outputs/${now:%Y-%m-%d_%H-%M-%S}"],  # as by default
         "`hydra.run.dir` must be the folder of the run to continue with resume=auto, but every start has a new one: /",
     ),
     "a switch for a checkpoint": (

@@ -62,10 +62,13 @@ def test_the_keys_of_the_run_precede_those_typed(folder, monkeypatch, capsys, ty
         ["resume.path=auto"],
         ["hydra.run.dir='{}'"],
         ["resume.path=none", "hydra.run.dir='{}'"],
-        ["resume.path=auto", "hydra.run.dir=/nowhere/run", "model=bert_tiny"],
+        *(
+            ["resume.path=auto", "hydra.run.dir=/nowhere/run", word]
+            for word in ("model=bert_tiny", "experiment=demo_gpt", "sweep=norm_order")
+        ),
         ["-m", "resume.path=auto", "hydra.run.dir='{}'", "seed=1,2"],
     ],
-    ids=["no folder", "a new run", "resume=none", "nothing in the folder", "a sweep"],
+    ids=["no folder", "a new run", "resume=none", "new model", "new experiment", "new sweep", "a sweep"],
 )
 def test_other_commands_are_left_alone(folder, monkeypatch, capsys, words) -> None:
     words = [word.format(folder) for word in words]
@@ -74,11 +77,14 @@ def test_other_commands_are_left_alone(folder, monkeypatch, capsys, words) -> No
     assert sys.argv[1:] == words and capsys.readouterr().out == ""
 
 
-def test_a_folder_without_a_run_is_refused_where_no_key_of_a_new_one_is_typed(tmp_path, monkeypatch) -> None:
-    words = ["resume.path=auto", f"hydra.run.dir={tmp_path}/gone", "resume.schedule=keep"]
+@pytest.mark.parametrize("word", ["resume.schedule=keep", "trainer.max_steps=10", "model.recompute=full"])
+def test_a_folder_without_a_run_is_refused_where_the_command_does_not_say_what_to_train(
+    tmp_path, monkeypatch, word
+) -> None:
+    words = ["resume.path=auto", f"hydra.run.dir={tmp_path}/gone", word]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     with pytest.raises(
-        ValueError, match=r"^`hydra.run.dir` must be the folder of a run to continue .* but .*/gone has"
+        ValueError, match=r"^`hydra.run.dir` must be the folder of a run to continue .* but .*/gone has none; .* model="
     ):
         add_own_keys()
     (tmp_path / "gone" / "checkpoints").mkdir(parents=True)  # of a run that another program has started

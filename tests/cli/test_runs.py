@@ -82,7 +82,7 @@ def test_srun_gives_the_same_losses(plain, tmp_path) -> None:
 
 def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_run(tmp_path) -> None:
     whole = run(tmp_path / "whole", "trainer.max_steps=5")
-    run(tmp_path / "parts", "trainer.max_steps=5", "trainer.stop_after_steps=2", "resume=auto")
+    run(tmp_path / "parts", "trainer.max_steps=5", "trainer.stop_after_steps=2")
     assert run(tmp_path / "parts", "trainer.max_steps=5", "resume=auto") == whole
 
 
@@ -148,9 +148,9 @@ def test_a_changed_schedule_is_refused_kept_or_overridden(plain, tmp_path, polic
 
 
 def test_a_run_resumes_at_another_layout_with_each_step_once(plain, tmp_path) -> None:
-    longer = ("model.attention=exact", "trainer.max_steps=3", "resume=auto")
+    longer = ("model.attention=exact", "trainer.max_steps=3")
     run(tmp_path, *longer, "trainer.stop_after_steps=2", "parallel.tp_size=2", "parallel.dp_size=1")
-    done = train(*TINY, *longer, "parallel.tp_size=1", f"hydra.run.dir={tmp_path}")
+    done = train(*TINY, *longer, "parallel.tp_size=1", f"hydra.run.dir={tmp_path}", "resume=auto")
     assert "layout: changed from the checkpoint's 1 data x 2 tensor to 1 data x 1 tensor\n" in done.stdout, done.stderr
     assert losses(tmp_path) == pytest.approx(plain[1], rel=1e-5)
 

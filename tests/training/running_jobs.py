@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from entry_points import TINY
 
-LONG_RUN = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=100000",)
+LONG_RUN = ("model=gpt_tiny", *(o for o in TINY if "max_steps" not in o), "trainer.max_steps=100000")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads the process table with ps")
 
 

@@ -8,6 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ..launcher import is_first_rank
 
+_SAY_WHAT_TO_TRAIN = {"model", "experiment", "sweep"}
 _START_KEYS = ("resume.path", "resume.weights_only", "trainer.stop_after_steps")  # of one start, not of the run
 
 
@@ -18,7 +19,7 @@ def add_own_keys() -> None:
     checkpoint does not allow to differ is refused when it is read.
 
     Raises:
-        ValueError: the folder's keys cannot be read, or it has no run and no key of a new one is typed.
+        ValueError: the folder's keys cannot be read, or it has no run and the command does not say what to train.
     """
     typed = {_name(word): word for word in sys.argv[1:] if not word.startswith("-")}
     is_sweep = bool({"-m", "--multirun"} & set(sys.argv))
@@ -32,11 +33,11 @@ def add_own_keys() -> None:
         own = {_name(word): word for word in words if _name(word) not in _START_KEYS}
         folders = [source["path"] for source in sources["config_sources"] if source["provider"] == "command-line"]
     except FileNotFoundError:  # nothing was trained in it
-        if _of_the_run(typed) or Path(str(folder), "checkpoints").exists():
+        if _SAY_WHAT_TO_TRAIN & typed.keys() or Path(str(folder), "checkpoints").exists():
             return
         raise ValueError(
-            f"`hydra.run.dir` must be the folder of a run to continue with resume=auto, but {folder} has none; type a "
-            "key of the run, such as model=, to start one in it"
+            f"`hydra.run.dir` must be the folder of a run to continue with resume=auto, but {folder} has none; to "
+            "start one in it, say what to train: model=, experiment= or sweep="
         ) from None
     except (OSError, yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the keys of the run in {folder} cannot be read ({saved}): {error}") from None
