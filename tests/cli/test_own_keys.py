@@ -1,5 +1,6 @@
 """`resume=auto` with the run's folder alone takes the keys of the run."""
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from lmscale.cli.own_keys import add_own_keys
 
 OWN = "- model=bert_tiny\n- trainer.max_steps=9\n- trainer.stop_after_steps=2\n- resume.path=old\n- +optimizer.eps=1\n"
 SETTINGS = """hydra:
+  job: {config_name: train}
   runtime:
     config_sources:
     - {path: /clone/conf, provider: main}
@@ -92,8 +94,23 @@ def test_a_folder_without_a_run_is_refused_where_the_command_does_not_say_what_t
     assert sys.argv[1:] == words
 
 
+def test_the_folder_of_a_finetuning_is_refused_with_the_command_that_starts_it_again(folder, monkeypatch) -> None:
+    settings = SETTINGS.replace("name: train", "name: finetune")
+    (folder / ".hydra" / "hydra.yaml").write_text(settings, encoding="utf-8")
+    (folder / ".hydra" / "overrides.yaml").write_text("- task=qqp\n- ckpt=a b\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["train.py", "resume.path=auto", f"hydra.run.dir='{folder}'"])
+    monkeypatch.chdir(folder.parent)
+    with pytest.raises(ValueError, match="^`hydra.run.dir` must be the folder of a pretraining") as refused:
+        add_own_keys()
+    again = shlex.split(str(refused.value).partition("with the command ")[2])
+    keys = ["hydra.mode=RUN", "task=qqp", "ckpt=a b", f'hydra.run.dir="{folder.name}"']
+    assert again[1:] == [str(REPOSITORY / "finetune" / "run.py"), *CONF, *keys]
+
+
 def test_the_run_is_checked_with_its_own_keys(folder) -> None:
-    (folder / ".hydra" / "hydra.yaml").write_text("hydra: {runtime: {config_sources: []}}", encoding="utf-8")
+    (folder / ".hydra" / "hydra.yaml").write_text(
+        "hydra: {job: {config_name: train}, runtime: {config_sources: []}}", encoding="utf-8"
+    )
     (folder / ".hydra" / "overrides.yaml").write_text("- model=bert_tiny\n- global_batch_size=5\n", encoding="utf-8")
     train = REPOSITORY / "src" / "train.py"
     done = refuse(train, f"hydra.run.dir='{folder}'", "resume=auto", forked=False)

@@ -7,6 +7,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ..launcher import is_first_rank
+from .next_command import command
 
 _SAY_WHAT_TO_TRAIN = {"model", "experiment", "sweep"}
 _START_KEYS = ("resume.path", "resume.weights_only", "trainer.stop_after_steps")  # of one start, not of the run
@@ -19,7 +20,8 @@ def add_own_keys() -> None:
     checkpoint does not allow to differ is refused when it is read.
 
     Raises:
-        ValueError: the folder's keys cannot be read, or it has no run and the command does not say what to train.
+        ValueError: the folder's keys cannot be read or are of a finetuning; or it has no run, and the command does not
+            say what to train.
     """
     typed = {_name(word): word for word in sys.argv[1:] if not word.startswith("-")}
     is_sweep = bool({"-m", "--multirun"} & set(sys.argv))
@@ -29,9 +31,11 @@ def add_own_keys() -> None:
     saved = Path(str(folder)) / ".hydra"
     try:
         words = yaml.safe_load((saved / "overrides.yaml").read_text(encoding="utf-8"))
-        sources = yaml.safe_load((saved / "hydra.yaml").read_text(encoding="utf-8"))["hydra"]["runtime"]
+        settings = yaml.safe_load((saved / "hydra.yaml").read_text(encoding="utf-8"))["hydra"]
+        is_finetuning = settings["job"]["config_name"] == "finetune"
         own = {_name(word): word for word in words if _name(word) not in _START_KEYS}
-        folders = [source["path"] for source in sources["config_sources"] if source["provider"] == "command-line"]
+        sources = settings["runtime"]["config_sources"]
+        folders = [source["path"] for source in sources if source["provider"] == "command-line"]
     except FileNotFoundError:  # nothing was trained in it
         if _SAY_WHAT_TO_TRAIN & typed.keys() or Path(str(folder), "checkpoints").exists():
             return
@@ -41,6 +45,13 @@ def add_own_keys() -> None:
         ) from None
     except (OSError, yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the keys of the run in {folder} cannot be read ({saved}): {error}") from None
+    more = [word for path in folders for word in ("--config-dir", path)]
+    if is_finetuning:
+        again = command("finetune/run.py", *more, "hydra.mode=RUN", *words, hydra__run__dir=Path(str(folder)))
+        raise ValueError(
+            f"`hydra.run.dir` must be the folder of a pretraining to continue with resume=auto, but {folder} is of a "
+            f"finetuning, which starts again with the command {again}"
+        )
     kept = [word for name, word in own.items() if name not in typed]
     differing = [
         f"{word} ({'was ' + own[name].partition('=')[2] if name in own else 'new'})"
@@ -49,7 +60,7 @@ def add_own_keys() -> None:
     ]
     sys.argv[1:1] = ["hydra.mode=RUN", *kept]  # the run may be a job of a sweep
     if not {"--config-dir", "-cd"} & set(sys.argv):
-        sys.argv += [word for path in folders for word in ("--config-dir", path)]
+        sys.argv += more
     if (kept or differing) and is_first_rank():
         changed = f"; different here: {' '.join(differing)}" if differing else ""
         print(f"keys of the run in {folder}: {' '.join(kept) or 'all given'}{changed}", flush=True)
