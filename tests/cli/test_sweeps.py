@@ -102,7 +102,7 @@ def test_a_sweep_does_not_change_a_folder_with_a_run(tmp_path) -> None:
     (tmp_path / "1" / "metrics.csv").write_text("step,train/loss\n1,7.0\n")
     done = train("-m", *TINY, "seed=1,2", f"hydra.sweep.dir={tmp_path}")
     assert done.returncode == 2 and not (tmp_path / "0").exists()
-    assert f"`hydra.run.dir` must be another folder for a new run, but {tmp_path}/1 has" in done.stderr
+    assert f"`hydra.sweep.dir` must be another folder for a new run, but {tmp_path}/1 has" in done.stderr
 
 
 def test_a_sweep_in_several_tasks_of_srun_is_refused(tmp_path) -> None:

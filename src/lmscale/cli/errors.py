@@ -34,7 +34,10 @@ _OF_LIGHTNING = {
 
 def exit_with(error: Exception, job: str = "") -> NoReturn:
     """Print the error in one line, after the name of the sweep's job if any, and end with exit code 2."""
-    print(f"error: {job}{_one_line(error)}", file=sys.stderr, flush=True)
+    line = _one_line(error)
+    if job:  # below the command line, a run does not know that a sweep names its folder
+        line = line.replace("hydra.run.dir", "hydra.sweep.dir")
+    print(f"error: {job}{line}", file=sys.stderr, flush=True)
     sys.exit(USER_ERROR)
 
 
