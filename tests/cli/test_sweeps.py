@@ -105,6 +105,16 @@ def test_a_sweep_does_not_change_a_folder_with_a_run(tmp_path) -> None:
     assert f"`hydra.sweep.dir` must be another folder for a new run, but {tmp_path}/1 has" in done.stderr
 
 
+@pytest.mark.parametrize("sweep", ["-m", "sweep=model_size"])
+def test_a_sweep_is_refused_where_a_folder_of_one_run_is_given(tmp_path, sweep) -> None:
+    done = refuse(REPOSITORY / "src" / "train.py", sweep, "seed=two", "hydra.run.dir=mine", forked=False, cwd=tmp_path)
+    assert done.returncode == 2 and not list(tmp_path.iterdir())
+    assert (
+        done.stderr
+        == "error: `hydra.sweep.dir` must name the folder of a sweep, but only hydra.run.dir=mine is given\n"
+    )
+
+
 def test_a_sweep_in_several_tasks_of_srun_is_refused(tmp_path) -> None:
     overrides = ("-m", *TINY, "seed=1,2", "parallel.tp_size=2", f"hydra.sweep.dir={tmp_path}/sweep")
     done = refuse(REPOSITORY / "src" / "train.py", *overrides, forked=False, **slurm_task(0, "29500"))

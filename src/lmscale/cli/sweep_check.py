@@ -31,6 +31,10 @@ class SweepCheck(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Compose and check each job as Hydra's basic sweeper will; exit code 2 at the first invalid one."""
+        folders = {word.partition("=")[0]: word for word in config.hydra.overrides.hydra}
+        if "hydra.run.dir" in folders and "hydra.sweep.dir" not in folders:  # Hydra would not read it
+            given = folders["hydra.run.dir"]
+            exit_with(ValueError(f"`hydra.sweep.dir` must name the folder of a sweep, but only {given} is given"))
         if self.joins_ranks and config.hydra.launcher._target_.endswith("BasicLauncher"):
             _check_one_task()
         if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
