@@ -51,6 +51,8 @@ class SweepCheck(Callback):
                     job.hydra.job.num = number
                     run_dir = Path(config.hydra.sweep.dir, job.hydra.sweep.subdir).absolute()
                     del job["hydra"]
+                if "${" in str(run_dir):  # a job would refuse it after Hydra has written multirun.yaml
+                    raise ValueError(f"`hydra.sweep.dir` must not have ${{ in it, but is {run_dir}")
                 if job_of.setdefault(run_dir, number) != number:
                     raise ValueError(
                         "`hydra.sweep.subdir` must give each job a folder of its own, but that of job "
