@@ -34,13 +34,17 @@ class Curve:
         label: name of the curve in the legend.
         points: columns `steps`, `tokens` (seen in training) and `perplexity`, one row per validation.
         sha256: hash of metrics.csv.
-        config: configuration of the run.
+        architecture: `bert` or `gpt`.
+        shape: layers, hidden size and attention heads.
+        text: settings of data and tokenizer.
     """
 
     label: str
     points: pd.DataFrame
     sha256: str
-    config: dict
+    architecture: str
+    shape: tuple[int, int, int]
+    text: dict[str, dict]
 
 
 def read_curve(folder: Path, label: str | None = None) -> Curve:
@@ -56,18 +60,21 @@ def read_curve(folder: Path, label: str | None = None) -> Curve:
         data = (folder / "metrics.csv").read_bytes()
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         table = pd.read_csv(folder / "metrics.csv")
-        points = table[["step", "val/perplexity"]].dropna().rename(columns={"step": "steps"})
-        tokens_per_step = config["global_batch_size"] * config["data"]["seq_length"]
-        model = config["model"]
-        name = f"{config['name']}, {model['num_layers']} x {model['hidden_size']}"
+        points = table[["step", "val/perplexity"]].astype(float).dropna()
+        points.columns = ["steps", "perplexity"]
+        points["tokens"] = points["steps"] * (config["global_batch_size"] * config["data"]["seq_length"])
+        model, text = config["model"], {key: config[key] for key in ("data", "tokenizer")}
+        architecture = str(model["architecture"])
+        shape = model["num_layers"], model["hidden_size"], model["num_attention_heads"]
+        name = f"{config['name']}, {shape[0]} x {shape[1]}"
     except OSError as error:
         raise ValueError(f"a run must be a run folder, but {folder} has no {Path(error.filename).name}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"a run must be a run folder, but {folder} cannot be read as one ({error!r})") from None
     if points.empty:
         raise ValueError(f"a run must have been validated, but metrics.csv of {folder} has no val/perplexity")
-    points = points.rename(columns={"val/perplexity": "perplexity"}).assign(tokens=points["steps"] * tokens_per_step)
-    return Curve(label or name, points.reset_index(drop=True), hashlib.sha256(data).hexdigest(), config)
+    points, sha256 = points.reset_index(drop=True), hashlib.sha256(data).hexdigest()
+    return Curve(label or name, points, sha256, architecture, shape, text)
 
 
 def check_together(curves: list[Curve]) -> str | None:
@@ -80,11 +87,11 @@ def check_together(curves: list[Curve]) -> str | None:
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
         raise ValueError(f"`--labels` must name every run differently, but {twice!r} occurs twice")
-    kinds = {curve.config["model"]["architecture"] for curve in curves}
+    kinds = {curve.architecture for curve in curves}
     if len(kinds) > 1:
         raise ValueError(f"the runs must be of one architecture, but are of {' and '.join(sorted(kinds))}")
     same = {
-        name: len({json.dumps(curve.config[name], sort_keys=True) for curve in curves}) == 1
+        name: len({json.dumps(curve.text[name], sort_keys=True) for curve in curves}) == 1
         for name in ("data", "tokenizer")
     }
     different = [name for name, is_same in same.items() if not is_same]
@@ -112,8 +119,7 @@ def make_record(folders: list[Path], curves: list[Curve], x: str) -> dict:
 
 def is_papers(curve: Curve) -> bool:
     """Whether the model and the number of steps are those of a curve in Figure 6."""
-    shape = tuple(curve.config["model"][key] for key in ("num_layers", "hidden_size", "num_attention_heads"))
-    return shape in GPT_SIZES.values() and curve.points["steps"].max() == STEPS
+    return curve.shape in GPT_SIZES.values() and curve.points["steps"].max() == STEPS
 
 
 def main() -> int:

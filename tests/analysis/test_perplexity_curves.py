@@ -122,3 +122,25 @@ def test_an_error_is_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and message in error
     assert not (tmp_path / "picture.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("config.json", "{", ""),
+        ("config.json", '"tokenizer"', '"other"'),
+        ("config.json", '"architecture"', '"other"'),
+        ("config.json", '"num_attention_heads"', '"other"'),
+        ("config.json", '"global_batch_size": 6', '"global_batch_size": "6"'),
+        ("metrics.csv", "9.0", "nine"),
+    ],
+)
+def test_a_damaged_file_is_one_line(tmp_path: Path, monkeypatch, capsys, file: str, old: str, new: str) -> None:
+    run = make_run(tmp_path / "a", {10: 9.0})
+    text = (run / file).read_text()
+    assert old in text
+    (run / file).write_text(text.replace(old, new))
+    assert run_main(monkeypatch, run, "--output", tmp_path / "picture.png") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: a run must be a run folder, but {run} cannot be read as one")
+    assert error.count("\n") == 1 and not (tmp_path / "picture.png").exists()
