@@ -29,7 +29,8 @@ ROOT = ANALYSIS.parent
 NEWEST = 8  # runs shown by default
 LONGEST = 32  # letters of a label made of overrides
 RANKED = ["validation set", "run"]  # index of the table
-_TABLE = {"val/loss": "validation loss", "train/loss": "training loss", "tokens_per_s": "tokens/s", "train_time": "s"}
+_TABLE = {"val/loss": "validation loss", "train/loss": "training loss"}
+_TABLE |= {"tokens_per_s": "tokens/s, last row", "train_time": "training, s"}
 _CURVE = {"step": "step", "train/loss": "train", "val/loss": "val", "tokens_per_s": "tokens_per_s"}
 
 

@@ -41,7 +41,7 @@ def test_runs_of_a_sweep_are_named_by_what_differs_and_the_best_is_first(tmp_pat
     runs, left_out = find_runs([tmp_path / "sweep"])
     table, curves = tabulate(runs)
     assert labels(table) == ["optimizer.lr=2e-3", "optimizer.lr=1e-3"] and left_out == []
-    assert list(table["validation loss"]) == [4.0, 5.0] and list(table["tokens/s"]) == [90.0, 90.0]
+    assert list(table["validation loss"]) == [4.0, 5.0] and list(table["tokens/s, last row"]) == [90.0, 90.0]
     figure = draw_runs(table, curves)
     assert figure.get_suptitle() == "Lowest validation loss: 4.000 nats/token, optimizer.lr=2e-3"
     points = [list(line.get_ydata()) for line in figure.axes[0].lines if line.get_marker() == "o"]

@@ -51,7 +51,7 @@ def test_the_search_finds_the_papers_layout_for_its_largest_model_on_its_cluster
         ),
         (
             ["best=true", "num_devices=7"],
-            ["`num_devices` must be", "but is 7; such numbers near it on which a layout fits: 8"],
+            ["`num_devices` must be", "but is 7; a layout fits with num_devices=8"],
         ),
         (["best=true", "num_devices=2"], ["`num_devices` must be", "GiB", "parallel.tp_size=8 parallel.dp_size=1"]),
         (["num_devices=1024"], ["`num_devices` must be at most the 512 of dgx2h_v100, but is 1,024"]),
@@ -141,10 +141,32 @@ def test_a_search_compares_zero1_and_says_what_it_compares() -> None:
     assert "   zero1  halves  recompute" in columns and columns.endswith("days of 300,000 steps")
 
 
-@pytest.mark.parametrize("given", [48, 56, 63])
-def test_a_search_names_the_next_usable_numbers_of_devices_below_and_above(given: int) -> None:
+@pytest.mark.parametrize("given, batches", [(48, [480, 528]), (56, [504, 560]), (63, [])])
+def test_a_search_names_the_next_usable_numbers_below_and_above(given: int, batches: list[int]) -> None:
     message = refusal("model=gpt_8.3b_24heads", "cluster=h100", f"num_devices={given}", "best=true")
-    assert message.endswith(f", but is {given}; such numbers near it on which a layout fits: 32 and 64")
+    expected = ["num_devices=32", "num_devices=64", *(f"global_batch_size={batch}" for batch in batches)]
+    assert message.endswith(f", but is {given}; a layout fits with {', '.join(expected)}")
+
+
+def test_a_search_names_the_limits_of_its_best_layout_and_what_is_faster() -> None:
+    job = ["model=gpt_2.5b", "cluster=h100", "best=true"]
+    limits, faster = planned(*job, "num_devices=40")["notes"][-1].split("; faster: ")
+    assert limits == (
+        "the batch of 512 is not a multiple of dp_size 40, 20, 10, which excludes tp_size 1, 2, 4; "
+        "the tensor groups of tp_size 5 cross nodes of 8 devices"
+    )
+    speed = planned(*job, "num_devices=32")["fitting"][0]["tokens_per_s"]
+    first, *others = faster.split(", ")
+    assert first == f"num_devices=32 ({speed:,.0f} tokens/s)"
+    assert [other.split(" ")[0] for other in others] == [
+        "num_devices=64",
+        "global_batch_size=480",
+        "global_batch_size=520",
+    ]
+    assert refusal(*job, "num_devices=48").endswith(
+        "a layout fits with num_devices=32, num_devices=64, global_batch_size=480, global_batch_size=528"
+    ), "40 devices only have tensor groups that cross nodes"
+    assert planned(*job, "num_devices=32")["notes"] == []
 
 
 @pytest.mark.parametrize("given, near", [(500, "256;"), (200, "128 and 256;"), (3, "2 and 4;")])

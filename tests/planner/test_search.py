@@ -186,10 +186,12 @@ def test_only_a_request_for_padded_heads_is_answered_with_them() -> None:
 
 
 def test_an_unusable_number_of_devices_is_refused_with_the_usable_ones_below_and_above() -> None:
-    with pytest.raises(ValueError, match="but is 7; such numbers near it on which a layout fits: 6 and 8$"):
+    with pytest.raises(ValueError, match="but is 7; a layout fits with num_devices=6, num_devices=8$"):
         rank_layouts(job(), CLUSTER, 7)
     halves = ParallelRequest(batch_halves=True)
-    with pytest.raises(ValueError, match=r"is above 1\), but is 14; such numbers near it on which a layout fits: 7$"):
+    with pytest.raises(
+        ValueError, match=r"is above 1\), but is 14; a layout fits with num_devices=7, global_batch_size=14$"
+    ):
         rank_layouts(job("bert_336m", 7), CLUSTER, 14, halves)
     assert {plan.layout.tp_size for plan in rank_layouts(job("bert_336m", 7), CLUSTER, 7, halves).fitting} == {1}
 

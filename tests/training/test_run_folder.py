@@ -1,6 +1,7 @@
 """The first lines that a run prints, its port, and the lock of its folder."""
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import pytest
 from runs import tiny_run
 
+from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.cli import next_command
 from lmscale.config import ParallelConfig
 from lmscale.training.output.announcement import describe_options, warn_of_costly_validation
@@ -94,7 +96,12 @@ def test_a_run_that_goes_on_has_no_record_until_it_ends(tmp_path, monkeypatch) -
         assert pretrain(prepare_job(run)) == INTERRUPTED
     assert not (tmp_path / "record.json").exists()
     assert next_command.after_training({"run_dir": str(tmp_path)}).startswith("continue: ")
-    assert pretrain(prepare_job(run)) == 0 and json.loads((tmp_path / "record.json").read_text())["steps"] == [3, 4]
+    assert pretrain(prepare_job(run)) == 0
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["steps"] == [3, 4]
+    saved = [read_metadata(path).state["train_time_s"] for path in list_checkpoints(tmp_path / "checkpoints")]
+    times = [*saved, record["metrics"]["train_time"]["value"]]  # after steps 3 and 4 (two are kept), and at the end
+    assert all(before < after for before, after in itertools.pairwise(times)), "not of the whole run"
 
 
 def test_a_folder_belongs_to_one_job_until_it_ends(tmp_path, monkeypatch) -> None:

@@ -8,7 +8,16 @@ from ..config.layout import ParallelRequest
 from ..config.plan import PlanConfig
 from .job import STAND_IN_VOCAB_SIZE, Job, largest_dp_size, smallest_layout
 from .plan import Plan, describe_padding, describe_shortage, make_plan
-from .search import Ranking, divides, largest_number, neighbours, rank_layouts, rank_on_machine, suggest_layout
+from .search import (
+    Ranking,
+    describe_limits,
+    divides,
+    largest_number,
+    neighbours,
+    rank_layouts,
+    rank_on_machine,
+    suggest_layout,
+)
 
 _HALF = ("bf16", "fp16")
 
@@ -103,7 +112,8 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
             f"`num_devices` must be a number of devices on which some layout fits, but on {num_devices:,} even "
             f"{closest.overrides} does not: {describe_shortage(closest)}; {way_out}"
         )
-    return ranking, notes + describe_padding(ranking.fitting[0])
+    best = ranking.fitting[0]
+    return ranking, notes + describe_padding(best) + describe_limits(best, question.parallel)
 
 
 def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:

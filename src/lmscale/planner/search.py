@@ -99,13 +99,13 @@ def rank_layouts(
         if plans and not fits:
             too_large.append(min(plans, key=lambda plan: plan.missing_bytes))
     if not fitting and not too_large:
-        numbers = (n for n in _possible_numbers(job, cluster, request) if _fits_on(job, cluster, n, request))
+        near = [override for override, *_ in _alternatives(job, cluster, num_devices, request)]
         sequence = " and the sequence" * request.sequence_parallel
         even = " (into even shares if `tp_size` is above 1)" * request.batch_halves
         raise ValueError(
             f"`num_devices` must be a `tp_size` that divides the model{sequence} times a `dp_size` that divides the "
-            f"batch of {job.global_batch_size:,}{even}, but is {num_devices:,}; such numbers near it on which a layout "
-            f"fits: {neighbours(num_devices, numbers)}"
+            f"batch of {job.global_batch_size:,}{even}, but is {num_devices:,}; "
+            + (f"a layout fits with {', '.join(near)}" if near else "no layout fits on another number either")
         )
     return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), tuple(too_large))
 
@@ -159,11 +159,57 @@ def _join_devices(cluster: Cluster, num_joined: int, num_devices: int) -> Cluste
     )
 
 
+def describe_limits(best: Plan, request: ParallelRequest) -> list[str]:
+    """Describe what restricts the fastest layout besides memory, and which numbers near the given ones are faster."""
+    job, cluster, num_devices, tp_size = best.job, best.cluster, best.num_devices, best.layout.tp_size
+    limits = []
+    grids = [(p, num_devices // p) for p in tensor_sizes(job, num_devices, request.pad_heads) if num_devices % p == 0]
+    excluded = [(p, d) for p, d in grids if job.global_batch_size % d]
+    if excluded:
+        tp_sizes, dp_sizes = (", ".join(f"{size:,}" for size in sizes) for sizes in zip(*excluded, strict=True))
+        limits.append(
+            f"the batch of {job.global_batch_size:,} is not a multiple of dp_size {dp_sizes}, which excludes tp_size "
+            f"{tp_sizes}"
+        )
+    if _crosses_nodes(tp_size, num_devices, cluster):
+        limits.append(f"the tensor groups of tp_size {tp_size} cross nodes of {cluster.devices_per_node} devices")
+    faster = []
+    for override, changed, number in _alternatives(job, cluster, num_devices, request) if excluded else ():
+        speed = rank_layouts(changed, cluster, number, request, compares_options=True).fitting[0].tokens_per_s
+        faster += [f"{override} ({speed:,.0f} tokens/s)"] if speed > best.tokens_per_s else []
+    return ["; ".join(limits + ([f"faster: {', '.join(faster)}"] if faster else []))] if limits else []
+
+
+def _crosses_nodes(tp_size: int, num_devices: int, cluster: Cluster) -> bool:
+    """Whether some group of consecutive tensor ranks is on two nodes."""
+    return num_devices > cluster.devices_per_node and cluster.devices_per_node % tp_size != 0
+
+
+def _alternatives(job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest) -> list[tuple[str, Job, int]]:
+    """The next numbers of devices and batches below and above on which a layout fits, as an override, job and number.
+
+    Numbers of devices on which it fits only with tensor groups that cross nodes are left out if there are others.
+    """
+    numbers = [n for n in _possible_numbers(job, cluster, request) if _fits_on(job, cluster, n, request)]
+    numbers = [n for n in numbers if _fits_on(job, cluster, n, request, within_nodes=True)] or numbers
+    multiples = range(num_devices, 2 * job.global_batch_size + 1, num_devices)
+    batches = [(b, dataclasses.replace(job, global_batch_size=b)) for b in _nearest(job.global_batch_size, multiples)]
+    return [(f"num_devices={n}", job, n) for n in _nearest(num_devices, numbers)] + [
+        (f"global_batch_size={b}", changed, num_devices)
+        for b, changed in batches
+        if _fits_on(changed, cluster, num_devices, request)
+    ]
+
+
+def _nearest(number: int, numbers: Iterable[int]) -> list[int]:
+    """The next of `numbers` below and above `number`."""
+    numbers = sorted(numbers)
+    return [n for n in numbers if n < number][-1:] + [n for n in numbers if n > number][:1]
+
+
 def neighbours(number: int, numbers: Iterable[int]) -> str:
     """For messages: the next of `numbers` below and above `number`."""
-    numbers = sorted(numbers)
-    near = [*[n for n in numbers if n < number][-1:], *[n for n in numbers if n > number][:1]]
-    return " and ".join(f"{n:,}" for n in near) or "none"
+    return " and ".join(f"{n:,}" for n in _nearest(number, numbers)) or "none"
 
 
 def largest_number(job: Job, cluster: Cluster, request: ParallelRequest = _NO_OPTIONS) -> int:
@@ -172,10 +218,12 @@ def largest_number(job: Job, cluster: Cluster, request: ParallelRequest = _NO_OP
     return next((number for number in numbers if _fits_on(job, cluster, number, request)), numbers[0])
 
 
-def _fits_on(job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest) -> bool:
+def _fits_on(
+    job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest, within_nodes: bool = False
+) -> bool:
     """Whether some layout fits, tried with the settings that need least memory."""
     for tp_size in tensor_sizes(job, num_devices, request.pad_heads):
-        if num_devices % tp_size:
+        if num_devices % tp_size or (within_nodes and _crosses_nodes(tp_size, num_devices, cluster)):
             continue
         layout = request.resolve(tp_size, num_devices // tp_size)
         sizes = micro_batch_sizes(job, layout)

@@ -100,12 +100,12 @@ def train_from(job: PretrainJob, start: Start, running: Run) -> int:
     if start.step == 0:
         trainer.validate(model, data, verbose=False)
         losses_at_start = report.validation
-    training_from = time.time()
+    report.training_from = time.time() - start.train_time_s
     if start.step < last_step:
         trainer.fit(model, data, ckpt_path=start.checkpoint if start.resumes else None)
     else:  # stopped between its last checkpoint and its record
         model.completed_steps = start.step
-    seconds = time.time() - training_from
+    seconds = time.time() - report.training_from
 
     exit_code, step = running.ending.exit_code, model.completed_steps
     if exit_code != DONE:

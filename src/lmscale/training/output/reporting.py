@@ -38,6 +38,7 @@ class StepReport(L.Callback):
         counters: of the optimizer at the last row; None before the first.
         validation: the losses of the last validation, taken after step `validated_at`.
         diagnosis: of this rank, once the run has diverged.
+        training_from: when training would have begun without interruptions, seconds since the epoch.
 
     Communicates:
         per row one all-reduce of the loss terms over the data group; with `logger.layer_grad_norms` also
@@ -60,6 +61,7 @@ class StepReport(L.Callback):
         self.validation: dict[str, float] = {}
         self.validated_at = -1
         self.diagnosis: dict[str, Any] = {}
+        self.training_from = time.time()
         self._layer_norms: dict[str, float] = {}
         self._micro_batches: list[tuple[dict[str, Tensor], int]] = []  # of the current step
         self._batch_end: float | None = None

@@ -1,6 +1,7 @@
 """Where a run starts: which checkpoint, whether it is intact, whether it fits the run, and under which schedule."""
 
 import dataclasses
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -52,11 +53,13 @@ class Start:
         checkpoint: whose weights the model starts with; None: the seed determines them.
         resumes: whether optimizer, schedule and data order continue from the checkpoint too.
         step: steps already done.
+        train_time_s: of these steps; nan if the checkpoint is from before it was kept.
     """
 
     checkpoint: str | None
     resumes: bool
     step: int
+    train_time_s: float = 0.0
 
 
 def choose_start(job: PretrainJob, run_dir: Path, strategy: TensorParallelStrategy) -> tuple[PretrainJob, Start]:
@@ -86,7 +89,10 @@ def choose_start(job: PretrainJob, run_dir: Path, strategy: TensorParallelStrate
     if path != job.resume_from:  # under torchrun, or back to an older one
         job = dataclasses.replace(job, run=check_fit(run, job.config, job.build_data().corpus_hash, path))
     resumes = Path(path).parent == run_dir / CHECKPOINTS or not run.resume.weights_only
-    return job, Start(path, resumes, read_metadata(path).step if resumes else 0)
+    if not resumes:
+        return job, Start(path, resumes, step=0)
+    metadata = read_metadata(path)
+    return job, Start(path, resumes, metadata.step, metadata.state.get("train_time_s", math.nan))
 
 
 def find_checkpoint(run: RunConfig) -> str | None:

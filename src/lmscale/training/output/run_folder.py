@@ -139,7 +139,7 @@ def write_run_record(
         steps: the first and last of this start.
         start: losses before the first step; None after a resume.
         started: when this start began, seconds since the epoch.
-        seconds: of training alone.
+        seconds: of training alone, by all starts.
     """
     terms, metrics = load(family_of(job.config.family).loss).TERMS, {}
     units = {f"val/{term}_loss": f"nats/{what}" for term, what in terms.items()}

@@ -143,9 +143,10 @@ class Checkpointing(L.Callback):
         self.report.add_checkpoint_time(time.perf_counter() - start)
 
     def _state(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        """What a checkpoint holds besides weights and optimizer: the data digest and the validation of this step."""
+        """What a checkpoint holds besides weights and optimizer: data digest, training time, this step's validation."""
         digest = sum_over_data_ranks(self.digest.value.clone(), pl_module.parallel)
         state = {"data_digest": digest_text(int(digest)), "corpus_hash": trainer.datamodule.corpus_hash}
+        state["train_time_s"] = time.time() - self.report.training_from
         if self.report.validated_at == pl_module.completed_steps:
             state["validation"] = self.report.validation
         return state
