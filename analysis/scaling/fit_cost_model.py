@@ -68,7 +68,9 @@ def fit(roles: tuple[str, ...] = ("fit",)) -> Cluster:
         change = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(at)), -slopes.T @ now)
         then = np.clip(at + np.clip(change, -0.3, 0.3), low, high)
         if np.sum(misses(then) ** 2) < np.sum(now**2):
-            at, damping = then, damping / 4
+            is_done, at, damping = np.abs(then - at).max() < 1e-9, then, damping / 4
+            if is_done:
+                break
         else:
             damping *= 4
     return cluster_at(at)

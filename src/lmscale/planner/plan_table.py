@@ -17,13 +17,8 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
     """Plain values of everything a table shows, ready for JSON; every quantity's unit is in its name."""
     time = plan.time
     return {
-        "layout": {
-            "tp_size": plan.layout.tp_size,
-            "dp_size": plan.layout.dp_size,
-            "sequence_parallel": plan.layout.sequence_parallel,
-            "zero1": plan.layout.zero1,
-            "batch_halves": plan.layout.batch_halves,
-            "pad_heads": plan.layout.pad_heads,
+        "layout": dataclasses.asdict(plan.layout)
+        | {
             "num_devices": plan.num_devices,
             "micro_batch_size": plan.job.micro_batch_size,
             "num_micro_batches": plan.num_micro_batches,
