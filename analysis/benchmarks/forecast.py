@@ -157,7 +157,7 @@ def options_of(name: str) -> dict[str, bool]:
 def goal_plan(name: str, cluster: Cluster, **options: bool) -> Plan:
     """The plan of one of `GOALS`, with options of its layout."""
     tp_size, b, dtype, _ = GOALS[name]
-    return plan_of(name.split(",")[0], b, dtype, cluster, layout=ParallelConfig(tp_size, **options))
+    return plan_of(name.split(",")[0], b, dtype, cluster, layout=ParallelConfig(tp_size=tp_size, **options))
 
 
 def goals() -> dict[str, dict[str, float]]:

@@ -146,7 +146,7 @@ def modelled_step_s(case: Case, machine: Cluster | None) -> float | None:
         return None
     b = case.micro_batch_size
     job = Job(case.config, b, b * case.dp_size, case.config.max_position_embeddings, case.dtype, 1)
-    return make_plan(job, ParallelConfig(case.tp_size, case.dp_size), machine).time.total
+    return make_plan(job, ParallelConfig(tp_size=case.tp_size, dp_size=case.dp_size), machine).time.total
 
 
 def cluster_of(device_name: str) -> Cluster | None:
@@ -175,7 +175,7 @@ def row(
         "study": case.study,
         "label": case.label,
         "evidence": "measured",
-        "layout": dataclasses.asdict(ParallelConfig(case.tp_size, case.dp_size)),
+        "layout": dataclasses.asdict(ParallelConfig(tp_size=case.tp_size, dp_size=case.dp_size)),
         "parameters": count_parameters(case.config).total,
         "step_s": result["best_s"],
         "median_step_s": result["median_s"],

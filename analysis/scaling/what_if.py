@@ -66,7 +66,7 @@ def study(name: str) -> list[dict[str, Any]]:
     for dp_size in (1, 64):
         for model, layers, hidden, heads, tp_size in STUDY:
             config = gpt(layers, hidden, heads)
-            time = step_time(config, ParallelConfig(tp_size, dp_size), 8, "bf16", machine)
+            time = step_time(config, ParallelConfig(tp_size=tp_size, dp_size=dp_size), 8, "bf16", machine)
             size = count_parameters(config).total
             first = first or (size, time.total)
             percent = 100 * size / first[0] / tp_size * first[1] / time.total
@@ -117,7 +117,7 @@ def beyond_a_node(name: str) -> list[dict[str, Any]]:
     for tp_size in (2, 4, 8, 16, 32, 64, 128):
         row = {"cluster": name, "tp": tp_size}
         for label, machine in (("one link", slow), ("all links", fast)):
-            time = step_time(config, ParallelConfig(tp_size), 4, "bf16", machine)
+            time = step_time(config, ParallelConfig(tp_size=tp_size), 4, "bf16", machine)
             gain = before.get(label, float("nan")) / time.total
             row |= {
                 f"ms, {label}": round(time.total * 1e3),
@@ -133,7 +133,9 @@ def techniques(name: str) -> list[dict[str, Any]]:
     """Sequence parallelism and overlap on and off: 8.3 B, tp 8, dp 64, 8 sequences per data rank."""
     machine = cluster(name)
     job = Job(gpt(72, 3072, 32, recompute="full"), 8, 512, 1024, "fp16" if name == "dgx2h_v100" else "bf16", 300_000)
-    plain, cut = (make_plan(job, ParallelConfig(8, 64, cuts), machine) for cuts in (False, True))
+    plain, cut = (
+        make_plan(job, ParallelConfig(tp_size=8, dp_size=64, sequence_parallel=cuts), machine) for cuts in (False, True)
+    )
     changes = {  # plan, share of the tensor group's messages, of the gradients' bytes, of the compute that hides them
         "none of these": (plain, 1.0, 1.0, 0.0),
         "sequence parallelism": (cut, 1.0, 1.0, 0.0),

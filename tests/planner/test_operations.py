@@ -23,7 +23,7 @@ def total(operations: tuple[Operation, ...], name: str) -> int:
 def test_the_flops_of_a_step_are_the_hardware_flops(recompute: str, dtype: str) -> None:
     config = paper_model("gpt_2.5b", recompute=recompute)
     for tp_size in (1, 2):
-        found = step_operations(config, ParallelConfig(tp_size), 4, 3, 1024, dtype)
+        found = step_operations(config, ParallelConfig(tp_size=tp_size), 4, 3, 1024, dtype)
         assert tp_size * total(found, "flops") == hardware_flops_per_step(config, 1024, 12)
 
 
@@ -79,7 +79,10 @@ def test_the_update_writes_a_second_weight_only_for_half_types(
 
 @pytest.mark.parametrize("name, recompute", [("gpt_8.3b", "none"), ("bert_3.9b", "full")])
 def test_float8_reads_what_sequence_parallelism_gathers_once_more(name: str, recompute: str) -> None:
-    config, layout = paper_model(name, recompute=recompute), ParallelConfig(8, 1, True)
+    config, layout = (
+        paper_model(name, recompute=recompute),
+        ParallelConfig(tp_size=8, dp_size=1, sequence_parallel=True),
+    )
     s, b = config.max_position_embeddings, 4
     again = [o for o in step_operations(config, layout, b, 3, s, "fp8") if o.name.endswith(MAGNITUDE)]
     gathered = [
@@ -95,7 +98,9 @@ def test_float8_reads_what_sequence_parallelism_gathers_once_more(name: str, rec
 def test_sequence_parallelism_copies_only_the_output_of_halves() -> None:
     config, found = paper_model("gpt_8.3b"), []
     for halves in (False, True):
-        plain, cut = (ParallelConfig(8, 1, cuts, batch_halves=halves) for cuts in (False, True))
+        plain, cut = (
+            ParallelConfig(tp_size=8, dp_size=1, sequence_parallel=cuts, batch_halves=halves) for cuts in (False, True)
+        )
         names = [{o.name for o in step_operations(config, layout, 4, 1, 1024, "bf16")} for layout in (plain, cut)]
         found.append(names[1] - names[0] - {"MLP input, again", "attention input, again"})
     assert found == [set(), {"output of the last layer, gathered", "gradient of this rank's tokens"}]
@@ -107,7 +112,7 @@ def test_with_zero1_a_rank_updates_only_its_own_tensors() -> None:
     def update(layout: ParallelConfig) -> Operation:
         return next(o for o in step_operations(config, layout, 4, 1, 1024, "bf16") if o.kind == "optimizer")
 
-    whole, cut = update(ParallelConfig(1, 8)), update(ParallelConfig(1, 8, zero1=True))
+    whole, cut = update(ParallelConfig(tp_size=1, dp_size=8)), update(ParallelConfig(tp_size=1, dp_size=8, zero1=True))
     assert 8 * cut.num_bytes < 1.3 * whole.num_bytes
     assert cut.launches - OPTIMIZER_LAUNCHES < (whole.launches - OPTIMIZER_LAUNCHES) / 4
 
