@@ -13,8 +13,14 @@ from omegaconf import DictConfig
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.cli.next_command import ROOT, command, of_training
 from lmscale.config.plan import PlanConfig
-from lmscale.planner.operations_table import format_operations, operation_rows
-from lmscale.planner.plan_table import format_plan, format_ranking, plan_to_dict, ranking_to_dict
+from lmscale.planner.plan_table import (
+    format_operations,
+    format_plan,
+    format_ranking,
+    plan_to_dict,
+    ranking_to_dict,
+    slowest_first,
+)
 from lmscale.planner.question import plan_layout, rank
 
 
@@ -30,8 +36,8 @@ def plan(values: dict) -> None:
         answers |= plan_to_dict(*found)
         text.append(format_plan(question.name, *found))
         if question.operations:
-            rows = operation_rows(found[0])
-            answers["operations"] = [dataclasses.asdict(row) for row in rows]
+            rows = slowest_first(found[0].rows)
+            answers["operations"] = [dataclasses.asdict(row) | {"bound": row.bound} for row in rows]
             text.append(format_operations(rows))
     if question.best or question.parallel.tp_size == question.parallel.dp_size == "auto":
         ranking, notes = rank(question)

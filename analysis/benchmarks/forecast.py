@@ -26,7 +26,6 @@ from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner import operations
 from lmscale.planner.job import Job
 from lmscale.planner.memory import GIB
-from lmscale.planner.operations_table import operation_rows
 from lmscale.planner.plan import Plan, make_plan
 from lmscale.results import new_record, record_argument, write_record
 
@@ -135,7 +134,7 @@ def metrics_of(name: str, plan: Plan, traced: bool = False) -> dict[str, dict]:
     }
     return ({} if traced else timed) | {
         f"{name}memory_peak": {"value": plan.needed_bytes / GIB, "unit": "GiB"},
-        f"{name}launches": {"value": sum(row.launches for row in operation_rows(plan)), "unit": "kernels/step"},
+        f"{name}launches": {"value": sum(row.launches for row in plan.rows), "unit": "kernels/step"},
         f"{name}host_syncs": {"value": operations.HOST_SYNCS, "unit": "per step"},
     }
 
@@ -143,7 +142,7 @@ def metrics_of(name: str, plan: Plan, traced: bool = False) -> dict[str, dict]:
 def binds(plan: Plan) -> dict[str, float]:
     """Shares of the step: what it waits for."""
     found: dict[str, float] = {}
-    for row in operation_rows(plan):
+    for row in plan.rows:
         kind = "attention core" if row.name == "attention core" else row.bound
         kind = row.phase if row.phase in ("optimizer", "gradients") else kind
         found[kind] = found.get(kind, 0.0) + row.seconds / plan.time.total
@@ -158,7 +157,7 @@ def options_of(name: str) -> dict[str, bool]:
 def goal_plan(name: str, cluster: Cluster, **options: bool) -> Plan:
     """The plan of one of `GOALS`, with options of its layout."""
     tp_size, b, dtype, _ = GOALS[name]
-    return plan_of(name.split(",")[0], b, dtype, cluster, layout=ParallelConfig(tp_size, **options))
+    return plan_of(name.split(",")[0], b, dtype, cluster, layout=ParallelConfig(tp_size=tp_size, **options))
 
 
 def goals() -> dict[str, dict[str, float]]:
@@ -188,7 +187,7 @@ def forecast() -> dict:
         "cluster": dataclasses.asdict(h200()),
         "binds": {row.name.rstrip("/"): binds(row.plan) for row in found},
         "goals": goals(),
-        "model": "planner/operations.py at planner/roofline.py; constants: analysis/scaling/records/roofline.json",
+        "model": "planner/step_time.py; constants: analysis/scaling/records/roofline.json",
     }
     return new_record("h200_forecast", "modelled", config, None, metrics)
 

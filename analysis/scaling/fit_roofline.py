@@ -1,4 +1,4 @@
-"""Fit the roofline's four constants to half of a list of published training speeds, and test them on the other half.
+"""Fit the roofline's three constants to half of a list of published training speeds, and test them on the other half.
 
     python analysis/scaling/fit_roofline.py
 
@@ -22,7 +22,6 @@ from lmscale.planner.flops import TERA, model_flops_per_step
 from lmscale.planner.operation import elementwise, product, times
 from lmscale.planner.operations import step_operations
 from lmscale.planner.params import count_parameters
-from lmscale.planner.roofline import launch_s, operation_s
 from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +34,6 @@ CONSTANTS = {
         1.0,
         "clocks sink under sustained load, to 1.4 of 1.83 GHz on an H100",
     ),
-    "tile_fill": ("inner elements", 32.0, 384.0, "half a microsecond to five: pipeline filled, result stored"),
     "memory_share": ("of the copy rate", 0.7, 1.0, "several tensors and reductions at once"),
     "launch_us": ("us", 0.5, 4.0, "a kernel's end and the next one's start on one stream"),
 }
@@ -217,11 +215,11 @@ def tokens_per_s(run: Run, cluster: Cluster) -> float:
     num_bytes += int(software.parameter_bytes * num_parameters)
     launches = config.num_layers * software.layer_launches * run.num_micro_batches
     theirs = elementwise("passes of this software", "all", num_bytes, 0, launches)
-    seconds = sum(launch_s(o, cluster) for o in (*products, theirs))
+    seconds = sum(o.launch_s(cluster) for o in (*products, theirs))
     seconds += run.num_micro_batches * software.message_bytes * num_parameters / cluster.bandwidth(8)
     for operation in (*products, theirs):
         share = software.attention_work if operation.kind == "attention" else 1.0
-        seconds += share * operation_s(operation, cluster, run.dtype)
+        seconds += share * operation.seconds(cluster, run.dtype)
     return tokens / run.tp_size / seconds * (1 - software.other_share)
 
 

@@ -32,9 +32,10 @@ from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
 from lmscale.planner.flops import model_flops_per_step, scored_tokens
+from lmscale.planner.job import Job
 from lmscale.planner.memory import estimate_memory
 from lmscale.planner.params import count_parameters
-from lmscale.planner.step_time import predict_step_time
+from lmscale.planner.plan import make_plan
 from lmscale.results import new_record, record_argument, write_record
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
@@ -143,8 +144,9 @@ def modelled_step_s(case: Case, machine: Cluster | None) -> float | None:
     """Predicted seconds per step; None if no cluster describes the machine."""
     if machine is None:
         return None
-    layout, s = ParallelConfig(case.tp_size, case.dp_size), case.config.max_position_embeddings
-    return predict_step_time(case.config, layout, case.micro_batch_size, 1, s, case.dtype, machine).total
+    b = case.micro_batch_size
+    job = Job(case.config, b, b * case.dp_size, case.config.max_position_embeddings, case.dtype, 1)
+    return make_plan(job, ParallelConfig(tp_size=case.tp_size, dp_size=case.dp_size), machine).time.total
 
 
 def cluster_of(device_name: str) -> Cluster | None:
@@ -173,7 +175,7 @@ def row(
         "study": case.study,
         "label": case.label,
         "evidence": "measured",
-        "layout": dataclasses.asdict(ParallelConfig(case.tp_size, case.dp_size)),
+        "layout": dataclasses.asdict(ParallelConfig(tp_size=case.tp_size, dp_size=case.dp_size)),
         "parameters": count_parameters(case.config).total,
         "step_s": result["best_s"],
         "median_step_s": result["median_s"],

@@ -1,5 +1,8 @@
 """The paper's scaling study as data, and the cost model's prediction of each cell.
 
+The time model is the planner's: products and messages are counted as for this project's code, and everything else from
+the paper's own code of 2019, whose kernels were not fused.
+
 Percentages are of linear scaling in our reading of the paper: parameters per second and GPU, relative to the 1.2 B
 model on one GPU, (N_n / N_1) / n x t_1 / t_n. The paper's baseline of 39 TFLOP/s, 30 % of the peak, anchors the cost
 model.
@@ -7,21 +10,32 @@ model.
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 
 from analysis.ledger.entries import PAPER, paper_shape
 from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.config.cluster import Cluster
 from lmscale.paper import GPT_VOCABULARY, SEQ_LENGTH
+from lmscale.planner.communication import Collective, micro_batch_collectives
 from lmscale.planner.flops import TERA, hardware_flops_per_step
+from lmscale.planner.operation import Operation, elementwise
+from lmscale.planner.operations import step_operations
 from lmscale.planner.params import count_parameters
-from lmscale.planner.step_time import StepTime, Techniques, predict_step_time
+from lmscale.planner.step_time import StepTime, message_rows, operation_rows
 
 MICRO_BATCH = PAPER["section_5.1/mp_batch"]  # sequences per data rank
 DATA_RANKS = PAPER["section_5.1/data_ranks"]  # of every data-parallel GPT
 BASELINE_FLOPS_PER_S = PAPER["section_5.1/baseline"] * TERA  # hardware FLOPs of the 1.2 B model on one V100
 PETAFLOPS_512 = PAPER["figure_1/mp_dp/512_gpus"]  # sustained on 512 GPUs
 ITERATIONS_PER_EPOCH, VALIDATE_EVERY, VALIDATION_BATCHES = PAPER["section_5.2/epoch"], 1000, 100
-PAPER_SENT = Techniques(gradient_bytes=2)  # the paper sums gradients in fp16
+HALF = 2  # bytes of a number in fp16, in which the paper also sums gradients over the data ranks
+# Passes of the paper's code over a tensor of one layer, read or written, with full recomputation; not fitted.
+SCORE_PASSES = 2 * 9 + 12  # [b, n/p, s, s]: scale, mask, softmax, dropout
+WHOLE_PASSES = 2 * 12 + 18  # [b, s, h] on every rank: LayerNorms, biases, dropouts, residuals
+SPLIT_PASSES = 2 * 16 + 20  # [b, s, h/p]: the GELU's four h, biases, heads moved to the front and back
+LOGIT_PASSES = 15  # [b, s, v/p], a pass in fp32 counted as two
+LAUNCHES_OF_A_LAYER = 200  # assumed
+OPTIMIZER_BYTES = 48  # per parameter: gradient 6, norm 4, unscaled and clipped 8, state and master 28, weight 2
 # Table 1: tensor-parallel size by model; with data parallelism, `DATA_RANKS` times as many GPUs.
 STUDY_TP_SIZES = {size: PAPER[f"table_1/gpt_{size.lower()}/mp_gpus"] for size in ("1.2B", "2.5B", "4.2B", "8.3B")}
 # Layers, hidden size, heads of Tables 1 and 2; the 8.3 B of Table 2 has 24 heads, that of Table 1 has 32.
@@ -142,29 +156,65 @@ def baseline() -> tuple[TransformerConfig, float]:
     return config, hardware_flops_per_step(config, SEQ_LENGTH, MICRO_BATCH) / BASELINE_FLOPS_PER_S
 
 
+@cache
+def _paper_work(
+    config: TransformerConfig, tp_size: int, b: int, code_share: float
+) -> tuple[list[Operation], list[Operation], list[Collective]]:
+    """Products, passes of the paper's code and messages of the tensor group, of one step of one rank."""
+    layout, s, h = ParallelConfig(tp_size=tp_size), SEQ_LENGTH, config.hidden_size
+    products = [o for o in step_operations(config, layout, b, 1, s, "fp16") if o.kind == "product"]
+    scores, whole = b * config.num_attention_heads * s * s // tp_size, b * s * h
+    layer = SCORE_PASSES * scores + WHOLE_PASSES * whole + SPLIT_PASSES * whole // tp_size
+    logits = LOGIT_PASSES * b * s * config.padded_vocab_size // tp_size
+    num_bytes = code_share * HALF * (config.num_layers * layer + logits)
+    launches = code_share * LAUNCHES_OF_A_LAYER * config.num_layers
+    optimizer_bytes = OPTIMIZER_BYTES * count_parameters(config, tp_size).per_rank
+    passes = [
+        elementwise("passes", "all", num_bytes, 0, launches),
+        elementwise("Adam", "optimizer", optimizer_bytes, 0),
+    ]
+    return products, passes, list(micro_batch_collectives(config, layout, b, s, "fp16", on_gpu=True))
+
+
 def study_time(
-    config: TransformerConfig, tp_size: int, dp_size: int, cluster: Cluster, micro_batch_size: int = MICRO_BATCH
+    config: TransformerConfig,
+    tp_size: int,
+    dp_size: int,
+    cluster: Cluster,
+    micro_batch_size: int = MICRO_BATCH,
+    code_share: float = 1.0,
 ) -> StepTime:
-    """Seconds per step of the study: one micro-batch per data rank, fp16."""
-    layout = ParallelConfig(tp_size, dp_size)
-    return predict_step_time(config, layout, micro_batch_size, 1, SEQ_LENGTH, "fp16", cluster, PAPER_SENT)
+    """Seconds per step of the study: one micro-batch per data rank, fp16; nothing hides messages.
+
+    Args:
+        code_share: passes and launches over those of the paper's code.
+    """
+    products, passes, messages = _paper_work(config, tp_size, micro_batch_size, code_share)
+    if dp_size > 1:
+        num_bytes = HALF * count_parameters(config, tp_size).per_rank
+        messages = [*messages, Collective("gradients", "all_reduce", "data", "gradients", 1, num_bytes)]
+    rows = operation_rows([*products, *passes], cluster, "fp16")
+    return StepTime.of([*rows, *message_rows(messages, ParallelConfig(tp_size=tp_size, dp_size=dp_size), cluster)])
 
 
 def anchor(cluster: Cluster) -> Cluster:
-    """Set the matrix-product rate of `cluster` such that the baseline takes the time given by the paper.
+    """Set the product rate of `cluster` such that the baseline takes the time given by the paper.
 
     Raises:
         ValueError: everything except matrix products already takes longer.
     """
     config, seconds = baseline()
-    at_peak = with_constants(cluster, matmul_share=1.0)
-    time = study_time(config, 1, 1, at_peak)
-    left = seconds - (time.total - time.matmul)
-    if not left > 0:
-        raise ValueError(
-            f"the baseline must leave time for matrix products, but everything else takes {seconds - left:.3f} s"
-        )
-    return with_constants(cluster, matmul_share=time.matmul / left)
+    for _ in range(20):  # products that are bound by their bytes make it take more than one
+        time = study_time(config, 1, 1, cluster)
+        left = seconds - (time.total - time.matmul)
+        if not left > 0:
+            raise ValueError(
+                f"the baseline must leave time for matrix products, but everything else takes {seconds - left:.3f} s"
+            )
+        cluster = with_rates(cluster, product_share=cluster.roofline.product_share * time.matmul / left)
+        if abs(time.total / seconds - 1) < 1e-12:
+            break
+    return cluster
 
 
 def predict_cell(cell: Cell, cluster: Cluster) -> float:
@@ -204,36 +254,29 @@ def predict_days(size: str, heads: int, tp_size: int, dp_size: int, cluster: Clu
 
 
 def predict_later(cluster: Cluster, first_ms: float, micro_batch_size: int, dp_size: int = 1) -> tuple[float, list]:
-    """Predict the table of 2020 from its one-GPU time alone, by one factor on the two software constants.
+    """Predict the table of 2020 from its one-GPU time alone, by the share of the passes and launches that are left.
 
-    The element-wise factor and the layer overhead depend on the code, which had become faster. Both are multiplied by
-    the factor at which the first row takes `first_ms`. The machine's rates are unchanged.
+    The code had become faster: the share is the one at which the first row takes `first_ms`. The machine's rates are
+    unchanged.
 
     Args:
-        cluster: the anchored V100 cluster, or another with its shares (`scaled_to`).
+        cluster: the anchored V100 cluster, or one with its shares (`scaled_to`).
         dp_size: data ranks of every row; the first row's time is always that of one GPU.
 
     Returns:
-        the factor, and per row milliseconds and % of linear scaling.
+        the share, and per row milliseconds and % of linear scaling.
 
     Raises:
-        ValueError: no factor between 0 and 3 gives this time.
+        ValueError: no share between 0 and 3 gives this time.
     """
     rows = [(study_model(r.num_layers, r.hidden_size, r.heads), r.tp_size) for r in LATER_SHAPES]
 
-    def seconds(factor: float, row: int, num_data_ranks: int) -> float:
-        constants = cluster.calibration
-        changed = with_constants(
-            cluster,
-            elementwise_factor=constants.elementwise_factor * factor,
-            layer_overhead_ms=constants.layer_overhead_ms * factor,
-        )
-        config, tp_size = rows[row]
-        return study_time(config, tp_size, num_data_ranks, changed, micro_batch_size).total
+    def seconds(share: float, row: int, num_data_ranks: int) -> float:
+        return study_time(*rows[row], num_data_ranks, cluster, micro_batch_size, share).total
 
     low, high = 1e-6, 3.0
     if not seconds(low, 0, 1) <= first_ms / 1e3 <= seconds(high, 0, 1):
-        raise ValueError(f"`first_ms` must be attainable with a factor between 0 and 3, but is {first_ms}")
+        raise ValueError(f"`first_ms` must be attainable with a share between 0 and 3, but is {first_ms}")
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if seconds(middle, 0, 1) * 1e3 < first_ms else (low, middle)
@@ -245,23 +288,27 @@ def predict_later(cluster: Cluster, first_ms: float, micro_batch_size: int, dp_s
     return low, table
 
 
-def scaled_to(cluster: Cluster, peak_fp16: float, memory_bandwidth_gb_s: float, link_ratio: float) -> Cluster:
+def scaled_to(cluster: Cluster, peak_fp16: float, copy_ratio: float, link_ratio: float) -> Cluster:
     """Transfer `cluster` to other devices: shares of the peak and of the links are kept, nothing is fitted."""
-    constants = cluster.calibration
-    changed = with_constants(
+    rates, links = cluster.roofline, cluster.calibration
+    changed = with_rates(
         cluster,
-        tensor_bandwidth_gb_s=constants.tensor_bandwidth_gb_s * link_ratio,
-        data_bandwidth_gb_s=constants.data_bandwidth_gb_s * link_ratio,
+        product_tflops=peak_fp16,
+        copy_gb_s=rates.copy_gb_s * copy_ratio,
+        tensor_bandwidth_gb_s=links.tensor_bandwidth_gb_s * link_ratio,
+        data_bandwidth_gb_s=links.data_bandwidth_gb_s * link_ratio,
     )
-    peaks = dataclasses.replace(cluster.peaks, fp16=peak_fp16)
+    return dataclasses.replace(changed, num_devices=max(1024, cluster.num_devices))
+
+
+def with_rates(cluster: Cluster, **rates: float) -> Cluster:
+    """Replace rates of kernels or messages of `cluster`."""
+    links = {name: rates.pop(name) for name in list(rates) if name.endswith("_bandwidth_gb_s")}
     return dataclasses.replace(
-        changed, peaks=peaks, memory_bandwidth_gb_s=memory_bandwidth_gb_s, num_devices=max(1024, cluster.num_devices)
+        cluster,
+        roofline=dataclasses.replace(cluster.roofline, **rates),
+        calibration=dataclasses.replace(cluster.calibration, **links),
     )
-
-
-def with_constants(cluster: Cluster, **constants: float) -> Cluster:
-    """Replace constants in the calibration of `cluster`."""
-    return dataclasses.replace(cluster, calibration=dataclasses.replace(cluster.calibration, **constants))
 
 
 def _efficiency(

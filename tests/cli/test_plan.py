@@ -99,7 +99,8 @@ def test_json_has_the_exact_counts_of_the_paper_configuration() -> None:
     counts = {a["what"]: a["count"] for a in answer["collectives"] if a["group"] == "tensor"}
     assert sum(counts.values()) == 6 * 72 + 2 + 3 + 1 + 1  # ..., the loss's, replicated gradients, the norm
     seconds = answer["step_time_s"]
-    assert seconds["total"] == pytest.approx(sum(v for k, v in seconds.items() if k != "total"))
+    parts = ("matmul", "elementwise", "overhead", "tensor", "data", "optimizer")
+    assert seconds["total"] == pytest.approx(sum(seconds[part] for part in parts))
     assert answer["tokens_per_s"] == pytest.approx(512 * 1024 / seconds["total"])
     assert answer["days"] == pytest.approx(300_000 * seconds["total"] / 86400)
     assert answer["energy_mwh"] == pytest.approx(600 * 512 * answer["days"] * 24 / 1e6)
@@ -130,8 +131,6 @@ def test_differences_from_the_request_are_reported() -> None:
     assert answer["notes"] == [
         "model.vocab_size is the tokenizer's: planned with 2,000 ids",
         "a V100 has no bf16: planned with precision=fp16",
-        "step times on dgx2h_v100 are of software whose attention passes its scores through memory, bytes and FLOPs "
-        "of model.attention=sdpa",
         "num_devices is not given: planned on 2, the most that the batch (16 in micro-batches of 8) and dgx2h_v100 "
         "(512 devices) allow",
     ]
@@ -162,7 +161,7 @@ def test_a_user_defined_cluster_is_read_from_its_file(tmp_path) -> None:
     assert answer["expected_error"] == "unknown, because no run was compared"
     own.write_text(text + "colour: green\n", encoding="utf-8")
     assert "`cluster.colour` is not a known key" in refusal(f"cluster.path={own}")
-    own.write_text(text.replace("product_share: 0.887", "product_share: -0.5"), encoding="utf-8")
+    own.write_text(text.replace("product_share: 0.841", "product_share: -0.5"), encoding="utf-8")
     assert "`cluster.roofline.product_share` must be above 0, but is -0.5" in refusal(f"cluster.path={own}")
 
     own.write_text("a: [1, 2\n", encoding="utf-8")
@@ -331,7 +330,7 @@ def test_a_plan_shows_computing_against_all_messages_and_says_when_messages_bind
     seconds, messages = answer["step_time_s"], sum(answer["messages_s"].values())
     computing = seconds["matmul"] + seconds["elementwise"] + seconds["overhead"]
     assert answer["compute_to_communication"] == pytest.approx(computing / messages)
-    assert messages == pytest.approx(seconds["tensor"] + seconds["data"], rel=1e-2)  # on this cluster nothing is hidden
+    assert messages == pytest.approx(seconds["tensor"] + seconds["tensor_hidden"] + seconds["data"])
     assert "compute-bound" in printed(*PAPER)
     bound = ("model=gpt_355m", "cluster=h100", "global_batch_size=16")
     assert "communication-bound: messages take" in printed(*bound, "parallel.tp_size=4", "parallel.dp_size=4")

@@ -18,8 +18,7 @@ from lmscale.config import ParallelConfig, TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 from lmscale.partition import PIECE_ELEMENTS
-from lmscale.planner.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, gradient_pieces
-from lmscale.planner.communication import step_collectives
+from lmscale.planner.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES, gradient_pieces, step_collectives
 from lmscale.planner.params import count_parameters, parameter_sizes
 
 

@@ -12,7 +12,6 @@ from lmscale.config.cluster import load_cluster
 from lmscale.planner.communication import micro_batch_collectives
 from lmscale.planner.layer_operations import LayerCounts
 from lmscale.planner.overlap import _PLAIN, _SEQUENCE, _pass, exposed_shares
-from lmscale.planner.roofline import launch_s, operation_s
 
 CLUSTER = load_cluster(Path(__file__).parents[2] / "conf" / "cluster" / "h200.yaml")
 
@@ -39,8 +38,8 @@ CASES = {
 def test_a_layer_has_the_messages_of_the_plan(case: str, norm_order: str, sequence: bool, dtype: str) -> None:
     name, changes = CASES[case]
     config = paper_model(name, norm_order=norm_order, **changes)
-    layout = ParallelConfig(4, 1, sequence)
-    layer = LayerCounts.of(config, config.placement, layout, 8, 512, dtype)
+    layout = ParallelConfig(tp_size=4, dp_size=1, sequence_parallel=sequence)
+    layer = LayerCounts(config, config.placement, layout, 8, 512, dtype)
     found = Counter()
     for operations in (layer.forward("forward"), layer.backward()):
         names = [o.name for o in operations]
@@ -54,9 +53,9 @@ def test_a_layer_has_the_messages_of_the_plan(case: str, norm_order: str, sequen
 
 
 def test_the_gradient_of_a_weight_hides_the_sum_of_an_input_gradient() -> None:
-    config, layout = paper_model("gpt_8.3b"), ParallelConfig(8)
-    backward = LayerCounts.of(config, config.placement, layout, 8, 1024, "bf16").backward()
-    seconds = {o.name: operation_s(o, CLUSTER, "bf16") + launch_s(o, CLUSTER) for o in backward}
+    config, layout = paper_model("gpt_8.3b"), ParallelConfig(tp_size=8)
+    backward = LayerCounts(config, config.placement, layout, 8, 1024, "bf16").backward()
+    seconds = {o.name: o.seconds(CLUSTER, "bf16") + o.launch_s(CLUSTER) for o in backward}
     behind_mlp = seconds["MLP up, gradient of the weight"] + seconds["MLP LayerNorm, again"]
     behind_attention = seconds["QKV, gradient of the weight"]
     for each in (0.5 * behind_attention, 1.1 * max(behind_mlp, behind_attention)):

@@ -8,7 +8,6 @@ from .from_dict import build
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
 EVIDENCE = ("fitted", "measured", "modelled")
-PASS_CONSTANTS = ("matmul_share", "elementwise_factor", "layer_overhead_ms")
 
 
 @dataclass(frozen=True)
@@ -37,79 +36,55 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How fast training runs on a cluster: the constants of the cost model, and their sources.
-
-    `matmul_share`, `elementwise_factor` and `layer_overhead_ms` are null where the cluster has a `roofline`.
+    """How fast messages travel on a cluster, and where the constants of its step times come from.
 
     Args:
         evidence: `fitted` to published step times, `measured`, or `modelled`: carried over from another machine.
         tensor_bandwidth_gb_s: of an all-reduce between the devices of a node, bytes each way, 10^9 per second.
         data_bandwidth_gb_s: of the gradients' all-reduce between nodes.
-        fused_attention: scaled_dot_product_attention keeps the scores on the chip; false: they pass through memory.
         sources: of the figures.
-        matmul_share: rate of matrix products over the peak of their type, 0 to 1.
-        elementwise_factor: times the counted bytes of element-wise work.
-        layer_overhead_ms: time per layer and micro-batch that more ranks do not shorten, with full recomputation.
         expected_error: measured over modelled step times of runs that were not fitted; every plan prints it.
     """
 
     evidence: str
     tensor_bandwidth_gb_s: float
     data_bandwidth_gb_s: float
-    fused_attention: bool
     sources: str
-    matmul_share: float | None = None
-    elementwise_factor: float | None = None
-    layer_overhead_ms: float | None = None
     expected_error: str = "unknown, because no run was compared"
 
     def __post_init__(self) -> None:
         require_one_of(self, "evidence", EVIDENCE)
         require_above_zero(self, "tensor_bandwidth_gb_s", "data_bandwidth_gb_s")
-        given = [name for name in PASS_CONSTANTS if getattr(self, name) is not None]
-        if given and len(given) < len(PASS_CONSTANTS):
-            raise ValueError(f"{', '.join(PASS_CONSTANTS)} must be given together, but only {', '.join(given)} is")
-        if not given:
-            return
-        if not 0 < self.matmul_share <= 1:
-            raise ValueError(f"`matmul_share` must be above 0 and at most 1, but is {self.matmul_share!r}")
-        require_not_negative(self, "layer_overhead_ms")
-        require_above_zero(self, "elementwise_factor")
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """How fast single kernels run on a GPU: what the time of every operation of our compiled code follows from.
+    """How fast single kernels run on a device: what the time of every operation follows from.
 
     Args:
-        num_processors: streaming multiprocessors.
-        product_tflops: rate of large bf16 products, measured; other types in the proportion of the sheet's peaks.
+        product_tflops: rate of large bf16 (on a V100 fp16) products; other types in the proportion of the peaks.
         float8_tflops: of large float8 products, measured; null: none.
         copy_gb_s: of a large copy, read and written bytes together, measured.
         attention_forward_tflops: of a fused attention core: head size 128, long sequences, not causal; published.
         attention_backward_tflops: of its backward pass.
         product_share: of `product_tflops` that large products reach in a training step; fitted.
-        tile_fill: inner elements that a tile of a bf16 product takes to start and to end; fitted.
         memory_share: of `copy_gb_s` that element-wise kernels reach; fitted.
         launch_us: microseconds between the end of a kernel and the start of the next; fitted.
     """
 
-    num_processors: int
     product_tflops: float
     copy_gb_s: float
     attention_forward_tflops: float
     attention_backward_tflops: float
     product_share: float
-    tile_fill: float
     memory_share: float
     launch_us: float
     float8_tflops: float | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, "num_processors")
         require_above_zero(self, "product_tflops", "copy_gb_s", "product_share", "memory_share")
         require_above_zero(self, "attention_forward_tflops", "attention_backward_tflops")
-        require_not_negative(self, "tile_fill", "launch_us")
+        require_not_negative(self, "launch_us")
 
 
 @dataclass(frozen=True)
@@ -124,12 +99,11 @@ class Cluster:
         devices_per_node: devices that share the fast links.
         memory_gib: of one device, 2^30 bytes.
         reserved_gib: part of it used by the framework, its context and fragmentation.
-        memory_bandwidth_gb_s: of one device, read and written bytes together, 10^9 per second.
         latency_us: of one all-reduce.
         watts: of one device with its share of the node under load; None: no energy is predicted.
         peaks: matrix-product rates.
-        calibration: the cost model's constants.
-        roofline: rates of single kernels; None: step times are counted passes at the rates of `calibration`.
+        calibration: rates of messages, and the sources of all rates.
+        roofline: rates of single kernels.
 
     Raises:
         ValueError: an invalid value.
@@ -142,21 +116,15 @@ class Cluster:
     devices_per_node: int
     memory_gib: float
     reserved_gib: float
-    memory_bandwidth_gb_s: float
     latency_us: float
     peaks: Peaks
     calibration: Calibration
+    roofline: Roofline
     watts: float | None = None
-    roofline: Roofline | None = None
 
     def __post_init__(self) -> None:
-        if (self.roofline is None) == (self.calibration.matmul_share is None):
-            raise ValueError(
-                f"a cluster must have either `roofline` or `calibration.matmul_share`, but {self.name} has "
-                f"{'neither' if self.roofline is None else 'both'}"
-            )
         require_positive(self, "num_devices", "devices_per_node")
-        require_above_zero(self, "memory_gib", "memory_bandwidth_gb_s")
+        require_above_zero(self, "memory_gib")
         if not 0 <= self.reserved_gib < self.memory_gib:
             raise ValueError(
                 f"`reserved_gib` must be at least 0 and below `memory_gib` ({self.memory_gib}), "
@@ -191,6 +159,27 @@ class Cluster:
                 f"but is {dtype}"
             )
         return peak * 1e12
+
+    def product_flops_per_s(self, dtype: str) -> float:
+        """FLOP/s of large products in a training step.
+
+        Raises:
+            ValueError: the devices have no such type.
+        """
+        rates = self.roofline
+        if dtype == "fp8" and rates.float8_tflops is not None:
+            return rates.float8_tflops * 1e12 * rates.product_share
+        return rates.product_tflops * 1e12 * rates.product_share * self._relative_peak(dtype)
+
+    def attention_flops_per_s(self, dtype: str, backward: bool) -> float:
+        """FLOP/s of a fused attention core on long sequences; with fp8 it computes in bf16."""
+        rates = self.roofline
+        tflops = rates.attention_backward_tflops if backward else rates.attention_forward_tflops
+        return tflops * 1e12 * self._relative_peak("bf16" if dtype == "fp8" else dtype)
+
+    def _relative_peak(self, dtype: str) -> float:
+        half = next((half for half in ("bf16", "fp16") if getattr(self.peaks, half) is not None), dtype)
+        return self.peak_flops_per_s(dtype) / self.peak_flops_per_s(half)
 
     def bandwidth(self, num_devices: int) -> float:
         """Bytes per second of an all-reduce among neighbours: fast links within a node, the network beyond it."""

@@ -45,12 +45,11 @@ class PlanConfig:
         record: where `measure` writes its record, which `parallel=measured` reads.
         num_devices: devices of the job, all used unless `parallel.dp_size` is given; None: up to all of the cluster, in
             a search the largest number that some layout can use.
-        best: rank all layouts instead of planning one, on a cluster with a `roofline` without and with
-            `parallel.zero1` and `parallel.batch_halves`.
+        best: rank all layouts instead of planning one, without and with `parallel.zero1` and, on GPUs,
+            `parallel.batch_halves`.
         top: number of layouts that a ranking shows.
         find_recompute: if the model does not fit, use the first mode that recomputes more and fits.
-        operations: also show every operation of a step with its counts and its time, slowest first; needs
-            `cluster.roofline` and one layout.
+        operations: also show every operation of a step with its counts and its time, slowest first; needs one layout.
         json: print JSON instead of a table.
         measure: train this many of the best modelled layouts for a few steps on this machine, which `cluster` must
             describe, with `micro_batch_size` as given; 0: none.
@@ -87,11 +86,8 @@ class PlanConfig:
                 f"`data.seq_length` must be at most `model.max_position_embeddings` "
                 f"({self.model.max_position_embeddings}), but is {self.data.seq_length}"
             )
-        if self.operations and (self.best or self.cluster.roofline is None):
-            raise ValueError(
-                "`operations` must be false with best=true or without `cluster.roofline`, but is true with "
-                f"best={str(self.best).lower()} and cluster={self.cluster.name}"
-            )
+        if self.operations and self.best:
+            raise ValueError("`operations` must be false with best=true, but is true")
         require_moments_fit(self.optimizer.moments, self.precision.dtype)
         peaks = self.cluster.peaks
         if peaks.tf32 is not None and self.trainer.matmul_precision != "highest":  # as the run multiplies

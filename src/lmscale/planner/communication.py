@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
 from ..partition import assign_owners, buffer_pieces, part_sizes, rows_at_once
-from .buckets import gradient_pieces
 from .flops import num_recomputed_whole, scored_tokens
 from .memory import BYTES, FP32_BYTES
-from .params import parameter_sizes, parameters_in_order
+from .params import count_parameters, parameter_sizes, parameters_in_order
 
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # defaults of torch's DDP
 _GRADIENT_NORM_BYTES = 24  # sums of squares of sharded and replicated gradients, and a flag, in fp64
 
 
@@ -173,17 +173,36 @@ def step_collectives(
             "gradients, pieces of DDP" if BYTES[dtype] >= FP32_BYTES else "gradients in fp32, pieces of the optimizer"
         )
         found += [Collective(what, "all_reduce", "data", "gradients", n, size) for size, n in pieces.items()]
-    return (*found, *small_collectives(config, layout, dtype, dp_rank))
+    return (*found, *_small_collectives(config, layout, dtype, dp_rank))
 
 
-def small_collectives(
-    config: TransformerConfig, layout: ParallelConfig, dtype: str, dp_rank: int | None = None
-) -> list[Collective]:
-    """Those of a step besides its micro-batches' and the gradients over the data group: replicated gradients, norm.
+def gradient_pieces(config: TransformerConfig, tp_size: int, dtype: str, pad_heads: bool = False) -> list[int]:
+    """Bytes of each all-reduce of the gradients, in order, from the second step on.
 
-    Args:
-        dp_rank: see `step_collectives`.
+    Half types: 4 N bytes in `buffer_pieces`. fp32 and fp64: N e in DDP's buckets, which are filled in the order
+    of the backward pass and sent once they hold BUCKET_BYTES (the first FIRST_BUCKET_BYTES) or more.
+    In the first step DDP does not know the order yet and uses one bucket.
+
+    Raises:
+        ValueError: `tp_size` does not divide the model.
+
+    Source: torch/csrc/distributed/c10d/reducer.cpp, `compute_bucket_assignment_by_size` and `rebuild_buckets`.
     """
+    if BYTES[dtype] < FP32_BYTES:
+        return [FP32_BYTES * size for size in buffer_pieces(count_parameters(config, tp_size, pad_heads).per_rank)]
+    buckets, held, limit = [], 0, FIRST_BUCKET_BYTES
+    for size in parameter_sizes(config, tp_size, pad_heads):
+        held += size * BYTES[dtype]
+        if held >= limit:
+            buckets.append(held)
+            held, limit = 0, BUCKET_BYTES
+    return buckets + [held] * (held > 0)
+
+
+def _small_collectives(
+    config: TransformerConfig, layout: ParallelConfig, dtype: str, dp_rank: int | None
+) -> list[Collective]:
+    """Those of a step besides its micro-batches' and the gradients over the data group: replicated gradients, norm."""
     found, by_rank = [], replicated_parameters(config, layout) if layout.tp_size > 1 else [0] * layout.dp_size
     num_replicated = max(by_rank) if dp_rank is None else by_rank[dp_rank]
     if num_replicated:

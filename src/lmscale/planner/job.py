@@ -40,9 +40,13 @@ class Job:
     compiles: bool = False
 
     def change(self, micro_batch_size: int | None = None, recompute: Recompute | None = None) -> "Job":
-        """The same training with another micro-batch or recomputation mode."""
+        """The same training with a different micro-batch or recomputation mode."""
         config = self.config if recompute is None else dataclasses.replace(self.config, recompute=recompute)
         return dataclasses.replace(self, config=config, micro_batch_size=micro_batch_size or self.micro_batch_size)
+
+    def num_micro_batches(self, layout: ParallelConfig) -> int:
+        """Forward passes of a rank in a step."""
+        return self.global_batch_size // (self.micro_batch_size * layout.dp_size)
 
     def overrides(self, layout: ParallelConfig) -> str:
         """This job on a grid as overrides of `train.py` and `plan.py`."""
@@ -70,7 +74,7 @@ def rank_memory(job: Job, layout: ParallelConfig, on_gpu: bool) -> MemoryEstimat
         job.dtype,
         layout.dp_size,
         on_gpu,
-        accumulates=job.global_batch_size > job.micro_batch_size * layout.dp_size,
+        accumulates=job.num_micro_batches(layout) > 1,
         cuts_sequence=layout.cuts_sequence,
         zero1=layout.cuts_optimizer,
         half_moments=job.half_moments,

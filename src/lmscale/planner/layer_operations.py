@@ -4,7 +4,6 @@ Legend: as in `operations.py`; own tokens of a rank outside the parallel region,
 b s / p.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..config import ParallelConfig, Recompute, TransformerConfig
@@ -17,57 +16,27 @@ NORM_INPUT_BYTES = 4  # per element: the normalized input of the MLP's LayerNorm
 FLOAT8_LAUNCHES = 21, 13  # forward and backward, besides those in bf16
 
 
-@dataclass(frozen=True)
 class LayerCounts:
-    """Sizes of one layer on one rank; `of` makes it.
+    """The operations of one layer of `config` on one rank, in one of its `layer_placements`.
 
     Args:
         placement: the layer's `NormPlacement`.
-        tokens: b s.
-        own: b s, with sequence parallelism over p.
-        width: h.
-        inner: h / p, with the dummy heads; so is `batch_heads`.
-        mlp: f / p.
-        e: bytes of an activation.
-        mask: bytes of a kept dropout mask per element; 0 without dropout.
-        rounded_mask: the same of the dropout after attention, which only float8 code keeps; other code hashes again.
+        b: sequences of a forward pass, or of half of one.
+        s: tokens of a sequence.
+        dtype: of weights and activations.
     """
 
-    config: TransformerConfig
-    placement: Any
-    tokens: int
-    own: int
-    width: int
-    inner: int
-    mlp: int
-    batch_heads: int
-    seq_length: int
-    e: int
-    mask: int
-    rounded_mask: int
-    float8: bool
-
-    @classmethod
-    def of(
-        cls, config: TransformerConfig, placement: Any, layout: ParallelConfig, b: int, s: int, dtype: str
-    ) -> "LayerCounts":
-        """The sizes of a layer of `config` in one of its `layer_placements`."""
-        p, drops, float8 = layout.tp_size, config.hidden_dropout > 0, dtype == "fp8"
-        return cls(
-            config,
-            placement,
-            tokens=b * s,
-            own=b * s // p if layout.cuts_sequence else b * s,
-            width=config.hidden_size,
-            inner=config.padded_width(p) // p,
-            mlp=config.ffn_size // p,
-            batch_heads=b * config.padded_heads(p) // p,
-            seq_length=s,
-            e=BYTES[dtype],
-            mask=1 if drops else 0,
-            rounded_mask=1 if drops and float8 else 0,
-            float8=float8,
-        )
+    def __init__(
+        self, config: TransformerConfig, placement: Any, layout: ParallelConfig, b: int, s: int, dtype: str
+    ) -> None:
+        p, self.float8 = layout.tp_size, dtype == "fp8"
+        self.config, self.placement, self.seq_length, self.e = config, placement, s, BYTES[dtype]
+        self.tokens, self.own = b * s, b * s // p if layout.cuts_sequence else b * s
+        self.width, self.mlp = config.hidden_size, config.ffn_size // p
+        self.inner, self.batch_heads = config.padded_width(p) // p, b * config.padded_heads(p) // p
+        self.mask = 1 if config.hidden_dropout > 0 else 0  # bytes of a kept dropout mask per element
+        # Only float8 code keeps the mask of the dropout after attention; other code hashes again.
+        self.rounded_mask = self.mask if self.float8 else 0
 
     @property
     def _cuts_sequence(self) -> bool:
@@ -197,13 +166,12 @@ class LayerCounts:
         is_backward = phase == "backward"
         drops, causal = self.config.attention_dropout > 0, family_of(self.config.family).is_causal
         if self.config.attention != "exact":
-            work = Core(number, s, d, causal, drops, is_backward)
-            flops = (8 if is_backward else 4) * number * s * s * d
-            sums = 4 * number * s
-            read, written = (5 * values + sums, 3 * values) if is_backward else (3 * values, values + sums)
-            return [
-                Operation("attention core", phase, "attention", 1, 3 if is_backward else 1, flops, read, written, work)
-            ]
+            flops, sums = 4 * number * s * s * d, 4 * number * s
+            launches, read, written = 1, 3 * values, values + sums
+            if is_backward:
+                flops, launches, read, written = 2 * flops, 3, 5 * values + sums, 3 * values
+            work = Core(s, d, causal, drops, is_backward)
+            return [Operation("attention core", phase, launches, read, written, flops, work)]
         scores = number * s * s
         if is_backward:
             return [

@@ -85,12 +85,6 @@ class MemoryEstimate:
         at_start = self.gradients + self.gradient_copy + self.first_layer + self.gradient_in_flight
         return self.weights + self.optimizer_state + max(at_end, at_start, self.gradients + self.update)
 
-    def format(self) -> str:
-        """A table in GiB, one part per line."""
-        rows = [(name.replace("_", " "), getattr(self, name)) for name in PARTS]
-        rows.append(("peak", self.total))
-        return "\n".join(f"{name:<28}{value / GIB:>10.3f} GiB" for name, value in rows)
-
 
 def estimate_memory(
     config: TransformerConfig,

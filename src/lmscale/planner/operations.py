@@ -53,7 +53,7 @@ def step_operations(
     parts = layout.batch_parts
     once = []
     for placement, number in Counter(config.layer_placements).items():
-        layer = LayerCounts.of(config, placement, layout, micro_batch_size // parts, seq_length, dtype)
+        layer = LayerCounts(config, placement, layout, micro_batch_size // parts, seq_length, dtype)
         in_layer = layer.forward("forward") + layer.backward()
         if config.recompute is Recompute.FULL:
             in_layer += layer.forward("recomputation")
@@ -142,20 +142,18 @@ def _update(
     n, wide = sum(sizes), max(BYTES[dtype], FP32_BYTES)
     found = []
     if e < FP32_BYTES or layout.cuts_optimizer:
-        copied = Operation("gradient buffer", "gradients", "elementwise", 1, len(sizes), 0, n * e, n * wide)
-        found.append(copied)  # the first micro-batch is copied, the others are added
+        added = elementwise("gradient buffer", "gradients", n * (e + wide), n * wide, len(sizes))
+        found.append(dataclasses.replace(added, read=n * e))  # the first micro-batch is copied, the others are added
         if num_micro_batches > 1:
-            added = dataclasses.replace(copied, read=n * (e + wide))
             found.append(times(num_micro_batches - 1, added))
     owners = assign_owners(sizes, layout.dp_size if layout.cuts_optimizer else 1)
     parts = Counter()
     for size, owner in zip(sizes, owners, strict=True):
         parts[owner] += size
-    (busiest, owned), *_ = parts.most_common(1)
+    [(busiest, owned)] = parts.most_common(1)
     # Per parameter the norm reads the gradient; one kernel per tensor reads gradient, master and moments, and writes
     # master, moments and the weight of a half type (`tests/cuda/test_optimizer_kernels.py`).
     moments = 2 * (HALF_BYTES if half_moments else wide)
     read, written = 3 * wide + moments, wide + moments + (e if e < FP32_BYTES else 0)
     launches = owners.count(busiest) + OPTIMIZER_LAUNCHES + -(-owned // ELEMENTS_PER_LAUNCH)
-    found.append(Operation("AdamW", "optimizer", "optimizer", 1, launches, 0, owned * read, owned * written))
-    return found
+    return [*found, elementwise("AdamW", "optimizer", owned * read, owned * written, launches)]

@@ -11,7 +11,6 @@ from itertools import groupby
 from ..config import ParallelConfig, TransformerConfig
 from ..config.cluster import Cluster
 from .layer_operations import MAGNITUDE, LayerCounts
-from .roofline import launch_s, operation_s
 
 _OUTPUTS, _INPUT_GRADIENTS = "attention and MLP outputs", "gradients of attention and MLP inputs"
 _INPUTS, _AGAIN = "attention and MLP inputs", "attention and MLP inputs, again"
@@ -47,16 +46,15 @@ def exposed_shares(
     """Share of the time of a layer's messages during which the rank waits, by `Collective.what`.
 
     Args:
-        cluster: one with a `roofline`.
         message_s: seconds of one message, by `Collective.what`.
     """
     waits, total = Counter(), Counter()
     for placement, number in Counter(config.layer_placements).items():
-        layer = LayerCounts.of(config, placement, layout, micro_batch_size // layout.batch_parts, seq_length, dtype)
+        layer = LayerCounts(config, placement, layout, micro_batch_size // layout.batch_parts, seq_length, dtype)
         for operations in (layer.forward("forward"), layer.backward()):
             by_product = groupby(operations, key=lambda o: o.name.removesuffix(MAGNITUDE))  # which needs the message
             timed = [
-                (name, sum(operation_s(o, cluster, dtype) + launch_s(o, cluster) for o in group))
+                (name, sum(o.seconds(cluster, dtype) + o.launch_s(cluster) for o in group))
                 for name, group in by_product
             ]
             messages = _SEQUENCE if layout.cuts_sequence else _PLAIN

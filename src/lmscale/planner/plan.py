@@ -1,52 +1,40 @@
 """The cost of a training job on a cluster: bytes, FLOPs, messages, seconds, days, energy."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..config import BatchConfig, ParallelConfig, Recompute
 from ..config.cluster import Cluster
-from .balance import Balance, balance_of
 from .communication import Collective, step_collectives
 from .flops import hardware_flops_per_step, model_flops_per_step
 from .job import Job, rank_memory
 from .memory import GIB, MemoryEstimate
-from .params import count_parameters
-from .step_time import AS_TRAINED, StepTime, Techniques, predict_step_time
+from .params import ParameterCount, count_parameters
+from .step_time import Row, StepTime, step_rows
 
 DAY_S = 86400
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The cost of a job in one layout on one cluster.
+    """The cost of a job in one layout on one cluster, each figure computed when it is asked for; `make_plan` makes it.
 
-    Args:
-        num_micro_batches: forward passes of a rank in a step.
-        num_parameters, rank_parameters: of the model and of one rank.
-        memory: bytes of a rank by recomputation mode; `usable_bytes` is what a device offers.
-        model_flops, hardware_flops: of a step, all ranks together.
-        collectives: of one rank in a step.
-        time: seconds of a step, modelled.
-        mfu: model FLOPs over the FLOPs of the devices' dense peaks in that time.
+    Bytes, FLOPs, messages and times are of this project's code, whatever software the cluster's rates were fitted to.
     """
 
     job: Job
     layout: ParallelConfig
     cluster: Cluster
-    num_micro_batches: int
-    num_parameters: int
-    rank_parameters: int
-    memory: dict[Recompute, MemoryEstimate]
-    usable_bytes: int
-    model_flops: int
-    hardware_flops: int
-    collectives: tuple[Collective, ...]
-    time: StepTime
-    mfu: float
 
     @property
     def num_devices(self) -> int:
         """tp_size x dp_size."""
         return self.layout.world_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Forward passes of a rank in a step."""
+        return self.job.num_micro_batches(self.layout)
 
     @property
     def recompute(self) -> Recompute:
@@ -58,25 +46,61 @@ class Plan:
         """The layout as overrides of `train.py` and `plan.py`."""
         return self.job.overrides(self.layout)
 
-    @property
+    @cached_property
+    def parameters(self) -> ParameterCount:
+        """Parameters of the model and of one rank."""
+        return count_parameters(self.job.config, self.layout.tp_size, self.layout.pad_heads)
+
+    def memory(self, mode: Recompute) -> MemoryEstimate:
+        """Memory of a rank in a recomputation mode."""
+        return rank_memory(self.job.change(recompute=mode), self.layout, self.cluster.is_gpu)
+
+    @cached_property
     def needed_bytes(self) -> int:
         """Memory of a rank in the recomputation mode planned with."""
-        return self.memory[self.recompute].total
+        return self.memory(self.recompute).total
 
     @property
     def missing_bytes(self) -> int:
         """Bytes by which a rank exceeds its device; 0 or less if it fits."""
-        return self.needed_bytes - self.usable_bytes
+        return self.needed_bytes - self.cluster.usable_bytes
+
+    @property
+    def model_flops(self) -> int:
+        """Model FLOPs of a step, all ranks together."""
+        return model_flops_per_step(self.job.config, self.job.seq_length, self.job.global_batch_size)
+
+    @property
+    def hardware_flops(self) -> int:
+        """FLOPs that the devices execute in a step, all ranks together."""
+        job = self.job
+        return hardware_flops_per_step(job.config, job.seq_length, job.global_batch_size, self.layout.tp_size)
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Collectives of one rank in a step."""
+        job, sizes = self.job, (self.job.micro_batch_size, self.num_micro_batches)
+        return step_collectives(job.config, self.layout, *sizes, job.seq_length, job.dtype, self.cluster.is_gpu)
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Every operation and message of one rank in a step, with its time."""
+        return step_rows(self.job, self.layout, self.cluster)
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Seconds of a step, modelled."""
+        return StepTime.of(self.rows)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over the FLOPs of the devices' dense peaks in the time of a step."""
+        return self.model_flops / (self.time.total * self.num_devices * self.cluster.peak_flops_per_s(self.job.dtype))
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second of all devices together."""
         return self.job.global_batch_size * self.job.seq_length / self.time.total
-
-    @property
-    def balance(self) -> Balance:
-        """Computing of a step against its messages."""
-        return balance_of(self.time.compute, self.collectives, self.layout, self.cluster)
 
     @property
     def days(self) -> float:
@@ -91,11 +115,8 @@ class Plan:
         return self.cluster.watts * self.num_devices * self.days * 24 / 1e6
 
 
-def make_plan(job: Job, layout: ParallelConfig, cluster: Cluster, techniques: Techniques = AS_TRAINED) -> Plan:
+def make_plan(job: Job, layout: ParallelConfig, cluster: Cluster) -> Plan:
     """Plan `job` in a layout; a rank that does not fit its device is not refused here, see `Plan.missing_bytes`.
-
-    Bytes, FLOPs and messages are of this project's code, whatever software the cluster's step times were measured with:
-    on a cluster without a `roofline` the time counts the loss in a quarter of the rows at once, as it was fitted.
 
     Raises:
         ValueError: more devices than the cluster has; a grid that does not divide the model or the batch; a type that
@@ -112,44 +133,10 @@ def make_plan(job: Job, layout: ParallelConfig, cluster: Cluster, techniques: Te
             f"but is {job.seq_length}"
         )
     layout.check_micro_batch(job.micro_batch_size)
-    config, batch = job.config, BatchConfig(job.micro_batch_size, job.global_batch_size, layout.dp_size)
-    memory = {mode: rank_memory(job.change(recompute=mode), layout, cluster.is_gpu) for mode in Recompute}
-    time = predict_step_time(
-        config,
-        layout,
-        batch.micro_batch_size,
-        batch.num_micro_batches,
-        job.seq_length,
-        job.dtype,
-        cluster,
-        techniques,
-        job.half_moments,
-    )
-    parameters = count_parameters(config, layout.tp_size, layout.pad_heads)
-    model_flops = model_flops_per_step(config, job.seq_length, job.global_batch_size)
-    return Plan(
-        job=job,
-        layout=layout,
-        cluster=cluster,
-        num_micro_batches=batch.num_micro_batches,
-        num_parameters=parameters.total,
-        rank_parameters=parameters.per_rank,
-        memory=memory,
-        usable_bytes=cluster.usable_bytes,
-        model_flops=model_flops,
-        hardware_flops=hardware_flops_per_step(config, job.seq_length, job.global_batch_size, layout.tp_size),
-        collectives=step_collectives(
-            config,
-            layout,
-            batch.micro_batch_size,
-            batch.num_micro_batches,
-            job.seq_length,
-            job.dtype,
-            cluster.is_gpu,
-        ),
-        time=time,
-        mfu=model_flops / (time.total * layout.world_size * cluster.peak_flops_per_s(job.dtype)),
-    )
+    BatchConfig(job.micro_batch_size, job.global_batch_size, layout.dp_size)  # raises if it does not divide
+    job.config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
+    cluster.peak_flops_per_s(job.dtype)
+    return Plan(job, layout, cluster)
 
 
 def describe_padding(plan: Plan) -> list[str]:
@@ -159,10 +146,10 @@ def describe_padding(plan: Plan) -> list[str]:
     if computed == heads:
         return []
     without = hardware_flops_per_step(config, job.seq_length, job.global_batch_size)
-    of_model = count_parameters(config)
-    padding = plan.rank_parameters - of_model.replicated - of_model.sharded_per_rank / tp_size
-    each, memory = computed // tp_size, plan.memory[plan.recompute]
-    num_bytes = padding / plan.rank_parameters * (memory.weights + memory.gradients + memory.optimizer_state)
+    of_model, of_rank = count_parameters(config), plan.parameters.per_rank
+    padding = of_rank - of_model.replicated - of_model.sharded_per_rank / tp_size
+    each, memory = computed // tp_size, plan.memory(plan.recompute)
+    num_bytes = padding / of_rank * (memory.weights + memory.gradients + memory.optimizer_state)
     idle = tp_size - -(-heads // each)
     only = f"; ranks with dummy heads only: {idle}" if idle else ""
     return [
@@ -176,5 +163,5 @@ def describe_shortage(plan: Plan) -> str:
     """Describe why a rank does not fit, with both sizes and the difference."""
     return (
         f"a rank needs {plan.needed_bytes / GIB:.1f} GiB, {plan.missing_bytes / GIB:.1f} more than the "
-        f"{plan.usable_bytes / GIB:.1f} a {plan.cluster.device} of cluster={plan.cluster.name} leaves"
+        f"{plan.cluster.usable_bytes / GIB:.1f} a {plan.cluster.device} of cluster={plan.cluster.name} leaves"
     )

@@ -6,8 +6,10 @@ from ..config import Recompute
 from .memory import GIB, PARTS, keeps_scores
 from .plan import Plan
 from .search import Ranking
+from .step_time import Row
 
 _OPTIONS = {"zero1": "zero1", "batch_halves": "halves", "sequence_parallel": "sequence"}  # heads of their columns
+_ADDED = ("count", "launches", "flops", "read", "written", "seconds", "launch_s", "hidden", "latency")  # of rows
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -15,13 +17,8 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
     """Plain values of everything a table shows, ready for JSON; every quantity's unit is in its name."""
     time = plan.time
     return {
-        "layout": {
-            "tp_size": plan.layout.tp_size,
-            "dp_size": plan.layout.dp_size,
-            "sequence_parallel": plan.layout.sequence_parallel,
-            "zero1": plan.layout.zero1,
-            "batch_halves": plan.layout.batch_halves,
-            "pad_heads": plan.layout.pad_heads,
+        "layout": dataclasses.asdict(plan.layout)
+        | {
             "num_devices": plan.num_devices,
             "micro_batch_size": plan.job.micro_batch_size,
             "num_micro_batches": plan.num_micro_batches,
@@ -30,18 +27,16 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
             "dtype": plan.job.dtype,
             "recompute": plan.recompute.value,
         },
-        "parameters": {"model": plan.num_parameters, "rank": plan.rank_parameters},
+        "parameters": {"model": plan.parameters.total, "rank": plan.parameters.per_rank},
         "rank_memory_bytes": {
-            mode.value: {name: getattr(estimate, name) for name in estimate.__dataclass_fields__}
-            | {"total": estimate.total}
-            for mode, estimate in plan.memory.items()
+            mode.value: dataclasses.asdict(plan.memory(mode)) | {"total": plan.memory(mode).total} for mode in Recompute
         },
-        "usable_bytes": plan.usable_bytes,
+        "usable_bytes": plan.cluster.usable_bytes,
         "step_flops": {"model": plan.model_flops, "hardware": plan.hardware_flops},
         "collectives": [dataclasses.asdict(c) | {"total_bytes": c.total_bytes} for c in plan.collectives],
-        "step_time_s": {name: getattr(time, name) for name in (*time.__dataclass_fields__, "total")},
-        "messages_s": {"latency": plan.balance.latency, "transfer": plan.balance.transfer},
-        "compute_to_communication": plan.balance.ratio,
+        "step_time_s": dataclasses.asdict(time) | {"total": time.total},
+        "messages_s": {"latency": time.latency, "transfer": time.messages - time.latency},
+        "compute_to_communication": time.ratio,
         "mfu": plan.mfu,
         "tokens_per_s": plan.tokens_per_s,
         "num_steps": plan.job.num_steps,
@@ -67,7 +62,7 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         f"  {plan.job.dtype}, {plan.num_micro_batches} micro-batch(es) per rank and step, "
         f"global batch {plan.job.global_batch_size:,} x {plan.job.seq_length:,} tokens",
         "",
-        f"  {'parameters':<32}{plan.num_parameters:>20,}   per rank {plan.rank_parameters:,}",
+        f"  {'parameters':<32}{plan.parameters.total:>20,}   per rank {plan.parameters.per_rank:,}",
         f"  {'FLOPs per step, model':<32}{short_number(plan.model_flops):>20}",
         f"  {'FLOPs per step, hardware':<32}{short_number(plan.hardware_flops):>20}",
         "",
@@ -87,7 +82,7 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
     rows = {
         "matrix products": time.matmul,
         "element-wise work": time.elementwise,
-        "overhead of layers": time.overhead,
+        "between kernels": time.overhead,
         "tensor-parallel messages, not hidden": time.tensor,
         "data-parallel messages, not hidden": time.data,
         "optimizer": time.optimizer,
@@ -103,9 +98,9 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
     energy = "unknown" if plan.energy_mwh is None else f"{plan.energy_mwh:,.3f} MWh"
     lines += [
         "",
-        f"  {'R, computing / all messages':<32}{_ratio(plan):>20}   {plan.balance.describe()}",
-        f"  {'all messages, hidden or not':<32}{plan.balance.messages * 1e3:>17,.1f} ms   "
-        f"latency {plan.balance.latency * 1e3:,.1f}, bytes {plan.balance.transfer * 1e3:,.1f}",
+        f"  {'R, computing / all messages':<32}{_ratio(plan):>20}   {time.describe_ratio()}",
+        f"  {'all messages, hidden or not':<32}{time.messages * 1e3:>17,.1f} ms   "
+        f"latency {time.latency * 1e3:,.1f}, bytes {(time.messages - time.latency) * 1e3:,.1f}",
         f"  {'MFU of the dense peak':<32}{plan.mfu:>20.1%}",
         f"  {'tokens/s':<32}{plan.tokens_per_s:>20,.0f}",
         f"  {f'days for {plan.job.num_steps:,} steps':<32}{plan.days:>20,.2f}   without validation, saves and restarts",
@@ -120,7 +115,7 @@ def _expected_error(plan: Plan) -> str:
 
 
 def _ratio(plan: Plan) -> str:
-    return "-" if plan.balance.ratio is None else f"{plan.balance.ratio:.2f}"
+    return "-" if plan.time.ratio is None else f"{plan.time.ratio:.2f}"
 
 
 _EVIDENCE = {
@@ -132,16 +127,16 @@ _EVIDENCE = {
 
 def _memory_lines(plan: Plan) -> list[str]:
     """Memory per rank by part, one column per recomputation mode; that of the plan is marked."""
-    title = f"memory per rank, GiB ({plan.usable_bytes / GIB:.1f} usable)"
+    title = f"memory per rank, GiB ({plan.cluster.usable_bytes / GIB:.1f} usable)"
     heads = [mode.value + ("*" if mode is plan.recompute else "") for mode in Recompute]
     lines = [f"  {title:<44}" + "".join(f"{head:>12}" for head in heads)]
-    estimates = [plan.memory[mode] for mode in Recompute]
+    estimates = [plan.memory(mode) for mode in Recompute]
     scores = "its" if keeps_scores(plan.job.config, plan.cluster.is_gpu) else "no"
     for part in (*PARTS, "total"):
         name = part.replace("_", " ") + f" (attention keeps {scores} scores)" * (part == "activations")
         values = "".join(f"{getattr(estimate, part) / GIB:>12.3f}" for estimate in estimates)
         lines.append(f"    {name:<42}{values}")
-    verdicts = [plan.usable_bytes - estimate.total for estimate in estimates]
+    verdicts = [plan.cluster.usable_bytes - estimate.total for estimate in estimates]
     words = [f"{spare / GIB:.1f} spare" if spare >= 0 else f"{-spare / GIB:.1f} short" for spare in verdicts]
     return [*lines, "    " + " " * 42 + "".join(f"{word:>12}" for word in words)]
 
@@ -188,17 +183,44 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
             f"{plan.time.total:>13,.3f}{_ratio(plan):>8}{plan.mfu:>8.1%}{plan.tokens_per_s:>15,.0f}{plan.days:>13,.2f}"
         )
     lines.append(_expected_error(first))
-    if any(plan.balance.ratio is not None and plan.balance.ratio < 1 for plan in ranking.fitting[:top]):
+    if any((plan.time.ratio or 1) < 1 for plan in ranking.fitting[:top]):
         lines.append("   R below 1: communication-bound")
     for plan in ranking.too_large:
         lines.append(
             f"   refused: tp {plan.layout.tp_size} x dp {plan.layout.dp_size} needs at least "
             f"{plan.needed_bytes / GIB:.1f} GiB per rank, {plan.missing_bytes / GIB:.1f} more than the "
-            f"{plan.usable_bytes / GIB:.1f} there are ({plan.overrides})"
+            f"{plan.cluster.usable_bytes / GIB:.1f} there are ({plan.overrides})"
         )
     if ranking.fitting:
         lines.append(f"best: {ranking.fitting[0].overrides}")
     return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+
+
+def slowest_first(rows: list[Row]) -> list[Row]:
+    """Rows with those of equal name and phase added up, slowest first."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        same = found.get((row.name, row.phase))
+        if same is not None:
+            row = dataclasses.replace(same, **{name: getattr(same, name) + getattr(row, name) for name in _ADDED})
+        found[row.name, row.phase] = row
+    return sorted(found.values(), key=lambda row: -row.seconds)
+
+
+def format_operations(rows: list[Row]) -> str:
+    """A table of rows for the terminal, with their sum."""
+    total = sum(row.seconds for row in rows)
+    heads = f"{'count':>7}{'launches':>10}{'GFLOP':>12}{'GB read':>9}{'written':>9}{'ms':>10}{'share':>8}"
+    lines = [f"  {'operations of one rank and step, modelled':<64}{heads}  bound by"]
+    sums = [sum(getattr(row, name) for row in rows) for name in ("count", "launches", "flops", "read", "written")]
+    named = [(f"{row.phase}: {row.name}", row, row.bound) for row in rows]
+    for name, row, bound in [*named, ("sum", Row("", "", "", *sums, total), "")]:
+        hidden = f" of {(row.seconds + row.hidden) * 1e3:,.2f} ms" if row.hidden > 1e-9 else ""
+        lines.append(
+            f"    {name:<62}{row.count:>7,}{row.launches:>10,}{row.flops / 1e9:>12,.1f}{row.read / 1e9:>9,.2f}"
+            f"{row.written / 1e9:>9,.2f}{row.seconds * 1e3:>10,.2f}{row.seconds / total:>8.1%}  {bound}{hidden}"
+        )
+    return "\n".join(lines)
 
 
 def short_number(value: float) -> str:

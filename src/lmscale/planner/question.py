@@ -38,11 +38,6 @@ def make_job(question: PlanConfig) -> tuple[Job, list[str]]:
         if other != dtype:
             notes.append(f"a {cluster.device} has no {dtype}: planned with precision={other}")
         dtype = other
-    if cluster.is_gpu and not cluster.calibration.fused_attention and config.attention != "exact":
-        notes.append(
-            f"step times on {cluster.name} are of software whose attention passes its scores through memory, "
-            "bytes and FLOPs of model.attention=sdpa"
-        )
     cluster.peak_flops_per_s(dtype)
     job = Job(
         config,

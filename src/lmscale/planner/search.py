@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..config import ParallelConfig, Recompute
-from ..config.cluster import Cluster, Peaks
+from ..config.cluster import Cluster
 from ..config.layout import ParallelRequest
 from .job import Job, rank_memory
 from .memory import GIB
@@ -75,8 +75,8 @@ def rank_layouts(
     Args:
         request: its options hold for all layouts. With `sequence_parallel` a `tp_size` that does not divide the
             sequence is left out, and with `batch_halves` an odd micro-batch on several tensor ranks.
-        compares_options: on a cluster with a `roofline`, plan every layout also with `zero1`, with
-            `batch_halves` and with both. The times of other clusters were fitted to software that has neither.
+        compares_options: plan every layout also with `zero1` and, on GPUs, where layers are compiled,
+            `batch_halves`, each alone and both.
 
     Raises:
         ValueError: no grid of `num_devices` divides model and batch; names the next numbers that do.
@@ -85,9 +85,8 @@ def rank_layouts(
     for tp_size in tensor_sizes(job, num_devices, request.pad_heads):
         if num_devices % tp_size:
             continue
-        layouts = [request.resolve(tp_size, num_devices // tp_size)]
-        if compares_options and cluster.roofline is not None:
-            layouts = _with_options(layouts[0], ("zero1", "batch_halves"))
+        layout = request.resolve(tp_size, num_devices // tp_size)
+        layouts = _with_options(layout, cluster) if compares_options else [layout]
         plans = [
             make_plan(job.change(b, mode), layout, cluster)
             for layout in layouts
@@ -110,11 +109,12 @@ def rank_layouts(
     return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), tuple(too_large))
 
 
-def _with_options(layout: ParallelConfig, options: tuple[str, ...]) -> list[ParallelConfig]:
-    """The layout and those with some or all of the options besides, where these have an effect."""
-    layouts, has_effect = [layout], {"zero1": layout.dp_size > 1, "batch_halves": layout.tp_size > 1}
-    for name in options:
-        if has_effect[name] and not getattr(layout, name):
+def _with_options(layout: ParallelConfig, cluster: Cluster) -> list[ParallelConfig]:
+    """The layout and those with `zero1`, `batch_halves` or both besides, where these have an effect."""
+    layouts = [layout]
+    has_effect = {"zero1": layout.dp_size > 1, "batch_halves": layout.tp_size > 1 and cluster.is_gpu}
+    for name, is_useful in has_effect.items():
+        if is_useful and not getattr(layout, name):
             layouts += [dataclasses.replace(each, **{name: True}) for each in layouts]
     return layouts
 
@@ -135,11 +135,11 @@ def rank_on_machine(
         modes: of recomputation; each layout has the first with which it fits, or the last.
     """
     counts = [num_devices] if cluster.is_gpu else [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-    options, plans = (("zero1", "batch_halves") if cluster.is_gpu else ("zero1",)), []
+    plans = []
     for num_ranks in counts:
         device = _join_devices(cluster, num_devices // num_ranks, num_ranks)
         sizes = [tp_size for tp_size in tensor_sizes(job, num_ranks, request.pad_heads) if num_ranks % tp_size == 0]
-        for layout in (each for p in sizes for each in _with_options(request.resolve(p, num_ranks // p), options)):
+        for layout in (each for p in sizes for each in _with_options(request.resolve(p, num_ranks // p), cluster)):
             if not divides(job, layout):
                 continue
             tried = [make_plan(job.change(recompute=mode), layout, device) for mode in modes]
@@ -149,13 +149,18 @@ def rank_on_machine(
 
 def _join_devices(cluster: Cluster, num_joined: int, num_devices: int) -> Cluster:
     """The cluster with `num_joined` of its devices taken as one, and `num_devices` of these."""
-    peaks = {name: rate and num_joined * rate for name, rate in dataclasses.asdict(cluster.peaks).items()}
+    rates = cluster.roofline
     return dataclasses.replace(
         cluster,
         num_devices=num_devices,
         memory_gib=num_joined * cluster.memory_gib,
-        memory_bandwidth_gb_s=num_joined * cluster.memory_bandwidth_gb_s,
-        peaks=Peaks(**peaks),
+        roofline=dataclasses.replace(
+            rates,
+            product_tflops=num_joined * rates.product_tflops,
+            copy_gb_s=num_joined * rates.copy_gb_s,
+            attention_forward_tflops=num_joined * rates.attention_forward_tflops,
+            attention_backward_tflops=num_joined * rates.attention_backward_tflops,
+        ),
     )
 
 
