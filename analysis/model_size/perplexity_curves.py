@@ -2,13 +2,11 @@
 
     python analysis/model_size/perplexity_curves.py outputs/gpt_355m/RUN outputs/gpt_2.5b/RUN --labels "355 M" "2.5 B"
 
-Reads `metrics.csv` and `config.json` of every folder. Curves differ in
-marker, dash pattern and lightness, so they are distinguishable in grayscale. A record is written beside the figure: the
-hash of each file, the number of points and the best perplexity.
+Reads `metrics.csv` and `config.json` of every folder. Curves differ in marker, dash pattern and lightness, so they are
+distinguishable in grayscale.
 """
 
 import argparse
-import hashlib
 import json
 import sys
 from dataclasses import dataclass
@@ -19,9 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis.model_size.perplexity import AXES, draw_perplexity
-from lmscale.paper import GPT_SIZES, STEPS
-from lmscale.results import new_record, write_record
+from analysis.model_size.figure import AXES, draw_perplexity
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,13 +29,11 @@ class Curve:
     Args:
         label: name of the curve in the legend.
         points: columns `steps`, `tokens` (seen in training) and `perplexity`, one row per validation.
-        sha256: hash of metrics.csv.
         config: configuration of the run.
     """
 
     label: str
     points: pd.DataFrame
-    sha256: str
     config: dict
 
 
@@ -53,10 +47,8 @@ def read_curve(folder: Path, label: str | None = None) -> Curve:
         ValueError: the folder is not a run folder, or the run was never validated.
     """
     try:
-        data = (folder / "metrics.csv").read_bytes()
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        table = pd.read_csv(folder / "metrics.csv")
-        points = table[["step", "val/perplexity"]].dropna().rename(columns={"step": "steps"})
+        points = pd.read_csv(folder / "metrics.csv")[["step", "val/perplexity"]].dropna()
         tokens_per_step = config["global_batch_size"] * config["data"]["seq_length"]
         model = config["model"]
         name = f"{config['name']}, {model['num_layers']} x {model['hidden_size']}"
@@ -66,8 +58,8 @@ def read_curve(folder: Path, label: str | None = None) -> Curve:
         raise ValueError(f"a run must be a run folder, but {folder} cannot be read as one ({error!r})") from None
     if points.empty:
         raise ValueError(f"a run must have been validated, but metrics.csv of {folder} has no val/perplexity")
-    points = points.rename(columns={"val/perplexity": "perplexity"}).assign(tokens=points["steps"] * tokens_per_step)
-    return Curve(label or name, points.reset_index(drop=True), hashlib.sha256(data).hexdigest(), config)
+    points = points.set_axis(["steps", "perplexity"], axis="columns").reset_index(drop=True)
+    return Curve(label or name, points.assign(tokens=points["steps"] * tokens_per_step), config)
 
 
 def check_together(curves: list[Curve]) -> str | None:
@@ -83,11 +75,8 @@ def check_together(curves: list[Curve]) -> str | None:
     kinds = {curve.config["model"]["architecture"] for curve in curves}
     if len(kinds) > 1:
         raise ValueError(f"the runs must be of one architecture, but are of {' and '.join(sorted(kinds))}")
-    same = {
-        name: len({json.dumps(curve.config[name], sort_keys=True) for curve in curves}) == 1
-        for name in ("data", "tokenizer")
-    }
-    different = [name for name, is_same in same.items() if not is_same]
+    first = curves[0].config
+    different = [name for name in ("data", "tokenizer") if any(curve.config[name] != first[name] for curve in curves)]
     return (
         f"the runs differ in `{'` and `'.join(different)}`: their perplexities may not be comparable"
         if different
@@ -95,29 +84,8 @@ def check_together(curves: list[Curve]) -> str | None:
     )
 
 
-def make_record(folders: list[Path], curves: list[Curve], x: str) -> dict:
-    """Build the record: the files read and the best perplexity of each curve."""
-    metrics = {}
-    for curve in curves:
-        best = float(curve.points["perplexity"].min())
-        metrics[f"{curve.label}/best_perplexity"] = {"value": best, "unit": "perplexity"}
-        metrics[f"{curve.label}/points"] = {"value": len(curve.points), "unit": "count"}
-    read = [
-        {"label": curve.label, "folder": str(folder), "metrics_sha256": curve.sha256, "points": len(curve.points)}
-        for folder, curve in zip(folders, curves, strict=True)
-    ]
-    kind = "run" if all(is_papers(curve) for curve in curves) else "scaled_down"
-    return new_record("perplexity_curves", kind, {"x": x, "runs": read}, None, metrics)
-
-
-def is_papers(curve: Curve) -> bool:
-    """Whether the model and the number of steps are those of a curve in Figure 6."""
-    shape = tuple(curve.config["model"][key] for key in ("num_layers", "hidden_size", "num_attention_heads"))
-    return shape in GPT_SIZES.values() and curve.points["steps"].max() == STEPS
-
-
 def main() -> int:
-    """Read the runs, draw the curves and write the record."""
+    """Read the runs and draw the curves."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--labels", nargs="+", help="labels of the curves, in the order of the runs")
@@ -134,22 +102,15 @@ def main() -> int:
         if options.output.suffix[1:] not in known:
             raise ValueError(f"`--output` must end in one of {', '.join(known)}, but is {options.output}")
         curves = [read_curve(folder, label) for folder, label in zip(options.runs, labels, strict=True)]
-        warning = check_together(curves)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if warning is not None:
-        print(f"warning: {warning}", file=sys.stderr)
-    try:
+        if (warning := check_together(curves)) is not None:
+            print(f"warning: {warning}", file=sys.stderr)
         options.output.parent.mkdir(parents=True, exist_ok=True)
         draw_perplexity({c.label: c.points for c in curves}, options.x).savefig(options.output)
-    except OSError as error:
-        print(f"error: `--output` must be a file that can be written, but {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    record = make_record(options.runs, curves, options.x)
-    write_record(record, options.output.with_suffix(".json"))
-    print(*(f"{name} = {entry['value']:.6g} {entry['unit']}" for name, entry in record["metrics"].items()), sep="\n")
-    print(f"figure: {options.output}\nrecord: {options.output.with_suffix('.json')}")
+    print(*(f"{curve.label}: lowest perplexity {curve.points['perplexity'].min():.6g}" for curve in curves), sep="\n")
+    print(f"figure: {options.output}")
     return 0
 
 
