@@ -47,8 +47,8 @@ def read_curve(folder: Path, label: str | None = None) -> Curve:
         ValueError: the folder is not a run folder, or the run was never validated.
     """
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         points = pd.read_csv(folder / "metrics.csv")[["step", "val/perplexity"]].dropna()
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tokens_per_step = config["global_batch_size"] * config["data"]["seq_length"]
         model = config["model"]
         name = f"{config['name']}, {model['num_layers']} x {model['hidden_size']}"
