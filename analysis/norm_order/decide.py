@@ -530,24 +530,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the records")
     options = parser.parse_args()
-    complete = 0
+    summaries = {}
     for study, file in FILES.items():
         recorded, planned = read_lines(options.records / file), {cell.name for _, cell in read_groups(study)}
         if missing := planned - recorded.keys():
             print(f"{study} study: {len(missing)} of {len(planned)} cells have no record in {options.records / file}")
-            continue
-        complete += 1
-        if study == "first":
-            record, path = summarize(read_cells(recorded.values())), options.records / "norm_order.json"
+        elif study == "first":
+            summaries["norm_order.json"] = summarize(read_cells(recorded.values()))
         else:
             repeats = read_outcomes(read_lines(options.records / "repeated.jsonl").values())
-            record, path = decide(study_cells(recorded.values()), repeats), options.records / "norm_order_study.json"
-            for row in record["config"]["tests"]:
+            summaries["norm_order_study.json"] = decide(study_cells(recorded.values()), repeats)
+            for row in summaries["norm_order_study.json"]["config"]["tests"]:
                 p = f"p {row['p']:.2g}, Holm {row['p_holm']:.2g}"
                 print(f"{row['test']:>3} {row['hypothesis']}: {row['decision']}, {p}")
-        write_record(record, path)
-        print(f"record: {path}")
-    return 0 if complete else 2
+    for (
+        name,
+        record,
+    ) in summaries.items():  # after all are built: a changed file would make the next one's commit `dirty`
+        write_record(record, options.records / name)
+        print(f"record: {options.records / name}")
+    return 0 if summaries else 2
 
 
 if __name__ == "__main__":
