@@ -57,7 +57,7 @@ test-without-torch:
 	$(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	  print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\n")' > $$folder/versions.txt; \
 	$$folder/bin/python -m pip install --quiet --disable-pip-version-check --constraint $$folder/versions.txt \
-	  hydra-core hydra-submitit-launcher omegaconf numpy pandas pyarrow datasets seaborn matplotlib tokenizers xxhash \
+	  hydra-core hydra-submitit-launcher omegaconf numpy pandas pyarrow datasets seaborn scipy matplotlib tokenizers xxhash \
 	  hypothesis pytest pytest-randomly pytest-timeout; \
 	PYTHONPATH=src $$folder/bin/python -m pytest @tests/without_torch.txt
 

@@ -1,36 +1,26 @@
-"""Measure the cost of sample indices for a large corpus and the throughput of the training loader.
+"""Measure the cost of sample indices for a large corpus.
 
     python analysis/data_costs/data_cost.py
 
 Builds GPT's table of windows for three numbers of documents and 4.38 epochs (with random lengths and no tokens on disk)
-and BERT's table of sentence pairs. Each runs in its own process, whose peak memory is recorded. Then iterates over the
-training loader of both with one process and one thread. Prints the results and writes a record.
+and BERT's table of sentence pairs. Each runs in its own process, whose peak memory is recorded. The committed record
+also has the throughput of the training loader, from the script of its commit.
 """
 
 import argparse
 import json
 import resource
-import shutil
-import statistics
 import sys
 import tempfile
 import time
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import torch
 
-from lmscale.config import BatchConfig
-from lmscale.config.data import DataConfig
 from lmscale.data.bert_index import TargetLengths, write_pairs
-from lmscale.data.datamodule import PretrainDataModule
 from lmscale.data.gpt_index import GPTOrder, write_windows
-from lmscale.data.indexed_corpus import identity_of
 from lmscale.data.indexed_dataset import HEADER, MAGIC, VERSION, IndexedDataset
-from lmscale.data.indexed_writer import IndexedWriter
-from lmscale.data.prepared import CorpusPart, PreparedCorpus
 from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,9 +33,6 @@ GPT_CASES = {  # name: documents, epochs
 }
 BERT_DOCUMENTS, BERT_SENTENCES = 1_000_000, 40
 GPT_LENGTH, BERT_LENGTH, SEED = 1024, 512, 1234
-VOCAB = {"gpt": 50_257, "bert": 30_522}
-LOADER_TOKENS, ROUNDS = 100_000_000, 5
-BATCHES = {"gpt": (8, 512, 40), "bert": (16, 256, 12)}  # micro-batch size, global batch size, steps
 
 
 def measured(function, *arguments) -> dict:
@@ -113,60 +100,6 @@ def build_bert(prefix: Path) -> dict:
     return {"time": time.perf_counter() - opened, "open": opened - started, "samples": rows, "sentences": len(dataset)}
 
 
-def write_tokens(folder: Path, architecture: str) -> PreparedCorpus:
-    """Write a corpus of random ids with the length distribution of real documents and sentences."""
-    generator = np.random.default_rng(SEED)
-    mean = MEAN_TOKENS if architecture == "gpt" else 26
-    num_sequences = LOADER_TOKENS // mean
-    sizes = np.clip(generator.lognormal(np.log(mean) - 0.18, 0.6, num_sequences), 2, 100 * mean).astype(np.int64)
-    if architecture == "bert":
-        sizes = np.minimum(sizes, 128)
-    counts = np.ones(num_sequences, dtype=np.int64)
-    if architecture == "bert":
-        counts = np.diff(np.arange(0, num_sequences + BERT_SENTENCES, BERT_SENTENCES).clip(max=num_sequences))
-    prefix = folder / architecture
-    writer = IndexedWriter(prefix, "uint16")
-    writer.add_documents(generator.integers(1000, VOCAB[architecture], sizes.sum()), sizes, counts)
-    writer.finish()
-    dataset = IndexedDataset(prefix)
-    parts = {
-        split: (CorpusPart(str(prefix), first, last, identity_of(dataset)),)
-        for split, first, last in (
-            ("train", 0, dataset.num_documents - 50),
-            ("validation", dataset.num_documents - 50, dataset.num_documents),
-        )
-    }
-    special = {"[PAD]": 0, "[UNK]": 100, "[CLS]": 101, "[SEP]": 102, "[MASK]": 103}
-    manifest = {"train": {"sha256": "measured"}, "tokenizer": "measured"}
-    return _Corpus(
-        str(folder), architecture, VOCAB[architecture], special, manifest, parts, str(folder / "indices"), True
-    )
-
-
-class _Corpus(PreparedCorpus):
-    """A vocabulary in which one piece in five continues a word, about as in the published one."""
-
-    def load_tokenizer(self) -> SimpleNamespace:
-        return SimpleNamespace(is_continuation=np.arange(self.vocab_size) % 5 == 0)
-
-
-def loader_rates(folder: Path, architecture: str) -> dict:
-    """Tokens per second of the training loader alone, in several rounds."""
-    torch.set_num_threads(1)
-    micro, batch, num_steps = BATCHES[architecture]
-    length = GPT_LENGTH if architecture == "gpt" else BERT_LENGTH
-    rates = []
-    corpus = write_tokens(folder, architecture)
-    config = DataConfig("embedded", length)
-    for number in range(ROUNDS + 1):  # the first round builds the index and loads the tokens into memory
-        module = PretrainDataModule(corpus, config, BatchConfig(micro, batch, 1), SEED + number % 2, num_steps, 8)
-        module.trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=SimpleNamespace(dp_rank=0, dp_size=1)))
-        started = time.perf_counter()
-        tokens = sum(micro_batch["tokens"].numel() for step in module.step_loader() for micro_batch in step)
-        rates.append(tokens / (time.perf_counter() - started))
-    return {"rates": rates[1:]}
-
-
 def main() -> int:
     """Measure, print the results and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -183,12 +116,7 @@ def main() -> int:
         measured(write_sentences, folder / "sentences")
         for figure, value in measured(build_bert, folder / "sentences").items():
             metrics[f"bert_index/{figure}"] = {"value": value, "unit": units.get(figure, figure)}
-        for architecture in BATCHES:
-            found = measured(loader_rates, folder, architecture)
-            for figure, value in (("median", statistics.median), ("slowest", min), ("fastest", max)):
-                metrics[f"{architecture}_loader/{figure}"] = {"value": value(found["rates"]), "unit": "tokens/s"}
-        shutil.rmtree(folder / "indices")
-    config = {"gpt_cases": GPT_CASES, "bert": [BERT_DOCUMENTS, BERT_SENTENCES], "batches": BATCHES, "rounds": ROUNDS}
+    config = {"gpt_cases": GPT_CASES, "bert": [BERT_DOCUMENTS, BERT_SENTENCES]}
     record = new_record("data_cost", "run", config=config, seed=SEED, metrics=metrics, device="cpu", started=started)
     write_record(record, options.record)
     print(json.dumps({name: entry["value"] for name, entry in metrics.items()}, indent=1))

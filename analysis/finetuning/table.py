@@ -72,7 +72,7 @@ def small_runs(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
         floor = summary["metrics"][f"{task}/floor"]["value"]
         for kind, words in (("pretrained", "published weights"), ("from_scratch", "random weights")):
             for seed in summary["config"]["seeds"]:
-                record = records[f"finetune_small/{task}_{kind}_{seed}.json"]
+                record = records[f"finetune_small/{task}_{kind}_{seed}"]
                 score = record["metrics"][metric]["value"]
                 rows.append({"metric": metric, "kind": words, "seed": seed, "score": score, "floor": floor})
     return pd.DataFrame(rows)

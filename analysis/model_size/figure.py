@@ -1,20 +1,19 @@
-"""Figure 6, scaled down, from the record of `run.py`: loss against size, and perplexity over training."""
+"""Figure 6: validation perplexity over training, and of the record of `decide.py` loss against size."""
 
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from analysis.report.style import BLUE, GREY, house_style, page_figure
+from analysis.report.style import BLUE, GREY, house_style, label_ends, page_figure
 
-from .perplexity import draw_perplexity
-
+AXES = {"steps": "iterations", "tokens": "tokens"}
 PANELS = {"parameters_without_embeddings": "parameters without embeddings", "flops": "FLOPs of the training"}
-LAWS = {"plain": ("--", "$a\\,x^{-b}$"), "floor": ("-", "$a\\,x^{-b} + c$")}
 
 
 def read_sizes(record: dict[str, Any]) -> pd.DataFrame:
@@ -28,8 +27,7 @@ def read_sizes(record: dict[str, Any]) -> pd.DataFrame:
 def draw_laws(record: dict[str, Any]) -> Figure:
     """Draw loss against parameters and against FLOPs on logarithmic axes, with the fitted power laws.
 
-    Legends give the 95 % interval of b: from the residuals of the means for a law without a floor, over the seeds for
-    a law with one.
+    Legends give the 95 % interval of b from the residuals of the means.
     """
     with house_style():
         figure = page_figure("A power law misses the widest model: its loss falls faster", 3.4)
@@ -45,18 +43,8 @@ def _draw_panel(axis: Axes, record: dict[str, Any], rows: pd.DataFrame, measure:
     label = f"mean and range of {len(record['config']['seeds'])} seeds"
     axis.errorbar(rows[measure], rows["loss"], bars, fmt="o", color=BLUE, markersize=4.5, capsize=2.5, label=label)
     x = np.geomspace(rows[measure].min() / 1.3, rows[measure].max() * 1.3, 100)
-    for kind, (style, form) in LAWS.items():
-        if kind == "floor" and not record["config"]["floor_is_borne"][measure]:
-            continue
-        law = {
-            key.split("/")[2]: m["value"]
-            for key, m in record["metrics"].items()
-            if key.startswith(f"{measure}/{kind}/")
-        }
-        a, b, c = law["a"], law["b"], law.get("c", 0.0)
-        low, high = law.get("b_low", law["b_seeds_low"]), law.get("b_high", law["b_seeds_high"])
-        words = f"{form}, b {low:.3f} to {high:.3f}" + (f", c {c:.2f}" if kind == "floor" else "")
-        axis.plot(x, a * x**-b + c, style, color=GREY, linewidth=1.2, label=words)
+    a, b, low, high = (record["metrics"][f"{measure}/plain/{name}"]["value"] for name in ("a", "b", "b_low", "b_high"))
+    axis.plot(x, a * x**-b, "--", color=GREY, linewidth=1.2, label=f"$a\\,x^{{-b}}$, b {low:.3f} to {high:.3f}")
     axis.set(xscale="log", yscale="log", xlabel=PANELS[measure])
     axis.yaxis.set_major_locator(LogLocator(subs=np.arange(1, 10, 0.2)))  # the axis spans less than a decade
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -73,3 +61,42 @@ def draw_model_sizes(record: dict[str, Any]) -> Figure:
         millions = record["metrics"][f"{name}/parameters"]["value"] / 1e6
         curves[f"{name}, {millions:.2f} M"] = table.assign(perplexity=np.exp(table.pop("loss")))
     return draw_perplexity(curves, title="Larger GPTs reach a lower validation perplexity on the same tokens")
+
+
+def draw_perplexity(
+    curves: dict[str, pd.DataFrame], x: str = "steps", title: str = "Validation perplexity over training"
+) -> Figure:
+    """Draw all curves on one axis. They differ in marker, dash pattern and lightness; the last one is the darkest.
+
+    Args:
+        curves: data frame by label, with columns `perplexity` and `x`.
+        x: `steps` or `tokens`.
+    """
+    rows = pd.concat([points.assign(run=label) for label, points in curves.items()], ignore_index=True)
+    colors = [colormaps["viridis"](0.6 - 0.6 * i / max(len(curves) - 1, 1)) for i in range(len(curves))]
+    shortest = min(map(len, curves.values()))
+    with house_style():
+        figure = page_figure(title, 3.6)
+        axis = figure.subplots()
+        sns.lineplot(
+            rows,
+            x=x,
+            y="perplexity",
+            hue="run",
+            style="run",
+            markers=True,
+            palette=colors,
+            errorbar=None,
+            markersize=5,
+            markevery=0.1 if shortest > 10 else 1,  # as a fraction of the curve's length; of one point it shows none
+            legend=False,
+            ax=axis,
+        )
+        axis.set(xlabel=AXES[x], ylabel="validation perplexity, log scale", yscale="log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axis.yaxis.set_minor_locator(NullLocator())
+        last = [points[[x, "perplexity"]].iloc[-1] for points in curves.values()]
+        label_ends(axis, {label: (*end, color) for label, end, color in zip(curves, last, colors, strict=True)})
+        sns.despine(figure)
+    return figure

@@ -2,13 +2,11 @@
 
     python analysis/model_size/perplexity_curves.py outputs/gpt_355m/RUN outputs/gpt_2.5b/RUN --labels "355 M" "2.5 B"
 
-Reads `metrics.csv` and `config.json` of every folder. Curves differ in
-marker, dash pattern and lightness, so they are distinguishable in grayscale. A record is written beside the figure: the
-hash of each file, the number of points and the best perplexity.
+Reads `metrics.csv` and `config.json` of every folder. Curves differ in marker, dash pattern and lightness, so they are
+distinguishable in grayscale.
 """
 
 import argparse
-import hashlib
 import json
 import sys
 from dataclasses import dataclass
@@ -19,9 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis.model_size.perplexity import AXES, draw_perplexity
-from lmscale.paper import GPT_SIZES, STEPS
-from lmscale.results import new_record, write_record
+from analysis.model_size.figure import AXES, draw_perplexity
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,17 +29,13 @@ class Curve:
     Args:
         label: name of the curve in the legend.
         points: columns `steps`, `tokens` (seen in training) and `perplexity`, one row per validation.
-        sha256: hash of metrics.csv.
         architecture: `bert` or `gpt`.
-        shape: layers, hidden size and attention heads.
         text: settings of data and tokenizer.
     """
 
     label: str
     points: pd.DataFrame
-    sha256: str
     architecture: str
-    shape: tuple[int, int, int]
     text: dict[str, dict]
 
 
@@ -57,24 +49,20 @@ def read_curve(folder: Path, label: str | None = None) -> Curve:
         ValueError: the folder is not a run folder, or the run was never validated.
     """
     try:
-        data = (folder / "metrics.csv").read_bytes()
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        table = pd.read_csv(folder / "metrics.csv")
-        points = table[["step", "val/perplexity"]].astype(float).dropna()
+        points = pd.read_csv(folder / "metrics.csv")[["step", "val/perplexity"]].astype(float).dropna()
         points.columns = ["steps", "perplexity"]
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         points["tokens"] = points["steps"] * (config["global_batch_size"] * config["data"]["seq_length"])
         model, text = config["model"], {key: config[key] for key in ("data", "tokenizer")}
         architecture = str(model["architecture"])
-        shape = model["num_layers"], model["hidden_size"], model["num_attention_heads"]
-        name = f"{config['name']}, {shape[0]} x {shape[1]}"
+        name = f"{config['name']}, {model['num_layers']} x {model['hidden_size']}"
     except OSError as error:
         raise ValueError(f"a run must be a run folder, but {folder} has no {Path(error.filename).name}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"a run must be a run folder, but {folder} cannot be read as one ({error!r})") from None
     if points.empty:
         raise ValueError(f"a run must have been validated, but metrics.csv of {folder} has no val/perplexity")
-    points, sha256 = points.reset_index(drop=True), hashlib.sha256(data).hexdigest()
-    return Curve(label or name, points, sha256, architecture, shape, text)
+    return Curve(label or name, points.reset_index(drop=True), architecture, text)
 
 
 def check_together(curves: list[Curve]) -> str | None:
@@ -90,11 +78,8 @@ def check_together(curves: list[Curve]) -> str | None:
     kinds = {curve.architecture for curve in curves}
     if len(kinds) > 1:
         raise ValueError(f"the runs must be of one architecture, but are of {' and '.join(sorted(kinds))}")
-    same = {
-        name: len({json.dumps(curve.text[name], sort_keys=True) for curve in curves}) == 1
-        for name in ("data", "tokenizer")
-    }
-    different = [name for name, is_same in same.items() if not is_same]
+    first = curves[0].text
+    different = [name for name in first if any(curve.text[name] != first[name] for curve in curves)]
     return (
         f"the runs differ in `{'` and `'.join(different)}`: their perplexities may not be comparable"
         if different
@@ -102,28 +87,8 @@ def check_together(curves: list[Curve]) -> str | None:
     )
 
 
-def make_record(folders: list[Path], curves: list[Curve], x: str) -> dict:
-    """Build the record: the files read and the best perplexity of each curve."""
-    metrics = {}
-    for curve in curves:
-        best = float(curve.points["perplexity"].min())
-        metrics[f"{curve.label}/best_perplexity"] = {"value": best, "unit": "perplexity"}
-        metrics[f"{curve.label}/points"] = {"value": len(curve.points), "unit": "count"}
-    read = [
-        {"label": curve.label, "folder": str(folder), "metrics_sha256": curve.sha256, "points": len(curve.points)}
-        for folder, curve in zip(folders, curves, strict=True)
-    ]
-    kind = "run" if all(is_papers(curve) for curve in curves) else "scaled_down"
-    return new_record("perplexity_curves", kind, {"x": x, "runs": read}, None, metrics)
-
-
-def is_papers(curve: Curve) -> bool:
-    """Whether the model and the number of steps are those of a curve in Figure 6."""
-    return curve.shape in GPT_SIZES.values() and curve.points["steps"].max() == STEPS
-
-
 def main() -> int:
-    """Read the runs, draw the curves and write the record."""
+    """Read the runs and draw the curves."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--labels", nargs="+", help="labels of the curves, in the order of the runs")
@@ -140,22 +105,15 @@ def main() -> int:
         if options.output.suffix[1:] not in known:
             raise ValueError(f"`--output` must end in one of {', '.join(known)}, but is {options.output}")
         curves = [read_curve(folder, label) for folder, label in zip(options.runs, labels, strict=True)]
-        warning = check_together(curves)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if warning is not None:
-        print(f"warning: {warning}", file=sys.stderr)
-    try:
+        if (warning := check_together(curves)) is not None:
+            print(f"warning: {warning}", file=sys.stderr)
         options.output.parent.mkdir(parents=True, exist_ok=True)
         draw_perplexity({c.label: c.points for c in curves}, options.x).savefig(options.output)
-    except OSError as error:
-        print(f"error: `--output` must be a file that can be written, but {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    record = make_record(options.runs, curves, options.x)
-    write_record(record, options.output.with_suffix(".json"))
-    print(*(f"{name} = {entry['value']:.6g} {entry['unit']}" for name, entry in record["metrics"].items()), sep="\n")
-    print(f"figure: {options.output}\nrecord: {options.output.with_suffix('.json')}")
+    print(*(f"{curve.label}: lowest perplexity {curve.points['perplexity'].min():.6g}" for curve in curves), sep="\n")
+    print(f"figure: {options.output}")
     return 0
 
 

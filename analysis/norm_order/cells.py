@@ -1,4 +1,4 @@
-"""The norm-order study: its cells as data frames, the outcome of each, and the best learning rate per arm.
+"""The norm-order studies: their cells as data frames, the outcome of each, and the best learning rate per arm.
 
 An *arm* is a norm order with an initialization of the residual layers (`scaled` by 1/sqrt(2 L), or not). A *cell* is
 one run of an arm at one depth, learning rate and seed.
@@ -8,7 +8,10 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import pandas as pd
+
+from .run_folder import WINDOW
 
 # Thresholds in nats, for means over windows of 25 steps. A cell diverged if its gradient became non-finite or its final
 # loss is more than DIVERGED_ABOVE over its lowest. It is stuck if its final loss is not at least STUCK_WITHIN below the
@@ -18,6 +21,16 @@ STATES = ("learned", "stuck", "diverged")
 ARM = ["order", "scaled"]
 CELL = ["layers", *ARM, "lr", "seed"]
 CONDITIONS = ["warmup", "family", "data", "precision"]  # which the cells of the second study have besides
+MEASURED = ["state", "train_loss", "validation_loss", "cpu_time"]
+STEP = 100  # of the statistics that may tell stuck runs from others
+CANDIDATES = (
+    "constant_share/mlp",
+    "constant_share/attention",
+    "attention_entropy/attention",
+    "variance_ratio/mlp",
+    "gradient_norm/mlp",
+)
+LOSS = "loss"
 
 
 def read_cells(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
@@ -53,6 +66,20 @@ def _state(cell: dict[str, Any]) -> str:
 
 def _was_unstable(curve: Sequence[float]) -> bool:
     return any(loss > lowest + DIVERGED_ABOVE for loss, lowest in zip(curve, accumulate(curve, min), strict=True))
+
+
+def early_statistics(config: dict[str, Any]) -> dict[str, float]:
+    """The candidates at step 100 and the mean loss of steps 76 to 100, from a record's configuration.
+
+    Candidates are means over the layers; `gradient_norm/mlp` is the smallest over the largest of a layer. A run that
+    ended before has none, nor has one with a number that is not finite there.
+    """
+    columns, window = config.get("statistics", {}).get(str(STEP)), STEP // WINDOW - 1
+    if columns is None or len(config["curve"]) <= window or any(None in columns[name] for name in CANDIDATES):
+        return {}
+    found = {name: float(np.mean(columns[name])) for name in CANDIDATES[:-1]}
+    norms = columns[CANDIDATES[-1]]
+    return found | {CANDIDATES[-1]: min(norms) / max(norms), LOSS: config["curve"][window]}
 
 
 def read_curves(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
@@ -101,9 +128,3 @@ def learned_means(cells: pd.DataFrame) -> pd.Series:
     """Mean training loss by learning rate, of the rates at which all runs learned."""
     learned = cells.groupby("lr").filter(lambda rows: (rows["state"] == "learned").all())
     return learned.groupby("lr")["train_loss"].mean()
-
-
-def retried_cells(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
-    """Cells at other depths with a rate other than the chosen one: reruns of cells that did not learn."""
-    chosen = at_chosen_rates(cells, cells, factorial)
-    return cells[(cells["layers"] != factorial) & ~cells.index.isin(chosen.index)]

@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from analysis.report.style import BLUE, FONT_SIZE, GREY, ORANGE, house_style, page_figure
 
-from .cells import CELL, at_chosen_rates, learned_means
+from .cells import CELL, at_chosen_rates
 from .run_folder import NATS
 
 _ORDERS = {"pre": BLUE, "post": ORANGE}
@@ -80,63 +80,6 @@ def draw_true_widths(curves: pd.DataFrame, cells: pd.DataFrame) -> Figure:
     for axis in figure.axes:
         _mark_references(axis, cells)
     _key(figure, references=True)
-    return figure
-
-
-def draw_rates(cells: pd.DataFrame, factorial: int) -> Figure:
-    """Draw final training loss over learning rate at the factorial's depth: one panel per initialization.
-
-    Points are seeds; lines join the means of the rates at which all seeds learned.
-    """
-    rows = cells[cells["layers"] == factorial]
-    rates = _values(rows, "lr")
-    learned = _learned(rows[rows["lr"] == rates[-1]])
-    title = f"Runs that learned at {factorial} layers and a rate of {rates[-1]:g}: {learned}"
-    with house_style():
-        figure = page_figure(title, 3.4)
-        axes = figure.subplots(1, 2, sharey=True)
-        for axis, (scaled, name) in zip(axes, _STARTS.items(), strict=True):
-            for order, color in _ORDERS.items():
-                part = rows[(rows["scaled"] == scaled) & (rows["order"] == order)]
-                axis.plot(learned_means(part), color=color)
-                axis.scatter(part["lr"], part["train_loss"], color=color, s=14, zorder=3)
-            _mark_references(axis, cells)
-            axis.set(xscale="log", xlabel="learning rate", title=f"initialization {name}")
-            axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
-            axis.minorticks_off()
-            axis.margins(x=0.08)
-        axes[0].set_ylabel(_LOSS)
-        _key(figure, references=True)
-        sns.despine(figure)
-    return figure
-
-
-def draw_gradient_norms(norms: pd.DataFrame, cells: pd.DataFrame, factorial: int, step: int = 1) -> Figure:
-    """Draw the gradient norm per layer: one panel per initialization and depth, one line per seed.
-
-    Each arm has the learning rate chosen for it.
-
-    Args:
-        norms: result of `read_gradient_norms`.
-        step: 1 (before the first update), or another step with recorded norms, which are means over the last 10 steps.
-    """
-    rows = at_chosen_rates(norms[norms["step"] == step], cells, factorial)
-    title = (
-        "Post-norm starts with the more even gradient, yet it is the order that fails"
-        if step == 1
-        else f"At step {step} the lower layers of deep post-norm runs have lost their gradient"
-    )
-    figure = _panels(
-        rows,
-        ("layer", "norm"),
-        ("layers", "{} layers"),
-        title,
-        _NORM,
-        by_start=True,
-        share={"sharex": "col", "sharey": "row"},
-    )
-    _logarithmic(figure)
-    _key(figure)
     return figure
 
 

@@ -1,11 +1,11 @@
-"""The outcome of the second norm-order study as tables: every word that a test decides comes from its record."""
+"""The outcome of the second norm-order study as tables, from the record of `decide.py`."""
 
 from typing import Any
 
 import pandas as pd
 
 NAMES = {"pre": "pre-norm", "post": "post-norm", "b2t": "B2T", "deepnorm": "DeepNorm"}
-ANSWERS = {True: "yes", False: "no", None: "open"}
+ANSWERS = {True: "yes", False: "no"}
 REFUTED = "expectation refuted"
 QUESTIONS = (
     "1. How does the largest rate that trains fall with depth?",
@@ -24,11 +24,11 @@ def table_of_tests(record: dict[str, Any]) -> pd.DataFrame:
             "test": [str(row["test"]) for row in rows],
             "hypothesis": [row["hypothesis"] for row in rows],
             "method": [row["method"] for row in rows],
-            "n": ["" if row["n"] is None else str(row["n"]) for row in rows],
+            "n": [str(row["n"]) for row in rows],
             "effect, 95 %": [_effect(row) for row in rows],
             "unit": [row["unit"] for row in rows],
-            "p": [_p(row["p"]) for row in rows],
-            "p, Holm": [_p(row["p_holm"]) for row in rows],
+            "p": [f"{row['p']:.2g}" for row in rows],
+            "p, Holm": [f"{row['p_holm']:.2g}" for row in rows],
             "decision": [row["decision"] for row in rows],
             "note": [row["note"] for row in rows],
         }
@@ -48,17 +48,14 @@ def questions_table(record: dict[str, Any]) -> pd.DataFrame:
 
 def limits_table(record: dict[str, Any]) -> pd.DataFrame:
     """The largest rate at which both seeds learned, with all lower ones: a row per placement and warm-up, by depth."""
-    rows = record["config"]["limits"]
-    if not rows:
-        return pd.DataFrame()
     shown = [
         {
             "placement": NAMES[row["order"]],
             "warm-up": row["warmup"],
             "layers": row["layers"],
-            "limit": f"{row['bound']} {row['limit']:.2g}".strip() + ("" if row["final"] else " (not final)"),
+            "limit": f"{row['limit']:.2g}",
         }
-        for row in rows
+        for row in record["config"]["limits"]
     ]
     return pd.DataFrame(shown).pivot(index=["placement", "warm-up"], columns="layers", values="limit").fillna("")
 
@@ -68,10 +65,6 @@ def _effect(row: dict[str, Any]) -> str:
         return ""
     form = "+.3f" if row["unit"] != "share of pairs" else ".2f"
     return f"{row['effect']:{form}} [{row['low']:{form}}, {row['high']:{form}}]"
-
-
-def _p(p: float | None) -> str:
-    return "" if p is None else f"{p:.2g}"
 
 
 def _decided(row: dict[str, Any]) -> str:
@@ -89,8 +82,8 @@ def _depth(config: dict[str, Any]) -> str:
         "limits a step higher or lower)"
         for order, fit in config["exponents"].items()
     ]
-    known = f"As depth^-k, with k of {', '.join(fits)}. " if fits else ""
-    return f"{known}Post-norm's faster fall (test 7): {_decided(config['tests'][6])}."
+    faster = f"Post-norm's faster fall (test 7): {_decided(config['tests'][6])}."
+    return f"As depth^-k, with k of {', '.join(fits)}. {faster}"
 
 
 def _who_ends_lower(config: dict[str, Any]) -> str:
@@ -119,19 +112,16 @@ def _recovery(config: dict[str, Any]) -> str:
 
 def _mechanism(config: dict[str, Any]) -> str:
     tests, rule = config["tests"], config["mechanism"]
-    words = "The first 100 steps: not run."
-    if rule is not None:
-        chosen = rule["rule"]
-        side = "above" if chosen["above"] else "below"
-        words = (
-            f"{chosen['statistic']} {side} {chosen['threshold']:.3g} at step 100 is right for {rule['accuracy']:.0%} "
-            f"[{rule['low']:.0%}, {rule['high']:.0%}] of {rule['n']} held-out runs; the loss alone "
-            f"{rule['loss_accuracy']:.0%}, the majority {rule['majority_accuracy']:.0%}, depth, rate and warm-up "
-            f"{rule['condition_accuracy']:.0%} (test 9: {tests[8]['decision']}). Medians of constant_share: "
-            f"{', '.join(f'{state} {value:.2f}' for state, value in rule['constant_share'].items())}. "
-            f"Runs without statistics: {config['without_statistics']}."
-        )
-    return f"{words} Warm-up (test 8): {_decided(tests[7])}. DeepNorm (test 10): {_decided(tests[9])}."
+    chosen = rule["rule"]
+    return (
+        f"{chosen['statistic']} {'above' if chosen['above'] else 'below'} {chosen['threshold']:.3g} at step 100 is "
+        f"right for {rule['accuracy']:.0%} [{rule['low']:.0%}, {rule['high']:.0%}] of {rule['n']} held-out runs; the "
+        f"loss alone {rule['loss_accuracy']:.0%}, the majority {rule['majority_accuracy']:.0%}, depth, rate and "
+        f"warm-up {rule['condition_accuracy']:.0%} (test 9: {tests[8]['decision']}). Medians of constant_share: "
+        f"{', '.join(f'{state} {value:.2f}' for state, value in rule['constant_share'].items())}. "
+        f"Runs without statistics: {config['without_statistics']}. Warm-up (test 8): {_decided(tests[7])}. "
+        f"DeepNorm (test 10): {_decided(tests[9])}."
+    )
 
 
 def _elsewhere(config: dict[str, Any]) -> str:

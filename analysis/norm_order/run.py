@@ -1,13 +1,13 @@
-"""Figure 7 as a controlled experiment: run the cells of `sweep=norm_order`, then summarize them.
+"""Figure 7 as a controlled experiment: run the cells of `cells.yaml` that have no record, or repeat some.
 
-    python analysis/norm_order/run.py --jobs 2              # every cell without a record, then the summary; hours
-    python analysis/norm_order/run.py --stages 12 --seeds 1
+    python analysis/norm_order/run.py --records outputs/norm_order/records      # the first study again; hours
+    python analysis/norm_order/run.py --study second --records FOLDER --jobs 2  # the second (plan.md), two at a time
+    python analysis/norm_order/run.py --study second --list                     # the IDs of its cells, and which ran
+    python analysis/norm_order/run.py --study second --only ID ...              # repeat committed cells and compare
 
-At 12 layers the design is full factorial: norm order x scaled initialization of residual layers x learning rate. At 6
-and 24 layers each of the four arms uses its best learning rate at 12 layers, and at 48 layers the same with one seed.
-At 24 layers, seeds that do not learn are repeated at the lower rates. A cell is one run of `src/train.py` on one
-thread, trained on the documentation that ships with Python. Its record is written to `records/norm_order/`, and cells
-that have a record are skipped. The summary is `records/norm_order.json`; `make tables` and `make figures` show it.
+A cell is one run of `src/train.py` on one thread. It may be killed at any time: without a record it starts afresh. The
+records of a study are lines of one file in the folder `--records`, which `decide.py` evaluates. To the committed ones
+cells are added only from a clean checkout, whose commit is in the record.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,129 +30,82 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 from omegaconf import OmegaConf
 
-from analysis.norm_order.cells import ARM, choose_rates, read_cells
-from analysis.norm_order.references import family_of_run, reference_losses
+import lmscale
 from analysis.norm_order.run_folder import (
     NATS,
     NATS_PER_TOKEN,
     describe_losses,
     digest,
+    family_of_run,
     read_rows,
     read_statistics,
+    reference_losses,
 )
-from analysis.norm_order.summary import summarize
+from analysis.report.records import add_line, read_lines
 from lmscale.results import new_record, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDS = ROOT / "analysis" / "norm_order" / "records"
+PACKAGE = Path(lmscale.__file__).resolve().parent
+CELLS, RECORDS = Path(__file__).with_name("cells.yaml"), Path(__file__).with_name("records")
 SWEEP = OmegaConf.load(ROOT / "conf" / "train" / "sweep" / "norm_order.yaml")
-TRAINED = OmegaConf.to_container(
-    OmegaConf.masked_copy(
-        SWEEP, ["model", "tokenizer", "micro_batch_size", "global_batch_size", "schedule", "trainer"]
-    ),
-    resolve=False,
-)
-FACTORIAL = int(SWEEP.model.num_layers)
-SEEDS = range(1, 4)
-STAGES = {FACTORIAL: 3, 6: 3, 24: 3, 48: 1}  # layers: seeds; the first stage chooses the rates
-RETRIED = 24  # layers at which runs that do not learn are repeated at lower rates, to separate depth from learning rate
+FILES = {"first": "norm_order.jsonl", "second": "study.jsonl"}
+USUAL = {"family": "bert", "data": "embedded", "precision": "fp32"}  # what a cell's ID leaves out
+RACE = ("data=local", "data.path='${oc.env:LMSCALE_DATA}/race/race_train.jsonl.gz'", "data.text_field=article")
+DATA = {"embedded": (), "race": (*RACE, "trainer.num_validation_samples=2048")}
+FAMILIES = {"bert": (), "gpt": ("model=gpt_tiny",)}
 DIVERGED = 3  # exit code of a run without finite gradients
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. `lr` is text, as the sweep spells it."""
+    """One run; `lr` is the text of its number, as in 0.0015."""
 
     layers: int
     order: str
-    scaled: bool
     lr: str
     seed: int
+    warmup: int = 100
+    family: str = "bert"
+    data: str = "embedded"
+    precision: str = "fp32"
+    scaled: bool = True
 
     @property
     def name(self) -> str:
-        """Name of its record and run folder."""
-        return f"{self.layers}_{self.order}_{'scaled' if self.scaled else 'unscaled'}_{self.lr}_{self.seed}"
+        """ID of its record, and name of its run folder."""
+        more = [getattr(self, key) for key, usual in USUAL.items() if getattr(self, key) != usual]
+        more += [] if self.scaled else ["unscaled"]
+        return "_".join([str(self.layers), self.order, self.lr, f"w{self.warmup}", f"s{self.seed}", *more])
 
     def overrides(self) -> tuple[str, ...]:
-        """Overrides of `src/train.py`."""
+        """Overrides of `src/train.py`, without those of its study."""
         return (
-            "sweep=norm_order",
-            "hydra.mode=RUN",
-            f"model.num_layers={self.layers}",
-            f"model.norm_order={self.order}",
+            *("sweep=norm_order", "hydra.mode=RUN", *FAMILIES[self.family], *DATA[self.data]),
+            *(f"model.num_layers={self.layers}", f"model.norm_order={self.order}", f"optimizer.lr={self.lr}"),
+            *(f"seed={self.seed}", f"schedule.warmup_steps={self.warmup}", f"precision={self.precision}"),
             f"model.scale_residual_init={str(self.scaled).lower()}",
-            f"optimizer.lr={self.lr}",
-            f"seed={self.seed}",
         )
 
 
-def swept(key: str) -> list[str]:
-    """Values of a key in the sweep."""
-    return SWEEP.hydra.sweeper.params[key].split(",")
+def read_groups(study: str) -> Iterator[tuple[str, Cell]]:
+    """The cells of a study with their group's name, in order."""
+    for group in OmegaConf.to_container(OmegaConf.load(CELLS))[study]["groups"]:
+        lists = {key: [str(v) if key == "lr" else v for v in values] for key, values in group["cells"].items()}
+        for values in itertools.product(*lists.values()):
+            yield group["name"], Cell(**dict(zip(lists, values, strict=True)))
 
 
-def cells_of_stage(layers: int, seeds: Iterable[int], records: Path) -> list[Cell]:
-    """Cells at one depth, seed by seed.
+def run_cell(cell: Cell, more: Sequence[str], outputs: Path) -> dict[str, Any]:
+    """Train one cell and build its record. An incomplete run folder is deleted first.
 
-    Raises:
-        ValueError: the factorial, which determines the learning rates, is incomplete.
-    """
-    arms = list(itertools.product(swept("model.norm_order"), (True, False)))
-    if layers == FACTORIAL:
-        rates = {arm: swept("optimizer.lr") for arm in arms}
-    else:
-        needed = cells_of_stage(FACTORIAL, SEEDS, records)
-        missing = [cell.name for cell in needed if not (records / f"{cell.name}.json").is_file()]
-        if missing:
-            raise ValueError(f"the cells at {FACTORIAL} layers must all have records first, but {missing[0]} has none")
-        chosen = choose_rates(read_cells(read_folder(records)), FACTORIAL)
-        rates = {arm: [lr for lr in swept("optimizer.lr") if float(lr) == chosen[arm]] for arm in arms}
-    kept = [seed for seed in seeds if seed <= STAGES[layers]]
-    return [Cell(layers, *arm, lr, seed) for seed in kept for arm in arms for lr in rates[arm]]
-
-
-def cells_to_retry(seeds: Iterable[int], records: Path) -> list[Cell]:
-    """Cells at `RETRIED` layers and lower rates, for seeds that did not learn at the rate chosen for their arm."""
-    cells = read_cells(read_folder(records))
-    chosen, retries = choose_rates(cells, FACTORIAL), []
-    for (order, scaled), group in cells[cells["layers"] == RETRIED].groupby(ARM):
-        lower = [lr for lr in swept("optimizer.lr") if float(lr) < chosen[order, scaled]]
-        failed = group[(group["lr"] == chosen[order, scaled]) & (group["state"] != "learned")]
-        retries += [
-            Cell(RETRIED, order, bool(scaled), lr, int(seed))
-            for lr in lower
-            for seed in failed["seed"]
-            if seed in seeds
-        ]
-    return retries
-
-
-def read_folder(records: Path) -> list[dict[str, Any]]:
-    """Read the records of cells, sorted by name.
+    Args:
+        more: further overrides.
 
     Raises:
-        ValueError: a file is not the record of a cell of this sweep.
+        RuntimeError: the run ended with an error.
     """
-    found = []
-    for path in sorted(records.glob("*.json")):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            same = all(record["config"]["sweep"][key] == wanted for key, wanted in TRAINED.items())
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"`--records` must hold cells of this study, but {path} is not one") from error
-        if not same:
-            raise ValueError(f"`--records` must hold cells of this sweep, but {path} belongs to another")
-        found.append(record)
-    return found
-
-
-def run_cell(cell: Cell, more: Sequence[str], outputs: Path, records: Path) -> None:
-    """Train one cell and write its record, unless it has one. An incomplete run folder is deleted first."""
-    target, run_dir = records / f"{cell.name}.json", outputs / cell.name
-    if target.is_file():
-        return
+    run_dir = outputs / cell.name
     print(f"--- {cell.name}", flush=True)
     shutil.rmtree(run_dir, ignore_errors=True)
     command = [sys.executable, str(ROOT / "src" / "train.py"), *cell.overrides(), *more, f"hydra.run.dir={run_dir}"]
@@ -170,7 +123,7 @@ def run_cell(cell: Cell, more: Sequence[str], outputs: Path, records: Path) -> N
     process.returncode = code  # so that Popen does not wait for it again
     if code not in (0, DIVERGED):
         raise RuntimeError(f"{cell.name} ended with code {code}; see {log.name}")
-    write_record(describe_cell(cell, more, run_dir, code == DIVERGED, usage), target)
+    return describe_cell(cell, more, run_dir, code == DIVERGED, usage)
 
 
 def _end_with_parent() -> None:
@@ -186,10 +139,7 @@ def describe_cell(
     rows, values = read_rows(run_dir), json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     metrics, curves = describe_losses(rows, diverged, values["schedule"]["warmup_steps"])
     metrics["cpu_time"] = {"value": usage.ru_utime + usage.ru_stime, "unit": "s"}
-    config: dict[str, Any] = {
-        "overrides": [*cell.overrides(), *more],
-        "sweep": OmegaConf.to_container(SWEEP, resolve=False),
-    }
+    config = {"overrides": [*cell.overrides(), *more], "sweep": OmegaConf.to_container(SWEEP, resolve=False)}
     if not diverged:
         run = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
         validation = run["metrics"].get("val/lm_loss") or run["metrics"]["val/loss"]  # GPT has one term
@@ -207,47 +157,112 @@ def describe_cell(
     return record
 
 
+def run_missing(cells: Sequence[Cell], more: Sequence[str], jobs: int, outputs: Path, path: Path) -> None:
+    """Run cells in order, `jobs` at a time, and append their records.
+
+    Raises:
+        RuntimeError: a run ended with an error. The cells that run beside it end first; the others do not start.
+    """
+
+    def run(cell: Cell) -> None:
+        add_line(path, cell.name, run_cell(cell, more, outputs))
+
+    with ThreadPoolExecutor(jobs) as pool:
+        started = [pool.submit(run, cell) for cell in cells]
+        try:
+            for each in started:
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def require_clean() -> None:
+    """Refuse a checkout with changed tracked files, and a `lmscale` of another one, whose commit records would name.
+
+    Raises:
+        ValueError: there are some, or it is.
+    """
+    if PACKAGE != ROOT / "src" / "lmscale":
+        raise ValueError(f"`lmscale` must be that of {ROOT} (PYTHONPATH=src), but is {PACKAGE}")
+    command = ["git", "status", "--porcelain", "--untracked-files=no"]
+    changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    if changed:
+        raise ValueError(f"the checkout must be clean, but has changes: {changed.strip()}")
+
+
+def differing(record: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names of the values of a cell's record that differ in another one; CPU time is not compared."""
+    names = [
+        f"metrics/{n}" for n in record["metrics"] if n != "cpu_time" and record["metrics"][n] != other["metrics"][n]
+    ]
+    parts = ("losses_sha256", "curve", "validation", "gradient_norms", "statistics", "corpus")
+    recorded = record["config"]  # the first study's has no hash and no statistics
+    return names + [part for part in parts if part in recorded and recorded[part] != other["config"].get(part)]
+
+
+def cpu_of(environment: dict[str, Any]) -> str:
+    """The CPU of a record, with its numbers and torch's instruction set where the record has them."""
+    details = environment.get("cpu_details", {})
+    numbers = ", ".join(
+        f"{key} {details[key]}" for key in ("family", "model", "stepping", "amx_bf16", "capability") if key in details
+    )
+    return environment["cpu"] + (f" ({numbers})" if numbers else "")
+
+
+def repeat(cells: Sequence[Cell], more: Sequence[str], recorded: dict[str, Any], outputs: Path) -> int:
+    """Run cells again and compare; returns the number that differ. New records are `outputs`/ID.json.
+
+    Numbers need not be the same to the bit on CPUs of different models; results.md says what makes them so.
+    """
+    num_differing = 0
+    for cell in cells:
+        again, known = run_cell(cell, more, outputs), recorded[cell.name]
+        write_record(again, outputs / f"{cell.name}.json")
+        found = differing(known, again)
+        num_differing += bool(found)
+        losses = [f"{r['metrics']['train_loss']['value']} on {cpu_of(r['environment'])}" for r in (again, known)]
+        differs = f"differs in {', '.join(found)}; training loss {losses[0]}, recorded {losses[1]}"
+        print(f"{cell.name}: {differs if found else 'equal, bit by bit'}", flush=True)
+    return num_differing
+
+
 def main() -> int:
-    """Run the missing cells stage by stage, then summarize."""
+    """List, run or repeat cells."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("overrides", nargs="*", help="more keys of train.py, for a trial with other --records")
-    parser.add_argument("--stages", nargs="*", type=int, choices=STAGES, default=list(STAGES), help="depths")
-    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=list(SEEDS))
+    parser.add_argument("--study", choices=FILES, default="first")
+    parser.add_argument("--list", action="store_true", help="print the cells and run nothing")
+    parser.add_argument("--next", type=int, metavar="N", help="run only the next N cells without a record")
     parser.add_argument("--jobs", type=int, default=1, help="number of concurrent cells, one thread each")
+    parser.add_argument("--only", nargs="+", metavar="ID", help="repeat these cells and compare")
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "norm_order", help="run folders")
-    parser.add_argument(
-        "--records",
-        type=Path,
-        default=RECORDS / "norm_order",
-        help="folder of the cells; the summary is written beside it",
-    )
+    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the records")
     options = parser.parse_args()
-    outputs, records = options.outputs.resolve(), options.records.resolve()
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, but is {options.jobs}")
-    if options.overrides and records == RECORDS / "norm_order":
+    outputs, path = options.outputs.resolve(), options.records.resolve() / FILES[options.study]
+    if options.overrides and path.parent == RECORDS:
         parser.error("--records must be another folder if overrides are given: the cells then differ from the study's")
-    outputs.mkdir(parents=True, exist_ok=True)
-
-    def run(cells: list[Cell]) -> None:
-        missing = [cell for cell in cells if not (records / f"{cell.name}.json").is_file()]
-        if missing:  # about 20 CPU seconds per layer each
-            print(f"training the {len(missing)} of {len(cells)} cells at {cells[0].layers} layers that have no record")
-        with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(lambda cell: run_cell(cell, options.overrides, outputs, records), cells))
-
+    more = [*OmegaConf.load(CELLS)[options.study].overrides, *options.overrides]
     try:
-        for layers in options.stages:
-            run(cells_of_stage(layers, options.seeds, records))
-            if layers == RETRIED:
-                run(cells_to_retry(options.seeds, records))
-        summary = summarize(read_cells(read_folder(records)), FACTORIAL)
+        cells, recorded = {cell.name: cell for _, cell in read_groups(options.study)}, read_lines(path)
+        if options.list:
+            print(*(f"{name:<44}{'done' if name in recorded else 'not run'}" for name in cells), sep="\n")
+            return 0
+        if path.parent == RECORDS:
+            require_clean()
+        outputs.mkdir(parents=True, exist_ok=True)
+        if options.only:
+            if unknown := set(options.only) - (cells.keys() & recorded.keys()):
+                raise ValueError(f"`--only` must name cells with a record, but is {min(unknown)}; see --list")
+            return int(repeat([cells[name] for name in options.only], more, recorded, outputs) > 0)
+        missing = [cell for name, cell in cells.items() if name not in recorded]
+        run_missing(missing[: options.next], more, options.jobs, outputs, path)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    path = records.with_suffix(".json")
-    write_record(summary, path)
-    print(f"record: {path}")
+    print(f"records: {path}; python analysis/norm_order/decide.py --records {options.records} evaluates them")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Summary of the norm-order study: differences with confidence intervals, counts of outcomes, and the record.
+"""Summary of the first norm-order study: differences with confidence intervals, counts of outcomes, and the record.
 
 Intervals use Student's t on differences paired by seed. They are given only where all runs of a comparison learned;
 otherwise only the outcomes are counted.
@@ -10,14 +10,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
+from scipy import stats
 
 from lmscale.results import new_record
 
-from .cells import ARM, DIVERGED_ABOVE, STATES, STUCK_WITHIN, at_chosen_rates, retried_cells
+from .cells import ARM, DIVERGED_ABOVE, STATES, STUCK_WITHIN, at_chosen_rates
 from .run_folder import NATS
 
-REFERENCES = ("scored_entropy", "context_free_loss")  # reference losses, see `references.reference_losses`
-STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # 97.5 % quantile by degrees of freedom
+FACTORIAL = 12  # layers at which all learning rates were run
+REFERENCES = ("scored_entropy", "context_free_loss")  # see `run_folder.reference_losses`
 
 
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -25,7 +26,7 @@ def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
     mean, count = statistics.fmean(values), len(values)
     if count == 1:
         return mean, math.nan
-    return mean, STUDENT_T[count - 1] * statistics.stdev(values) / count**0.5
+    return mean, float(stats.t.ppf(0.975, count - 1) * stats.sem(values))
 
 
 def difference(
@@ -59,56 +60,19 @@ def start_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def interaction(cells: pd.DataFrame, factorial: int, layers: int) -> tuple[float, float]:
-    """Interaction of norm order and scaled initialization at one depth, at the chosen rates.
-
-    (post - pre) with scaling minus (post - pre) without it, paired by seed.
-
-    Returns:
-        mean and half width in nats.
-    """
-    group = at_chosen_rates(cells, cells, factorial)
-    group = group[group["layers"] == layers]
-    if not _all_learned(group):
-        return math.nan, math.nan
-    by_arm = group.pivot(index="seed", columns=ARM, values="train_loss")
-    of = {scaled: by_arm["post", scaled] - by_arm["pre", scaled] for scaled in (True, False)}
-    return mean_and_interval(list(of[True] - of[False]))
-
-
 def order_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
     """Compare post-norm with pre-norm per depth and initialization, each at its chosen learning rate.
 
     Returns:
-        the columns of `compare_orders`, by layers and scaled.
-    """
-    return compare_orders(at_chosen_rates(cells, cells, factorial), ["layers", "scaled"])
-
-
-def equal_rate_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
-    """Compare post-norm with pre-norm at equal learning rates, at the depth of the factorial.
-
-    Returns:
-        the columns of `compare_orders`, by layers, scaled and lr.
-    """
-    return compare_orders(cells[cells["layers"] == factorial], ["layers", "scaled", "lr"])
-
-
-def compare_orders(cells: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Compare post-norm with pre-norm in every group of cells that has both.
-
-    Returns:
-        the columns `by`; pre and post (mean training losses), lr_pre and lr_post, state_pre and state_post (outcomes as
+        layers, scaled; pre and post (mean training losses), lr_pre and lr_post, state_pre and state_post (outcomes as
         text); difference and half_width, paired by seed; validation_difference and validation_half_width; seeds, the
         number of pairs. Means and differences are nan if a run did not learn, because its final loss is not comparable.
     """
     rows = []
-    for key, group in cells.groupby(by):
-        sides = {order: group[group["order"] == order] for order in ("pre", "post")}
-        if any(side.empty for side in sides.values()):
-            continue
-        row: dict[str, Any] = dict(zip(by, key, strict=True))
-        for order, side in sides.items():
+    for (layers, scaled), group in at_chosen_rates(cells, cells, factorial).groupby(["layers", "scaled"]):
+        row: dict[str, Any] = {"layers": layers, "scaled": scaled}
+        for order in ("pre", "post"):
+            side = group[group["order"] == order]
             row |= {order: side["train_loss"].mean() if _all_learned(side) else math.nan}
             row |= {f"lr_{order}": side["lr"].iloc[0], f"state_{order}": count_states(side["state"])}
         row |= dict(zip(("difference", "half_width", "seeds"), difference(group, "order", "pre", "post"), strict=True))
@@ -128,19 +92,12 @@ def count_states(states: Iterable[str]) -> str:
     return ", ".join(f"{states.count(state)} {state}" for state in STATES if state in states)
 
 
-def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
+def summarize(cells: pd.DataFrame, factorial: int = FACTORIAL) -> dict[str, Any]:
     """Build the record of the study.
 
     Args:
         factorial: depth at which all learning rates were run.
-
-    Raises:
-        ValueError: a cell at `factorial` layers is missing (order x initialization x rate x seed).
     """
-    at_depth = cells[cells["layers"] == factorial] if len(cells) else cells
-    values = {key: at_depth[key].nunique() if len(at_depth) else 0 for key in (*ARM, "lr", "seed")}
-    if values["order"] * values["scaled"] < 4 or len(at_depth) != math.prod(values.values()):
-        raise ValueError(f"the study must have all cells at {factorial} layers, but some are missing")
     metrics: dict[str, dict[str, Any]] = {}
 
     def add(name: str, value: float, unit: str = NATS) -> None:
@@ -153,27 +110,11 @@ def summarize(cells: pd.DataFrame, factorial: int) -> dict[str, Any]:
             add(f"{name}/{key}", row[key])
         for key, unit in (("lr_pre", "1"), ("lr_post", "1"), ("seeds", "pairs")):
             add(f"{name}/{key}", row[key], unit)
-    for row in equal_rate_differences(cells, factorial).to_dict("records"):
-        name = f"{factorial}_layers/{_start(row['scaled'])}/lr_{row['lr']:g}/difference"
-        add(name, row["difference"])
-        add(f"{name}_half_width", row["half_width"])
     for row in start_differences(cells, factorial).to_dict("records"):
         rate = "" if row["lr"] == "chosen" else f"/lr_{row['lr']}"
         name = f"{row['layers']}_layers/{row['order']}{rate}/unscaled_minus_scaled"
         add(name, row["difference"])
         add(f"{name}_half_width", row["half_width"])
-    for layers in sorted(cells["layers"].unique()):
-        mean, half_width = interaction(cells, factorial, layers)
-        add(f"{layers}_layers/interaction", mean)
-        add(f"{layers}_layers/interaction_half_width", half_width)
-    for (order, scaled, lr), group in at_depth.groupby([*ARM, "lr"]):
-        if _all_learned(group):
-            mean, half_width = mean_and_interval(list(group["train_loss"]))
-            name = f"{factorial}_layers/{order}_{_start(scaled)}/lr_{lr:g}"
-            add(f"{name}/loss", mean)
-            add(f"{name}/half_width", half_width)
-    for cell in retried_cells(cells, factorial).itertuples():
-        add(f"{cell.layers}_layers/{cell.order}_{_start(cell.scaled)}/lr_{cell.lr:g}/seed_{cell.seed}", cell.train_loss)
     for (layers, order, scaled), row in endings(at_chosen_rates(cells, cells, factorial)).iterrows():
         for state, count in row.items():
             add(f"{layers}_layers/{_start(scaled)}/{order}/{state}", int(count), "cells at the chosen rate")
@@ -209,7 +150,7 @@ def start_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def order_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Format `order_differences` or `equal_rate_differences` for display."""
+    """Format `order_differences` for display."""
     return pd.DataFrame(
         {
             "layers": rows["layers"],

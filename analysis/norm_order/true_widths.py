@@ -19,8 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
-from analysis.norm_order.references import reference_losses, training_samples
-from analysis.norm_order.run_folder import NATS, describe_losses, read_rows
+from analysis.norm_order.run_folder import NATS, describe_losses, read_rows, reference_losses, training_samples
 from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parents[2]

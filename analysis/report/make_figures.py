@@ -27,13 +27,8 @@ from analysis.finetuning.figure import draw_small_runs
 from analysis.finetuning.table import small_runs
 from analysis.model_size.figure import draw_laws, draw_model_sizes
 from analysis.norm_order.cells import read_cells, read_curves, read_gradient_norms
-from analysis.norm_order.figure import (
-    draw_failures,
-    draw_gradient_norms,
-    draw_loss_curves,
-    draw_rates,
-    draw_true_widths,
-)
+from analysis.norm_order.decide import study_cells
+from analysis.norm_order.figure import draw_failures, draw_loss_curves, draw_true_widths
 from analysis.norm_order.study_figure import (
     draw_final_losses,
     draw_limits,
@@ -41,7 +36,6 @@ from analysis.norm_order.study_figure import (
     draw_paired_losses,
     draw_recovery,
 )
-from analysis.norm_order.study_tests import read_study
 from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
 from analysis.report.style import DPI
 from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_wall, draw_parts
@@ -111,29 +105,17 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
                 f"placement and initialization at its best rate at {factorial} layers; {references}",
                 draw_loss_curves(curves, rows, factorial),
             ),
-            "norm_order_rates": (
-                f"{of} Final training loss over learning rate at {factorial} layers, one mark per seed; "
-                f"lines join the means of the rates at which all seeds learned; {references}",
-                draw_rates(rows, factorial),
-            ),
-            "norm_order_gradients": (
-                f"{of} Gradient norm of each layer before the first update, one line per seed",
-                draw_gradient_norms(norms, rows, factorial),
-            ),
-            "norm_order_gradients_trained": (
-                f"{of} Gradient norm of each layer at step {MIDDLE}, mean of 10 steps, one line per seed",
-                draw_gradient_norms(norms, rows, factorial, MIDDLE),
-            ),
             "norm_order_failures": (
                 f"{of} Gradient norm of each layer of every post-norm run at {factorial} layers, at all rates. "
                 "At step 1 runs that differ in the rate only coincide",
                 draw_failures(norms, rows, factorial, (1, MIDDLE)),
             ),
         }
-    if "norm_order_study.json" in records:
-        study, outcome = read_study(results / "norm_order" / "records" / "study"), records["norm_order_study.json"]
+    placements = records_below(records, "study")
+    if placements and "norm_order_study.json" in records:
+        study, outcome = study_cells(placements), records["norm_order_study.json"]
         of = "Layer-norm placement, second study."
-        drawn = {
+        found |= {
             "placement_rates": (
                 f"{of} Final training loss over learning rate by depth, one mark per seed; "
                 "lines join the means of the rates at which both seeds learned",
@@ -156,7 +138,6 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
                 draw_recovery(study, outcome),
             ),
         }
-        found |= {name: (caption, figure) for name, (caption, figure) in drawn.items() if figure is not None}
     return found
 
 

@@ -84,9 +84,9 @@ TABLES = {
     "Records": (
         "every committed record, with the command that wrote it",
         "A record in `analysis/*/records/` holds configuration, seed, versions, hardware and metrics. `commits` is the "
-        "code it was measured on, and `changed` how many files were written with uncommitted changes. Records from "
+        "code it was measured on, and `changed` how many were written with uncommitted changes. Records from "
         "before 2026-11-23 do not hold their command, which `analysis/report/records.yaml` gives. A pattern stands for "
-        "a folder of records.",
+        "the records of a file or folder.",
     ),
     "Table 1": ("parameters of the scaling study", _MODELLED),
     "Table 2": (

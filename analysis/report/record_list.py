@@ -18,10 +18,10 @@ def described() -> dict[str, dict[str, str]]:
 
 
 def record_list(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
-    """One row per record, or per folder of records.
+    """One row per record, or per file or folder of many.
 
     Returns:
-        columns `record`, `files`, `kind`, `finished` (the last day), `commits`, `changed` (how many were written with
+        columns `record`, `number`, `kind`, `finished` (the last day), `commits`, `changed` (how many were written with
         uncommitted changes) and `command`.
     """
     commands, groups = described()["commands"], {}
@@ -36,7 +36,7 @@ def record_list(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
         rows.append(
             {
                 "record": name,
-                "files": len(group),
+                "number": len(group),
                 "kind": ", ".join(dict.fromkeys(record["kind"] for record in group)),
                 "finished": max(record["finished"] for record in group)[:10],
                 "commits": next(iter(commits)) if len(commits) == 1 else f"{len(commits)} commits",
@@ -48,9 +48,10 @@ def record_list(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
 
 
 def link_to_record(name: str | None, folder: Path) -> str | None:
-    """A Markdown link from a page in `folder` to a record, or to the folder of records that a pattern names."""
+    """A Markdown link from a page in `folder` to a record, or to the file or folder of records that a pattern names."""
     if not isinstance(name, str):
         return name
-    path = next(ANALYSIS.glob(f"*/records/{name.partition('*')[0].rstrip('/')}"), None)
+    place = f"*/records/{name.partition('*')[0].rstrip('/')}"
+    path = next((path for ends in ("", ".jsonl") for path in ANALYSIS.glob(place + ends)), None)
     target = "" if path is None else Path(os.path.relpath(path, folder)).as_posix()
     return f"[{PurePosixPath(name).name if '*' not in name else name}]({target})" if target else name

@@ -1,6 +1,7 @@
 """Read the committed records.
 
-A study keeps its records in `analysis/<study>/records/`; a record's name is its path below that folder.
+A study keeps its records in `analysis/<study>/records/`. A record's name is its path below that folder: `demo.json`, or
+`study/ID` for the record ID of a file of many records, `study.jsonl`.
 """
 
 import json
@@ -24,7 +25,7 @@ NEEDED = {  # record -> script that writes it
 def read_records(folder: Path, needed: Iterable[str] = tuple(NEEDED)) -> dict[str, dict]:
     """Read the records below a folder, by name: the path below `records/`, or below `folder` if there is none.
 
-    Other JSON files are ignored.
+    Other files are ignored.
 
     Raises:
         ValueError: one of `needed` is missing, a file cannot be read, or two records have the same name.
@@ -34,6 +35,8 @@ def read_records(folder: Path, needed: Iterable[str] = tuple(NEEDED)) -> dict[st
     if again := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"the names of records must be different, but {', '.join(sorted(again))} occurs twice")
     found = {name: _read(path) for name, path in zip(names, paths, strict=True)}
+    for path in sorted(folder.rglob("*.jsonl")):
+        found |= {f"{path.stem}/{name}": record for name, record in read_lines(path).items()}
     records = {
         name: record for name, record in found.items() if isinstance(record, dict) and "record_version" in record
     }
@@ -50,9 +53,46 @@ def _read(path: Path) -> object:
         raise ValueError(f"`--records` must hold JSON, but {path} is truncated or not JSON: {error}") from error
 
 
-def records_below(records: dict[str, dict], folder: str) -> list[dict]:
-    """The records of a folder, sorted by path."""
-    return [record for path, record in sorted(records.items()) if path.startswith(f"{folder}/")]
+def read_lines(path: Path) -> dict[str, dict]:
+    """Read the records of a file that holds one per line, by ID; none if there is no file.
+
+    A line `{"shared": ...}` has what the records after it have in common; each of those has its ID as `record` and the
+    rest. Other lines are ignored.
+
+    Raises:
+        ValueError: a line is not JSON, or an ID occurs twice.
+    """
+    found, shared = {}, {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else (), 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"`--records` must hold JSON, but line {number} of {path} is not: {error}") from error
+        shared = row.get("shared", shared)
+        if "record" in row:
+            name = row.pop("record")
+            if name in found:
+                raise ValueError(f"the IDs of records must be different, but {name} occurs twice in {path}")
+            found[name] = _merge(shared, row)
+    return found
+
+
+def _merge(shared: dict, own: dict) -> dict:
+    both = {key: _merge(shared[key], own[key]) for key in shared.keys() & own.keys()}
+    return shared | own | both
+
+
+def add_line(path: Path, name: str, record: dict) -> None:
+    """Append a record, which shares nothing, to a file of `read_lines`, in one write."""
+    line = json.dumps({"record": name} | record, allow_nan=False, ensure_ascii=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f'{{"shared": {{}}}}\n{line}\n')
+
+
+def records_below(records: dict[str, dict], study: str) -> list[dict]:
+    """The records of a study's file, sorted by ID."""
+    return [record for path, record in sorted(records.items()) if path.startswith(f"{study}/")]
 
 
 def metrics_table(record: dict, *prefixes: str) -> pd.DataFrame:

@@ -3,16 +3,14 @@
     python src/train.py data=local data.path=articles.jsonl data.validation_path=held_out.jsonl ...
     python analysis/zero_shot/appendix_c.py --run outputs/gpt_tiny/RUN --trained-on "description of the text"
 
-Samples from the newest checkpoint of a run folder, measures the speed-up of the key-value cache, and writes a record
-and the texts as Markdown. Each sample is reproduced by `python src/generate.py ckpt=RUN prompt=... temperature=0.8
-top_p=0.9 max_new_tokens=150 seed=1234`.
+Samples from the newest checkpoint of a run folder, and writes a record and the texts as Markdown. Each sample is
+reproduced by `python src/generate.py ckpt=RUN prompt=... temperature=0.8 top_p=0.9 max_new_tokens=150 seed=1234`. The
+committed record also has the speed-up of the key-value cache, from the script of its commit.
 """
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -22,7 +20,7 @@ from lmscale.config.generate import Sampling
 from lmscale.data.tokenizer import END_OF_TEXT
 from lmscale.evaluation.generation import Generator
 from lmscale.evaluation.loading import LoadedModel, load_model
-from lmscale.evaluation.prompts import PromptReader, Row
+from lmscale.evaluation.prompts import PromptReader
 from lmscale.parallel import ParallelContext
 from lmscale.results import new_record, write_record
 
@@ -36,54 +34,19 @@ PROMPTS = (
     "Why is it important to learn English? First,",
 )
 SAMPLING, SEED, NUM_NEW = Sampling(temperature=0.8, top_p=0.9), 1234, 150
-ROUNDS, NUM_TIMED_ROWS, NUM_TIMED_TOKENS = 3, 4, 200  # for the comparison with and without the cache
-
-
-def make_rows(loaded: LoadedModel, num_new: int) -> list[Row]:
-    """One row per prompt."""
-    reader = PromptReader(loaded.tokenizer, loaded.config, num_new)
-    return [row for i, text in enumerate(PROMPTS) for row in reader.rows(reader.read(text, f"prompt {i + 1}"))]
 
 
 def sample(loaded: LoadedModel) -> list[dict]:
     """Draw the samples; each is independent of the others in its batch."""
     generator = Generator(loaded.model, SAMPLING, loaded.tokenizer.inner.token_to_id(END_OF_TEXT), SEED)
-    rows = make_rows(loaded, NUM_NEW)
+    reader = PromptReader(loaded.tokenizer, loaded.config, NUM_NEW)
+    rows = [row for i, text in enumerate(PROMPTS) for row in reader.rows(reader.read(text, f"prompt {i + 1}"))]
     generator.extend(rows)
     return [
         {"prompt": row.prompt.text, "seed": SEED, "sample": row.sample, "finish": row.finish}
         | {"num_tokens": len(row.tokens), "text": loaded.tokenizer.decode(row.tokens)}
         for row in rows
     ]
-
-
-@torch.inference_mode()
-def recompute(loaded: LoadedModel, rows: list[Row]) -> None:
-    """Greedy decoding without a cache: all positions are recomputed for each token."""
-    for row in rows:
-        row.tokens = []
-    shortest = min(len(row.prompt.ids) for row in rows)
-    ids = torch.tensor([row.prompt.ids[:shortest] for row in rows])  # equal lengths: no row needs padding
-    for _ in range(NUM_TIMED_TOKENS):
-        ids = torch.cat((ids, loaded.model(ids)[:, -1].argmax(dim=-1, keepdim=True)), dim=1)
-
-
-def measure_cache(loaded: LoadedModel) -> dict[str, dict]:
-    """Median tokens per second for the same rows with and without the cache, measured in alternation."""
-    rates: dict[str, list[float]] = {"cached": [], "recomputed": []}
-    generator = Generator(loaded.model, Sampling(temperature=0), None, SEED)
-    for _ in range(ROUNDS):
-        for name in rates:
-            rows = make_rows(loaded, NUM_TIMED_TOKENS)[:NUM_TIMED_ROWS]
-            start = time.perf_counter()
-            if name == "cached":
-                generator.extend(rows)
-            else:
-                recompute(loaded, rows)
-            rates[name].append(NUM_TIMED_ROWS * NUM_TIMED_TOKENS / (time.perf_counter() - start))
-    metrics = {f"{name}/rate": {"value": statistics.median(rates[name]), "unit": "tokens/s"} for name in rates}
-    ratio = metrics["cached/rate"]["value"] / metrics["recomputed/rate"]["value"]
-    return metrics | {"cache_speedup": {"value": ratio, "unit": "cached / recomputed"}}
 
 
 def markdown(record: dict) -> str:
@@ -108,7 +71,7 @@ def markdown(record: dict) -> str:
 
 
 def main() -> int:
-    """Draw the samples, measure the cache and write the outputs."""
+    """Draw the samples and write the outputs."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--run", type=Path, required=True, help="run folder of a trained GPT")
     parser.add_argument("--trained-on", required=True, help="description of the training text")
@@ -125,8 +88,7 @@ def main() -> int:
         "optimizer": run["optimizer"],
         "precision": run["precision"]["dtype"],
     }
-    metrics = measure_cache(loaded)
-    metrics["validation_loss"], metrics["validation_perplexity"] = own["val/loss"], own["val/perplexity"]
+    metrics = {"validation_loss": own["val/loss"], "validation_perplexity": own["val/perplexity"]}
     metrics["train_time"] = own["train_time"]
     config = {
         "model": loaded.config.to_dict(),
@@ -137,8 +99,6 @@ def main() -> int:
         "temperature": SAMPLING.temperature,
         "top_p": SAMPLING.top_p,
         "max_new_tokens": NUM_NEW,
-        "timed_rows": NUM_TIMED_ROWS,
-        "timed_tokens": NUM_TIMED_TOKENS,
     }
     layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
     record = new_record("appendix_c", "scaled_down", config, SEED, metrics, device="cpu", layout=layout)

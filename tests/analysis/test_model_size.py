@@ -1,7 +1,6 @@
-"""`sweep=model_size` and the script that runs its cells, fits power laws to them and draws them."""
+"""`sweep=model_size`, the scripts that run its cells and fit power laws to them, and their figures."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -13,10 +12,10 @@ from entry_points import environment
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from analysis.model_size import decide
 from analysis.model_size import run as model_size
 from analysis.model_size.figure import draw_laws, draw_model_sizes
-from analysis.model_size.power_law import fit_power_law
-from analysis.report import make_figures
+from analysis.report.records import add_line, read_lines
 from analysis.report.style import PAGE_WIDTH
 from lmscale.cli.conf_files import look_up
 from lmscale.config.pretrain import RunConfig
@@ -28,9 +27,9 @@ MINIATURE += ["trainer.num_validation_samples=4"]
 X = np.array([3e4, 1e5, 2.5e5, 7e5, 1.5e6, 3e6])
 
 
-def run_main(monkeypatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["model_size.py", *map(str, arguments)])
-    return model_size.main()
+def run_main(monkeypatch, script, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, arguments)])
+    return script.main()
 
 
 @pytest.fixture
@@ -70,83 +69,73 @@ def test_a_width_without_a_depth_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_miniature_runs_and_finished_cells_are_not_repeated(tmp_path, monkeypatch, trained, capsys) -> None:
-    records, outputs = tmp_path / "records", tmp_path / "outputs"
+    records, outputs = tmp_path / "cells.jsonl", tmp_path / "outputs"
     where = ("--records", records, "--outputs", outputs, "--sizes", 32, 48, 64)
     (outputs / "hidden_48_seed_1").mkdir(parents=True)
     (outputs / "hidden_48_seed_1" / "metrics.csv").write_text("step\n")  # from a killed cell
-    assert run_main(monkeypatch, *where, "--seeds", 1, "--", *MINIATURE) == 2  # one seed is not enough for a fit
+    assert run_main(monkeypatch, model_size, *where, "--seeds", 1, "--", *MINIATURE) == 0
+    assert run_main(monkeypatch, decide, "--records", records) == 2  # one seed is not enough for a fit
     assert capsys.readouterr().err == "error: each size must have at least 2 runs, but 25472 has 1\n"
-    kept = (records / "hidden_32_seed_1.json").read_bytes()
-    assert run_main(monkeypatch, *where, "--seeds", 1, 2, "--", *MINIATURE) == 0
+    kept = read_lines(records)["hidden_32_seed_1"]
+    assert run_main(monkeypatch, model_size, *where, "--seeds", 1, 2, "--", *MINIATURE) == 0
     cells = [[int(o.split("=")[1]) for o in overrides[2:4]] for overrides in trained]
     assert cells == [[32, 1], [48, 1], [64, 1], [32, 2], [48, 2], [64, 2]]
-    assert (records / "hidden_32_seed_1.json").read_bytes() == kept
-
-    cell = json.loads(kept)
-    assert cell["kind"] == "scaled_down" and cell["layout"]["threads_per_rank"] == 1
+    cell = read_lines(records)["hidden_32_seed_1"]
+    assert cell == kept and cell["kind"] == "scaled_down" and cell["layout"]["threads_per_rank"] == 1
     assert [point["step"] for point in cell["config"]["curve"]] == [2, 4]
     assert cell["config"]["curve"][-1]["loss"] == cell["metrics"]["val/loss"]["value"]
     assert cell["metrics"]["parameters_without_embeddings"]["value"] == 2 * (12 * 32**2 + 13 * 32) + 2 * 32
     assert cell["metrics"]["tokens"]["value"] == 4 * 4 * 16
-    summary = json.loads((tmp_path / "records.json").read_text())
+    assert run_main(monkeypatch, decide, "--records", records) == 0
+    summary = json.loads((tmp_path / "cells.json").read_text())
     assert list(summary["config"]["curves"]) == ["2x32", "3x48", "4x64"] and summary["config"]["seeds"] == [1, 2]
-    losses = [json.loads((records / f"hidden_48_seed_{s}.json").read_text())["metrics"]["val/loss"] for s in (1, 2)]
-    assert summary["metrics"]["3x48/loss"]["value"] == pytest.approx(sum(loss["value"] for loss in losses) / 2)
-    assert summary["metrics"]["flops/plain/b"]["unit"] == "1"
+    losses = [read_lines(records)[f"hidden_48_seed_{seed}"]["metrics"]["val/loss"]["value"] for seed in (1, 2)]
+    assert summary["metrics"]["3x48/loss"]["value"] == pytest.approx(sum(losses) / 2)
 
 
-def make_series(folder: Path, sizes=(32, 48, 64, 96, 128, 192), steps: int = 100, floor: float = 1.0) -> Path:
+def test_the_committed_summary_matches_the_committed_cells() -> None:
+    committed = json.loads(decide.RECORDS.with_suffix(".json").read_text())
+    again = decide.summarize(decide.by_size(read_lines(decide.RECORDS).values()))
+    assert again["config"] == committed["config"]
+    values = ({name: entry["value"] for name, entry in record["metrics"].items()} for record in (again, committed))
+    assert next(values) == pytest.approx(next(values), rel=1e-9)
+
+
+def make_series(sizes=(32, 48, 64, 96, 128, 192), steps: int = 100) -> list[dict]:
     """Records that follow a known power law in the parameters without embeddings."""
-    folder.mkdir(exist_ok=True)
+    records = []
     for layers, hidden in enumerate(sizes, start=2):
         count = layers * 12 * hidden**2
         for seed in (1, 2, 3):
-            loss = floor + 20 * count**-0.25 * (1 + 0.002 * (seed - 2))
+            loss = 20 * count**-0.25 * (1 + 0.002 * (seed - 2))
             config = {"model": {"num_layers": layers, "hidden_size": hidden, "gelu": None}, "name": f"{hidden}"}
             config |= {"overrides": [f"seed={seed}"], "trainer": {"max_steps": steps}}
             config["curve"] = [{"step": steps // 2, "loss": loss + 1}, {"step": steps, "loss": loss}]
             values = {"val/loss": loss, "flops": 6e5 * count, "cpu_time": 10.0, "tokens": 1e5}
             values |= {"parameters_without_embeddings": count, "parameters": count + 640 * hidden}
             metrics = {name: {"value": value, "unit": "any"} for name, value in values.items()}
-            record = {"config": config, "metrics": metrics, "seed": seed, "name": f"{hidden}_{seed}"}
-            (folder / f"hidden_{hidden}_seed_{seed}.json").write_text(json.dumps(record))
-    return folder
+            records.append({"config": config, "metrics": metrics, "seed": seed, "name": f"{hidden}_{seed}"})
+    return records
 
 
-def test_a_known_law_and_its_constant_term_are_recovered(tmp_path) -> None:
-    with_floor = model_size.summarize(model_size.read_cells(make_series(tmp_path / "a")))
-    value = {name: entry["value"] for name, entry in with_floor["metrics"].items()}
-    measure = "parameters_without_embeddings"
-    assert value[f"{measure}/floor/b"] == pytest.approx(0.25, abs=2e-3)
-    assert value[f"{measure}/floor/c"] == pytest.approx(1.0, abs=1e-2)
-    assert value[f"{measure}/floor/b_seeds_low"] < 0.25 < value[f"{measure}/floor/b_seeds_high"]
-    assert value[f"{measure}/plain/lack_of_fit"] > 100 and f"{measure}/floor/lack_of_fit" not in value
-    assert value["flops/floor/b"] == pytest.approx(0.25, abs=2e-3)  # FLOPs are proportional to parameters here
-    assert with_floor["config"]["floor_is_borne"][measure] is True
-    assert value[f"{measure}/plain/largest_residual"] > 10 * value[f"{measure}/floor/largest_residual"]
-    without = model_size.summarize(model_size.read_cells(make_series(tmp_path / "b", floor=0.0)))
-    assert without["metrics"][f"{measure}/plain/b"]["value"] == pytest.approx(0.25, abs=1e-3)
-    assert without["config"]["floor_is_borne"][measure] is False
-    assert f"{measure}/floor/b" not in without["metrics"]
-
-
-def test_a_fit_to_exact_data_is_exact() -> None:
-    law = fit_power_law(X, [[7 * x**-0.3] * 2 for x in X], floor=False)
-    assert (law.a, law.b, law.c, law.r_squared) == (pytest.approx(7), pytest.approx(0.3), 0, pytest.approx(1))
-    assert law.b_interval == (pytest.approx(0.3), pytest.approx(0.3)) and law(X) == pytest.approx(7 * X**-0.3)
-    assert law.b_line_interval == (pytest.approx(0.3), pytest.approx(0.3)) and law.lack_of_fit is None
-    law = fit_power_law(X, [[7 * x**-0.3 + 2] * 2 for x in X], floor=True)
-    assert (law.a, law.b, law.c) == (pytest.approx(7, rel=5e-3), pytest.approx(0.3, rel=2e-3), pytest.approx(2, 1e-3))
+def test_a_known_law_is_recovered() -> None:
+    value = {name: entry["value"] for name, entry in decide.summarize(decide.by_size(make_series()))["metrics"].items()}
+    assert value["parameters_without_embeddings/plain/b"] == pytest.approx(0.25, abs=1e-3)
+    assert value["flops/plain/b"] == pytest.approx(0.25, abs=1e-3)  # FLOPs are proportional to parameters here
+    assert value["flops/plain/b_seeds_low"] < 0.25 < value["flops/plain/b_seeds_high"]
+    law = decide.fit_power_law(X, [[7 * x**-0.3] * 2 for x in X])
+    ends = [law[f"b_{end}"] for end in ("low", "high", "seeds_low", "seeds_high")]
+    assert (law["a"], law["b"], law["r_squared"]) == pytest.approx((7, 0.3, 1)) and ends == pytest.approx([0.3] * 4)
 
 
 def test_the_intervals_cover_the_exponent_in_19_of_20_experiments() -> None:
     generator, covered, by_line, fits = np.random.default_rng(3), 0, 0, []
     for _ in range(200):
         noise = np.exp(0.01 * generator.normal(size=(len(X), 3)))
-        law = fit_power_law(X, (7 * X**-0.3)[:, None] * noise, floor=False, num_resamples=200)
-        covered += law.b_interval[0] <= 0.3 <= law.b_interval[1]
-        by_line += law.b_line_interval[0] <= 0.3 <= law.b_line_interval[1]
-        fits.append(law.lack_of_fit)
+        law = decide.fit_power_law(X, (7 * X**-0.3)[:, None] * noise)
+        covered += law["b_seeds_low"] <= 0.3 <= law["b_seeds_high"]
+        by_line += law["b_low"] <= 0.3 <= law["b_high"]
+        fits.append(law["lack_of_fit"])
     assert 175 <= covered <= 199  # 190 +- about 5 standard deviations
     assert 180 <= by_line <= 199 and 0.5 < np.median(fits) < 1.5
 
@@ -154,27 +143,22 @@ def test_the_intervals_cover_the_exponent_in_19_of_20_experiments() -> None:
 def test_a_wrong_form_is_detected_by_the_lack_of_fit_test() -> None:
     noise = np.exp(0.002 * np.random.default_rng(4).normal(size=(len(X), 3)))
     bent = 7 * X**-0.3 * np.exp(-0.02 * np.log(X / X[0]) ** 2)
-    law = fit_power_law(X, bent[:, None] * noise, floor=False)
-    widths = [high - low for low, high in (law.b_interval, law.b_line_interval)]
-    assert law.lack_of_fit > 10 and widths[1] > 2 * widths[0] and law.r_squared > 0.95
+    law = decide.fit_power_law(X, bent[:, None] * noise)
+    widths = [law[f"{name}_high"] - law[f"{name}_low"] for name in ("b_seeds", "b")]
+    assert law["lack_of_fit"] > 10 and widths[1] > 2 * widths[0] and law["r_squared"] > 0.95
 
 
-def test_too_few_sizes_are_refused_in_one_line(tmp_path, monkeypatch, trained, capsys) -> None:
-    with pytest.raises(ValueError, match="needs at least 3 sizes, but there are 2"):
-        fit_power_law([1.0, 2.0], [[1.0, 1.0], [2.0, 2.0]], floor=False)
-    with pytest.raises(ValueError, match="needs at least 4 sizes, but there are 3"):
-        fit_power_law(X[:3], [[1.0, 1.0]] * 3, floor=True)
-    make_series(tmp_path / "cells", sizes=(32, 48))
-    assert run_main(monkeypatch, "--records", tmp_path / "cells", "--sizes", 32, 48) == 2
+def test_too_few_sizes_are_refused_in_one_line(tmp_path, monkeypatch, capsys) -> None:
+    for record in make_series(sizes=(32, 48)):
+        add_line(tmp_path / "cells.jsonl", record["name"], record)
+    assert run_main(monkeypatch, decide, "--records", tmp_path / "cells.jsonl") == 2
     assert capsys.readouterr().err == "error: a power law needs at least 3 sizes, but there are 2\n"
-    assert trained == [] and not (tmp_path / "cells.json").exists()
+    assert not (tmp_path / "cells.json").exists()
 
 
-def test_cells_with_different_settings_are_refused(tmp_path) -> None:
-    make_series(tmp_path, sizes=(32, 48, 64))
-    make_series(tmp_path, sizes=(96,), steps=101)
-    with pytest.raises(ValueError, match="`trainer` must be the same in all cells of .*, but is not in 96_1"):
-        model_size.read_cells(tmp_path)
+def test_cells_with_different_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="`trainer` must be the same in all cells, but is not in 96_1"):
+        decide.by_size([*make_series(sizes=(32, 48, 64)), *make_series(sizes=(96,), steps=101)])
 
 
 def test_a_curve_has_at_most_20_points_and_always_the_last(tmp_path) -> None:
@@ -184,8 +168,8 @@ def test_a_curve_has_at_most_20_points_and_always_the_last(tmp_path) -> None:
     assert len(curve) == 17 and curve[-1] == {"step": 99, "loss": 9.9} and curve[0]["step"] == 3
 
 
-def test_the_figures_show_the_records_with_units_at_page_width(tmp_path) -> None:
-    record = model_size.summarize(model_size.read_cells(make_series(tmp_path / "cells")))
+def test_the_figures_show_the_records_with_units_at_page_width() -> None:
+    record = decide.summarize(decide.by_size(make_series()))
     laws, curves = draw_laws(record), draw_model_sizes(record)
     for figure in (laws, curves):
         assert figure.get_figwidth() == PAGE_WIDTH
@@ -197,17 +181,5 @@ def test_the_figures_show_the_records_with_units_at_page_width(tmp_path) -> None
     assert laws.axes[0].get_ylabel() == "validation loss (nats/token)"
     points = laws.axes[0].containers[0].lines[0]
     assert list(points.get_ydata()) == [record["metrics"][f"{n}/loss"]["value"] for n in record["config"]["curves"]]
-    assert len({line.get_linestyle() for line in laws.axes[0].get_lines() if len(line.get_xdata()) == 100}) == 2
     assert len([line for line in curves.axes[0].get_lines() if len(line.get_xdata())]) == 6
     plt.close("all")
-
-
-@pytest.mark.slow
-def test_the_figures_are_made_if_there_is_a_record(tmp_path) -> None:
-    shutil.copy(ROOT / "analysis" / "scaling" / "records" / "cost_model.json", tmp_path)
-    assert not [name for name in make_figures.figures(tmp_path) if name.startswith("model_size")]
-    record = model_size.summarize(model_size.read_cells(make_series(tmp_path / "cells")))
-    (tmp_path / "model_size.json").write_text(json.dumps(record))
-    made = make_figures.draw_all(tmp_path, tmp_path / "figures")
-    assert {path.name for path in made} > {"model_size.png", "model_size_laws.png"}
-    assert all(path.stat().st_size > 10_000 for path in made)

@@ -80,24 +80,13 @@ def test_the_figure_has_page_width_and_names_each_curve_at_its_end(figure: Figur
     assert axis.get_ylabel() == "validation perplexity, log scale" and axis.get_xlabel() == "iterations"
 
 
-def test_the_record_names_its_inputs(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_script_draws_a_figure_and_prints_the_lowest_perplexities(tmp_path: Path, monkeypatch, capsys) -> None:
     runs = [make_run(tmp_path / "a", {10: 90.0, 20: 50.0}), make_run(tmp_path / "b", {30: 20.0}, SHAPES[1])]
     picture = tmp_path / "pictures" / "curves.png"
     assert run_main(monkeypatch, *runs, "--x", "tokens", "--output", picture) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG") and capsys.readouterr().err == ""
-    record = json.loads(picture.with_suffix(".json").read_text())
-    assert record["kind"] == "scaled_down" and record["config"]["x"] == "tokens"
-    read = record["config"]["runs"]
-    assert [(one["label"], one["points"]) for one in read] == [("small, 2 x 24", 2), ("small, 3 x 32", 1)]
-    assert len({one["metrics_sha256"] for one in read}) == 2
-    assert record["metrics"]["small, 2 x 24/best_perplexity"] == {"value": 50.0, "unit": "perplexity"}
-
-
-def test_a_run_of_the_papers_size_and_length_is_recognized(tmp_path: Path) -> None:
-    points = {300_000: 10.0}
-    whole = perplexity_curves.read_curve(make_run(tmp_path / "a", points, (24, 1024, 16)))
-    other = perplexity_curves.read_curve(make_run(tmp_path / "b", {20: 10.0}, (24, 1024, 16)))
-    assert perplexity_curves.is_papers(whole) and not perplexity_curves.is_papers(other)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr()
+    assert printed.out.startswith("small, 2 x 24: lowest perplexity 50\n") and printed.err == ""
 
 
 def test_runs_on_other_text_are_drawn_with_a_warning(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -1,12 +1,15 @@
 """Table 5 has every printed value once, ours beside it for runs of the paper's setting, and small runs separately."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
+from analysis.finetuning.small import RECORDS, summarize
 from analysis.finetuning.table import table_5
 from analysis.ledger.entries import PAPER as NUMBERS
+from analysis.report.records import read_lines
 from lmscale.config import TransformerConfig
 from lmscale.config.finetune import FinetuneConfig
 from lmscale.finetune.record_kind import SCORED, TRAINED, record_kind
@@ -71,3 +74,8 @@ def test_only_the_papers_size_on_the_full_set_is_a_run() -> None:
     assert record_kind(qqp_run(max_train_examples=100), PAPER, whole, trained)[0] == "scaled_down"
     post = dataclasses.replace(PAPER, norm_order="post")
     assert record_kind(qqp_run(), post, whole, trained)[0] == "scaled_down"
+
+
+def test_the_committed_comparison_matches_the_committed_runs() -> None:
+    again = summarize(read_lines(RECORDS / "finetune_small.jsonl"))
+    assert again["metrics"] == json.loads((RECORDS / "finetune_small.json").read_text())["metrics"]

@@ -11,7 +11,7 @@ import pytest
 
 from analysis.report import make_tables, results_page
 from analysis.report.record_list import described, link_to_record, record_list
-from analysis.report.records import read_records
+from analysis.report.records import add_line, read_records
 from analysis.report.results_page import metric_tables
 from analysis.zero_shot.table import table_3
 from lmscale.config import TransformerConfig
@@ -76,6 +76,7 @@ def test_a_record_is_linked_from_the_folder_of_a_page() -> None:
     assert link_to_record("demo.json", ROOT) == "[demo.json](analysis/demo/records/demo.json)"
     link = "[cpu/*/a.json](../analysis/benchmarks/records/cpu)"
     assert link_to_record("cpu/*/a.json", ROOT / "docs") == link
+    assert link_to_record("study/*", ROOT) == "[study/*](analysis/norm_order/records/study.jsonl)"
     assert link_to_record("no_such.json", ROOT) == "no_such.json" and link_to_record(None, ROOT) is None
 
 
@@ -91,6 +92,29 @@ def test_a_record_is_found_by_its_name_in_the_folder_of_its_study(tmp_path) -> N
     assert list(read_records(tmp_path, needed=())) == ["a.json", "cells/b.json"]
     (tmp_path / "two" / "records" / "a.json").write_text("{}")
     with pytest.raises(ValueError, match="names of records must be different, but a.json occurs twice"):
+        read_records(tmp_path, needed=())
+
+
+def test_records_of_a_file_have_what_they_share_and_their_own(tmp_path) -> None:
+    path = tmp_path / "records" / "cells.jsonl"
+    path.parent.mkdir()
+    path.write_text(
+        '{"shared": {"record_version": 1, "config": {"steps": 5, "model": {"layers": 2}}}}\n'
+        '{"record": "a", "config": {"model": {"heads": 4}, "lr": 1}}\n'
+        '{"record": "b", "kind": "run"}\n'
+    )
+    add_line(path, "c", {"record_version": 1})
+    shared = {"steps": 5, "model": {"layers": 2}}
+    assert read_records(tmp_path, needed=()) == {
+        "cells/a": {"record_version": 1, "config": shared | {"model": {"layers": 2, "heads": 4}, "lr": 1}},
+        "cells/b": {"record_version": 1, "config": shared, "kind": "run"},
+        "cells/c": {"record_version": 1},
+    }
+    add_line(path, "c", {"record_version": 1})
+    with pytest.raises(ValueError, match="IDs of records must be different, but c occurs twice in .*cells.jsonl"):
+        read_records(tmp_path, needed=())
+    path.write_text('{"record": "a"')
+    with pytest.raises(ValueError, match="must hold JSON, but line 1 of .*cells.jsonl is not"):
         read_records(tmp_path, needed=())
 
 

@@ -25,7 +25,7 @@ def identify_language(text: str) -> tuple[str, float]:
     Returns:
         code (ISO 639-1, or 639-3 for languages without one; `und` for a text without letters), probability in [0, 1].
 
-    Source: the paper's section 4.1 filters with langdetect; analysis/data_costs/language_cost.py
+    Source: the paper's section 4.1 filters with langdetect; analysis/data_costs/records/language_cost_cpu.json
         compares it with this model.
     """
     found = _judge(text[:FIRST_CHARACTERS])

@@ -1,0 +1,309 @@
+"""`analysis/norm_order/decide.py`: the committed outcome, and what planted outcomes of the second study give."""
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from made_study import LIMITS, learns, loss, make_cells, tells
+
+from analysis.norm_order import decide as script
+from analysis.norm_order.cells import CANDIDATES, LOSS, early_statistics
+from analysis.norm_order.decide import (
+    Rule,
+    compare_limits,
+    decide,
+    describe_repeats,
+    exponent,
+    fix_rule,
+    holm,
+    judge,
+    mechanism_cells,
+    observations,
+    place,
+    read_limits,
+    read_outcomes,
+    slope_test,
+    study_cells,
+)
+from analysis.norm_order.outcome_table import limits_table, questions_table, table_of_tests
+from analysis.norm_order.run import RECORDS, Cell
+from analysis.report.records import read_lines
+
+
+@pytest.fixture(scope="module")
+def planted() -> pd.DataFrame:
+    return make_cells()
+
+
+@pytest.fixture(scope="module")
+def outcome(planted) -> dict:
+    return decide(planted, planted[:0])
+
+
+@pytest.fixture(scope="module")
+def committed() -> pd.DataFrame:
+    return study_cells(read_lines(RECORDS / "study.jsonl").values())
+
+
+def config_of(cells: pd.DataFrame) -> dict:
+    return decide(cells, cells[:0])["config"]
+
+
+def test_the_committed_summaries_match_the_committed_cells(tmp_path, monkeypatch, capsys) -> None:
+    """Except for the last digits, which may differ between versions of numpy and scipy."""
+    for name in ("norm_order.jsonl", "study.jsonl", "repeated.jsonl"):
+        (tmp_path / name).symlink_to(RECORDS / name)
+    monkeypatch.setattr("sys.argv", ["decide.py", "--records", str(tmp_path)])
+    assert script.main() == 0 and " 10 DeepNorm learns where post-norm is stuck: supported" in capsys.readouterr().out
+    for name in ("norm_order.json", "norm_order_study.json"):
+        once, again = (json.loads((folder / name).read_text()) for folder in (RECORDS, tmp_path))
+        for key in ("metrics", "config"):
+            assert again[key] == nearly(once[key])
+
+
+def nearly(value: object) -> object:
+    """The same value, equal to one that differs in the last digits of its numbers."""
+    if isinstance(value, dict):
+        return {key: nearly(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [nearly(part) for part in value]
+    return pytest.approx(value, rel=1e-9, abs=1e-12) if isinstance(value, float) else value
+
+
+def test_an_incomplete_study_is_not_decided(tmp_path, monkeypatch, capsys) -> None:
+    lines = (RECORDS / "norm_order.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "norm_order.jsonl").write_text("".join(lines[:-1]))
+    monkeypatch.setattr("sys.argv", ["decide.py", "--records", str(tmp_path)])
+    assert script.main() == 2
+    assert capsys.readouterr().out.startswith("first study: 1 of 66 cells have no record in")
+    assert not (tmp_path / "norm_order.json").exists()
+
+
+def test_the_rates_of_the_cells_are_those_that_the_plans_rule_chooses(committed) -> None:
+    rates = {(row["family"], row["layers"], row["order"]): row["lr"] for row in config_of(committed)["rates"]}
+    scored = committed[committed["group"].isin(["losses", "race", "gpt"])]
+    assert all(rates[row.family, row.layers, row.order] == row.lr for row in scored.itertuples())
+
+
+def test_planted_effects_are_found(planted, outcome) -> None:
+    found = outcome["config"]
+    wanted = ["supported"] * 12
+    wanted[2] = wanted[3] = "not supported"  # B2T and post-norm differ by less than the noise
+    assert [row["decision"] for row in found["tests"]] == wanted
+    first, third, seventh, eighth = (found["tests"][test - 1] for test in (1, 3, 7, 8))
+    assert first["effect"] == pytest.approx(-0.15, abs=0.02) and first["low"] < first["effect"] < first["high"] < 0
+    assert (first["method"], first["n"]) == ("paired t", 8) and "post 8 of 8 learned" in first["note"]
+    assert third["low"] < 0 < third["high"]  # the interval is there although the test does not reject
+    assert seventh["effect"] == pytest.approx(-1) and seventh["n"] == 16 and "6, 12, 24, 48 layers" in seventh["note"]
+    assert (eighth["n"], eighth["effect"], eighth["p"]) == (8, 1.0, pytest.approx(1 / 256))
+    assert found["exponents"]["post"]["k"] == pytest.approx(1) and found["exponents"]["pre"]["k"] == pytest.approx(0)
+    for order, limits in LIMITS.items():
+        rows = observations(read_limits(planted), order)
+        limits = {layers: at for layers, at in limits.items() if (order, layers) != ("b2t", 48)}  # one rate, no limit
+        assert rows.groupby("layers")["place"].agg(["min", "max"]).to_dict() == {"min": limits, "max": limits}
+    recovered = found["recovery"]
+    assert recovered["b2t, 24 layers: recovers"] and recovered["b2t, 48 layers: learns at twice post-norm's limit"]
+    assert recovered["b2t, 12 layers: recovers"] is False and recovered["warm-up of 400, 24 layers: recovers"]
+    assert recovered["warm-up of 400, 12 layers: 100 steps do so too"] and found["tests"][11]["unit"] == "nats/token"
+    assert not recovered["warm-up of 400, 24 layers: 100 steps do so too"] and set(found["refuted"].values()) == {False}
+
+
+def test_no_effect_is_not_claimed() -> None:
+    def alike(cell: Cell) -> bool:
+        return cell.seed % 2 == 0 if 200 < cell.seed < 300 else place(float(cell.lr)) <= 5
+
+    def noisy(cell: Cell) -> float:
+        return 3.5 + np.random.default_rng([cell.seed, *cell.order.encode()]).normal(0, 0.01)
+
+    config = config_of(make_cells(learns=alike, loss=noisy, tells=lambda cell, stuck: tells(cell, False)))
+    assert [config["tests"][test - 1].pop("decision") for test in (8, 10)] == ["too few pairs"] * 2  # 4 of 8 are stuck
+    assert {row.get("decision", "not supported") for row in config["tests"]} == {"not supported"}
+    assert config["refuted"]["question 1"] and config["refuted"]["question 4"] and config["refuted"]["question 3"]
+    assert config["refuted"]["question 2"] is False  # no difference is not the opposite one
+
+
+def test_the_opposite_effect_is_told_and_refutes() -> None:
+    config = config_of(make_cells(loss=lambda cell: loss(cell) + {"pre": -0.15, "post": 0.15}.get(cell.order, 0)))
+    decisions = [row["decision"] for row in config["tests"]]
+    assert [decisions[test - 1] for test in (1, 2, 11, 12)] == ["the opposite is supported"] * 4
+    assert decisions[2] == "supported" and config["tests"][2]["effect"] < 0
+    assert config["refuted"]["question 2"] and config["refuted"]["question 5"]
+
+
+def test_a_seed_that_did_not_learn_takes_the_t_test_away() -> None:
+    """Post-norm is lower with 5 seeds, stuck with 2; with 1 neither learns."""
+
+    def some(cell: Cell) -> bool:
+        return learns(cell) and cell.seed != 18 and (cell.order, cell.layers, cell.seed // 2) != ("post", 12, 6)
+
+    cells = make_cells(learns=lambda cell: some(cell) and (cell.order, cell.layers, cell.seed) != ("post", 12, 11))
+    record = decide(cells, cells[:0])
+    config = record["config"]
+    first = config["tests"][0]
+    assert (first["method"], first["n"], first["effect"]) == ("exact sign test", 7, 4 / 7)
+    assert first["p"] == 1.0 and first["decision"] == "not supported" and first["unit"] == "share of pairs"
+    assert first["note"] == "post 4 of 8 learned, pre 7 of 8 learned"
+    assert config["tests"][1]["n"] == 7 and config["tests"][1]["p"] == pytest.approx(2 / 2**7)
+    assert config["recovery"]["b2t, 12 layers: loss near post-norm's"]  # where post-norm learns
+    assert "post-norm minus pre-norm lower in 4 of the 7 pairs that differ (" in questions_table(record)["found"][1]
+
+
+@pytest.mark.parametrize("num_stuck, decision", [(4, "too few pairs"), (5, "not supported"), (8, "supported")])
+def test_too_few_stuck_pairs_support_nothing(planted, num_stuck: int, decision: str) -> None:
+    cells = planted.copy()
+    mechanism = cells.index[cells["group"] == "mechanism"]
+    cells.loc[mechanism[num_stuck:], ["state", "train_loss"]] = "learned", 3.5
+    eighth = config_of(cells)["tests"][7]
+    assert (eighth["n"], eighth["decision"]) == (num_stuck, decision)
+    assert (num_stuck < 5) == eighth["note"].endswith(f"; p cannot be below {0.5**num_stuck:.2g}")
+
+
+def test_rounding_to_the_grid_is_no_faster_fall() -> None:
+    """Both limits fall as depth^-0.5, from different values, and are rounded down to the grid."""
+    places = {"post": {6: 5, 12: 5, 24: 4}, "pre": {6: 5, 12: 5, 24: 5}}
+    rows = [
+        {"layers": layers, "order": order, "warmup": 100, "family": "bert", "seeds": {1: at, 2: at}}
+        for order, limits in places.items()
+        for layers, at in limits.items()
+    ]
+    result = compare_limits(pd.DataFrame(rows))
+    assert result["effect"] == pytest.approx(-0.5) and result["note"].endswith("rounding to the grid can give -0.5")
+    assert result["p"] < 0.05 and result["instead"] == {"supported": "within the grid's rounding"}
+    rows += [rows[2] | {"layers": 48, "seeds": {1: 3, 2: 3}}, rows[5] | {"layers": 48}]
+    result = compare_limits(pd.DataFrame(rows))
+    assert result["note"].endswith("can give -0.4") and result["effect"] < -0.4 and "instead" not in result
+
+
+def test_slopes_and_their_difference_have_the_values_of_a_regression() -> None:
+    """Of scipy's linregress: slopes -0.5 and -1.75 with standard errors 0.25 and 0.26020824993326676."""
+    layers = [6, 6, 12, 12, 24, 24]
+    pre = pd.DataFrame({"layers": layers, "place": [8, 7, 7, 7, 6, 7]})
+    post = pd.DataFrame({"layers": layers, "place": [6, 6, 4, 5, 3, 2]})
+    k = exponent(post)
+    assert k["k"] == pytest.approx(1.75) and k["high"] - k["k"] == pytest.approx(2.7764451 * 0.26020825, rel=1e-6)
+    assert (k["k_deepest_higher"], k["k_deepest_lower"]) == pytest.approx((1.25, 2.25))
+    test, error = (
+        slope_test(post, pre),
+        math.hypot(0.25, 0.26020824993326676),
+    )  # the pooled variance is the mean of both
+    assert test["effect"] == pytest.approx(-1.25) and test["p_unfavourable"] > test["p"]
+    assert test["high"] == pytest.approx(-1.25 + 2.306004135 * error)
+    flat = pd.DataFrame({"layers": layers, "place": [5] * 6})  # limits on a line have the variance of rounding
+    assert exponent(flat)["high"] == pytest.approx(2.7764451 * (1 / 12 / 4) ** 0.5)
+
+
+def test_holm_steps_down_and_never_decreases() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.004] + [1.0] * 11) == pytest.approx([0.048] + [1.0] * 11)
+
+
+def test_a_limit_needs_every_lower_rate(planted) -> None:
+    again = planted.copy()
+    keys = (again["group"] == "selection") & (again["layers"] == 12) & (again["order"] == "pre")
+    again.loc[keys & (again["lr"] == 1.5e-3) & (again["seed"] == 102), ["state", "train_loss"]] = "stuck", 4.74
+    row = read_limits(again).query("layers == 12 and order == 'pre' and warmup == 100 and family == 'bert'").iloc[0]
+    assert row["seeds"] == {101: place(6e-3), 102: place(0.75e-3)} and row["limit"] == place(0.75e-3)
+
+
+def test_b2t_stuck_where_post_norm_learns_refutes_at_any_depth(planted) -> None:
+    again = planted.copy()
+    again.loc[again["id"] == "6_b2t_0.003_w100_s102", "state"] = "stuck"
+    config = config_of(again)
+    assert config["stuck_b2t"] == ["6_b2t_0.003_w100_s102"] and config["refuted"]["question 3"]
+
+
+def test_the_rule_is_fixed_on_one_half_and_judged_on_the_other(planted, outcome) -> None:
+    cells = mechanism_cells(planted)
+    assert list(cells["id"]) == sorted(cells["id"]) and list(cells["judges"][:3]) == [True, False, True]
+    assert set(cells["order"]) == {"post"} and set(cells["layers"]) == {6, 12, 24, 48}
+    mechanism = outcome["config"]["mechanism"]
+    assert mechanism["rule"]["statistic"] == "constant_share/mlp" and mechanism["rule"]["above"]
+    assert mechanism["accuracy"] == 1.0 > mechanism["loss_accuracy"] and mechanism["n"] == (len(cells) + 1) // 2
+    confusion = mechanism["confusion"]
+    assert sum(confusion.values()) == mechanism["n"] and confusion["stuck, predicted not stuck"] == 0
+    assert mechanism["gained"] == confusion["stuck, predicted stuck"] and mechanism["lost"] == 0
+    flipped = cells.assign(**{"constant_share/mlp": np.where(cells["judges"], -cells["constant_share/mlp"], 0)})
+    assert fix_rule(flipped[~flipped["judges"]], CANDIDATES[:1] + (LOSS,)).statistic == LOSS  # only its half counts
+
+
+def test_equal_rules_are_decided_by_the_order_of_the_list() -> None:
+    stuck = np.array([False, False, True, True])
+    cells = pd.DataFrame({"stuck": stuck, "b": [4.0, 3.0, 2.0, 1.0], "a": [1.0, 2.0, 3.0, 4.0]})
+    assert vars(fix_rule(cells, ["a", "b"])) == {"statistic": "a", "threshold": 2.5, "above": True, "accuracy": 1.0}
+    rule = fix_rule(cells, ["b", "a"])
+    assert (rule.statistic, rule.above) == ("b", False) and list(rule.predict(cells)) == stuck.tolist()
+
+
+def test_the_condition_alone_predicts_what_the_first_half_did_under_it() -> None:
+    stuck = {True: [True, True, False, False], False: [True, False, False]}  # by `judges`, one condition each
+    rates = {True: [1.0, 2.0, 3.0, 4.0], False: [1.0, 2.0, 3.0]}  # 2: wrong; 4: unknown, so the majority's
+    cells = pd.concat(
+        pd.DataFrame({"judges": judges, "stuck": stuck[judges], "lr": rates[judges]}) for judges in (True, False)
+    )
+    cells = cells.assign(layers=24, warmup=100, state=np.where(cells["stuck"], "stuck", "learned"))
+    cells = cells.assign(**{name: cells["stuck"] + 0.5 for name in (*CANDIDATES, LOSS)})
+    assert judge(cells)["condition_accuracy"] == 0.75 and judge(cells)["accuracy"] == 1.0
+
+
+def test_a_rule_no_better_than_the_loss_is_refuted(planted) -> None:
+    config = config_of(planted.assign(**{LOSS: planted["constant_share/mlp"]}))
+    assert config["tests"][8]["decision"] == "supported" and config["refuted"]["question 4"]
+
+
+def test_at_24_layers_and_3e_3_the_rule_misses_both_stuck_runs_and_constant_share_is_highest_in_them(committed) -> None:
+    rule = Rule(**config_of(committed)["mechanism"]["rule"])
+    some = committed[(committed["group"] == "losses") & (committed["layers"] == 24) & (committed["order"] == "post")]
+    stuck, share = some["state"] == "stuck", some["constant_share/mlp"]
+    assert sorted(share[stuck].round(2)) == [0.85, 0.94] and share[~stuck].max().round(2) == 0.64
+    assert stuck.sum() == 2 and not rule.predict(some).any()
+
+
+def test_statistics_are_of_step_100() -> None:
+    columns = {name: [1.0, 3.0] for name in CANDIDATES}
+    config = {"statistics": {"50": {}, "100": columns}, "curve": [5.0, 4.9, 4.8, 4.7, 4.6]}
+    wanted = dict.fromkeys(CANDIDATES, 2.0) | {"gradient_norm/mlp": 1 / 3, LOSS: 4.7}
+    assert early_statistics(config) == pytest.approx(wanted)
+    assert early_statistics({"statistics": {"50": columns}, "curve": [5.0] * 5}) == {}
+    columns["gradient_norm/mlp"] = [1.0, None]
+    assert early_statistics(config) == {}
+
+
+def test_repeats_give_the_effect_on_one_cpu_type_and_decide_nothing(planted) -> None:
+    ours = (planted["group"] == "losses") & (planted["layers"] == 12) & (planted["order"] == "b2t")
+    cells = planted.assign(cpu=planted["cpu"].where(~ours, "another CPU"))
+    again = cells[ours].assign(cpu="a CPU", train_loss=cells[ours]["train_loss"] + np.array([0.004, *[-0.002] * 7]))
+    record = decide(cells, again)
+    notes = [row["note"] for row in record["config"]["tests"]]
+    assert [i for i, note in enumerate(notes, 1) if "; 8 pairs of two CPU types" in note] == [3, 5]
+    values = {name: entry["value"] for name, entry in record["metrics"].items()}
+    assert (values["repeated/cells"], values["repeated/other_states"]) == (8, 0)
+    assert values["repeated/largest_difference"] == pytest.approx(0.004)
+    assert values["repeated/mean_difference"] == pytest.approx(-0.00125)
+    for test in (3, 5):
+        assert values[f"repeated/test {test}/effect"] == pytest.approx(values[f"test {test}/effect"] - 0.00125)
+    assert not any(f"repeated/test {test}/effect" in values for test in (1, 2, 4, 6, 11, 12))
+    assert record["config"] == config_of(cells)
+    assert not any("test" in name for name in describe_repeats(cells, again.iloc[:7]))  # one cell is missing
+
+
+def test_the_committed_repeats_ran_on_another_cpu_type(committed) -> None:
+    repeats = read_outcomes(read_lines(RECORDS / "repeated.jsonl").values()).set_index("id")
+    assert (repeats["cpu"] != committed.set_index("id").loc[repeats.index, "cpu"]).all()
+
+
+def test_the_tables_have_the_records_words(outcome) -> None:
+    rows = table_of_tests(outcome).set_index("test")
+    first = outcome["config"]["tests"][0]
+    assert rows.loc["1", "effect, 95 %"] == f"{first['effect']:+.3f} [{first['low']:+.3f}, {first['high']:+.3f}]"
+    assert rows.loc["8", "effect, 95 %"] == "1.00 [0.63, 1.00]" and rows.loc["8", "p"] == "0.0039"
+    assert rows.loc["4", "decision"] == "not supported" and rows.loc["7", "unit"] == "log2 rate per log2 depth"
+    found = questions_table(outcome).set_index(questions_table(outcome)["question"].str[0])["found"]
+    assert "post-norm 1.00 [0.78, 1.22] at 6 to 48 layers (0.70 to 1.30 with" in found["1"]
+    assert found["1"].endswith("(test 7): -1.000 [-1.281, -0.719] (supported).")
+    assert found["3"].startswith("B2T: no at 12 layers, yes at 24 layers.")
+    assert "(two seeds): trivially, as 100 steps do, at 12 layers, yes at 24 layers." in found["3"]
+    assert "8 of the 8 pairs that differ (supported)" in found["4"] and "(test 9: supported)" in found["4"]
+    assert set(questions_table(outcome)["expectation refuted"]) == {"no"}
+    assert limits_table(outcome).loc[("post-norm", 100)].tolist() == ["0.012", "0.006", "0.003", "0.0015"]
