@@ -6,6 +6,7 @@ INSTALLED := .venv/.installed
 
 REAL_BERT := .venv/.real_bert
 MKDOCS := .venv/.mkdocs
+COSMIC_RAY := .venv/.cosmic_ray
 # In parallel, whole files at a time. pytest-randomly shuffles the files, and the tests within each, and prints its seed.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
@@ -29,6 +30,10 @@ $(REAL_BERT): $(INSTALLED)
 # mkdocs, for `make docs`.
 $(MKDOCS): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]" && touch $@
+
+# cosmic-ray, for `make mutants`.
+$(COSMIC_RAY): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[mutants]" && touch $@
 
 demo: setup
 	$(BIN)/python analysis/demo/demo.py
@@ -65,9 +70,17 @@ test-without-torch:
 test-cuda-all: setup
 	$(BIN)/python -m pytest -m "slow or not slow" tests/cuda
 
-# Plant the planned small mistakes one by one and count those that the fast tests detect; goes on where it stopped.
-mutants: setup
-	$(BIN)/python analysis/correctness/mutants.py
+# Mutation testing of one source file, by cosmic-ray, which changes it in place: a mutant survives if TESTS pass.
+# make mutants FILE=src/lmscale/parallel/grad_norm.py TESTS="tests/parallel/test_replicated_gradients.py"
+MUTANTS := outputs/mutants
+mutants: $(COSMIC_RAY)
+	@git diff --quiet HEAD -- $(FILE) || { echo "error: FILE must have no uncommitted change, but $(FILE) has" >&2; exit 2; }
+	@mkdir -p $(MUTANTS)
+	@printf '[cosmic-ray]\nmodule-path = "%s"\ntest-command = "%s"\ntimeout = 300.0\n[cosmic-ray.distributor]\nname = "local"\n' \
+	  "$(FILE)" "$(BIN)/python -m pytest -x -q -p no:randomly -p no:cacheprovider $(TESTS)" > $(MUTANTS)/config.toml
+	trap 'git checkout --quiet -- $(FILE)' EXIT; $(BIN)/cosmic-ray init --force $(MUTANTS)/config.toml $(MUTANTS)/session.sqlite && \
+	  $(BIN)/cosmic-ray baseline $(MUTANTS)/config.toml && $(BIN)/cosmic-ray exec $(MUTANTS)/config.toml $(MUTANTS)/session.sqlite
+	$(BIN)/cr-report --surviving-only --show-diff $(MUTANTS)/session.sqlite
 
 # Training on this machine's GPUs (2 to 8): layouts, kill and resume, bandwidth, planned for five minutes; one report.
 check-gpus:
