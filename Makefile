@@ -1,4 +1,4 @@
-# Targets: setup demo test test-documents test-all coverage test-without-torch test-cuda-all check-gpus mutants lint format tables figures report reference docs h200-wheels clean
+# Targets: setup demo test test-documents test-all coverage test-without-torch test-cuda-all check-gpus mutants lint format tables figures reference docs h200-wheels clean
 # To use another Python: make setup PYTHON=python3.12
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,7 +10,7 @@ COSMIC_RAY := .venv/.cosmic_ray
 # In parallel, whole files at a time. pytest-randomly shuffles the files, and the tests within each, and prints its seed.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-documents test-all coverage test-without-torch test-cuda-all check-gpus mutants h200-wheels tables figures report reference docs lint format clean
+.PHONY: setup demo test test-documents test-all coverage test-without-torch test-cuda-all check-gpus mutants h200-wheels tables figures reference docs lint format clean
 
 setup: $(INSTALLED)
 
@@ -95,22 +95,18 @@ h200-wheels: setup
 
 # From the committed records: the paper's tables beside ours, the ledger, the tables of README.md and docs/results.md.
 tables: setup
-	$(BIN)/python analysis/report/make_tables.py
+	$(BIN)/python analysis/pages/make_tables.py
 
-# Every figure from the committed records: outputs/figures/
+# Findings and every figure from the committed records: outputs/figures/README.md
 figures: setup
-	$(BIN)/python analysis/report/make_figures.py
-
-# One page with findings, figures, the cost model, ledger and tables: outputs/report/index.html
-report: setup
-	$(BIN)/python analysis/report/make_report.py
+	$(BIN)/python analysis/pages/make_figures.py
 
 # Reference of every configuration key: docs/reference/keys.md
 reference: setup
 	$(BIN)/python -m lmscale.cli.reference
 
-# These pages as a site: outputs/site/index.html
-docs: $(MKDOCS)
+# docs/, the findings and figures, and the ledger as a site: outputs/site/index.html
+docs: $(MKDOCS) figures
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 lint: setup

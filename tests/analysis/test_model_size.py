@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from analysis.model_size import run as model_size
 from analysis.model_size.figure import draw_laws, draw_model_sizes
 from analysis.model_size.power_law import fit_power_law
-from analysis.report import make_figures
+from analysis.pages import make_figures
 from analysis.report.style import PAGE_WIDTH
 from lmscale.cli.conf_files import look_up
 from lmscale.config.pretrain import RunConfig
