@@ -2,7 +2,7 @@
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, malicious, unfinished or of another program; the message is one line and names it."""
+    """A checkpoint is damaged, malicious, unfinished or not ours; the message is one line and names it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.splitlines()))  # names in a forged file may contain line ends

@@ -74,7 +74,7 @@ def complete(values: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict
     """Add the model type and the sizes if they are missing, as in files of 2019; the tensors give them.
 
     Args:
-        shapes: of the tensors, by their names in the files.
+        shapes: shapes of the tensors, by their names in the files.
 
     Raises:
         CheckpointError: the model is not known here.
@@ -117,12 +117,11 @@ def config_from_hf(values: dict[str, Any], vocab_multiple: int | None = None) ->
     gives an equal configuration.
 
     Args:
-        values: of its `config.json`.
+        values: content of its `config.json`.
         vocab_multiple: rows of the vocabulary are padded to a multiple of this; None: our default.
 
     Raises:
-        CheckpointError: a key whose value ours cannot compute with, one that nobody here knows, or a size that is not
-            there.
+        CheckpointError: a key whose value ours cannot compute with, an unknown one, or a missing size.
     """
     model = hf_model(values)
     num_types = family_of(model.settings["family"]).num_token_types

@@ -192,7 +192,7 @@ def write_hf_files(
 
     Args:
         shapes: name -> (shape, dtype), in the order in which `tensors` come.
-        max_file_bytes: of data in a file, unless a single tensor has more.
+        max_file_bytes: limit on the data in a file, unless a single tensor has more.
     """
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in shapes.items()}
     groups: list[list[str]] = [[]]

@@ -40,7 +40,7 @@ def export_hugging_face(
     Args:
         source: a checkpoint of any layout, or a run folder (its newest one).
         target: a folder that does not exist yet.
-        dtype: of the written weights, rounded to nearest.
+        dtype: type of the written weights, rounded to nearest.
         tokenizer: its files or folder; None takes `tokenizer/` beside the source, if it is there.
         name: for the model card, to load the model by; None: that of the target.
 
@@ -165,7 +165,7 @@ def _check_tensors(
     """Every tensor of theirs has a place in ours with the right shape, and the other way round.
 
     Returns:
-        names of ours that must be drawn anew.
+        our names of the tensors that must be initialized.
     """
     known = {row.theirs for row in rows} | reader.check_aliases()
     unexpected = sorted(reader.name_in_file(name) for name in reader.names() - known)

@@ -175,7 +175,7 @@ def check_files(path: Path, metadata: CheckpointMetadata) -> None:
 
 
 def wrong_length(path: Path, entry: FileEntry) -> str | None:
-    """What is wrong with the length of a file; None if it has the length of its entry."""
+    """Describe a file whose length differs from its entry; None if they agree."""
     actual = path.stat().st_size if path.is_file() else "missing"
     return None if actual == entry.num_bytes else f"{path.name} must have {entry.num_bytes} bytes, but is {actual}"
 
@@ -184,7 +184,7 @@ def check_is_checkpoint(path: Path) -> None:
     """Check that `path` is a checkpoint of this package, and otherwise report what it seems to be.
 
     Raises:
-        CheckpointError: it is a file, a directory without `metadata.json`, or a checkpoint of another program.
+        CheckpointError: it is a file, a directory without `metadata.json`, or not an lmscale checkpoint.
     """
     if path.is_file():
         raise CheckpointError(f"{path.name} is a file, but a checkpoint is a directory; pickled files are never read")

@@ -15,9 +15,9 @@ def model_card(metadata: CheckpointMetadata, config: TransformerConfig, model_cl
     """The model card in Markdown: sizes, data, training, losses, and how to load the model.
 
     Args:
-        metadata: of the checkpoint; an imported one knows neither data nor losses.
-        model_class: of transformers.
-        dtype: of the written weights.
+        metadata: metadata of the checkpoint; an imported one knows neither data nor losses.
+        model_class: name of the class in transformers.
+        dtype: type of the written weights.
         name: to load the model by: a repository of the hub, or the folder.
     """
     causal = family_of(config.family).is_causal
@@ -88,7 +88,7 @@ def check_hub(repository: str) -> None:
     """Check that a repository of the hub can be written, before the export.
 
     Raises:
-        ValueError: huggingface_hub is not installed, there is no network, or nobody is logged in.
+        ValueError: huggingface_hub is not installed, there is no network, or no user is logged in.
     """
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ValueError("`push_to_hub` must be null where huggingface_hub is not installed, but is " + repository)

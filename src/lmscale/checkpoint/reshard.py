@@ -1,4 +1,4 @@
-"""Convert a checkpoint to another layout or vocabulary padding, weights and optimizer state, bitwise."""
+"""Convert a checkpoint to a different layout or vocabulary padding, weights and optimizer state, bitwise."""
 
 import dataclasses
 from collections.abc import Iterator

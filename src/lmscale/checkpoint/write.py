@@ -52,7 +52,7 @@ def divide_tensors(
     Args:
         entries: every tensor of the checkpoint by key, equal on all ranks; pieces are ignored.
         owners: by key, the only data rank that holds a tensor, or None if all do; None if all hold all tensors.
-        padding: by parameter name, what the shards hold after the last index (`padding_of`), which nobody writes.
+        padding: by parameter name, what the shards hold after the last index (`padding_of`); it is not written.
     """
     load = [[0] * tp_size for _ in range(dp_size)]
     places: dict[str, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""What a preparation reads: the files of local sources and the parts of Hugging Face datasets."""
+"""Inputs of a preparation: the files of local sources and the parts of Hugging Face datasets."""
 
 import os
 from dataclasses import dataclass

@@ -121,7 +121,7 @@ def _kept(root: Path, name: str) -> int | None:
 
 
 def _check_output(output: Path, root: Path, facts: dict) -> None:
-    """Raise an error if the output is finished or was started with another configuration."""
+    """Raise an error if the output is finished or was started with a different configuration."""
     if (output / "manifest.json").exists():
         raise ValueError(f"`output` must be a folder without a finished dataset, but {output} has one (manifest.json)")
     before = _kept(root, "facts")

@@ -20,7 +20,7 @@ class Answer:
 
     Args:
         line: line number of the passage.
-        log_likelihood: of the whole word given the text before it, in nats (at most 0).
+        log_likelihood: log-likelihood of the whole word given the text before it, in nats (at most 0).
         right: every token of the word is the most probable one given its predecessors.
         last_token_right: the last token of the word is.
         right_filtered: as `right`, with stop words excluded as the first token.

@@ -40,7 +40,7 @@ PROMPT_TIMEOUT = timedelta(days=7)  # how long ranks wait for the user to type
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """What every rank receives; all files have been read.
+    """The data sent to every rank; all files have been read.
 
     Args:
         prompts: None if the user types them.

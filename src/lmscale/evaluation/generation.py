@@ -29,7 +29,7 @@ class Generator:
     Args:
         model: in evaluation mode.
         end_id: id of the end-of-text token, which ends a row and is not part of it; None if no token ends a row.
-        seed: of all random numbers.
+        seed: seed of all random numbers.
     """
 
     model: GPT

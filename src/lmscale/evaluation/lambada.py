@@ -81,7 +81,7 @@ def fit_passages(passages: Sequence[Passage], max_positions: int, name: str, tru
     """Return the passages that the model reads.
 
     Args:
-        name: of the file, for messages.
+        name: name of the file, for messages.
         truncate_left: a passage that is too long loses its first tokens.
 
     Raises:

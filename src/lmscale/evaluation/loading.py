@@ -127,10 +127,10 @@ def load_model(
     Args:
         path: one of our checkpoints at any layout, a run folder (its latest checkpoint), or a folder of a Hugging Face
             GPT-2, BERT or Megatron-BERT.
-        dtype: of weights and arithmetic.
+        dtype: type of weights and arithmetic.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, incomplete, or of another program; raised on all ranks.
+        CheckpointError: the checkpoint is missing, damaged, incomplete, or not written by lmscale; raised on all ranks.
         ValueError: `context.tp_size` does not divide the model.
 
     Communicates:

@@ -40,7 +40,7 @@ Metrics = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class ZeroShotJob:
-    """What every rank receives; all files have been read.
+    """The data sent to every rank; all files have been read.
 
     Args:
         banned: ids excluded as the first token of an answer; empty without the stop-word filter.

@@ -23,7 +23,7 @@ class WikiText103:
 
     Args:
         num_words: T_o of the raw text.
-        tokens: of the whole detokenized file, encoded as one string.
+        tokens: the whole detokenized file, encoded as one string.
         windows: over the T = len(tokens) - 1 targets.
     """
 

@@ -17,8 +17,8 @@ class ReadRules:
     """How the files of a source become documents.
 
     Args:
-        key: of the source in the configuration, `data` or `sources.<name>`, whose other values messages propose; None
-            if it has none.
+        key: configuration key of the source, `data` or `sources.<name>`, whose other values messages propose; None if
+            it has none.
         text_field: field of a JSONL line, parquet row or dataset row that holds the text.
         undecodable: what is done with bytes that are not UTF-8, and with lone surrogates of JSON; see `SourceConfig`.
         text_documents: a document of a text file is a `block` between blank lines or the whole `file`.
@@ -38,7 +38,7 @@ class FileReport:
 
     Args:
         place: path or name, for messages.
-        sha256: of the stored file; None for a dataset, or if it was not hashed.
+        sha256: digest of the stored file; None for a dataset, or if it was not hashed.
         documents: number of documents read.
         problems: kind -> [count, row of the first]. Kinds: FAULTS, `undecodable` (not UTF-8), `lone_surrogates`,
             `empty_documents`, `hidden_members` (of an archive), `empty_file`.

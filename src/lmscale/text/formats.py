@@ -157,7 +157,7 @@ def plain_bytes(raw: bytes, line: int = 1, place: str = "") -> bytes:
         place: what a message begins with.
 
     Raises:
-        UnreadableError: they are UTF-16, with or without its mark, or have a zero byte for another reason.
+        UnreadableError: they are UTF-16, with or without its mark, or contain a zero byte.
     """
     if line == 1 and raw.startswith(_UTF16):
         raise UnreadableError(f"{place}must be UTF-8, but begins with UTF-16's byte-order mark")

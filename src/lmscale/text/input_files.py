@@ -64,7 +64,7 @@ def list_files(path: Path, key: str) -> InputFiles:
     and of git, and macOS's `._` files. Links to folders are not followed.
 
     Args:
-        key: of the path in the configuration, for messages.
+        key: key of the path in the configuration, for messages.
 
     Raises:
         ValueError: there is none, one is a link without target, a pipe or a device (reading would block), or a

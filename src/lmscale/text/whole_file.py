@@ -22,7 +22,7 @@ def read_text_file(path: str | Path, key: str) -> TextFile:
     """Read a UTF-8 file, plain or packed, with LF or CR LF line ends.
 
     Args:
-        key: of the path in the configuration, for messages.
+        key: key of the path in the configuration, for messages.
 
     Raises:
         ValueError: the file is missing, empty, damaged or not UTF-8 text.
