@@ -1,4 +1,4 @@
-# Targets: setup demo test test-documents test-all coverage test-without-torch test-cuda-all check-gpus mutants lint format tables figures report reference docs h200-wheels clean
+# Targets: setup demo test test-documents test-all coverage test-without-torch test-cuda-all check-gpus mutants lint format tables figures reference docs h200-wheels clean
 # To use another Python: make setup PYTHON=python3.12
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,10 +6,11 @@ INSTALLED := .venv/.installed
 
 REAL_BERT := .venv/.real_bert
 MKDOCS := .venv/.mkdocs
+COSMIC_RAY := .venv/.cosmic_ray
 # In parallel, whole files at a time. pytest-randomly shuffles the files, and the tests within each, and prints its seed.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-documents test-all coverage test-without-torch test-cuda-all check-gpus mutants h200-wheels tables figures report reference docs lint format clean
+.PHONY: setup demo test test-documents test-all coverage test-without-torch test-cuda-all check-gpus mutants h200-wheels tables figures reference docs lint format clean
 
 setup: $(INSTALLED)
 
@@ -29,6 +30,10 @@ $(REAL_BERT): $(INSTALLED)
 # mkdocs, for `make docs`.
 $(MKDOCS): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]" && touch $@
+
+# cosmic-ray, for `make mutants`.
+$(COSMIC_RAY): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[mutants]" && touch $@
 
 demo: setup
 	$(BIN)/python analysis/demo/demo.py
@@ -65,9 +70,17 @@ test-without-torch:
 test-cuda-all: setup
 	$(BIN)/python -m pytest -m "slow or not slow" tests/cuda
 
-# Plant the planned small mistakes one by one and count those that the fast tests detect; goes on where it stopped.
-mutants: setup
-	$(BIN)/python analysis/correctness/mutants.py
+# Mutation testing of one source file, by cosmic-ray, which changes it in place: a mutant survives if TESTS pass.
+# make mutants FILE=src/lmscale/parallel/grad_norm.py TESTS="tests/parallel/test_replicated_gradients.py"
+MUTANTS := outputs/mutants
+mutants: $(COSMIC_RAY)
+	@git diff --quiet HEAD -- $(FILE) || { echo "error: FILE must have no uncommitted change, but $(FILE) has" >&2; exit 2; }
+	@mkdir -p $(MUTANTS)
+	@printf '[cosmic-ray]\nmodule-path = "%s"\ntest-command = "%s"\ntimeout = 300.0\n[cosmic-ray.distributor]\nname = "local"\n' \
+	  "$(FILE)" "$(BIN)/python -m pytest -x -q -p no:randomly -p no:cacheprovider $(TESTS)" > $(MUTANTS)/config.toml
+	trap 'git checkout --quiet -- $(FILE)' EXIT; $(BIN)/cosmic-ray init --force $(MUTANTS)/config.toml $(MUTANTS)/session.sqlite && \
+	  $(BIN)/cosmic-ray baseline $(MUTANTS)/config.toml && $(BIN)/cosmic-ray exec $(MUTANTS)/config.toml $(MUTANTS)/session.sqlite
+	$(BIN)/cr-report --surviving-only --show-diff $(MUTANTS)/session.sqlite
 
 # Training on this machine's GPUs (2 to 8): layouts, kill and resume, bandwidth, planned for five minutes; one report.
 check-gpus:
@@ -82,22 +95,18 @@ h200-wheels: setup
 
 # From the committed records: the paper's tables beside ours, the ledger, the tables of README.md and docs/results.md.
 tables: setup
-	$(BIN)/python analysis/report/make_tables.py
+	$(BIN)/python analysis/pages/make_tables.py
 
-# Every figure from the committed records: outputs/figures/
+# Findings and every figure from the committed records: outputs/figures/README.md
 figures: setup
-	$(BIN)/python analysis/report/make_figures.py
-
-# One page with findings, figures, the cost model, ledger and tables: outputs/report/index.html
-report: setup
-	$(BIN)/python analysis/report/make_report.py
+	$(BIN)/python analysis/pages/make_figures.py
 
 # Reference of every configuration key: docs/reference/keys.md
 reference: setup
 	$(BIN)/python -m lmscale.cli.reference
 
-# These pages as a site: outputs/site/index.html
-docs: $(MKDOCS)
+# docs/, the findings and figures, and the ledger as a site: outputs/site/index.html
+docs: $(MKDOCS) figures
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 lint: setup

@@ -1,4 +1,4 @@
-"""What `make docs` adds to mkdocs: the files outside docs/ to which its pages link become part of the site."""
+"""What `make docs` adds to mkdocs: the findings and figures of `make figures`, and files to which its pages link."""
 
 import os
 import re
@@ -8,6 +8,7 @@ from mkdocs.structure.files import File, InclusionLevel
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
+FIGURES = ROOT / "outputs" / "figures" / "README.md"
 LINK = re.compile(r"\[([^][]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -20,8 +21,10 @@ def place(target: Path) -> str:
 
 
 def on_files(files, config):
-    """Add the files outside docs/ to which its pages link, and those to which these link."""
-    pages, found = [ROOT / "README.md", *DOCS.rglob("*.md")], {}
+    """Add the page of figures, the files outside docs/ to which pages link, and those to which these link."""
+    pages = [ROOT / "README.md", FIGURES, *DOCS.rglob("*.md")]
+    source = {"abs_src_path": str(FIGURES)}
+    found = {FIGURES: File.generated(config, place(FIGURES), inclusion=InclusionLevel.NOT_IN_NAV, **source)}
     for page in pages:  # grows
         for _, path, _ in LINK.findall(page.read_text(encoding="utf-8")):
             target = (page.parent / path).resolve()

@@ -6,7 +6,7 @@
 #   DRY_RUN=1 bash analysis/benchmarks/bench_cpu.sh  print the commands of a part, or of all
 #
 #   1 GPT against Hugging Face compiled    2 GPT with dropout against eager peers    3 BERT against Hugging Face compiled
-#   4 two tensor ranks    5 Lightning and callbacks    6 the head's memory
+#   4 two tensor ranks
 #
 # NANOGPT=path/to/model.py   nanoGPT's model file for two more peers in part 2 (not part of this repository)
 #
@@ -36,9 +36,7 @@ part_2() {
 }
 part_3() { bench bench_bert_cpu model=bert_tiny model.hidden_dropout=0 model.attention_dropout=0 'peers=[hf_compiled]'; }
 part_4() { run "$PYTHON" analysis/benchmarks/tensor_parallel_cost.py --record "$RESULTS/tensor_parallel_cost_cpu.json"; }
-part_5() { run "$PYTHON" analysis/benchmarks/lightning_cost.py --record "$RESULTS/lightning_cost_cpu.json"; }
-part_6() { run "$PYTHON" analysis/benchmarks/head_memory.py --record "$RESULTS/head_memory.json"; }
-PARTS="1 2 3 4 5 6"
+PARTS="1 2 3 4"
 
 choose_parts "$@"
 for part in "${CHOSEN[@]}"; do "part_$part"; done

@@ -12,7 +12,7 @@ from lmscale.config.training import PrecisionConfig
 
 PADDED_VOCABULARIES = {"gpt": 51_200, "bert": 30_720}
 NAMES_OF_A_MODEL_FILE = {"GPT", "GPTConfig"}
-PEERS = ("hf_eager", "hf_compiled", "lightning", "megatron_core", "file_eager", "file_compiled", "ours_bf16")
+PEERS = ("hf_eager", "hf_compiled", "megatron_core", "file_eager", "file_compiled", "ours_bf16")
 FILE_PEERS = {"file_eager", "file_compiled"}
 
 
@@ -22,14 +22,14 @@ class BenchConfig:
 
     Args:
         model: the fields of `TransformerConfig`, and `name`; if `vocab_size` is null, the paper's padded vocabulary.
-        peers: some of `PEERS`: Hugging Face's model, eager, compiled or in a plain Lightning loop; megatron-core's GPT
+        peers: some of `PEERS`: Hugging Face's model, eager or compiled; megatron-core's GPT
             with the local spec; a model file in nanoGPT's form (`GPT`, `GPTConfig`), eager or compiled; our own step in
             bf16 (to compare with float8). Empty: ours alone.
         precision: fp32, bf16 or fp8; with fp8 the peers compute in bf16.
         file: model file of the peers `file_eager` and `file_compiled`.
         micro_batch_size: sequences per step.
         seq_length: tokens per sequence.
-        compiles: compile our layers, and the model of the peer `lightning`.
+        compiles: compile our layers.
         cuda_graphs: record and replay our layers as CUDA graphs.
         peak_tflops_per_s: an additional peak to report shares of, besides the data sheet's.
         steps_per_round, rounds: consecutive steps per contender; number of rounds.
@@ -95,7 +95,7 @@ class BenchConfig:
                     f"`micro_batch_size` x `seq_length` must be a multiple of {FLOAT8_MULTIPLE} with precision=fp8, "
                     f"but is {self.micro_batch_size} x {self.length}"
                 )
-        if config.family == "bert" and {*FILE_PEERS, "megatron_core", "lightning"} & set(self.peers):
+        if config.family == "bert" and {*FILE_PEERS, "megatron_core"} & set(self.peers):
             raise ValueError(
                 f"`peers` of a BERT must be hf_eager, hf_compiled or ours_bf16, but are {', '.join(self.peers)}"
             )

@@ -180,10 +180,6 @@ def make_contender(name: str, bench: BenchConfig, device: torch.device) -> Conte
         return HuggingFace(bench, device, compiles=name == "hf_compiled")
     if name in FILE_PEERS:
         return ModelFile(bench, device, compiles=name == "file_compiled")
-    if name == "lightning":
-        from .peers.lightning_loop import LightningLoop
-
-        return LightningLoop(bench, device)
     from .peers.megatron import MegatronCore
 
     return MegatronCore(bench, device)

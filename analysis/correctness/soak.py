@@ -238,14 +238,7 @@ def _read_rows(folder: Path) -> list[tuple[str, ...]]:
 def report(
     soak: Soak, differences: dict[str, int], options: argparse.Namespace, steps: int, seconds: float, path: Path
 ) -> int:
-    """Print the table and write the record; returns exit code 1 if anything was lost or differs, else 0."""
-    print(f"\n{'fault':<28}{'times':>6}")
-    for target, count in sorted(soak.kills.items()):
-        print(f"kill -9 of {target:<17}{count:>6}")
-    print(f"{'of these while saving':<28}{soak.num_in_save:>6}")
-    print(f"{'checkpoints lost':<28}{len(soak.lost):>6}")
-    for name, count in differences.items():
-        print(f"{name + ' that differ':<28}{count:>6}")
+    """Print the metrics and write the record; returns exit code 1 if anything was lost or differs, else 0."""
     for line in soak.lost:
         print(line)
     metrics = {f"kills/{name}": {"value": count, "unit": "kills"} for name, count in soak.kills.items()}
@@ -264,6 +257,8 @@ def report(
         steps=[0, steps],
     )
     write_record(record, path)
+    for name, entry in metrics.items():
+        print(f"{name:<32}{entry['value']:>8.6g} {entry['unit']}")
     print(f"record: {path}")
     return 1 if soak.lost or any(differences.values()) else 0
 

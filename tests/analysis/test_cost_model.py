@@ -10,7 +10,7 @@ import pytest
 import warm
 from entry_points import environment
 
-from analysis.scaling import fit_cost_model, measure, what_if
+from analysis.scaling import fit_cost_model, measure
 from analysis.scaling.cases import cpu_cases, gpu_cases
 from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_wall
 from analysis.scaling.sizes import DEVICES, memory_table
@@ -176,56 +176,6 @@ def test_figure_1_uses_the_two_printed_values(fitted: Cluster) -> None:
     assert one.texts[0].get_text() == "39" and many.texts[3].get_text() == "15.1"
     linear = [line for line in many.lines if line.get_label() == "linear"]
     assert linear[0].get_ydata()[-1] == pytest.approx(512 * 0.039)
-
-
-@pytest.fixture(scope="module")
-def what_if_tables() -> dict[str, list[dict]]:
-    return what_if.tables()
-
-
-@pytest.mark.slow
-def test_every_what_if_table_is_marked_as_modelled(what_if_tables) -> None:
-    tables = what_if_tables
-    assert len(tables) == 8
-    for title, rows in tables.items():
-        assert what_if.format_table(title, rows).splitlines()[0] == f"{title} (modelled)"
-
-
-@pytest.mark.slow
-def test_the_committed_what_if_tables_are_what_the_script_computes_now(what_if_tables) -> None:
-    record = json.loads((ROOT / "analysis" / "scaling" / "records" / "what_if.json").read_text(encoding="utf-8"))
-    assert record["kind"] == "modelled" and record["environment"]["dirty"] is False
-    now = json.loads(json.dumps(what_if_tables))
-    assert list(record["config"]["tables"]) == list(now)
-    for title, rows in now.items():
-        recorded = record["config"]["tables"][title]
-        assert len(recorded) == len(rows), title
-        for ours, theirs in zip(rows, recorded, strict=True):
-            numbers = {key for key, value in ours.items() if isinstance(value, (int, float))}
-            assert {k: v for k, v in ours.items() if k not in numbers} == {
-                k: v for k, v in theirs.items() if k not in numbers
-            }
-            for key in numbers:  # rounded by the script
-                assert theirs[key] == pytest.approx(ours[key], rel=1e-3, abs=0.11), (title, key)
-
-
-def test_tensor_parallelism_across_nodes_is_slower_with_one_link() -> None:
-    gains = {row["tp"]: row for row in what_if.beyond_a_node("h100")}
-    assert gains[8]["gain of doubling, one link"] > 1.5
-    assert gains[16]["gain of doubling, one link"] < 1 < gains[16]["gain of doubling, all links"]
-    shares = [row["messages %, all links"] for row in gains.values()]
-    assert shares == sorted(shares)
-
-
-@pytest.mark.slow
-def test_a_trillion_parameters_fit_one_h200_cluster_and_no_h100_one(what_if_tables) -> None:
-    rows = {
-        (row["cluster"], row["model"], row["GPUs"]): row
-        for name in ("h100", "h200")
-        for row in what_if_tables[f"Larger models on {name}"]
-    }
-    assert rows["h200", "1T", 16384]["layout"].startswith("tp 256")
-    assert "short" in rows["h100", "1T", 16384]["layout"]
 
 
 def test_tables_1_2_7_and_8_stand_beside_the_papers_values(fitted: Cluster) -> None:

@@ -8,7 +8,7 @@ import warm
 from entry_points import environment
 from PIL import Image
 
-from analysis.report import make_figures
+from analysis.pages import make_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "analysis" / "figures" / "norm_order_curves.png"
@@ -33,7 +33,7 @@ def test_a_fingerprint_covers_data_and_text() -> None:
 
 
 def test_no_title_is_wider_than_its_figure() -> None:
-    """The report would cut it off."""
+    """The file would cut it off."""
     for name, (_, figure) in make_figures.figures(make_figures.ANALYSIS).items():
         figure.canvas.draw()
         title = figure._suptitle.get_window_extent()
@@ -44,6 +44,6 @@ def test_no_title_is_wider_than_its_figure() -> None:
 def test_one_figure_alone_is_drawn_and_an_unknown_one_refused(tmp_path) -> None:
     captions = make_figures.draw_all(make_figures.ANALYSIS, tmp_path / "one", only="figure_5")
     assert [path.name for path in captions] == ["figure_5.png"] == [path.name for path in (tmp_path / "one").iterdir()]
-    script = str(ROOT / "analysis" / "report" / "make_figures.py")
+    script = str(ROOT / "analysis" / "pages" / "make_figures.py")
     done = warm.run([script, "--only", "figure_9"], ROOT, environment(), timeout=200)
     assert done.returncode == 2 and done.stderr.startswith("error: `--only` must be one of parameters,")

@@ -8,9 +8,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from analysis.ledger.entries import ENTRIES, PAPER, paper_shape
-from analysis.ledger.evidence import KINDS, Context
-from analysis.ledger.rows import kinds, ledger, short_form
-from analysis.report import make_tables
+from analysis.pages import make_tables
+from analysis.pages.evidence import KINDS, Context
+from analysis.pages.rows import kinds, ledger, short_form
 from analysis.report.records import read_records
 from analysis.report.results_page import fill
 from lmscale import paper

@@ -16,6 +16,7 @@ from typing import Any
 
 import pandas as pd
 
+from analysis.ledger.entries import Entry
 from analysis.norm_order.cells import STATES
 from analysis.scaling.sizes import paper_models
 from analysis.scaling.study import BASELINE_FLOPS_PER_S, MICRO_BATCH, predict_petaflops
@@ -25,8 +26,6 @@ from lmscale.paper import SEQ_LENGTH
 from lmscale.planner.communication import Collective, micro_batch_collectives
 from lmscale.planner.flops import TERA
 from lmscale.planner.params import count_parameters
-
-from .entries import Entry
 
 REPRODUCED, COUNTED, SCALED_DOWN = "reproduced", "counted", "scaled down"
 MODELLED, SETTING, NOT_RUN = "modelled", "setting", "not run"

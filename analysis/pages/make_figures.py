@@ -1,7 +1,7 @@
 """Draw every figure from the committed records: `make figures`.
 
-    python analysis/report/make_figures.py                 # outputs/figures/
-    python analysis/report/make_figures.py --only norm_order_curves --folder analysis/figures    # the README's
+    python analysis/pages/make_figures.py                 # outputs/figures/, whose README.md has findings and captions
+    python analysis/pages/make_figures.py --only norm_order_curves --folder analysis/figures    # the README's
 
 Figures 1 and 5 with the paper's and the cost model's bars; Figure 6, scaled down (`analysis/model_size/`); Figure 7 as
 a controlled experiment (`analysis/norm_order/`); Table 5, scaled down. To add a figure, add its name, caption and
@@ -37,6 +37,7 @@ from analysis.norm_order.study_figure import (
     draw_recovery,
 )
 from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
+from analysis.report.results_page import findings
 from analysis.report.style import DPI
 from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_wall, draw_parts
 from analysis.scaling.sizes import DEVICES, memory_table, parameter_table
@@ -141,8 +142,8 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
     return found
 
 
-def draw_all(results: Path, folder: Path, suffix: str = "png", only: str | None = None) -> dict[Path, str]:
-    """Draw every figure of a folder of records in the format `suffix`; returns captions by file.
+def draw_all(results: Path, folder: Path, only: str | None = None) -> dict[Path, str]:
+    """Draw every figure of a folder of records; returns captions by file.
 
     The metadata of each file holds the fingerprint of the figure under `Source`.
 
@@ -156,10 +157,20 @@ def draw_all(results: Path, folder: Path, suffix: str = "png", only: str | None 
     captions = {}
     for name, (caption, figure) in drawn.items():
         if only in (None, name):
-            path = folder / f"{name}.{suffix}"
+            path = folder / f"{name}.png"
             figure.savefig(path, dpi=DPI, metadata={"Source": fingerprint(figure)})
             captions[path] = caption
     return captions
+
+
+def findings_page(records: dict[str, dict], captions: dict[Path, str]) -> str:
+    """A page of Markdown: the findings with the figure of each, then the other figures."""
+    figures = {path.stem: f"![{path.stem}]({path.name})\n\n*{caption}.*" for path, caption in captions.items()}
+    parts = ["# Findings and figures", "Drawn by `make figures` from the committed records."]
+    for each in findings(records):
+        parts += [f"## {each['title']}", f"{each['text']} ({each['records']})"]
+        parts += [figures.pop(each["figure"])] if each["figure"] in figures else []
+    return "\n\n".join([*parts, "## Other figures", *figures.values()]) + "\n"
 
 
 def fingerprint(figure: Figure) -> str:
@@ -175,7 +186,7 @@ def fingerprint(figure: Figure) -> str:
 
 
 def main() -> int:
-    """Draw the figures and print their captions."""
+    """Draw the figures, and without `--only` write the page that shows them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--records", type=Path, default=ANALYSIS, help="folder of records")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "figures")
@@ -183,6 +194,9 @@ def main() -> int:
     options = parser.parse_args()
     try:
         captions = draw_all(options.records, options.folder, only=options.only)
+        if options.only is None:
+            page = findings_page(read_records(options.records), captions)
+            (options.folder / "README.md").write_text(page, encoding="utf-8")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,7 +2,8 @@
 
 import pandas as pd
 
-from .entries import ENTRIES, SHORT_FORM
+from analysis.ledger.entries import ENTRIES, SHORT_FORM
+
 from .evidence import COUNTED, KINDS, MODELLED, NOT_RUN, REPRODUCED, SCALED_DOWN, SETTING, Context, find
 
 COLUMNS = ("id", "paper", "ours", "unit", "evidence", "from", "origin", "command")
