@@ -85,7 +85,7 @@ def test_a_place_of_the_paper_has_all_its_numbers(rows, place, how_many) -> None
         ("section_4.2/gpt/decay", 297_000, 297_000, "setting"),
         ("table_5/bert_3.9b/trained_tokens", 1, 0.75, "setting"),  # from its own 1.5 of 2 M iterations
         ("table_6/qqp/bert_3.9b/lr", 4e-5, 4e-5, "setting"),
-        ("figure_1/mp_dp/512_gpus", 15.1, 14.29, "modelled"),
+        ("figure_1/mp_dp/512_gpus", 15.1, 14.24, "modelled"),
         ("table_8/gpt_1.2b/8_gpus", 2.98, 3.011, "modelled"),
     ],
 )

@@ -119,7 +119,6 @@ def test_an_error_is_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
         ("config.json", "{", ""),
         ("config.json", '"tokenizer"', '"other"'),
         ("config.json", '"architecture"', '"other"'),
-        ("config.json", '"num_attention_heads"', '"other"'),
         ("config.json", '"global_batch_size": 6', '"global_batch_size": "6"'),
         ("metrics.csv", "9.0", "nine"),
     ],
