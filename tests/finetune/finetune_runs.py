@@ -102,9 +102,9 @@ def _finetune_all(rank: int, jobs: list[FinetuneJob]) -> None:
 
 
 def read_rows(run: FinetuneConfig) -> list[dict[str, float]]:
-    """metrics.csv as numbers; empty cells are left out."""
+    """metrics.csv as numbers, without empty cells: scores have a file of their own."""
     with open(Path(run.run_dir) / "metrics.csv", encoding="utf-8", newline="") as file:
-        return [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+        return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
 
 
 def read_record(run: FinetuneConfig) -> dict:

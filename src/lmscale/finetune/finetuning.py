@@ -120,7 +120,7 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, run
     if running.is_first:
         announce(job, model, features, strategy.parallel)
     if training is not None:
-        metrics = MetricsFile(folder / "metrics.csv")
+        metrics = MetricsFile(folder / "metrics.csv", validation=())  # scores are in scores.jsonl
         metrics.resume_at(0)
         trainer.loggers = [metrics]
         trainer.fit(model, training, scoring)
