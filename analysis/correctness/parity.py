@@ -36,7 +36,7 @@ from analysis.correctness.parity_grid import (
     run_folders,
     train_all,
 )
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.launcher import world_from_outside
 from lmscale.results import new_record, record_argument, write_record
 
@@ -99,7 +99,7 @@ class Comparison:
     """One layout compared with one process: differences by name (see `Bounds`; infinite for a non-finite value)."""
 
     case: Case
-    layout: ParallelConfig
+    layout: Layout
     loss: float
     grad_norm: float
     moment: float
@@ -133,7 +133,7 @@ class Comparison:
         return f"FAIL: {', '.join(wrong)}" if wrong else "near" if stream_differs else "pass"
 
 
-def compare(case: Case, layout: ParallelConfig, plain: Result, other: Result) -> Comparison:
+def compare(case: Case, layout: Layout, plain: Result, other: Result) -> Comparison:
     """Compare a layout's result with that of one process."""
     assert plain.losses.keys() == other.losses.keys() and plain.tensors.keys() == other.tensors.keys()
     moments, parameters = [], {}

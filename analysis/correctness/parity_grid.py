@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from lmscale.checkpoint import CheckpointReader, list_checkpoints
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.config.pretrain import RunConfig
 from lmscale.launcher import world_from_outside
 from lmscale.training.job import PretrainJob
 from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.runtime.launch import launch
 
-ONE_PROCESS = ParallelConfig(tp_size=1, dp_size=1)
+ONE_PROCESS = Layout(tp_size=1, dp_size=1)
 LR = 1e-3  # after one step of warm-up; a step of Adam changes a weight by at most about this much
 SEED = 1234
 ARCHITECTURES = ("gpt", "bert")
@@ -67,26 +67,26 @@ class Result:
     tensors: dict[str, Tensor]
 
 
-def make_layouts(tp_sizes: list[int], dp_sizes: list[int], max_world_size: int) -> list[ParallelConfig]:
+def make_layouts(tp_sizes: list[int], dp_sizes: list[int], max_world_size: int) -> list[Layout]:
     """All layouts tp x dp of 2 to `max_world_size` ranks; one process is the reference.
 
     Raises:
         ValueError: a size below 1, or no layout is left.
     """
     pairs = itertools.product(sorted(set(dp_sizes)), sorted(set(tp_sizes)))
-    layouts = [ParallelConfig(tp_size, dp_size) for dp_size, tp_size in pairs]
+    layouts = [Layout(tp_size=tp_size, dp_size=dp_size) for dp_size, tp_size in pairs]
     kept = [layout for layout in layouts if 1 < layout.world_size <= max_world_size]
     if not kept:
         raise ValueError(f"the grid must have a layout of 2 to `--max-world` ({max_world_size}) ranks, but has none")
     return kept
 
 
-def layout_name(layout: ParallelConfig) -> str:
+def layout_name(layout: Layout) -> str:
     """`tp2_dp1`"""
     return f"tp{layout.tp_size}_dp{layout.dp_size}"
 
 
-def make_run(case: Case, layout: ParallelConfig, num_steps: int, root: Path, lr: float = LR) -> RunConfig:
+def make_run(case: Case, layout: Layout, num_steps: int, root: Path, lr: float = LR) -> RunConfig:
     """The run of a case at a layout: 2 layers, 4 heads, 8 sequences per step in micro-batches of 4.
 
     One process accumulates two micro-batches per step and two data ranks process one each, which compares data
@@ -136,8 +136,8 @@ def make_run(case: Case, layout: ParallelConfig, num_steps: int, root: Path, lr:
 
 
 def prepare_all(
-    cases: list[Case], layouts: list[ParallelConfig], num_steps: int, root: Path, mutant: str | None
-) -> dict[ParallelConfig, list[PretrainJob]]:
+    cases: list[Case], layouts: list[Layout], num_steps: int, root: Path, mutant: str | None
+) -> dict[Layout, list[PretrainJob]]:
     """Check every run before the first one starts; with the mutant `lr`, layouts use a learning rate that is too high.
 
     Raises:
@@ -151,7 +151,7 @@ def prepare_all(
     return jobs
 
 
-def train_all(jobs: dict[ParallelConfig, list[PretrainJob]], mutant: str | None) -> None:
+def train_all(jobs: dict[Layout, list[PretrainJob]], mutant: str | None) -> None:
     """Train the runs layout by layout, with one start of the ranks per layout; progress goes to stderr.
 
     Raises:

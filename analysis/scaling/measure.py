@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from analysis.scaling.cases import SCALING, Case, cpu_cases, gpu_cases
 from analysis.scaling.clock import Clock
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
@@ -143,7 +143,7 @@ def modelled_step_s(case: Case, machine: Cluster | None) -> float | None:
     """Predicted seconds per step; None if no cluster describes the machine."""
     if machine is None:
         return None
-    layout, s = ParallelConfig(case.tp_size, case.dp_size), case.config.max_position_embeddings
+    layout, s = Layout(tp_size=case.tp_size, dp_size=case.dp_size), case.config.max_position_embeddings
     return predict_step_time(case.config, layout, case.micro_batch_size, 1, s, case.dtype, machine).total
 
 
@@ -173,7 +173,7 @@ def row(
         "study": case.study,
         "label": case.label,
         "evidence": "measured",
-        "layout": dataclasses.asdict(ParallelConfig(case.tp_size, case.dp_size)),
+        "layout": dataclasses.asdict(Layout(tp_size=case.tp_size, dp_size=case.dp_size)),
         "parameters": count_parameters(case.config).total,
         "step_s": result["best_s"],
         "median_step_s": result["median_s"],

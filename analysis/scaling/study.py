@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from analysis.ledger.entries import PAPER, paper_shape
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Cluster
 from lmscale.paper import GPT_VOCABULARY, SEQ_LENGTH
 from lmscale.planner.flops import TERA, hardware_flops_per_step
@@ -146,7 +146,7 @@ def study_time(
     config: TransformerConfig, tp_size: int, dp_size: int, cluster: Cluster, micro_batch_size: int = MICRO_BATCH
 ) -> StepTime:
     """Seconds per step of the study: one micro-batch per data rank, fp16."""
-    layout = ParallelConfig(tp_size, dp_size)
+    layout = Layout(tp_size=tp_size, dp_size=dp_size)
     return predict_step_time(config, layout, micro_batch_size, 1, SEQ_LENGTH, "fp16", cluster, PAPER_SENT)
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner.job import Job
 from lmscale.planner.memory import GIB
@@ -59,7 +59,7 @@ def study(name: str) -> list[dict[str, Any]]:
     for dp_size in (1, 64):
         for model, layers, hidden, heads, tp_size in STUDY:
             config = gpt(layers, hidden, heads)
-            time = predict_step_time(config, ParallelConfig(tp_size, dp_size), 8, 1, 1024, "bf16", machine)
+            time = predict_step_time(config, Layout(tp_size=tp_size, dp_size=dp_size), 8, 1, 1024, "bf16", machine)
             size = count_parameters(config).total
             first = first or (size, time.total)
             percent = 100 * size / first[0] / tp_size * first[1] / time.total
@@ -83,7 +83,7 @@ def largest(name: str, sizes: tuple[int, ...] = (512, 2048, 8192, 16384)) -> lis
                 rows.append(row | {"layout": "none divides"})
                 continue
             if not ranking.fitting:
-                least = smallest_need(job, ParallelConfig(), machine)
+                least = smallest_need(job, Layout(), machine)
                 short = f"{least.missing_bytes / GIB:.0f} GiB short at tp {least.layout.tp_size}"
                 rows.append(row | {"layout": short if least.missing_bytes > 0 else "too few ranks per model"})
                 continue
@@ -110,7 +110,7 @@ def beyond_a_node(name: str) -> list[dict[str, Any]]:
     for tp_size in (2, 4, 8, 16, 32, 64, 128):
         row = {"cluster": name, "tp": tp_size}
         for label, machine in (("one link", slow), ("all links", fast)):
-            time = predict_step_time(config, ParallelConfig(tp_size), 4, 1, 2048, "bf16", machine)
+            time = predict_step_time(config, Layout(tp_size=tp_size), 4, 1, 2048, "bf16", machine)
             gain = before.get(label, float("nan")) / time.total
             row |= {
                 f"ms, {label}": round(time.total * 1e3),
@@ -137,7 +137,7 @@ def techniques(name: str) -> list[dict[str, Any]]:
     rows, first = [], None
     for label, changed in changes.items():
         cuts_sequence = label in ("sequence parallelism", "all of these")
-        plan = make_plan(job, ParallelConfig(8, 64, cuts_sequence), machine, changed)
+        plan = make_plan(job, Layout(tp_size=8, dp_size=64, sequence_parallel=cuts_sequence), machine, changed)
         first = first or plan.time.total
         rows.append({"cluster": name, "technique": label, "ms": round(plan.time.total * 1e3, 1)})
         rows[-1] |= {"speed-up": round(first / plan.time.total, 3), "MFU %": round(100 * plan.mfu, 1)}

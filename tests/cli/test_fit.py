@@ -7,7 +7,7 @@ import pytest
 from entry_points import only_line, refuse
 
 from lmscale.config import TransformerConfig
-from lmscale.config.layout import ParallelConfig, ParallelRequest
+from lmscale.config.layout import Layout, ParallelConfig
 from lmscale.planner.job import Job, checkpoint_bytes, rank_memory, usable_bytes
 from lmscale.planner.memory import estimate_memory
 from lmscale.training.runtime import fit
@@ -66,7 +66,7 @@ def test_tp_size_auto_respects_the_host_memory(monkeypatch, dp_size) -> None:
     job = Job(config, 2, 2 * num_ranks, 32, "fp32", 1)
     estimate = estimate_memory(config, 1, 2, 32, "fp32", num_ranks, False, accumulates=False)
     needed = (estimate.total - usable_bytes(0, on_gpu=False)) * num_ranks
-    request = ParallelRequest("auto", dp_size)
+    request = ParallelConfig(tp_size="auto", dp_size=dp_size)
     monkeypatch.setattr(fit, "host_memory_available", lambda: int(1.01 * needed))
     assert fit.resolve_layout(request, job, None, "cpu").tp_size == 1
     monkeypatch.setattr(fit, "host_memory_available", lambda: int(0.99 * needed))
@@ -77,7 +77,7 @@ def test_tp_size_auto_respects_the_host_memory(monkeypatch, dp_size) -> None:
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
 def test_background_saves_respect_the_host_memory(monkeypatch, accelerator) -> None:
     """The copies of all local ranks; on a CPU beside the memory in which they train."""
-    job, layout = Job(TransformerConfig("gpt", 2, 64, 4, 2000, 32), 2, 4, 32, "bf16", 1), ParallelConfig(2, 2)
+    job, layout = Job(TransformerConfig("gpt", 2, 64, 4, 2000, 32), 2, 4, 32, "bf16", 1), Layout(tp_size=2, dp_size=2)
     run = SimpleNamespace(checkpoint=SimpleNamespace(async_=True))
     each = checkpoint_bytes(job, layout) - usable_bytes(0, on_gpu=False)
     if accelerator == "cpu":

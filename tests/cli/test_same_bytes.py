@@ -168,7 +168,7 @@ def test_the_cpu_cluster_reserves_the_same_memory_as_a_run() -> None:
 def test_auto_recomputes_as_little_as_possible_and_the_error_names_what_fits(composed, tmp_path, monkeypatch) -> None:
     values = changed(composed["gpt_2.5b", "train"], (1, 1, 4, False), "bf16", "auto")
     run = as_run(values, tmp_path)
-    layout = fit.ParallelConfig(1, 1)
+    layout = fit.Layout(tp_size=1, dp_size=1)
     needed = {}
     for mode in ("none", "selective", "full"):
         plan = changed(composed["gpt_2.5b", "plan"], (1, 1, 4, False), "bf16", mode)

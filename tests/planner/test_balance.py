@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from test_step_time import CLUSTER
 
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Calibration, Peaks
 from lmscale.planner.balance import balance_of
 from lmscale.planner.communication import micro_batch_collectives, small_collectives
@@ -21,14 +21,14 @@ H100 = dataclasses.replace(
     peaks=Peaks(fp32=60.0, fp16=989.0),
     calibration=Calibration("modelled", 900.0, 50.0, True, "an exercise", 1.0, 1e-12, 0.0),
 )
-LAYOUT = ParallelConfig(P)
+LAYOUT = Layout(tp_size=P)
 
 
 def model(num_layers: int) -> TransformerConfig:
     return TransformerConfig("gpt", num_layers, D, 32, 50257, S)
 
 
-def planned(layout: ParallelConfig, num_layers: int = 1, cluster=H100, **changes) -> Plan:
+def planned(layout: Layout, num_layers: int = 1, cluster=H100, **changes) -> Plan:
     values = {"micro_batch_size": B, "global_batch_size": B * layout.dp_size, "seq_length": S, "dtype": "fp16"}
     return make_plan(Job(model(num_layers), **values | {"num_steps": 1} | changes), layout, cluster)
 
@@ -59,7 +59,7 @@ def test_the_ratio_of_a_layer_is_1_73_and_not_0_17() -> None:
 def test_the_ratio_grows_as_one_over_p_minus_1() -> None:
     flops = 24 * B * S * D**2 + 4 * B * S**2 * D
     ratios = [
-        balance_of(flops / p / 989e12, forward_of_a_layer(), ParallelConfig(p), H100).ratio * (p - 1) for p in (2, 4, 8)
+        balance_of(flops / p / 989e12, forward_of_a_layer(), Layout(tp_size=p), H100).ratio * (p - 1) for p in (2, 4, 8)
     ]
     assert ratios == pytest.approx([ratios[0]] * 3)
 
@@ -77,14 +77,14 @@ def test_a_plan_adds_to_a_layer_three_times_the_forward_flops_and_twice_its_mess
 @pytest.mark.parametrize(
     "layout",
     [
-        ParallelConfig(4),
-        ParallelConfig(1, 4),
-        ParallelConfig(2, 4),
-        ParallelConfig(2, 2, zero1=True),
-        ParallelConfig(2, 2, sequence_parallel=True),
+        Layout(tp_size=4),
+        Layout(tp_size=1, dp_size=4),
+        Layout(tp_size=2, dp_size=4),
+        Layout(tp_size=2, dp_size=2, zero1=True),
+        Layout(tp_size=2, dp_size=2, sequence_parallel=True),
     ],
 )
-def test_the_messages_are_those_of_the_step_time(layout: ParallelConfig) -> None:
+def test_the_messages_are_those_of_the_step_time(layout: Layout) -> None:
     # Without a roofline the step time counts the pieces of the loss as on a CPU, and leaves out the small messages.
     cluster = dataclasses.replace(H100, latency_us=10.0, is_gpu=False)
     plan = planned(layout, cluster=cluster)
@@ -104,5 +104,5 @@ def test_the_planner_says_when_a_layout_is_communication_bound() -> None:
     waiting = dataclasses.replace(H100, latency_us=1e6)
     assert planned(LAYOUT, cluster=waiting).balance.describe().endswith("most of it latency")
     assert planned(LAYOUT).balance.describe() == "compute-bound: perfect overlap could hide the messages"
-    alone = planned(ParallelConfig()).balance
+    alone = planned(Layout()).balance
     assert alone.ratio is None and alone.describe() == "no messages: one rank"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from paper_models import paper_model
 
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner.communication import step_collectives
 from lmscale.planner.flops import hardware_flops_per_step
@@ -38,16 +38,14 @@ def total(operations: tuple[Operation, ...], name: str) -> int:
 def test_the_flops_of_a_step_are_the_hardware_flops(recompute: str, dtype: str) -> None:
     config = paper_model("gpt_2.5b", recompute=recompute)
     for tp_size in (1, 2):
-        found = step_operations(config, ParallelConfig(tp_size), 4, 3, 1024, dtype)
+        found = step_operations(config, Layout(tp_size=tp_size), 4, 3, 1024, dtype)
         assert tp_size * total(found, "flops") == hardware_flops_per_step(config, 1024, 12)
 
 
 @pytest.mark.parametrize("attention", ["auto", "flash", "efficient"])
 def test_every_attention_but_exact_is_a_fused_core(attention: str) -> None:
     fused, sdpa, exact = (
-        step_operations(
-            paper_model("gpt_1.2b", attention=kind, attention_dropout=0.0), ParallelConfig(), 4, 1, 1024, "bf16"
-        )
+        step_operations(paper_model("gpt_1.2b", attention=kind, attention_dropout=0.0), Layout(), 4, 1, 1024, "bf16")
         for kind in (attention, "sdpa", "exact")
     )
     assert fused == sdpa != exact
@@ -55,7 +53,7 @@ def test_every_attention_but_exact_is_a_fused_core(attention: str) -> None:
 
 def test_a_fused_core_is_not_recomputed_selectively() -> None:
     none, selective = (
-        step_operations(paper_model("gpt_1.2b", recompute=mode), ParallelConfig(), 4, 1, 1024, "bf16")
+        step_operations(paper_model("gpt_1.2b", recompute=mode), Layout(), 4, 1, 1024, "bf16")
         for mode in ("none", "selective")
     )
     assert total(none, "flops") == total(selective, "flops")
@@ -66,7 +64,7 @@ def test_the_optimizer_and_the_gradient_buffer_move_a_number_of_bytes_per_parame
     config = paper_model("gpt_1.2b")
     n = count_parameters(config).total
     for half_moments, optimizer in ((False, 34), (True, 26)):
-        found = step_operations(config, ParallelConfig(), 4, 3, 1024, "bf16", half_moments)
+        found = step_operations(config, Layout(), 4, 3, 1024, "bf16", half_moments)
         by_phase = {p: sum(o.count * o.num_bytes for o in found if o.phase == p) for p in ("gradients", "optimizer")}
         assert by_phase == {"gradients": n * (6 + 10 + 10), "optimizer": n * optimizer}
 
@@ -86,15 +84,13 @@ def test_the_update_writes_a_second_weight_only_for_half_types(
 ) -> None:
     config = paper_model("gpt_1.2b")
     n = count_parameters(config).total
-    (update,) = (
-        o for o in step_operations(config, ParallelConfig(), 4, 1, 1024, dtype, half_moments) if o.kind == "optimizer"
-    )
+    (update,) = (o for o in step_operations(config, Layout(), 4, 1, 1024, dtype, half_moments) if o.kind == "optimizer")
     assert (update.read, update.written) == (n * read, n * written)
 
 
 @pytest.mark.parametrize("name, recompute", [("gpt_8.3b", "none"), ("bert_3.9b", "full")])
 def test_float8_reads_what_sequence_parallelism_gathers_once_more(name: str, recompute: str) -> None:
-    config, layout = paper_model(name, recompute=recompute), ParallelConfig(8, 1, True)
+    config, layout = paper_model(name, recompute=recompute), Layout(tp_size=8, dp_size=1, sequence_parallel=True)
     s, b = config.max_position_embeddings, 4
     again = [o for o in step_operations(config, layout, b, 3, s, "fp8") if o.name.endswith(MAGNITUDE)]
     gathered = [
@@ -110,7 +106,9 @@ def test_float8_reads_what_sequence_parallelism_gathers_once_more(name: str, rec
 def test_sequence_parallelism_copies_only_the_output_of_halves() -> None:
     config, found = paper_model("gpt_8.3b"), []
     for halves in (False, True):
-        plain, cut = (ParallelConfig(8, 1, cuts, batch_halves=halves) for cuts in (False, True))
+        plain, cut = (
+            Layout(tp_size=8, dp_size=1, sequence_parallel=cuts, batch_halves=halves) for cuts in (False, True)
+        )
         names = [{o.name for o in step_operations(config, layout, 4, 1, 1024, "bf16")} for layout in (plain, cut)]
         found.append(names[1] - names[0] - {"MLP input, again", "attention input, again"})
     assert found == [set(), {"output of the last layer, gathered", "gradient of this rank's tokens"}]
@@ -119,17 +117,17 @@ def test_sequence_parallelism_copies_only_the_output_of_halves() -> None:
 def test_with_zero1_a_rank_updates_only_its_own_tensors() -> None:
     config = paper_model("gpt_1.2b")
 
-    def update(layout: ParallelConfig) -> Operation:
+    def update(layout: Layout) -> Operation:
         return next(o for o in step_operations(config, layout, 4, 1, 1024, "bf16") if o.kind == "optimizer")
 
-    whole, cut = update(ParallelConfig(1, 8)), update(ParallelConfig(1, 8, zero1=True))
+    whole, cut = update(Layout(tp_size=1, dp_size=8)), update(Layout(tp_size=1, dp_size=8, zero1=True))
     assert 8 * cut.num_bytes < 1.3 * whole.num_bytes
     assert cut.launches - OPTIMIZER_LAUNCHES < (whole.launches - OPTIMIZER_LAUNCHES) / 4
 
 
 def test_micro_batches_multiply_all_but_the_update() -> None:
     config = paper_model("bert_336m")
-    one, three = (step_operations(config, ParallelConfig(), 4, n, 512, "bf16") for n in (1, 3))
+    one, three = (step_operations(config, Layout(), 4, n, 512, "bf16") for n in (1, 3))
     update = ("gradients", "optimizer")
     for a, b in zip(
         (o for o in one if o.phase not in update), (o for o in three if o.phase not in update), strict=True
@@ -158,14 +156,15 @@ def test_small_products_and_partial_waves_are_slower() -> None:
 def test_a_head_of_96_takes_as_long_as_one_of_128() -> None:
     def seconds(heads: int, hidden: int) -> float:
         config = paper_model("gpt_1.2b", num_attention_heads=heads, hidden_size=hidden)
-        found = step_operations(config, ParallelConfig(), 4, 1, 1024, "bf16")
+        found = step_operations(config, Layout(), 4, 1, 1024, "bf16")
         return sum(operation_s(o, cluster(), "bf16") for o in found if o.kind == "attention")
 
     assert seconds(16, 96 * 16) == pytest.approx(seconds(16, 128 * 16))
 
 
 @pytest.mark.parametrize(
-    "layout", [ParallelConfig(8), ParallelConfig(2, 3), ParallelConfig(8, 8, sequence_parallel=True, zero1=True)]
+    "layout",
+    [Layout(tp_size=8), Layout(tp_size=2, dp_size=3), Layout(tp_size=8, dp_size=8, sequence_parallel=True, zero1=True)],
 )
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_table_has_every_operation_and_collective_and_adds_up_to_the_step(layout, dtype) -> None:

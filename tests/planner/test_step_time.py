@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_models import SIZES, paper_model
 
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Calibration, Cluster, Peaks
 from lmscale.planner.communication import Collective, micro_batch_collectives
 from lmscale.planner.operations import step_operations
@@ -41,7 +41,7 @@ def predicted(
     **techniques: object,
 ) -> StepTime:
     s = config.max_position_embeddings
-    layout = ParallelConfig(tp_size, dp_size, sequence_parallel)
+    layout = Layout(tp_size=tp_size, dp_size=dp_size, sequence_parallel=sequence_parallel)
     return predict_step_time(config, layout, b, num_micro_batches, s, "fp16", cluster, Techniques(**techniques))
 
 
@@ -107,7 +107,7 @@ def test_products_of_whole_tiles_run_at_the_given_rate() -> None:
     config = paper_model("gpt_1.2b", recompute="full", num_attention_heads=24)  # head size 64: attention at half rate
     seconds = predicted(config).matmul
     scores = 4 * 4 * 40 * 4 * 1024**2 * 1536
-    flops = sum(o.count * o.flops for o in step_operations(config, ParallelConfig(), 4, 1, 1024, "fp16"))
+    flops = sum(o.count * o.flops for o in step_operations(config, Layout(), 4, 1, 1024, "fp16"))
     assert seconds == pytest.approx((flops + scores) / (0.5 * 200e12), rel=1e-12)
     narrow = predicted(paper_model("gpt_1.2b", recompute="full", num_attention_heads=24), 8).matmul
     assert narrow > seconds / 8  # 1536 / 8 is a tile and a half
@@ -115,7 +115,7 @@ def test_products_of_whole_tiles_run_at_the_given_rate() -> None:
 
 def test_all_reduce_time_is_bytes_over_bandwidth_plus_latency() -> None:
     config = paper_model("gpt_2.5b")
-    messages = micro_batch_collectives(config, ParallelConfig(2), 4, 1024, "fp16")
+    messages = micro_batch_collectives(config, Layout(tp_size=2), 4, 1024, "fp16")
     num_bytes, count = sum(a.total_bytes for a in messages), sum(a.count for a in messages)
     assert predicted(config, 2).tensor == pytest.approx(num_bytes / 100e9 + count * 10e-6)  # 2 (p - 1) / p is 1
 
@@ -138,7 +138,7 @@ def test_tensor_groups_send_over_fast_links_only_if_every_group_lies_within_a_no
     bandwidth = 100e9 if inside else 10e9
     message = Collective("outputs", "all_reduce", "tensor", "forward", 1, 10**9)
     seconds = 2 * (tp_size - 1) / tp_size * 10**9 / bandwidth + 10e-6
-    assert collective_s(message, ParallelConfig(tp_size, dp_size), CLUSTER) == pytest.approx(seconds)
+    assert collective_s(message, Layout(tp_size=tp_size, dp_size=dp_size), CLUSTER) == pytest.approx(seconds)
 
 
 def test_sequence_parallelism_divides_replicated_work() -> None:
@@ -168,7 +168,7 @@ def test_only_sdpa_keeps_the_scores_out_of_memory() -> None:
 
 def test_unsupported_types_and_invalid_shares_are_refused() -> None:
     with pytest.raises(ValueError, match="`precision.dtype` must be one of fp32, fp16 on some .thing., but is bf16"):
-        predict_step_time(paper_model("gpt_1.2b"), ParallelConfig(), 1, 1, 1024, "bf16", CLUSTER)
+        predict_step_time(paper_model("gpt_1.2b"), Layout(), 1, 1, 1024, "bf16", CLUSTER)
     with pytest.raises(ValueError, match="`tensor_overlap` must be at least 0 and at most 1, but is 1.5"):
         Techniques(tensor_overlap=1.5)
 

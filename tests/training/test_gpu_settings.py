@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.training.job import Job
 from lmscale.training.runtime import gpu_settings, preflight
 
@@ -67,7 +67,7 @@ def test_half_products_add_their_parts_in_fp32_and_the_record_says_so(monkeypatc
     try:
         matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
         gpu_settings.keep_partial_sums_in_fp32()
-        on_gpu = Job(run=None, layout=ParallelConfig(), accelerator="gpu").settings()
+        on_gpu = Job(run=None, layout=Layout(), accelerator="gpu").settings()
     finally:
         matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
     assert on_gpu == {
@@ -75,4 +75,4 @@ def test_half_products_add_their_parts_in_fp32_and_the_record_says_so(monkeypatc
         "bf16_reduced_precision_reduction": False,
         "fp16_reduced_precision_reduction": False,
     }
-    assert Job(run=None, layout=ParallelConfig(), accelerator="cpu").settings() is None
+    assert Job(run=None, layout=Layout(), accelerator="cpu").settings() is None

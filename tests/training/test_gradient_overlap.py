@@ -12,7 +12,7 @@ from sharding import random_batch, small_config, total_loss
 from torch import nn
 
 from lmscale import partition
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
@@ -169,7 +169,7 @@ def test_the_pieces_match_the_planner(by_rank, monkeypatch, architecture, kind) 
     monkeypatch.setattr(partition, "PIECE_ELEMENTS", PIECE)
     dtype, zero1 = kind
     sent = by_rank[0][0][architecture, dtype, zero1][1]
-    formula = step_collectives(small_config(architecture), ParallelConfig(dp_size=2, zero1=zero1), 5, 2, 13, dtype)
+    formula = step_collectives(small_config(architecture), Layout(dp_size=2, zero1=zero1), 5, 2, 13, dtype)
     expected = {(c.kind, c.num_bytes): STEPS * c.count for c in formula if c.phase == "gradients"}
     assert sent == expected and sent.total() > 10 * STEPS
 

@@ -10,7 +10,7 @@ from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
 from lmscale.checkpoint import CheckpointReader, find_damage, list_checkpoints, read_metadata
 from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.config.pretrain import RunConfig
 from lmscale.evaluation.loading import load_model
 from lmscale.parallel import ParallelContext
@@ -135,5 +135,5 @@ def test_a_run_without_the_key_is_refused_and_told_of_it(tmp_path: Path) -> None
 @pytest.mark.parametrize(("tp_size", "line"), [(3, "6 computed for 4"), (2, "without effect: tp_size divides them")])
 def test_the_first_lines_say_what_is_padded(tmp_path: Path, tp_size: int, line: str) -> None:
     run = make_run(tmp_path, "gpt", FOUR_HEADS, (1, 1))
-    layout = ParallelConfig(tp_size, pad_heads=True)
+    layout = Layout(tp_size=tp_size, pad_heads=True)
     assert describe_options(run, run.model.with_vocab_size(100), layout) == f"options: padded heads ({line})\n"

@@ -10,8 +10,8 @@ import torch
 from entry_points import slurm_task
 from runs import tiny_run
 
-from lmscale.config import ParallelConfig, Recompute
-from lmscale.config.layout import ParallelRequest
+from lmscale.config import Layout, Recompute
+from lmscale.config.layout import ParallelConfig
 from lmscale.launcher import World
 from lmscale.planner.job import rank_memory, usable_bytes
 from lmscale.training import pretrain
@@ -38,8 +38,7 @@ def test_the_layout_is_chosen_for_the_memory_of_the_kernels_that_auto_chose(tmp_
     run = tiny_run("gpt", tmp_path, compile="auto", parallel__tp_size="auto", **changes)
     job = fit.job_of(run)
     eager, compiled = (
-        rank_memory(dataclasses.replace(job, compiles=compiles), ParallelConfig(), True).total
-        for compiles in (False, True)
+        rank_memory(dataclasses.replace(job, compiles=compiles), Layout(), True).total for compiles in (False, True)
     )
     assert compiled < eager  # whose update of bf16 moments has temporaries
     gpu_of(compiled)
@@ -58,8 +57,7 @@ def test_recomputation_is_chosen_for_the_memory_of_the_attention_that_a_resumed_
     monkeypatch.setattr(preflight, "find_checkpoint", lambda run: "checkpoint")
     job = fit.job_of(dataclasses.replace(run, model=run.model.with_attention("exact")))
     none, selective = (
-        rank_memory(job.change(recompute=mode), ParallelConfig(), True).total
-        for mode in (Recompute.NONE, Recompute.SELECTIVE)
+        rank_memory(job.change(recompute=mode), Layout(), True).total for mode in (Recompute.NONE, Recompute.SELECTIVE)
     )
     assert selective < none
     gpu_of(none - 1)  # enough for a fused core
@@ -77,9 +75,9 @@ def test_dp_size_auto_takes_as_many_gpus_as_the_batch_allows(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     micro, whole = batch
     run = tiny_run("gpt", tmp_path, precision__dtype="bf16", micro_batch_size=micro, global_batch_size=whole)
-    run = dataclasses.replace(run, parallel=ParallelRequest())
+    run = dataclasses.replace(run, parallel=ParallelConfig())
     layout = preflight.check_run(run)[2]
-    assert layout == ParallelConfig(1, dp_size)
+    assert layout == Layout(tp_size=1, dp_size=dp_size)
     said = describe_idle_gpus(SimpleNamespace(run=run, layout=layout, accelerator="gpu"))
     number = (
         f"dp_size=auto: {dp_size} of {gpus} GPUs, because it must divide the {whole // micro} micro-batches of a step"
@@ -87,13 +85,13 @@ def test_dp_size_auto_takes_as_many_gpus_as_the_batch_allows(
     assert said == ("" if dp_size == gpus else f"; {number}")
 
 
-@pytest.mark.parametrize("gpus, layout", [(8, ParallelConfig(1, 2)), (6, ParallelConfig(4, 1))])
+@pytest.mark.parametrize("gpus, layout", [(8, Layout(tp_size=1, dp_size=2)), (6, Layout(tp_size=4, dp_size=1))])
 def test_gpus_that_another_launcher_or_the_tensor_ranks_leave_are_not_put_down_to_the_batch(
-    tmp_path, monkeypatch, gpus: int, layout: ParallelConfig
+    tmp_path, monkeypatch, gpus: int, layout: Layout
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     run = tiny_run("gpt", tmp_path, micro_batch_size=4, global_batch_size=512)
-    run = dataclasses.replace(run, parallel=ParallelRequest())
+    run = dataclasses.replace(run, parallel=ParallelConfig())
     assert describe_idle_gpus(SimpleNamespace(run=run, layout=layout, accelerator="gpu")) == ""
 
 
@@ -101,24 +99,24 @@ def test_dp_size_auto_uses_every_rank_that_another_launcher_started(tmp_path, mo
     gpu_of(2**40)
     monkeypatch.setattr(preflight, "world_from_outside", lambda: World("srun", 8, 8, 0, 0))
     sizes = {"micro_batch_size": 8, "global_batch_size": 16}
-    run = dataclasses.replace(tiny_run("gpt", tmp_path, precision__dtype="bf16", **sizes), parallel=ParallelRequest())
+    run = dataclasses.replace(tiny_run("gpt", tmp_path, precision__dtype="bf16", **sizes), parallel=ParallelConfig())
     with pytest.raises(ValueError, match=r"`global_batch_size` must be a multiple .* \(8 x 8\), but is 16"):
         preflight.check_run(run)
-    assert preflight.check_run(dataclasses.replace(run, micro_batch_size=2))[2] == ParallelConfig(1, 8)
+    assert preflight.check_run(dataclasses.replace(run, micro_batch_size=2))[2] == Layout(tp_size=1, dp_size=8)
 
 
 def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_is_refused(tmp_path, gpu_of) -> None:
     sizes = {"micro_batch_size": 3, "global_batch_size": 6, "parallel__tp_size": "auto", "parallel__batch_halves": True}
     run = tiny_run("gpt", tmp_path, precision__dtype="bf16", **sizes)
-    needed = rank_memory(fit.job_of(run), ParallelConfig(), True).total
+    needed = rank_memory(fit.job_of(run), Layout(), True).total
     gpu_of(needed)
-    assert preflight.check_run(run)[2] == ParallelConfig(1, 1, batch_halves=True)
+    assert preflight.check_run(run)[2] == Layout(tp_size=1, dp_size=1, batch_halves=True)
     gpu_of(needed - 1)
     with pytest.raises(ValueError, match="^`micro_batch_size` must be even with `parallel.batch_halves`, but is 3$"):
         preflight.check_run(run)
     even = dataclasses.replace(run, micro_batch_size=2)
-    gpu_of(rank_memory(fit.job_of(even), ParallelConfig(), True).total - 1)
-    assert preflight.check_run(even)[2] == ParallelConfig(2, 1, batch_halves=True)
+    gpu_of(rank_memory(fit.job_of(even), Layout(), True).total - 1)
+    assert preflight.check_run(even)[2] == Layout(tp_size=2, dp_size=1, batch_halves=True)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +126,7 @@ def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_
 )
 def test_torch_and_lightning_find_the_ranks_that_were_started(monkeypatch, tmp_path, variables, size, rank) -> None:
     monkeypatch.setattr(os, "environ", dict(variables))
-    trainer = new_trainer(SimpleNamespace(run=tiny_run("gpt", tmp_path), accelerator="cpu", layout=ParallelConfig()))
+    trainer = new_trainer(SimpleNamespace(run=tiny_run("gpt", tmp_path), accelerator="cpu", layout=Layout()))
     found = trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.strategy.launcher
     assert found == (size, rank, rank, 0, None)
     assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == (str(size), str(size))

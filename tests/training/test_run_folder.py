@@ -10,7 +10,7 @@ import pytest
 from runs import tiny_run
 
 from lmscale.cli import next_command
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.training.output.announcement import describe_options, warn_of_costly_validation
 from lmscale.training.pretrain import prepare_job, pretrain
 from lmscale.training.runtime import run_lock
@@ -31,10 +31,10 @@ from lmscale.training.runtime.interruption import Interruption
 )
 def test_the_first_lines_name_each_option_and_whether_it_is_active(sizes: tuple[int, int], line: str, tmp_path) -> None:
     run = tiny_run("gpt", tmp_path, optimizer__moments="bf16", precision__dtype="fp32", model__recompute="full")
-    layout = ParallelConfig(*sizes, sequence_parallel=True, zero1=True)
+    layout = Layout(tp_size=sizes[0], dp_size=sizes[1], sequence_parallel=True, zero1=True)
     assert describe_options(run, run.model.with_vocab_size(100), layout) == line
     plain = tiny_run("gpt", tmp_path)
-    assert describe_options(plain, plain.model.with_vocab_size(100), ParallelConfig(*sizes)) == ""
+    assert describe_options(plain, plain.model.with_vocab_size(100), Layout(tp_size=sizes[0], dp_size=sizes[1])) == ""
 
 
 def test_a_validation_that_costs_much_of_the_training_is_announced(tmp_path) -> None:
@@ -60,7 +60,7 @@ def test_a_validation_that_costs_much_of_the_training_is_announced(tmp_path) -> 
 )
 def test_the_first_lines_say_whether_halves_hide_anything(tp_size: int, compiles: bool, line: str, tmp_path) -> None:
     run = tiny_run("gpt", tmp_path)
-    layout = ParallelConfig(tp_size, batch_halves=True)
+    layout = Layout(tp_size=tp_size, batch_halves=True)
     assert describe_options(run, run.model.with_vocab_size(100), layout, compiles) == line
 
 

@@ -12,7 +12,7 @@ from sharding import small_config
 from torch import nn
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
@@ -140,11 +140,11 @@ def _sent(rank: int) -> Counter:
 
 def test_an_update_issues_the_collectives_of_the_formula() -> None:
     (found, *_) = run_ranks(_sent, 3)
-    layout = ParallelConfig(dp_size=3, zero1=True)
+    layout = Layout(dp_size=3, zero1=True)
     formula = step_collectives(small_config("gpt"), layout, 1, 1, 13, "bf16")
     expected = {(c.kind, c.num_bytes): c.count for c in formula if c.kind in ("reduce", "broadcast")}
     assert dict(found) == expected != {}
-    plain = step_collectives(small_config("gpt"), ParallelConfig(dp_size=3), 1, 1, 13, "bf16")
+    plain = step_collectives(small_config("gpt"), Layout(dp_size=3), 1, 1, 13, "bf16")
     assert sum(c.total_bytes for c in formula if c.kind == "reduce") == sum(
         c.total_bytes for c in plain if c.phase == "gradients"
     )

@@ -212,7 +212,7 @@ class TransformerConfig:
         """Refuse a `tp_size` that cannot cut this model into equal shards.
 
         Args:
-            pad_heads: see `ParallelConfig`; then any `tp_size` divides the `padded_heads`.
+            pad_heads: see `Layout`; then any `tp_size` divides the `padded_heads`.
 
         Raises:
             ValueError: names the first of heads, MLP width and (if known) vocabulary rows that `tp_size` does not

@@ -7,7 +7,7 @@ from pathlib import Path
 from .checks import require_not_negative, require_path, require_positive
 from .cluster import Cluster, read_cluster
 from .from_dict import build
-from .layout import ParallelRequest
+from .layout import ParallelConfig
 from .model import TransformerConfig
 from .training import OptimizerConfig, PrecisionConfig, TrainerConfig, require_moments_fit
 
@@ -58,7 +58,7 @@ class PlanConfig:
 
     name: str
     model: TransformerConfig
-    parallel: ParallelRequest
+    parallel: ParallelConfig
     cluster: Cluster
     precision: PrecisionConfig
     data: PlanData

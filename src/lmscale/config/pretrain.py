@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from .checks import require_not_negative, require_one_of, require_positive, require_seed
 from .data import DataConfig, TokenizerConfig
 from .from_dict import build, keys_of, to_plain
-from .layout import BatchConfig, ParallelRequest
+from .layout import BatchConfig, ParallelConfig
 from .model import FLOAT8_MULTIPLE, TransformerConfig, from_file, to_file
 from .training import (
     CheckpointConfig,
@@ -90,7 +90,7 @@ class RunConfig:
     model: TransformerConfig
     data: DataConfig
     tokenizer: TokenizerConfig
-    parallel: ParallelRequest
+    parallel: ParallelConfig
     trainer: TrainerConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
@@ -151,8 +151,8 @@ class RunConfig:
             ValueError: `tp_size` does not cut the model into equal shards, or the batch not into micro-batches.
         """
         config = self.model if tokenizer_vocab_size is None else self.model.with_vocab_size(tokenizer_vocab_size)
-        with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
-            layout = self.parallel.resolve(tp_size, dp_size)
+        with keys_of(TransformerConfig, "model."), keys_of(ParallelConfig, "parallel."):
+            layout = self.parallel.layout(tp_size=tp_size, dp_size=dp_size)
             config.check_tensor_parallel(tp_size, layout.pad_heads)
             layout.check_micro_batch(self.micro_batch_size)
             if self.precision.dtype == "fp8":

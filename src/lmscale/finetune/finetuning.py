@@ -8,7 +8,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..checkpoint import CheckpointError
-from ..config import ParallelConfig
+from ..config import Layout
 from ..config.finetune import FinetuneConfig
 from ..data.prepare import cache_folder
 from ..launcher import is_first_rank, world_from_outside
@@ -66,7 +66,7 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     return job
 
 
-def _layout(run: FinetuneConfig, accelerator: str) -> ParallelConfig:
+def _layout(run: FinetuneConfig, accelerator: str) -> Layout:
     """The grid of ranks; `dp_size=auto` uses all ranks that were started, else all GPUs of this host, else is 1."""
     tp_size, dp_size, world = run.parallel.tp_size, run.parallel.dp_size, world_from_outside()
     if tp_size == "auto":
@@ -75,7 +75,7 @@ def _layout(run: FinetuneConfig, accelerator: str) -> ParallelConfig:
     if dp_size == "auto":
         size = world.size if world is not None else devices or tp_size
         dp_size = max(1, size // tp_size)
-    layout = ParallelConfig(tp_size, dp_size, zero1=run.parallel.zero1, pad_heads=run.parallel.pad_heads)
+    layout = Layout(tp_size=tp_size, dp_size=dp_size, zero1=run.parallel.zero1, pad_heads=run.parallel.pad_heads)
     if world is not None and layout.world_size != world.size:
         raise ValueError(
             f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "

@@ -6,7 +6,7 @@ A message of n bytes takes alpha + beta n: a latency, and the bytes that a rank 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..config import ParallelConfig
+from ..config import Layout
 from ..config.cluster import Cluster
 from .communication import Collective
 from .step_time import collective_s
@@ -51,9 +51,7 @@ class Balance:
         )
 
 
-def balance_of(
-    compute_s: float, collectives: Iterable[Collective], layout: ParallelConfig, cluster: Cluster
-) -> Balance:
+def balance_of(compute_s: float, collectives: Iterable[Collective], layout: Layout, cluster: Cluster) -> Balance:
     """Balance of a step: its computing, and its messages in full, however many of them are hidden.
 
     The pieces of a sum over the data ranks follow each other and have one latency together, as in `predict_step_time`.

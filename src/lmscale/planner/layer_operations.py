@@ -7,7 +7,7 @@ b s / p.
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config import Layout, Recompute, TransformerConfig
 from ..config.family import family_of
 from .memory import BYTES
 from .operation import Core, Operation, elementwise, product
@@ -48,9 +48,7 @@ class LayerCounts:
     float8: bool
 
     @classmethod
-    def of(
-        cls, config: TransformerConfig, placement: Any, layout: ParallelConfig, b: int, s: int, dtype: str
-    ) -> "LayerCounts":
+    def of(cls, config: TransformerConfig, placement: Any, layout: Layout, b: int, s: int, dtype: str) -> "LayerCounts":
         """The sizes of a layer of `config` in one of its `layer_placements`."""
         p, drops, float8 = layout.tp_size, config.hidden_dropout > 0, dtype == "fp8"
         return cls(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..config import BatchConfig, ParallelConfig, Recompute
+from ..config import BatchConfig, Layout, Recompute
 from ..config.cluster import Cluster
 from .balance import Balance, balance_of
 from .communication import Collective, step_collectives
@@ -30,7 +30,7 @@ class Plan:
     """
 
     job: Job
-    layout: ParallelConfig
+    layout: Layout
     cluster: Cluster
     num_micro_batches: int
     num_parameters: int
@@ -91,7 +91,7 @@ class Plan:
         return self.cluster.watts * self.num_devices * self.days * 24 / 1e6
 
 
-def make_plan(job: Job, layout: ParallelConfig, cluster: Cluster, techniques: Techniques = AS_TRAINED) -> Plan:
+def make_plan(job: Job, layout: Layout, cluster: Cluster, techniques: Techniques = AS_TRAINED) -> Plan:
     """Plan `job` in a layout; a rank that does not fit its device is not refused here, see `Plan.missing_bytes`.
 
     Bytes, FLOPs and messages are of this project's code, whatever software the cluster's step times were measured with:

@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config import Layout, Recompute, TransformerConfig
 from ..config.from_dict import keys_of
-from ..config.layout import ParallelRequest
+from ..config.layout import ParallelConfig
 from ..config.plan import PlanConfig
 from .job import STAND_IN_VOCAB_SIZE, Job, largest_dp_size, smallest_layout
 from .plan import Plan, describe_padding, describe_shortage, make_plan
@@ -65,7 +65,7 @@ def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
             f"({cluster.num_devices:,} devices) allow"
         )
     try:
-        with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
+        with keys_of(TransformerConfig, "model."), keys_of(ParallelConfig, "parallel."):
             plan = make_plan(job, layout, cluster)
     except ValueError as error:
         raise ValueError(f"{error}; {suggest_layout(job, layout, cluster)}") from None
@@ -97,7 +97,7 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
     ranking = rank_layouts(job, question.cluster, num_devices, question.parallel, compares_options=True)
     if not ranking.fitting:
         closest = min(ranking.too_large, key=lambda plan: plan.missing_bytes)
-        wanted = question.parallel.resolve(1, num_devices)
+        wanted = question.parallel.layout(tp_size=1, dp_size=num_devices)
         way_out = suggest_layout(job.change(micro_batch_size=1), wanted, question.cluster)
         raise ValueError(
             f"`num_devices` must be a number of devices on which some layout fits, but on {num_devices:,} even "
@@ -143,17 +143,19 @@ def _modes_to_try(question: PlanConfig, job: Job) -> list[Recompute]:
     return modes[modes.index(job.config.recompute) :] if question.find_recompute else [job.config.recompute]
 
 
-def _resolve_layout(question: PlanConfig, job: Job) -> ParallelConfig:
+def _resolve_layout(question: PlanConfig, job: Job) -> Layout:
     """The requested layout, with `auto` resolved."""
     request, machine = question.parallel, question.machine
     micro_batches = question.global_batch_size // question.micro_batch_size
 
-    def resolved(tp_size: int) -> ParallelConfig:
+    def resolved(tp_size: int) -> Layout:
         if request.dp_size == "auto":
-            return request.resolve(tp_size, largest_dp_size(micro_batches, machine.num_devices // tp_size))
-        return request.resolve(tp_size, request.dp_size)
+            return request.layout(
+                tp_size=tp_size, dp_size=largest_dp_size(micro_batches, machine.num_devices // tp_size)
+            )
+        return request.layout(tp_size=tp_size, dp_size=request.dp_size)
 
-    def possible(tp_size: int) -> ParallelConfig | None:
+    def possible(tp_size: int) -> Layout | None:
         layout = resolved(tp_size)
         return layout if divides(job, layout) and layout.world_size <= machine.num_devices else None
 
@@ -170,7 +172,7 @@ def _resolve_layout(question: PlanConfig, job: Job) -> ParallelConfig:
     )
 
 
-def _check_all_are_used(question: PlanConfig, layout: ParallelConfig) -> None:
+def _check_all_are_used(question: PlanConfig, layout: Layout) -> None:
     """Refuse a given number of devices that the layout cannot use; a given `dp_size` says how many it is to use."""
     if question.num_devices in (None, layout.world_size) or question.parallel.dp_size != "auto":
         return

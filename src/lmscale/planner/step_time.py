@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config import Layout, Recompute, TransformerConfig
 from ..config.cluster import Calibration, Cluster
 from ..config.family import family_of
 from ..partition import part_sizes
@@ -102,7 +102,7 @@ AS_TRAINED = Techniques()
 
 def predict_step_time(
     config: TransformerConfig,
-    layout: ParallelConfig,
+    layout: Layout,
     micro_batch_size: int,
     num_micro_batches: int,
     seq_length: int,
@@ -175,7 +175,7 @@ def _roofline_time(operations: Iterable[Operation], cluster: Cluster, dtype: str
 
 def _passes_time(
     config: TransformerConfig,
-    layout: ParallelConfig,
+    layout: Layout,
     b: int,
     num_micro_batches: int,
     s: int,
@@ -208,7 +208,7 @@ def _passes_time(
 def exposed_s(
     messages: Sequence[Collective],
     config: TransformerConfig,
-    layout: ParallelConfig,
+    layout: Layout,
     micro_batch_size: int,
     seq_length: int,
     dtype: str,
@@ -229,7 +229,7 @@ def exposed_s(
     ]
 
 
-def collective_s(message: Collective, layout: ParallelConfig, cluster: Cluster) -> float:
+def collective_s(message: Collective, layout: Layout, cluster: Cluster) -> float:
     """Seconds of all of a collective, when nothing overlaps with it."""
     num_ranks = layout.tp_size if message.group == "tensor" else layout.dp_size
     # Groups of consecutive ranks lie within nodes only if they divide one; else some group is on two of several nodes.
@@ -268,7 +268,7 @@ def _tiles(width: float) -> int:
 
 
 def _elementwise_bytes(
-    config: TransformerConfig, layout: ParallelConfig, b: int, s: int, dtype: str, constants: Calibration
+    config: TransformerConfig, layout: Layout, b: int, s: int, dtype: str, constants: Calibration
 ) -> float:
     """Bytes of a rank's micro-batch that element-wise work reads and writes."""
     e, h, tp_size = BYTES[dtype], config.hidden_size, layout.tp_size

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..config import BatchConfig, ParallelConfig, TransformerConfig
+from ..config import BatchConfig, Layout, TransformerConfig
 from ..config.finetune import FinetuneConfig
 from ..config.pretrain import RunConfig
 from ..data.datamodule import PretrainDataModule
@@ -24,7 +24,7 @@ class Job:
     """
 
     run: RunConfig | FinetuneConfig
-    layout: ParallelConfig
+    layout: Layout
     accelerator: str
     files: dict[str, str] = field(default_factory=dict)
 

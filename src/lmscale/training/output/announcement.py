@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from ...checkpoint import read_metadata
-from ...config import ParallelConfig, Recompute, TransformerConfig
+from ...config import Layout, Recompute, TransformerConfig
 from ...config.pretrain import RunConfig
 from ...parallel import ParallelContext
 from ...planner.job import largest_dp_size
@@ -103,7 +103,7 @@ def describe_attention_dropout(config: TransformerConfig) -> str:
     )
 
 
-def describe_options(run: RunConfig, config: TransformerConfig, layout: ParallelConfig, compiles: bool = True) -> str:
+def describe_options(run: RunConfig, config: TransformerConfig, layout: Layout, compiles: bool = True) -> str:
     """Return a line of the options set besides the layout, and whether they have an effect; empty if none is set."""
     options = [f"fidelity {run.fidelity}"] if run.fidelity != "paper" else []
     if layout.sequence_parallel:

@@ -4,8 +4,8 @@ import ctypes
 import dataclasses
 from pathlib import Path
 
-from ...config import ParallelConfig, Recompute
-from ...config.layout import ParallelRequest
+from ...config import Layout, Recompute
+from ...config.layout import ParallelConfig
 from ...config.pretrain import RunConfig
 from ...kernels import choose_attention
 from ...launcher import World, world_from_outside
@@ -52,7 +52,7 @@ def _may_have_gpu() -> bool:
     return True
 
 
-def resolve_layout(request: ParallelRequest, job: Job, world: World | None, accelerator: str) -> ParallelConfig:
+def resolve_layout(request: ParallelConfig, job: Job, world: World | None, accelerator: str) -> Layout:
     """Resolve the sizes of the grid, with `auto` replaced.
 
     Args:
@@ -76,7 +76,7 @@ def resolve_layout(request: ParallelRequest, job: Job, world: World | None, acce
         if not on_gpu:  # the local ranks share the host's memory
             ranks = world.local_size if world is not None else 1 if dp_size == "auto" else dp_size
         usable = usable_bytes(device_memory(accelerator), on_gpu, ranks)
-        found = smallest_layout(job, lambda tp: request.resolve(tp, data_ranks(tp)), usable, on_gpu)
+        found = smallest_layout(job, lambda tp: request.layout(tp_size=tp, dp_size=data_ranks(tp)), usable, on_gpu)
         tp_size = None if found is None else found.tp_size
         # If lmscale starts the ranks on this host, more ranks need more of its memory, never less.
         if tp_size is None or (tp_size > 1 and accelerator == "cpu" and world is None):
@@ -85,7 +85,7 @@ def resolve_layout(request: ParallelRequest, job: Job, world: World | None, acce
                 f"{device_memory(accelerator) / 2**30:.1f} GiB of "
                 f"{'free memory of this host' if accelerator == 'cpu' else 'a GPU'}"
             )
-    layout = request.resolve(tp_size, data_ranks(tp_size))
+    layout = request.layout(tp_size=tp_size, dp_size=data_ranks(tp_size))
     if world is not None and layout.world_size != world.size:
         raise ValueError(
             f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {layout.dp_size}), "
@@ -100,7 +100,7 @@ def resolve_layout(request: ParallelRequest, job: Job, world: World | None, acce
     return layout
 
 
-def resolve_recompute(run: RunConfig, layout: ParallelConfig, accelerator: str) -> RunConfig:
+def resolve_recompute(run: RunConfig, layout: Layout, accelerator: str) -> RunConfig:
     """The run with `model.recompute=auto` resolved: on a GPU the mode that recomputes least of those that fit.
 
     On a CPU none: free memory changes and differs between hosts, and ranks that chose different modes would deadlock.
@@ -112,7 +112,7 @@ def resolve_recompute(run: RunConfig, layout: ParallelConfig, accelerator: str) 
     return dataclasses.replace(run, model=run.model.with_recompute(mode or Recompute.NONE))
 
 
-def check_memory(run: RunConfig, layout: ParallelConfig, world: World | None, accelerator: str) -> None:
+def check_memory(run: RunConfig, layout: Layout, world: World | None, accelerator: str) -> None:
     """Refuse a run whose weights, gradients, optimizer state and activations cannot fit.
 
     On a CPU the local ranks share the host's memory; on GPUs each has its own.
@@ -157,7 +157,7 @@ def check_memory(run: RunConfig, layout: ParallelConfig, world: World | None, ac
     )
 
 
-def check_background_saves(run: RunConfig, layout: ParallelConfig, world: World | None, accelerator: str) -> None:
+def check_background_saves(run: RunConfig, layout: Layout, world: World | None, accelerator: str) -> None:
     """Refuse to save in the background where the host cannot hold the copies that its ranks write from.
 
     On a CPU the ranks train in the same memory.

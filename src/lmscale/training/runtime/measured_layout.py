@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...config.layout import ParallelRequest
+from ...config.layout import ParallelConfig
 from ...config.plan import PlanConfig
 from ...config.pretrain import RunConfig
 from ...results import count_cores, cpu_model
@@ -45,7 +45,7 @@ def digest(measured: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()
 
 
-def take_measured_layout(run: RunConfig, is_gpu: bool) -> tuple[ParallelRequest, RunConfig]:
+def take_measured_layout(run: RunConfig, is_gpu: bool) -> tuple[ParallelConfig, RunConfig]:
     """The fastest layout of `parallel.record` as a request, and the run with the threads it was measured with.
 
     Args:

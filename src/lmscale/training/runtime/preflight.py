@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ...config import ParallelConfig
+from ...config import Layout
 from ...config.family import check_loads, family_of
 from ...config.pretrain import RunConfig
 from ...data.tokenizer import check_tokenizer
@@ -33,7 +33,7 @@ def check_values(values: dict) -> None:
     check_run(RunConfig.from_dict(values))
 
 
-def check_run(run: RunConfig) -> tuple[RunConfig, str, ParallelConfig, Kernels, str | None]:
+def check_run(run: RunConfig) -> tuple[RunConfig, str, Layout, Kernels, str | None]:
     """Check all of a run that needs no corpus: the machine, sizes, memory, paths.
 
     Returns:
@@ -96,7 +96,7 @@ def check_float8(device_name: str, capability: tuple[int, int]) -> None:
         )
 
 
-def check_host(run: RunConfig, layout: ParallelConfig, world: World | None) -> None:
+def check_host(run: RunConfig, layout: Layout, world: World | None) -> None:
     """Refuse more threads, loader processes or sequences than this host can hold, and an unwritable run folder.
 
     Raises:

@@ -78,13 +78,7 @@ def new_trainer(job: Job, **options: Any) -> L.Trainer:
     torch.set_float32_matmul_precision(run.trainer.matmul_precision)
     keep_partial_sums_in_fp32()
     strategy = TensorParallelStrategy(
-        job.layout.tp_size,
-        sequence_parallel=job.layout.sequence_parallel,
-        zero1=job.layout.zero1,
-        batch_halves=job.layout.batch_halves,
-        pad_heads=job.layout.pad_heads,
-        timeout_minutes=run.parallel.timeout_minutes,
-        shared_memory=run.parallel.shared_memory,
+        job.layout, timeout_minutes=run.parallel.timeout_minutes, shared_memory=run.parallel.shared_memory
     )
     trainer = L.Trainer(
         accelerator=job.accelerator,
