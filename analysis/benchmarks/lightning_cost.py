@@ -25,6 +25,7 @@ from lmscale.models import build_model
 from lmscale.parallel import sample_dropout_keys
 from lmscale.results import new_record, record_argument, write_record
 from lmscale.training import pretrain as pretraining
+from lmscale.training.resolve import resolve
 from lmscale.training.step.module import PretrainModule
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
@@ -87,7 +88,7 @@ def measure(steps: int, overrides: tuple[str, ...]) -> tuple[list[float], list[f
     with tempfile.TemporaryDirectory() as folder, initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("train", [*overrides, f"trainer.max_steps={steps + WARM_UP_STEPS}"])
         values = OmegaConf.to_container(cfg, resolve=True) | {"run_dir": folder}
-        job = pretraining.prepare_job(RunConfig.from_dict(values))
+        job = resolve(RunConfig.from_dict(values))
         kept: list[PairedModule] = []
 
         def make(*args: Any, **kwargs: Any) -> PairedModule:

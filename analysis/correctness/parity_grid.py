@@ -22,8 +22,8 @@ from lmscale.checkpoint import CheckpointReader, list_checkpoints
 from lmscale.config import Layout
 from lmscale.config.pretrain import RunConfig
 from lmscale.launcher import world_from_outside
-from lmscale.training.job import PretrainJob
-from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import ResolvedRun, resolve
 from lmscale.training.runtime.launch import launch
 
 ONE_PROCESS = Layout(tp_size=1, dp_size=1)
@@ -137,21 +137,21 @@ def make_run(case: Case, layout: Layout, num_steps: int, root: Path, lr: float =
 
 def prepare_all(
     cases: list[Case], layouts: list[Layout], num_steps: int, root: Path, mutant: str | None
-) -> dict[Layout, list[PretrainJob]]:
+) -> dict[Layout, list[ResolvedRun]]:
     """Check every run before the first one starts; with the mutant `lr`, layouts use a learning rate that is too high.
 
     Raises:
-        ValueError: see `lmscale.training.pretrain.prepare_job`.
+        ValueError: see `lmscale.training.resolve.resolve`.
     """
     jobs = {}
     for layout in (ONE_PROCESS, *layouts):
         excess = MUTANT_LR_EXCESS if mutant == "lr" and layout != ONE_PROCESS else dict.fromkeys(DTYPES, 0.0)
         runs = [make_run(case, layout, num_steps, root, LR * (1 + excess[case.dtype])) for case in cases]
-        jobs[layout] = [prepare_job(run) for run in runs]
+        jobs[layout] = [resolve(run) for run in runs]
     return jobs
 
 
-def train_all(jobs: dict[Layout, list[PretrainJob]], mutant: str | None) -> None:
+def train_all(jobs: dict[Layout, list[ResolvedRun]], mutant: str | None) -> None:
     """Train the runs layout by layout, with one start of the ranks per layout; progress goes to stderr.
 
     Raises:
@@ -177,7 +177,7 @@ def run_folders(keep: Path | None) -> Iterator[Path]:
 
 
 @record
-def _train_on_this_rank(work: tuple[list[PretrainJob], bool]) -> int:
+def _train_on_this_rank(work: tuple[list[ResolvedRun], bool]) -> int:
     """Train every run; returns the exit code of the first that failed, else 0."""
     jobs, last_replica_is_wrong = work
     world = world_from_outside()

@@ -17,7 +17,8 @@ from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 from lmscale.planner.communication import step_collectives
-from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import resolve
 from lmscale.training.step import gradient_buffer
 from lmscale.training.step.gradient_buffer import GradientBuffer
 from lmscale.training.step.module import DTYPES, PretrainModule
@@ -213,5 +214,5 @@ def test_a_run_starts_gradient_sync_only_in_its_last_micro_batch(tmp_path, monke
     note(MixedPrecisionAdamW, "reduce_gradients")
     note(PretrainModule, "backward")
     run = tiny_run("gpt", tmp_path, precision__dtype="bf16", micro_batch_size=2, global_batch_size=6)
-    assert pretrain(prepare_job(run)) == 0
+    assert pretrain(resolve(run)) == 0
     assert calls == 3 * ["backward", "backward", "start_grad_sync", "backward", "reduce_gradients"]

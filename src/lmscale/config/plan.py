@@ -8,7 +8,7 @@ from .checks import require_not_negative, require_path, require_positive
 from .cluster import Cluster, read_cluster
 from .from_dict import build
 from .layout import ParallelConfig
-from .model import TransformerConfig
+from .model import ModelConfig
 from .training import OptimizerConfig, PrecisionConfig, TrainerConfig, require_moments_fit
 
 # Keys of a recipe or a fidelity that cost nothing, accepted so that a command line of train.py can be planned.
@@ -57,7 +57,7 @@ class PlanConfig:
     """
 
     name: str
-    model: TransformerConfig
+    model: ModelConfig
     parallel: ParallelConfig
     cluster: Cluster
     precision: PrecisionConfig

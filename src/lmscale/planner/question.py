@@ -22,7 +22,7 @@ def make_job(question: PlanConfig) -> tuple[Job, list[str]]:
     notes, cluster = [], question.cluster
     if question.model.vocab_size is None:
         notes.append(f"model.vocab_size is the tokenizer's: planned with {STAND_IN_VOCAB_SIZE:,} ids")
-    config = question.model.with_vocab_size(STAND_IN_VOCAB_SIZE).with_recompute(Recompute.NONE)
+    config = question.model.resolve(STAND_IN_VOCAB_SIZE)
     dtype = question.precision.dtype
     if dtype in _HALF and dtype not in cluster.dtypes:
         other = next((half for half in _HALF if half in cluster.dtypes), dtype)  # as many bytes
