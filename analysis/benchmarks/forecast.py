@@ -24,10 +24,10 @@ import yaml
 from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner import operations
-from lmscale.planner.job import Job
 from lmscale.planner.memory import GIB
 from lmscale.planner.operations_table import operation_rows
 from lmscale.planner.plan import Plan, make_plan
+from lmscale.planner.workload import Workload
 from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +92,7 @@ def plan_of(
     """The plan of one step on the devices of a layout."""
     config = model(name)
     batch, s = micro_batch_size * num_micro_batches, config.max_position_embeddings
-    job = Job(config, micro_batch_size, batch, s, dtype, 1, half_moments)
+    job = Workload(config, micro_batch_size, batch, s, dtype, 1, half_moments)
     return make_plan(job, layout, cluster)
 
 

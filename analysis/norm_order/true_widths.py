@@ -67,9 +67,9 @@ def forecast() -> dict[str, Any]:
     from lmscale.config import Layout
     from lmscale.config.cluster import load_cluster
     from lmscale.config.pretrain import RunConfig
-    from lmscale.planner.job import checkpoint_bytes
     from lmscale.planner.memory import GIB
     from lmscale.planner.plan import make_plan
+    from lmscale.planner.workload import checkpoint_bytes
     from lmscale.training.fit import workload_of
 
     found, metrics = runs(), {}

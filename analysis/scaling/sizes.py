@@ -9,8 +9,8 @@ from analysis.ledger.entries import paper_shape
 from lmscale.config import Layout, Recompute, TransformerConfig
 from lmscale.paper import BERT_SEQ_LENGTH, BERT_SIZES, BERT_VOCABULARY, SEQ_LENGTH
 from lmscale.planner.communication import micro_batch_collectives
-from lmscale.planner.job import Job, rank_memory
 from lmscale.planner.params import count_parameters
+from lmscale.planner.workload import Workload, rank_memory
 
 from .study import MICRO_BATCH, SIZES, STUDY_TP_SIZES, study_model
 
@@ -57,7 +57,7 @@ def memory_table() -> pd.DataFrame:
         seq_length = config.max_position_embeddings
         batch = MICRO_BATCH if seq_length == SEQ_LENGTH else BERT_MICRO_BATCH
         for recompute in (Recompute.NONE, Recompute.FULL):
-            job = Job(config, batch, batch, seq_length, "fp16", 1).change(recompute=recompute)
+            job = Workload(config, batch, batch, seq_length, "fp16", 1).change(recompute=recompute)
             sizes = [size for size in TP_SIZES if config.num_attention_heads % size == 0]
             found = {f"tp {n}": rank_memory(job, Layout(tp_size=n), True).total / _GIB for n in sizes}
             rows.append({"model": name, "recompute": recompute.value} | found)

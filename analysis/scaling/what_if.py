@@ -14,12 +14,12 @@ from typing import Any
 
 from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
-from lmscale.planner.job import Job
 from lmscale.planner.memory import GIB
 from lmscale.planner.params import count_parameters
 from lmscale.planner.plan import make_plan
 from lmscale.planner.search import rank_layouts, smallest_need
 from lmscale.planner.step_time import Techniques, predict_step_time
+from lmscale.planner.workload import Workload
 from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ def largest(name: str, sizes: tuple[int, ...] = (512, 2048, 8192, 16384)) -> lis
     """Find the fastest layout per model and number of GPUs, for a batch of 4,096 sequences of 2,048 tokens."""
     machine, rows = cluster(name), []
     for model, layers, hidden, heads in LARGE:
-        job = Job(gpt(layers, hidden, heads, max_position_embeddings=2048), 1, 4096, 2048, "bf16", 100_000)
+        job = Workload(gpt(layers, hidden, heads, max_position_embeddings=2048), 1, 4096, 2048, "bf16", 100_000)
         size = count_parameters(job.config).total
         for num_devices in sizes:
             row = {"cluster": name, "model": model, "parameters": f"{size / 1e9:.1f} G", "GPUs": num_devices}
@@ -125,7 +125,9 @@ def beyond_a_node(name: str) -> list[dict[str, Any]]:
 def techniques(name: str) -> list[dict[str, Any]]:
     """Sequence parallelism and overlap on and off: 8.3 B, tp 8, dp 64, 8 sequences per data rank."""
     machine = cluster(name)
-    job = Job(gpt(72, 3072, 32, recompute="full"), 8, 512, 1024, "fp16" if name == "dgx2h_v100" else "bf16", 300_000)
+    job = Workload(
+        gpt(72, 3072, 32, recompute="full"), 8, 512, 1024, "fp16" if name == "dgx2h_v100" else "bf16", 300_000
+    )
     changes = {
         "none of these": Techniques(),
         "sequence parallelism": Techniques(),

@@ -7,8 +7,8 @@ from entry_points import only_line, refuse
 
 from lmscale.config import TransformerConfig
 from lmscale.config.layout import Layout, ParallelConfig
-from lmscale.planner.job import Job, checkpoint_bytes, rank_memory, usable_bytes
 from lmscale.planner.memory import estimate_memory
+from lmscale.planner.workload import Workload, checkpoint_bytes, rank_memory, usable_bytes
 from lmscale.training import fit
 from lmscale.training.resolve import resolve_layout
 
@@ -63,7 +63,7 @@ def test_tp_size_auto_respects_the_host_memory(monkeypatch, dp_size) -> None:
     """On a CPU the ranks share the memory, so more ranks do not reduce the total."""
     config = TransformerConfig("gpt", 2, 64, 4, 2000, 32)
     num_ranks = 1 if dp_size == "auto" else dp_size
-    job = Job(config, 2, 2 * num_ranks, 32, "fp32", 1)
+    job = Workload(config, 2, 2 * num_ranks, 32, "fp32", 1)
     estimate = estimate_memory(config, 1, 2, 32, "fp32", num_ranks, False, accumulates=False)
     needed = (estimate.total - usable_bytes(0, on_gpu=False)) * num_ranks
     request = ParallelConfig(tp_size="auto", dp_size=dp_size)
@@ -77,7 +77,10 @@ def test_tp_size_auto_respects_the_host_memory(monkeypatch, dp_size) -> None:
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
 def test_background_saves_respect_the_host_memory(monkeypatch, accelerator) -> None:
     """The copies of all local ranks; on a CPU beside the memory in which they train."""
-    job, layout = Job(TransformerConfig("gpt", 2, 64, 4, 2000, 32), 2, 4, 32, "bf16", 1), Layout(tp_size=2, dp_size=2)
+    job, layout = (
+        Workload(TransformerConfig("gpt", 2, 64, 4, 2000, 32), 2, 4, 32, "bf16", 1),
+        Layout(tp_size=2, dp_size=2),
+    )
     each = checkpoint_bytes(job, layout) - usable_bytes(0, on_gpu=False)
     if accelerator == "cpu":
         each += rank_memory(job, layout, on_gpu=False).total

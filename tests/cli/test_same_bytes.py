@@ -14,8 +14,8 @@ from lmscale.config.cluster import load_cluster
 from lmscale.config.plan import PlanConfig
 from lmscale.config.pretrain import RunConfig
 from lmscale.planner.flops import dense_peak_flops_per_s
-from lmscale.planner.job import CPU_RESERVED_GIB, GPU_RESERVED_GIB
 from lmscale.planner.question import plan_layout
+from lmscale.planner.workload import CPU_RESERVED_GIB, GPU_RESERVED_GIB
 from lmscale.training import fit
 from lmscale.training.resolve import resolve_layout, resolve_recompute
 

@@ -9,9 +9,9 @@ from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Calibration, Peaks
 from lmscale.planner.balance import balance_of
 from lmscale.planner.communication import micro_batch_collectives, small_collectives
-from lmscale.planner.job import Job
 from lmscale.planner.plan import Plan, make_plan
 from lmscale.planner.step_time import collective_s
+from lmscale.planner.workload import Workload
 
 # The exercise: one layer of d = 4096 on 8 H100, b = 4, s = 2048, fp16, peak rates, no latency, only products count.
 B, S, D, P = 4, 2048, 4096, 8
@@ -30,7 +30,7 @@ def model(num_layers: int) -> TransformerConfig:
 
 def planned(layout: Layout, num_layers: int = 1, cluster=H100, **changes) -> Plan:
     values = {"micro_batch_size": B, "global_batch_size": B * layout.dp_size, "seq_length": S, "dtype": "fp16"}
-    return make_plan(Job(model(num_layers), **values | {"num_steps": 1} | changes), layout, cluster)
+    return make_plan(Workload(model(num_layers), **values | {"num_steps": 1} | changes), layout, cluster)
 
 
 def forward_of_a_layer():

@@ -12,7 +12,6 @@ from lmscale.config import Layout
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner.communication import step_collectives
 from lmscale.planner.flops import hardware_flops_per_step
-from lmscale.planner.job import Job
 from lmscale.planner.layer_operations import MAGNITUDE
 from lmscale.planner.operation import Operation, product
 from lmscale.planner.operations import OPTIMIZER_LAUNCHES, step_operations
@@ -20,6 +19,7 @@ from lmscale.planner.operations_table import format_operations, operation_rows
 from lmscale.planner.params import count_parameters
 from lmscale.planner.plan import make_plan
 from lmscale.planner.roofline import operation_s
+from lmscale.planner.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,7 +169,7 @@ def test_a_head_of_96_takes_as_long_as_one_of_128() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_table_has_every_operation_and_collective_and_adds_up_to_the_step(layout, dtype) -> None:
     config = paper_model("gpt_8.3b")
-    plan = make_plan(Job(config, 4, 8 * layout.dp_size, 1024, dtype, 1), layout, cluster())
+    plan = make_plan(Workload(config, 4, 8 * layout.dp_size, 1024, dtype, 1), layout, cluster())
     rows = operation_rows(plan)
     assert sum(row.seconds for row in rows) == pytest.approx(plan.time.total, rel=1e-12)
     assert sum(row.hidden for row in rows) == pytest.approx(plan.time.tensor_hidden) != 0

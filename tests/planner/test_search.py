@@ -11,7 +11,6 @@ from test_step_time import CLUSTER
 from lmscale.config import Layout, Recompute
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.config.layout import ParallelConfig
-from lmscale.planner.job import Job, rank_memory
 from lmscale.planner.memory import GIB, estimate_memory
 from lmscale.planner.plan import Plan, make_plan
 from lmscale.planner.search import (
@@ -24,16 +23,17 @@ from lmscale.planner.search import (
     suggest_layout,
     tensor_sizes,
 )
+from lmscale.planner.workload import Workload, rank_memory
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "conf" / "cluster"
 
 
-def job(name: str = "gpt_2.5b", batch: int = 48, **changes: object) -> Job:
+def job(name: str = "gpt_2.5b", batch: int = 48, **changes: object) -> Workload:
     config = paper_model(name, **changes)
-    return Job(config, 1, batch, config.max_position_embeddings, "fp16", 1000)
+    return Workload(config, 1, batch, config.max_position_embeddings, "fp16", 1000)
 
 
-def every_plan(a_job: Job, num_devices: int) -> list:
+def every_plan(a_job: Workload, num_devices: int) -> list:
     """Every layout of all `num_devices` that `make_plan` accepts, by brute force."""
     plans = []
     for tp_size, b, mode in itertools.product(range(1, num_devices + 1), range(1, 65), Recompute):

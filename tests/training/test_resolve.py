@@ -13,7 +13,7 @@ from runs import tiny_run
 from lmscale.config import Layout, Recompute
 from lmscale.config.layout import ParallelConfig
 from lmscale.launcher import World
-from lmscale.planner.job import rank_memory, usable_bytes
+from lmscale.planner.workload import rank_memory, usable_bytes
 from lmscale.training import fit, pretrain, resolve
 from lmscale.training.job import Job
 from lmscale.training.output import resuming

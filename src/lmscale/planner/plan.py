@@ -7,10 +7,10 @@ from ..config.cluster import Cluster
 from .balance import Balance, balance_of
 from .communication import Collective, step_collectives
 from .flops import hardware_flops_per_step, model_flops_per_step
-from .job import Job, rank_memory
 from .memory import GIB, MemoryEstimate
 from .params import count_parameters
 from .step_time import AS_TRAINED, StepTime, Techniques, predict_step_time
+from .workload import Workload, rank_memory
 
 DAY_S = 86400
 
@@ -29,7 +29,7 @@ class Plan:
         mfu: model FLOPs over the FLOPs of the devices' dense peaks in that time.
     """
 
-    job: Job
+    job: Workload
     layout: Layout
     cluster: Cluster
     num_micro_batches: int
@@ -91,7 +91,7 @@ class Plan:
         return self.cluster.watts * self.num_devices * self.days * 24 / 1e6
 
 
-def make_plan(job: Job, layout: Layout, cluster: Cluster, techniques: Techniques = AS_TRAINED) -> Plan:
+def make_plan(job: Workload, layout: Layout, cluster: Cluster, techniques: Techniques = AS_TRAINED) -> Plan:
     """Plan `job` in a layout; a rank that does not fit its device is not refused here, see `Plan.missing_bytes`.
 
     Bytes, FLOPs and messages are of this project's code, whatever software the cluster's step times were measured with:

@@ -6,14 +6,14 @@ from ..config import Layout, Recompute, TransformerConfig
 from ..config.from_dict import keys_of
 from ..config.layout import ParallelConfig
 from ..config.plan import PlanConfig
-from .job import STAND_IN_VOCAB_SIZE, Job, largest_dp_size, smallest_layout
 from .plan import Plan, describe_padding, describe_shortage, make_plan
 from .search import Ranking, divides, largest_number, neighbours, rank_layouts, rank_on_machine, suggest_layout
+from .workload import STAND_IN_VOCAB_SIZE, Workload, largest_dp_size, smallest_layout
 
 _HALF = ("bf16", "fp16")
 
 
-def make_job(question: PlanConfig) -> tuple[Job, list[str]]:
+def make_job(question: PlanConfig) -> tuple[Workload, list[str]]:
     """The job to plan, and notes on assumed values; `model.recompute=auto` starts from none.
 
     Raises:
@@ -35,7 +35,7 @@ def make_job(question: PlanConfig) -> tuple[Job, list[str]]:
             "bytes and FLOPs of model.attention=sdpa"
         )
     cluster.peak_flops_per_s(dtype)
-    job = Job(
+    job = Workload(
         config,
         question.micro_batch_size,
         question.global_batch_size,
@@ -137,13 +137,13 @@ def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:
     return fitting[: question.measure]
 
 
-def _modes_to_try(question: PlanConfig, job: Job) -> list[Recompute]:
+def _modes_to_try(question: PlanConfig, job: Workload) -> list[Recompute]:
     """The requested recomputation mode, then those that recompute more if the planner may choose them."""
     modes = list(Recompute)
     return modes[modes.index(job.config.recompute) :] if question.find_recompute else [job.config.recompute]
 
 
-def _resolve_layout(question: PlanConfig, job: Job) -> Layout:
+def _resolve_layout(question: PlanConfig, job: Workload) -> Layout:
     """The requested layout, with `auto` resolved."""
     request, machine = question.parallel, question.machine
     micro_batches = question.global_batch_size // question.micro_batch_size

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ..config import Layout, Recompute
 from ..config.cluster import Cluster, Peaks
 from ..config.layout import ParallelConfig
-from .job import Job, rank_memory
 from .memory import GIB
 from .plan import Plan, make_plan
+from .workload import Workload, rank_memory
 
 LARGEST_MICRO_BATCH = 64
 _MODES = tuple(Recompute)
@@ -31,7 +31,7 @@ class Ranking:
     too_large: tuple[Plan, ...]
 
 
-def tensor_sizes(job: Job, largest: int, pad_heads: bool = False) -> list[int]:
+def tensor_sizes(job: Workload, largest: int, pad_heads: bool = False) -> list[int]:
     """Every `tp_size` up to `largest` and the number of heads that cuts the model into equal shards, ascending."""
     sizes = []
     for tp_size in range(1, min(largest, job.config.num_attention_heads) + 1):
@@ -43,7 +43,7 @@ def tensor_sizes(job: Job, largest: int, pad_heads: bool = False) -> list[int]:
     return sizes
 
 
-def micro_batch_sizes(job: Job, layout: Layout) -> list[int]:
+def micro_batch_sizes(job: Workload, layout: Layout) -> list[int]:
     """Powers of two that divide a data rank's share of the batch, and the share itself if it is small; ascending.
 
     With `batch_halves` only even ones; none if the layout does not divide the batch or, where it cuts it, the sequence.
@@ -56,7 +56,7 @@ def micro_batch_sizes(job: Job, layout: Layout) -> list[int]:
     return [b for b in sizes if b % layout.batch_parts == 0]
 
 
-def divides(job: Job, layout: Layout) -> bool:
+def divides(job: Workload, layout: Layout) -> bool:
     """Whether a layout divides the batch into whole micro-batches and these, where it cuts them, into equal parts."""
     whole = job.global_batch_size % (job.micro_batch_size * layout.dp_size) == 0
     halves = job.micro_batch_size % layout.batch_parts == 0
@@ -64,7 +64,7 @@ def divides(job: Job, layout: Layout) -> bool:
 
 
 def rank_layouts(
-    job: Job,
+    job: Workload,
     cluster: Cluster,
     num_devices: int,
     request: ParallelConfig = _NO_OPTIONS,
@@ -120,7 +120,7 @@ def _with_options(layout: Layout, options: tuple[str, ...]) -> list[Layout]:
 
 
 def rank_on_machine(
-    job: Job, cluster: Cluster, num_devices: int, request: ParallelConfig, modes: Sequence[Recompute]
+    job: Workload, cluster: Cluster, num_devices: int, request: ParallelConfig, modes: Sequence[Recompute]
 ) -> list[Plan]:
     """Plan `job`, with the micro-batch that it has, in every layout of one machine, fastest first.
 
@@ -168,13 +168,13 @@ def neighbours(number: int, numbers: Iterable[int]) -> str:
     return " and ".join(f"{n:,}" for n in near) or "none"
 
 
-def largest_number(job: Job, cluster: Cluster, request: ParallelConfig = _NO_OPTIONS) -> int:
+def largest_number(job: Workload, cluster: Cluster, request: ParallelConfig = _NO_OPTIONS) -> int:
     """The largest number of devices that some fitting layout uses fully; if none fits, that some grid uses fully."""
     numbers = sorted(_possible_numbers(job, cluster, request), reverse=True)
     return next((number for number in numbers if _fits_on(job, cluster, number, request)), numbers[0])
 
 
-def _fits_on(job: Job, cluster: Cluster, num_devices: int, request: ParallelConfig) -> bool:
+def _fits_on(job: Workload, cluster: Cluster, num_devices: int, request: ParallelConfig) -> bool:
     """Whether some layout fits, tried with the settings that need least memory."""
     for tp_size in tensor_sizes(job, num_devices, request.pad_heads):
         if num_devices % tp_size:
@@ -186,7 +186,7 @@ def _fits_on(job: Job, cluster: Cluster, num_devices: int, request: ParallelConf
     return False
 
 
-def _possible_numbers(job: Job, cluster: Cluster, request: ParallelConfig) -> set[int]:
+def _possible_numbers(job: Workload, cluster: Cluster, request: ParallelConfig) -> set[int]:
     """Numbers of devices that some grid uses fully; always contains 1."""
     sizes = tensor_sizes(job, cluster.num_devices, request.pad_heads)
     divisors = [
@@ -196,7 +196,7 @@ def _possible_numbers(job: Job, cluster: Cluster, request: ParallelConfig) -> se
     return {p * d for p, d in grids if micro_batch_sizes(job, request.layout(tp_size=p, dp_size=d))}
 
 
-def nearest_plan(job: Job, wanted: Layout, cluster: Cluster) -> Plan | None:
+def nearest_plan(job: Workload, wanted: Layout, cluster: Cluster) -> Plan | None:
     """The working plan closest to `job` on the grid `wanted`, with its options; None if the cluster has none.
 
     Closest in the number of devices, then `tp_size`, then the micro-batch, then the recomputation.
@@ -218,7 +218,7 @@ def nearest_plan(job: Job, wanted: Layout, cluster: Cluster) -> Plan | None:
     return None
 
 
-def _candidates(job: Job, wanted: Layout, cluster: Cluster) -> list[tuple[Layout, int, Recompute]]:
+def _candidates(job: Workload, wanted: Layout, cluster: Cluster) -> list[tuple[Layout, int, Recompute]]:
     """Every grid that divides model, batch and cluster, with every micro-batch size and recomputation mode."""
     layouts = [
         dataclasses.replace(wanted, tp_size=tp_size, dp_size=dp_size)
@@ -228,7 +228,7 @@ def _candidates(job: Job, wanted: Layout, cluster: Cluster) -> list[tuple[Layout
     return [(layout, b, mode) for layout in layouts for b in micro_batch_sizes(job, layout) for mode in _MODES]
 
 
-def smallest_need(job: Job, wanted: Layout, cluster: Cluster) -> Plan:
+def smallest_need(job: Workload, wanted: Layout, cluster: Cluster) -> Plan:
     """The layout on the cluster whose rank needs least memory, with the options of `wanted` or without some."""
     candidates = [found for layout in _relaxed(wanted) for found in _candidates(job, layout, cluster)]
 
@@ -246,7 +246,7 @@ def _relaxed(wanted: Layout) -> list[Layout]:
     return list(dict.fromkeys(dataclasses.replace(wanted, **dict.fromkeys(names, False)) for names in without))
 
 
-def suggest_layout(job: Job, wanted: Layout, cluster: Cluster) -> str:
+def suggest_layout(job: Workload, wanted: Layout, cluster: Cluster) -> str:
     """For messages: the nearest layout that works, and which options it must drop, or the least memory of a rank."""
     for layout in _relaxed(wanted):
         near = nearest_plan(job, layout, cluster)

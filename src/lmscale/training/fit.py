@@ -8,16 +8,16 @@ from ..config import Layout, Recompute
 from ..config.family import family_of
 from ..config.pretrain import RunConfig
 from ..launcher import World
-from ..planner.job import (
+from ..planner.memory import GIB
+from ..planner.workload import (
     STAND_IN_VOCAB_SIZE,
+    Workload,
     checkpoint_bytes,
     first_mode_that_fits,
     rank_memory,
     smallest_layout,
     usable_bytes,
 )
-from ..planner.job import Job as Workload
-from ..planner.memory import GIB
 from .runtime.host_memory import host_memory_available
 
 WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk

@@ -27,8 +27,14 @@ from ..data.tokenizer import check_tokenizer
 from ..kernels import GPU_ATTENTIONS, Kernels, check_cuda_graphs, choose_attention, choose_kernels
 from ..launcher import World, is_first_rank, is_restart, world_from_outside
 from ..planner.flops import model_flops_per_step
-from ..planner.job import STAND_IN_VOCAB_SIZE, first_mode_that_fits, largest_dp_size, smallest_layout, usable_bytes
-from ..planner.job import Job as Workload
+from ..planner.workload import (
+    STAND_IN_VOCAB_SIZE,
+    Workload,
+    first_mode_that_fits,
+    largest_dp_size,
+    smallest_layout,
+    usable_bytes,
+)
 from . import fit
 from .job import Job
 from .measured_layout import read_measured_layout

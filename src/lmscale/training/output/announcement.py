@@ -8,8 +8,8 @@ from ...checkpoint import read_metadata
 from ...config import Layout, Recompute, TransformerConfig
 from ...config.pretrain import RunConfig
 from ...parallel import ParallelContext
-from ...planner.job import largest_dp_size
 from ...planner.params import count_parameters
+from ...planner.workload import largest_dp_size
 from ..agreement import Agreement
 from ..resolve import ResolvedRun
 from .resuming import CHECKPOINTS
